@@ -102,7 +102,6 @@ class Gateway:
             await asyncio.sleep(0.05)
 
     async def count(self, http: aiohttp.ClientSession) -> None:
-        """Add the counters of this process to the totals of all."""
         async with http.get(f"{self.admin_url}/metrics") as answer:
             page = await answer.text()
         for result in ("kept", "restarted", "waiting"):
@@ -120,7 +119,6 @@ class Gateway:
 
 @contextmanager
 def mock_groups(speed: float) -> Iterator[list[str]]:
-    """Run the mock engines in one process. Yields their URLs."""
     options = ["--port", "0", "--groups", str(GROUPS), "--speed", str(speed), "--json"]
     command = [sys.executable, "-m", "mockgpu", *options]
     with subprocess.Popen(command, env=ENV, stdout=subprocess.PIPE, text=True) as process:
@@ -140,7 +138,6 @@ def body(text: str, tokens: int) -> dict[str, Any]:
 
 
 async def ask(http: aiohttp.ClientSession, url: str, number: int) -> Answer:
-    """Send one live request as a stream and measure its answer."""
     sent, first, last, tokens, is_whole = time.monotonic(), 0.0, 0.0, 0, False
     request = body(f"Live question {number}?", LIVE_TOKENS) | {"stream": True}
     try:
@@ -219,7 +216,6 @@ async def create_batch(http: aiohttp.ClientSession, url: str, lines: int, window
 async def wait_for_batch(
     http: aiohttp.ClientSession, url: str, batch_id: str
 ) -> tuple[dict[str, Any], str]:
-    """Return the batch when it has ended, and its output file."""
     while True:
         try:
             async with http.get(f"{url}/v1/batches/{batch_id}") as answer:

@@ -139,10 +139,9 @@ def prompt_tree(tokens: int, rng: random.Random) -> list[bytes]:
 
 
 def _text(size: int, rng: random.Random) -> str:
-    """Build random text in lines of about 80 bytes.
-
-    Real prompts have line ends too, which JSON escapes.
-    """
+    # Build random text in lines of about 80 bytes.
+    #
+    # Real prompts have line ends too, which JSON escapes.
     words = [
         "".join(rng.choices("abcdefghijklmnoprstuvw", k=rng.randint(2, 9))) for _ in range(997)
     ]

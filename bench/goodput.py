@@ -179,14 +179,12 @@ class Results:
                     self.known[line.reading.cell] = line.reading
 
     def add(self, reading: Measurement) -> None:
-        """Add a measurement and append it to the results file."""
         self.known[reading.cell] = reading
         with self.path.open("ab") as file:
             file.write(msgspec.json.encode(Line(self.code, reading)) + b"\n")
 
 
 def code_digest() -> str:
-    """Return a digest of the source code of policies, simulator and mock engines."""
     digest = hashlib.blake2b(digest_size=8)
     for folder in ("policies", "planner/replay", "planner/traces", "mockgpu"):
         for path in sorted((ROOT / folder).rglob("*.py")):
@@ -201,7 +199,6 @@ def run(
     jobs: int,
     log: Callable[[str], None],
 ) -> None:
-    """Measure all cells that have no result yet, in `jobs` processes."""
     missing = [cell for cell in dict.fromkeys(cells) if cell not in results.known]
     with ProcessPoolExecutor(jobs, initializer=os.nice, initargs=(10,)) as pool:
         futures = [pool.submit(measure, cell, traces) for cell in missing]
@@ -212,7 +209,6 @@ def run(
 
 
 def describe(reading: Measurement) -> str:
-    """Return a one-line description of a measurement."""
     cell, figures = reading.cell, reading.figures
     name = " ".join(
         filter(None, (cell.workload, cell.fleet, cell.policy, cell.admission, f"seed {cell.seed}"))

@@ -95,8 +95,6 @@ class Measurement(msgspec.Struct, frozen=True):
 
 
 class TraceFolder(msgspec.Struct, frozen=True):
-    """The folder that contains the recorded traces."""
-
     folder: str
 
 
@@ -125,7 +123,6 @@ def measure(cell: Cell, traces: TraceFolder) -> Measurement:
 
 
 def simulate(cell: Cell, load: float, traces: TraceFolder) -> ReplayFigures:
-    """Replay a cell's traffic once at this load and return the figures."""
     run, from_s, to_s = run_replay(cell, load, traces)
     return figures(run, from_s, to_s)
 
@@ -201,7 +198,6 @@ def build_traffic(
 
 
 def sessions(folder: str) -> tuple[TraceRequest, ...]:
-    """Return recorded agent sessions, in which each request follows the response before it."""
     return _trace(folder, "claude_code_sessions_a.jsonl.gz")
 
 
@@ -271,7 +267,6 @@ def tenants(folder: str, seed: int, share: float, greed: float) -> list[TraceReq
 
 
 def summarize(figures: ReplayFigures, load: float) -> dict[str, Any]:
-    """Return those figures of a run that are stored in the results file."""
     return {
         "load": load,
         "attainment": figures.attainment,

@@ -55,7 +55,6 @@ def grouped(
 
 
 def format_values(values: Sequence[float], digits: int = 2) -> str:
-    """Return text with the mean of values and half their range."""
     if not values:
         return "-"
     half = (max(values) - min(values)) / 2
@@ -63,7 +62,6 @@ def format_values(values: Sequence[float], digits: int = 2) -> str:
 
 
 def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    """Return a Markdown table as lines."""
     lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
     return lines + ["| " + " | ".join(row) + " |" for row in rows] + [""]
 
@@ -276,7 +274,6 @@ def tenants(measurements: Sequence[Measurement]) -> list[str]:
 
 
 def errors(measurements: Sequence[Measurement]) -> list[str]:
-    """Return the table of TTFT prediction errors of the policy `priced` at capacity."""
     names = ("ttft_error", "ttft_error_p50")
     groups: dict[str, list[list[float]]] = defaultdict(list)
     for item in measurements:

@@ -63,7 +63,7 @@ def _options() -> argparse.Namespace:
 
 
 def _build_toggle(folder: Path) -> Path:
-    """Compile the library that turns callgrind's counting on and off; return its path."""
+    # Compile the library that turns callgrind's counting on and off; return its path.
     source, library = folder / "toggle.c", folder / "toggle.so"
     source.write_text(TOGGLE_SOURCE)
     subprocess.run(["gcc", "-O2", "-shared", "-fPIC", "-o", str(library), str(source)], check=True)
@@ -71,13 +71,13 @@ def _build_toggle(folder: Path) -> Path:
 
 
 def _per_request(tree: Path, kind: str, function: str, toggle: Path) -> float:
-    """Return the instructions per request of this kind; of `function` alone unless it is ""."""
+    # Return the instructions per request of this kind; of `function` alone unless it is "".
     few, many = (_count(tree, kind, function, toggle, requests) for requests in (FEW, MANY))
     return (many - few) / (MANY - FEW)
 
 
 def _count(tree: Path, kind: str, function: str, toggle: Path, requests: int) -> int:
-    """Serve so many requests in callgrind; return the instructions that were counted."""
+    # Serve so many requests in callgrind; return the instructions that were counted.
     base = free_base()
     with backend(base), tempfile.TemporaryDirectory() as folder:
         counts = Path(folder) / "counts"

@@ -89,7 +89,6 @@ def write_config(policy: str, folder: Path) -> Path:
 
 
 async def serve(config: Path, bodies: list[bytes]) -> None:
-    """Serve the requests, each after the response to the one before."""
     load = getattr(opcodes, "load_config", None) or opcodes.load
     read_answer = getattr(opcodes, "read_answer", None) or opcodes.answered
     app = opcodes.App(load(config, {}))
@@ -105,7 +104,6 @@ async def serve(config: Path, bodies: list[bytes]) -> None:
 
 
 def main() -> None:
-    """Serve the requests of one kind with counted functions."""
     kind = next(kind for kind in opcodes.kinds() if kind.name == KIND)
     count_functions([FUNCTION] if FUNCTION else sorted(opcodes.CALLBACKS))
     with tempfile.TemporaryDirectory() as folder:

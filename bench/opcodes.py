@@ -112,7 +112,6 @@ class Call:
 
     @property
     def total(self) -> int:
-        """The number of instructions of this function and of all functions below it."""
         return self.own + sum(call.total for call in self.calls.values())
 
     def lines(self, depth: int = 0) -> Iterator[str]:
@@ -188,7 +187,6 @@ async def median_call(config: Path, port: int, bodies: list[bytes]) -> Call:
 
 
 async def read_answer(reader: asyncio.StreamReader) -> None:
-    """Read one response, streamed or not, to its end."""
     head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
     assert " 200 " in head.partition("\r\n")[0], head
     if "transfer-encoding: chunked" in head:

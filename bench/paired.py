@@ -77,7 +77,7 @@ def main() -> int:
 def _compare(
     old: Path, new: Path, options: argparse.Namespace, base: int, work: Path, order: random.Random
 ) -> float:
-    """Print the ratios of all cells; return the highest upper end of their intervals."""
+    # Print the ratios of all cells; return the highest upper end of their intervals.
     pace, highest = Pace(options.window_ms, 300), 0.0
     for policy in dict.fromkeys(cell.policy for cell in CELLS):
         with ExitStack() as stack:
@@ -100,7 +100,6 @@ def _compare(
 def _measure_pair(
     cell: PairedCell, pair: list[Running], pace: Pace, work: Path, order: random.Random
 ) -> tuple[float, float]:
-    """Return the CPU in µs per unit of the old and the new version, measured in random order."""
     turns = [0, 1]
     order.shuffle(turns)
     cpu_us = {turn: cell.measure(pair[turn], pace, work)["cpu"] for turn in turns}
@@ -148,7 +147,6 @@ def _git(*arguments: str) -> None:
 
 
 def _print_instructions(*homes: Path) -> None:
-    """Print the output of each version's own bench/opcodes.py."""
     for name, home in zip(("old", "new"), homes, strict=True):
         print(f"instructions, {name}:", flush=True)
         script = Path("bench", "opcodes.py")

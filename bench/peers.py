@@ -115,10 +115,9 @@ def _measure_all(
 
 
 def _choose_rate(fleet: dict[str, Running], work: Path) -> float:
-    """Return the request rate at which our gateway's core is half busy.
-
-    If ours is not measured, a peer's rate is used. All systems get the same rate.
-    """
+    # Return the request rate at which our gateway's core is half busy.
+    #
+    # If ours is not measured, a peer's rate is used. All systems get the same rate.
     for key in (
         f"{OURS}/round_robin",
         f"{SOURCES}/round_robin",

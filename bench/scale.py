@@ -194,12 +194,11 @@ async def measure_stalls(size: int, base: int, work: Path) -> None:
 
 
 async def _discover(app: App) -> None:
-    """Apply the endpoints again, as after a discovery update or a configuration reload."""
+    # Apply the endpoints again, as after a discovery update or a configuration reload.
     app._on_discovered()
 
 
 async def _open(port: int, count: int) -> list[asyncio.StreamWriter]:
-    """Open `count` client connections, each of which has received one response."""
     body, writers = QUESTION, list[asyncio.StreamWriter]()
 
     async def one() -> None:
@@ -233,7 +232,6 @@ async def _hold(port: int, pids: list[int], count: int) -> None:
 
 
 def measure_connections(count: int, base: int, work: Path) -> None:
-    """Print the memory and CPU that idle client connections need."""
     running = start(system_of("prefix_aware", base, base + 100, 4), work)
     try:
         asyncio.run(_hold(base + 100, running.pids, count))
@@ -253,7 +251,6 @@ def measure_streams(counts: list[int], base: int, work: Path) -> None:
 
 
 def main() -> None:
-    """Run the chosen parts and print a line per figure."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

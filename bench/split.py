@@ -138,12 +138,10 @@ def _command(urls: list[str]) -> Command:
 
 
 async def _instructions(command: Command, work: Path, port: int, body: bytes) -> float:
-    """Return the number of Python instructions of the median request with this body."""
     return float((await median_call(Path(command(work, port)[-1]), port, [body])).total)
 
 
 def _cpu_us(running: Running, pace: Pace, bodies: Path) -> float:
-    """Measure and return the gateway's CPU in µs per request with these bodies."""
     report = drive(running, pace, bodies, mode="closed", connections=16)
     if not report["requests"]:
         raise NotMeasurable("no request was answered in a whole window")

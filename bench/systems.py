@@ -85,7 +85,6 @@ def free_base(ports: int = BACKENDS) -> int:
 
 
 def backend_urls(base: int, ports: int = BACKENDS) -> list[str]:
-    """Return the URLs of the static engines that every system serves."""
     return [f"http://127.0.0.1:{base + i}" for i in range(ports)]
 
 
@@ -142,7 +141,6 @@ def _router(
 def nginx_command(
     urls: list[str], work: Path, port: int, tls: Certificate | None = None
 ) -> list[str]:
-    """Write nginx's configuration as a proxy of these endpoints, and return its command."""
     work = work / f"nginx-{port}"
     work.mkdir(exist_ok=True)
     encrypt = ""
@@ -237,7 +235,6 @@ def compile_penstock() -> dict[str, str]:
 
 
 def describe_build(*, compiled: bool) -> str:
-    """Return a sentence on how the penstock columns of the table were built."""
     if not compiled:
         return f"{SOURCES} is not compiled"
     compiler = subprocess.run(
@@ -247,7 +244,6 @@ def describe_build(*, compiled: bool) -> str:
 
 
 def build_tools() -> None:
-    """Compile backend.c and load.c into bin/ if their sources are newer."""
     BIN.mkdir(exist_ok=True)
     for tool in ("backend", "load"):
         program, sources = BIN / tool, (HERE / f"{tool}.c", HERE / "wire.h")
@@ -316,14 +312,12 @@ def install_nginx() -> None:
 
 
 def pinned(core: int, command: list[str]) -> list[str]:
-    """Return the command pinned to a core, or unchanged on a machine with one core."""
     if shutil.which("taskset") is None or (os.cpu_count() or 1) < 2:
         return command
     return ["taskset", "-c", str(core), *command]
 
 
 def process_tree(pid: int) -> list[int]:
-    """Return the process ids of a process and all its descendants."""
     pids = [pid]
     for parent in pids:
         for task in Path(f"/proc/{parent}/task").glob("*/children"):
@@ -354,8 +348,6 @@ def rss_bytes(pids: list[int]) -> int:
 
 @dataclass
 class Running:
-    """A running system and its processes."""
-
     system: System
     process: subprocess.Popen[bytes] | None
 
@@ -364,7 +356,6 @@ class Running:
         return process_tree(self.process.pid) if self.process else []
 
     def stop(self) -> None:
-        """Send SIGTERM, and SIGKILL after 5 s if it has not ended."""
         if self.process is None or self.process.poll() is not None:
             return
         self.process.send_signal(signal.SIGTERM)
@@ -414,10 +405,9 @@ def start_second(system: System, work: Path) -> Running:
 
 
 def _await_service(running: Running, deadline: float) -> None:
-    """Wait for twenty successful responses in a row.
-
-    A router may start before it knows all its endpoints.
-    """
+    # Wait for twenty successful responses in a row.
+    #
+    # A router may start before it knows all its endpoints.
     in_a_row = 0
     while in_a_row < 20:
         if running.process is not None and running.process.poll() is not None:
@@ -448,7 +438,6 @@ def _is_serving(system: System) -> bool:
 
 @contextmanager
 def backend(base: int, ports: int = BACKENDS) -> Iterator[None]:
-    """Run the static engines on the load generator's core during a `with` block."""
     command = [str(BIN / "backend"), "--port", str(base), "--ports", str(ports)]
     process = subprocess.Popen(pinned(LOAD_CORE, command), stdout=subprocess.PIPE)
     try:

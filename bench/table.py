@@ -39,7 +39,6 @@ class Results:
         return SOURCES if SOURCES in measured and OURS not in measured else OURS
 
     def median(self, row: Row, system: str) -> float | None:
-        """Return the median over rounds, or None if the system was not measured."""
         values = self.samples.get(row.name, {}).get(system)
         return median(values) if values else None
 
@@ -66,7 +65,6 @@ def compare(results: Results, row: Row, other: str) -> float | None:
 
 
 def verdicts(results: Results) -> list[Verdict]:
-    """Return a verdict (met or missed) for every goal whose values were measured."""
     checked: list[Verdict] = []
     for row in results.rows:
         ours = results.median(row, results.ours)
@@ -85,7 +83,6 @@ def verdicts(results: Results) -> list[Verdict]:
 
 
 def markdown(results: Results) -> str:
-    """Return the table for the documentation: medians, comparisons with each peer, and goals."""
     others = [name for name in COLUMNS if name != results.ours]
     lines = [
         "| | unit | "
@@ -133,7 +130,6 @@ def _format_comparison(results: Results, row: Row, other: str) -> str:
 
 
 def as_json(results: Results) -> dict[str, Any]:
-    """Return all samples, medians and goals for the JSON report."""
     return {
         "settings": results.settings,
         "machine": {
@@ -171,7 +167,6 @@ def cpu_name() -> str:
 
 
 def write_docs(page: Path, results: Results) -> None:
-    """Write the table between the markers of a documentation page."""
     begin, end = "<!-- bench:begin -->", "<!-- bench:end -->"
     before, has_begin, remainder = page.read_text().partition(begin)
     _, has_end, after = remainder.partition(end)

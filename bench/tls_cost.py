@@ -72,7 +72,6 @@ CELLS = (
 
 
 def main() -> None:
-    """Print a line for each kind of traffic and each system."""
     options = _options()
     build_tools()
     if options.compiled:
@@ -120,10 +119,9 @@ def _certificate(work: Path) -> Certificate:
 
 @contextmanager
 def _second_nginx(systems: Sequence[System], work: Path) -> Iterator[None]:
-    """Run an nginx that forwards requests to the systems under test.
-
-    For each system it listens on two ports: KEPT and NEW above the system's own.
-    """
+    # Run an nginx that forwards requests to the systems under test.
+    #
+    # For each system it listens on two ports: KEPT and NEW above the system's own.
     folder = work / "second"
     folder.mkdir()
     config = folder / "nginx.conf"
@@ -176,7 +174,6 @@ def _await_port(port: int, deadline: float) -> None:
 
 
 def _servers(system: System) -> str:
-    """Return the part of the second nginx's configuration that is for one system."""
     servers = []
     for offset, keep in ((KEPT, "keepalive 1024; keepalive_requests 1000000000;"), (NEW, "")):
         name = f"to_{system.port + offset}"
@@ -199,7 +196,7 @@ server {{
 def _measure_round(
     cell: TlsCell, running: Mapping[str, Running], pace: Pace, work: Path, order: random.Random
 ) -> dict[str, float]:
-    """Measure each system once in random order; return µs of CPU per unit by name."""
+    # Measure each system once in random order; return µs of CPU per unit by name.
     names = list(running)
     order.shuffle(names)
     cpu_us = {}

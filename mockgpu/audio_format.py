@@ -53,7 +53,6 @@ class AudioChunks:
         return b""
 
     def next(self, cached: int | None) -> bytes:
-        """Return the event that carries the next token."""
         start = self._made * TOKEN_BYTES
         self._made += 1
         return self._chunk(self._choice.text[start : start + TOKEN_BYTES], None)

@@ -117,7 +117,6 @@ class BlockPool:
         return True
 
     def cached_keys(self) -> list[int]:
-        """Return the keys of all cached blocks."""
         return list(self._by_key)
 
     def release(self, blocks: Sequence[int]) -> None:

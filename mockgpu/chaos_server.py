@@ -79,10 +79,9 @@ def application(members: Sequence[FleetGroup]) -> web.Application:
 
 @web.middleware
 async def _no_pages(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Refuse requests that come from web pages or have an unexpected Host header.
-
-    A page in a local browser could otherwise reach 127.0.0.1.
-    """
+    # Refuse requests that come from web pages or have an unexpected Host header.
+    #
+    # A page in a local browser could otherwise reach 127.0.0.1.
     host = request.headers.get("Host", HOST).rpartition(":")[0] or request.headers.get("Host", HOST)
     if host not in (HOST, "localhost") or any(name in request.headers for name in BROWSER_HEADERS):
         return _json({"error": "web pages may not set faults"}, 403)

@@ -155,7 +155,7 @@ def _choice(
 def _generate(
     ask: ParsedRequest, prompt: bytes, prompt_keys: Sequence[int], vary: int
 ) -> GeneratedText:
-    """Generate the answer, starting with the tokens that a prefill group has already made."""
+    # Generate the answer, starting with the tokens that a prefill group has already made.
     given_bytes = ask.leg.first if isinstance(ask.leg, DecodeLeg) else b""
     if not given_bytes:
         return generate(prompt, prompt_keys, ask.limit, ask.can_end, vary, ask.body.min_tokens)
@@ -168,10 +168,9 @@ def _generate(
 
 
 def _first_stop(text: str, stops: Sequence[str], min_tokens: int) -> tuple[int, str] | None:
-    """Return the position and the text of the first stop string in a text, or None.
-
-    A stop string must end after the first `min_tokens` tokens.
-    """
+    # Return the position and the text of the first stop string in a text, or None.
+    #
+    # A stop string must end after the first `min_tokens` tokens.
     starts = [max(0, min_tokens * TOKEN_BYTES - len(stop) + 1) for stop in stops]
     matches = [
         (position, stop)

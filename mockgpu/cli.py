@@ -137,7 +137,7 @@ def mock(
 
 @contextmanager
 def _exit_on_error() -> Iterator[None]:
-    """Print an error as one line and exit: status 2 for wrong options, 1 for a port in use."""
+    # Print an error as one line and exit: status 2 for wrong options, 1 for a port in use.
     try:
         yield
     except (ValueError, FaultError) as error:
@@ -149,21 +149,20 @@ def _exit_on_error() -> Iterator[None]:
 
 
 def _answering(spec: GroupSpec, stores_responses: bool, may_end_from: int | None) -> GroupSpec:
-    """Return the spec with how it keeps and ends its answers."""
     return msgspec.structs.replace(
         spec, stores_responses=stores_responses, may_end_from=may_end_from
     )
 
 
 def _checked(failure_policy: str, version: str, tls: str | None) -> dict[str, Any]:
-    """Return the options of a KV transfer that need a check. Raises ValueError for a wrong one."""
+    # Return the options of a KV transfer that need a check. Raises ValueError for a wrong one.
     return {"recompute": _recompute(failure_policy), "version": _version(version), "tls": _tls(tls)}
 
 
 def _with_layout(
     spec: GroupSpec, sizes: tuple[int, int, int, int], skew: float, *, has_dialect: bool
 ) -> GroupSpec:
-    """Return the spec with PP, EP, DP and CP. Raises ValueError if no engine starts so."""
+    # Return the spec with PP, EP, DP and CP. Raises ValueError if no engine starts so.
     pp, ep, dp, cp = sizes
     if max(*sizes, skew) == 1:
         return spec
@@ -191,10 +190,9 @@ def _limited(
     cached_details: bool,
     lacks: tuple[str, ...],
 ) -> GroupSpec:
-    """Return the spec with these limits set.
-
-    Raises ValueError if the model does not fit in memory.
-    """
+    # Return the spec with these limits set.
+    #
+    # Raises ValueError if the model does not fit in memory.
     if unknown := set(lacks) - {"messages", "responses"}:
         raise ValueError(f"unknown API {min(unknown)!r}: known are messages, responses")
     spec = msgspec.structs.replace(
@@ -211,7 +209,7 @@ def _limited(
 
 
 def _check_ports(groups: int, port: int, kv_port: int, bootstrap_port: int) -> None:
-    """Raise ValueError if the groups' consecutive ports would exceed 65535."""
+    # Raise ValueError if the groups' consecutive ports would exceed 65535.
     firsts = {"--port": port, "--kv-port": kv_port, "--bootstrap-port": bootstrap_port}
     for option, first in firsts.items():
         if first and first + groups - 1 > 65535:
@@ -221,10 +219,9 @@ def _check_ports(groups: int, port: int, kv_port: int, bootstrap_port: int) -> N
 
 
 def _spec(model: str, gpu: str, tp: int | None, role: str, profile: str, speed: str) -> GroupSpec:
-    """Build a group's spec from the options that name known things.
-
-    Raises ValueError if unknown.
-    """
+    # Build a group's spec from the options that name known things.
+    #
+    # Raises ValueError if unknown.
     shape, card = model_named(model), gpu_named(gpu)
     if role not in ("both", "prefill", "decode"):
         raise ValueError(f"unknown role {role!r}: known are both, prefill, decode")
@@ -240,10 +237,9 @@ def _spec(model: str, gpu: str, tp: int | None, role: str, profile: str, speed: 
 
 
 def _tls(directory: str | None) -> TlsFiles | None:
-    """Return the files of a Kubernetes TLS secret in this directory; None without a directory.
-
-    Raises ValueError for "", because it would mean the working directory.
-    """
+    # Return the files of a Kubernetes TLS secret in this directory; None without a directory.
+    #
+    # Raises ValueError for "", because it would mean the working directory.
     if directory is None:
         return None
     if not directory:
@@ -268,7 +264,7 @@ def _version(text: str) -> tuple[int, int]:
 
 
 def _with_ranks(spec: GroupSpec, ranks: int, dialect: str | None) -> GroupSpec:
-    """Return the spec with data-parallel ranks. Raises ValueError for halves of split requests."""
+    # Return the spec with data-parallel ranks. Raises ValueError for halves of split requests.
     if ranks > 1 and dialect is not None:
         raise ValueError("--dp-ranks is for groups that serve whole requests, without --dialect")
     return msgspec.structs.replace(spec, ranks=ranks)
@@ -277,10 +273,9 @@ def _with_ranks(spec: GroupSpec, ranks: int, dialect: str | None) -> GroupSpec:
 def _publishing(
     spec: GroupSpec, groups: int, port: int | None, dialect: str | None, version: tuple[int, int]
 ) -> list[GroupSpec]:
-    """Return one spec per group, each with two consecutive ports for KV events.
-
-    With `port` None, the groups publish no events. Raises ValueError if the ports exceed 65535.
-    """
+    # Return one spec per group, each with two consecutive ports for KV events.
+    #
+    # With `port` None, the groups publish no events. Raises ValueError if the ports exceed 65535.
     if port is None:
         return [spec] * groups
     last = port + 2 * spec.ranks * groups - 1
@@ -299,11 +294,10 @@ def _publishing(
 def _halves(
     specs: list[GroupSpec], transfer: TransferSpec, **further_options: Any
 ) -> list[GroupSpec]:
-    """Return one spec per group that prefills or decodes split requests.
-
-    The groups' KV transfer agents and bootstrap servers get consecutive ports. Raises ValueError
-    for invalid options.
-    """
+    # Return one spec per group that prefills or decodes split requests.
+    #
+    # The groups' KV transfer agents and bootstrap servers get consecutive ports. Raises ValueError
+    # for invalid options.
     transfer = msgspec.structs.replace(transfer, **further_options).validate()
     return [
         msgspec.structs.replace(
@@ -328,7 +322,6 @@ async def _serve(
     chaos_port: int | None,
     as_json: bool,
 ) -> None:
-    """Run a fleet of mock engines until SIGINT or SIGTERM."""
     stop, loop = asyncio.Event(), asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)
@@ -367,5 +360,4 @@ def _ready(member: FleetGroup, as_json: bool) -> str:
 
 
 def main() -> None:
-    """Run the command line of `python -m mockgpu`."""
     typer.run(mock)

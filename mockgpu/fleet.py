@@ -53,7 +53,6 @@ class GroupListener:
             listening.close()
 
     def shut(self) -> None:
-        """Stop listening, and close all open connections."""
         self._is_open = False
         if self._listening is not None:
             self._listening.close()
@@ -108,7 +107,6 @@ class FleetGroup:
         return self.server.app(RankDispatcher([self.server, *servers]).dispatch)
 
     def close_ranks(self) -> None:
-        """Drop all jobs, and stop publishing KV events."""
         for group in self.ranks:
             group.close()
             if group.kv_events is not None:
@@ -116,7 +114,6 @@ class FleetGroup:
 
     @property
     def url(self) -> str:
-        """The URL of the group's server."""
         return f"http://{self.host}:{self.listener.port}"
 
 
@@ -137,7 +134,7 @@ def _half(group: TpGroup, transfer: TransferSpec, host: str, wire: ProcessWire |
 
 
 def _publisher(group: TpGroup, spec: KvEventSpec, host: str) -> KvPublisher:
-    """Start publishing a group's KV events. Raises ValueError if pyzmq is not installed."""
+    # Start publishing a group's KV events. Raises ValueError if pyzmq is not installed.
     try:
         from mockgpu.kv_publisher import KvPublisher
     except ModuleNotFoundError:

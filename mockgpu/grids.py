@@ -44,7 +44,6 @@ class Grid(msgspec.Struct, frozen=True):
 
 
 def load_grids() -> list[Grid]:
-    """Load all measured grids from the package data."""
     return msgspec.json.decode(
         files("mockgpu").joinpath("data/aic_latencies.json").read_bytes(), type=list[Grid]
     )

@@ -84,7 +84,6 @@ class GroupSpec(msgspec.Struct, frozen=True):
 
     @property
     def layout(self) -> Layout:
-        """The layout of the engine."""
         return Layout(self.tp, self.pp, self.ep, self.dp, self.cp)
 
     @property
@@ -112,9 +111,7 @@ class GroupSpec(msgspec.Struct, frozen=True):
 class TokenSink(Protocol):
     """The receiver of one job's tokens. It is called within an engine step and must not block."""
 
-    def on_token(self) -> None:
-        """Handle one more token of the job."""
-        ...
+    def on_token(self) -> None: ...
 
     def on_end(self) -> None:
         """Handle the end of the job, after its last token."""
@@ -127,8 +124,6 @@ class TokenSink(Protocol):
 
 @dataclass(slots=True)
 class _Live:
-    """A submitted job, its sink, and its timestamps in event-loop seconds."""
-
     sink: TokenSink
     arrived: float
     reason: str
@@ -172,7 +167,6 @@ class TpGroup:
         self._awaiting_fetch: dict[Job, _Live] = {}
 
     def attach(self, memory: KvMemory) -> None:
-        """Attach the memory in which the KV cache is really stored."""
         self.memory = memory
         self.scheduler.on_filled = self._write_filled
         self.scheduler.pool.record_allocations()
@@ -184,7 +178,6 @@ class TpGroup:
 
     @property
     def in_flight(self) -> int:
-        """The number of submitted jobs that have not ended."""
         return len(self._live)
 
     def submit(self, job: Job, sink: TokenSink, reason: str) -> None:
@@ -269,7 +262,6 @@ class TpGroup:
             self._timer = self._loop.call_soon(self._end_step)
 
     def close(self) -> None:
-        """Stop the step timer and drop all jobs."""
         self._stop()
         for job, live in [*self._live.items(), *self._awaiting_fetch.items()]:
             self._drop(job, live)
@@ -296,7 +288,6 @@ class TpGroup:
             live.sink.on_failure(ApiError(500, f"KV transfer failed: {end.reason}"))
 
     def _queued(self) -> int:
-        """Return the number of jobs that wait for the scheduler, or will be passed to it next."""
         return self.scheduler.queued + sum(
             live.entering is not None for live in self._live.values()
         )
@@ -331,10 +322,9 @@ class TpGroup:
             self._timer = None
 
     def _begin_step(self) -> None:
-        """Plan a step and schedule its end.
-
-        End times are absolute, so that a late timer does not delay the following steps.
-        """
+        # Plan a step and schedule its end.
+        #
+        # End times are absolute, so that a late timer does not delay the following steps.
         plan = self.scheduler.step()
         if self.memory is not None:
             self._prepare(self.memory, plan)
@@ -357,7 +347,6 @@ class TpGroup:
         self._timer = self._loop.call_at(self._due, self._end_step)
 
     def _end_step(self) -> None:
-        """Deliver the tokens of the step that has ended, and begin the next step."""
         assert self._step is not None
         (plan, step_s), self._step = self._step, None
         decoding = list(self.scheduler.decoding)
@@ -388,10 +377,9 @@ class TpGroup:
             self._begin_step()
 
     def _hand_over(self, job: Job, live: _Live) -> bool:
-        """Offer the KV of an ended job to other groups.
-
-        Return True if its response has to wait until the KV has been fetched.
-        """
+        # Offer the KV of an ended job to other groups.
+        #
+        # Return True if its response has to wait until the KV has been fetched.
         assert isinstance(job.leg, PrefillLeg)
         try:
             if self.kv_handoff is None:
@@ -413,10 +401,9 @@ class TpGroup:
         return False
 
     def _prepare(self, memory: KvMemory, plan: StepPlan | None) -> None:
-        """Prepare the KV memory for a step.
-
-        Update the generations of newly allocated blocks, write bytes, and start fetching KV.
-        """
+        # Prepare the KV memory for a step.
+        #
+        # Update the generations of newly allocated blocks, write bytes, and start fetching KV.
         memory.bump(self.scheduler.pool.pop_allocated())
         for chunk in plan.chunks if plan is not None else ():
             job = chunk.job
@@ -439,10 +426,9 @@ class TpGroup:
                 self._kill_faults.on_transfer(job, self.kv_handoff.is_receiving)
 
     def _read_back(self, memory: KvMemory, chunks: Iterable[PrefillChunk]) -> None:
-        """Verify the stored KV of prompts that have just been computed.
-
-        The first generated token depends on the bytes that are really in memory.
-        """
+        # Verify the stored KV of prompts that have just been computed.
+        #
+        # The first generated token depends on the bytes that are really in memory.
         for chunk in chunks:
             job = chunk.job
             if (
@@ -459,7 +445,6 @@ class TpGroup:
                     self._kill_faults.on_prompt_computed(job)
 
     def _write_filled(self, job: Job, index: int) -> None:
-        """Write the KV bytes of answer tokens into a block that decoding has just filled."""
         if self.memory is not None and job.content is not None:
             size = self.scheduler.pool.block_tokens
             start, end = max(job.prompt_tokens, index * size), (index + 1) * size

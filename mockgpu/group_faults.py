@@ -32,9 +32,7 @@ _ON_THE_WIRE = _STALLING | WIRE_FAULTS
 class FaultyListener(Protocol):
     """A listening port that a fault can close and open again."""
 
-    def shut(self) -> None:
-        """Refuse new connections, and close open ones."""
-        ...
+    def shut(self) -> None: ...
 
     def open(self) -> None:
         """Accept connections again after `shut()`."""
@@ -160,7 +158,6 @@ class GroupFaults:
                 self._set_wire_fault(fault)
 
     def _end(self, fault: InjectedFault) -> None:
-        """Undo a fault, except for effects that another active fault also has."""
         self._active.remove(fault)
         kinds = {other.kind for other in self._active}
         match fault.kind:
@@ -177,7 +174,7 @@ class GroupFaults:
             self._reconnected = None
 
     def _set_pace(self) -> None:
-        """Set the slow-down of prefill and decode steps; the fault that began last applies."""
+        # Set the slow-down of prefill and decode steps; the fault that began last applies.
         prefill = decode = 1.0
         for fault in self._active:
             if fault.kind is FaultKind.SLOW:
@@ -186,7 +183,6 @@ class GroupFaults:
         self._group.slow_prefill, self._group.slow_decode = prefill, decode
 
     def _active_wire_fault(self) -> InjectedFault | None:
-        """Return the active connection fault that began last, or None."""
         active = [other for other in self._active if other.kind in _ON_THE_WIRE]
         if not active:
             return None

@@ -20,12 +20,10 @@ class BucketHistogram:
         self.sum = 0.0
 
     def observe(self, value: float, times: int = 1) -> None:
-        """Record that `value` was observed `times` times."""
         self._counts[bisect_left(self.bounds, value)] += times
         self.sum += value * times
 
     def lines(self, name: str, labels: str) -> Iterator[str]:
-        """Yield the histogram's lines in Prometheus text format."""
         total = 0
         for bound, count in zip((*self.bounds, "+Inf"), self._counts, strict=True):
             total += count

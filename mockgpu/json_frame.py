@@ -62,14 +62,11 @@ def frame_of(schema: object) -> JsonFrame:
 
 
 class _Sample:
-    """Builds a sample value for a schema, in which one string is replaced by the words."""
-
     def __init__(self, root: Mapping[str, Any]) -> None:
         self._root = root
         self._has_words = False
 
     def value(self, schema: object, depth: int) -> Any:
-        """Return a value that fits a schema, or null at more than MAX_DEPTH levels."""
         if depth > MAX_DEPTH:
             return None
         if not isinstance(schema, dict):
@@ -90,7 +87,6 @@ class _Sample:
         return {"boolean": False, "null": None}[kind] if kind != "string" else self._text(schema)
 
     def _other(self, schema: Mapping[str, Any]) -> object | None:
-        """Return the schema that `$ref`, `anyOf`, `oneOf` or `allOf` resolves to, or None."""
         if isinstance(ref := schema.get("$ref"), str):
             return self._referenced(ref)
         for name in ("anyOf", "oneOf"):
@@ -107,7 +103,7 @@ class _Sample:
         return None
 
     def _referenced(self, ref: str) -> object:
-        """Return the schema at a reference such as `#/$defs/name`; {} if there is none."""
+        # Return the schema at a reference such as `#/$defs/name`; {} if there is none.
         found: Any = self._root
         for name in ref.removeprefix("#").split("/")[1:]:
             name = name.replace("~1", "/").replace("~0", "~")
@@ -115,7 +111,7 @@ class _Sample:
         return found
 
     def _object(self, schema: Mapping[str, Any], depth: int) -> dict[str, Any]:
-        """Return an object with the required properties, or with the first one if none is."""
+        # Return an object with the required properties, or with the first one if none is.
         members = schema.get("properties") or {}
         names = schema.get("required") or list(members)[:1]
         return {name: self.value(members.get(name, {}), depth + 1) for name in names}
@@ -127,11 +123,10 @@ class _Sample:
         return [self.value(item, depth + 1) for item in items]
 
     def _text(self, schema: Mapping[str, Any]) -> str:
-        """Return the placeholder of the words, or a fixed string.
-
-        A string gets fixed text if its format or maximum length restricts it, or if the words are
-        already placed.
-        """
+        # Return the placeholder of the words, or a fixed string.
+        #
+        # A string gets fixed text if its format or maximum length restricts it, or if the words are
+        # already placed.
         least = "x" * schema.get("minLength", 0)
         if form := _FORMATS.get(str(schema.get("format"))):
             return form
@@ -142,7 +137,6 @@ class _Sample:
 
 
 def _kind(schema: object) -> str:
-    """Return the JSON type that a schema describes, as its name in JSON Schema."""
     kind = schema.get("type") if isinstance(schema, dict) else None
     if isinstance(kind, list):
         kind = next((each for each in kind if each != "null"), "null")
@@ -152,7 +146,6 @@ def _kind(schema: object) -> str:
 
 
 def _number(schema: Mapping[str, Any], kind: str) -> float | int:
-    """Return the number nearest to 0 within the schema's bounds."""
     step = schema.get("multipleOf", 1 if kind == "integer" else 0.5)
     lowest = schema.get("minimum", schema.get("exclusiveMinimum"))
     highest = schema.get("maximum", schema.get("exclusiveMaximum"))
@@ -167,7 +160,6 @@ def _number(schema: Mapping[str, Any], kind: str) -> float | int:
 
 
 def _merge(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
-    """Return one schema with the properties and requirements of both."""
     merged = {**first, **second}
     for name in ("properties", "required"):
         old, new = first.get(name), second.get(name)

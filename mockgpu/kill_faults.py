@@ -40,11 +40,9 @@ class KillFaults:
         self._fault_by_job: dict[Job, InjectedFault] = {}
 
     def mark(self, job: Job, fault: InjectedFault) -> None:
-        """Assign a fault to a job."""
         self._fault_by_job[job] = fault
 
     def forget(self, job: Job) -> None:
-        """Remove the fault of a job that has ended."""
         self._fault_by_job.pop(job, None)
 
     def on_step_planned(self, plan: StepPlan, step_s: float) -> None:

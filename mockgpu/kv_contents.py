@@ -31,7 +31,6 @@ _MIX_B = np.uint64(0x94D049BB133111EB)
 
 
 def _mix(words: Words) -> Words:
-    """Apply splitmix64's finaliser, a bijection in which each input bit affects all outputs."""
     words = (words ^ (words >> np.uint64(30))) * _MIX_A
     words = (words ^ (words >> np.uint64(27))) * _MIX_B
     return words ^ (words >> np.uint64(31))

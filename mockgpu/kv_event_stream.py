@@ -71,7 +71,6 @@ class KvEventStream:
 
     @property
     def has_events(self) -> bool:
-        """Whether there are events that no message has yet."""
         return bool(self._events)
 
     def hash_of(self, key: int) -> int:
@@ -113,7 +112,6 @@ class KvEventStream:
             self._events.append(event)
 
     def on_cleared(self) -> None:
-        """Record that the prefix cache has been cleared."""
         cleared = "AllBlocksCleared"
         self._events.append([cleared] if self._spec.form == "array" else {"type": cleared})
 
@@ -135,7 +133,6 @@ class KvEventStream:
         return self._deliver(message, now) + ready
 
     def _deliver(self, message: Message, now: float) -> list[Message]:
-        """Apply delivery faults to a message, and return the messages to publish now."""
         if self.strikes(FaultKind.EVENTS_LOST):
             return []
         if self.strikes(FaultKind.EVENTS_LATE):

@@ -25,7 +25,7 @@ class KvMemory:
     """
 
     def __init__(self, layout: KvLayout, regions: Sequence[Region]) -> None:
-        """Use one memory region per rank. Raises ValueError for a wrong number or size."""
+        # Use one memory region per rank. Raises ValueError for a wrong number or size.
         ranks = [region.bytes for region in regions]
         if len(ranks) != layout.tp or any(
             rank.size % layout.rank_block_bytes(index) for index, rank in enumerate(ranks)
@@ -60,7 +60,6 @@ class KvMemory:
                 region.bump(blocks)
 
     def close(self) -> None:
-        """Release the memory of all ranks."""
         self._views.clear()
         for region in self.regions:
             region.close()
@@ -97,7 +96,6 @@ class KvMemory:
 
 
 def _by_block(rank: NDArray[np.uint8], layout: KvLayout) -> Words:
-    """Return a view of a rank's bytes as words [blocks, layers, parts, heads, tokens, words]."""
     words, per_row = rank.view(np.uint64), layout.row_bytes // WORD_BYTES
     if layout.order is KvOrder.BLHNC:
         return words.reshape(
@@ -112,10 +110,9 @@ def _by_block(rank: NDArray[np.uint8], layout: KvLayout) -> Words:
 def _pieces(
     blocks: Sequence[int], start: int, states: Words, size: int
 ) -> list[tuple[NDArray[np.int64] | list[int], int, int, Words]]:
-    """Split a token range into (blocks, first and last position in each, states per block).
-
-    All whole blocks form one piece; a partial block at either end is a piece of its own.
-    """
+    # Split a token range into (blocks, first and last position in each, states per block).
+    #
+    # All whole blocks form one piece; a partial block at either end is a piece of its own.
     end = start + len(states)
     whole_from, whole_to = -(-start // size), end // size
     if whole_from > whole_to:

@@ -32,7 +32,7 @@ class KvPublisher:
         loop: asyncio.AbstractEventLoop,
         host: str,
     ) -> None:
-        """Bind the event socket and the replay socket. Raises OSError if a port is taken."""
+        # Bind the event socket and the replay socket. Raises OSError if a port is taken.
         self.stream = KvEventStream(spec, scheduler.pool.block_tokens, _never)
         self._spec, self._scheduler, self._loop = spec, scheduler, loop
         self._topic = spec.topic.encode()
@@ -47,7 +47,7 @@ class KvPublisher:
         self._timer = loop.call_later(POLL_S, self._poll)
 
     def _open(self) -> None:
-        """Bind both sockets. Raises OSError if a port is taken."""
+        # Bind both sockets. Raises OSError if a port is taken.
         publisher, router = self._context.socket(zmq.PUB), self._context.socket(zmq.ROUTER)
         try:
             self.port = _bind(publisher, self._host, self.port)
@@ -104,7 +104,6 @@ class KvPublisher:
         }
 
     def _poll(self) -> None:
-        """Publish delayed messages, and answer pending replay requests."""
         self._timer = self._loop.call_later(POLL_S, self._poll)
         if self._sockets is None:
             with suppress(OSError):  # the old sockets may not have left their ports yet
@@ -124,7 +123,6 @@ class KvPublisher:
         router.send_multipart([peer, b"", b"", END_NUMBER, b""])
 
     def close(self) -> None:
-        """Close both sockets."""
         self._timer.cancel()
         self._context.destroy(linger=0)
 
@@ -134,7 +132,7 @@ def _never(kind: FaultKind) -> bool:
 
 
 def _bind(socket: zmq.Socket[bytes], host: str, port: int) -> int:
-    """Bind a ZeroMQ socket and return its port. Raises OSError if the port is taken."""
+    # Bind a ZeroMQ socket and return its port. Raises OSError if the port is taken.
     socket.sndhwm = 0
     if not port:
         return socket.bind_to_random_port(f"tcp://{host}")

@@ -76,7 +76,6 @@ class LayoutTimes:
         self._dense_weights_s = dense * model.param_bytes / read_s
 
     def step_s(self, work: StepWork) -> float:
-        """Return the seconds of one step."""
         pp, prefills = self._layout.pp, self._micro_batches(work.prefill_tokens)
         decodes = self._lane_decodes(work)
         decode_s = self._lane_s(decodes) if decodes.decode_seqs else 0.0
@@ -101,14 +100,12 @@ class LayoutTimes:
         return min(self._lanes, -(-tokens // self._budget_tokens))
 
     def _lane_decodes(self, work: StepWork) -> StepWork:
-        """Return the decodes of one micro-batch on one rank of DP, the one with the most."""
         if not work.decode_seqs:
             return StepWork()
         seqs = -(-work.decode_seqs // self._lanes)
         return StepWork(0, 0.0, seqs, round(work.decode_context * seqs / work.decode_seqs))
 
     def _lane_s(self, work: StepWork) -> float:
-        """Return the seconds of one micro-batch through all stages."""
         seconds, cp = self._line.step_s(work), self._layout.cp
         if cp > 1 and work.prefill_tokens:
             decodes = work._replace(prefill_tokens=0, attention_area=0.0)
@@ -120,7 +117,6 @@ class LayoutTimes:
         return seconds + travel_s(self._model, self._gpu, self._layout, tokens, self._skew)
 
     def _experts_s(self, parts: StepTimeParts) -> float:
-        """Return the seconds of a step that its experts take: of FLOPs, or of reading weights."""
         if parts.flops_s >= parts.weights_s:
             return parts.flops_s * self._expert_share
         return max(0.0, parts.weights_s - self._dense_weights_s)

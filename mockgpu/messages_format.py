@@ -24,7 +24,6 @@ class MessagesFormat:
     prefix = "msg_"
 
     def read(self, members: dict[str, Any]) -> RequestBody:
-        """Return the chat request for a Messages body. `max_tokens` is required."""
         if not isinstance(members.get("max_tokens"), int):
             raise ApiError(400, "1 validation error: max_tokens: field required", "max_tokens")
         return count_body(members)
@@ -32,7 +31,6 @@ class MessagesFormat:
     def chunks(
         self, ask: ParsedRequest, choice: Choice, created: int, members: Mapping[str, Any]
     ) -> MessagesChunks:
-        """Return the event builder of a streamed message."""
         return MessagesChunks(ask, choice)
 
     def whole(
@@ -51,7 +49,6 @@ class MessagesFormat:
         return _message(ask, [block], usage) | _ending(choice)
 
     def error(self, error: ApiError) -> bytes:
-        """Return the JSON body of an error."""
         detail = {"type": error.kind, "message": error.message}
         return msgspec.json.encode({"type": "error", "error": detail})
 
@@ -71,7 +68,6 @@ class MessagesChunks:
         self._made = 0
 
     def begin(self) -> bytes:
-        """Return no bytes: a message begins with its first token."""
         return b""
 
     def next(self, cached: int | None) -> bytes:
@@ -126,10 +122,9 @@ def count_body(members: Mapping[str, Any]) -> RequestBody:
 
 
 def _chat_messages(system: object, messages: list[Any]) -> list[Any]:
-    """Return the chat messages of a conversation, beginning with its system prompt.
-
-    A system message further down is merged into the message beside it.
-    """
+    # Return the chat messages of a conversation, beginning with its system prompt.
+    #
+    # A system message further down is merged into the message beside it.
     if not all(isinstance(message, dict) for message in messages):
         raise ApiError(400, "1 validation error: messages: each must be an object", "messages")
     rest = list(dropwhile(_is_system, messages))
@@ -152,17 +147,16 @@ def _is_system(message: Mapping[str, Any]) -> bool:
 
 
 def _system_text(content: object) -> str:
-    """Return the text of a system prompt, without the billing line that Claude Code adds."""
+    # Return the text of a system prompt, without the billing line that Claude Code adds.
     blocks = content if isinstance(content, list) else [{"type": "text", "text": content}]
     texts = [str(block.get("text", "")) for block in blocks if isinstance(block, dict)]
     return "".join(text for text in texts if not text.startswith("x-anthropic-billing-header"))
 
 
 def _with_waiting(turns: list[dict[str, Any]], waiting: list[str]) -> list[dict[str, Any]]:
-    """Return the messages of a turn, with the `waiting` system texts merged into them.
-
-    Those texts followed an answer. The list is emptied.
-    """
+    # Return the messages of a turn, with the `waiting` system texts merged into them.
+    #
+    # Those texts followed an answer. The list is emptied.
     texts = [text for text in waiting if text]
     waiting.clear()
     if not texts:
@@ -175,10 +169,9 @@ def _with_waiting(turns: list[dict[str, Any]], waiting: list[str]) -> list[dict[
 
 
 def _joined(contents: list[Any]) -> Any:
-    """Join message contents into one: a text, or a list of parts if one of them is a list.
-
-    Adjacent texts become one text, because some chat templates write parts without a separator.
-    """
+    # Join message contents into one: a text, or a list of parts if one of them is a list.
+    #
+    # Adjacent texts become one text, because some chat templates write parts without a separator.
     if all(isinstance(content, str) for content in contents):
         return "\n\n".join(filter(None, contents))
     parts: list[dict[str, Any]] = []
@@ -192,7 +185,6 @@ def _joined(contents: list[Any]) -> Any:
 
 
 def _response_format(members: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the chat member `response_format` for the requested output format, or None."""
     config = members.get("output_config")
     form = config.get("format") if isinstance(config, dict) else None
     if not isinstance(form, dict) or form.get("type") != "json_schema":

@@ -77,7 +77,6 @@ class GroupMetrics:
         return "\n".join(lines) + "\n"
 
     def _gauges(self, scheduler: Scheduler) -> Iterator[str]:
-        """Yield the lines of gauges (current values)."""
         labels, pool = self.labels, scheduler.pool
         gauges = {
             "vllm:num_requests_running": scheduler.running,
@@ -99,7 +98,7 @@ class GroupMetrics:
         yield f"vllm:cache_config_info{{{labels},{cache}}} 1"
 
     def _counters(self, scheduler: Scheduler) -> Iterator[str]:
-        """Yield the lines of counters (totals since the start)."""
+        # Yield the lines of counters (totals since the start).
         labels, totals = self.labels, scheduler.totals
         counters = {
             "vllm:prefix_cache_queries": totals.prefix_queries,
@@ -124,7 +123,6 @@ class GroupMetrics:
         yield f"vllm:admission_rejections_total{{{rejections}}} {self.rejections}"
 
     def _latencies(self) -> Iterator[str]:
-        """Yield the lines of latency histograms, in seconds."""
         labels = self.labels
         histograms = {
             "vllm:time_to_first_token_seconds": self.ttft_s,
@@ -138,7 +136,6 @@ class GroupMetrics:
 
 
 def _fetch_stages(scheduler: Scheduler, labels: str) -> Iterator[str]:
-    """Yield how many decode requests are in each state before they run."""
     wants = sum(isinstance(job.leg, DecodeLeg) and job.cached < 0 for job in scheduler.waiting)
     stages = {
         "waiting_to_start": wants,
@@ -151,7 +148,7 @@ def _fetch_stages(scheduler: Scheduler, labels: str) -> Iterator[str]:
 
 
 def _other_engine_lines(scheduler: Scheduler, engine: EngineFormat) -> Iterator[str]:
-    """Yield the metrics that a gateway reads from SGLang or TensorRT-LLM, under their names."""
+    # Yield the metrics that a gateway reads from SGLang or TensorRT-LLM, under their names.
     pool, totals = scheduler.pool, scheduler.totals
     if engine is EngineFormat.SGLANG:
         yield f"sglang:num_running_reqs {scheduler.running}"

@@ -43,9 +43,7 @@ class NamedEventFormat(Protocol):
 
     def chunks(
         self, ask: ParsedRequest, choice: Choice, created: int, members: Mapping[str, Any]
-    ) -> EventChunks:
-        """Return the event builder of a streamed answer."""
-        ...
+    ) -> EventChunks: ...
 
     def whole(
         self,
@@ -54,13 +52,9 @@ class NamedEventFormat(Protocol):
         created: int,
         cached: int | None,
         members: Mapping[str, Any],
-    ) -> dict[str, Any]:
-        """Return the JSON object of a non-streaming answer."""
-        ...
+    ) -> dict[str, Any]: ...
 
-    def error(self, error: ApiError) -> bytes:
-        """Return the JSON body of an error."""
-        ...
+    def error(self, error: ApiError) -> bytes: ...
 
     def failure(self, error: ApiError) -> bytes:
         """Return the error event that ends a failed stream, as an HTTP chunk."""
@@ -98,5 +92,4 @@ def flat_text(content: object, kinds: Sequence[str]) -> object:
 
 
 def named_event(name: str, data: Mapping[str, Any]) -> bytes:
-    """Return one server-sent event with this name and JSON data."""
     return b"event: %b\ndata: %b\n\n" % (name.encode(), msgspec.json.encode(data))

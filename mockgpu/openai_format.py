@@ -20,7 +20,6 @@ _encode = msgspec.json.encode
 
 
 def event(payload: object) -> bytes:
-    """Return one server-sent event with a JSON payload."""
     return b"data: %s\n\n" % _encode(payload)
 
 
@@ -55,7 +54,6 @@ def cached_tokens(choices: list[Choice], n: int) -> int:
 
 
 def _token_logprob(token: bytes) -> dict[str, Any]:
-    """Return an invented but reproducible log probability of a token."""
     return {
         "token": token.decode("latin-1"),
         "logprob": -(sum(token) % 64) / 64,
@@ -104,7 +102,6 @@ def full_response(
     cached: int | None,
     extras: ResponseExtras = NO_EXTRAS,
 ) -> bytes:
-    """Return the body of a non-streaming response."""
     output_tokens = sum(choice.output_tokens for choice in choices)
     build = _whole_chat_choice if ask.chat else _whole_completion_choice
     return _encode(
@@ -125,7 +122,7 @@ def full_response(
 
 
 def _prompt_ids(ask: ParsedRequest) -> dict[str, Any]:
-    """Return the member with the prompt's token ids, if the chat requested it (vLLM >= 0.10)."""
+    # Return the member with the prompt's token ids, if the chat requested it (vLLM >= 0.10).
     return (
         {"prompt_token_ids": token_ids(ask.prompts[0])}
         if ask.chat and ask.body.return_token_ids
@@ -202,7 +199,7 @@ class StreamChunks:
         self._head, self._tail = self._template() if self._plain else (b"", b"")
 
     def _template(self) -> tuple[bytes, bytes]:
-        """Return the bytes before and after a plain token in its rendered event."""
+        # Return the bytes before and after a plain token in its rendered event.
         mark = b"\x00" * TOKEN_BYTES
         rendered = http_chunk(self._event(self._delta("0" * TOKEN_BYTES), None, b"", None))
         head, tail = rendered.replace(b'"0000"', b'"' + mark + b'"').split(mark)
@@ -222,7 +219,7 @@ class StreamChunks:
         return first + http_chunk(self._event(self._delta(piece), reason, token, cached))
 
     def _opening(self, cached: int | None) -> bytes:
-        """Return the events before the first token: the role (chat), the echoed prompt, or none."""
+        # Return the events before the first token: the role (chat), the echoed prompt, or none.
         if self._ask.chat:
             return http_chunk(self._event({"role": "assistant", "content": ""}, None, b"", cached))
         if self._ask.body.echo:

@@ -52,7 +52,6 @@ class ProcessWire(InprocWire):
         super().__init__(self._own)
 
     def close(self) -> None:
-        """Stop all transfers on this connection."""
         self._own.close()
 
 
@@ -133,7 +132,7 @@ class PdRole:
             await self._bootstrap.start(self.identity)
 
     async def _start_agent(self, name: str) -> Agent:
-        """Start a KV transfer agent and return it. Raises OSError if its port is taken."""
+        # Start a KV transfer agent and return it. Raises OSError if its port is taken.
         transports = self._transports()
         agent = Agent(
             name,
@@ -244,15 +243,13 @@ class PdRole:
         }
 
     def _on_ranks_changed(self, alive: bool) -> None:
-        """Stop the engine when a rank is lost, and start it when all ranks have returned."""
         earlier = self._change_task
         self._change_task = asyncio.ensure_future(self._apply_change(earlier, alive))
 
     async def _apply_change(self, earlier: asyncio.Task[None] | None, alive: bool) -> None:
-        """Wait for the earlier change, then stop or start the engine.
-
-        If its port is taken, the engine stays down until its ranks return again.
-        """
+        # Wait for the earlier change, then stop or start the engine.
+        #
+        # If its port is taken, the engine stays down until its ranks return again.
         if earlier is not None:
             await asyncio.wait((earlier,))
         if not alive:
@@ -261,10 +258,9 @@ class PdRole:
             await self.start()
 
     def _transports(self) -> list[Transport]:
-        """Return the KV transports, most preferred first.
-
-        The first one has the address that peers are given; the others are alternatives.
-        """
+        # Return the KV transports, most preferred first.
+        #
+        # The first one has the address that peers are given; the others are alternatives.
         kind = self.transfer.transport
         if kind == "inproc":
             if self._wire is None:
@@ -280,7 +276,6 @@ class PdRole:
 
 
 def _dialect(transfer: TransferSpec) -> tuple[EngineDialect, float]:
-    """Return the handoff protocol and its default timeout between the two requests, in seconds."""
     known: dict[str, tuple[EngineDialect, float]] = {
         "vllm_nixl": (VllmNixlDialect(), PULL_S),
         "vllm_push": (VllmPushDialect(), REGISTRATION_S),
@@ -293,12 +288,11 @@ def _dialect(transfer: TransferSpec) -> tuple[EngineDialect, float]:
 
 
 def _family(model: str, transfer: TransferSpec) -> str:
-    """Return the string that two engines must have in common: kind, version and model."""
+    # Return the string that two engines must have in common: kind, version and model.
     kind = "vllm" if transfer.dialect.startswith(("vllm", "mooncake")) else transfer.dialect
     return f"{kind}/{transfer.version[0]}.{transfer.version[1]}/{model}"
 
 
 def _host_and_port(address: str) -> tuple[str, int]:
-    """Split a KV transfer agent's address into host and port, as engines report them."""
     host, _, port = address.rpartition(":" if ":" in address else "-")
     return host, int(port)

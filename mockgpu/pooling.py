@@ -126,7 +126,6 @@ def read_rerank(raw: bytes, headers: Mapping[str, str], served: str, name: str) 
 
 
 def _ranked(query: bytes, documents: Sequence[bytes]) -> list[dict[str, Any]]:
-    """Return the documents with their scores, most similar to the query first."""
     scores = [similarity(query, text) for text in documents]
     return [
         {
@@ -244,7 +243,7 @@ def _encoded(values: Sequence[float], body: InputBody) -> list[float] | str:
 
 
 def _inputs(raw: bytes, headers: Mapping[str, str], served: str) -> tuple[InputBody, list[bytes]]:
-    """Parse an InputBody; return it and its prompts as tokens. Raises ApiError if invalid."""
+    # Parse an InputBody; return it and its prompts as tokens. Raises ApiError if invalid.
     body = decode_body(raw, InputBody)
     _check_model(body.model, served, headers)
     if body.messages:
@@ -280,7 +279,6 @@ def _document(part: Document) -> bytes:
 
 
 def _job(name: str, served: str, prompts: list[bytes]) -> ParsedRequest:
-    """Return an engine request whose single token marks the end of the computation."""
     return ParsedRequest(name, False, served, prompts, 1, 1, False, RequestBody(), (), FREE_TEXT)
 
 

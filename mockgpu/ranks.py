@@ -28,7 +28,7 @@ class RankDispatcher:
     """Dispatches the requests of one engine to the servers of its ranks."""
 
     def __init__(self, servers: Sequence[MockServer]) -> None:
-        """`servers` are those of the ranks, in order; the first one owns the port."""
+        # `servers` are those of the ranks, in order; the first one owns the port.
         self._servers = servers
         self._of_all = {
             "metrics": self._metrics,
@@ -38,7 +38,6 @@ class RankDispatcher:
 
     @web.middleware
     async def dispatch(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Serve a request by one rank, or by all of them."""
         name = request.match_info.handler.__name__
         if name in self._of_all:
             return self._of_all[name](request)
@@ -51,7 +50,7 @@ class RankDispatcher:
         return answer
 
     def _pick(self, request: web.Request) -> MockServer:
-        """Return the server of a request. Raises ApiError 400 for a rank that does not exist."""
+        # Return the server of a request. Raises ApiError 400 for a rank that does not exist.
         text, count = request.headers.get(RANK_HEADER, ""), len(self._servers)
         if not re.fullmatch("-?[0-9]+", text):  # vLLM ignores what is no integer
             return min(self._servers, key=lambda server: server.group.in_flight)
@@ -64,7 +63,6 @@ class RankDispatcher:
         return [server.group for server in self._servers]
 
     def _metrics(self, _: web.Request) -> web.Response:
-        """Return the metrics of all ranks, which differ in the label `engine`."""
         pages = [
             group.metrics.render(group.scheduler, None, EngineFormat.VLLM)
             for group in self._groups()
@@ -72,7 +70,7 @@ class RankDispatcher:
         return web.Response(text="".join(pages), content_type="text/plain")
 
     def _sources(self, _: web.Request) -> web.Response:
-        """Return the publishers of all ranks, as vLLM does at /kv_event_sources."""
+        # Return the publishers of all ranks, as vLLM does at /kv_event_sources.
         described: dict[str, Any] = {}
         for rank, group in enumerate(self._groups()):
             if group.kv_events is not None:
@@ -80,7 +78,6 @@ class RankDispatcher:
         return json_answer(described)
 
     def _blocks(self, _: web.Request) -> web.Response:
-        """Return the cached blocks of each rank at /mock/kv_blocks."""
         ranks = [
             {"hashes": events.hashes(), "number": events.stream.next_number}
             for group in self._groups()

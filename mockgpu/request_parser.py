@@ -65,7 +65,6 @@ class ApiError(Exception):
         return _TYPES.get(self.status, "InternalServerError")
 
     def body(self) -> bytes:
-        """Return the JSON body of the error response."""
         error = {
             "message": self.message,
             "type": self.kind,
@@ -183,7 +182,6 @@ class ParsedRequest(msgspec.Struct, frozen=True):
 
     @property
     def is_stream(self) -> bool:
-        """Whether the response is a stream of server-sent events."""
         return bool(self.body.stream)
 
     @property
@@ -202,7 +200,6 @@ class ParsedRequest(msgspec.Struct, frozen=True):
 
     @property
     def prompt_tokens(self) -> int:
-        """The number of tokens of all prompts."""
         return sum(token_count(prompt) for prompt in self.prompts)
 
 
@@ -305,7 +302,7 @@ def parse_request(
 
 
 def _check_limit(body: RequestBody, limit: int, leg: PrefillLeg | DecodeLeg | None) -> None:
-    """Raise ApiError if the token limit is below `min_tokens` or the tokens already generated."""
+    # Raise ApiError if the token limit is below `min_tokens` or the tokens already generated.
     if body.min_tokens > limit:
         raise ApiError(
             400,
@@ -337,7 +334,7 @@ def parse_prompt(raw: bytes) -> bytes:
 
 
 def _check_combinations(body: RequestBody) -> None:
-    """Raise ApiError for fields that vLLM accepts singly but refuses in combination."""
+    # Raise ApiError for fields that vLLM accepts singly but refuses in combination.
     if body.stream_options is not None and not body.stream:
         raise ApiError(
             400, "Stream options can only be defined when `stream=True`.", "stream_options"
@@ -380,10 +377,9 @@ def _chat_parts(body: RequestBody) -> dict[str, Any]:
 
 
 def _prompts(prompt: str | list[Any] | None) -> list[bytes]:
-    """Return a completion's prompts as tokens.
-
-    The field may be a text, a list of token ids, or a list of either.
-    """
+    # Return a completion's prompts as tokens.
+    #
+    # The field may be a text, a list of token ids, or a list of either.
     if not prompt:
         raise ApiError(
             400, "Either prompt or prompt_embeds must be provided and non-empty.", "prompt"
@@ -407,11 +403,10 @@ def one_prompt(part: object) -> bytes:
 
 
 def _requested_tokens(body: RequestBody, chat: bool) -> int | None:
-    """Return the requested limit of output tokens; None: as many as the context allows.
-
-    A chat without a limit has none, as has a completion with null. A completion without the field
-    gets 16.
-    """
+    # Return the requested limit of output tokens; None: as many as the context allows.
+    #
+    # A chat without a limit has none, as has a completion with null. A completion without the field
+    # gets 16.
     if chat and body.max_completion_tokens is not None:
         return body.max_completion_tokens
     if body.max_tokens is msgspec.UNSET:
@@ -420,7 +415,7 @@ def _requested_tokens(body: RequestBody, chat: bool) -> int | None:
 
 
 def _limit(prompts: list[bytes], requested: int | None, context: int) -> int:
-    """Return the limit of output tokens per answer. Raises ApiError if it exceeds the context."""
+    # Return the limit of output tokens per answer. Raises ApiError if it exceeds the context.
     longest = max(token_count(prompt) for prompt in prompts)
     at_least = 1 if requested is None else requested
     if longest + at_least > context:
@@ -446,7 +441,7 @@ def check_context(prompts: list[bytes], context: int) -> None:
 
 
 def _form(body: RequestBody) -> RequestedForm:
-    """Return the form of a chat's answer: text, JSON or tool call. Raises ApiError if invalid."""
+    # Return the form of a chat's answer: text, JSON or tool call. Raises ApiError if invalid.
     try:
         return requested_form(
             body.messages or (),

@@ -60,7 +60,7 @@ def requested_form(
 
 
 def _structured(response_format: object, structured_outputs: object) -> RequestedForm:
-    """Return the form of a text answer. OpenAI's `response_format` precedes vLLM's own member."""
+    # Return the form of a text answer. OpenAI's `response_format` precedes vLLM's own member.
     form = response_format if isinstance(response_format, dict) else {}
     if form.get("type") == "json_object":
         return RequestedForm(frame=frame_of(ANY_OBJECT))
@@ -78,15 +78,14 @@ def _structured(response_format: object, structured_outputs: object) -> Requeste
 
 
 def _schema(value: object) -> object:
-    """Return a JSON Schema, which may be given as a string. Raises ValueError if invalid."""
+    # Return a JSON Schema, which may be given as a string. Raises ValueError if invalid.
     return json.loads(value) if isinstance(value, str) else value
 
 
 def _forced_tool(names: Sequence[str | None], choice: object) -> str | None:
-    """Return the tool that must be called, or None.
-
-    It is the tool that `choice` names, or the first one if any tool is required.
-    """
+    # Return the tool that must be called, or None.
+    #
+    # It is the tool that `choice` names, or the first one if any tool is required.
     if isinstance(choice, dict):
         name = _function_name(choice)
         if name is None or name not in names:
@@ -108,7 +107,7 @@ def _function_name(tool: Mapping[str, Any]) -> str | None:
 
 
 def _asked_calls(messages: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
-    """Yield the tool calls that the user has dictated since the last answer: name, arguments."""
+    # Yield the tool calls that the user has dictated since the last answer: name, arguments.
     for message in reversed(messages):
         if message.get("role") in ("assistant", "tool"):
             return
@@ -128,7 +127,6 @@ def _calls_in(text: str) -> Iterator[tuple[str, str]]:
 
 
 def _text(content: object) -> str:
-    """Return a message's text, with one line for each of its text parts."""
     if isinstance(content, str):
         return content
     parts = content if isinstance(content, list) else []

@@ -28,7 +28,6 @@ class PendingResponse:
         self.done: asyncio.Future[ApiError | None] = loop.create_future()
 
     def on_choice_end(self) -> None:
-        """Count one choice as ended."""
         self._open -= 1
         if not self._open and not self.done.done():
             self.done.set_result(None)
@@ -61,7 +60,6 @@ class WholeSink:
         """Do nothing: all tokens are sent together at the end."""
 
     def on_end(self) -> None:
-        """Report that the choice has ended."""
         if not self._stalled:
             self._answer.on_choice_end()
 
@@ -93,7 +91,6 @@ class StreamSink:
             self._transport.write(data)
 
     def on_end(self) -> None:
-        """Report that the choice has ended."""
         self._answer.on_choice_end()
 
 
@@ -134,7 +131,6 @@ class FaultySink(StreamSink):
             break_off(self._transport, kind, b"0\r\n\r\n")
 
     def _write_split(self, events: bytes) -> None:
-        """Write the same bytes as HTTP chunks of seven bytes, which split events and characters."""
         size, _, remaining = events.partition(b"\r\n")
         while size:
             length = int(size, 16)

@@ -26,7 +26,6 @@ class ResponsesFormat:
         self._store = store
 
     def read(self, members: dict[str, Any]) -> RequestBody:
-        """Return the chat request for a Responses body."""
         chat: dict[str, Any] = {name: members[name] for name in _PASSED if name in members}
         self._store.check(members)
         system, messages = self._messages(members)
@@ -42,7 +41,6 @@ class ResponsesFormat:
     def chunks(
         self, ask: ParsedRequest, choice: Choice, created: int, members: Mapping[str, Any]
     ) -> ResponsesChunks:
-        """Return the event builder of a streamed response."""
         return ResponsesChunks(ask, choice, created, members, self.whole)
 
     def whole(
@@ -67,17 +65,15 @@ class ResponsesFormat:
     def _messages(
         self, members: Mapping[str, Any]
     ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-        """Return the instructions as a message, and the conversation so far.
-
-        Raises ApiError for invalid input or an unknown earlier response.
-        """
+        # Return the instructions as a message, and the conversation so far.
+        #
+        # Raises ApiError for invalid input or an unknown earlier response.
         before = self._store.messages_before(members)
         given = members.get("instructions")
         system = [] if given is None else [{"role": "system", "content": given}]
         return system, [*before, *chat_messages(members)]
 
     def error(self, error: ApiError) -> bytes:
-        """Return the JSON body of an error."""
         return error.body()
 
     def failure(self, error: ApiError) -> bytes:
@@ -99,7 +95,7 @@ class ResponsesChunks:
         members: Mapping[str, Any],
         finish: Callable[..., dict[str, Any]],
     ) -> None:
-        """Prepare a stream; `finish` builds the completed response object at its end."""
+        # Prepare a stream; `finish` builds the completed response object at its end.
         self._finish = finish
         self._ask, self._choice, self._created, self._members = ask, choice, created, members
         self._made = self._number = 0
@@ -191,12 +187,10 @@ def _message(item: object) -> dict[str, Any]:
 
 
 def _answer(item: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert an output item of an earlier response to an assistant message."""
     return _message(item) | {"role": "assistant"}
 
 
 def _response_format(members: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the chat member `response_format` for the requested output format, or None."""
     text = members.get("text")
     form = text.get("format") if isinstance(text, dict) else None
     if not isinstance(form, dict) or form.get("type") not in ("json_schema", "json_object"):
@@ -256,7 +250,6 @@ def finished(
     cached: int | None,
     members: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Return the completed response object."""
     is_cut = choice.finish_reason == "length"
     return _response(ask, created, members) | {
         "output": [output_item(ask, choice)],

@@ -93,7 +93,6 @@ class StepTimeParts(NamedTuple):
 
     @property
     def bound(self) -> str:
-        """The name of the longest part, which limits the step."""
         return max(zip(self, self._fields, strict=True))[1].removesuffix("_s")
 
 
@@ -115,9 +114,7 @@ class Correction(Protocol):
 class StepTimes(Protocol):
     """The durations of an engine's steps: of a TP group, or of a larger layout."""
 
-    def step_s(self, work: StepWork) -> float:
-        """Return the seconds of one step."""
-        ...
+    def step_s(self, work: StepWork) -> float: ...
 
 
 class Roofline:

@@ -224,11 +224,10 @@ class Scheduler:
         return StepPlan([], decoded, self._context)
 
     def _admit(self, job: Job) -> bool:
-        """Admit the queue's first job with its cached blocks, and return whether its prompt fits.
-
-        Only the blocks of the next chunk are allocated now. The whole prompt must fit, because long
-        prompts would otherwise starve each other.
-        """
+        # Admit the queue's first job with its cached blocks, and return whether its prompt fits.
+        #
+        # Only the blocks of the next chunk are allocated now. The whole prompt must fit, because
+        # long prompts would otherwise starve each other.
         size = self.pool.block_tokens
         # The last token is always computed, because the first output token depends on its logits.
         hits = self.pool.count_hits(job.keys, (job.known_tokens - 1) // size)
@@ -263,15 +262,13 @@ class Scheduler:
         return job
 
     def _reserved_blocks(self) -> int:
-        """Return the number of blocks that the running prompts will still need."""
         size = self.pool.block_tokens
         return sum(blocks_for(job.known_tokens, size) - len(job.blocks) for job in self.prefilling)
 
     def _chunk(self, job: Job, budget: int, chunks: list[PrefillChunk]) -> int:
-        """Plan the next chunk of a prompt and return its number of tokens.
-
-        Returns 0 if the KV cache or the budget is exhausted.
-        """
+        # Plan the next chunk of a prompt and return its number of tokens.
+        #
+        # Returns 0 if the KV cache or the budget is exhausted.
         size = self.pool.block_tokens
         room = (len(job.blocks) + self.pool.free) * size - job.computed
         tokens = min(job.known_tokens - job.computed, budget, room)
@@ -285,22 +282,19 @@ class Scheduler:
         return tokens
 
     def _seal(self, job: Job, start: int, end: int) -> None:
-        """Add the blocks that tokens [start, end) of a job have filled to the prefix cache."""
         size = self.pool.block_tokens
         for i in range(start // size, min(end // size, len(job.keys))):
             self._share(job, i)
 
     def _share(self, job: Job, place: int) -> None:
-        """Add full block number `place` of a job to the prefix cache."""
         is_new = self.pool.register(job.blocks[place], job.keys[place])
         if is_new and self.on_shared is not None:
             self.on_shared(job, place)
 
     def _begin(self, job: Job) -> None:
-        """Move a job from prefill to decode, and count its first output token.
-
-        From now on `tick` counts its tokens.
-        """
+        # Move a job from prefill to decode, and count its first output token.
+        #
+        # From now on `tick` counts its tokens.
         del self.prefilling[job]
         job.made += 1
         job.origin = self.tick - job.made
@@ -311,11 +305,9 @@ class Scheduler:
         self._grows[self._growth_phase(job)][job] = None
 
     def _growth_phase(self, job: Job) -> int:
-        """Return the value of `tick` modulo the block size at which a job needs a new block."""
         return (1 - job.prompt_tokens + job.origin) % self.pool.block_tokens
 
     def _forget_end(self, job: Job) -> None:
-        """Remove a job from the table of jobs by the tick at which they end."""
         last_tick = job.origin + job.output_tokens
         if last_tick in self._ends:
             self._ends[last_tick].pop(job, None)
@@ -323,10 +315,9 @@ class Scheduler:
                 del self._ends[last_tick]
 
     def _grow(self, job: Job) -> None:
-        """Share the block that a decoding job has filled, and allocate its next block.
-
-        If no block is free, the newest jobs are preempted.
-        """
+        # Share the block that a decoding job has filled, and allocate its next block.
+        #
+        # If no block is free, the newest jobs are preempted.
         self._seal_filled(job)
         while not self.pool.free and job.state is JobState.DECODE:
             self._preempt(next(reversed(self.prefilling or self.decoding)))
@@ -334,7 +325,7 @@ class Scheduler:
             job.blocks.append(self.pool.allocate())
 
     def _seal_filled(self, job: Job) -> None:
-        """Add a decoding job's last block to the prefix cache, if it is full."""
+        # Add a decoding job's last block to the prefix cache, if it is full.
         filled = len(job.blocks)
         if (
             filled <= len(job.keys)
@@ -345,7 +336,7 @@ class Scheduler:
             self._share(job, filled - 1)
 
     def _preempt(self, job: Job) -> None:
-        """Move a job to the front of the queue and drop its KV, to be recomputed as in vLLM."""
+        # Move a job to the front of the queue and drop its KV, to be recomputed as in vLLM.
         self._remove(job)
         job.computed = 0
         job.state = JobState.WAITING
@@ -354,7 +345,7 @@ class Scheduler:
         self.waiting.appendleft(job)
 
     def _remove(self, job: Job, keep: bool = False) -> None:
-        """Remove a job from the batch and free its blocks; `keep` keeps them for other engines."""
+        # Remove a job from the batch and free its blocks; `keep` keeps them for other engines.
         if job.state is JobState.DECODE:
             self._seal_filled(job)
             job.made = self.tick - job.origin

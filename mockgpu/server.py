@@ -132,7 +132,6 @@ class MockServer:
         return app
 
     def _routes(self) -> list[web.RouteDef]:
-        """Return the routes that the imitated engine has."""
         return [
             web.post("/v1/chat/completions", self.chat),
             web.post("/v1/completions", self.completions),
@@ -159,7 +158,6 @@ class MockServer:
         ]
 
     def _mock_routes(self) -> list[web.RouteDef]:
-        """Return the routes that real engines do not have, under /mock/."""
         return [
             web.get("/mock/state", self.state),
             web.get("/mock/kv_blocks", self._kv_event_pages.blocks),
@@ -171,10 +169,9 @@ class MockServer:
 
     @web.middleware
     async def _errors(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Middleware that returns every error in the imitated engine's format.
-
-        During a partition fault only routes under /mock/ respond.
-        """
+        # Middleware that returns every error in the imitated engine's format.
+        #
+        # During a partition fault only routes under /mock/ respond.
         if not request.path.startswith("/mock/"):
             await self.faults.wait_reachable()
         try:
@@ -212,7 +209,7 @@ class MockServer:
         return await self._whole(request, ask, choices, answer, fault)
 
     def _pick_fault(self, request: web.Request) -> InjectedFault | None:
-        """Return the fault of this request; apply it now if it precedes the response."""
+        # Return the fault of this request; apply it now if it precedes the response.
         fault = self.faults.pick_fault()
         if fault is not None and fault.kind is FaultKind.RESET_BEFORE_HEADERS:
             reset_now(request)
@@ -270,7 +267,6 @@ class MockServer:
         choice: Choice,
         fault: InjectedFault | None,
     ) -> web.StreamResponse:
-        """Stream a response: headers and first events at once, then tokens, then end or error."""
         answer, transport = PendingResponse(1, asyncio.get_running_loop()), transport_of(request)
         details, job = self.group.spec.cached_details, choice.job
         sink = StreamSink(answer, chunks, job, transport, details)
@@ -292,7 +288,6 @@ class MockServer:
         return response
 
     def _failure(self, form: NamedEventFormat | None, error: ApiError) -> bytes:
-        """Return the events that end a failed stream in the format of its API."""
         if form is not None:
             return form.failure(error)
         return openai_format.stream_error(error_body(error, self._engine, streaming=True))
@@ -343,10 +338,9 @@ class MockServer:
     def _submitted(
         self, choices: Sequence[Choice], sinks: Sequence[TokenSink], fault: InjectedFault | None
     ) -> Iterator[None]:
-        """Run the jobs of these choices during a `with` block, and abort them at its end.
-
-        A KV fault hits the first choice.
-        """
+        # Run the jobs of these choices during a `with` block, and abort them at its end.
+        #
+        # A KV fault hits the first choice.
         try:
             if fault is not None and fault.kind in KV_FAULTS:
                 self.group.mark_fault(choices[0].job, fault)
@@ -362,7 +356,7 @@ class MockServer:
                 self.group.abort(choice.job)
 
     async def _read(self, request: web.Request, chat: bool) -> ParsedRequest:
-        """Parse a request. If a decode request is refused, let the prefill engine free its KV."""
+        # Parse a request. If a decode request is refused, let the prefill engine free its KV.
         check_content_type(request)
         raw = await request.read()
         name = client_request_id(request.headers) or uuid.uuid4().hex
@@ -390,7 +384,7 @@ class MockServer:
     def _reading(
         self, raw: bytes, body: RequestBody, request: web.Request, request_id: str
     ) -> ParsedHandoff:
-        """Parse the handoff fields of a request. An engine without a P/D role refuses them."""
+        # Parse the handoff fields of a request. An engine without a P/D role refuses them.
         if self.pd_role is not None:
             return self.pd_role.read(raw, body, request.headers, request_id)
         try:
@@ -401,7 +395,6 @@ class MockServer:
         return NO_LEG
 
     def _extras(self, ask: ParsedRequest, choice: Choice) -> openai_format.ResponseExtras:
-        """Return the members that a prefill response has for the decode engine."""
         if self.pd_role is None or not isinstance(ask.leg, PrefillLeg):
             return openai_format.NO_EXTRAS
         offered, speaks, here = choice.job.offered, self.pd_role.dialect, self.pd_role.identity
@@ -418,7 +411,6 @@ class MockServer:
         answer: PendingResponse,
         fault: InjectedFault | None,
     ) -> web.StreamResponse:
-        """Stream a response: headers at once, tokens by the sinks, then [DONE] or the error."""
         created = int(time.time())
         transport = transport_of(request)
         sinks = [self._sink(ask, choice, created, answer, transport, fault) for choice in choices]
@@ -458,7 +450,7 @@ class MockServer:
         return StreamSink(answer, chunks, choice.job, transport, details)
 
     def _cached(self, ask: ParsedRequest, choices: list[Choice]) -> int | None:
-        """Return the cached prompt tokens for `usage`; None if the engine reports none."""
+        # Return the cached prompt tokens for `usage`; None if the engine reports none.
         return (
             openai_format.cached_tokens(choices, ask.n) if self.group.spec.cached_details else None
         )

@@ -78,7 +78,6 @@ def render_chat(body: Mapping[str, Any]) -> bytes:
 
 
 def _content(content: object) -> bytes:
-    """Return text unchanged, text parts one a line, and other content (images) as JSON."""
     if content is None:
         return b""
     if isinstance(content, list) and all(_is_text(part) for part in content):
@@ -102,7 +101,6 @@ def token_bytes(prompt: str | Sequence[int]) -> bytes:
 
 
 def token_ids(tokens: bytes) -> list[int]:
-    """Return the integer ids of a token sequence."""
     return array("I", tokens).tolist()
 
 
@@ -130,7 +128,6 @@ def salt_keys(keys: list[int], salt: str) -> list[int]:
 
 
 def is_generated(tokens: bytes) -> bool:
-    """Return whether a mock engine can have generated these tokens."""
     return all(
         tokens[offset : offset + TOKEN_BYTES] in _WORD_SET
         for offset in range(0, len(tokens), TOKEN_BYTES)

@@ -11,7 +11,6 @@ from mockgpu.named_events import flat_text
 
 
 def chat_turns(message: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Convert one message of the Messages API to chat messages."""
     content = message.get("content")
     blocks = content if isinstance(content, list) else []
     results = [_result(block) for block in blocks if _kind(block) == "tool_result"]

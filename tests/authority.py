@@ -10,8 +10,6 @@ import trustme
 
 
 class Files(NamedTuple):
-    """The paths of a certificate and of its private key."""
-
     certificate: Path
     key: Path
 
@@ -31,11 +29,10 @@ class Authority:
         self._ca.cert_pem.write_to_path(self.ca)
 
     def issue(self, file: str, *names: str, expired: bool = False) -> Files:
-        """Write a certificate for these host names to file.pem, and its key to file.key.
-
-        Each file is replaced by renaming, as certificate managers do. The common name is `file`.
-        `expired` makes the certificate invalid.
-        """
+        # Write a certificate for these host names to file.pem, and its key to file.key.
+        #
+        # Each file is replaced by renaming, as certificate managers do. The common name is `file`.
+        # `expired` makes the certificate invalid.
         times = {}
         if expired:
             start = datetime.datetime(2020, 1, 1, tzinfo=datetime.UTC)

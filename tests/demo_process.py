@@ -21,14 +21,11 @@ START_S = 60.0
 
 @dataclass(frozen=True)
 class Demo:
-    """A running demo: its API URL, its output when it was ready, and its start time."""
-
     url: str
     output: str
     started: float
 
     def ask(self) -> str:
-        """Send one chat completion and return the answer."""
         body = {"model": "demo-8b", "messages": [{"role": "user", "content": "Why gates?"}]}
         request = urllib.request.Request(
             f"{self.url}/v1/chat/completions",
@@ -40,16 +37,15 @@ class Demo:
         return content
 
     def age_s(self) -> float:
-        """Return the seconds since the demo was started."""
+        # Return the seconds since the demo was started.
         return time.monotonic() - self.started
 
 
 @contextmanager
 def started_demo(command: Callable[..., list[str]], folder: Path | None = None) -> Iterator[Demo]:
-    """Run a demo during a `with` block; `command` returns the command line for given arguments.
-
-    The command leads its own process group, which is ended afterwards.
-    """
+    # Run a demo during a `with` block; `command` returns the command line for given arguments.
+    #
+    # The command leads its own process group, which is ended afterwards.
     port, admin_port = free_port(), free_port()
     arguments = command("penstock", "demo", "--port", str(port), "--admin-port", str(admin_port))
     started = time.monotonic()

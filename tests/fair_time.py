@@ -26,8 +26,6 @@ T = TypeVar("T")
 
 
 class FairTime:
-    """A clock that counts turns of the event loop; `run` increases `spent_s`."""
-
     def __init__(self) -> None:
         self.spent_s = 0.0
 
@@ -60,7 +58,6 @@ class Stopwatch:
         return max(0.0, self.wall_s - (self._starved() - self._starved_s))
 
     def _starved(self) -> float:
-        """Return the seconds in which threads of the processes waited for a CPU."""
         waited_ns = 0
         for pid in self._of:
             for thread in Path(f"/proc/{pid}/task").iterdir():
@@ -71,21 +68,19 @@ class Stopwatch:
 
 @cache
 def pace() -> float:
-    """Return how many times slower this machine is now than an idle reference machine, at least 1.
-
-    Tests multiply timeouts of a configuration by it, if healthy servers must answer before they
-    expire.
-    """
+    # Return how many times slower this machine is now than an idle reference machine, at least 1.
+    #
+    # Tests multiply timeouts of a configuration by it, if healthy servers must answer before they
+    # expire.
     began = monotonic()
     sum(number * number for number in range(_WORK))
     return min(8.0, max(1.0, (monotonic() - began) / _WORK_S))
 
 
 def once_within(seconds: float, took_s: Callable[[], float]) -> None:
-    """Call `took_s` until it returns less than `seconds`, at most TRIES times.
-
-    Other load delays some tries, but not all. Raises AssertionError if all take longer.
-    """
+    # Call `took_s` until it returns less than `seconds`, at most TRIES times.
+    #
+    # Other load delays some tries, but not all. Raises AssertionError if all take longer.
     spans: list[float] = []
     while not spans or spans[-1] >= seconds:
         assert len(spans) < TRIES, f"never within {seconds:g} s: {spans}"
@@ -93,7 +88,7 @@ def once_within(seconds: float, took_s: Callable[[], float]) -> None:
 
 
 async def within(seconds: float, what: Coroutine[Any, Any, T]) -> T:
-    """Await a coroutine and return its result. Raises AssertionError if it takes longer."""
+    # Await a coroutine and return its result. Raises AssertionError if it takes longer.
     waiting, time = asyncio.ensure_future(what), asyncio.ensure_future(FairTime().run(seconds))
     try:
         await asyncio.wait({waiting, time}, return_when=asyncio.FIRST_COMPLETED)
@@ -106,7 +101,7 @@ async def within(seconds: float, what: Coroutine[Any, Any, T]) -> T:
 
 @asynccontextmanager
 async def at_most(seconds: float) -> AsyncIterator[None]:
-    """Raise AssertionError at the end of an `async with` block that took longer."""
+    # Raise AssertionError at the end of an `async with` block that took longer.
     time = FairTime()
     counting = asyncio.ensure_future(time.run(seconds))
     try:

@@ -16,7 +16,6 @@ PATIENT: dict[str, Any] = {
 
 
 def patient(sections: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the given sections with long timeouts as defaults."""
     return {
         **sections,
         **{name: usual | dict(sections.get(name, {})) for name, usual in PATIENT.items()},

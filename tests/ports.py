@@ -13,7 +13,6 @@ LOWEST, HIGHEST = 15_000, 30_000
 
 
 def free_port() -> int:
-    """Return a port of 127.0.0.1 that is unused now."""
     while True:
         port = SystemRandom().randrange(LOWEST, HIGHEST)
         with socket.socket() as probe:

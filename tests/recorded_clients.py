@@ -30,8 +30,6 @@ Difference = list[str | list[int]]
 
 
 class RecordedRequest(NamedTuple):
-    """One recorded request: its target, its headers, and its body with all marks expanded."""
-
     target: str
     headers: dict[str, str]
     body: str
@@ -59,7 +57,6 @@ class RecordedClient(NamedTuple):
 
 
 def filler(length: int, name: str) -> str:
-    """Return a text of `length` ASCII characters that depends only on `name`."""
     state, words, size = xxh3_64_intdigest(name.encode()), [], 0
     while size <= length:  # one more than the spaces between words
         word = _WORDS[state % len(_WORDS)]
@@ -70,17 +67,14 @@ def filler(length: int, name: str) -> str:
 
 
 def expand(text: str) -> str:
-    """Return a text with its marks replaced by invented words of the same length."""
     return MARK.sub(lambda match: filler(int(match[1]), match[2]), text)
 
 
 def names() -> list[str]:
-    """Return the names of all recordings."""
     return sorted(path.stem for path in FOLDER.glob("*.json"))
 
 
 def load(name: str) -> RecordedClient:
-    """Read the recording with this name."""
     page = json.loads((FOLDER / f"{name}.json").read_text())
     requests, headers = list[RecordedRequest](), dict[str, str]()
     for each, body in zip(page["requests"], _bodies(page["requests"]), strict=True):

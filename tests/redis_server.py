@@ -71,7 +71,6 @@ class RedisServer:
             self._process = None
 
     def hang(self) -> None:
-        """Suspend the server, which keeps its connections but does not answer until `go_on()`."""
         assert self._process is not None
         self._process.send_signal(signal.SIGSTOP)
 

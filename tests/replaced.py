@@ -13,11 +13,10 @@ from gateway.util.version import is_compiled
 def replace_method(
     patch: pytest.MonkeyPatch, owner: type, name: str, by: Callable[..., Any]
 ) -> None:
-    """Replace a method of a class for the duration of a test.
-
-    Skips the test on compiled modules, because methods of C classes are fixed
-    (docs/decisions/0005).
-    """
+    # Replace a method of a class for the duration of a test.
+    #
+    # Skips the test on compiled modules, because methods of C classes are fixed
+    # (docs/decisions/0005).
     if is_compiled():
         pytest.skip(f"{owner.__name__} is a C class: its methods cannot be replaced")
     patch.setattr(owner, name, by)
@@ -27,10 +26,9 @@ Owner = TypeVar("Owner")
 
 
 def stand_in(owner: type[Owner], look_alike: object) -> Owner:
-    """Return a fake object, typed as an instance of `owner`.
-
-    Skips the test on compiled modules, which accept only instances of the C class.
-    """
+    # Return a fake object, typed as an instance of `owner`.
+    #
+    # Skips the test on compiled modules, which accept only instances of the C class.
     if is_compiled():
         pytest.skip(f"{owner.__name__} is a C class: it cannot be replaced by a fake")
     return cast(Owner, look_alike)

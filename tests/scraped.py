@@ -4,12 +4,10 @@ from __future__ import annotations
 
 
 def series(page: str, name: str, **labels: str) -> list[str]:
-    """Return the lines of a metric's series that have these labels."""
     pairs = [f'{label}="{value}"' for label, value in labels.items()]
     lines = [line for line in page.splitlines() if line.startswith((f"{name}{{", f"{name} "))]
     return [line for line in lines if all(pair in line for pair in pairs)]
 
 
 def total(page: str, name: str, **labels: str) -> float:
-    """Return the sum of a metric's series that have these labels."""
     return sum(float(line.rpartition(" ")[2]) for line in series(page, name, **labels))

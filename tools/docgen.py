@@ -87,7 +87,6 @@ def metrics_page() -> str:
 
 
 def _row(row: Row, specs: Sequence[FamilySpec]) -> str:
-    """Return the Markdown table of the metric families in one dashboard row."""
     rows = [
         (
             f"`{spec.name}`",
@@ -165,7 +164,6 @@ def main() -> None:
 def _sections(
     path: str, definition: Mapping[str, Any], schema: Mapping[str, Any]
 ) -> Iterator[tuple[str, str]]:
-    """Yield (path in the file, definition name) of every section of a configuration schema."""
     for key, field in definition.get("properties", {}).items():
         name, suffix = _target(field)
         if name and "properties" in schema["$defs"][name]:
@@ -175,10 +173,9 @@ def _sections(
 
 
 def _target(field: Mapping[str, Any]) -> tuple[str | None, str]:
-    """Return the schema definition that a field refers to (or None), and its path suffix.
-
-    The suffix is [] for a list and .NAME for a mapping.
-    """
+    # Return the schema definition that a field refers to (or None), and its path suffix.
+    #
+    # The suffix is [] for a list and .NAME for a mapping.
     if "$ref" in field:
         return str(field["$ref"]).rsplit("/", 1)[-1], ""
     for choice in field.get("anyOf", ()):

@@ -27,7 +27,6 @@ TESTS = (
 
 
 def formulas(tree: ast.Module) -> Iterator[ast.expr]:
-    """Yield the formulas of all functions: outermost arithmetic, and returned comparisons."""
     functions = (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef))
     for function in functions:
         pending: list[ast.AST] = list(function.body)
@@ -43,7 +42,6 @@ def formulas(tree: ast.Module) -> Iterator[ast.expr]:
 
 
 def _is_formula(value: ast.BinOp) -> bool:
-    """Return whether an operation computes with numbers, and not with texts or sets."""
     nodes = list(ast.walk(value))
     texts = (ast.JoinedStr, ast.List, ast.Dict, ast.Set, ast.ListComp)
     return (
@@ -54,7 +52,6 @@ def _is_formula(value: ast.BinOp) -> bool:
 
 
 def mutants(source: str) -> Iterator[tuple[int, str, str]]:
-    """Yield (line, formula, source with the formula replaced by 1) for every formula."""
     lines = source.splitlines(keepends=True)
     starts = [0]
     for line in lines:

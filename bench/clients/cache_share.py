@@ -64,7 +64,6 @@ def endless_hits(exchanges: Sequence[Exchange]) -> int:
 
 
 def response_of(exchange: Exchange) -> dict[str, Any]:
-    """Return the response object of a recorded exchange, streamed or not."""
     assert exchange.response is not None
     whole: dict[str, Any] | None = exchange.response.json()
     if whole is not None:

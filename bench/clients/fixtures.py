@@ -128,7 +128,6 @@ def fixture(spec: ClientSpec, version: str, lines: list[dict[str, Any]]) -> dict
 
 
 def recordings(folder: Path) -> Iterator[tuple[ClientSpec, str, list[dict[str, Any]]]]:
-    """Yield each recorded client with the name of its recording and its exchanges."""
     for spec in CATALOGUE:
         name = recording_name(spec)
         file = folder / f"{name}.jsonl"
@@ -137,7 +136,6 @@ def recordings(folder: Path) -> Iterator[tuple[ClientSpec, str, list[dict[str, A
 
 
 def main() -> None:
-    """Write one file for each recording."""
     FOLDER.mkdir(exist_ok=True)
     for spec, name, lines in recordings(Path(sys.argv[1])):
         page = fixture(spec, version_of(spec, Path(sys.argv[2])), lines)

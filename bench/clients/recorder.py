@@ -35,7 +35,6 @@ class Message(NamedTuple):
         return next((value for key, value in self.headers if key.lower() == name), "")
 
     def json(self) -> Any:
-        """Return the body parsed as JSON, or None if it is not JSON."""
         try:
             return json.loads(self.body)
         except ValueError:
@@ -51,12 +50,10 @@ class Exchange(NamedTuple):
 
     @property
     def path(self) -> str:
-        """The request's path without the query."""
         return self.request.line.split(" ")[1].partition("?")[0]
 
     @property
     def method(self) -> str:
-        """The request's HTTP method."""
         return self.request.line.partition(" ")[0]
 
     @property
@@ -66,8 +63,6 @@ class Exchange(NamedTuple):
 
 
 class Connection:
-    """The recorded bytes of one connection in both directions."""
-
     def __init__(self) -> None:
         self.sent = bytearray()
         self.received = bytearray()
@@ -79,7 +74,6 @@ class Connection:
         self.sent += data
 
     def exchanges(self) -> Iterator[Exchange]:
-        """Yield the complete requests with their responses, in order."""
         offset, requests = 0, []
         while (read := read_message(bytes(self.sent), offset, is_request=True)) is not None:
             requests.append((read[0], self._time_of(offset)))
@@ -119,7 +113,7 @@ def read_message(
 
 
 def _read_chunks(data: bytes, offset: int) -> tuple[bytes, int] | None:
-    """Decode a chunked body; return it and the offset after it, or None if incomplete."""
+    # Decode a chunked body; return it and the offset after it, or None if incomplete.
     pieces: list[bytes] = []
     while (end := data.find(b"\r\n", offset)) >= 0:
         size = int(data[offset:end].partition(b";")[0], 16)
@@ -142,16 +136,13 @@ class Recorder:
 
     @property
     def url(self) -> str:
-        """The URL that clients use in place of the gateway's URL."""
         return f"http://{HOST}:{self.port}"
 
     def exchanges(self) -> list[Exchange]:
-        """Return all exchanges recorded so far, in order of arrival."""
         found = [each for connection in self._connections for each in connection.exchanges()]
         return sorted(found, key=lambda exchange: exchange.started)
 
     def clear(self) -> None:
-        """Delete what was recorded. Call it only while no request is in flight."""
         self._connections = [Connection() for _ in ()]
 
     async def serve_connection(

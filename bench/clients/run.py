@@ -56,7 +56,6 @@ class Result(NamedTuple):
     share: float
 
     def row(self) -> str:
-        """Return the result as a row of a Markdown table."""
         spec, named = self.spec, ", ".join(f"{name} {n}" for name, n in self.sources.most_common())
         state = f"fails: {self.problem}" if self.problem else "works"
         cells = (spec.name, self.version, spec.api, state, self.turns, self.calls, self.streams)
@@ -102,7 +101,6 @@ def started_demo(folder: Path, policy: str) -> tuple[subprocess.Popen[bytes], in
 
 
 def access_lines(folder: Path) -> dict[str, Any]:
-    """Return the entries of the access log by request id."""
     lines = (folder / "penstock-demo" / "access.log").read_text().splitlines()
     return {line["id"]: line for line in map(json.loads, lines)}
 
@@ -131,7 +129,6 @@ def interpreter(spec: ClientSpec, installed: Path) -> Path | None:
 
 
 def version_of(spec: ClientSpec, installed: Path) -> str:
-    """Return the installed version of the last of a client's packages."""
     name = spec.packages[-1]
     if spec.runtime == "node":
         page = installed / "node" / "node_modules" / name / "package.json"
@@ -143,7 +140,6 @@ def version_of(spec: ClientSpec, installed: Path) -> str:
 
 
 def converse(spec: ClientSpec, installed: Path, url: str, turns: int, sessions: int) -> Any:
-    """Run a client's script and return the counts that it printed."""
     program = interpreter(spec, installed)
     if program is None:
         return {"errors": ["not installed"]}
@@ -222,14 +218,12 @@ def _is_stream(exchange: Exchange) -> bool:
 
 
 def recording_name(spec: ClientSpec) -> str:
-    """Return the name of the file with a client's exchanges."""
     return f"{spec.program.partition('.')[0]}-{spec.variant or spec.api.rpartition('/')[2]}"
 
 
 def run_client(
     spec: ClientSpec, installed: Path, proxy: Recorder, folder: Path, options: argparse.Namespace
 ) -> Result:
-    """Run one client against a demo with empty caches, and return its result."""
     proxy.clear()
     counted = converse(spec, installed, proxy.url, options.turns, options.sessions)
     time.sleep(0.5)  # the access log is written in batches
@@ -243,7 +237,6 @@ def run_client(
 
 
 def parse() -> argparse.Namespace:
-    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("installed", type=Path)
     parser.add_argument(

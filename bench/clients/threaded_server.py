@@ -38,7 +38,6 @@ def threaded_server(
 
 
 async def _end(server: asyncio.Server) -> None:
-    """Close the server and cancel all other tasks of its loop."""
     server.close()
     others = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
     for task in others:

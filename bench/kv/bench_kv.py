@@ -54,7 +54,7 @@ def main() -> int:
 
 
 def _memory_folder() -> str | None:
-    """Return a memory-backed folder for the reference blocks, or None if there is none."""
+    # Return a memory-backed folder for the reference blocks, or None if there is none.
     return "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
 
 
@@ -126,10 +126,9 @@ def _take(
     retakes: int,
     results: Results,
 ) -> None:
-    """Do one measurement and return its results.
-
-    A contestant that fails is removed from `pairs`, because its state is then unknown.
-    """
+    # Do one measurement and return its results.
+    #
+    # A contestant that fails is removed from `pairs`, because its state is then unknown.
     try:
         share, numbers = least_disturbed(
             pairs[contestant], lambda: task(pairs[contestant], rng), retakes
@@ -166,7 +165,6 @@ def _report(results: Results, options: argparse.Namespace) -> int:
 
 
 def _write_docs(table: str, rounds: int) -> None:
-    """Write the table between the markers of docs/performance.md."""
     page = ROOT / "docs" / "performance.md"
     begin, end = "<!-- bench-kv:begin -->", "<!-- bench-kv:end -->"
     before, has_begin, remainder = page.read_text().partition(begin)

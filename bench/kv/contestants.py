@@ -57,7 +57,6 @@ class Contestant:
 
     @property
     def by_layers(self) -> bool:
-        """Whether only the layer-wise measurement applies to it."""
         return not self.sizes
 
 
@@ -176,10 +175,9 @@ def _can_import_mooncake() -> bool:
 
 
 def _apt(*packages: str) -> None:
-    """Install Debian packages if this process runs as root.
-
-    Otherwise Mooncake is left out, and its import error names the missing library.
-    """
+    # Install Debian packages if this process runs as root.
+    #
+    # Otherwise Mooncake is left out, and its import error names the missing library.
     if os.geteuid() == 0:
         command = ["apt-get", "install", "-y", "-q", "--no-install-recommends", *packages]
         env = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
@@ -284,7 +282,6 @@ class Pair:
         return self.source if self.contestant.initiator == "source" else self.sink
 
     def call_both(self, do: str, **arguments: Any) -> list[Any]:
-        """Send a command to both processes, then return both replies."""
         for side in self.sides:
             side.send(do, **arguments)
         return [side.receive() for side in self.sides]

@@ -100,7 +100,6 @@ def sample(contestant: str, quantity: str) -> Callable[[Results, int], float | N
 
 
 def all_goals() -> list[Goal]:
-    """Return all goals: TCP against peers, CPU, shared memory, latency and layer-wise transfers."""
     small, middle, large = SIZES
     return [
         Goal("64 KiB: tcp over NIXL tcp", 2, ratio("ours tcp", NIXL_TCP, speed(middle))),
@@ -194,7 +193,6 @@ def markdown(results: Results) -> str:
 
 
 def _sort_key(contestant: str) -> tuple[int, str]:
-    """Return a contestant's sort key: ours first, then memcpy and raw TCP, then the others."""
     order = ("ours", "memcpy", "raw", "nixl", "mooncake")
     return next(
         (i for i, word in enumerate(order) if contestant.startswith(word)), len(order)

@@ -68,7 +68,6 @@ def bandwidth(pair: Pair, block_bytes: int, pool_bytes: int, rng: random.Random)
 
 
 def latency(pair: Pair, block_bytes: int, pool_bytes: int, rng: random.Random) -> Latency:
-    """Measure transfers of single blocks, one after another, each to a different position."""
     count = min(POSTS, pool_bytes // block_bytes)
     pair.call_both(
         "prepare", block_bytes=block_bytes, count=count, seed=rng.getrandbits(32), each=True
@@ -96,10 +95,9 @@ def exposed_share(pair: Pair, pool_bytes: int, rng: random.Random) -> float:
 
 
 def _request(pair: Pair, pool_bytes: int, rng: random.Random, prefill_s: float) -> float:
-    """Transfer one request layer by layer and return the seconds after its last layer.
-
-    The sink fetches before the source offers, as a decode engine with reserved blocks does.
-    """
+    # Transfer one request layer by layer and return the seconds after its last layer.
+    #
+    # The sink fetches before the source offers, as a decode engine with reserved blocks does.
     count = pool_bytes // LAYERED_BLOCK_BYTES
     pair.call_both(
         "prepare",
@@ -116,7 +114,7 @@ def _request(pair: Pair, pool_bytes: int, rng: random.Random, prefill_s: float) 
 
 
 def _verify(pair: Pair) -> None:
-    """Raise an error unless the sink has the right blocks (raw TCP, without blocks, is exempt)."""
+    # Raise an error unless the sink has the right blocks (raw TCP, without blocks, is exempt).
     if pair.contestant.name != "raw tcp" and (wrong := pair.sink.call("verify")):
         raise NotMeasurable(f"{pair.contestant.name} delivered {wrong} wrong blocks")
 
@@ -147,7 +145,7 @@ def _run_watched(
 
 
 def _machine_cpu_s() -> float:
-    """Return the processor time in seconds that all processes have used since boot."""
+    # Return the processor time in seconds that all processes have used since boot.
     ticks = [int(word) for word in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
     return (sum(ticks) - ticks[3] - ticks[4]) / os.sysconf("SC_CLK_TCK")
 

@@ -54,7 +54,6 @@ def wipe(pool: Bytes, drawn: Draw) -> None:
 
 
 def wrong_blocks(pool: Bytes, expected: Bytes, drawn: Draw) -> int:
-    """Return the number of target blocks that differ from the source's blocks."""
     actual = pool.reshape(-1, drawn.block_bytes).view(np.uint64)
     wanted = expected.reshape(-1, drawn.block_bytes).view(np.uint64)
     step = max(1, (4 << 20) // drawn.block_bytes)  # a few MiB at a time

@@ -88,7 +88,6 @@ class Agents:
     def begin(self) -> None: ...
 
     def finish(self) -> None:
-        """Wait until the source may reuse its blocks."""
         if self.role == "source":
             for offer in self.offers:
                 _check_landed(self._run_on_loop(offer.wait_ended()))

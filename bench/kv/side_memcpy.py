@@ -27,7 +27,6 @@ class Memcpy:
         return {}
 
     def connect(self, peer: dict[str, Any]) -> None:
-        """Load the source's contents into the sink's private pool."""
         if self.role == "sink":
             self.source[:] = np.memmap(peer["expected"], dtype=np.uint8, mode="r")
 
@@ -60,7 +59,6 @@ def open_side(role: str, pool_bytes: int, settings: dict[str, Any]) -> Memcpy:
 
 
 def _huge(n_bytes: int) -> Bytes:
-    """Allocate `n_bytes` bytes with numpy, which requests huge pages."""
     return np.zeros(n_bytes, np.uint8)
 
 

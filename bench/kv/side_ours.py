@@ -114,7 +114,6 @@ class LinkSide:
         return windows
 
     def _generation_check(self, src: np.ndarray, size: int) -> Any:
-        """Return a function that checks that the source's blocks have not been reused."""
         if self.role == "sink":
             return None
         blocks = _blocks(src, size)
@@ -192,7 +191,6 @@ class LinkSide:
 
 
 def _region(role: str, pool_bytes: int, transport: str) -> Region:
-    """Create the memory region: numpy's memory with huge pages for TCP, memory files for shm."""
     if transport == "tcp":
         return Region.over(np.zeros(pool_bytes, np.uint8), BLOCK_BYTES, name=role)
     return MemoryFileRegion.create(pool_bytes // BLOCK_BYTES, BLOCK_BYTES, name=role, populate=True)
@@ -217,7 +215,6 @@ def _transport(
 
 
 def _blocks(slots: np.ndarray, size: int) -> np.ndarray:
-    """Return the numbers of the region's blocks that contain these slots of `size` bytes."""
     return np.unique(slots[:, None] * size // BLOCK_BYTES + np.arange(max(1, size // BLOCK_BYTES)))
 
 

@@ -62,7 +62,6 @@ class Raw:
             self.thread.join()
 
     def _accept(self) -> socket.socket:
-        """Wait for the source's connection and return the sink's socket."""
         assert self.listener is not None
         if self.sock is None:
             self.sock, _ = self.listener.accept()
@@ -154,7 +153,6 @@ def _digest(blocks: list[memoryview]) -> bytes:
 
 
 def _transfer_all(call: Any, sock: socket.socket, parts: list[memoryview]) -> None:
-    """Call readv or writev (`call`) until all parts are transferred."""
     while parts:
         count = call(sock.fileno(), parts)
         if not count:

@@ -56,7 +56,6 @@ class Worker:
         self.side.connect(peer)
 
     def prepare(self, block_bytes: int, count: int, seed: int, each: bool) -> None:
-        """Choose blocks and let the side build its descriptors, which is not timed."""
         self.drawn = draw(len(self.side.pool), block_bytes, count, seed)
         if self.role == "sink":
             wipe(self.side.pool, self.drawn)
@@ -88,17 +87,14 @@ class Worker:
         return times
 
     def verify(self) -> int:
-        """Return the number of target blocks with wrong contents."""
         assert self.drawn is not None
         return wrong_blocks(self.side.pool, self.expected, self.drawn)
 
     def custom(self, **arguments: Any) -> Any:
-        """Run a measurement that only this side has (layer-wise) and return its result."""
         return self.side.custom(**arguments)  # type: ignore[attr-defined]
 
 
 def serve(worker: Worker, replies: TextIO) -> None:
-    """Execute one command per line of stdin and write one reply per line."""
     for line in sys.stdin:
         command = json.loads(line)
         try:
@@ -109,7 +105,6 @@ def serve(worker: Worker, replies: TextIO) -> None:
 
 
 def main() -> None:
-    """Serve one side. Output of libraries to stdout is redirected to stderr."""
     module, role, settings, expected_path = (
         sys.argv[1],
         sys.argv[2],

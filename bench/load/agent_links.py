@@ -28,8 +28,6 @@ TRANSPORT, MISSES = "tcp", 20
 
 
 class Source(NamedTuple):
-    """An agent that runs in its own process."""
-
     address: str
     port: int
     cost: ProcessCost
@@ -37,7 +35,6 @@ class Source(NamedTuple):
 
 @asynccontextmanager
 async def agent() -> AsyncIterator[Source]:
-    """Run an agent process that offers KV, inside an `async with` block."""
     command = [sys.executable, "-m", "tests.chaos.kv_peer", TRANSPORT, str(MISSES), "source"]
     pipe = asyncio.subprocess.PIPE
     process = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe, env=ENV)

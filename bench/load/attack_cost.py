@@ -137,7 +137,6 @@ def pinned(core: int, priority: int) -> list[str]:
 
 
 def measure(attack: CostlyAttack, home: Attacked, clients: Clients, pairs: int) -> Result:
-    """Measure periods without and with the attack, in alternation."""
     calm_s = min(clients.window().p99 for _ in range(WINDOWS_TO_KNOW))
     counted: list[tuple[Window, Window]] = []
     longest_s, resident, sockets, machine = 0.0, 0, 0, 0

@@ -50,7 +50,6 @@ def main() -> int:
 
 
 def run_phases(admission: str, policy: str, rate: float, seed: int) -> Figures:
-    """Run all phases with a new fleet and return the figures."""
     draft = Plan("", "", 0.0, rate, seed)
     with run_fleet(admission, policy, draft.ends_s + READY_S + 60.0) as running:
         plan = Plan(running.gateway.url, running.null_url, time.monotonic() + READY_S, rate, seed)
@@ -68,20 +67,17 @@ def run_phases(admission: str, policy: str, rate: float, seed: int) -> Figures:
 
 
 def _median(bounds: Sequence[Bound]) -> Bound:
-    """Return the bound whose value is the median of this bound's values over all runs."""
     return msgspec.structs.replace(bounds[0], value=median(bound.value for bound in bounds))
 
 
 def _take_priority() -> None:
-    """Give this process and its children real-time priority. Requires root.
-
-    A nice value would not suffice, because it has no effect between scheduling groups.
-    """
+    # Give this process and its children real-time priority. Requires root.
+    #
+    # A nice value would not suffice, because it has no effect between scheduling groups.
     os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
 
 
 def _print_figures(run: Figures) -> None:
-    """Print the measured figures from which the bounds are computed."""
     for name in ("idle", "busy", "shed", "shed_inside", "unread", "waited"):
         times = getattr(run, name)
         print(

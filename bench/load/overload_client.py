@@ -81,7 +81,6 @@ class TimedConnection:
         self._loop.add_reader(sock, self._readable)
 
     async def send(self, request: bytes, timed: TimedRequest) -> None:
-        """Send a request and read its response to the end."""
         self._asked, self._head, self._body = timed, b"", None
         timed.sent_s = monotonic()
         try:
@@ -91,7 +90,6 @@ class TimedConnection:
         await timed.ended
 
     def close(self) -> None:
-        """Close the socket and end the pending request."""
         if self.open:
             self.open = False
             self._loop.remove_reader(self._sock)
@@ -112,7 +110,7 @@ class TimedConnection:
             self.close()
 
     def _read(self, data: bytes, unread_s: float) -> None:
-        """Process bytes that were in the socket for `unread_s` seconds before being read."""
+        # Process bytes that were in the socket for `unread_s` seconds before being read.
         now, timed = monotonic() - unread_s, self._asked
         if timed is None:
             return

@@ -21,8 +21,6 @@ WAITED = frozenset(("ttft", "waited_too_long"))
 
 
 class Times(msgspec.Struct, frozen=True):
-    """The number of durations, and their percentiles in seconds."""
-
     count: int
     p50_ms: float
     p99_ms: float
@@ -90,7 +88,6 @@ class Figures(msgspec.Struct, frozen=True):
     amplification: float
 
     def bounds(self) -> Iterator[Bound]:
-        """Yield all required bounds with the measured values."""
         idle_ms = self.idle.p50_ms
         yield Bound("open streams", self.streams_open, 600, least=True)
         yield Bound("429 above the idle loopback, p50", self.shed.p50_ms - idle_ms, 2.0, unit=" ms")
@@ -115,8 +112,6 @@ class Figures(msgspec.Struct, frozen=True):
 
 
 class Refusal(msgspec.Struct, frozen=True):
-    """A refused request, from the gateway's access log."""
-
     reason: str
     inside_s: float
 
@@ -232,14 +227,12 @@ def _by_reason(tries: Sequence[Try], refusals: Mapping[str, Refusal]) -> dict[st
 
 
 def _flowed_throughout(plan: Plan, item: Stream) -> bool:
-    """Return whether a stream made progress from the start of the spike to the end of the storm."""
     names = [phase.name for phase in plan.phases]
     first, last = names.index("spike"), names.index("storm")
     return all(item.tokens[phase] > 1 for phase in range(first, last + 1))
 
 
 def _kept_budget(plan: Plan, item: Stream) -> bool:
-    """Return whether a stream kept its TPOT budget during the spike."""
     spike = [phase.name for phase in plan.phases].index("spike")
     return item.tokens[spike] > 1 and item.lasted_s[spike] / (item.tokens[spike] - 1) <= SLO.tpot_s
 
@@ -247,17 +240,15 @@ def _kept_budget(plan: Plan, item: Stream) -> bool:
 def _new_clients(
     clients: Sequence[ClientRecord], window: tuple[float, float]
 ) -> Iterator[ClientRecord]:
-    """Yield the clients that arrived within a period (start, end)."""
     return (item for item in clients if _within(item.tries[0].due_s, window))
 
 
 def _good_in(clients: Sequence[ClientRecord], window: tuple[float, float]) -> int:
-    """Return the number of good answers to requests admitted within a period."""
     return sum(is_good(item) for item in clients if _within(item.tries[-1].due_s, window))
 
 
 def _obedient_retries(plan: Plan, clients: Sequence[ClientRecord]) -> list[ClientRecord]:
-    """Return the clients that were refused in the spike with a Retry-After, and retried."""
+    # Return the clients that were refused in the spike with a Retry-After, and retried.
     spike = plan.window("spike")
     refused = [
         item for item in clients if _within(item.tries[0].due_s, spike) and len(item.tries) > 1
@@ -269,7 +260,7 @@ Item = ClientRecord | Stream | Try
 
 
 def _share(items: Sequence[Item], holds: Callable[..., bool]) -> float:
-    """Return the share of items for which `holds` is true; 0 if there are no items."""
+    # Return the share of items for which `holds` is true; 0 if there are no items.
     return sum(map(holds, items)) / len(items) if items else 0.0
 
 

@@ -69,7 +69,6 @@ class OverloadFleet:
         self._log = log
 
     def count_engine_requests(self) -> int:
-        """Return the number of requests that have reached the engines."""
         count = 0.0
         for url in self._engines:
             with urllib.request.urlopen(f"{url}/metrics", timeout=5) as answer:
@@ -83,7 +82,6 @@ class OverloadFleet:
         return int(count)
 
     def refusals(self) -> dict[str, Refusal]:
-        """Return the refused requests of the gateway's access log by request id."""
         lines = (json.loads(line) for line in self._log.read_text().splitlines())
         return {
             line["id"]: Refusal(line["reason"], line["done_us"] / 1e6)
@@ -187,7 +185,7 @@ def _gateway_config(admission: str, policy: str, engines: list[str], log: Path) 
 
 @contextmanager
 def _off_the_gateways_core() -> Iterator[None]:
-    """Keep processes started in this block off the gateway's core, unless it is the only one."""
+    # Keep processes started in this block off the gateway's core, unless it is the only one.
     allowed = os.sched_getaffinity(0)
     os.sched_setaffinity(0, allowed - {OWN_CORE} or allowed)
     try:
@@ -206,7 +204,6 @@ def _piped(*arguments: str, core: int | None = None) -> Iterator[subprocess.Pope
 
 @contextmanager
 def _generator(plan: Plan, *command: str) -> Iterator[subprocess.Popen[bytes]]:
-    """Run one process of the load generator during a `with` block."""
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=ENV)
     try:
         assert process.stdin is not None
@@ -231,7 +228,6 @@ def _sleep_until(moment_s: float) -> None:
 
 
 def _cpu_times(pid: int) -> CpuTimes:
-    """Return the seconds in which all threads of a process ran and waited, by /proc."""
     tasks = [
         (task / "schedstat").read_text().split() for task in Path(f"/proc/{pid}/task").iterdir()
     ]
@@ -241,7 +237,6 @@ def _cpu_times(pid: int) -> CpuTimes:
 
 
 def _share(before: CpuTimes, after: CpuTimes, seconds: float) -> CpuTimes:
-    """Return the differences of two CpuTimes divided by a duration."""
     return CpuTimes(
         (after.core_s - before.core_s) / seconds, (after.runnable_s - before.runnable_s) / seconds
     )

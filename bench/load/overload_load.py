@@ -115,7 +115,6 @@ async def streams(plan: Plan) -> list[Stream]:
 
 
 def _stream(plan: Plan, timed: TimedRequest) -> Stream:
-    """Convert a finished request to a Stream with its tokens and durations by phase."""
     timeline, bounds = (
         timed.timeline,
         list(accumulate((phase.seconds for phase in plan.phases), initial=0.0)),
@@ -180,7 +179,6 @@ class ClientLoad:
         return timed.answered_s - timed.sent_s
 
     async def _client(self, arrival: Arrival) -> None:
-        """Send one client's request, with retries after refusals."""
         plan = self._plan
         obeys = plan.phases[arrival.phase].obey
         client = ClientRecord(arrival.number, arrival.phase, [])
@@ -229,7 +227,6 @@ async def clients(plan: Plan) -> ClientRecords:
 
 
 async def _sleep_until(moment_s: float) -> None:
-    """Sleep until this time of time.monotonic."""
     left_s = moment_s - monotonic()
     if left_s > 0:
         await asyncio.sleep(left_s)

@@ -25,8 +25,6 @@ ANSWER = f"{_HEAD}content-length: {len(_BODY)}\r\n\r\n".encode() + _BODY
 
 
 class NullConnection(asyncio.Protocol):
-    """One client connection of the null server."""
-
     def __init__(self) -> None:
         self._data = b""
 

@@ -84,7 +84,6 @@ class Plan(msgspec.Struct, frozen=True):
         return self.begin_s + sum(phase.seconds for phase in self.phases)
 
     def window(self, name: str) -> tuple[float, float]:
-        """Return the start and the end of the phase with this name."""
         start_s = 0.0
         for phase in self.phases:
             if phase.name == name:
@@ -94,7 +93,6 @@ class Plan(msgspec.Struct, frozen=True):
 
 
 def arrivals(phases: tuple[Phase, ...], capacity_per_s: float, seed: int) -> Iterator[Arrival]:
-    """Yield the requests of all independent clients in order of arrival."""
     rng, numbers, start_s = Random(f"overload {seed}"), count(), 0.0
     for index, phase in enumerate(phases):
         for due_s in poisson(phase.load * capacity_per_s, seed * 100 + index):
@@ -119,7 +117,7 @@ def _attainment(rate: float) -> float:
 
 
 def _replay(rate: float, seed: int) -> Iterator[bool]:
-    """Yield for each request after the warm-up phase whether it kept its latency budgets."""
+    # Yield for each request after the warm-up phase whether it kept its latency budgets.
     phases = (
         Phase("settling", SETTLED_S, 1.0),
         Phase("judged", JUDGED_S, 1.0),
@@ -148,6 +146,5 @@ def _replay(rate: float, seed: int) -> Iterator[bool]:
 def trace_request(
     prompt_tokens: int, output_tokens: int, arrival_s: float, names: Iterator[int]
 ) -> TraceRequest:
-    """Build a request with a unique prompt for the simulation."""
     blocks = tuple(next(names) for _ in range(-(-prompt_tokens // BLOCK_TOKENS)))
     return TraceRequest(arrival_s, prompt_tokens, output_tokens, blocks)

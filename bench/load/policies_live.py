@@ -58,7 +58,6 @@ def main() -> int:
 
 
 def _meets_requirements(hits: list[float], ttfts: dict[str, list[float]], ideal: float) -> bool:
-    """Print whether prefix_aware meets both requirements (hit ratio and TTFT), and return it."""
     means = {name: fmean(values) for name, values in ttfts.items()}
     reached, lowest = median(hits) / ideal, min(means, key=lambda name: means[name])
     print(

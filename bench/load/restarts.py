@@ -64,7 +64,6 @@ GOOD = {"streams answered", "requests answered"}
 
 @contextmanager
 def activated(folder: Path, config: str, patience: str) -> Iterator[GatewayProcess]:
-    """Run a gateway on sockets of systemd-socket-activate, which starts it at a connection."""
     file, ports = folder / "gateway.yaml", (free_port(), free_port())
     file.write_text(complete_config(config) + patience)
     listen = [word for port in ports for word in ("-l", f"127.0.0.1:{port}")]

@@ -77,7 +77,6 @@ def fleet(groups: int, speed: float, policy: str) -> Iterator[str]:
 
 @contextmanager
 def _running(arguments: list[str], url: str) -> Iterator[None]:
-    """Run a Python process that serves models at `url` during a `with` block."""
     process = subprocess.Popen([sys.executable, *arguments], cwd=ROOT, stdout=subprocess.DEVNULL)
     try:
         _await_models(process, url)
@@ -107,7 +106,6 @@ def _await_models(process: subprocess.Popen[bytes], url: str) -> None:
 
 
 def _free_ports(count: int) -> list[int]:
-    """Return `count` different unused ports."""
     with ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
         for sock in sockets:
@@ -116,7 +114,6 @@ def _free_ports(count: int) -> list[int]:
 
 
 def _free_run(count: int) -> int:
-    """Return the first of `count` consecutive unused ports."""
     for first in range(21000, 30000, count):
         try:
             with ExitStack() as stack:

@@ -62,7 +62,6 @@ def lows(samples: Sequence[Point]) -> list[Point]:
 
 
 def _theil_sen(times: Values, rows: Values) -> Values:
-    """Return the Theil-Sen slope (median of all pairs' slopes) of each row of values."""
     early, late = np.triu_indices(len(times), 1)
     slopes: Values = np.median(
         (rows[:, late] - rows[:, early]) / (times[late] - times[early]), axis=1
@@ -71,10 +70,9 @@ def _theil_sen(times: Values, rows: Values) -> Values:
 
 
 def _resample(values: Values) -> Values:
-    """Return DRAWS rows of values resampled in blocks of neighbours.
-
-    Blocks may wrap around the end.
-    """
+    # Return DRAWS rows of values resampled in blocks of neighbours.
+    #
+    # Blocks may wrap around the end.
     count = len(values)
     starts = np.random.default_rng(0).integers(count, size=(DRAWS, -(-count // BLOCK), 1))
     indices = (starts + np.arange(BLOCK)) % count

@@ -178,7 +178,6 @@ def _figures(
 
 
 def _ejected(folder: Path, slow_at: float) -> list[float]:
-    """Return when endpoints were ejected, in seconds after an engine became slow."""
     lines = [
         line for line in (folder / "stderr.log").read_text().splitlines() if "-> ejected" in line
     ]

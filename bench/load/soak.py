@@ -60,7 +60,6 @@ class SoakResult(msgspec.Struct, frozen=True):
 
     @property
     def misses(self) -> list[str]:
-        """Descriptions of the requirements that were missed."""
         misses = [f"unexpected: {answer}" for answer in self.unexpected]
         misses += [
             f"still in use: {name} {count:g}" for name, count in self.in_use.items() if count
@@ -112,7 +111,7 @@ async def _soak(options: argparse.Namespace) -> SoakResult:
 async def _run_load(
     running: SoakFleet, churn: Churn, clients: Clients, users: int, rng: Random, length_s: float
 ) -> list[Point]:
-    """Run load and faults for `length_s` seconds; return samples of the gateway's memory."""
+    # Run load and faults for `length_s` seconds; return samples of the gateway's memory.
     stop, rss = asyncio.Event(), list[Point]()
     async with asyncio.TaskGroup() as group:
         asyncio.get_running_loop().call_later(length_s, stop.set)
@@ -126,10 +125,9 @@ async def _run_load(
 
 
 async def _await_rest(running: SoakFleet) -> dict[str, float]:
-    """Wait until no resources are in use, at most until KV leases have expired.
-
-    Returns the resources that are still in use, by name.
-    """
+    # Wait until no resources are in use, at most until KV leases have expired.
+    #
+    # Returns the resources that are still in use, by name.
     ends = monotonic() + REST_WITHIN_S
     while any((in_use := await running.in_use()).values()) and monotonic() < ends:
         await asyncio.sleep(0.5)
@@ -144,7 +142,6 @@ def _by_kind(fates: Counter[tuple[str, str]]) -> dict[str, dict[str, int]]:
 
 
 def _format_result(result: SoakResult) -> Iterator[str]:
-    """Yield the lines of the printed report."""
     for kind, fates in result.fates.items():
         yield f"{kind:28} " + ", ".join(f"{count} {fate}" for fate, count in fates.items())
     yield "churn: " + ", ".join(f"{count} {name}" for name, count in sorted(result.churn.items()))

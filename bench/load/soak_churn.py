@@ -46,7 +46,6 @@ class Churn:
         )
 
     async def work(self, stop: asyncio.Event) -> None:
-        """Run disturbances until `stop` is set. The last one is completed."""
         disturbances: list[Callable[[], Awaitable[None]]] = [
             *(
                 self._kill_whole,
@@ -80,7 +79,6 @@ class Churn:
         await self._kill(self._pick_group("decode"))
 
     async def _kill(self, group: Group) -> None:
-        """Kill an engine's process, and start another one on its port."""
         self._failures.append((group.name, time.monotonic()))
         await asyncio.to_thread(group.mock.kill)
         await self._fleet.wait_until(group, lambda status: not is_available(status))
@@ -95,7 +93,6 @@ class Churn:
         await self._suspend(self._pick_group("prefill", "decode"))
 
     async def _suspend(self, group: Group) -> None:
-        """Suspend an engine for longer than the gateway's timeouts, then resume it."""
         self._failures.append((group.name, time.monotonic()))
         group.mock.freeze()
         try:
@@ -105,7 +102,6 @@ class Churn:
         await self._fleet.wait_until(group, is_available)
 
     async def _drain(self) -> None:
-        """Drain an engine through the admin API, then put it back into rotation."""
         group = self._pick_group("both", "prefill", "decode")
         await self._fleet.drain(group, "drain")
         await self._fleet.wait_until(
@@ -115,7 +111,6 @@ class Churn:
         await self._fleet.wait_until(group, is_available)
 
     async def _add_and_remove(self) -> None:
-        """Add a new engine by a configuration reload, and remove it by another."""
         self._added += 1
         role = self._rng.choice(("both", "prefill", "decode"))
         group = start_group(f"added-{self._added}", role, self._speed)
@@ -132,14 +127,13 @@ class Churn:
             await asyncio.to_thread(group.mock.end)
 
     async def _change_policy(self) -> None:
-        """Change the routing policy by a configuration reload."""
         self._fleet.policy = (
             "least_loaded" if self._fleet.policy == "prefix_aware" else "prefix_aware"
         )
         await self._fleet.reload()
 
     async def _reload_invalid(self) -> None:
-        """Reload an invalid file, which must change nothing, and then a valid one."""
+        # Reload an invalid file, which must change nothing, and then a valid one.
         await self._fleet.reload(bad=True)
         self._fleet.policy = (
             "least_loaded" if self._fleet.policy == "prefix_aware" else "prefix_aware"

@@ -85,7 +85,6 @@ class Clients:
         self._number = 0
 
     async def work(self, users: int, stop: asyncio.Event, rng: Random) -> None:
-        """Run the users until `stop` is set and their last answers are complete."""
         await asyncio.gather(*(self._user(stop, Random(rng.random())) for _ in range(users)))
 
     async def _user(self, stop: asyncio.Event, rng: Random) -> None:
@@ -147,7 +146,6 @@ class Clients:
         timeline: AnswerTimeline,
         heads: dict[str, str],
     ) -> str:
-        """Send a request and return ok, left, refused, or a description of the wrong answer."""
         async with self._http.post(self._url, json=body, headers=headers) as answer:
             heads.update(answer.headers)
             if answer.status != 200 or kind.status != 200:
@@ -166,9 +164,8 @@ class Clients:
 
 
 def _verdict(body: Mapping[str, Any], text: str) -> str:
-    """Compare an answer with the expected text; return "ok" or a description of the error.
-
-    Mock engines generate deterministic text.
-    """
+    # Compare an answer with the expected text; return "ok" or a description of the error.
+    #
+    # Mock engines generate deterministic text.
     wanted = expected_text(body, body["max_tokens"])
     return "ok" if text == wanted else f"answered {text[-60:]!r} in place of {wanted[-60:]!r}"

@@ -58,7 +58,6 @@ class Group:
 
     @property
     def line(self) -> str:
-        """The engine's entry in the gateway's configuration."""
         fields = (
             f"name: {self.name}, role: {self.role}, served_model: {SERVED}, max_concurrency: 16"
         )
@@ -104,8 +103,6 @@ class SoakFleet:
     async def wait_until(
         self, group: Group, holds: Callable[[dict[str, Any] | None], bool]
     ) -> None:
-        """Wait until a condition holds for the gateway's status of an engine."""
-
         async def is_reached() -> bool:
             return holds(await self.endpoint(group))
 

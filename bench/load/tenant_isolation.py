@@ -74,7 +74,6 @@ class Figures(msgspec.Struct, frozen=True):
 
 
 def area(sent: Sequence[float], unsent: Sequence[float]) -> Area:
-    """Return the AUC of scores of sent against unsent prompts, with DeLong's interval."""
     above = np.greater.outer(np.array(sent), np.array(unsent)) + 0.5 * np.equal.outer(
         np.array(sent), np.array(unsent)
     )
@@ -160,14 +159,12 @@ async def measure_hits(client: TenantClient, count: int, words: int, rng: random
 
 
 def text(rng: random.Random, words: int) -> str:
-    """Return a random prompt whose first word is unique."""
     return f"{rng.getrandbits(64):x} " + " ".join(rng.choices(WORDS, k=words))
 
 
 async def measure_mode(
     engines: Sequence[str], options: argparse.Namespace, isolate: str, probes_a_side: int
 ) -> Figures:
-    """Measure with or without isolation (`isolate`), with a new gateway."""
     rng = random.Random(f"{options.seed} {isolate}")
     with (
         tempfile.TemporaryDirectory() as folder,
@@ -193,7 +190,6 @@ def config(engines: Sequence[str], isolate: str) -> str:
 
 @contextmanager
 def mocks(options: argparse.Namespace) -> Iterator[list[str]]:
-    """Run a mock engine and yield a list with its URL."""
     with mock_fleet("--speed", str(options.speed), "--model", options.model) as urls:
         yield urls[:1]
 

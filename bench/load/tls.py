@@ -233,7 +233,6 @@ def run(
 
 
 def count_failed_handshakes(server: GatewayProcess) -> float:
-    """Return the number of failed TLS handshakes from the gateway's metrics."""
     with urllib.request.urlopen(f"{server.admin_url}/metrics") as answer:
         page = answer.read().decode()
     values = re.findall(r"^penstock_tls_handshake_failures_total\{.*\} (\S+)$", page, re.MULTILINE)

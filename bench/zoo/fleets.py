@@ -36,7 +36,6 @@ BATCH = 48
 
 
 def build_fleet(workload: Workload) -> FleetSpec:
-    """Build the simulated fleet of a workload."""
     gpu, tp = KINDS[workload.model][0]
     usual = GroupKind(
         workload.model,
@@ -62,10 +61,9 @@ def build_fleet(workload: Workload) -> FleetSpec:
 
 
 def _with_condition(usual: GroupKind, workload: Workload) -> list[GroupKind]:
-    """Return the engine kinds of a fleet under the workload's condition.
-
-    Some engines may be of another kind, have a wrong label, or be slow.
-    """
+    # Return the engine kinds of a fleet under the workload's condition.
+    #
+    # Some engines may be of another kind, have a wrong label, or be slow.
     draw, count = workload.condition_draw, workload.groups
     change = msgspec.structs.replace
     if workload.condition == "unequal":
@@ -90,7 +88,6 @@ def _with_condition(usual: GroupKind, workload: Workload) -> list[GroupKind]:
 
 
 def _in_pools(kinds: Sequence[GroupKind], workload: Workload) -> list[GroupKind]:
-    """Divide the engines into prefill and decode engines, with all kinds in both pools."""
     groups = [msgspec.structs.replace(kind, count=1) for kind in kinds for _ in range(kind.count)]
     count = len(groups)
     prefills = max(1, min(count - 1, round(count * workload.prefill_share)))

@@ -99,7 +99,6 @@ class Case(msgspec.Struct, frozen=True):
 
 @lru_cache(4)
 def build_case(seed: str, number: int, arrivals: int) -> Case:
-    """Build workload `number` of the sequence `seed`, with the seed `arrivals` for arrivals."""
     workload = draw(seed, number)
     fleet = build_fleet(workload)
     generated, rate_s = _fit_prompts(workload, fleet, arrivals)
@@ -117,10 +116,9 @@ def build_case(seed: str, number: int, arrivals: int) -> Case:
 
 
 def _fit_prompts(workload: Workload, fleet: FleetSpec, arrivals: int) -> tuple[Requests, float]:
-    """Return requests and their rate, with prompts so short that the arrivals last long enough.
-
-    The TTFT budget follows from the longest prompt, and the arrivals must last SPANS budgets.
-    """
+    # Return requests and their rate, with prompts so short that the arrivals last long enough.
+    #
+    # The TTFT budget follows from the longest prompt, and the arrivals must last SPANS budgets.
     most = most_prompt_tokens(workload, fleet)
     while True:
         generated = generate(workload, arrivals, most)
@@ -190,10 +188,9 @@ def find_capacity(at: Callable[[int], float], target: float, start: int) -> floa
 def _bracket(
     at: Callable[[int], float], target: float, start: int
 ) -> tuple[int | None, int | None]:
-    """Return two grid steps between which attainment falls below the target.
-
-    The first is None if attainment is below at all steps, the second if it is below at none.
-    """
+    # Return two grid steps between which attainment falls below the target.
+    #
+    # The first is None if attainment is below at all steps, the second if it is below at none.
     stride = STRIDE
     if at(start) >= target:
         low = start

@@ -54,7 +54,6 @@ def generate(workload: Workload, arrivals: int, most_tokens: int) -> Requests:
 
 
 def _arrival_times(workload: Workload, rng: Random) -> list[float]:
-    """Return random arrival times with a mean gap of 1."""
     count, kind, spread = workload.requests, workload.arrivals, workload.spread
     if kind == "gamma":
         shape = 1.0 / spread**2
@@ -77,7 +76,7 @@ def _arrival_times(workload: Workload, rng: Random) -> list[float]:
 
 
 def _warp(even: Sequence[float], count: int, density: Callable[[float], float]) -> list[float]:
-    """Move uniformly distributed arrivals so that their rate follows `density` over [0, 1]."""
+    # Move uniformly distributed arrivals so that their rate follows `density` over [0, 1].
     cells = 400
     mass = [0.0, *accumulate(density((cell + 0.5) / cells) for cell in range(cells))]
     warped = []
@@ -90,7 +89,6 @@ def _warp(even: Sequence[float], count: int, density: Callable[[float], float]) 
 
 
 def _answer(workload: Workload, rng: Random) -> int:
-    """Return the random length of one answer in tokens."""
     mean, sigma = workload.answer_tokens, workload.answer_sigma
     if workload.answers == "tail" and rng.random() > LONG_SHARE:
         mean, sigma = 20.0, 0.6
@@ -99,8 +97,6 @@ def _answer(workload: Workload, rng: Random) -> int:
 
 
 class _Prompts:
-    """Generates random prompts. Blocks that prompts share have the same ids each time."""
-
     def __init__(self, workload: Workload, rng: Random, most_tokens: int) -> None:
         self._workload, self._rng = workload, rng
         self._most = min(LONGEST_PROMPT, most_tokens)
@@ -111,12 +107,10 @@ class _Prompts:
         self._lengths: dict[tuple[int, ...], int] = {}
 
     def draw(self) -> tuple[int, tuple[int, ...]]:
-        """Return the length in tokens and the block ids of a new prompt."""
         shared = self.shared_blocks()
         return self.extend(shared, self.own_tokens(), len(shared) * BLOCK_TOKENS)
 
     def own_tokens(self) -> int:
-        """Return the random length of the part that no other prompt shares, in tokens."""
         workload = self._workload
         length = self._rng.lognormvariate(log(workload.prompt_median), workload.prompt_sigma)
         return max(SHORTEST_PROMPT, round(length))
@@ -124,10 +118,9 @@ class _Prompts:
     def extend(
         self, blocks: tuple[int, ...], more: int, tokens: int
     ) -> tuple[int, tuple[int, ...]]:
-        """Extend a prompt of `tokens` tokens in `blocks` by `more` tokens in unshared blocks.
-
-        Returns its new length and block ids, limited to the longest allowed prompt.
-        """
+        # Extend a prompt of `tokens` tokens in `blocks` by `more` tokens in unshared blocks.
+        #
+        # Returns its new length and block ids, limited to the longest allowed prompt.
         total = min(self._most, tokens + more)
         kept = blocks[: min(tokens, total) // BLOCK_TOKENS]
         added = max(0, -(-total // BLOCK_TOKENS) - len(kept))
@@ -136,7 +129,7 @@ class _Prompts:
         return total, (*kept, *range(first, first + added))
 
     def shared_blocks(self) -> tuple[int, ...]:
-        """Return the block ids of a random shared prefix; empty if the workload shares none."""
+        # Return the block ids of a random shared prefix; empty if the workload shares none.
         sharing, rng = self._workload.sharing, self._rng
         if sharing == "none":
             return ()
@@ -155,10 +148,9 @@ class _Prompts:
         return blocks
 
     def _node(self, path: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the block ids of one node of the prefix tree.
-
-        Its length is chosen at the first call.
-        """
+        # Return the block ids of one node of the prefix tree.
+        #
+        # Its length is chosen at the first call.
         length = self._lengths.get(path)
         if length is None:
             mean = self._workload.shared_tokens / (BLOCK_TOKENS * (2 if len(path) > 1 else 1))
@@ -169,7 +161,6 @@ class _Prompts:
 
 
 def _zipf(count: int, skew: float) -> list[float]:
-    """Return the cumulative probabilities of Zipf's law over `count` ranks."""
     weights = [1.0 / rank**skew for rank in range(1, count + 1)]
     total = sum(weights)
     cumulative = [*accumulate(weight / total for weight in weights)]
@@ -178,11 +169,10 @@ def _zipf(count: int, skew: float) -> list[float]:
 
 
 def _sessions(workload: Workload, rng: Random, prompts: _Prompts) -> Iterator[TraceRequest]:
-    """Yield the requests of sessions: prompts that grow by answer and tool result each turn.
-
-    Pauses are relative to their median. It yields twice the requests of a replay, because some
-    sessions do not end within it.
-    """
+    # Yield the requests of sessions: prompts that grow by answer and tool result each turn.
+    #
+    # Pauses are relative to their median. It yields twice the requests of a replay, because some
+    # sessions do not end within it.
     made = number = 0
     while made < 2 * workload.requests:
         turns = max(2, min(60, round(rng.expovariate(1.0 / workload.shared_count))))
@@ -198,7 +188,6 @@ def _sessions(workload: Workload, rng: Random, prompts: _Prompts) -> Iterator[Tr
 
 
 def _uncached_share(requests: Sequence[TraceRequest]) -> float:
-    """Return the share of prompt tokens in blocks that no earlier request had."""
     known: set[int] = set()
     total = fresh = 0
     for request in requests:

@@ -32,26 +32,21 @@ class Result(msgspec.Struct, frozen=True):
 
     @property
     def key(self) -> tuple[str, int, int, str]:
-        """The values that identify what was measured: seed, number, arrivals, policy."""
         return self.seed, self.number, self.arrivals, self.policy
 
     def load(self, target: str) -> float:
-        """Return the capacity at this target, but at least LEAST."""
         return max(LEAST, self.capacity[target])
 
     def covers(self, targets: Iterable[float], steps: Iterable[int]) -> bool:
-        """Return whether all these targets and load steps were measured."""
         return all(f"{target:g}" in self.capacity for target in targets) and all(
             step in self.attainment for step in steps
         )
 
 
 def best_rules(results: Sequence[Result], count: int) -> list[str]:
-    """Return the `count` policies with the highest capacities at 90 %, highest first."""
     ranked = sorted(results, key=lambda result: -result.capacity["0.9"])
     return [result.policy for result in ranked[:count]]
 
 
 def reference_step(results: Iterable[Result]) -> int:
-    """Return the load step nearest to the highest capacity of these results."""
     return round(log(max(result.load("0.9") for result in results)) / log(STEP))

@@ -55,8 +55,6 @@ SLOW_S = 60.0
 
 
 class ResultFile:
-    """The file of results, which no other object writes."""
-
     def __init__(self, path: Path, code: str, any_code: bool) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._path, self._code = path, code
@@ -107,7 +105,7 @@ class Comparison:
     def _measure(
         self, policy: str, start: int, targets: Iterable[float], steps: Iterable[int] = ()
     ) -> Result:
-        """Return the policy's result; measure those targets and load steps that it lacks."""
+        # Return the policy's result; measure those targets and load steps that it lacks.
         known = self._file.known.get((*self._place, policy))
         if known is not None and known.covers(targets, steps):
             return known

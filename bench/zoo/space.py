@@ -105,7 +105,6 @@ class Workload(msgspec.Struct, frozen=True):
 
     @property
     def name(self) -> str:
-        """A short unique name of the workload."""
         return f"{self.seed[:8]}-{self.number}"
 
     @property
@@ -115,7 +114,6 @@ class Workload(msgspec.Struct, frozen=True):
 
 
 def draw(seed: str, number: int) -> Workload:
-    """Return workload `number` of the sequence that `seed` determines."""
     rng = Random(f"zoo {seed} {number}")
     chosen = {
         axis: _choose(
@@ -164,7 +162,7 @@ def draw(seed: str, number: int) -> Workload:
 
 
 def _stratum(seed: str, number: int, axis: str) -> float:
-    """Return a random number from 0 to 1; the numbers of a block cover that range evenly."""
+    # Return a random number from 0 to 1; the numbers of a block cover that range evenly.
     block, place = divmod(number, BLOCK)
     rng = Random(f"zoo {seed} {block} {axis}")
     order = list(range(BLOCK))

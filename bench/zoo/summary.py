@@ -24,7 +24,6 @@ ByPolicy = Mapping[str, Mapping[int, Result]]
 
 
 def page(workloads: Mapping[int, Workload], results: Iterable[Result], ours: str) -> str:
-    """Return the tables of all results as Markdown."""
     tables = _by_workload(results)
     used, dropped = _split_dropped(tables, ours)
     if not used:
@@ -59,7 +58,6 @@ def _by_workload(results: Iterable[Result]) -> dict[int, dict[str, dict[int, Res
 def _split_dropped(
     tables: Mapping[int, ByPolicy], ours: str
 ) -> tuple[dict[int, ByPolicy], dict[int, str]]:
-    """Return the workloads that count, and the reason why each other one does not."""
     used, dropped = {}, {}
     for number, by in sorted(tables.items()):
         cells = [result for results in by.values() for result in results.values()]
@@ -113,7 +111,6 @@ def best_rule_ratio(by: ByPolicy, rules: Sequence[str], ours: str, target: str =
 
 
 def geometric_mean(ratios: Sequence[float]) -> tuple[float, float, float]:
-    """Return (low, mean, high): the geometric mean and its 95 % confidence interval."""
     logs = [log(value) for value in ratios if value == value]
     if not logs:
         return (float("nan"),) * 3

@@ -47,7 +47,6 @@ class BootstrapServer:
         self.url = f"http://{self._host}:{self._port}"
 
     async def stop(self) -> None:
-        """Stop the server."""
         if self._runner is not None:
             await self._runner.cleanup()
             self._runner = None
@@ -63,13 +62,13 @@ class BootstrapServer:
 
 
 def _query(here: EngineIdentity) -> dict[str, Any]:
-    """Return Mooncake's /query response: engine and worker addresses by data-parallel rank."""
+    # Return Mooncake's /query response: engine and worker addresses by data-parallel rank.
     workers = {str(rank): {"0": here.address} for rank in range(here.tp)}
     return {"0": {"engine_id": here.engine_id, "worker_addr": workers}}
 
 
 def _route(here: EngineIdentity) -> dict[str, Any]:
-    """Return SGLang's /route response: the parallelism, and this rank's KV manager address."""
+    # Return SGLang's /route response: the parallelism, and this rank's KV manager address.
     return {
         "attn_tp_size": here.tp,
         "attn_cp_size": 1,
@@ -102,7 +101,6 @@ class PeerResolver:
         return self._addresses[take.peer]
 
     def forget(self, take: DecodeLeg) -> None:
-        """Remove the cached address of this prefill engine."""
         if isinstance(take.peer, BootstrapPeer):
             self._addresses.pop(take.peer, None)
 
@@ -120,7 +118,6 @@ class PeerResolver:
             return None
 
     async def close(self) -> None:
-        """Close the HTTP client."""
         if self._http is not None:
             await self._http.close()
 

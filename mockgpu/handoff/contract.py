@@ -34,7 +34,6 @@ class EngineIdentity(msgspec.Struct, frozen=True):
 
     @property
     def address(self) -> str:
-        """The address of this engine's KV transfer agent."""
         return agent_address(self.host, self.port)
 
 

@@ -33,7 +33,6 @@ class FaultyRelay:
         self.port = self._server.sockets[0].getsockname()[1]
 
     def stop(self) -> None:
-        """Stop listening, and close all connections."""
         if self._server is not None:
             self._server.close()
             self._server = None
@@ -54,7 +53,6 @@ class FaultyRelay:
         self._ends.discard(end)
 
     def _dial(self, end: RelayConnection) -> None:
-        """Open the connection to the agent for a connection that a peer has opened."""
         loop = asyncio.get_running_loop()
         task = loop.create_task(
             loop.create_connection(lambda: RelayConnection(self, None, end), *self._target)
@@ -115,7 +113,6 @@ class RelayConnection(asyncio.Protocol):
             self._other.abort()
 
     def abort(self) -> None:
-        """Close the connection with a reset."""
         if self._transport is not None:
             self._transport.abort()
 
@@ -123,7 +120,7 @@ class RelayConnection(asyncio.Protocol):
         return self._wire.fault is not None and self._wire.fault.kind is FaultKind.WIRE_STALL
 
     def _relay_bytes(self, data: bytes, onward: asyncio.Transport) -> None:
-        """Pass bytes on to the opposite connection. A fault starts after the first `after` KiB."""
+        # Pass bytes on to the opposite connection. A fault starts after the first `after` KiB.
         fault, carried_before = self._wire.fault, self._carried
         self._carried += len(data)
         if fault is not None and self._carried > fault.after * 1024:

@@ -55,9 +55,7 @@ class PeerDirectory(Protocol):
         """
         ...
 
-    def forget(self, take: DecodeLeg) -> None:
-        """Remove a cached address that did not work."""
-        ...
+    def forget(self, take: DecodeLeg) -> None: ...
 
     async def renew(self, take: DecodeLeg) -> str | None:
         """Ask the prefill engine to keep the KV longer.
@@ -170,7 +168,7 @@ class KvHandoff:
         self._spawn(self._renew_lease(job))
 
     async def _renew_lease(self, job: Job) -> None:
-        """Renew the lease once and schedule the next renewal, if the job is still queued."""
+        # Renew the lease once and schedule the next renewal, if the job is still queued.
         assert isinstance(job.leg, DecodeLeg)
         ticket = await self._directory.renew(job.leg)
         if ticket is not None and job.cached < 0 and job.state is JobState.WAITING:
@@ -239,7 +237,6 @@ class KvHandoff:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def _follow_offer(self, job: Job, give: PrefillLeg, offer: OfferPort) -> None:
-        """Wait for the end of an offer, then free its blocks and count the outcome."""
         try:
             outcome = await offer.wait_ended()
             self.stats.count_sent(outcome)
@@ -252,7 +249,7 @@ class KvHandoff:
             self._owner.on_blocks_taken(job, outcome)
 
     async def _follow_landing(self, job: Job, take: DecodeLeg) -> None:
-        """Fetch a job's KV, then continue the job, or free its blocks if it was aborted."""
+        # Fetch a job's KV, then continue the job, or free its blocks if it was aborted.
         started_s = asyncio.get_running_loop().time()
         try:
             outcome = await self._fetch_and_wait(job, take)
@@ -268,7 +265,7 @@ class KvHandoff:
             self._free(job)
 
     def _continue_job(self, job: Job, take: DecodeLeg, outcome: TransferOutcome) -> None:
-        """Continue a job whose transfer ended; if it failed, recompute the KV or fail the job."""
+        # Continue a job whose transfer ended; if it failed, recompute the KV or fail the job.
         if outcome.has_landed:
             self._owner.scheduler.on_landed(
                 job, job.prompt_tokens - 1 if take.cached is None else take.cached
@@ -279,10 +276,9 @@ class KvHandoff:
             self._owner.fail_job(job, f"KV load failed: {outcome.reason}")
 
     async def _fetch_and_wait(self, job: Job, take: DecodeLeg) -> TransferOutcome:
-        """Fetch a job's KV and return the outcome.
-
-        Afterwards nothing writes to the job's blocks.
-        """
+        # Fetch a job's KV and return the outcome.
+        #
+        # Afterwards nothing writes to the job's blocks.
         try:
             address = await self._directory.address(take)
         except UnknownPeerError as error:

@@ -28,12 +28,10 @@ class HandoffStats:
         self.took_ends: Counter[str] = Counter()
 
     def count_sent(self, end: TransferOutcome) -> None:
-        """Count an offer that has ended, by its outcome."""
         self.given_ends[end.reason] += 1
         self.expired += end.kind is OutcomeKind.EXPIRED
 
     def count_received(self, end: TransferOutcome, seconds: float) -> None:
-        """Count an incoming transfer by its outcome, and `seconds` as its duration."""
         self.took_ends[end.reason] += 1
         if end.has_landed:
             self.xfer_s.observe(seconds)
@@ -42,7 +40,6 @@ class HandoffStats:
             self.failed += 1
 
     def lines(self, labels: str) -> Iterator[str]:
-        """Yield the metrics in Prometheus text format."""
         for name, histogram in (
             (f"{self._name}_xfer_time_seconds", self.xfer_s),
             (f"{self._name}_bytes_transferred", self.xfer_bytes),

@@ -194,11 +194,10 @@ class TrtllmDialect:
         return params
 
     def _new_id(self, params: Params) -> int:
-        """Return the request id that the router has chosen.
-
-        Raises MalformedHandoffError if it is missing, out of range, or was used before by the same
-        kind of request.
-        """
+        # Return the request id that the router has chosen.
+        #
+        # Raises MalformedHandoffError if it is missing, out of range, or was used before by the
+        # same kind of request.
         number = params.disagg_request_id
         if (
             number is None

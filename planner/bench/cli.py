@@ -40,7 +40,6 @@ def duration_s(value: str) -> float:
 
 
 def _time(text: str, name: str) -> Any:
-    """Return a command-line option for a duration, with this name and help text."""
     return typer.Option(name, parser=duration_s, metavar="TIME", help=text)
 
 
@@ -131,7 +130,7 @@ def bench(
 
 
 def _run_or_exit(plan: BenchPlan, quiet: bool) -> BenchReport:
-    """Run the plan and return its report; exit with a message if there is none."""
+    # Run the plan and return its report; exit with a message if there is none.
     try:
         return _run(with_defaults(plan), quiet)
     except PlanError as error:
@@ -153,7 +152,7 @@ def _run(plan: BenchPlan, quiet: bool) -> BenchReport:
 
 
 async def _until_interrupted(plan: BenchPlan, watch: Watch | None) -> BenchReport:
-    """Run the plan until its end or Ctrl-C, which ends the run early with a report."""
+    # Run the plan until its end or Ctrl-C, which ends the run early with a report.
     task = asyncio.create_task(run(plan, watch))
     asyncio.get_running_loop().add_signal_handler(signal.SIGINT, task.cancel)
     return await task

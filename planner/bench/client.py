@@ -159,10 +159,9 @@ class BenchClient:
 
 
 def _stream_error(timeline: AnswerTimeline) -> str | None:
-    """Return the kind of error of a stream, or None if it is complete.
-
-    A truncated answer is an error, so that it does not count as a fast one.
-    """
+    # Return the kind of error of a stream, or None if it is complete.
+    #
+    # A truncated answer is an error, so that it does not count as a fast one.
     if timeline.error is not None:
         return "stream_error"
     if not timeline.done or timeline.broken:

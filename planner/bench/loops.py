@@ -61,8 +61,6 @@ async def run(plan: BenchPlan, watch: Watch | None = None) -> BenchReport:
 
 
 class _Run:
-    """The state of one run, which updates its RunProgress."""
-
     def __init__(self, plan: BenchPlan, client: BenchClient) -> None:
         self._plan = plan
         self._client = client
@@ -70,7 +68,7 @@ class _Run:
         self.progress = RunProgress(plan)
 
     async def carry_out(self, watch: Watch | None) -> bool:
-        """Execute the run; return True if it was interrupted."""
+        # Execute the run; return True if it was interrupted.
         self.progress.started_s = time.perf_counter()
         watching = asyncio.create_task(self._show(watch)) if watch else None
         try:
@@ -120,10 +118,9 @@ class _Run:
         return plan.duration_s is None or due_s - self.progress.started_s < plan.duration_s
 
     async def _converse(self, session: WorkloadSession, due_s: float) -> None:
-        """Send the turns of a session one after another.
-
-        A failed turn ends the session, because the next turn would lack its answer.
-        """
+        # Send the turns of a session one after another.
+        #
+        # A failed turn ends the session, because the next turn would lack its answer.
         messages = _first_messages(session)[:-1]
         for number, turn in enumerate(session.turns):
             if not self._may_start(due_s):
@@ -166,13 +163,11 @@ class _Run:
 
 
 def _first_messages(session: WorkloadSession) -> list[dict[str, str]]:
-    """Return the messages of a session's first request."""
     system = [] if session.system is None else [{"role": "system", "content": session.system}]
     return [*system, {"role": "user", "content": session.turns[0].content}]
 
 
 async def _sleep_until(wake_s: float) -> None:
-    """Sleep until time.perf_counter() reaches `wake_s`."""
     await asyncio.sleep(0)
     # A timer with a resolution of 1 ms may fire early.
     while (left_s := wake_s - time.perf_counter()) > 0:  # noqa: ASYNC110

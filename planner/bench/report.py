@@ -87,7 +87,6 @@ class BenchReport:
         return self.good / len(self.records) if self.records else 0.0
 
     def per_second(self, amount: float) -> float:
-        """Return an amount per second of the run's duration."""
         return amount / self.duration_s if self.duration_s else 0.0
 
     def as_json(self) -> dict[str, Any]:
@@ -107,7 +106,6 @@ class BenchReport:
 
 
 def _plain(plan: BenchPlan) -> Any:
-    """Return the plan as a JSON object without the API key."""
     without_key = msgspec.structs.replace(plan, api_key=None)
     return msgspec.to_builtins(without_key, enc_hook=str)
 
@@ -117,10 +115,9 @@ def _ms(summary: Summary | None) -> dict[str, float] | None:
 
 
 def _vllm(report: BenchReport) -> dict[str, Any]:
-    """Return the results under the names of `vllm bench serve` and `sglang.bench_serving`, in ms.
-
-    `e2el` equals `e2e_latency`.
-    """
+    # Return the results under the names of `vllm bench serve` and `sglang.bench_serving`, in ms.
+    #
+    # `e2el` equals `e2e_latency`.
     flat: dict[str, Any] = {
         "duration": report.duration_s,
         "completed": len(report.completed),
@@ -148,11 +145,10 @@ def _vllm(report: BenchReport) -> dict[str, Any]:
 
 
 def _guidellm(report: BenchReport) -> dict[str, Any]:
-    """Return the results under guidellm's names.
-
-    guidellm includes the first token in time_per_output_token (whole latency over all tokens), and
-    averages the gaps of a request for inter_token_latency.
-    """
+    # Return the results under guidellm's names.
+    #
+    # guidellm includes the first token in time_per_output_token (whole latency over all tokens),
+    # and averages the gaps of a request for inter_token_latency.
     whole = [
         record.e2e_s / record.output_tokens for record in report.completed if record.output_tokens
     ]
@@ -169,10 +165,9 @@ def _guidellm(report: BenchReport) -> dict[str, Any]:
 
 
 def _aiperf(report: BenchReport) -> dict[str, Any]:
-    """Return the results under aiperf's names: an object with a unit for each name.
-
-    inter_token_latency is a request's mean after its first token.
-    """
+    # Return the results under aiperf's names: an object with a unit for each name.
+    #
+    # inter_token_latency is a request's mean after its first token.
     times = {
         "time_to_first_token": report.ttft,
         "inter_token_latency": report.tpot,

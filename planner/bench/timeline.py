@@ -134,10 +134,9 @@ class AnswerTimeline:
             self._on_token(now_s)
 
     def _has_content(self, choice: _Choice) -> bool:
-        """Return whether a choice has generated content, and store its text.
-
-        A role alone, or an empty final delta, is no content.
-        """
+        # Return whether a choice has generated content, and store its text.
+        #
+        # A role alone, or an empty final delta, is no content.
         delta = choice.delta or _Delta()
         answer = delta.content or choice.text
         if answer:

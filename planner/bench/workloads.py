@@ -150,7 +150,6 @@ def _shared_prefix(seed: int) -> Iterator[WorkloadSession]:
 
 
 def shapes() -> dict[str, WorkloadShape]:
-    """Return every workload shape by name."""
     known = (
         WorkloadShape(
             "chat",

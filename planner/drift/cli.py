@@ -56,7 +56,6 @@ def drift(log: Log, config: ConfigFile = None, pool: Pool = None, as_json: AsJso
 
 
 def _block(requests: Sequence[TraceRequest], pool: str) -> str:
-    """Return the lines of sized_for for the requests."""
     rates = [0.0] * 24
     if requests:
         hours = max(1.0, (requests[-1].arrival_s - requests[0].arrival_s) / 3600)

@@ -42,7 +42,6 @@ class ShapeReader:
 
 
 def count_shapes(requests: Iterable[TraceRequest]) -> ShapeCounts:
-    """Return the histograms of requests, for `sized_for`."""
     reader, counts = ShapeReader(), ShapeCounts()
     for request in requests:
         counts.add(reader.read(request))

@@ -41,7 +41,6 @@ class GoldenAnswer(msgspec.Struct, frozen=True):
 
     @property
     def whole(self) -> str:
-        """The text and the tool calls as one text."""
         return "".join([self.text, *(f"\n{name}({given})" for name, given in self.calls)])
 
 
@@ -80,12 +79,10 @@ def request_of(prompt: Mapping[str, Any], model: str, max_tokens: int, top: int)
 
 
 def path_of(prompt: Mapping[str, Any]) -> str:
-    """Return the API path that a prompt is for."""
     return "/v1/chat/completions" if "messages" in prompt else "/v1/completions"
 
 
 def answer_of(body: Any, took_s: float) -> GoldenAnswer:
-    """Return the answer in a response body."""
     try:
         choice = body["choices"][0]
         message = choice.get("message") or {}

@@ -65,7 +65,6 @@ async def _ask(
     prompt: Mapping[str, Any],
     max_tokens: int,
 ) -> GoldenAnswer:
-    """Return one answer. An engine that refuses probabilities is asked again without."""
     headers = {"Authorization": f"Bearer {engine.key}"} if engine.key else {}
     url, began = engine.url.rstrip("/") + path_of(prompt), time.monotonic()
     for top in (TOP, 0):

@@ -46,7 +46,6 @@ class AnswerPair(msgspec.Struct, frozen=True):
 
 
 def compare(prompt: Mapping[str, Any], one: GoldenAnswer, other: GoldenAnswer) -> AnswerPair:
-    """Return the comparison of two answers to a prompt."""
     units, others = _units(one, other)
     place = next(
         (n for n, (a, b) in enumerate(zip(units, others, strict=False)) if a != b),
@@ -65,7 +64,7 @@ def compare(prompt: Mapping[str, Any], one: GoldenAnswer, other: GoldenAnswer) -
 
 
 def _units(one: GoldenAnswer, other: GoldenAnswer) -> tuple[Sequence[str], Sequence[str]]:
-    """Return what is compared: tokens if both answers have them and no calls, else characters."""
+    # Return what is compared: tokens if both answers have them and no calls, else characters.
     if one.tokens and other.tokens and not one.calls and not other.calls:
         return [each.token for each in one.tokens], [each.token for each in other.tokens]
     return one.whole, other.whole
@@ -94,7 +93,6 @@ def _is_json(text: str) -> bool:
 
 
 def _divergence(ones: Sequence[TokenChoice], others: Sequence[TokenChoice]) -> float | None:
-    """Return the mean divergence over places that both reached by the same tokens."""
     sums: list[float] = []
     for one, other in zip(ones, others, strict=False):
         if one.probabilities and other.probabilities:

@@ -207,10 +207,9 @@ def _kinds(
 
 
 def _model(parameters_b: float | None, taken: Assumptions, assumed: list[str]) -> str:
-    """Return the name of the known model whose number of parameters is nearest to `parameters_b`.
-
-    Raises PoolCaseError if the assumed model is unknown.
-    """
+    # Return the name of the known model whose number of parameters is nearest to `parameters_b`.
+    #
+    # Raises PoolCaseError if the assumed model is unknown.
     if taken.model is not None:
         if taken.model.lower() not in MODELS:
             raise PoolCaseError(f"unknown model {taken.model!r}: known are {', '.join(MODELS)}")

@@ -33,7 +33,6 @@ class RecentTraffic(msgspec.Struct, frozen=True):
 
     @property
     def blocks(self) -> bool:
-        """Whether the log has the prompts' block ids."""
         return any(line.blocks for line in self.lines)
 
     @property
@@ -78,7 +77,6 @@ def recent(path: Path, last_s: float) -> RecentTraffic:
 
 
 def _tail(path: Path) -> Iterator[bytes]:
-    """Yield the last complete lines of a file, from at most TAIL_BYTES."""
     size = path.stat().st_size
     with path.open("rb") as file:
         if size > TAIL_BYTES:

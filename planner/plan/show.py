@@ -33,7 +33,6 @@ def show(plan: ConfigComparison, console: Console) -> None:
 
 
 def as_plain(plan: ConfigComparison) -> dict[str, Any]:
-    """Return the comparison as a JSON object."""
     return {
         "schema": "penstock-plan/1",
         "requests": plan.requests,

@@ -82,7 +82,7 @@ class AdmissionSim:
         return has_permit
 
     def _try_enter(self, now: float, flight: InflightRequest) -> None:
-        """Let a request try to enter: its first attempt, or a retry after a refusal."""
+        # Let a request try to enter: its first attempt, or a retry after a refusal.
         if flight.has_ended:
             return
         if self._room is None:
@@ -93,7 +93,7 @@ class AdmissionSim:
             self._ask_admission(now, flight, self._room)
 
     def _ask_admission(self, now: float, flight: InflightRequest, room: WaitQueue[int]) -> None:
-        """Ask the admission about a request, because the fast path was not available."""
+        # Ask the admission about a request, because the fast path was not available.
         fleet, number = self._fleet, flight.record.number
         query, requery = fleet.gateway.query(flight, now), partial(fleet.gateway.query, flight)
         verdict = room.arrive(query, fleet.gateway.fitting(flight.trace_request), number, requery)
@@ -111,7 +111,6 @@ class AdmissionSim:
         self._fleet.serve(now, flight, self._fleet.gateway.query(flight, now))
 
     def _settle(self, now: float, _: object = None) -> None:
-        """Admit or refuse the waiting requests that have a verdict at `now`."""
         room = self._room
         if room is None:
             return
@@ -130,10 +129,9 @@ class AdmissionSim:
             self._fleet.schedule(now + TICK_S, self._tick)
 
     def _refuse(self, now: float, flight: InflightRequest, shed: Shed) -> None:
-        """Answer a request with 429, after which its client retries until its retries are used up.
-
-        The client waits for Retry-After or its own back-off.
-        """
+        # Answer a request with 429, after which its client retries until its retries are used up.
+        #
+        # The client waits for Retry-After or its own back-off.
         clients, record = self._clients, flight.record
         record.refusals += 1
         if record.refused_s is None:
@@ -149,7 +147,7 @@ class AdmissionSim:
         self._fleet.schedule(now + wait_s, self._try_enter, flight)
 
     def _give_up(self, now: float, flight: InflightRequest) -> None:
-        """Cancel a request without a first token, because its client has no more patience."""
+        # Cancel a request without a first token, because its client has no more patience.
         if not flight.has_ended and flight.record.first_s is None:
             number = flight.record.number
             if self._waiting.pop(number, None) is not None and self._room is not None:

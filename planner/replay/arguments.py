@@ -29,8 +29,6 @@ class ArgumentError(ValueError):
 
 
 class _Class(msgspec.Struct, forbid_unknown_fields=True):
-    """One service class in the YAML file of --slo: budgets as texts with a unit, and the weight."""
-
     ttft: str
     tpot: str
     weight: float = 1.0
@@ -128,9 +126,6 @@ def apply_faults(
 
 
 def _with_view(key: str, value: str, options: ReplayOptions) -> ReplayOptions:
-    """Return the options changed by `stale=`, `events=` or `view=`: how the gateway sees the
-    fleet.
-    """
     if key == "stale":
         age_s = parse_seconds(value)
         return msgspec.structs.replace(options, scrape_s=max(age_s, 0.1), scrape_age_s=age_s)

@@ -39,8 +39,6 @@ class Axis(msgspec.Struct, frozen=True):
 
 
 class _Scale:
-    """Maps the values of an axis to pixels."""
-
     def __init__(self, axis: Axis, values: Sequence[float], begin: float, end: float) -> None:
         self.axis, self._begin, self._end = axis, begin, end
         positive = [value for value in values if value > 0] or [1.0]
@@ -53,7 +51,7 @@ class _Scale:
             self.most = max(self.most, self.least + 1e-9)
 
     def at(self, value: float) -> float:
-        """Return the pixel of a value; values beyond the axis are moved to its end."""
+        # Return the pixel of a value; values beyond the axis are moved to its end.
         if self.axis.log:
             share = (log10(max(value, self.least)) - log10(self.least)) / (
                 log10(self.most) - log10(self.least)
@@ -63,7 +61,6 @@ class _Scale:
         return self._begin + min(1.0, max(0.0, share)) * (self._end - self._begin)
 
     def ticks(self) -> list[float]:
-        """Return the values at which the axis has tick marks."""
         if self.axis.log:
             decades = range(floor(log10(self.least)), ceil(log10(self.most)) + 1)
             many = len(decades) > 3
@@ -132,7 +129,6 @@ def bars(
 
 
 def legend(names: Sequence[str]) -> str:
-    """Return the legend for all charts of a page as HTML."""
     keys = []
     for place, name in enumerate(names):
         colour, dash = ink(place)
@@ -191,7 +187,7 @@ def _line(line: Series, across: _Scale, up: _Scale) -> str:
 
 
 def _step(rough: float) -> float:
-    """Return the smallest of 1, 2, 2.5 and 5 times a power of ten that is at least `rough`."""
+    # Return the smallest of 1, 2, 2.5 and 5 times a power of ten that is at least `rough`.
     if rough <= 0:
         return 1.0
     power = 10.0 ** floor(log10(rough))
@@ -199,6 +195,6 @@ def _step(rough: float) -> float:
 
 
 def _rounded(value: float) -> float:
-    """Return a round number that is at least `value`, as the end of an axis."""
+    # Return a round number that is at least `value`, as the end of an axis.
     step = _step(value / 5) if value > 0 else 1.0
     return step * ceil(value / step - 1e-9)

@@ -161,10 +161,9 @@ def replay(
 def _with_times(
     options: ReplayOptions, slo: str, for_: str | None, has_users: bool
 ) -> ReplayOptions:
-    """Return the options with the service classes and the end of the replay.
-
-    Closed loops have an end by default.
-    """
+    # Return the options with the service classes and the end of the replay.
+    #
+    # Closed loops have an end by default.
     standard, classes = arguments.parse_classes(slo)
     horizon_s = 1200.0 if has_users else None
     if for_ is not None:
@@ -173,7 +172,6 @@ def _with_times(
 
 
 def _fleet(text: str) -> FleetSpec:
-    """Return the fleet preset of this name, or the fleet described in this file."""
     path = Path(text)
     return read_fleet(path) if path.suffix in (".yaml", ".yml", ".json") else preset(text)
 
@@ -219,7 +217,6 @@ def _run(contest: Comparison, quiet: bool) -> ComparisonResult:
 
 
 def _missing(standing: ComparisonResult) -> list[str]:
-    """Return messages about the capacities that could not be determined, and why."""
     return [
         f"{name}: no capacity at {capacity.target:.0%}: {capacity.reason}; use a shorter --warmup"
         for name, results in standing.capacities.items()

@@ -173,7 +173,6 @@ class DisaggSim:
         self._fleet.wake(now, taker)
 
     def _release_prefill_blocks(self, now: float, flight: InflightRequest) -> None:
-        """Let the prefill group free the blocks that it kept for the request."""
         giver, given = flight.prefill_group, flight.prefill_job
         flight.prefill_group = flight.prefill_job = None
         if giver is not None and given is not None and giver.is_alive:
@@ -201,7 +200,6 @@ class DisaggSim:
 
 
 def _pools(groups: list[ReplayGroup]) -> SplitPools:
-    """Return the groups as pools for splitting, grouped by equal model, whose KV is compatible."""
     by_model: dict[str, tuple[list[ReplayGroup], list[ReplayGroup]]] = {}
     for group in groups:
         model = f"{group.kind.model} {group.kind.kv_scalar_bytes:g}"

@@ -171,10 +171,9 @@ class ReplayEngine:
         self.due_s = now + self._roofline.step_s(plan.work) * slowness
 
     def _shorten_run(self, now: float) -> None:
-        """Let the current run of decode steps end after its current step.
-
-        The steps finished before are counted.
-        """
+        # Let the current run of decode steps end after its current step.
+        #
+        # The steps finished before are counted.
         run = self._run
         assert run is not None
         finished = run.completed_by(now - self._since)
@@ -183,7 +182,7 @@ class ReplayEngine:
         self._account_run(run, finished)
 
     def _finish_steps(self, now: float) -> StepPlan:
-        """Count all steps of the run before its last one, and return the plan of the last one."""
+        # Count all steps of the run before its last one, and return the plan of the last one.
         run = self._run
         if run is not None:
             self._account_run(run, run.steps - 1)
@@ -195,7 +194,6 @@ class ReplayEngine:
         return self._plan
 
     def _account_run(self, run: DecodeRun, steps: int) -> None:
-        """Count this many steps of the run of steps as done, and end the run."""
         if steps:
             self._plan = self.scheduler.advance(steps)
             duration_s = run.end_of(steps)

@@ -21,7 +21,6 @@ class FaultEvents:
         self._fleet = fleet
 
     def announce(self) -> None:
-        """Schedule all events that are known in advance."""
         fleet = self._fleet
         for fault in fleet.options.faults:
             fleet.schedule(fault.at_s, self._apply_fault, fault)
@@ -48,10 +47,9 @@ class FaultEvents:
                 self._fleet.schedule(now + fault.for_s, self._start_group, group)
 
     def _kill(self, now: float, group: ReplayGroup) -> None:
-        """Let a whole group fail, as when one of its ranks fails.
-
-        Its requests without a first token are retried elsewhere.
-        """
+        # Let a whole group fail, as when one of its ranks fails.
+        #
+        # Its requests without a first token are retried elsewhere.
         fleet = self._fleet
         group.is_alive = group.load.is_available = False
         group.engine.stop()
@@ -64,7 +62,7 @@ class FaultEvents:
             fleet.disagg.on_group_died(now, group)
 
     def _set_pace(self, now: float, group: ReplayGroup) -> None:
-        """Set an engine's speed by the latest active fault, or without one by its kind."""
+        # Set an engine's speed by the latest active fault, or without one by its kind.
         prefill = decode = 1.0
         for fault in sorted(self._fleet.options.faults, key=lambda fault: fault.at_s):
             in_force = fault.at_s <= now and (fault.for_s is None or now < fault.at_s + fault.for_s)
@@ -75,19 +73,17 @@ class FaultEvents:
         group.engine.slow_decode = group.kind.slowness * decode
 
     def _start_group(self, now: float, group: ReplayGroup) -> None:
-        """Add a group with an empty cache to the fleet."""
         group.restart()
         group.is_alive = True
         self._bring_back(now, group)
 
     def _bring_back(self, now: float, group: ReplayGroup) -> None:
-        """Let a group receive requests again, if it is alive."""
         group.load.is_available = group.is_alive
         self._raise_soft_cap(now, (group, now))
         self._fleet.admission.refresh(now)
 
     def _raise_soft_cap(self, now: float, event: tuple[ReplayGroup, float]) -> None:
-        """Raise a group's slow-start cap by its time in use, as the gateway does."""
+        # Raise a group's slow-start cap by its time in use, as the gateway does.
         group, since = event
         ramp_s, cap = self._fleet.options.slow_start_s, group.kind.max_concurrency
         group.load.soft_cap = soft_cap(cap, now - since, ramp_s)
@@ -95,7 +91,6 @@ class FaultEvents:
             self._fleet.schedule(now + SWEEP_S, self._raise_soft_cap, event)
 
     def _scrape(self, now: float, _: object) -> None:
-        """Read every engine's metrics, and deliver them after the configured delay."""
         fleet = self._fleet
         readings: list[Reading] = []
         for group in fleet.groups:
@@ -110,10 +105,9 @@ class FaultEvents:
             fleet.schedule(now + fleet.options.scrape_s, self._scrape)
 
     def _scraped(self, now: float, readings: list[Reading]) -> None:
-        """Record the delivered metrics as the gateway does.
-
-        External requests are computed against in_flight at delivery.
-        """
+        # Record the delivered metrics as the gateway does.
+        #
+        # External requests are computed against in_flight at delivery.
         for group, running, waiting, usage in readings:
             ledger.record_scrape(
                 group.load, running, waiting, usage, group.kind.capacity_tokens, now

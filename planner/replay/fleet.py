@@ -107,7 +107,6 @@ class Fleet:
 
     @property
     def arrived(self) -> int:
-        """Number of requests that have arrived so far."""
         return len(self._records)
 
     def run(self) -> ReplayRun:
@@ -148,7 +147,6 @@ class Fleet:
     def _schedule_next(
         self, now: float, remaining: Iterator[TraceRequest], first: bool = False
     ) -> None:
-        """Schedule the next request of a closed loop, if there is one."""
         request = next(remaining, None)
         if request is not None:
             self._schedule_arrival(
@@ -182,7 +180,6 @@ class Fleet:
             self.end(now, flight, RequestEnd.SHED, "too_long")
 
     def _fits(self, request: TraceRequest) -> bool:
-        """Return whether any group's KV could hold the request, whole or split."""
         if self.disagg is None:
             return bool(self.gateway.fitting(request))
         pools = self.disagg.fitting(request)
@@ -207,7 +204,6 @@ class Fleet:
         flight.record.group = group.name
 
     def start(self, now: float, flight: InflightRequest, group: ReplayGroup, pick: Pick) -> None:
-        """Book the picked group and send it the whole request."""
         flight.booking = ledger.book(group.load, flight.request, pick.cached_tokens, now)
         flight.believed_tokens = pick.cached_tokens
         flight.ahead_tokens, flight.sent_s = group.load.prefill_tokens, now
@@ -219,7 +215,6 @@ class Fleet:
         self.send(now, flight, group, pick, job)
 
     def _single_candidates(self, request: TraceRequest) -> Sequence[Candidate]:
-        """Return the groups that could serve the whole request."""
         return (
             self.gateway.fitting(request)
             if self.disagg is None
@@ -268,7 +263,6 @@ class Fleet:
             self.watch(group)
 
     def watch(self, group: ReplayGroup) -> None:
-        """Schedule the engine's next event."""
         due_s = group.engine.due_s
         if due_s != group.watched_s:
             group.watched_s = due_s

@@ -59,7 +59,6 @@ class GatewaySim:
         self.picks, self.pick_s = 0, 0.0
 
     def request(self, record: ReplayRecord, trace_request: TraceRequest) -> Request:
-        """Return the properties of a request that the gateway knows."""
         patience_s = self._options.clients.patience_s
         return Request(
             id=str(record.number),

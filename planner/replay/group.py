@@ -26,13 +26,9 @@ UNCAPPED = 1 << 30
 class JobListener(Protocol):
     """Protocol of the object that receives the events of jobs; the fleet implements it."""
 
-    def on_first_token(self, group: ReplayGroup, job: Job, now: float) -> None:
-        """Record a job's first token."""
-        ...
+    def on_first_token(self, group: ReplayGroup, job: Job, now: float) -> None: ...
 
-    def on_last_token(self, group: ReplayGroup, job: Job, now: float) -> None:
-        """Record a job's last token."""
-        ...
+    def on_last_token(self, group: ReplayGroup, job: Job, now: float) -> None: ...
 
     def on_blocks_allocated(self, group: ReplayGroup, job: Job, now: float) -> None:
         """Record that the blocks of a job are allocated, whose KV comes from another group."""
@@ -101,7 +97,6 @@ class ReplayGroup:
         return speed.step_tokens(load.prefill_tokens, load.belief.shape.budget_tokens, others)
 
     def new_engine(self) -> ReplayEngine:
-        """Return a new engine for this group with an empty cache."""
         engine = ReplayEngine(
             self.roofline,
             BlockPool(self.kind.capacity_tokens // self.block_tokens, self.block_tokens),

@@ -39,7 +39,6 @@ class Hedges:
         return self._allowed >= 1.0
 
     def send(self, now: float, flight: InflightRequest, group: ReplayGroup) -> None:
-        """Send the request to `group` in addition, as a hedge."""
         fleet = self._fleet
         self._allowed -= 1.0
         self.sent.append(now)

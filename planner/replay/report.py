@@ -123,9 +123,6 @@ def _curves(standing: ComparisonResult, names: Sequence[str]) -> str:
 
 
 def _spreads(standing: ComparisonResult, names: Sequence[str]) -> str:
-    """Return charts of the latency distributions at the highest load that a policy still serves
-    well.
-    """
     load = _load_to_show(standing)
     slo = standing.contest.options.standard
     shown = [point for point in standing.points if point.load == load]
@@ -165,18 +162,15 @@ def _imbalances(
 
 
 def _load_to_show(standing: ComparisonResult) -> float:
-    """Return the highest load at which some policy attains 80 %, or the lowest load if none
-    does.
-    """
+    # Return the highest load at which some policy attains 80 %, or the lowest load if none does.
     good_loads = [point.load for point in standing.points if point.figures.attainment >= 0.8]
     return max(good_loads, default=min(point.load for point in standing.points))
 
 
 def _shares(ordered: Sequence[float], factor: float) -> list[tuple[float, float]]:
-    """Return at most 200 points (value, share) of the cumulative distribution of sorted samples.
-
-    The largest sample is included. Values are multiplied by `factor`.
-    """
+    # Return at most 200 points (value, share) of the cumulative distribution of sorted samples.
+    #
+    # The largest sample is included. Values are multiplied by `factor`.
     count = len(ordered)
     steps = min(200, count)
     places = [(step + 1) * count // steps - 1 for step in range(steps)]

@@ -181,17 +181,14 @@ def regret(own: Mapping[str, float], others: Iterable[Mapping[str, float]]) -> f
 
 
 def _is_late(record: ReplayRecord, now: float) -> bool:
-    """Return whether a request was cut off after its TTFT budget was over, so that it was a
-    miss.
-    """
+    # Return whether a request was cut off after its TTFT budget was over, so that it was a miss.
     return record.first_s is None and now - record.arrived_s > record.slo.ttft_s
 
 
 def _ttft_from_pick(record: ReplayRecord) -> float | None:
-    """Return the seconds from the pick to the first token, to which a prediction refers.
-
-    Return None if the request was not admitted or got no token.
-    """
+    # Return the seconds from the pick to the first token, to which a prediction refers.
+    #
+    # Return None if the request was not admitted or got no token.
     return (
         None
         if record.first_s is None or record.entered_s is None
@@ -221,7 +218,6 @@ def _good_share(records: Sequence[ReplayRecord]) -> float | None:
 
 
 def _errors(pairs: Iterable[tuple[float | None, float | None]]) -> list[float]:
-    """Return the relative errors of pairs (predicted, actual), leaving out incomplete pairs."""
     return [
         abs(predicted - actual) / actual
         for predicted, actual in pairs

@@ -85,14 +85,12 @@ class GroupKind(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def capacity_tokens(self) -> int:
-        """KV capacity of one group in tokens."""
         if self.kv_tokens is not None:
             return self.kv_tokens
         return check_memory(self.shape, self.hardware, self.layout, Demand(1)).tokens
 
     @property
     def layout(self) -> Layout:
-        """The layout of one group."""
         return Layout(self.tp, self.pp, self.ep, self.dp, self.cp)
 
     @property
@@ -101,7 +99,6 @@ class GroupKind(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.max_num_batched_tokens * self.pp * self.dp
 
     def roofline(self) -> StepTimes:
-        """Return the step times of one group."""
         budget = self.max_num_batched_tokens
         return step_times_for(
             self.shape, self.hardware, self.layout, self.software, budget, self.ep_skew
@@ -153,7 +150,7 @@ def validate(spec: FleetSpec) -> FleetSpec:
 
 
 def _check(kind: GroupKind, block_tokens: int) -> None:
-    """Raise ValueError if a kind of group is invalid."""
+    # Raise ValueError if a kind of group is invalid.
     positive = (
         "tp",
         "count",
@@ -182,7 +179,7 @@ def _check(kind: GroupKind, block_tokens: int) -> None:
 
 
 def _check_layout(kind: GroupKind) -> None:
-    """Raise ValueError for a layout of several axes with which engines do not start."""
+    # Raise ValueError for a layout of several axes with which engines do not start.
     if not 1 <= kind.ep_skew <= MOST_SKEW:
         raise ValueError(f"ep_skew must be 1 to {MOST_SKEW:g}, not {kind.ep_skew}")
     if kind.layout == Layout(kind.tp):

@@ -78,10 +78,9 @@ class SpeedMonitorSim:
             fleet.schedule(now + REVIEW_S, self._review)
 
     def _sample(self, group: ReplayGroup, now: float) -> dict[Job, int]:
-        """Record the tokens that the group's streams generated since the last review.
-
-        Return the generated tokens so far of each running job.
-        """
+        # Record the tokens that the group's streams generated since the last review.
+        #
+        # Return the generated tokens so far of each running job.
         generated = {
             job: group.engine.generated_tokens(job, now) for job in group.engine.scheduler.decoding
         }
@@ -107,7 +106,7 @@ class SpeedMonitorSim:
         fleet.schedule(now + PROBE_S, self._probe, group)
 
     def _waiting(self, group: ReplayGroup) -> list[InflightRequest]:
-        """Return the requests at the group without a first token, in order of arrival."""
+        # Return the requests at the group without a first token, in order of arrival.
         flights = self._fleet.inflight.values()
         return [flight for flight in flights if flight.group is group and _may_leave(flight)]
 
@@ -122,7 +121,6 @@ class SpeedMonitorSim:
             group.load.soft_cap, self._doubted[group] = 0, now + DOUBT_S
 
     def _glance(self, now: float, _: object) -> None:
-        """Doubt groups whose prefill step takes too long, and move or hedge late requests there."""
         fleet = self._fleet
         rated = [group for group in fleet.groups if group.is_alive and group.load.is_available]
         if any(group.speed.waiting and now - group.speed.since >= LEAST_LATE_S for group in rated):
@@ -135,7 +133,7 @@ class SpeedMonitorSim:
             fleet.schedule(now + GLANCE_S, self._glance)
 
     def _sweep(self, now: float, _: object) -> None:
-        """Move or hedge late requests at all groups, and raise the limits of doubted groups."""
+        # Move or hedge late requests at all groups, and raise the limits of doubted groups.
         fleet = self._fleet
         for group, until_s in tuple(self._doubted.items()):
             if now >= until_s:
@@ -150,10 +148,9 @@ class SpeedMonitorSim:
             fleet.schedule(now + SWEEP_S, self._sweep)
 
     def _consider(self, now: float, group: ReplayGroup) -> None:
-        """Hedge the late requests at a group, or move them away if it is suspect.
-
-        The time that a moved request has waited becomes a speed sample of the group.
-        """
+        # Hedge the late requests at a group, or move them away if it is suspect.
+        #
+        # The time that a moved request has waited becomes a speed sample of the group.
         fleet, moves = self._fleet, group.speed.verdict is SpeedVerdict.SUSPECT
         for flight in self._waiting(group):
             if not moves and not fleet.hedges.may_send():
@@ -173,7 +170,7 @@ class SpeedMonitorSim:
                 fleet.hedges.send(now, flight, best[1])
 
     def _best(self, now: float, flight: InflightRequest) -> tuple[float, ReplayGroup] | None:
-        """Return the least expected seconds to a first token elsewhere, and that group; or None."""
+        # Return the least expected seconds to a first token elsewhere, and that group; or None.
         cached = self._fleet.gateway.query(flight, now).cached_by_slot
         best: tuple[float, ReplayGroup] | None = None
         for candidate in self._fleet.gateway.fitting(flight.trace_request):
@@ -192,9 +189,8 @@ class SpeedMonitorSim:
         return best
 
     def _probe(self, now: float, group: ReplayGroup) -> None:
-        """Simulate the gateway's timed probe of an ejected group, which returns once it is fast
-        again.
-        """
+        # Simulate the gateway's timed probe of an ejected group, which returns once it is fast
+        # again.
         if max(group.engine.slow_prefill, group.engine.slow_decode) >= CLEAR * group.kind.slowness:
             if self._fleet.running_requests:
                 self._fleet.schedule(now + 2 * PROBE_S, self._probe, group)
@@ -216,7 +212,6 @@ class SpeedMonitorSim:
 
 
 def _kind(group: ReplayGroup) -> Hashable:
-    """Return a key that is equal for groups whose speeds are compared with each other."""
     return group.kind.gpu, group.kind.tp, group.kind.role, group.kind.model
 
 
@@ -225,6 +220,5 @@ def _member(group: ReplayGroup) -> ReviewedEndpoint:
 
 
 def _may_leave(flight: InflightRequest) -> bool:
-    """Return whether a request may be sent to a second group, or moved to another one."""
     is_waiting = flight.record.first_s is None and flight.booking is not None
     return is_waiting and flight.race is None and not flight.failed_endpoints

@@ -146,7 +146,6 @@ def _point(contest: Comparison, policy: str, load: float, tell: Progress | None)
 def _capacity_or_reason(
     contest: Comparison, policy: str, target: float, tell: Progress | None
 ) -> Capacity | UnknownCapacity:
-    """Return a capacity, or why it could not be determined."""
     try:
         return _capacity(contest, policy, target, tell)
     except NoCountedRequestError as error:

@@ -55,7 +55,7 @@ def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
 
 
 def _blocks(widths: Sequence[int], room: int) -> Iterator[list[int]]:
-    """Yield the column indices of each table; a group of columns wider than `room` is divided."""
+    # Yield the column indices of each table; a group of columns wider than `room` is divided.
     block: list[int] = []
     for group in _groups(len(widths)):
         parts = (

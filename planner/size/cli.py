@@ -184,7 +184,6 @@ def size(
 
 
 def _run(options: SizeOptions, output: SizeOutput) -> int:
-    """Compute the plan, print what was asked for, and return the exit status."""
     batch = output.ladder
     if batch is not None and not 1 <= batch <= 4096:
         raise SizingError(f"--ladder {batch}; valid: 1 to 4096")
@@ -237,7 +236,6 @@ def _lines(
 
 
 def _page(options: SizeOptions, model: Llm, plan: FleetPlan, grids: Sequence[Grid]) -> str:
-    """Return the page of the plan, of all layouts of its GPUs, and of the TP ladders."""
     from planner.size.page import size_page
 
     hardware, context = plan.hardware, plan.work.mean_context
@@ -247,10 +245,9 @@ def _page(options: SizeOptions, model: Llm, plan: FleetPlan, grids: Sequence[Gri
 
 
 def _against(options: SizeOptions, output: SizeOutput, grids: Sequence[Grid]) -> FleetPlan | None:
-    """Return the cheapest plan of the model in --against, for the same traffic and promises.
-
-    Return None without that option.
-    """
+    # Return the cheapest plan of the model in --against, for the same traffic and promises.
+    #
+    # Return None without that option.
     if output.against is None:
         return None
     other = msgspec.structs.replace(options, model=output.against)
@@ -271,10 +268,9 @@ def _points(
 def _replayed(
     options: SizeOptions, output: SizeOutput, model: Llm, plan: FleetPlan, grids: Sequence[Grid]
 ) -> list[Finalist]:
-    """Replay the best fleets if a log was given, and return the results.
-
-    The replay is imported only then.
-    """
+    # Replay the best fleets if a log was given, and return the results.
+    #
+    # The replay is imported only then.
     if output.log is None:
         return []
     from planner.size.replays import replay_log
@@ -286,10 +282,9 @@ def _replayed(
 
 
 def _plans(options: SizeOptions, model: Llm, grids: Sequence[Grid]) -> list[FleetPlan]:
-    """Return one plan per kind of GPU that can hold the model.
-
-    Raises SizingError if none can.
-    """
+    # Return one plan per kind of GPU that can hold the model.
+    #
+    # Raises SizingError if none can.
     plans: list[FleetPlan] = []
     problems: list[SizingError] = []
     work = workload_of(options, model)

@@ -79,7 +79,6 @@ class FleetPlan(msgspec.Struct, frozen=True):
 
     @property
     def gpus(self) -> int:
-        """Number of GPUs of the whole fleet."""
         return self.layout.gpus * self.replicas
 
     @property

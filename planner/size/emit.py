@@ -33,7 +33,6 @@ class Emission(msgspec.Struct, frozen=True):
 
     @property
     def launch(self) -> EngineLaunch:
-        """The settings with which to launch one replica's engine."""
         plan = self.plan
         return EngineLaunch(
             self.source,
@@ -73,7 +72,6 @@ def _helm(emission: Emission) -> str:
 
 
 def _config(emission: Emission, urls: list[str]) -> Iterator[str]:
-    """Yield the lines of a gateway configuration, without its version."""
     plan = emission.plan
     gpus = plan.gpus if plan.hardware.gpus is None else max(plan.gpus, plan.hardware.gpus)
     yield f"hardware: {{gpus: {gpus}, link_domain_gpus: {plan.hardware.domain}}}"

@@ -58,7 +58,6 @@ def _slo(plan: FleetPlan) -> Slo:
 
 
 def _fleets(plan: FleetPlan, points: Sequence[FleetPoint]) -> Iterator[FleetSpec]:
-    """Yield the planned fleet, divided ones, and other layouts on the same number of GPUs."""
     own = _kind(plan)
     yield validate(FleetSpec(f"{plan.replicas} x {plan.layout.label}", (own,)))
     for prefills in _divisions(plan):
@@ -85,7 +84,6 @@ def _fleets(plan: FleetPlan, points: Sequence[FleetPoint]) -> Iterator[FleetSpec
 
 
 def _divisions(plan: FleetPlan) -> Iterator[int]:
-    """Yield numbers of prefill groups: their share of the engine seconds, rounded both ways."""
     seconds, replicas = plan.loaded.seconds, plan.replicas
     if replicas < 2:
         return
@@ -96,9 +94,6 @@ def _divisions(plan: FleetPlan) -> Iterator[int]:
 
 
 def _others(plan: FleetPlan, points: Sequence[FleetPoint]) -> list[FleetPoint]:
-    """Return the best points with other layouts, cheapest first, as many as may still be
-    replayed.
-    """
     limit_s = plan.work.tpot_s
     able = [p for p in points if p.is_best and p.gpu == plan.hardware.gpu.name]
     able = [p for p in able if limit_s is None or p.tpot_s <= limit_s] or able
@@ -131,7 +126,6 @@ def _kind(plan: FleetPlan) -> GroupKind:
 
 
 def _name(full: str) -> str:
-    """Return the short built-in name of the model with this full name."""
     model = MODELS[full.lower()]
     return next(name for name, known in MODELS.items() if known is model and name != "demo-8b")
 

@@ -87,7 +87,7 @@ NEEDLESS_PP = "no PP where TP alone holds the model: stages add latency and bubb
 def _layouts(
     model: Llm, hardware: PlanHardware, gpus: int, work: Workload
 ) -> Iterator[tuple[Layout, str]]:
-    """Yield (layout, reason why it is not needed) for a number of GPUs; the reason may be empty."""
+    # Yield (layout, reason why it is not needed) for a number of GPUs; the reason may be empty.
     sizes = valid_tp_sizes(facts_of(model), min(hardware.domain, gpus))
     demand = Demand(work.prompt + work.output)
     alone = any(check_memory(model, hardware.gpu, Layout(tp), demand).served for tp in sizes)

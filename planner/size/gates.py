@@ -79,7 +79,6 @@ def least_tp(draft: Draft) -> None:
 
 
 def _refused_sizes(draft: Draft) -> Iterator[str]:
-    """Yield why the fewest GPUs whose raw memory holds the weights cannot be used."""
     bound = min_gpus(draft.model, draft.hardware.gpu)
     problem = heads_problem(draft.facts, bound)
     if problem is not None:
@@ -121,14 +120,14 @@ def _ladder(draft: Draft, sizes: Sequence[int]) -> Iterator[str]:
 
 
 def _missed_s(draft: Draft, tp: int, name: str) -> float:
-    """Return by how many seconds batch 1 misses a promise; zero or less if it is kept."""
+    # Return by how many seconds batch 1 misses a promise; zero or less if it is kept.
     single = at_batch(draft.times(Layout(tp)), draft.work, 1)
     seconds = single.step_s if name == "TPOT" else single.ttft_s
     return seconds - draft.work.limits[name]
 
 
 def _missed(draft: Draft, tp: int) -> str:
-    """Return a text about which promises batch 1 misses, and by how much; empty if none."""
+    # Return a text about which promises batch 1 misses, and by how much; empty if none.
     late = {name: _missed_s(draft, tp, name) for name in draft.work.limits}
     return ", ".join(f"misses {name} by {ms(by)}" for name, by in late.items() if by > 0)
 
@@ -144,10 +143,9 @@ def knee_of(draft: Draft, sizes: Sequence[int]) -> int:
 
 
 def _unreachable(draft: Draft, sizes: Sequence[int], names: Sequence[str]) -> str:
-    """Choose the TP size if no size keeps a promise, record what is missed, and return the answer.
-
-    It is the size for the other promises. With best effort it is the one of `knee_of` if larger.
-    """
+    # Choose the TP size if no size keeps a promise, record what is missed, and return the answer.
+    #
+    # It is the size for the other promises. With best effort it is the one of `knee_of` if larger.
     tp, knee = draft.layout.tp, knee_of(draft, sizes)
     context, price = draft.work.mean_context, draft.hardware.price_hour
     stay, at_knee = (
@@ -259,9 +257,7 @@ def most_ep(draft: Draft) -> None:
 
 
 def _keeps(draft: Draft, layout: Layout) -> bool:
-    """Return whether a layout keeps, at batch 1, all promises that the draft's present layout
-    keeps.
-    """
+    # Return whether a layout keeps, at batch 1, all promises that the draft's present layout keeps.
     single, now = (at_batch(draft.times(each), draft.work, 1) for each in (layout, draft.layout))
     pairs = {"TPOT": (single.step_s, now.step_s), "TTFT": (single.ttft_s, now.ttft_s)}
     return all(

@@ -44,7 +44,7 @@ def count_replicas(draft: Draft) -> None:
 
 
 def _ceiling(draft: Draft) -> str:
-    """Set how many requests one replica serves at once; return a text that explains it."""
+    # Set how many requests one replica serves at once; return a text that explains it.
     work = draft.work
     rank_tokens = draft.memory().tokens // draft.layout.dp
     kv = int(rank_tokens / (1 + work.headroom)) // work.context * draft.layout.dp
@@ -61,9 +61,6 @@ def _ceiling(draft: Draft) -> str:
 
 
 def _concurrency(draft: Draft, loaded: BatchTimes) -> float:
-    """Return the number of requests at once: as given, or the rate times the seconds of a
-    request.
-    """
     work = draft.work
     if work.concurrency is not None:
         return work.concurrency
@@ -71,11 +68,10 @@ def _concurrency(draft: Draft, loaded: BatchTimes) -> float:
 
 
 def _waits(draft: Draft, rate_s: float) -> Iterator[str]:
-    """Add replicas if requests would wait too long for their prefill, up to MOST_FOR_WAITS.
-
-    The stages of a pipeline and the ranks of DP compute prompts at the same time. Yields the
-    reasons.
-    """
+    # Add replicas if requests would wait too long for their prefill, up to MOST_FOR_WAITS.
+    #
+    # The stages of a pipeline and the ranks of DP compute prompts at the same time. Yields the
+    # reasons.
     work, prefill_s = draft.work, at_batch(draft.times(), draft.work, 1).ttft_s
     lanes = draft.layout.pp * draft.layout.dp
     busy, service_s = rate_s * prefill_s / lanes, prefill_s / lanes

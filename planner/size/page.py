@@ -91,7 +91,7 @@ def _slider(group: str, label: str, count: int, at: int) -> str:
 
 
 def _headlines(plan: FleetPlan, points: Sequence[FleetPoint]) -> Iterator[str]:
-    """Yield the headline for each promise; the slider begins at the promise of the plan."""
+    # Yield the headline for each promise; the slider begins at the promise of the plan.
     given = plan.work.tpot_s
     at = len(TPOT_PROMISES_MS)
     if given is not None:
@@ -130,7 +130,7 @@ def _ladders(ladders: Mapping[int, Sequence[LadderStep]]) -> Iterator[str]:
 
 
 def _bar(step: LadderStep, longest_s: float) -> str:
-    """Return a step's time as a bar; of weights and FLOPs, which overlap, the larger."""
+    # Return a step's time as a bar; of weights and FLOPs, which overlap, the larger.
     parts = step.parts
     limited = "weights" if parts.weights_s >= parts.flops_s else "flops"
     widths = {
@@ -148,7 +148,6 @@ def _bar(step: LadderStep, longest_s: float) -> str:
 
 
 def _tokens(steps: Sequence[LadderStep]) -> Iterator[str]:
-    """Yield the decode of one token: a lane per GPU, as fast as it reads its weights."""
     yield f"<h2>One decoded token: each GPU reads its part of the weights ({SLOWER}x slower)</h2>"
     yield _slider("token", "TP", len(steps), 0)
     for place, step in enumerate(steps):
@@ -160,7 +159,6 @@ def _tokens(steps: Sequence[LadderStep]) -> Iterator[str]:
 
 
 def _front(points: Sequence[FleetPoint]) -> Iterator[str]:
-    """Yield all layouts as points: requests/s over time per token, both logarithmic."""
     yield "<h2>All layouts: green ones are beaten by none, grey ones cannot be</h2>"
     yield f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" role="img" aria-label="layouts">'
     times = [log10(point.tpot_s) for point in points]

@@ -115,7 +115,7 @@ def _gpu(name: str) -> Gpu:
 
 
 def _prices(text: str) -> Mapping[str, float]:
-    """Return dollars per GPU and hour by GPU name; the name "" stands for all others."""
+    # Return dollars per GPU and hour by GPU name; the name "" stands for all others.
     prices: dict[str, float] = {}
     for part in text.split(","):
         name, _, number = part.rpartition("=")
@@ -197,7 +197,7 @@ def promises_of(options: SizeOptions) -> tuple[Promise, ...]:
 
 
 def _promise(text: str, percentile: float) -> Promise:
-    """Return the promise in a text such as NAME:ttft=1s,tpot=40ms,p=99. Raises SizingError."""
+    # Return the promise in a text such as NAME:ttft=1s,tpot=40ms,p=99. Raises SizingError.
     name, _, rest = text.partition(":")
     parts = dict(part.split("=", 1) for part in rest.split(",") if "=" in part)
     if not name or not parts.keys() & {"ttft", "tpot"} or parts.keys() - {"ttft", "tpot", "p"}:

@@ -112,7 +112,6 @@ def front_lines(points: Sequence[FleetPoint], headline: str) -> Iterator[str]:
 
 
 def _reasons(points: Sequence[FleetPoint]) -> Iterator[str]:
-    """Yield the impossible layouts as text, each with the smallest batch that fails."""
     seen: dict[tuple[str, str, int, int], FleetPoint] = {}
     for point in points:
         if point.reason:

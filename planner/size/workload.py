@@ -74,5 +74,4 @@ class Workload(msgspec.Struct, frozen=True):
 
     @property
     def percentile(self) -> float:
-        """The highest percentile of the classes with the shortest TTFT."""
         return max((p.percentile for p in self.promises if p.ttft_s == self.ttft_s), default=95.0)

@@ -30,18 +30,15 @@ _InRange = Annotated[int, Meta(ge=0, lt=PRIVATE // 2)]
 
 
 class _Agent(msgspec.Struct):
-    """One conversation in the file, and the lengths of its shared prefixes in tokens."""
-
     tool_tokens: Tokens
     system_tokens: Tokens
     requests: list[_Request]
 
 
 class _Request(msgspec.Struct, rename={"input": "in"}):
-    """One request in the file.
-
-    `runs` are its prompt's blocks as (first id, number of consecutive ids).
-    """
+    # One request in the file.
+    #
+    # `runs` are its prompt's blocks as (first id, number of consecutive ids).
 
     t: float
     type: str
@@ -95,9 +92,7 @@ def agents(
 
 
 def _within(requests: Sequence[_Request], most_context: int) -> Iterator[_Request]:
-    """Yield the requests before the first one whose prompt and answer exceed `most_context`
-    tokens.
-    """
+    # Yield the requests before the first one whose prompt and answer exceed `most_context` tokens.
     for request in requests:
         if (
             request.input is not None
@@ -109,13 +104,11 @@ def _within(requests: Sequence[_Request], most_context: int) -> Iterator[_Reques
 
 
 class _Blocks(msgspec.Struct, frozen=True):
-    """Maps a session's own block ids to those of the trace.
-
-    size      tokens of one of the file's blocks
-    first_id  start of the session's own range of ids
-    shared    ids of the 512-token blocks at the start of its prompts that other sessions may share
-    where     file and line, for errors
-    """
+    # Maps a session's own block ids to those of the trace.
+    #
+    # size tokens of one of the file's blocks first_id start of the session's own range of ids
+    # shared ids of the 512-token blocks at the start of its prompts that other sessions may share
+    # where file and line, for errors
 
     size: int
     first_id: int
@@ -123,10 +116,9 @@ class _Blocks(msgspec.Struct, frozen=True):
     where: str
 
     def of(self, request: _Request, input_tokens: int) -> tuple[int, ...]:
-        """Return the chained ids of a prompt's whole 512-token blocks.
-
-        Each has the id of the last of its small blocks. Raises TraceError if blocks are missing.
-        """
+        # Return the chained ids of a prompt's whole 512-token blocks.
+        #
+        # Each has the id of the last of its small blocks. Raises TraceError if blocks are missing.
         whole, step = input_tokens // BLOCK_TOKENS, BLOCK_TOKENS // self.size
         ids = chain.from_iterable(range(start, start + length) for start, length in request.runs)
         local = list(islice(ids, whole * step))
@@ -142,10 +134,9 @@ class _Blocks(msgspec.Struct, frozen=True):
 def _conversation(
     key: str, begin_s: float, requests: Iterable[_Request], blocks: _Blocks
 ) -> Iterator[TraceRequest]:
-    """Yield the requests of one session.
-
-    Requests without lengths only mark the start of a subagent and are left out.
-    """
+    # Yield the requests of one session.
+    #
+    # Requests without lengths only mark the start of a subagent and are left out.
     first = True
     for request in requests:
         if request.input is not None and request.out is not None:
@@ -163,19 +154,17 @@ def _conversation(
 
 
 class _SharedPrefixes:
-    """Ids of prefixes that sessions share: blocks of tools, and of tools plus system prompt.
-
-    They are found by their lengths.
-    """
+    # Ids of prefixes that sessions share: blocks of tools, and of tools plus system prompt.
+    #
+    # They are found by their lengths.
 
     def __init__(self) -> None:
         self._known: dict[tuple[int, ...], int] = {}
 
     def of(self, tools: int, system: int) -> list[int]:
-        """Return the ids of a shared prefix's whole blocks, those of the tools first.
-
-        `tools` and `system` are lengths in tokens.
-        """
+        # Return the ids of a shared prefix's whole blocks, those of the tools first.
+        #
+        # `tools` and `system` are lengths in tokens.
         blocks = [self._id(tools, index) for index in range(tools // BLOCK_TOKENS)]
         return blocks + [
             self._id(tools, system, index)

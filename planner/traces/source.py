@@ -42,7 +42,7 @@ _SIGNS = (
 
 
 class _Member(msgspec.Struct, forbid_unknown_fields=True):
-    """One part of a mix in its YAML file; `trace` is a path relative to that file."""
+    # One part of a mix in its YAML file; `trace` is a path relative to that file.
 
     trace: str
     format: str | None = None
@@ -63,7 +63,7 @@ def read_trace(path: Path, kind: str | None = None) -> list[TraceRequest]:
 
 
 def _read(path: Path, kind: str | None, within: tuple[Path, ...]) -> list[TraceRequest]:
-    """Return the requests of a file; `within` are the mixes that contain it, outermost first."""
+    # Return the requests of a file; `within` are the mixes that contain it, outermost first.
     if path.suffix in (".yaml", ".yml"):
         return _mix(path, within)
     if kind is not None and kind not in READERS:

@@ -39,7 +39,6 @@ class Module:
 
 @cache
 def modules(*folders: str) -> Mapping[str, Module]:
-    """Return the modules of these top-level folders by dotted name."""
     paths = {
         dotted_name(path): path for top in folders for path in sorted((ROOT / top).rglob("*.py"))
     }
@@ -62,10 +61,9 @@ def package_of(name: str) -> str:
 
 
 def cycles(edges: Mapping[str, Iterable[str]]) -> list[list[str]]:
-    """Return the groups of two or more nodes that reach each other (Tarjan's algorithm).
-
-    Each group is sorted.
-    """
+    # Return the groups of two or more nodes that reach each other (Tarjan's algorithm).
+    #
+    # Each group is sorted.
     index: dict[str, int] = {}
     low: dict[str, int] = {}
     stack: list[str] = []
@@ -94,7 +92,6 @@ def cycles(edges: Mapping[str, Iterable[str]]) -> list[list[str]]:
 
 
 def prose(module: Module) -> str:
-    """Return all docstrings and comments of a module as one text."""
     documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
     nodes = (node for node in ast.walk(module.tree) if isinstance(node, documented))
     texts = [ast.get_docstring(node) or "" for node in nodes]
@@ -121,7 +118,7 @@ def _read(name: str, path: Path, paths: Mapping[str, Path]) -> Module:
 
 
 def _imports(node: ast.AST, *, is_for_types: bool) -> Iterator[tuple[str, str, bool]]:
-    """Yield (module, imported name or "", whether only for types) of every import below `node`."""
+    # Yield (module, imported name or "", whether only for types) of every import below `node`.
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.Import):
             yield from ((alias.name, "", is_for_types) for alias in child.names)

@@ -74,10 +74,9 @@ OTHER_PACKAGES = (
 
 
 def imports(tree: ast.AST) -> Iterator[tuple[str, set[str]]]:
-    """Yield each imported module with the names imported from it.
-
-    The set of names is empty if the module itself is imported.
-    """
+    # Yield each imported module with the names imported from it.
+    #
+    # The set of names is empty if the module itself is imported.
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from ((alias.name, set()) for alias in node.names)
@@ -114,7 +113,6 @@ def test_nothing_is_unpickled_or_evaluated(name: str) -> None:
 
 
 def asyncio_names(tree: ast.AST) -> set[str]:
-    """Return the names of asyncio that the code below `tree` uses, however they are imported."""
     names = {
         name for module, taken in imports(tree) if module.startswith("asyncio") for name in taken
     }

@@ -21,7 +21,6 @@ def told(module: str) -> list[str]:
 
 
 def slots_of(name: str) -> set[str]:
-    """Return the attribute names of a C class."""
     module, _, short = name.rpartition(".")
     declared = declarations(module, PROJECT).split("cdef class ")
     (mine,) = [each for each in declared if each.startswith(f"{short}(")]
@@ -31,7 +30,6 @@ def slots_of(name: str) -> set[str]:
 
 
 def _is_field(module: str, line: ast.AnnAssign) -> bool:
-    """Return whether an annotated line is in a class or module, and not in a function."""
     tree = PROJECT.trees[module]
     return line in tree.body or any(
         line in each.body for each in ast.walk(tree) if isinstance(each, ast.ClassDef)
@@ -39,7 +37,6 @@ def _is_field(module: str, line: ast.AnnAssign) -> bool:
 
 
 def of(**sources: str) -> classes.Project:
-    """Return a project that consists of these module sources, all of them compiled."""
     trees = {module: ast.parse(text) for module, text in sources.items()}
     return classes.project(trees, trees)
 

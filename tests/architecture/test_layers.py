@@ -35,13 +35,11 @@ LAZY_IMPORTS = {
 
 
 def allowed() -> dict[str, set[str]]:
-    """Return imports.txt as a table: for each package the packages that it may import."""
     lines = [line for line in TABLE.read_text().splitlines() if line and line[0] != "#"]
     return {name: set(rest.split()) for name, _, rest in (line.partition(":") for line in lines)}
 
 
 def actual() -> dict[str, set[str]]:
-    """Return for each package the packages that its sources import."""
     edges: dict[str, set[str]] = defaultdict(set)
     for name, module in MODULES.items():
         package = package_of(name)
@@ -77,7 +75,6 @@ def test_folders_import_only_along_the_arrows(name: str) -> None:
 
 
 def eager_folders(tree: ast.Module) -> set[str]:
-    """Return the top-level folders that a module imports outside of functions."""
     functions = ast.FunctionDef | ast.AsyncFunctionDef
     inside = {
         node

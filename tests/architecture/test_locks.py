@@ -13,7 +13,7 @@ RUNTIME, COMPILE, DEV = "requirements.lock", "requirements-compile.lock", "requi
 
 
 def pins(lock: str) -> dict[str, tuple[str, list[str]]]:
-    """Return (version, hashes) by package name from the text of a lock file."""
+    # Return (version, hashes) by package name from the text of a lock file.
     text = (ROOT / lock).read_text().replace("\\\n", " ")
     found = {}
     for line in text.splitlines():

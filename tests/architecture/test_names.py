@@ -21,7 +21,6 @@ MODULES = modules(*SHIPPED, "tools")
 
 
 def members(node: ast.ClassDef) -> set[str]:
-    """Return the methods, class attributes, slots, and attributes assigned to `self` of a class."""
     names: set[str] = set()
     for child in ast.walk(node):
         if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):

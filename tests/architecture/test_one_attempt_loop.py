@@ -33,7 +33,6 @@ LOOPS = (
 
 
 def calls(node: ast.AST) -> set[str]:
-    """Return which of the functions in CALLS are called below a node."""
     functions = [call.func for call in ast.walk(node) if isinstance(call, ast.Call)]
     names = {function.attr for function in functions if isinstance(function, ast.Attribute)}
     called = {function.id for function in functions if isinstance(function, ast.Name)}
@@ -41,7 +40,6 @@ def calls(node: ast.AST) -> set[str]:
 
 
 def own_nodes(function: ast.AST) -> Iterator[ast.AST]:
-    """Yield the syntax nodes of a function, without nested functions and classes."""
     for node in ast.iter_child_nodes(function):
         yield node
         if not isinstance(node, (*FUNCTIONS, ast.ClassDef)):
@@ -49,7 +47,6 @@ def own_nodes(function: ast.AST) -> Iterator[ast.AST]:
 
 
 def loops(tree: ast.AST) -> Iterator[tuple[str, set[str]]]:
-    """Yield every loop that picks an endpoint or reserves capacity: its function, its calls."""
     for function in ast.walk(tree):
         if isinstance(function, FUNCTIONS):
             for node in own_nodes(function):

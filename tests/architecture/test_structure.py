@@ -46,7 +46,6 @@ MODULES = modules(*SHIPPED)
 
 
 def functions() -> Iterator[tuple[str, int]]:
-    """Yield every function of the shipped packages, with its number of lines."""
     for module in MODULES.values():
         for node in ast.walk(module.tree):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
@@ -83,7 +82,6 @@ def test_the_root_of_the_gateway_keeps_the_spine_only() -> None:
 
 
 def classes() -> dict[str, set[str]]:
-    """Return the modules that define each public class name."""
     defined: dict[str, set[str]] = defaultdict(set)
     for module in MODULES.values():
         for node in ast.walk(module.tree):
@@ -111,7 +109,6 @@ def test_no_modules_import_each_other_in_a_cycle_not_even_for_types() -> None:
 
 
 def reach(module: Module) -> set[str]:
-    """Return the modules that `module` imports at run time, directly or indirectly."""
     reached: set[str] = set()
     pending = [module.name]
     while pending:

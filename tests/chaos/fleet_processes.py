@@ -31,8 +31,6 @@ WITHIN_S = 3 * PATIENCE_S
 
 
 class MockProcess:
-    """A mock engine in its own process, on a port that it keeps over restarts."""
-
     def __init__(self, speed: float, *options: str) -> None:
         self.port = free_port()
         self._options = ("--port", str(self.port), "--groups", "1", "--speed", str(speed), *options)
@@ -84,7 +82,6 @@ class Clients:
 
     @asynccontextmanager
     async def working(self, users: int) -> AsyncIterator[Clients]:
-        """Run `users` users during an `async with` block, then wait for their last answers."""
         self._tasks = [asyncio.create_task(self._user()) for _ in range(users)]
         try:
             yield self
@@ -145,16 +142,12 @@ class Clients:
 
 @dataclass(frozen=True)
 class FleetProcesses:
-    """The running processes, and the gateway's URLs."""
-
     mocks: list[MockProcess]
     url: str
     admin_url: str
 
 
 class FleetClient:
-    """Four mock engines behind a gateway, and the clients of the gateway."""
-
     def __init__(
         self, mocks: list[MockProcess], url: str, admin_url: str, http: aiohttp.ClientSession
     ) -> None:
@@ -181,20 +174,18 @@ class FleetClient:
     async def until(
         self, mock: MockProcess, *, available: bool, within_s: float = WITHIN_S
     ) -> float:
-        """Wait until the gateway uses this engine again, or (`available=False`) stops using it.
-
-        Returns the seconds that this took.
-        """
+        # Wait until the gateway uses this engine again, or (`available=False`) stops using it.
+        #
+        # Returns the seconds that this took.
         return await eventually(lambda: self._is(mock, available), within_s)
 
     async def _is(self, mock: MockProcess, available: bool) -> bool:
         return (await self.endpoint(mock))["available"] is available
 
     async def wait_until_idle(self) -> None:
-        """Wait until the gateway and the engines have no load.
-
-        Raises AssertionError on a timeout.
-        """
+        # Wait until the gateway and the engines have no load.
+        #
+        # Raises AssertionError on a timeout.
         await eventually(self._is_quiet, PATIENCE_S)
 
     async def _is_quiet(self) -> bool:
@@ -219,10 +210,9 @@ class FleetClient:
 
 
 async def eventually(holds: Callable[[], Any], within_s: float) -> float:
-    """Poll until a condition holds, and return the seconds that this took.
-
-    Raises AssertionError after `within_s` seconds.
-    """
+    # Poll until a condition holds, and return the seconds that this took.
+    #
+    # Raises AssertionError after `within_s` seconds.
     began = time.monotonic()
     while not await holds():
         assert time.monotonic() - began < within_s, f"not within {within_s} s"
@@ -232,10 +222,9 @@ async def eventually(holds: Callable[[], Any], within_s: float) -> float:
 
 @contextmanager
 def fleet_processes(folder: Path, config: str, speed: float = 0.5) -> Iterator[FleetProcesses]:
-    """Start four mock engines and a gateway during a `with` block.
-
-    `config` is YAML that is added to the pool, with its indentation.
-    """
+    # Start four mock engines and a gateway during a `with` block.
+    #
+    # `config` is YAML that is added to the pool, with its indentation.
     mocks = [MockProcess(speed) for _ in range(4)]
     gateway: subprocess.Popen[bytes] | None = None
     try:
@@ -264,7 +253,6 @@ def fleet_processes(folder: Path, config: str, speed: float = 0.5) -> Iterator[F
 
 
 def _listening(stderr: Path) -> tuple[str, str]:
-    """Return the gateway's API and admin URLs from its output."""
     deadline = time.monotonic() + WITHIN_S
     while time.monotonic() < deadline:
         urls = [
@@ -278,7 +266,6 @@ def _listening(stderr: Path) -> tuple[str, str]:
 
 @asynccontextmanager
 async def fleet_client(running: FleetProcesses) -> AsyncIterator[FleetClient]:
-    """Create a client for running processes during an `async with` block."""
     timeout = aiohttp.ClientTimeout(total=WITHIN_S)
     async with aiohttp.ClientSession(
         timeout=timeout, connector=aiohttp.TCPConnector(limit=0)

@@ -23,15 +23,12 @@ from tests.patient import patient
 
 
 class GatewayFleet:
-    """A running gateway `app`, its mock engines (`groups`), and an HTTP client."""
-
     def __init__(self, app: App, groups: list[FleetGroup], http: aiohttp.ClientSession) -> None:
         self.app = app
         self.groups = groups
         self.http = http
 
     async def ask(self, *, stream: bool = True, tokens: int = 8, prompt: str = "hello") -> Answer:
-        """Send one chat completion and read the response to its end."""
         body = {
             "model": "demo-8b",
             "stream": stream,
@@ -48,10 +45,9 @@ class GatewayFleet:
             return Answer(answer.status, dict(answer.headers), text, broke)
 
     def loads(self) -> list[int]:
-        """Return all load counters of gateway and engines, including retry permits and body bytes.
-
-        All are zero when no request is in progress.
-        """
+        # Return all load counters of gateway and engines, including retry permits and body bytes.
+        #
+        # All are zero when no request is in progress.
         gate = self.app.gateway.gate
         amounts = [
             gate.active_requests,
@@ -70,17 +66,16 @@ class GatewayFleet:
         return amounts + [member.group.in_flight for member in self.groups]
 
     async def at_rest(self) -> None:
-        """Wait until all load counters are zero. Raises TimeoutError otherwise."""
+        # Wait until all load counters are zero. Raises TimeoutError otherwise.
         async with asyncio.timeout(PATIENCE_S):
             while any(self.loads()) or any(self.kv_usages()):
                 await asyncio.sleep(0.01)
 
     def lose_patience(self, group: int) -> None:
-        """Make every request time out now that waits for a byte of this engine.
-
-        It acts like short timeouts for this engine only, so that slow tests do not time out
-        elsewhere.
-        """
+        # Make every request time out now that waits for a byte of this engine.
+        #
+        # It acts like short timeouts for this engine only, so that slow tests do not time out
+        # elsewhere.
         live = next(
             endpoint
             for endpoint in self.app.gateway.endpoints.all()
@@ -100,7 +95,6 @@ class GatewayFleet:
         return usages
 
     def metric(self, name: str) -> float:
-        """Return the sum of a metric over its labels."""
         lines = self.app.metrics.render().decode().splitlines()
         return sum(
             float(line.split()[-1])
@@ -148,13 +142,10 @@ async def gateway_fleet(
     kv_tokens: int | None = None,
     **sections: Any,
 ) -> AsyncIterator[GatewayFleet]:
-    """Start a gateway with `groups` mock engines during an `async with` block.
-
-    speed        speed-up of the engines
-    concurrency  concurrent requests per engine
-    pool         further settings of the pool
-    sections     further sections of the configuration
-    """
+    # Start a gateway with `groups` mock engines during an `async with` block.
+    #
+    # speed speed-up of the engines concurrency concurrent requests per engine pool further settings
+    # of the pool sections further sections of the configuration
     spec = GroupSpec(
         "demo-8b", model_named("demo-8b"), gpu_named("h100"), speed=speed, kv_tokens=kv_tokens
     )

@@ -14,10 +14,9 @@ _TOKENS = 96
 
 
 def first_landing_s(transport: str) -> float:
-    """Return the seconds that one fetch takes over a new link, without faults.
-
-    Raises AssertionError if it fails.
-    """
+    # Return the seconds that one fetch takes over a new link, without faults.
+    #
+    # Raises AssertionError if it fails.
     clock = ThreadClock("calm")
     wire = InprocWire(clock)
     source, sink = (

@@ -45,8 +45,6 @@ class FaultProbabilities(msgspec.Struct, frozen=True):
 
 
 class FaultyTransport:
-    """A transport wrapper whose links inject faults with the probabilities `dice`."""
-
     def __init__(
         self, inner: Transport, dice: FaultProbabilities, rng: Random, clock: Clock
     ) -> None:
@@ -104,8 +102,6 @@ class FaultyTransport:
 
 
 class FaultyLink:
-    """A link wrapper that injects faults into what it sends."""
-
     def __init__(self, inner: Link, end: FaultyTransport) -> None:
         self._inner, self._end = inner, end
         self.transport, self.peer = inner.transport, inner.peer
@@ -202,7 +198,6 @@ class Proxy:
         threading.Thread(target=self._accept, daemon=True, name="proxy").start()
 
     def spoil(self, bits: int) -> None:
-        """Flip one bit in each of the next `bits` pieces of data."""
         self._spoil += bits
 
     def stall(self) -> None:

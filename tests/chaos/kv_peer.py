@@ -27,7 +27,6 @@ SLOW = PATIENCE_S / 20
 
 
 def options(misses: int) -> AgentOptions:
-    """Return agent options with this number of missed heartbeats, scaled to the machine's speed."""
     shipped = AgentOptions()
     return AgentOptions(
         beat_s=shipped.beat_s * SLOW,

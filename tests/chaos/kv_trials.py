@@ -62,7 +62,6 @@ STREAM_FAULTS = ("spoil bytes", "truncate", "sever", "stall")  # of a proxy betw
 
 
 def by_block(layout: KvLayout, region: Region) -> NDArray[np.uint8]:
-    """Return a view of the memory with the axes (block, layer, byte)."""
     if layout.order.is_block_outermost:
         return region.bytes.reshape(BLOCKS, layout.layers, -1)
     return region.bytes.reshape(layout.layers, BLOCKS, -1).swapaxes(0, 1)
@@ -71,10 +70,9 @@ def by_block(layout: KvLayout, region: Region) -> NDArray[np.uint8]:
 def logical(
     layout: KvLayout, regions: Sequence[Region], blocks: Sequence[int], tokens: int
 ) -> NDArray[np.uint8]:
-    """Return the KV of a request as (layer, part, head, token, byte).
-
-    It uses plain indexing, independently of the tested code.
-    """
+    # Return the KV of a request as (layer, part, head, token, byte).
+    #
+    # It uses plain indexing, independently of the tested code.
     inner = (layout.block_tokens, layout.head_dim * layout.dtype.n_bytes)
     heads_here = layout.kv_heads // layout.tp
     chosen = [by_block(layout, region)[list(blocks)] for region in regions]
@@ -91,8 +89,6 @@ def logical(
 
 @dataclass
 class Request:
-    """The offer or the fetch of one request, and how it ended."""
-
     name: str
     tokens: int
     skip: int
@@ -149,7 +145,7 @@ class TrialEngine:
         return [self.free.pop(int(self.rng.integers(len(self.free)))) for _ in range(need)]
 
     def give(self, name: str, tokens: int, ttl_s: float, layered: bool) -> Offer | None:
-        """Fill blocks with random KV and offer them; None if no blocks are free."""
+        # Fill blocks with random KV and offer them; None if no blocks are free.
         blocks = self.allocate(tokens)
         if blocks is None or self.dead:
             return None
@@ -181,7 +177,6 @@ class TrialEngine:
         return landing
 
     def on_change(self, handle: TransferHandle) -> None:
-        """Record that an offer or fetch has ended, verify it, and reuse its blocks."""
         if handle.outcome is None:
             return
         request = (self.offers if isinstance(handle, Offer) else self.landings)[handle.name]
@@ -196,7 +191,7 @@ class TrialEngine:
         self.reuse(request.blocks)
 
     def steal(self) -> None:
-        """Overwrite blocks that are still offered; only their generation number reveals it."""
+        # Overwrite blocks that are still offered; only their generation number reveals it.
         for request in list(self.offers.values()):
             with self.robbing:
                 if request.end is None and not self.dead:
@@ -214,10 +209,9 @@ class TrialEngine:
             self.wrong.append(f"{request.name} landed with bytes that are not its own")
 
     def reuse(self, blocks: Sequence[int]) -> None:
-        """Overwrite returned blocks as their next owner would, and free them.
-
-        The new bytes must stay unchanged until the blocks are reserved again.
-        """
+        # Overwrite returned blocks as their next owner would, and free them.
+        #
+        # The new bytes must stay unchanged until the blocks are reserved again.
         for block in blocks:
             self.stamp[block] = self.stamp[block] % 251 + 1
             for region in self.regions:
@@ -229,10 +223,9 @@ class TrialEngine:
         memory[:] = content.reshape(memory.shape) if isinstance(content, np.ndarray) else content
 
     def check(self) -> None:
-        """Check that nothing is reserved and that returned blocks are free and unchanged.
-
-        Adds errors to `wrong`.
-        """
+        # Check that nothing is reserved and that returned blocks are free and unchanged.
+        #
+        # Adds errors to `wrong`.
         if self.dead:
             return
         for what, handle in self.handles.items():
@@ -259,8 +252,6 @@ class TrialEngine:
 
 @dataclass
 class Outcome:
-    """The result of a trial. A non-empty `wrong` means that a bug was found."""
-
     seed: int
     transport: str
     fault: str
@@ -269,8 +260,6 @@ class Outcome:
 
 
 class Trial:
-    """The engines, network and events of one trial. `pace` scales all times on a slow machine."""
-
     def __init__(self, seed: int, transport: str, pace: float = 1.0) -> None:
         self.pace = pace
         self.rng = Random(seed)
@@ -465,7 +454,7 @@ class Trial:
         return proxy.address
 
     def breakage(self) -> None:
-        """Inject the trial's fault, unless it consists of the network's or links' probabilities."""
+        # Inject the trial's fault, unless it consists of the network's or links' probabilities.
         kind, when, back = self.fault, self.moment(), self.rng.choice([0.03, 0.1, 0.4])
         victims = self.sources if "source" in kind else self.sinks
         victim = self.rng.choice(victims if "source" in kind or "sink" in kind else self.engines)
@@ -499,7 +488,7 @@ class Trial:
             self.at(when, lambda: self.hang_up(victim))
 
     def kill(self, engine: TrialEngine) -> None:
-        """Stop an engine as SIGKILL would: its links break, and it does nothing any more."""
+        # Stop an engine as SIGKILL would: its links break, and it does nothing any more.
         engine.dead = True
         if self.virtual:
             self.wire.kill(engine.agent.address)
@@ -514,7 +503,6 @@ class Trial:
             # ---- time
 
     def settled(self, within_s: float, enough: Callable[[], bool]) -> None:
-        """Run until the condition holds, at most `within_s` seconds."""
         if isinstance(self.clock, VirtualClock):
             self.clock.run(within_s, enough)
             return
@@ -523,11 +511,9 @@ class Trial:
             time.sleep(0.002 * self.pace)
 
     def quiet(self) -> bool:
-        """Return whether all offers and fetches have ended."""
         return self.all_taken() and all(handle.outcome for handle in self.handles())
 
     def all_taken(self) -> bool:
-        """Return whether all fetches have ended."""
         return not self.to_come and all(
             handle.outcome for handle in self.handles() if isinstance(handle, Landing)
         )
@@ -560,7 +546,6 @@ class Trial:
 
 
 def trial(seed: int, transport: str, pace: float = 1.0) -> Outcome:
-    """Run one trial and return its outcome."""
     world = Trial(seed, transport, pace)
     outcome = Outcome(seed, transport, world.fault, world.run())
     for engine in world.engines:

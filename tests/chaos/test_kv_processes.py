@@ -30,8 +30,6 @@ PATIENT = 20 * MISSES  # for tests that are not about silence
 
 
 class Peer:
-    """A process with one KV transfer agent (tests/chaos/kv_peer.py)."""
-
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process = process
 
@@ -71,10 +69,9 @@ async def agent(transport: str, misses: int = MISSES) -> AsyncIterator[Group]:
 async def under_way(
     transport: str, sink: Group, ready_layers: int
 ) -> AsyncIterator[tuple[Peer, Landing]]:
-    """Yield a source process and a fetch of its KV that is in progress.
-
-    Retries if a slow machine loses the link before.
-    """
+    # Yield a source process and a fetch of its KV that is in progress.
+    #
+    # Retries if a slow machine loses the link before.
     ends = []
     for _ in range(TRIES):
         async with peer(transport, "source") as source:
@@ -151,7 +148,6 @@ async def test_a_sink_that_goes_away_gives_the_blocks_back(
 
 
 async def test_a_source_that_was_frozen_for_a_moment_goes_on(transport: str) -> None:
-    """It is frozen for far less than the allowed silence, as a busy machine may wake it late."""
     async with (
         agent(transport, PATIENT) as sink,
         under_way(transport, sink, 0) as (source, landing),

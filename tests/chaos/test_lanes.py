@@ -24,8 +24,6 @@ WINDOW_BYTES = 1 << 20
 
 
 class Transfer:
-    """Windows (batches of runs) at random places, which do not overlap at the sink."""
-
     def __init__(self, pair: Pair, number: int, rng: Random) -> None:
         size = BLOCKS * BLOCK_BYTES
         places = rng.sample(range(size // WINDOW_BYTES), WINDOWS)
@@ -51,7 +49,7 @@ class Transfer:
             self.pair.put(head, runs, lambda: not self.over)
 
     def check(self) -> None:
-        """Assert that all bytes of the transfer have arrived in their places."""
+        # Assert that all bytes of the transfer have arrived in their places.
         until(lambda: len(self.verdicts()) == WINDOWS)
         assert set(self.verdicts()) == {WindowVerdict.OK}
         for runs in self.windows.values():
@@ -70,10 +68,9 @@ class Transfer:
 
 
 def late_writes(pair: Pair, seed: int) -> Iterator[bool]:
-    """Run transfers, half of which are fenced (ended) early.
-
-    Yields whether bytes of a fenced transfer were written after the fence.
-    """
+    # Run transfers, half of which are fenced (ended) early.
+    #
+    # Yields whether bytes of a fenced transfer were written after the fence.
     rng = Random(seed)
     probe = pair.sink_region.bytes.reshape(-1, 4096)[
         :, ::512

@@ -27,7 +27,7 @@ def asked(number: int, tokens: int) -> dict[str, Any]:
 
 
 async def read(fleet: GatewayFleet, body: dict[str, Any]) -> tuple[str, list[dict[str, Any]]]:
-    """Send a streaming request; return how the stream ended, and its events."""
+    # Send a streaming request; return how the stream ended, and its events.
     async with fleet.http.post(
         f"{fleet.app.url}/v1/chat/completions", json=body | {"stream": True}
     ) as answer:
@@ -50,11 +50,9 @@ def text_of(events: list[dict[str, Any]]) -> str:
 
 
 async def streams(fleet: GatewayFleet, count: int, tokens: int, **more: Any) -> Counter[str]:
-    """Send `count` streaming requests and count their outcomes.
-
-    A complete stream must equal an undisturbed one.
-    """
-
+    # Send `count` streaming requests and count their outcomes.
+    #
+    # A complete stream must equal an undisturbed one.
     async def one(number: int) -> str:
         body = asked(number, tokens)
         fate, events = await read(fleet, body | more)
@@ -67,7 +65,6 @@ async def streams(fleet: GatewayFleet, count: int, tokens: int, **more: Any) -> 
 
 
 async def wait_for_silent_only(fleet: GatewayFleet, count: int) -> None:
-    """Wait until `count` requests have ended and only the silent first engine has any left."""
     async with asyncio.timeout(PATIENCE_S):
         while fleet.metric("penstock_requests_total") < count or fleet.groups[1].group.in_flight:
             await asyncio.sleep(0.005)

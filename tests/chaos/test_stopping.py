@@ -18,7 +18,7 @@ ONE_TURN: dict[str, Any] = {
 
 
 async def stopped_while_it_waits(fleet: GatewayFleet, fault: str) -> Answer:
-    """Stop a gateway while a failed request waits for the only retry permit; return its answer."""
+    # Stop a gateway while a failed request waits for the only retry permit; return its answer.
     for member in fleet.groups:
         member.faults.apply(fault)
     gate = fleet.app.gateway.gate

@@ -21,7 +21,6 @@ async def fates(fleet: GatewayFleet, requests: int, *, stream: bool) -> Counter[
 
 
 async def wait_for_all_but(count: int, asking: list[asyncio.Task[Answer]]) -> None:
-    """Wait until all requests except `count` are answered."""
     async with asyncio.timeout(PATIENCE_S):
         while sum(not task.done() for task in asking) > count:
             await asyncio.sleep(0.005)

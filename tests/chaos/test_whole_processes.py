@@ -33,7 +33,6 @@ async def scene(running: FleetProcesses) -> AsyncIterator[FleetClient]:
 
 
 async def wait_for_answers(clients: Clients, more: int) -> None:
-    """Wait until `more` further answers are complete."""
     goal = clients.fates["ok"] + more
     async with asyncio.timeout(WITHIN_S):
         while clients.fates["ok"] < goal:
@@ -41,7 +40,7 @@ async def wait_for_answers(clients: Clients, more: int) -> None:
 
 
 def assert_unstarted_unaffected(clients: Clients) -> None:
-    """Assert that only streams that had begun broke, and visibly. All others are complete."""
+    # Assert that only streams that had begun broke, and visibly. All others are complete.
     print(dict(clients.fates), f"slowest {clients.slowest_s:.1f} s")
     assert clients.fates["failed"] == 0, clients.problems
     assert clients.fates["silent"] == 0, clients.problems

@@ -20,11 +20,9 @@ sys.path.append(str(TOOLS))
 
 @pytest.fixture
 def tool():
-    """Return a function that runs one of the tools in the repository's root.
-
-    It returns the tool's exit status and output.
-    """
-
+    # Return a function that runs one of the tools in the repository's root.
+    #
+    # It returns the tool's exit status and output.
     def run(name: str, *arguments: str) -> tuple[int, str]:
         program = TOOLS / "bin" / name
         assert program.exists(), f"{name} is not there: run `make deploy-check`"

@@ -31,7 +31,6 @@ def free_port() -> int:
 
 
 def certificate(folder: Path) -> None:
-    """Write cert.pem, key.pem, and both.pem (both in one file, for HAProxy) to a folder."""
     command = [
         "openssl",
         "req",
@@ -52,10 +51,9 @@ def certificate(folder: Path) -> None:
 
 
 def changed(name: str, places: dict[str, str]) -> str:
-    """Return the shipped configuration file `name` with these texts replaced.
-
-    Each text must occur in it.
-    """
+    # Return the shipped configuration file `name` with these texts replaced.
+    #
+    # Each text must occur in it.
     text = (PROXIES / name).read_text()
     for old, new in places.items():
         assert old in text, f"{name} has no {old}"
@@ -105,7 +103,7 @@ def open_to(port: int) -> bool:
 
 @contextmanager
 def proxy(kind: str, folder: Path, api: int, admin: int) -> Iterator[int]:
-    """Run a proxy in front of a gateway with these API and admin ports; yield the proxy's port."""
+    # Run a proxy in front of a gateway with these API and admin ports; yield the proxy's port.
     certificate(folder)
     port = free_port()
     command = KINDS[kind](folder, port, api, admin)

@@ -65,10 +65,9 @@ def one(kind: str, values: dict[str, Any], suffix: str = "") -> dict[str, Any]:
 
 
 def paths(value: Any, at: str = "") -> set[str]:
-    """Return the dotted path of every mapping key anywhere in `value`.
-
-    List indices are not part of a path.
-    """
+    # Return the dotted path of every mapping key anywhere in `value`.
+    #
+    # List indices are not part of a path.
     if isinstance(value, dict):
         return {f"{at}.{key}" for key in value}.union(
             *(paths(each, f"{at}.{key}") for key, each in value.items())
@@ -77,10 +76,9 @@ def paths(value: Any, at: str = "") -> set[str]:
 
 
 def gateway_yaml(values: dict[str, Any], folder: Path) -> Config:
-    """Return the configuration that the pods would use for these chart values.
-
-    The files of its Secrets are written to `folder`, as in the pods' volume.
-    """
+    # Return the configuration that the pods would use for these chart values.
+    #
+    # The files of its Secrets are written to `folder`, as in the pods' volume.
     (folder / "secrets").mkdir(exist_ok=True)
     for name, text in SECRETS.items():
         (folder / "secrets" / name).write_text(text)
@@ -359,10 +357,9 @@ def test_the_manifests_without_helm_are_the_charts_defaults() -> None:
 
 
 def role_rules(values: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
-    """Return the rules of the gateways' Role in each namespace that has one.
-
-    Asserts that it is bound to the gateways' account.
-    """
+    # Return the rules of the gateways' Role in each namespace that has one.
+    #
+    # Asserts that it is bound to the gateways' account.
     made = {(each["kind"], each["metadata"].get("namespace")): each for each in objects(values)}
     roles = {space: each["rules"] for (kind, space), each in made.items() if kind == "Role"}
     for space in roles:
@@ -441,10 +438,9 @@ def test_a_pool_may_say_that_it_discovers_nobody() -> None:
 
 
 def test_what_is_scraped_has_the_name_and_the_labels_that_the_alerts_ask_for() -> None:
-    """This holds for any release name.
-
-    The operator's own label `endpoint` would hide the engine's name.
-    """
+    # This holds for any release name.
+    #
+    # The operator's own label `endpoint` would hide the engine's name.
     monitor = one("ServiceMonitor", FULL)["spec"]
     (service,) = [
         each

@@ -26,8 +26,6 @@ every_http = pytest.mark.parametrize("version", ["--http1.1", "--http2"])
 
 
 class House(NamedTuple):
-    """A gateway with an engine that takes about 30 ms per token, and the ports of the proxies."""
-
     gateway: GatewayProcess
     ports: dict[str, int]
 
@@ -66,10 +64,9 @@ def curl(url: str, *options: str, tokens: int = TOKENS) -> list[str]:
 
 
 def arrivals(command: list[str]) -> list[float]:
-    """Run a command that reads a stream; return when each token arrived, in seconds.
-
-    Asserts that the stream ends regularly.
-    """
+    # Run a command that reads a stream; return when each token arrived, in seconds.
+    #
+    # Asserts that the stream ends regularly.
     came, last = [], ""
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout
@@ -183,8 +180,6 @@ def test_nothing_but_the_api_is_there(house: House, kind: str, path: str) -> Non
 
 
 class HeaderRecorder(BaseHTTPRequestHandler):
-    """A server that answers 200 to everything and records the request headers."""
-
     protocol_version = "HTTP/1.1"
     heard: list[dict[str, str]]
 

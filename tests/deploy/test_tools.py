@@ -72,7 +72,6 @@ def test_gixy_finds_nothing_unsafe_in_nginx(tool: Tool, tmp_path: Path) -> None:
 
 
 def compose() -> Any:
-    """Return the content of compose.yaml, with merged YAML anchors expanded."""
     return yaml.safe_load((DEPLOY / "compose" / "compose.yaml").read_text())
 
 
@@ -121,10 +120,9 @@ def envoy_yaml() -> Any:
 
 
 def parsed_by_envoy(written: Any) -> Any:
-    """Parse an Envoy configuration with Envoy's own messages, and return the result.
-
-    They are imported here, because they are thousands of classes that emit warnings.
-    """
+    # Parse an Envoy configuration with Envoy's own messages, and return the result.
+    #
+    # They are imported here, because they are thousands of classes that emit warnings.
     for name in ENVOY_TYPES:
         importlib.import_module(f"envoy_data_plane.{name}")
     bootstrap = importlib.import_module("envoy_data_plane.envoy.config.bootstrap.v3").Bootstrap

@@ -35,19 +35,16 @@ limits: {{body: 32MiB, body_budget: 64MiB}}
 
 
 class Attacked(NamedTuple):
-    """A gateway process under attack, and readers of its CPU time and memory."""
-
     gateway: GatewayProcess
     cost: ProcessCost
     process: subprocess.Popen[str]
 
     @property
     def ports(self) -> tuple[int, int]:
-        """The ports of the API and of the admin server."""
         return self.gateway.port, int(self.gateway.admin_url.rpartition(":")[2])
 
     def gaps(self) -> list[float]:
-        """Return the CPU seconds between consecutive event loop ticks since the last call."""
+        # Return the CPU seconds between consecutive event loop ticks since the last call.
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         self.process.stdin.write("\n")
@@ -56,11 +53,10 @@ class Attacked(NamedTuple):
 
 
 def wait_s(gaps: list[float], share: float) -> float:
-    """Return a percentile of how long an event waits for the event loop, in seconds.
-
-    At the share `share` of all moments, an event waits no longer than that. It waits until the end
-    of the interval between ticks that it falls in.
-    """
+    # Return a percentile of how long an event waits for the event loop, in seconds.
+    #
+    # At the share `share` of all moments, an event waits no longer than that. It waits until the
+    # end of the interval between ticks that it falls in.
     left = (1.0 - share) * sum(max(gap, TICK_S) for gap in gaps)
     longest_first = sorted(gaps, reverse=True)
     later = 0.0
@@ -74,7 +70,7 @@ def wait_s(gaps: list[float], share: float) -> float:
 
 @contextmanager
 def canned_engine(*options: str) -> Iterator[int]:
-    """Run an engine with canned responses; yield its port."""
+    # Run an engine with canned responses; yield its port.
     command = [sys.executable, "-m", "tests.e2e.canned_engine", *options]
     with run_process(command, env=ENV, stdout=PIPE) as process:
         assert process.stdout is not None
@@ -85,12 +81,10 @@ def canned_engine(*options: str) -> Iterator[int]:
 def attacked_gateway(
     folder: Path, calm: list[str], hostile: int, model: str = "demo", prefix: Sequence[str] = ()
 ) -> Iterator[Attacked]:
-    """Run a gateway in front of two pools of engines.
-
-    calm     URLs of the engines that serve `model` to regular clients
-    hostile  port of the attacker's engine
-    prefix   command that runs the gateway's command, such as taskset or nice
-    """
+    # Run a gateway in front of two pools of engines.
+    #
+    # calm URLs of the engines that serve `model` to regular clients hostile port of the attacker's
+    # engine prefix command that runs the gateway's command, such as taskset or nice
     urls = ", ".join(f"{{url: '{url}', max_concurrency: 8192}}" for url in calm)
     file = folder / "gateway.yaml"
     file.write_text(complete_config(CONFIG.format(calm=urls, hostile=hostile, model=model)))

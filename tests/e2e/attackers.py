@@ -60,8 +60,6 @@ class Script:
 
 
 class Client:
-    """One connection of an attacker."""
-
     def __init__(self, script: Script, port: int, done: Counter[str]) -> None:
         self._script, self._done, self._offset = script, done, 0
         self.socket = socket.socket()
@@ -78,7 +76,6 @@ class Client:
 
     @property
     def wanted(self) -> int:
-        """The epoll events that the connection waits for."""
         has_more = bool(self._script.sent) and not (
             self._script.once and self._offset == len(self._script.sent)
         )
@@ -89,7 +86,7 @@ class Client:
         return self._script.leaves and self._offset == len(self._script.sent)
 
     def step(self, ready: int) -> None:
-        """Send and receive as much as possible. Raises OSError when the connection has ended."""
+        # Send and receive as much as possible. Raises OSError when the connection has ended.
         with suppress(BlockingIOError):
             if ready & READ and self._script.reads:
                 received = self.socket.recv(1 << 20)
@@ -115,8 +112,6 @@ class Client:
 
 
 class Crowd:
-    """All connections of an attack until `over` is set. Connections that end are replaced."""
-
     def __init__(self, script: Script, api: int, admin: int) -> None:
         self.over = threading.Event()
         self.done: Counter[str] = Counter()
@@ -161,30 +156,26 @@ class Crowd:
 
 
 def call(path: str = CHAT, **changes: Any) -> bytes:
-    """Build a valid chat request to the attacker's engine; `changes` are members of its body."""
+    # Build a valid chat request to the attacker's engine; `changes` are members of its body.
     messages = [{"role": "user", "content": "hi"}]
     return post({"model": HOSTILE, "messages": messages, **changes}, path, KEY)
 
 
 def head(*lines: str, start: str = f"POST {CHAT} HTTP/1.1") -> bytes:
-    """Build an HTTP request head with these header lines."""
     return "\r\n".join([start, "Host: 127.0.0.1", KEY, *lines, "", ""]).encode()
 
 
 def body(text: bytes, path: str = CHAT) -> bytes:
-    """Build a POST request with this body."""
     return post(text, path, KEY)
 
 
 def prompts(one: bytes) -> bytes:
-    """Build a completions request with a million equal prompts."""
     return body(
         b'{"model":"hostile","prompt":[' + (one + b",") * 999_999 + one + b"]}", COMPLETIONS
     )
 
 
 def messages(content: bytes, number: int) -> bytes:
-    """Build a chat completion request with this many messages."""
     message = b'{"role":"user","content":"%b"}' % content
     return body(
         b'{"model":"hostile","messages":[' + (message + b",") * (number - 1) + message + b"]}"
@@ -192,26 +183,22 @@ def messages(content: bytes, number: int) -> bytes:
 
 
 def members() -> bytes:
-    """Build a chat completion request whose JSON object has a million members."""
     names = b",".join(b'"k%d":1' % number for number in range(1_000_000))
     return body(b'{"model":"hostile","messages":[],' + names + b"}")
 
 
 def unfinished() -> bytes:
-    """Return the first 56 KiB of a request head that has no end."""
     return head(f"X-Long: {'a' * 8000}", *(f"X-{number}: {'a' * 7000}" for number in range(7)))[:-4]
 
 
 def many() -> int:
-    """Return a large number of connections below `limits.connections_per_address`.
-
-    It is lower if the process may not open as many files.
-    """
+    # Return a large number of connections below `limits.connections_per_address`.
+    #
+    # It is lower if the process may not open as many files.
     return min(4000, resource.getrlimit(resource.RLIMIT_NOFILE)[1] - 100)
 
 
 def dry_run() -> bytes:
-    """Build a dry run of a configuration of 1 MB with many environment variables."""
     lines = ("PUT /config?dry_run=1 HTTP/1.1", "Host: 127.0.0.1", "Content-Length: 1000000", "", "")
     return "\r\n".join(lines).encode() + b"a: ${HOME}\n" * 90_909 + b"\n"
 
@@ -366,7 +353,7 @@ CORPUS = {attack.name: attack for attack in (*CLIENT_ATTACKS, *BODY_ATTACKS, *RE
 
 @contextmanager
 def attacking(name: str, api: int, admin: int, *options: str) -> Iterator[Counter[str]]:
-    """Run an attack in a process during a `with` block; its counters are set at the end."""
+    # Run an attack in a process during a `with` block; its counters are set at the end.
     command = [sys.executable, "-m", "tests.e2e.attackers", name, str(api), str(admin), *options]
     done: Counter[str] = Counter()
     with run_process(command, env=ENV, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:

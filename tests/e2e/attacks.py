@@ -15,8 +15,6 @@ PATH = "/v1/chat/completions"
 
 
 class Attack(NamedTuple):
-    """A malicious request (bytes, or a function that creates them), and the expected error."""
-
     name: str
     sent: bytes | Callable[[], bytes]
     status: int = 400
@@ -36,7 +34,6 @@ def raw(body: bytes, *headers: str) -> bytes:
 def head(
     *lines: str, start: str = f"POST {PATH} HTTP/1.1", host: str | None = "Host: test"
 ) -> bytes:
-    """Return an HTTP request head with exactly these lines."""
     return "\r\n".join([start, *([host] if host else []), *lines, "", ""]).encode("latin-1")
 
 

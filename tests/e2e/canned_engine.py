@@ -63,8 +63,6 @@ _FLOOD = _chunk(_event("x" * 8192))
 
 
 class Connection(asyncio.Protocol):
-    """A connection from the gateway, whose requests are answered one after another."""
-
     def __init__(self) -> None:
         self._received = b""
         self._transport: asyncio.Transport
@@ -116,7 +114,6 @@ class Connection(asyncio.Protocol):
             write(_EVENTS if b'"stream": true' in request else _ANSWER)
 
     async def _send(self, kind: str, size: int) -> None:
-        """Send a long response as fast as the gateway reads it."""
         if kind == "flood":
             self._transport.write(_OK + _STREAM)
             while True:

@@ -32,8 +32,6 @@ MODELS = {"object": "list", "data": [{"id": MODEL}]}
 
 
 class Mode(Enum):
-    """How an engine treats a connection: answer, refuse or reset."""
-
     ANSWERS = "answers"
     REFUSES = "refuses"
     RESETS = "resets"
@@ -61,7 +59,7 @@ class Engine:
         return f"http://127.0.0.1:{self.port}"
 
     async def switch_to(self, mode: Mode) -> None:
-        """Change the mode. Open connections are reset unless the new mode is ANSWERS."""
+        # Change the mode. Open connections are reset unless the new mode is ANSWERS.
         if mode is not Mode.ANSWERS:
             for writer in tuple(self._writers):
                 _reset(writer)
@@ -133,8 +131,6 @@ def _write_json(writer: asyncio.StreamWriter, body: object) -> None:
 
 
 class Fleet:
-    """A gateway with its engines, and methods that send requests to the gateway."""
-
     def __init__(self, app: App, engines: Sequence[Engine], http: aiohttp.ClientSession) -> None:
         self.app = app
         self.engines = engines
@@ -142,7 +138,6 @@ class Fleet:
         self._request_count = 0
 
     async def ask(self) -> int:
-        """Send one request and return its status code."""
         self._request_count += 1
         body = {"model": MODEL, "prompt": f"{self._request_count} " * 64, "max_tokens": 1}
         async with self.http.post(f"{self.app.url}/v1/completions", json=body) as answer:
@@ -150,14 +145,12 @@ class Fleet:
             return answer.status
 
     async def ask_concurrently(self, times: int) -> Counter[int]:
-        """Send `times` requests concurrently and count their status codes."""
         return Counter(await asyncio.gather(*(self.ask() for _ in range(times))))
 
     async def load(self, clients: int, until: asyncio.Event) -> Counter[int]:
-        """Send requests continuously from `clients` clients until the event is set.
-
-        Returns the number of responses by status code.
-        """
+        # Send requests continuously from `clients` clients until the event is set.
+        #
+        # Returns the number of responses by status code.
         statuses: Counter[int] = Counter()
 
         async def client() -> None:
@@ -168,7 +161,7 @@ class Fleet:
         return statuses
 
     async def ask_timed(self) -> tuple[int, float]:
-        """Send one request; return its status code and the seconds that it took."""
+        # Send one request; return its status code and the seconds that it took.
         began = monotonic()
         return await self.ask(), monotonic() - began
 
@@ -177,7 +170,6 @@ class Fleet:
 async def fleet(
     modes: Sequence[Mode], *, policy: str, delay_s: float = 0.0, **sections: Any
 ) -> AsyncIterator[Fleet]:
-    """Start a gateway in front of one engine for each of these modes."""
     engines = [Engine(delay_s) for _ in modes]
     config = Config.model_validate(
         {

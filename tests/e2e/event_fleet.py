@@ -22,14 +22,11 @@ MODEL = SPEC.served_name
 
 
 class EventFleet:
-    """The running gateway, its groups, and a client of the gateway."""
-
     def __init__(self, app: App, groups: list[FleetGroup], http: aiohttp.ClientSession) -> None:
         self.app, self.groups, self.http = app, groups, http
         self.exact = app.gateway.endpoints.prefixes.exact
 
     def events(self, group: int) -> EndpointEvents:
-        """Return what the gateway has heard from a group."""
         return self.exact.endpoints[group]
 
     def is_exact(self, group: int = 0) -> bool:
@@ -52,12 +49,10 @@ class EventFleet:
             return await response.json()
 
     def is_current(self, group: int) -> bool:
-        """Whether all events of a group have been applied, whatever its answers say."""
         sources = self.events(group).sources
         return bool(sources) and all(source.is_current for source in sources)
 
     def truth(self, group: int) -> set[int]:
-        """Return the hashes that are really cached at a group."""
         publisher = self.groups[group].group.kv_events
         assert publisher is not None
         return set(publisher.hashes())
@@ -67,8 +62,6 @@ class EventFleet:
         return source.blocks.hashes()
 
     async def quiet(self) -> None:
-        """Wait until everything that was published has been applied."""
-
         def is_quiet() -> bool:
             return all(
                 self.is_current(group) and self.index(group) == self.truth(group)
@@ -92,7 +85,7 @@ async def event_fleet(
     endpoint: dict[str, Any] | None = None,
     **spec: Any,
 ) -> AsyncIterator[EventFleet]:
-    """Run a gateway that asks the groups for their sources, unless `events` says otherwise."""
+    # Run a gateway that asks the groups for their sources, unless `events` says otherwise.
     publishing = msgspec.structs.replace(SPEC, kv_events=KvEventSpec(), kv_tokens=kv_tokens, **spec)
     async with run_fleet([publishing] * groups) as members, aiohttp.ClientSession() as http:
         endpoints = [

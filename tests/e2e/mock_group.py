@@ -28,8 +28,6 @@ CHAT = {
 
 
 class MockGroup:
-    """One running mock engine and its clients."""
-
     def __init__(self, member: FleetGroup, http: aiohttp.ClientSession) -> None:
         self.member = member
         self.http = http
@@ -61,7 +59,7 @@ class MockGroup:
         return next(float(line.rpartition(" ")[2]) for line in lines if line.startswith(series))
 
     async def until(self, series: str, value: float) -> None:
-        """Poll until the metric `series` has this value. Raises an error on a timeout."""
+        # Poll until the metric `series` has this value. Raises an error on a timeout.
         async with asyncio.timeout(PATIENCE_S):
             while await self.metric(series) != value:
                 await asyncio.sleep(0)
@@ -78,5 +76,4 @@ async def mock_group(spec: GroupSpec = SPEC, **options: Any) -> AsyncIterator[Mo
 
 
 def slow_group() -> GroupSpec:
-    """Return the spec of an engine that is slow enough for a test to interrupt its responses."""
     return GroupSpec("demo-8b", SPEC.model, SPEC.gpu, speed=5, max_num_seqs=4)

@@ -34,8 +34,6 @@ rooms = itertools.count(1 << 41)
 
 
 class MockPair:
-    """A prefill and a decode engine, and a client that splits requests between them."""
-
     def __init__(
         self, prefill: FleetGroup, decode: FleetGroup, http: aiohttp.ClientSession
     ) -> None:
@@ -54,7 +52,6 @@ class MockPair:
             return response.status, await response.json()
 
     def legs(self, body: dict[str, Any], number: int) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return the prefill and the decode body, for protocols that send both at the same time."""
         prefill, decode = self.prefill.pd_role, self.decode.pd_role
         assert prefill is not None
         assert decode is not None
@@ -92,7 +89,7 @@ class MockPair:
     async def split(
         self, body: dict[str, Any], path: str = "/v1/completions"
     ) -> tuple[int, dict[str, Any]]:
-        """Send the prefill and the decode request; return the decode response's status and body."""
+        # Send the prefill and the decode request; return the decode response's status and body.
         assert self.prefill.pd_role is not None
         number = next(rooms)
         match self.prefill.pd_role.dialect.name:
@@ -152,7 +149,7 @@ class MockPair:
         return next(float(line.rpartition(" ")[2]) for line in lines if line.startswith(series))
 
     async def at_rest(self, within_s: float = 5.0) -> None:
-        """Wait until neither engine has KV blocks, transfers or jobs in use."""
+        # Wait until neither engine has KV blocks, transfers or jobs in use.
         await within(within_s, self._wait_until_empty())
 
     async def _wait_until_empty(self) -> None:

@@ -23,8 +23,6 @@ _MESSAGE = 72  # bytes of struct inet_diag_msg
 
 
 class ProcessCost:
-    """Reads the CPU time and memory of one process."""
-
     def __init__(
         self, pid: int, listens: Collection[int] = (), dials: Collection[int] = ()
     ) -> None:
@@ -37,7 +35,6 @@ class ProcessCost:
 
     @property
     def cpu_s(self) -> float:
-        """CPU seconds of all threads, including ended ones (CPUCLOCK_SCHED of the process)."""
         return time.clock_gettime((~self._pid << 3) | 2)
 
     @property
@@ -46,14 +43,13 @@ class ProcessCost:
 
     @property
     def peak_resident_bytes(self) -> int:
-        """The highest resident memory since reset_peak(), in bytes."""
+        # The highest resident memory since reset_peak(), in bytes.
         return self._size("VmHWM")
 
     def reset_peak(self) -> None:
         Path(f"/proc/{self._pid}/clear_refs").write_text("5")
 
     def socket_bytes(self) -> int:
-        """Return the kernel memory of its TCP sockets in bytes: queues and reserves."""
         return sum(
             memory
             for local, remote, memory in _tcp_sockets()
@@ -67,14 +63,14 @@ class ProcessCost:
 
 
 def sockstat_bytes() -> int:
-    """Return the kernel memory of all TCP sockets on the machine in bytes (/proc/net/sockstat)."""
+    # Return the kernel memory of all TCP sockets on the machine in bytes (/proc/net/sockstat).
     match = re.search(r"TCP:.* mem (\d+)", Path("/proc/net/sockstat").read_text())
     assert match is not None
     return int(match[1]) * PAGE
 
 
 def _tcp_sockets() -> list[tuple[int, int, int]]:
-    """Return local port, remote port and memory of every TCP socket, as sock_diag(7) reports."""
+    # Return local port, remote port and memory of every TCP socket, as sock_diag(7) reports.
     sockets = []
     for family in (socket.AF_INET, socket.AF_INET6):
         with socket.socket(socket.AF_NETLINK, socket.SOCK_DGRAM, 4) as netlink:
@@ -99,10 +95,9 @@ def _read_dump(netlink: socket.socket) -> list[tuple[int, int, int]]:
 
 
 def _memory_in(attributes: bytes) -> int:
-    """Return a socket's memory in bytes from its sock_diag attributes (INET_DIAG_SKMEMINFO).
-
-    It is the sum of rmem_alloc, fwd_alloc, wmem_queued, optmem and backlog.
-    """
+    # Return a socket's memory in bytes from its sock_diag attributes (INET_DIAG_SKMEMINFO).
+    #
+    # It is the sum of rmem_alloc, fwd_alloc, wmem_queued, optmem and backlog.
     while len(attributes) >= 4:
         length, kind = struct.unpack_from("=HH", attributes)
         if kind == _SKMEMINFO:

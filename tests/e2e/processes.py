@@ -31,8 +31,6 @@ _READY = re.compile(r"API (https?://\S+)/v1, admin (https?://[^\s;]+)")
 
 
 class GatewayProcess:
-    """A running gateway process: its two URLs, its pid and its stderr lines."""
-
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self._process = process
         self._lines: list[str] = []
@@ -52,7 +50,6 @@ class GatewayProcess:
         return "".join(self._lines)
 
     def drop_lines(self, text: str) -> None:
-        """Delete the recorded stderr lines that contain this text."""
         self._lines[:] = [line for line in self._lines if text not in line]
 
     @property
@@ -60,7 +57,7 @@ class GatewayProcess:
         return self._process.poll() is None
 
     def wait(self) -> int:
-        """Wait until the process has ended and its stderr is read; return the exit code."""
+        # Wait until the process has ended and its stderr is read; return the exit code.
         code = self._process.wait(WITHIN_S)
         if self._reader is not None:
             self._reader.join(WITHIN_S)
@@ -72,7 +69,7 @@ class GatewayProcess:
         return pages * os.sysconf("SC_PAGE_SIZE")
 
     def read_until_ready(self, stderr: IO[str]) -> None:
-        """Read stderr until the process prints its URLs, then keep reading in a thread."""
+        # Read stderr until the process prints its URLs, then keep reading in a thread.
         for line in stderr:
             self._lines.append(line)
             match = _READY.search(line)
@@ -87,7 +84,6 @@ class GatewayProcess:
 
 
 def complete_config(config: str, observability: str = "{access_log: 'off'}") -> str:
-    """Return a configuration completed with the parts that all these tests share."""
     listeners = "listeners: {api: {port: 0}, admin: {port: 0}}"
     return f"version: 1\n{listeners}\nobservability: {observability}\n{config}"
 
@@ -101,12 +97,10 @@ def gateway_process(
     complete: bool = True,
     **env: str,
 ) -> Iterator[GatewayProcess]:
-    """Run a gateway with this YAML configuration, written to `folder / FILE`.
-
-    complete    whether to add the parts that all these tests share
-    patience    YAML with long health and scrape timeouts; "" for the default ones
-    env         additional environment variables
-    """
+    # Run a gateway with this YAML configuration, written to `folder / FILE`.
+    #
+    # complete whether to add the parts that all these tests share patience YAML with long health
+    # and scrape timeouts; "" for the default ones env additional environment variables
     file = folder / FILE
     file.write_text((complete_config(config, observability) if complete else config) + patience)
     command = [sys.executable, "-m", "gateway", "serve", "--config", str(file)]
@@ -121,10 +115,9 @@ def gateway_process(
 
 @contextmanager
 def mock_fleet(*options: str) -> Iterator[list[str]]:
-    """Run two mock engines and yield their URLs.
-
-    They simulate no delays unless `options` override that.
-    """
+    # Run two mock engines and yield their URLs.
+    #
+    # They simulate no delays unless `options` override that.
     command = [
         sys.executable,
         "-m",

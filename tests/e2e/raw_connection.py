@@ -27,10 +27,9 @@ class Answer(NamedTuple):
 
     @property
     def error(self) -> dict[str, Any]:
-        """The error object.
-
-        Raises AssertionError unless it has exactly the shape of OpenAI's errors.
-        """
+        # The error object.
+        #
+        # Raises AssertionError unless it has exactly the shape of OpenAI's errors.
         body = self.json
         assert set(body) == {"error"}, body
         error = body["error"]
@@ -44,8 +43,6 @@ class Answer(NamedTuple):
 
 
 class RawConnection:
-    """One raw TCP client connection to 127.0.0.1."""
-
     def __init__(self, port: int, receive_bytes: int | None = None, address: str = "") -> None:
         """Connect to `port` of 127.0.0.1.
 
@@ -73,12 +70,11 @@ class RawConnection:
         self.socket.close()
 
     def send(self, data: bytes) -> None:
-        """Send all bytes, or as many as the peer accepts before it closes the connection."""
         with suppress(ConnectionError):
             self.socket.sendall(data)
 
     def answer(self) -> Answer:
-        """Read the next response to its end. Raises AssertionError if there is none."""
+        # Read the next response to its end. Raises AssertionError if there is none.
         first = self._file.readline()
         assert first.startswith(b"HTTP/1."), f"no answer but {first!r}"
         headers: dict[str, str] = {}
@@ -93,7 +89,7 @@ class RawConnection:
         return Answer(status, headers, body, framing)
 
     def is_closed(self) -> bool:
-        """Wait for the next byte or the end; return True if the peer closed the connection."""
+        # Wait for the next byte or the end; return True if the peer closed the connection.
         try:
             return self._file.read(1) == b""
         except ConnectionError:
@@ -120,7 +116,6 @@ def post(
     *headers: str,
     version: str = "1.1",
 ) -> bytes:
-    """Return the bytes of a well-formed POST request with a Content-Length."""
     payload = json.dumps(body).encode() if isinstance(body, dict) else body
     lines = [
         f"POST {path} HTTP/{version}",

@@ -38,8 +38,6 @@ _FLOOD = (
 
 
 class RecordedRequest:
-    """One request: its head and body as received, and the times of its arrival and close."""
-
     def __init__(self, head: bytes, body: bytes) -> None:
         self.head = head
         self.body = body
@@ -65,8 +63,6 @@ class RecordedRequest:
 
 
 class RecordingEngine:
-    """A running engine: its `url` and the requests that it has recorded."""
-
     def __init__(self) -> None:
         self.url = ""
         self.requests: list[RecordedRequest] = []
@@ -74,10 +70,9 @@ class RecordingEngine:
         self._changed = threading.Condition()
 
     def wait(self, until: Callable[[], bool], within_s: float = PATIENCE_S) -> bool:
-        """Wait until a condition holds, and check it after each event.
-
-        Returns False on a timeout.
-        """
+        # Wait until a condition holds, and check it after each event.
+        #
+        # Returns False on a timeout.
         with self._changed:
             return self._changed.wait_for(until, within_s)
 
@@ -94,7 +89,6 @@ class RecordingEngine:
     async def serve_connection(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
-        """Serve the requests of one connection until the peer closes it."""
         open_requests: list[RecordedRequest] = []
         try:
             while True:
@@ -167,7 +161,6 @@ async def _answer(
 
 
 async def _drip(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """Stream a token every 5 ms until the connection ends."""
     writer.write(_HEAD % (b"text/event-stream", _CHUNKED))
     closed = asyncio.ensure_future(reader.read(1))
     while not closed.done():
@@ -195,7 +188,6 @@ def _chunk(payload: bytes) -> bytes:
 
 @contextmanager
 def recording_engine(context: ssl.SSLContext | None = None) -> Iterator[RecordingEngine]:
-    """Run the engine on a free port of 127.0.0.1, with TLS if `context` is given."""
     engine = RecordingEngine()
     scheme = "http" if context is None else "https"
     with threaded_server(engine.serve_connection, context=context) as port:

@@ -28,8 +28,6 @@ ACCEPTS = re.compile(r"the successor \(pid (\d+)\) accepts connections")
 
 
 class Traffic:
-    """Streams and short requests, sent continuously until stop(); `counts` has their outcomes."""
-
     def __init__(self, url: str, model: str = "demo-8b", tokens: int = 40) -> None:
         self.counts: Counter[str] = Counter()
         self.problems: list[str] = []
@@ -54,7 +52,6 @@ class Traffic:
             )
 
     def stop(self) -> None:
-        """Send no further requests. Those in flight run to their end."""
         self._stopping = True
 
     async def _again(self, ask: Any, http: aiohttp.ClientSession, number: int) -> None:
@@ -89,12 +86,10 @@ class Traffic:
             return "requests answered" if answer.status == 200 else self._refusal(answer, body)
 
     def _cut(self, text: bytes) -> str:
-        """Record a stream that ended early, with its last bytes, in `problems`."""
         self.problems.append(f"cut: {text[-300:].decode(errors='replace')}")
         return "cut"
 
     def _refusal(self, answer: aiohttp.ClientResponse, body: bytes) -> str:
-        """Record a refused request, with its response body, in `problems`."""
         self.problems.append(f"{answer.status}: {body[:500].decode(errors='replace')}")
         return f"status {answer.status}"
 
@@ -109,7 +104,6 @@ class Traffic:
 
 @asynccontextmanager
 async def traffic(url: str, streams: int, shorts: int, tokens: int = 40) -> AsyncIterator[Traffic]:
-    """Send traffic during an `async with` block, then wait for the last responses."""
     background = Traffic(url, tokens=tokens)
     task = asyncio.create_task(background.run(streams, shorts))
     try:
@@ -126,7 +120,6 @@ def get_page(gateway: GatewayProcess, path: str) -> bytes:
 
 
 def learned_state(gateway: GatewayProcess) -> dict[str, Any]:
-    """Return what the current process has learned, as its admin server reports it."""
     shown = json.loads(get_page(gateway, "/endpoints"))["endpoints"]
     return {
         "index_bytes": int(
@@ -138,7 +131,7 @@ def learned_state(gateway: GatewayProcess) -> dict[str, Any]:
 
 
 async def restart(gateway: GatewayProcess, pid: int) -> int:
-    """Restart a gateway with SIGUSR2; return its successor's pid once that accepts connections."""
+    # Restart a gateway with SIGUSR2; return its successor's pid once that accepts connections.
     known = len(ACCEPTS.findall(gateway.stderr_text))
     os.kill(pid, signal.SIGUSR2)
     try:
@@ -161,10 +154,9 @@ async def until_gone(pid: int) -> None:
 
 @contextmanager
 def killing_successors(gateway: GatewayProcess) -> Iterator[None]:
-    """Kill all successor processes at the end of a `with` block.
-
-    They are not children of the test process.
-    """
+    # Kill all successor processes at the end of a `with` block.
+    #
+    # They are not children of the test process.
     try:
         yield
     finally:
@@ -174,7 +166,6 @@ def killing_successors(gateway: GatewayProcess) -> Iterator[None]:
 
 
 def is_alive(pid: int) -> bool:
-    """Return whether the process runs. A zombie does not count."""
     try:
         with open(f"/proc/{pid}/stat") as file:
             return file.read().rpartition(")")[2].split()[0] != "Z"

@@ -40,10 +40,9 @@ def shared_gateway(
     more: str = "",
     policy: str = "prefix_aware",
 ) -> Iterator[GatewayProcess]:
-    """Run one gateway, with the YAML `more` added to its configuration.
-
-    It shares state with the others if `redis` is set.
-    """
+    # Run one gateway, with the YAML `more` added to its configuration.
+    #
+    # It shares state with the others if `redis` is set.
     directory = folder / name
     directory.mkdir(exist_ok=True)
     pools = ", ".join(f"{{url: '{url}', max_concurrency: 256}}" for url in engines)
@@ -57,10 +56,9 @@ def shared_gateway(
 async def replay_conversation(
     urls: Sequence[str], limit: int, speed: float, first: int = 0
 ) -> BenchReport:
-    """Replay `limit` requests of the recorded trace, beginning with number `first`.
-
-    The requests go to the gateways in turn.
-    """
+    # Replay `limit` requests of the recorded trace, beginning with number `first`.
+    #
+    # The requests go to the gateways in turn.
     arrivals = list(replay(TRACE, limit, speed))[first:]
     plan = BenchPlan(url=urls[0], trace=TRACE, speed=speed, limit=limit, ignore_eos=True)
     records: list[BenchRecord] = []
@@ -89,23 +87,21 @@ async def replay_conversation(
 
 
 def metrics_page(running: GatewayProcess) -> str:
-    """Return the gateway's /metrics page as text."""
+    # Return the gateway's /metrics page as text.
     with urllib.request.urlopen(f"{running.admin_url}/metrics", timeout=PATIENCE_S) as answer:
         text: str = answer.read().decode()
         return text
 
 
 def metric(running: GatewayProcess, name: str, **labels: str) -> float:
-    """Return the sum of a metric over the series that have these labels."""
     return total(metrics_page(running), name, **labels)
 
 
 def all_messages_delivered(pair: Sequence[GatewayProcess], kind: str) -> Callable[[], bool]:
-    """Return a function that checks that all messages of a kind were delivered between gateways.
-
-    It returns True when as many messages came in as went out, and none followed for ten calls. It
-    also works for two workers behind one admin server.
-    """
+    # Return a function that checks that all messages of a kind were delivered between gateways.
+    #
+    # It returns True when as many messages came in as went out, and none followed for ten calls. It
+    # also works for two workers behind one admin server.
     looks: deque[tuple[float, float]] = deque(maxlen=10)
 
     def count(direction: str) -> float:
@@ -120,14 +116,13 @@ def all_messages_delivered(pair: Sequence[GatewayProcess], kind: str) -> Callabl
 
 
 def endpoints(running: GatewayProcess) -> list[dict[str, Any]]:
-    """Return the rows of the gateway's /endpoints page."""
+    # Return the rows of the gateway's /endpoints page.
     with urllib.request.urlopen(f"{running.admin_url}/endpoints", timeout=PATIENCE_S) as answer:
         rows: list[dict[str, Any]] = json.load(answer)["endpoints"]
         return rows
 
 
 def wait_until(is_met: Callable[[], bool], within_s: float = PATIENCE_S) -> float:
-    """Poll until a condition holds, and return the seconds that this took."""
     began = time.monotonic()
     while not is_met():
         assert time.monotonic() - began < within_s, "the condition was not met in time"

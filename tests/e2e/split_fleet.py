@@ -36,8 +36,6 @@ NEED_BOOTSTRAP = ("sglang", "mooncake")
 
 
 class SplitFleet:
-    """The gateway `app`, its `prefill` and `decode` engines, and an HTTP client."""
-
     def __init__(
         self,
         app: App,
@@ -51,7 +49,7 @@ class SplitFleet:
         self.http = http
 
     async def ask(self, body: Mapping[str, Any], path: str = "/v1/completions") -> tuple[int, str]:
-        """Send one request; return its status, and its text or the error body."""
+        # Send one request; return its status, and its text or the error body.
         async with self.http.post(
             self.app.url + path, json={"model": MODEL} | dict(body)
         ) as answer:
@@ -61,7 +59,7 @@ class SplitFleet:
     async def assert_right_answer(
         self, body: Mapping[str, Any], path: str = "/v1/completions"
     ) -> None:
-        """Send one request and assert that its text is what one engine alone would return."""
+        # Send one request and assert that its text is what one engine alone would return.
         status, text = await self.ask(body, path)
         assert status == 200, text
         assert text == expected_text(dict(body), body["max_tokens"])
@@ -76,10 +74,9 @@ class SplitFleet:
             return state
 
     async def used_resources(self) -> list[int]:
-        """Return the counters of all resources that gateway and engines use for requests.
-
-        All are zero when no request is in progress.
-        """
+        # Return the counters of all resources that gateway and engines use for requests.
+        #
+        # All are zero when no request is in progress.
         gate = self.app.gateway.gate
         amounts = [gate.active_requests, gate.body_bytes, gate.retries_running]
         for live in self.app.gateway.endpoints.all():
@@ -96,18 +93,16 @@ class SplitFleet:
         return amounts
 
     async def _used_or_unreachable(self) -> list[int]:
-        """Return used_resources(), or [1] while an engine does not listen after a fault."""
+        # Return used_resources(), or [1] while an engine does not listen after a fault.
         try:
             return await self.used_resources()
         except aiohttp.ClientConnectorError:
             return [1]
 
     async def at_rest(self, within_s: float = 5.0) -> None:
-        """Wait until no resource is in use.
-
-        Also asserts that no engine received a malformed handoff.
-        """
-
+        # Wait until no resource is in use.
+        #
+        # Also asserts that no engine received a malformed handoff.
         async def wait_until_empty() -> None:
             while any(await self._used_or_unreachable()):
                 await asyncio.sleep(0.005)
@@ -124,7 +119,7 @@ class SplitFleet:
 
 
 def text_of(raw: bytes) -> str:
-    """Return the text of a response, streamed or not. Raises AssertionError on an error event."""
+    # Return the text of a response, streamed or not. Raises AssertionError on an error event.
     if not raw.startswith(b"data:"):
         return _choice_text(json.loads(raw)["choices"][0])
     events = [event.removeprefix(b"data: ") for event in raw.split(b"\n\n") if event]
@@ -153,14 +148,11 @@ async def split_fleet(
     log: str = "off",
     **sections: Any,
 ) -> AsyncIterator[SplitFleet]:
-    """Start engines and a gateway that splits prompts of 64 uncached tokens or more.
-
-    dialect   handoff protocol of the engines
-    tps       TP size of the prefill and of the decode engines
-    groups    number of prefill and of decode engines
-    kv        options of KV transfer
-    pool      further settings of the pool
-    """
+    # Start engines and a gateway that splits prompts of 64 uncached tokens or more.
+    #
+    # dialect handoff protocol of the engines tps TP size of the prefill and of the decode engines
+    # groups number of prefill and of decode engines kv options of KV transfer pool further settings
+    # of the pool
     transfer = TransferSpec(**({"dialect": dialect, "transport": "inproc"} | dict(kv or {})))
     shape, gpu = model_named(model), gpu_named("h100")
     specs = [

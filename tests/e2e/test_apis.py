@@ -41,8 +41,6 @@ INPUTS: dict[str, dict[str, Any]] = {
 
 
 class Setup(NamedTuple):
-    """The gateway's URL, an engine's URL, and an SDK client of the gateway."""
-
     url: str
     engine: str
     sdk: OpenAI

@@ -34,16 +34,12 @@ REQUEST_S = 0.00025
 
 
 class Measurement(NamedTuple):
-    """The effects of an attack: 99th percentile of the wait in seconds, memory growth in bytes."""
-
     wait_s: float
     resident_bytes: int
     socket_bytes: int
 
 
 class Load(NamedTuple):
-    """The number of answered requests, and the highest socket memory meanwhile in bytes."""
-
     requests: int
     socket_bytes: int
 
@@ -68,7 +64,7 @@ def target(
 
 
 def send_requests(target: Attacked, seconds: float) -> Load:
-    """Send requests for `seconds`, at least MIN_REQUESTS. Asserts that each is answered."""
+    # Send requests for `seconds`, at least MIN_REQUESTS. Asserts that each is answered.
     socket_bytes, requests, end = 0, 0, monotonic() + seconds
     with RawConnection(target.gateway.port) as wire:
         while requests < MIN_REQUESTS or monotonic() < end:
@@ -81,10 +77,9 @@ def send_requests(target: Attacked, seconds: float) -> Load:
 
 
 def measure_calm(target: Attacked) -> tuple[float, float]:
-    """Measure without an attack: the 99th percentile of the wait, and how slow the core is.
-
-    Slowness is a factor of at least 1.
-    """
+    # Measure without an attack: the 99th percentile of the wait, and how slow the core is.
+    #
+    # Slowness is a factor of at least 1.
     target.gaps()
     before = target.cost.cpu_s
     requests = send_requests(target, CALM_S).requests
@@ -93,7 +88,6 @@ def measure_calm(target: Attacked) -> tuple[float, float]:
 
 
 def measure_attack(target: Attacked, name: str) -> Measurement:
-    """Run an attack while a client sends requests, and measure its effects."""
     resident = target.cost.resident_bytes
     target.cost.reset_peak()
     sockets = target.cost.socket_bytes()
@@ -109,11 +103,10 @@ def measure_attack(target: Attacked, name: str) -> Measurement:
 
 @pytest.mark.parametrize("name", CORPUS)
 def test_an_attack_costs_little_time_and_memory_and_no_request(target: Attacked, name: str) -> None:
-    """The limit on memory must hold at the first try.
-
-    The limit on waits may take several tries, because other processes share caches and
-    hyperthreads.
-    """
+    # The limit on memory must hold at the first try.
+    #
+    # The limit on waits may take several tries, because other processes share caches and
+    # hyperthreads.
     waits: list[float] = []
     bound_s = 0.0
     while not waits or waits[-1] > bound_s:

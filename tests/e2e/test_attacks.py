@@ -58,18 +58,15 @@ INTERNAL: dict[str, Any] = {
 
 
 class Setup(NamedTuple):
-    """A running gateway, and the recording engine behind it."""
-
     gateway: GatewayProcess
     engine: RecordingEngine
 
 
 @pytest.fixture(scope="module")
 def setup(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Setup]:
-    """Run a gateway in front of the recording engine.
-
-    At the end, assert that it printed no traceback.
-    """
+    # Run a gateway in front of the recording engine.
+    #
+    # At the end, assert that it printed no traceback.
     with recording_engine() as engine:
         config = CONFIG.format(url=engine.url)
         with gateway_process(
@@ -111,10 +108,9 @@ def test_an_attack_is_answered_with_its_error_and_nothing_is_forwarded(
 def test_an_attack_pipelined_behind_a_valid_request_is_refused(
     setup: Setup, attack: Attack
 ) -> None:
-    """The gateway parses the first request itself, and the second with aiohttp.
-
-    Neither parser may read bytes of the other's request.
-    """
+    # The gateway parses the first request itself, and the second with aiohttp.
+    #
+    # Neither parser may read bytes of the other's request.
     assert isinstance(attack.sent, bytes)
     forwarded = len(setup.engine.requests)
     with RawConnection(setup.gateway.port) as connection:
@@ -204,7 +200,7 @@ def test_a_dropped_member_with_an_escaped_name_is_dropped(setup: Setup) -> None:
     ],
 )
 def test_a_malicious_host_header_changes_nothing(setup: Setup, host: str) -> None:
-    """Paths and upstream hosts never come from Host: the request is refused or served as usual."""
+    # Paths and upstream hosts never come from Host: the request is refused or served as usual.
     answer = ask(setup, head(LENGTH, host=f"Host: {host}") + BODY)
     if answer.status == 200:
         request = setup.engine.requests[-1]
@@ -319,7 +315,6 @@ UPGRADES = ["Upgrade: h2c", "Upgrade: websocket", "Upgrade: TLS/1.0, h2c"]
 def test_an_upgrade_is_ignored_and_the_request_is_answered_over_http_1_1(
     setup: Setup, upgrade: str
 ) -> None:
-    """Java's HttpClient offers HTTP/2 this way. The connection stays open."""
     request = (
         "Connection: Upgrade, HTTP2-Settings",
         upgrade,
@@ -336,7 +331,7 @@ def test_an_upgrade_is_ignored_and_the_request_is_answered_over_http_1_1(
 def test_an_upgrade_of_an_unusual_request_is_ignored_and_its_connection_closed(
     setup: Setup, upgrade: str
 ) -> None:
-    """aiohttp's parser drops the bytes after such a head, so the gateway must not read further."""
+    # aiohttp's parser drops the bytes after such a head, so the gateway must not read further.
     request = ("Connection: Upgrade", upgrade)
     behind = chat(user="status:418")
     forwarded = len(setup.engine.requests)
@@ -386,10 +381,9 @@ def test_a_stream_for_several_prompts_is_complete_when_every_choice_has_ended(
 
 
 def test_a_client_that_closes_its_sending_side_counts_as_disconnected(setup: Setup) -> None:
-    """A client that exits sends only a FIN, as one that closes its sending side does.
-
-    Waiting to see whether it still reads would keep the engine busy.
-    """
+    # A client that exits sends only a FIN, as one that closes its sending side does.
+    #
+    # Waiting to see whether it still reads would keep the engine busy.
     with RawConnection(setup.gateway.port) as connection:
         connection.send(chat(user="hold"))
         assert setup.engine.wait(lambda: setup.engine.requests[-1].json.get("user") == "hold")

@@ -32,8 +32,6 @@ TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type
 
 
 class Setup(NamedTuple):
-    """A gateway with the Batch API, its folder, SDK clients for two tenants and for an engine."""
-
     gateway: GatewayProcess
     sdk: OpenAI
     rival: OpenAI
@@ -77,7 +75,6 @@ def create(sdk: OpenAI, file_id: str, endpoint: str = "/v1/chat/completions") ->
 
 
 def wait(sdk: OpenAI, batch_id: str) -> Batch:
-    """Poll a batch until it has ended, and return it."""
     ends = time.monotonic() + WITHIN_S
     while time.monotonic() < ends:
         batch = sdk.batches.retrieve(batch_id)
@@ -88,7 +85,6 @@ def wait(sdk: OpenAI, batch_id: str) -> Batch:
 
 
 def until(condition: Callable[[], bool], within_s: float = WITHIN_S) -> None:
-    """Wait until a condition holds."""
     ends = time.monotonic() + within_s
     while not condition():
         assert time.monotonic() < ends, "the condition was not met in time"
@@ -96,7 +92,7 @@ def until(condition: Callable[[], bool], within_s: float = WITHIN_S) -> None:
 
 
 def post(setup: Setup, path: str, body: bytes, content_type: str) -> tuple[int, Any]:
-    """Send a body as it is; return the status and the decoded JSON of the answer."""
+    # Send a body as it is; return the status and the decoded JSON of the answer.
     connection = HTTPConnection("127.0.0.1", setup.gateway.port, timeout=WITHIN_S)
     headers = {"authorization": "Bearer sk-acme", "content-type": content_type}
     connection.request("POST", path, body, headers)
@@ -105,7 +101,7 @@ def post(setup: Setup, path: str, body: bytes, content_type: str) -> tuple[int, 
 
 
 def results(sdk: OpenAI, file_id: str | None) -> dict[str, Any]:
-    """Return the lines of a results file by their custom_id, of which each must occur once."""
+    # Return the lines of a results file by their custom_id, of which each must occur once.
     if file_id is None:
         return {}
     lines = [json.loads(line) for line in sdk.files.content(file_id).text.splitlines()]

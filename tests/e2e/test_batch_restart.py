@@ -50,7 +50,7 @@ def page(url: str) -> str:
 
 
 def generated(engine: MockProcess) -> float:
-    """Return the tokens that the engine has generated since its start."""
+    # Return the tokens that the engine has generated since its start.
     return total(page(engine.url), "vllm:generation_tokens_total")
 
 
@@ -60,7 +60,6 @@ def completed(sdk: OpenAI, batch_id: str) -> int:
 
 
 def check_texts(sdk: OpenAI, output_file_id: str | None, asked: list[dict[str, Any]]) -> None:
-    """Check that every request has one result, and the text of an undisturbed answer."""
     found = results(sdk, output_file_id)
     assert set(found) == {line["custom_id"] for line in asked}
     for line in asked:
@@ -91,7 +90,6 @@ def test_a_killed_gateway_resumes_its_batch_and_repeats_no_finished_request(
 
 
 def journal_results(folder: Path) -> int:
-    """Return the results in the only journal of the store."""
     (journal,) = (folder / "store").glob("batches/*/*/journal")
     return sum(b'"result"' in line for line in journal.read_bytes().splitlines())
 
@@ -121,8 +119,6 @@ def test_an_answer_that_gives_way_to_live_requests_continues_from_its_tokens(
 
 
 def burst(running: GatewayProcess, number: int) -> int:
-    """Send eight live requests at once, wait for them, and return their tokens."""
-
     async def ask() -> int:
         url = f"{running.url}/v1"
         async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as sdk:

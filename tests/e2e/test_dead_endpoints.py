@@ -15,10 +15,9 @@ DEAD = (Mode.REFUSES, Mode.RESETS)
 
 
 def modes(alive: int, of: int, dead: tuple[Mode, ...] = DEAD) -> list[Mode]:
-    """Return the modes of `of` engines:
-
-    `alive` that answer, after others that cycle through `dead`.
-    """
+    # Return the modes of `of` engines:
+    #
+    # `alive` that answer, after others that cycle through `dead`.
     return [dead[index % len(dead)] for index in range(of - alive)] + [Mode.ANSWERS] * alive
 
 

@@ -52,8 +52,6 @@ limits: {limits}
 
 
 class Setup(NamedTuple):
-    """A running gateway with short time limits, and the recording engine behind it."""
-
     gateway: GatewayProcess
     engine: RecordingEngine
 
@@ -64,8 +62,6 @@ class Setup(NamedTuple):
         return RawConnection(self.gateway.port, receive_bytes)
 
     def wait_for_request(self, user: str, count: int = 1) -> RecordedRequest:
-        """Wait until `count` requests of this user have arrived, and return the latest."""
-
         def requests() -> list[RecordedRequest]:
             return [request for request in self.engine.requests if request.json.get("user") == user]
 
@@ -83,7 +79,6 @@ class Setup(NamedTuple):
 
 @pytest.fixture(scope="module")
 def setup(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Setup]:
-    """Run a gateway with short time limits in front of the recording engine."""
     with recording_engine() as engine:
         limits = "{" + ", ".join(f"{name}: {value}" for name, value in LIMITS.items()) + "}"
         config = CONFIG.format(url=engine.url, places=24, limits=limits)
@@ -102,7 +97,6 @@ def ask(setup: Setup, **changes: Any) -> bytes:
 
 
 def drip(connection: RawConnection, data: bytes, every_s: float) -> None:
-    """Send data byte by byte until the gateway answers or closes."""
     connection.socket.settimeout(every_s)
     for index in range(len(data)):
         connection.send(data[index : index + 1])
@@ -205,7 +199,6 @@ def test_a_connection_between_requests_ends_at_the_idle_deadline_not_the_header_
 
 
 def test_waiting_for_the_engine_is_not_limited_by_client_deadlines(setup: Setup) -> None:
-    """Client deadlines limit only the time until the request is complete, as it is here."""
     with setup.connect() as connection:
         connection.send(post({**CHAT, "user": "hold"}))
         request = setup.wait_for_request("hold")
@@ -240,7 +233,7 @@ def test_a_stalled_reader_costs_little_memory_is_cut_off_and_delays_no_other_cli
 
 
 async def test_the_gateway_buffers_at_most_one_engine_read_for_a_stalled_reader() -> None:
-    """The client's write buffer never exceeds its high-water mark plus one read."""
+    # The client's write buffer never exceeds its high-water mark plus one read.
     with recording_engine() as engine:
         config = Config.model_validate(
             {
@@ -264,7 +257,7 @@ async def test_the_gateway_buffers_at_most_one_engine_read_for_a_stalled_reader(
 
 
 async def _largest_write_buffer(app: App) -> int:
-    """Return the largest size of a client's write buffer until the client is cut off, in bytes."""
+    # Return the largest size of a client's write buffer until the client is cut off, in bytes.
     most_bytes, has_connected = 0, False
     async with asyncio.timeout(PATIENCE_S):
         while not has_connected or app.connections:

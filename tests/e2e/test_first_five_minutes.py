@@ -28,14 +28,11 @@ END = "__over__"
 
 
 class Step(NamedTuple):
-    """A command and the output lines expected of it. A command None means the running demo."""
-
     command: str | None
     lines: list[str]
 
 
 def steps() -> Iterator[Step]:
-    """Yield the steps of the page, in order."""
     for of_the_demo, block in re.findall(
         r"^```console( demo)?\n(.*?)^```", PAGE.read_text(), re.M | re.S
     ):
@@ -48,19 +45,17 @@ def steps() -> Iterator[Step]:
 
 
 def pattern(line: str) -> re.Pattern[str]:
-    """Compile a line of the page to a regular expression.
-
-    Columns may be wider; `...` matches any text, even none.
-    """
+    # Compile a line of the page to a regular expression.
+    #
+    # Columns may be wider; `...` matches any text, even none.
     parts = [r"\s+".join(map(re.escape, part.split(" "))) for part in line.split("...")]
     return re.compile(".*".join(parts).replace(r"\s+\s+", r"\s+"))
 
 
 def missing(lines: list[str], output: str) -> str | None:
-    """Return the first line of the page that is missing in the output, or None.
-
-    The lines must occur in the page's order.
-    """
+    # Return the first line of the page that is missing in the output, or None.
+    #
+    # The lines must occur in the page's order.
     rest = iter(output.splitlines())
     for line in lines:
         if not any(pattern(line.strip()).search(output_line) for output_line in rest):
@@ -69,8 +64,6 @@ def missing(lines: list[str], output: str) -> str | None:
 
 
 class Terminal:
-    """A shell with a `penstock` function, and the demo as a second process."""
-
     def __init__(self, folder: Path, ports: dict[str, str]) -> None:
         self._ports = ports
         self._folder = folder
@@ -104,7 +97,6 @@ class Terminal:
         return re.sub("|".join(self._ports), lambda match: self._ports[match[0]], text)
 
     def open_demo(self) -> None:
-        """Start the page's first command with free ports, as a process of its own."""
         ports = ["--port", self._ports["8080"], "--admin-port", self._ports["8081"]]
         process = self._start(
             [sys.executable, "-m", "gateway", "demo", *ports], stdin=subprocess.DEVNULL
@@ -119,7 +111,6 @@ class Terminal:
         self._ports |= {"9100": str(first[0]), "9101": str(first[1])}
 
     def wait_for_demo_output(self, lines: list[str], *, keep: bool = False) -> None:
-        """Wait until the demo has printed these lines after those already read."""
         began = monotonic()
         while (lost := missing(lines, self._unread_output())) is not None:
             assert monotonic() - began < WITHIN_S, f"{lost!r} is not in:\n{self._unread_output()}"
@@ -131,7 +122,6 @@ class Terminal:
         return "".join(self.demo_output[self._read_lines :])
 
     def run(self, command: str) -> str:
-        """Run a command in the shell and return its output."""
         self._write(f"{self._with_our_ports(command)}\nprintf '\\n{END}\\n'")
         assert self._shell.stdout
         output = ""

@@ -17,7 +17,6 @@ async def learned(fleet: EventFleet, prompts: int) -> None:
 
 
 def predicted(fleet: EventFleet, group: int = 0) -> int:
-    """The cached tokens that the gateway expected at its newest pick, as engines count them."""
     return fleet.app.gateway.endpoints.all()[group].hit_tokens
 
 

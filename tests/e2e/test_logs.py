@@ -31,7 +31,7 @@ async def request_ids(gateway: GatewayProcess, count: int) -> list[str]:
 
 
 def logged_request_ids(folder: Path) -> list[str]:
-    """Return the request ids in all access log files. Raises an error for an incomplete line."""
+    # Return the request ids in all access log files. Raises an error for an incomplete line.
     files = sorted(folder.glob("access.jsonl*"))
     return sorted(
         json.loads(line)["id"] for file in files for line in file.read_text().splitlines()
@@ -45,10 +45,9 @@ async def until_exists(file: Path) -> None:
 
 
 async def ask_and_move(gateway: GatewayProcess, file: Path) -> list[str]:
-    """Send requests before and after the log is moved away and reopened by SIGHUP.
-
-    Returns their request ids.
-    """
+    # Send requests before and after the log is moved away and reopened by SIGHUP.
+    #
+    # Returns their request ids.
     ids = await request_ids(gateway, REQUESTS)
     await asyncio.sleep(1.0)  # so that all lines are written before the move
     file.rename(file.with_name("access.jsonl.moved"))

@@ -25,7 +25,6 @@ pools:
 def test_a_large_image_on_an_idle_gateway_is_answered_at_once(
     tmp_path: Path, size: int, context_tokens: int
 ) -> None:
-    """This holds also if the context is shorter than an image usually needs: the engine decides."""
     config = CONFIG.replace("65536", str(context_tokens))
     image = base64.b64encode(Random(size).randbytes(size * 3 // 4)).decode()
     part = {"type": "image_url", "image_url": {"url": f"data:image/jpeg;base64,{image}"}}

@@ -25,8 +25,6 @@ limits: {{body: 1MiB, body_budget: 4MiB, connections: 16, slow_reader: 1s, idle_
 
 
 class Setup(NamedTuple):
-    """A running gateway with small memory limits, and the recording engine behind it."""
-
     gateway: GatewayProcess
     engine: RecordingEngine
 
@@ -58,7 +56,6 @@ def status_of(setup: Setup, sent: bytes) -> int:
     ids=["declared", "in chunks"],
 )
 def test_uploading_bodies_share_one_budget_and_return_it(setup: Setup, begun: bytes) -> None:
-    """Four bodies of 1 MiB exhaust the budget. The next is refused unread, with Retry-After."""
     large = post({**CHAT, "padding": "x" * (MIB - 1024)})
     with ExitStack() as open_connections:
         connections = [
@@ -85,7 +82,6 @@ def test_uploading_bodies_share_one_budget_and_return_it(setup: Setup, begun: by
 
 
 def test_announcing_large_bodies_uses_none_of_the_budget(setup: Setup) -> None:
-    """Only received bytes count, so idle uploads of announced bodies do not block other clients."""
     with ExitStack() as open_connections:
         for _ in range(8):
             open_connections.enter_context(RawConnection(setup.gateway.port)).send(
@@ -95,10 +91,9 @@ def test_announcing_large_bodies_uses_none_of_the_budget(setup: Setup) -> None:
 
 
 def test_unread_responses_do_not_accumulate(setup: Setup) -> None:
-    """The client pipelines bad requests and reads nothing.
-
-    The gateway stops reading, then closes.
-    """
+    # The client pipelines bad requests and reads nothing.
+    #
+    # The gateway stops reading, then closes.
     before, peak, took = setup.gateway.resident_bytes, 0, Stopwatch(setup.gateway.pid)
     with RawConnection(setup.gateway.port, receive_bytes=4096) as connection:
         connection.socket.settimeout(0.1)

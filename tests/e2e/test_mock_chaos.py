@@ -29,8 +29,6 @@ ON_THE_WIRE = (
 
 
 class FaultInjector:
-    """Sets random faults on random engines, one at a time, and clears each after a while."""
-
     def __init__(self, groups: MockPair, faults: tuple[str, ...], rng: Random) -> None:
         self._groups, self._faults, self._rng = groups, faults, rng
 
@@ -53,10 +51,9 @@ class FaultInjector:
 
 
 async def ask(groups: MockPair, body: dict[str, Any], patience_s: float | None) -> str | None:
-    """Return the text of one request, or None if it failed or the client disconnected.
-
-    `patience_s` is when the client disconnects; None: never.
-    """
+    # Return the text of one request, or None if it failed or the client disconnected.
+    #
+    # `patience_s` is when the client disconnects; None: never.
     request = asyncio.create_task(groups.split(body))
     if patience_s is not None:
         await asyncio.sleep(patience_s)

@@ -20,7 +20,7 @@ ONE = {"max_tokens": 1, "min_tokens": 1}
 
 
 async def prefill_params(groups: MockPair, body: dict[str, Any] = BODY) -> dict[str, Any]:
-    """Send a vLLM prefill request; return the kv_transfer_params of its response."""
+    # Send a vLLM prefill request; return the kv_transfer_params of its response.
     status, answer = await groups.post(
         groups.prefill, body | ONE | {"kv_transfer_params": GIVE}, "abc"
     )
@@ -281,7 +281,6 @@ async def test_the_prompt_of_a_chat_is_rendered_only_once() -> None:
 
 
 async def test_a_decode_group_reserves_memory_for_the_whole_prompt_before_the_transfer() -> None:
-    """With memory for one prompt, the second one waits, and prefill keeps its KV."""
     tokens = len(token_bytes(PROMPT)) // 4
     async with mock_pair("vllm_push", kv_tokens=2 * tokens, speed=1.0) as groups:
         bodies = [{"prompt": f"{name} " + PROMPT, "max_tokens": 60} for name in ("one", "two")]
@@ -576,7 +575,7 @@ async def test_groups_of_another_fleet_version_or_model_get_no_kv() -> None:
 
 
 async def test_links_have_the_configured_bandwidth() -> None:
-    """The KV of 640 tokens of an 8B model is 84 MB: 0.2 s at 3.4 Gbit/s."""
+    # The KV of 640 tokens of an 8B model is 84 MB: 0.2 s at 3.4 Gbit/s.
     loop = asyncio.get_running_loop()
     body = {"prompt": "word" * 640, "max_tokens": 1}
     async with mock_pair(kv={"gbps": 3.4}, speed=1.0) as groups:

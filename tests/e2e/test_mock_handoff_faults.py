@@ -34,7 +34,6 @@ async def fault(groups: MockPair, member: FleetGroup, what: str) -> None:
 
 
 async def attempt(groups: MockPair, body: dict[str, Any] = LONG) -> str | None:
-    """Return the text of a split request, or None if prefill or decode failed."""
     try:
         status, answer = await groups.split(body)
     except (AssertionError, aiohttp.ClientError):
@@ -44,7 +43,6 @@ async def attempt(groups: MockPair, body: dict[str, Any] = LONG) -> str | None:
 
 @asynccontextmanager
 async def fault_prone_pair(dialect: str = "vllm_nixl", **kv: Any) -> AsyncIterator[MockPair]:
-    """Start two engines whose KV connection passes a relay that can inject faults."""
     async with mock_pair(
         dialect, kv={"transport": "tcp", "wire_faults": True, "wait_s": 2.0, "lease_s": 2.0} | kv
     ) as groups:
@@ -168,11 +166,10 @@ async def test_connection_faults_are_refused_without_wire_faults_enabled() -> No
 
 
 async def recovers(groups: MockPair) -> bool:
-    """Return whether one of six attempts gives the right response.
-
-    A decode engine in push mode may still use the address of the dead engine, and an attempt may
-    time out on a busy machine.
-    """
+    # Return whether one of six attempts gives the right response.
+    #
+    # A decode engine in push mode may still use the address of the dead engine, and an attempt may
+    # time out on a busy machine.
     for _ in range(6):
         if await attempt(groups) == WORDS:
             return True
@@ -260,8 +257,6 @@ async def test_many_disconnecting_clients_do_not_affect_the_others() -> None:
 
 
 class Process:
-    """One mock engine in its own process."""
-
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self.process = process
         assert process.stdout is not None
@@ -271,7 +266,6 @@ class Process:
 
 @asynccontextmanager
 async def processes(*options: str) -> AsyncIterator[tuple[Process, Process]]:
-    """Run a prefill and a decode engine as processes."""
     command = [
         sys.executable,
         "-m",

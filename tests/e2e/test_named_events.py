@@ -44,8 +44,6 @@ BODIES = {"/v1/messages": MESSAGE, "/v1/responses": RESPONSE}
 
 
 class Setup(NamedTuple):
-    """The gateway's URL, the engines' URLs, and an SDK client of the gateway."""
-
     url: str
     engines: list[str]
     sdk: OpenAI
@@ -64,7 +62,7 @@ def setup(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Setup]:
 
 
 def sent(url: str, body: dict[str, Any], method: str = "POST") -> tuple[int, str, str]:
-    """Send a request as Claude Code does; return status, content type and body."""
+    # Send a request as Claude Code does; return status, content type and body.
     headers = {"content-type": "application/json", "anthropic-version": "2023-06-01"}
     request = urllib.request.Request(url, json.dumps(body).encode(), headers, method=method)
     try:
@@ -80,7 +78,6 @@ def events(text: str) -> list[tuple[str, dict[str, Any]]]:
 
 
 def plain(answer: Any) -> Any:
-    """Return an answer without the parts that differ between requests."""
     if isinstance(answer, list):
         return [plain(part) for part in answer]
     if not isinstance(answer, dict):

@@ -45,8 +45,6 @@ WEATHER: Any = {
 
 
 class Setup(NamedTuple):
-    """An SDK client of the gateway, an SDK client of one engine, and the gateway's URL."""
-
     sdk: OpenAI
     engine: OpenAI
     url: str
@@ -76,7 +74,7 @@ def engine() -> Iterator[RecordingEngine]:
 
 @pytest.fixture(scope="module")
 def tenants_url(tmp_path_factory: pytest.TempPathFactory, engine: RecordingEngine) -> Iterator[str]:
-    """Run a gateway with one tenant in front of the recording engine; yield its URL."""
+    # Run a gateway with one tenant in front of the recording engine; yield its URL.
     config = TENANTS.format(engine.url)
     with gateway_process(
         tmp_path_factory.mktemp("tenants"), config, ACME_KEY="sk-acme-secret"
@@ -86,7 +84,7 @@ def tenants_url(tmp_path_factory: pytest.TempPathFactory, engine: RecordingEngin
 
 
 def words(n_tokens: int, choice: int = 0, **body: Any) -> str:
-    """Return the text that a mock engine must generate for the chat of these tests."""
+    # Return the text that a mock engine must generate for the chat of these tests.
     return expected_text({"messages": MESSAGES, **body}, n_tokens, choice)
 
 

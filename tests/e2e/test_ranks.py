@@ -13,7 +13,6 @@ PINNED = {"layout": {"dp": RANKS}, "pin_ranks": True}
 
 
 def blocks(fleet: EventFleet) -> list[int]:
-    """The number of blocks that each rank has really cached."""
     return [len(group.scheduler.pool.cached_keys()) for group in fleet.groups[0].ranks]
 
 

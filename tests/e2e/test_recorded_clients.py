@@ -42,17 +42,15 @@ class Answer(NamedTuple):
 
     @property
     def is_turn(self) -> bool:
-        """Whether the request is part of the conversation.
-
-        Agents also send requests without tools, for example for a title.
-        """
+        # Whether the request is part of the conversation.
+        #
+        # Agents also send requests without tools, for example for a title.
         return bool(self.request.json.get("tools"))
 
     def content(self) -> tuple[str, list[tuple[str, Any]], int]:
-        """Return the text, the tool calls and the number of cached tokens.
-
-        Asserts that the events of a stream are in a valid order.
-        """
+        # Return the text, the tool calls and the number of cached tokens.
+        #
+        # Asserts that the events of a stream are in a valid order.
         if self.request.path == "/v1/messages":
             return message_content(message_of(self.body) if self.is_stream else self.json())
         if self.request.path == "/v1/responses":
@@ -95,10 +93,9 @@ def chat_content(answer: Any) -> tuple[str, list[tuple[str, Any]], int]:
 
 
 def chunks_of(data: bytes) -> Any:
-    """Return the chat completion that a client assembles from a stream.
-
-    Asserts that its chunks are in a valid order.
-    """
+    # Return the chat completion that a client assembles from a stream.
+    #
+    # Asserts that its chunks are in a valid order.
     *events, last = data.decode().removesuffix("\n\n").split("\n\n")
     assert last == "data: [DONE]"
     text, arguments, name, reasons, usage = "", "", "", [], None
@@ -120,10 +117,9 @@ def chunks_of(data: bytes) -> Any:
 
 
 def send_again(url: str, client: RecordedClient) -> list[tuple[RecordedRequest, Any, bytes]]:
-    """Send the requests of a recording one after another over one connection.
-
-    Returns for each the request, the response and its body.
-    """
+    # Send the requests of a recording one after another over one connection.
+    #
+    # Returns for each the request, the response and its body.
     connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=PATIENCE_S)
     answers, last_id = [], ""
     for request in client.requests:
@@ -139,7 +135,7 @@ def send_again(url: str, client: RecordedClient) -> list[tuple[RecordedRequest, 
 
 
 def logged(folder: Path, ids: set[str]) -> dict[str, Any]:
-    """Wait until these requests are in the access log; return their entries by id."""
+    # Wait until these requests are in the access log; return their entries by id.
     ends = time.monotonic() + PATIENCE_S
     while True:
         text = (folder / "penstock-demo" / "access.log").read_text()
@@ -157,10 +153,9 @@ def demo_command(_: str, *arguments: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def conversations(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Answer]]:
-    """Send all recordings to a demo of four endpoints, one conversation after another.
-
-    The choice of endpoints thus does not depend on the load.
-    """
+    # Send all recordings to a demo of four endpoints, one conversation after another.
+    #
+    # The choice of endpoints thus does not depend on the load.
     folder = tmp_path_factory.mktemp("demo")
     clients = [recorded_clients.load(name) for name in NAMES]
     with started_demo(demo_command, folder) as demo:
@@ -217,7 +212,6 @@ def test_the_tool_that_the_user_asks_for_is_called_once(
 
 
 def strings(value: Any) -> Iterator[str]:
-    """Yield every string in a JSON value."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict | list):

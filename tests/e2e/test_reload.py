@@ -27,24 +27,21 @@ pools:
 
 
 class Operator:
-    """Edits the configuration, runs commands against the gateway and reads its stderr."""
-
     def __init__(self, running: GatewayProcess, file: Path) -> None:
         self.running = running
         self.file = file
 
     def run(self, *words: str) -> tuple[int, str]:
-        """Run a penstock command; return its exit code and output."""
+        # Run a penstock command; return its exit code and output.
         return run_command(*words, "--admin", self.running.admin_url)
 
     def edit(self, old: str, new: str) -> None:
-        """Replace text as `sed -i` does: a new file is renamed over the old one."""
         fresh = self.file.with_suffix(".new")
         fresh.write_text(self.file.read_text().replace(old, new))
         fresh.replace(self.file)
 
     def wait_for_output(self, words: str) -> float:
-        """Wait until the gateway has printed these words; return the seconds that this took."""
+        # Wait until the gateway has printed these words; return the seconds that this took.
         took = Stopwatch(self.running.pid)
         while words not in self.running.stderr_text:
             assert took.wall_s < PATIENCE_S, self.running.stderr_text

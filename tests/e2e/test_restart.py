@@ -45,7 +45,7 @@ def engines() -> Iterator[list[str]]:
 def send(
     connection: http.client.HTTPConnection, path: str, body: bytes | None = None
 ) -> tuple[int, str | None]:
-    """Send a request on an open connection; return the status and the Connection header."""
+    # Send a request on an open connection; return the status and the Connection header.
     headers = {} if body is None else {"content-type": "application/json"}
     connection.request("GET" if body is None else "POST", path, body, headers)
     answer = connection.getresponse()
@@ -54,10 +54,9 @@ def send(
 
 
 async def check_idle_connections(gateway: GatewayProcess) -> None:
-    """Check that the old process answers one more request on each idle connection.
-
-    One connection sent a chat, the other a GET, so that both HTTP parsers are covered.
-    """
+    # Check that the old process answers one more request on each idle connection.
+    #
+    # One connection sent a chat, the other a GET, so that both HTTP parsers are covered.
     chat = b'{"model": "demo-8b", "max_tokens": 1, "messages": [{"role": "user", "content": "hi"}]}'
     requests: list[tuple[str, bytes | None]] = [
         ("/v1/chat/completions", chat),

@@ -38,10 +38,9 @@ def mocks() -> Iterator[list[MockProcess]]:
 
 
 async def read_stream(sdk: openai.AsyncOpenAI, number: int, begun: asyncio.Semaphore) -> int:
-    """Read one stream and compare it with an undisturbed one; return its completion tokens.
-
-    `begun` is released at its first token.
-    """
+    # Read one stream and compare it with an undisturbed one; return its completion tokens.
+    #
+    # `begun` is released at its first token.
     messages = [
         openai.types.chat.ChatCompletionUserMessageParam(
             role="user", content=f"What is the depth of {number}?"

@@ -69,11 +69,10 @@ async def converse(
     turns: int = TURNS,
     agreeing: tuple[GatewayProcess, ...] = (),
 ) -> float:
-    """Simulate conversations whose turns alternate between the gateways.
-
-    Returns the share of prompt tokens that the engines had cached. Every request must succeed.
-    Between two turns, it waits until the `agreeing` gateways have the same state.
-    """
+    # Simulate conversations whose turns alternate between the gateways.
+    #
+    # Returns the share of prompt tokens that the engines had cached. Every request must succeed.
+    # Between two turns, it waits until the `agreeing` gateways have the same state.
     rng = Random(seed)
     prompts = [
         "".join(rng.choices("abcdefghij klmnop", k=rng.randint(10_000, 14_000)))
@@ -106,11 +105,10 @@ async def converse(
 
 
 def wait_for_agreement(gateways: tuple[GatewayProcess, ...]) -> float:
-    """Wait until all gateways report the same cached tokens per engine.
-
-    Returns the seconds that this took. The condition must hold for ten polls in a row. Prompts
-    differ in length, so that numbers are unlikely to be equal by chance.
-    """
+    # Wait until all gateways report the same cached tokens per engine.
+    #
+    # Returns the seconds that this took. The condition must hold for ten polls in a row. Prompts
+    # differ in length, so that numbers are unlikely to be equal by chance.
     looks: deque[list[list[int]]] = deque(maxlen=10)
 
     def have_agreed() -> bool:
@@ -159,7 +157,7 @@ async def test_a_tenant_has_one_quota_across_both_gateways(
 
 
 async def count_served(gateway: GatewayProcess, times: int) -> int:
-    """Send `times` requests of a tenant; return how many its quota admitted."""
+    # Send `times` requests of a tenant; return how many its quota admitted.
     codes: list[int] = []
     async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {TENANT_KEY}"}) as http:
         model = await model_name(http, [gateway.url])

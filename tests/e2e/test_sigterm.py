@@ -66,7 +66,7 @@ async def send_unstreamed(http: aiohttp.ClientSession, url: str, tokens: int) ->
 async def terminate_under_load(
     gateway: GatewayProcess, streams: int, tokens: int, unstreamed: int = 0
 ) -> Counter[str]:
-    """Send SIGTERM while requests are open; return how many ended in which way."""
+    # Send SIGTERM while requests are open; return how many ended in which way.
     begun = asyncio.Semaphore(0)
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(

@@ -26,8 +26,6 @@ CHAT: Any = {"messages": [{"role": "user", "content": "How deep is the reservoir
 
 
 class GatewayHarness:
-    """A running gateway, with SDK clients and access to its admin pages and metrics."""
-
     def __init__(self, app: App, http: aiohttp.ClientSession) -> None:
         self.app = app
         self._http = http
@@ -42,7 +40,6 @@ class GatewayHarness:
             return answer.status, await answer.json()
 
     def metric(self, name: str, **labels: str) -> float:
-        """Return the sum of a metric over the series that have these labels."""
         return total(self.app.metrics.render().decode(), name, **labels)
 
 
@@ -50,11 +47,10 @@ class GatewayHarness:
 async def running_gateway(
     *pools: Mapping[str, Any], speed: float = 1.0, concurrency: int = 2, **sections: Any
 ) -> AsyncIterator[GatewayHarness]:
-    """Run a gateway with one mock engine in each pool.
-
-    pools       settings of the pools `main`, `pool1`, ...; endpoints are filled in
-    sections    further sections of the configuration
-    """
+    # Run a gateway with one mock engine in each pool.
+    #
+    # pools settings of the pools `main`, `pool1`, ...; endpoints are filled in sections further
+    # sections of the configuration
     spec = GroupSpec("demo-8b", model_named("demo-8b"), gpu_named("h100"), speed=speed)
     async with run_fleet([spec] * max(1, len(pools))) as members, aiohttp.ClientSession() as http:
         pool_sections = {}
@@ -86,7 +82,7 @@ async def running_gateway(
 
 
 async def stream(sdk: AsyncOpenAI, tokens: int = 8, model: str = "demo-8b", **options: Any) -> str:
-    """Read one streamed chat to its end; return its request id."""
+    # Read one streamed chat to its end; return its request id.
     answer = await sdk.chat.completions.with_raw_response.create(
         model=model, stream=True, max_completion_tokens=tokens, **CHAT, **options
     )

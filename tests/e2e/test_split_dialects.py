@@ -19,10 +19,9 @@ DIALECTS = ("vllm_nixl", "vllm_push", "mooncake", "sglang", "trtllm")
 
 
 def mixed_requests(count: int, seed: int) -> Iterator[tuple[dict[str, Any], str]]:
-    """Yield random requests with their paths: short and long, chat and completion.
-
-    Some are streamed, and some share a prefix.
-    """
+    # Yield random requests with their paths: short and long, chat and completion.
+    #
+    # Some are streamed, and some share a prefix.
     rng = Random(seed)
     for number in range(count):
         beginning = SENTENCE * rng.choice((0, 0, 10, 30))

@@ -35,7 +35,7 @@ def chat(number: int) -> dict[str, Any]:
 
 
 async def read(fleet: SplitFleet, body: dict[str, Any]) -> tuple[bytes, str]:
-    """Send a request; return the bytes of the response, and the endpoint that began it."""
+    # Send a request; return the bytes of the response, and the endpoint that began it.
     path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
     async with fleet.http.post(fleet.app.url + path, json={"model": MODEL} | body) as answer:
         assert answer.status == 200
@@ -49,7 +49,7 @@ def events_of(raw: bytes) -> list[dict[str, Any]]:
 
 
 async def assert_undisturbed(fleet: SplitFleet, body: dict[str, Any]) -> None:
-    """Assert that the response is one consistent stream with the text of an undisturbed engine."""
+    # Assert that the response is one consistent stream with the text of an undisturbed engine.
     raw, _ = await read(fleet, body)
     events = events_of(raw)
     assert text_of(raw) == expected_text(body, TOKENS)
@@ -82,7 +82,6 @@ async def test_a_decoder_that_dies_during_a_response_loses_no_word(
 
 @pytest.mark.parametrize("dialect", CAN_RESUME)
 async def test_a_resumed_stream_has_the_usage_and_chunks_of_an_unbroken_one(dialect: str) -> None:
-    """The cached tokens are those of the prefill engine, whichever endpoint computed the rest."""
     options: dict[str, Any] = {"stream_options": {"include_usage": True}}
     async with split_fleet(dialect, kv=FAST, models=models(dialect), health=HEALTH) as fleet:
         await read(

@@ -24,8 +24,6 @@ tenants: [{{name: acme, key: '${{ACME}}'}}, {{name: zeta, key: '${{ZETA}}'}}]
 
 
 class Fleet(NamedTuple):
-    """Two gateways with one configuration, and their engines."""
-
     urls: list[str]
     engines: list[str]
 

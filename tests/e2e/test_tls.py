@@ -51,8 +51,6 @@ pools:
 
 
 class TlsSetup(NamedTuple):
-    """A gateway with TLS, the authority of its certificates, and a context that trusts it."""
-
     gateway: GatewayProcess
     authority: Authority
     trust: ssl.SSLContext
@@ -97,7 +95,6 @@ def sdk_client(setup: TlsSetup, trust: ssl.SSLContext | None = None) -> openai.O
 def peer_certificate(
     setup: TlsSetup, server_name: str = "localhost", **context: Any
 ) -> dict[str, Any]:
-    """Return the certificate that a new connection gets, with its ALPN protocol and TLS version."""
     trust = ssl.create_default_context(cafile=str(setup.authority.ca))
     for name, value in context.items():
         setattr(trust, name, value)
@@ -298,7 +295,7 @@ def wait_for_another_certificate(setup: TlsSetup, serial: str) -> str:
 
 
 def test_a_replaced_kubernetes_volume_is_detected(setup: TlsSetup, tmp_path: Path) -> None:
-    """Kubernetes replaces the files by renaming the symbolic link `..data`, which they refer to."""
+    # Kubernetes replaces the files by renaming the symbolic link `..data`, which they refer to.
     folder = setup.authority.ca.parent
     before = str(peer_certificate(setup)["serialNumber"])
     for number in (1, 2):
@@ -363,7 +360,6 @@ def test_a_client_that_does_not_read_is_cut_off_and_others_are_served(setup: Tls
 
 
 def open_connections(setup: TlsSetup) -> float:
-    """Return the number of client connections that the gateway has open."""
     with openai.DefaultHttpxClient(base_url=setup.gateway.admin_url, verify=setup.trust) as admin:
         (value,) = re.findall(
             r"^penstock_connections (\S+)$", admin.get("/metrics").text, re.MULTILINE

@@ -43,10 +43,9 @@ def engine_context(
     requires_client_certificate: bool = True,
     names: list[str | None] | None = None,
 ) -> ssl.SSLContext:
-    """Return the TLS context of an engine, which appends requested server names to `names`.
-
-    requires_client_certificate    whether to require a client certificate
-    """
+    # Return the TLS context of an engine, which appends requested server names to `names`.
+    #
+    # requires_client_certificate whether to require a client certificate
     folder = authority.ca.parent
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=str(authority.ca))
     context.load_cert_chain(folder / "engine.pem", folder / "engine.key")

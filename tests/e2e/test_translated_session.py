@@ -38,7 +38,6 @@ FILES = ["pump-1: dry", "pump-2: dry", "pump-3: wet"]
 
 
 def message_requests() -> list[dict[str, Any]]:
-    """Return the requests of a session of the Messages API: three tool calls, then an answer."""
     tool = {"name": "read_file", "description": "Read a file.", "input_schema": SCHEMA}
     system = [{"type": "text", "text": "You look after pumps.", "cache_control": {}}]
     turns: list[dict[str, Any]] = [{"role": "user", "content": TASK}]
@@ -58,7 +57,6 @@ def message_requests() -> list[dict[str, Any]]:
 
 
 def response_requests() -> list[dict[str, Any]]:
-    """Return the requests of the same session in the Responses API."""
     tool = {"type": "function", "name": "read_file", "description": "Read a file."}
     items: list[dict[str, Any]] = [
         {"type": "message", "role": "user", "content": [{"type": "input_text", "text": TASK}]}
@@ -115,15 +113,14 @@ def post_text(url: str, path: str, body: str) -> bytes:
 
 
 def event_order(data: bytes) -> list[str]:
-    """Return the names of the events in a stream; consecutive deltas count once."""
+    # Return the names of the events in a stream; consecutive deltas count once.
     return [name for name, _ in groupby(event["type"] for event in events(data))]
 
 
 def comparable_parts(answer: dict[str, Any]) -> Any:
-    """Return the parts of a message or response that must agree.
-
-    They are texts, tool calls, token counts and the reason of the end.
-    """
+    # Return the parts of a message or response that must agree.
+    #
+    # They are texts, tool calls, token counts and the reason of the end.
     usage, parts = answer["usage"], answer.get("content") or answer["output"]
     shown = [
         {key: part[key] for key in ("type", "text", "name", "input", "arguments") if key in part}
@@ -170,7 +167,6 @@ def test_whole_answers_of_a_session_are_equal_too(url: str, path: str) -> None:
 
 @pytest.mark.parametrize("name", TRANSLATED)
 def test_a_recorded_session_of_a_client_is_equal_turn_by_turn(url: str, name: str) -> None:
-    """Send what agents and SDKs sent, as it was: streams, tools, and members of their own."""
     calls = 0
     for request in recorded_clients.load(name).requests:
         read = message_of if request.path == "/v1/messages" else response_of
@@ -186,7 +182,6 @@ def test_a_recorded_session_of_a_client_is_equal_turn_by_turn(url: str, name: st
 
 
 def named(body: str, model: str) -> str:
-    """Return a recorded body for another model."""
     other, count = re.subn(r'("model": ?")[^"]+', rf"\g<1>{model}", body, count=1)
     assert count == 1
     return other

@@ -53,7 +53,6 @@ def post(url: str, body: dict[str, Any]) -> bytes:
 
 
 def chat(url: str, messages: list[dict[str, Any]], *, forced: bool) -> dict[str, Any]:
-    """Return the choice and the usage that the engines give for a conversation."""
     body: dict[str, Any] = {"model": "demo-8b", "max_tokens": 24, "messages": messages}
     body["tools"] = [{"type": "function", "function": READ}]
     body["tool_choice"] = "required" if forced else "none"
@@ -62,7 +61,7 @@ def chat(url: str, messages: list[dict[str, Any]], *, forced: bool) -> dict[str,
 
 
 def turn(url: str, path: str, body: dict[str, Any], *, stream: bool) -> dict[str, Any]:
-    """Send a request; return its message or response object, assembled from events if streamed."""
+    # Send a request; return its message or response object, assembled from events if streamed.
     data = post(f"{url}{path}", body | {"model": "claude-demo", "stream": stream})
     if not stream:
         return dict(json.loads(data))
@@ -71,7 +70,6 @@ def turn(url: str, path: str, body: dict[str, Any], *, stream: bool) -> dict[str
 
 
 def test_an_agents_session_of_messages_is_that_of_chat_completions(url: str) -> None:
-    """Three turns: a tool call, another one with its result, and a final text."""
     history: list[dict[str, Any]] = [{"role": "user", "content": TASK}]
     plain: list[dict[str, Any]] = [{"role": "user", "content": TASK}]
     tool = {"name": READ["name"], "description": READ["description"]}
@@ -212,7 +210,6 @@ pools:
 
 
 def test_isolated_tenants_share_no_cached_messages(tmp_path: Path) -> None:
-    """The engine's Messages API takes no cache salt, so chat completions are used instead."""
     body = {
         "model": "demo-8b",
         "max_tokens": 4,

@@ -36,7 +36,7 @@ async def post(fleet: SplitFleet, path: str, body: dict[str, Any]) -> bytes:
 
 
 async def message(fleet: SplitFleet, number: int, *, stream: bool) -> tuple[str, int]:
-    """Send a message; return the answer's text and its number of output tokens."""
+    # Send a message; return the answer's text and its number of output tokens.
     turns = [{"role": "user", "content": prompt(number)}]
     body = {"messages": turns, "max_tokens": TOKENS, "stream": stream}
     raw = await post(fleet, "/v1/messages", body)
@@ -45,7 +45,7 @@ async def message(fleet: SplitFleet, number: int, *, stream: bool) -> tuple[str,
 
 
 async def response(fleet: SplitFleet, number: int, *, stream: bool) -> tuple[str, int]:
-    """Send a Responses request; return the answer's text and its number of output tokens."""
+    # Send a Responses request; return the answer's text and its number of output tokens.
     body = {"input": prompt(number), "max_output_tokens": TOKENS, "stream": stream}
     raw = await post(fleet, "/v1/responses", body)
     result = response_of(raw) if stream else json.loads(raw)

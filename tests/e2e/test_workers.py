@@ -55,7 +55,6 @@ def two(
 
 
 def worker_pids(running: GatewayProcess) -> list[int]:
-    """Return the process ids of the supervisor's children."""
     pids = Path(f"/proc/{running.pid}/task/{running.pid}/children").read_text().split()
     return [int(pid) for pid in pids]
 
@@ -77,10 +76,9 @@ def call_admin(
 
 
 async def ask(url: str, prompt: str) -> dict[str, Any]:
-    """Send a request that must succeed, and return its usage.
-
-    It uses a new connection, so that the kernel chooses the worker.
-    """
+    # Send a request that must succeed, and return its usage.
+    #
+    # It uses a new connection, so that the kernel chooses the worker.
     async with (
         aiohttp.ClientSession() as http,
         http.post(f"{url}/v1/completions", json=BODY | {"prompt": prompt}) as answer,
@@ -178,10 +176,9 @@ async def test_a_manually_drained_endpoint_gets_no_request_from_any_worker(
 
 
 async def served_by(running: GatewayProcess, requests: int) -> set[str]:
-    """Send requests on new connections, so that the kernel chooses the worker for each.
-
-    Returns the endpoints that served them.
-    """
+    # Send requests on new connections, so that the kernel chooses the worker for each.
+    #
+    # Returns the endpoints that served them.
     names = set()
     for number in range(requests):
         async with (
@@ -301,7 +298,7 @@ def test_new_workers_keep_the_version_number_when_the_state_folder_has_only_an_o
 
 
 def readiness(running: GatewayProcess) -> str:
-    """Return the body of /readyz, which load balancers read."""
+    # Return the body of /readyz, which load balancers read.
     try:
         with urllib.request.urlopen(f"{running.admin_url}/readyz", timeout=PATIENCE_S) as answer:
             return str(answer.read().decode().strip())

@@ -22,8 +22,6 @@ ROLLBACK = "reload: {auto_rollback: {window: 600s, error_ratio: 0.2, requests: 1
 
 
 class BrokenEngine(BaseHTTPRequestHandler):
-    """An engine that passes health checks and answers every request with 500."""
-
     def do_GET(self) -> None:
         self._answer(200, {"data": [{"id": "demo-8b"}]})
 

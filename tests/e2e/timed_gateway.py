@@ -23,8 +23,6 @@ TICK_S = 0.001
 
 
 class Ticks:
-    """Measures the CPU time between ticks (wake-ups every millisecond) of the event loop."""
-
     def __init__(self) -> None:
         self._gaps: list[float] = []
 

@@ -29,18 +29,15 @@ pytestmark = pytest.mark.skipif(
 
 
 class Image:
-    """An unpacked image: its root file system and the configuration of its process."""
-
     def __init__(self, root: Path, config: dict[str, Any]) -> None:
         self.root = root
         self.config = config
 
     def command(self, *arguments: str) -> list[str]:
-        """Return the command that runs a program in the image as its user, without privileges.
-
-        It has its own mount and process namespaces. The root file system is read-only, except for
-        the two places that a deployment mounts for writing.
-        """
+        # Return the command that runs a program in the image as its user, without privileges.
+        #
+        # It has its own mount and process namespaces. The root file system is read-only, except for
+        # the two places that a deployment mounts for writing.
         uid, gid = self.config["User"].split(":")
         inside = shlex.join(["env", "-i", *self.config["Env"], *arguments])
         folder = self.config["WorkingDir"]

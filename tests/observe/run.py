@@ -49,7 +49,7 @@ scrape_configs:
 
 
 async def main(prometheus: str) -> int:
-    """Run the check; return 0 if every query that can have data has some."""
+    # Run the check; return 0 if every query that can have data has some.
     room = {"waiting_room": {"size": 2, "timeout": "10s"}, "policy": "prefix_aware"}
     async with (
         gateway_fleet(2, concurrency=2, pool=room) as fleet,
@@ -72,7 +72,6 @@ async def main(prometheus: str) -> int:
 async def started(
     prometheus: str, folder: str, file: Path, port: int
 ) -> asyncio.subprocess.Process:
-    """Start Prometheus on `port` of 127.0.0.1 with this configuration file."""
     return await asyncio.create_subprocess_exec(
         *(
             prometheus,
@@ -95,10 +94,9 @@ async def ready(http: aiohttp.ClientSession, port: int) -> None:
 
 
 async def traffic(fleet: GatewayFleet, halves: SplitFleet) -> None:
-    """Send a few requests of every kind, so that all counters exist from the first scrapes on.
-
-    Then send more of the ordinary kind.
-    """
+    # Send a few requests of every kind, so that all counters exist from the first scrapes on.
+    #
+    # Then send more of the ordinary kind.
     await cause_every_event(fleet)
     for member in fleet.groups:
         member.faults.apply("")
@@ -111,10 +109,9 @@ async def traffic(fleet: GatewayFleet, halves: SplitFleet) -> None:
 
 
 async def judged(fleet: GatewayFleet, halves: SplitFleet, port: int) -> int:
-    """Run all queries, print those without data, and return the exit status.
-
-    A query generated from the catalogue may lack data if its metric has no series yet.
-    """
+    # Run all queries, print those without data, and return the exit status.
+    #
+    # A query generated from the catalogue may lack data if its metric has no series yet.
     seen: Seen = defaultdict(set)
     for each in (fleet, halves):
         record_series(each.app.metrics.render().decode(), seen)

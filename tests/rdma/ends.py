@@ -62,7 +62,6 @@ class RecordingOwner:
         return sum(event[: len(what)] == what for event in self.heard)
 
     def wait(self, *what: Any, times: int = 1) -> None:
-        """Wait for `times` events that begin with these values."""
         with self._news:
             done = self._news.wait_for(lambda: self.count(*what) >= times, PATIENCE_S)
         assert done, f"waited for {times} of {what}, heard {self.heard}"
@@ -95,7 +94,6 @@ class LinkedEnds:
             end.secure(bytes(32))
 
     def reserve(self, transfer: int, pieces: ByteRuns, blocks: Sequence[int]) -> None:
-        """Grant blocks to a transfer, and give their keys to the source."""
         grant = self.near.grant(transfer, [self.place], blocks)
         self.sink.expecting[transfer] = lambda head: WindowSlice(
             pieces.cut(head.first, head.count), self.place, 0, 0
@@ -115,7 +113,6 @@ class LinkedEnds:
         self.far.put(head, WindowSlice(cut, self.memory, 0, 0, current))
 
     def arrived(self, pieces: ByteRuns) -> bool:
-        """Return whether every byte is in its place, and no other byte has changed."""
         wanted = np.zeros_like(self.place.bytes)
         for src, dst, length in zip(
             pieces.src.tolist(), pieces.dst.tolist(), pieces.length.tolist(), strict=True
@@ -131,6 +128,5 @@ class LinkedEnds:
 
 
 def runs(src_blocks: Sequence[int], dst_blocks: Sequence[int], length: int = BLOCK) -> ByteRuns:
-    """Return runs of `length` bytes, each from a source block's start to a target block's start."""
     src, dst = (np.asarray(blocks, np.int64) * BLOCK for blocks in (src_blocks, dst_blocks))
     return ByteRuns(src, dst, np.full(src.size, length, np.int64))

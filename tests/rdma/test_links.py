@@ -85,7 +85,6 @@ def test_bytes_that_differ_from_what_the_source_read_are_corrupt(
 def test_the_device_refuses_a_write_after_the_fence_and_other_transfers_continue(
     ends: LinkedEnds,
 ) -> None:
-    """The source has keys and has checked its generations when the sink fences the transfer."""
     late, other = runs(range(8), range(8)), runs(range(20, 28), range(20, 28))
     ends.reserve(1, late, range(8))
     ends.reserve(2, other, range(20, 28))

@@ -49,7 +49,7 @@ def calm(connection: Connection) -> None:
 
 
 def run_process(target: Callable[..., None], *args: object) -> tuple[list[Any], int | None]:
-    """Run a function in a process; return the objects that it sent back, and the exit code."""
+    # Run a function in a process; return the objects that it sent back, and the exit code.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.chaos.kv_calm", "kvtransfer.transports.rdma.verbs"])
     hears, tells = context.Pipe(duplex=False)
@@ -65,7 +65,6 @@ def run_process(target: Callable[..., None], *args: object) -> tuple[list[Any], 
 
 
 def run_seeds(seeds: range, pace: float, transport: str = "rdma") -> list[Outcome]:
-    """Run these trials one after another in a process of their own."""
     outcomes, code = run_process(worlds, seeds, pace, transport)
     if code or not outcomes:
         seed = seeds[min(len(outcomes), len(seeds) - 1)]
@@ -74,10 +73,9 @@ def run_seeds(seeds: range, pace: float, transport: str = "rdma") -> list[Outcom
 
 
 def measured_pace(pool: ThreadPoolExecutor) -> float:
-    """Return a pace at which a transfer without faults takes half of its shortest time limit.
-
-    It is measured with as many concurrent trials as there will be.
-    """
+    # Return a pace at which a transfer without faults takes half of its shortest time limit.
+    #
+    # It is measured with as many concurrent trials as there will be.
     calms = list(pool.map(lambda _: run_process(calm), range(AT_ONCE)))
     assert all(len(messages) == 1 for messages, _ in calms), (
         f"nothing lands even where nothing breaks: {calms}"
@@ -126,7 +124,6 @@ def has_many_landings(outcomes: list[Outcome]) -> bool:
 
 
 def rerun_seeds(slower: int) -> list[Outcome]:
-    """Run the first seeds again with a slower pace, in case the machine has become busier."""
     with ThreadPoolExecutor(AT_ONCE) as pool:
         pace = slower * measured_pace(pool)
         batches = pool.map(

@@ -53,10 +53,9 @@ class VerbsPair:
         return memory
 
     def write(self, at: int, length: int, key: int) -> list[Completion]:
-        """Write the beginning of the source's memory to offset `at` at the sink.
-
-        Returns the completions of both sides.
-        """
+        # Write the beginning of the source's memory to offset `at` at the sink.
+        #
+        # Returns the completions of both sides.
         piece = LocalRange(self.source.address, length, self.near.key_of(self.source))
         self.sink.post_receive()
         self.completions.arm()

@@ -19,8 +19,6 @@ LOGPROB_TOLERANCE = 1e-4
 
 @dataclass(frozen=True)
 class Answer:
-    """A response: text, tokens with logprobs if requested, the engine's counts, and the error."""
-
     status: int
     headers: dict[str, str]
     error: str = ""
@@ -33,10 +31,9 @@ class Answer:
 
 
 def differences(one: Answer, other: Answer) -> list[str]:
-    """Return the tokens that differ, or whose logprobs differ in more than 4 digits.
-
-    Engines compute them in float32 and in batches, which changes the last digits.
-    """
+    # Return the tokens that differ, or whose logprobs differ in more than 4 digits.
+    #
+    # Engines compute them in float32 and in batches, which changes the last digits.
     if len(one.tokens) != len(other.tokens):
         return [f"{len(one.tokens)} tokens and {len(other.tokens)}"]
     pairs = enumerate(zip(one.tokens, other.tokens, strict=True))
@@ -52,7 +49,6 @@ def is_close(one: float, other: float) -> bool:
 
 
 def prompt(words: int, seed: int) -> str:
-    """Return random words of the documentation. No two seeds share a beginning."""
     rng = random.Random(seed)
     text = (ROOT / "docs" / "architecture.md").read_text().split()
     return f"{seed} " + " ".join(rng.choice(text) for _ in range(words))
@@ -61,7 +57,6 @@ def prompt(words: int, seed: int) -> str:
 def body(
     text: str, *, max_tokens: int = 16, stream: bool = False, **members: Any
 ) -> dict[str, Any]:
-    """Return a greedy chat request with logprobs that does not stop before max_tokens."""
     asked = {
         "model": MODEL,
         "messages": [{"role": "user", "content": text}],
@@ -81,11 +76,10 @@ Heard = Callable[[str], object]
 async def ask(
     url: str, asked: dict[str, Any], timeout_s: float = 300.0, heard: Heard | None = None
 ) -> Answer:
-    """Send a request to a gateway or an engine and return the whole answer.
-
-    Its status is 0 if the connection broke or the stream contained an error. `heard` is called with
-    the name of the serving endpoint for every event of a stream.
-    """
+    # Send a request to a gateway or an engine and return the whole answer.
+    #
+    # Its status is 0 if the connection broke or the stream contained an error. `heard` is called
+    # with the name of the serving endpoint for every event of a stream.
     timeout = aiohttp.ClientTimeout(total=timeout_s)
     try:
         async with (
@@ -141,7 +135,7 @@ _OFFERS = {"do_remote_decode": True, "do_remote_prefill": False}
 
 
 async def introduce(p: Engine, d: Engine) -> None:
-    """Send one split request to `p` and `d` without a gateway, so that they know each other."""
+    # Send one split request to `p` and `d` without a gateway, so that they know each other.
     asked, handoff = body(prompt(400, seed=1001), max_tokens=1), _OFFERS
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=300.0)) as http:
         for engine in (p, d):

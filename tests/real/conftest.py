@@ -18,7 +18,6 @@ from tests.real.tap import Tap, tap
 
 @pytest.fixture(scope="session")
 def engines() -> Iterator[tuple[Engine, Engine]]:
-    """Yield the engines P (prefill) and D (decode), ready and idle."""
     if not (REAL / "installed").exists():
         pytest.fail("the real engines are not installed; `make real` does it")
     ports = free_ports(4)
@@ -37,10 +36,9 @@ def engines() -> Iterator[tuple[Engine, Engine]]:
 
 
 async def _all_ready(pair: tuple[Engine, Engine]) -> None:
-    """Wait until both engines are ready and have made a first handoff.
-
-    Their first handoff is slow if there are few cores.
-    """
+    # Wait until both engines are ready and have made a first handoff.
+    #
+    # Their first handoff is slow if there are few cores.
     for engine in pair:
         await engine.ready()
     await introduce(*pair)
@@ -48,7 +46,6 @@ async def _all_ready(pair: tuple[Engine, Engine]) -> None:
 
 @pytest.fixture
 async def taps(engines: tuple[Engine, Engine]) -> AsyncIterator[tuple[Tap, Tap]]:
-    """Yield a relay in front of each engine, once both engines are idle."""
     for engine in engines:
         await engine.idle_within(60.0)
     async with tap(engines[0].port) as before_p, tap(engines[1].port) as before_d:
@@ -57,7 +54,6 @@ async def taps(engines: tuple[Engine, Engine]) -> AsyncIterator[tuple[Tap, Tap]]
 
 @pytest.fixture
 async def again(engines: tuple[Engine, Engine]) -> AsyncIterator[None]:
-    """Restart engines that this test killed, for the tests after it."""
     yield
     for engine in engines:
         if not engine.running:

@@ -34,7 +34,7 @@ CONNECTOR = {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_buffer_d
 
 
 def penstock_connector(key_file: Path) -> dict[str, object]:
-    """Return vLLM's configuration for our own KV connector."""
+    # Return vLLM's configuration for our own KV connector.
     return {
         "kv_connector": "PenstockConnector",
         "kv_connector_module_path": "kvtransfer.engines.vllm.connector",
@@ -82,7 +82,7 @@ class Engine:
         self._output: IO[bytes] | None = None
 
     def start(self) -> None:
-        """Start the process and return at once; `ready` waits for it."""
+        # Start the process and return at once; `ready` waits for it.
         self._output = self.log.open("wb")
         self._process = subprocess.Popen(
             self._command(),
@@ -117,16 +117,15 @@ class Engine:
         ]
 
     def _cores(self) -> str:
-        """Return the CPU cores of this engine as a list for taskset: every second one.
-
-        The engines share no core, because one that waits for KV spins and would stop the other one
-        (seen on two cores, Linux 6.18).
-        """
+        # Return the CPU cores of this engine as a list for taskset: every second one.
+        #
+        # The engines share no core, because one that waits for KV spins and would stop the other
+        # one (seen on two cores, Linux 6.18).
         cores = sorted(os.sched_getaffinity(0))
         return ",".join(map(str, cores[self._place :: 2] or cores))
 
     async def ready(self) -> None:
-        """Wait until the engine answers /health. Raises AssertionError with the end of its log."""
+        # Wait until the engine answers /health. Raises AssertionError with the end of its log.
         deadline = time.monotonic() + READY_WITHIN_S
         async with aiohttp.ClientSession() as http:
             while not await _answers(http, f"{self.url}/health"):
@@ -143,7 +142,6 @@ class Engine:
         return self._process is not None
 
     def kill(self) -> None:
-        """Kill the server and all its processes with SIGKILL to their process group."""
         if self._process is not None:
             os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
@@ -153,10 +151,9 @@ class Engine:
             self._output = None
 
     async def numbers(self) -> dict[str, float]:
-        """Return the engine's metrics, summed over labels.
-
-        Names are without the prefix `vllm:`. Histogram buckets are left out.
-        """
+        # Return the engine's metrics, summed over labels.
+        #
+        # Names are without the prefix `vllm:`. Histogram buckets are left out.
         async with aiohttp.ClientSession() as http, http.get(f"{self.url}/metrics") as answer:
             text = await answer.text()
         found: dict[str, float] = {}
@@ -165,20 +162,18 @@ class Engine:
         return found
 
     async def blocks_held(self) -> int:
-        """Return the number of KV blocks that requests or leases hold now."""
         return round((await self.numbers())["kv_cache_usage_perc"] * BLOCKS)
 
     async def holds_within(self, seconds: float) -> None:
-        """Wait until the engine holds a KV block. Raises TimeoutError after `seconds`."""
+        # Wait until the engine holds a KV block. Raises TimeoutError after `seconds`.
         async with asyncio.timeout(seconds):
             while not await self.blocks_held():
                 await asyncio.sleep(0.02)
 
     async def idle_within(self, seconds: float) -> float:
-        """Wait until the engine holds no block and no request; return the seconds that this took.
-
-        Raises AssertionError with what it still holds after `seconds`.
-        """
+        # Wait until the engine holds no block and no request; return the seconds that this took.
+        #
+        # Raises AssertionError with what it still holds after `seconds`.
         started = time.monotonic()
         while True:
             now = await self.numbers()
@@ -207,20 +202,17 @@ async def _answers(http: aiohttp.ClientSession, url: str) -> bool:
 
 
 async def transfers(engines: Sequence[Engine]) -> float:
-    """Return the number of successful KV pulls that the engines have counted."""
     return sum(
         [(await engine.numbers()).get("nixl_xfer_time_seconds_count", 0.0) for engine in engines]
     )
 
 
 async def troubles(engines: Sequence[Engine]) -> dict[str, float]:
-    """Return the counts of expired leases, failed transfers and failed notifications."""
     pages = [await engine.numbers() for engine in engines]
     return {name: sum(page.get(name, 0.0) for page in pages) for name in TROUBLES}
 
 
 def free_ports(count: int) -> list[int]:
-    """Return `count` ports on which no process listens now."""
     sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
     ports = [each.getsockname()[1] for each in sockets]
     for each in sockets:

@@ -16,11 +16,10 @@ SPLIT = f"split: {{dialect: vllm_nixl, threshold_tokens: {THRESHOLD_TOKENS}, hys
 
 
 def config(endpoints: dict[str, tuple[str, str]], *, serving: str = SPLIT, most: int = 24) -> str:
-    """Return a gateway configuration for endpoints given by name as (url, role).
-
-    `serving` has further members of the model, `most` limits concurrent requests. Engines without a
-    GPU are slow, so the health timeouts are long.
-    """
+    # Return a gateway configuration for endpoints given by name as (url, role).
+    #
+    # `serving` has further members of the model, `most` limits concurrent requests. Engines without
+    # a GPU are slow, so the health timeouts are long.
     lines = [
         f"      - {{name: {name}, url: '{url}', role: {role}, max_concurrency: {most}, kv_tokens: 32768}}"
         for name, (url, role) in endpoints.items()
@@ -33,7 +32,7 @@ def config(endpoints: dict[str, tuple[str, str]], *, serving: str = SPLIT, most:
 
 @contextmanager
 def gateway(folder: Path, text: str) -> Iterator[GatewayProcess]:
-    """Run a gateway during a `with` block; its access log is `folder`/access.jsonl."""
+    # Run a gateway during a `with` block; its access log is `folder`/access.jsonl.
     file = folder / "gateway.yaml"
     log = folder / "access.jsonl"
     head = "version: 1\nlisteners: {api: {port: 0}, admin: {port: 0}}\n"

@@ -15,8 +15,6 @@ PIECE = 1 << 16
 
 
 class Tap:
-    """A listening port in front of one engine."""
-
     def __init__(self, engine_port: int) -> None:
         self.engine_port = engine_port
         self.port = 0
@@ -30,7 +28,7 @@ class Tap:
         return f"http://127.0.0.1:{self.port}"
 
     def watch(self, *, hold: bool = False) -> None:
-        """Reset the recorded events; with `hold`, completion requests are held back from now on."""
+        # Reset the recorded events; with `hold`, completion requests are held back from now on.
         self.asked.clear()
         self.answered.clear()
         if hold:
@@ -40,7 +38,6 @@ class Tap:
         self._go.set()
 
     async def relay(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Relay one connection from the gateway. It is aborted if the engine does not accept it."""
         try:
             far_reader, far_writer = await asyncio.open_connection("127.0.0.1", self.engine_port)
         except OSError:
@@ -65,7 +62,7 @@ class Tap:
         engine.close()
 
     async def _held_back(self, reader: asyncio.StreamReader) -> bytes:
-        """Read further bytes until the test releases the request or the gateway disconnects."""
+        # Read further bytes until the test releases the request or the gateway disconnects.
         more = b""
         while not self._go.is_set():
             with suppress(TimeoutError):
@@ -88,7 +85,7 @@ class Tap:
 
 
 async def _read(reader: asyncio.StreamReader) -> bytes:
-    """Return the next bytes, or none at the end of the connection, even after a reset."""
+    # Return the next bytes, or none at the end of the connection, even after a reset.
     try:
         return await reader.read(PIECE)
     except ConnectionError:
@@ -97,7 +94,6 @@ async def _read(reader: asyncio.StreamReader) -> bytes:
 
 @asynccontextmanager
 async def tap(engine_port: int) -> AsyncIterator[Tap]:
-    """Run a tap during an `async with` block."""
     made = Tap(engine_port)
     server = await asyncio.start_server(made.relay, "127.0.0.1", 0)
     made.port = server.sockets[0].getsockname()[1]

@@ -25,7 +25,6 @@ WAIT_S = 30.0
 
 @pytest.fixture
 def front(taps: tuple[Tap, Tap], tmp_path: Path) -> Iterator[GatewayProcess]:
-    """Run a gateway that reaches the engines through the taps, with one request at a time each."""
     p, d = taps
     with gateway(
         tmp_path, config({"P": (p.url, "prefill"), "D": (d.url, "decode")}, most=1)
@@ -50,7 +49,7 @@ def _asks(front: GatewayProcess, seed: int, **members: object) -> asyncio.Task[A
 
 
 async def _leave(client: asyncio.Task[Answer]) -> None:
-    """Disconnect the client. Asserts that its request has not ended before."""
+    # Disconnect the client. Asserts that its request has not ended before.
     assert not client.done(), client.result()
     client.cancel()
     await asyncio.wait([client])
@@ -124,7 +123,6 @@ async def test_a_client_that_leaves_during_decode(
 async def test_a_prefill_whose_answer_nobody_waits_for_any_more(
     front: GatewayProcess, taps: tuple[Tap, Tap], engines: tuple[Engine, Engine]
 ) -> None:
-    """Twenty clients disconnect at different moments around the end of the prefill."""
     before_p, _ = taps
     for turn in range(20):
         before_p.watch()
@@ -136,6 +134,6 @@ async def test_a_prefill_whose_answer_nobody_waits_for_any_more(
 
 
 async def test_a_request_that_the_decoder_refuses_after_its_prefill(front: GatewayProcess) -> None:
-    """It requests more logprobs than vLLM allows, which the prefill request leaves out."""
+    # It requests more logprobs than vLLM allows, which the prefill request leaves out.
     answer = await ask(front.url, body(prompt(400, 3200), top_logprobs=21))
     assert (answer.status, "logprobs" in answer.error) == (400, True), answer.error

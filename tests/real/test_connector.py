@@ -23,7 +23,6 @@ _ASK_FOR_HANDOFF = {"do_remote_decode": True, "do_remote_prefill": False}
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Engine, Engine]]:
-    """Yield two engines with the connector, ready and idle."""
     with started(tmp_path_factory.mktemp("kv"), 1) as engines:
         yield engines
 
@@ -32,7 +31,6 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Engine, Eng
 def started(
     folder: Path, p_ranks: int, p_options: Sequence[str] = ()
 ) -> Iterator[tuple[Engine, Engine]]:
-    """Start an engine with `p_ranks` tensor-parallel ranks, and one with a single rank."""
     if not (REAL / "installed").exists():
         pytest.fail("the real engines are not installed; `make real` does it")
     key = folder / "key"
@@ -55,7 +53,7 @@ def started(
 
 @pytest.fixture
 async def idle(pair: tuple[Engine, Engine]) -> AsyncIterator[tuple[Engine, Engine]]:
-    """Yield the engines. Asserts that they hold no KV before and after the test."""
+    # Yield the engines. Asserts that they hold no KV before and after the test.
     for engine in pair:
         await engine.idle_within(20.0)
     yield pair
@@ -65,7 +63,6 @@ async def idle(pair: tuple[Engine, Engine]) -> AsyncIterator[tuple[Engine, Engin
 
 
 async def handoff_of(engine: Engine, asked: dict[str, Any]) -> dict[str, Any]:
-    """Return the handoff object of the engine's response to the prefill half of a request."""
     leg = asked | {"max_tokens": 1, "stream": False, "kv_transfer_params": _ASK_FOR_HANDOFF}
     for name in ("stream_options", "logprobs", "top_logprobs"):
         leg.pop(name, None)
@@ -77,7 +74,6 @@ async def handoff_of(engine: Engine, asked: dict[str, Any]) -> dict[str, Any]:
 
 
 async def fetched(engine: Engine) -> float:
-    """Return how many prompt tokens the engine has received instead of computing them."""
     return (await engine.numbers())["external_prefix_cache_hits_total"]
 
 
@@ -187,10 +183,9 @@ RANK_REQUESTS = 8
 
 
 async def _split_by_hand(p: Engine, d: Engine, seed: int) -> tuple[Answer, list[Answer], bool]:
-    """Send a split request without a gateway.
-
-    Returns its answer, the unsplit answers of both engines, and whether all KV was fetched.
-    """
+    # Send a split request without a gateway.
+    #
+    # Returns its answer, the unsplit answers of both engines, and whether all KV was fetched.
     asked = body(prompt(150 + 40 * (seed % 10), seed=seed), max_tokens=12)
     whole = [await ask(engine.url, asked | {"cache_salt": f"w{seed}"}) for engine in (p, d)]
     handoff, before = await handoff_of(p, asked), await fetched(d)
@@ -199,7 +194,7 @@ async def _split_by_hand(p: Engine, d: Engine, seed: int) -> tuple[Answer, list[
 
 
 def test_kv_is_resharded_between_engines_of_two_ranks_and_of_one(tmp_path: Path) -> None:
-    """Each rank is a process with its own agent. A wrong head would change every later token."""
+    # Each rank is a process with its own agent. A wrong head would change every later token.
     with started(tmp_path, 2) as (two, one):
         for source, sink, first in ((two, one, 5000), (one, two, 5100)):
             for seed in range(first, first + RANK_REQUESTS):
@@ -212,7 +207,6 @@ def test_kv_is_resharded_between_engines_of_two_ranks_and_of_one(tmp_path: Path)
 
 
 def test_pages_of_another_block_size_are_refused_and_computed(tmp_path: Path) -> None:
-    """The CPU backend arranges the tokens of a page in its own way, so they cannot be moved."""
     with started(tmp_path, 1, ("--block-size", "32")) as (small, large):
         for source, sink, seed in ((small, large, 6000), (large, small, 6100)):
             before = await_numbers(sink)["kv_handoffs_refused_total"]
@@ -226,5 +220,4 @@ def test_pages_of_another_block_size_are_refused_and_computed(tmp_path: Path) ->
 
 
 def await_numbers(engine: Engine) -> dict[str, float]:
-    """Return the engine's metrics, for tests that are not coroutines."""
     return asyncio.run(engine.numbers())

@@ -18,7 +18,7 @@ WAIT_S = 60.0
 async def _killed_between_the_legs(
     front_url: str, victim: Engine, before_d: Tap, asked: dict[str, object]
 ) -> Answer:
-    """Kill an engine while the decode request is held back, then release it; return the answer."""
+    # Kill an engine while the decode request is held back, then release it; return the answer.
     before_d.watch(hold=True)
     client = asyncio.create_task(ask(front_url, asked))
     await asyncio.wait_for(before_d.asked.wait(), WAIT_S)
@@ -31,11 +31,10 @@ async def _killed_between_the_legs(
 async def test_prefill_dies_between_the_legs_and_decode_computes_the_prompt_itself(
     engines: tuple[Engine, Engine], taps: tuple[Tap, Tap], again: None, tmp_path: Path, stream: bool
 ) -> None:
-    """In a stream, vLLM sends a chunk with a role and no token before it reports the failure.
-
-    The client then has bytes already, so it may get the engine's error instead of the retry, but no
-    token.
-    """
+    # In a stream, vLLM sends a chunk with a role and no token before it reports the failure.
+    #
+    # The client then has bytes already, so it may get the engine's error instead of the retry, but
+    # no token.
     p, d = engines
     asked = body(prompt(400, seed=4001 + stream), stream=stream)
     whole = await ask(d.url, asked | {"cache_salt": "aggregated"})

@@ -15,7 +15,6 @@ TRUNKS, TURNS = 4, 4
 async def test_conversations_return_to_the_engine_that_holds_them(
     engines: tuple[Engine, Engine], tmp_path: Path
 ) -> None:
-    """Four conversations on two engines start at the same time, and then continue in turn."""
     p, d = engines
     served: dict[int, set[str]] = {}
     with gateway(

@@ -19,7 +19,7 @@ KILLED_AT = 10 * STREAMS  # events that clients have read by then
 
 
 def _greedy(seed: int) -> dict[str, Any]:
-    """Return a greedy request without log probabilities, with which none can be resumed."""
+    # Return a greedy request without log probabilities, with which none can be resumed.
     asked = body(prompt(150, seed), max_tokens=TOKENS, stream=True)
     return {name: value for name, value in asked.items() if "logprobs" not in name}
 
@@ -41,10 +41,9 @@ async def _killed_under_them(
 async def test_streams_outlive_the_engine_that_began_them_token_for_token(
     engines: tuple[Engine, Engine], again: None, tmp_path: Path
 ) -> None:
-    """A stream cannot be continued exactly if several tokens came with its last piece of text.
-
-    It then ends with an error event, and its text until then is right.
-    """
+    # A stream cannot be continued exactly if several tokens came with its last piece of text.
+    #
+    # It then ends with an error event, and its text until then is right.
     asked = [_greedy(6000 + number) for number in range(STREAMS)]
     undisturbed = [
         await ask(engines[1].url, each | {"cache_salt": "undisturbed"}) for each in asked

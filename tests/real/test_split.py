@@ -14,7 +14,6 @@ REQUESTS, AT_ONCE = 100, 4
 
 
 async def _all(url: str, **members: object) -> list[Answer]:
-    """Send the same hundred requests, every second one as a stream, a few at a time."""
     gate = asyncio.Semaphore(AT_ONCE)
 
     async def one(i: int) -> Answer:
@@ -52,7 +51,7 @@ async def test_a_hundred_split_answers_equal_the_aggregated_ones_and_no_lease_ex
 async def test_answers_depend_on_the_kv_cache_enough_to_tell_when_it_is_wrong(
     engines: tuple[Engine, Engine],
 ) -> None:
-    """Two prompts differ only in one early word. With equal KV, their answers would be equal."""
+    # Two prompts differ only in one early word. With equal KV, their answers would be equal.
     rest = prompt(300, seed=1)
     one, other = [await ask(engines[0].url, body(f"{word} {rest}")) for word in ("gate", "pipe")]
     assert one.status == other.status == 200

@@ -13,15 +13,13 @@ BLOCK_TOKENS = 512
 
 
 def conversation(limit: int | None = None) -> list[TraceRequest]:
-    """Return the excerpt with its recorded arrival times, at most `limit` requests."""
     return list(read_mooncake(TRACE, limit))
 
 
 def shared_cache_hit_ratio(requests: Iterable[TraceRequest], capacity_tokens: int) -> float:
-    """Return the hit ratio of a single LRU cache that sees every request.
-
-    It has room for `capacity_tokens` tokens.
-    """
+    # Return the hit ratio of a single LRU cache that sees every request.
+    #
+    # It has room for `capacity_tokens` tokens.
     cache: dict[int, None] = {}
     hits = total = 0
     for request in requests:

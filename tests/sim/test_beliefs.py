@@ -40,10 +40,9 @@ def ran(*kinds: GroupKind, speed: float) -> ReplayRun:
 
 
 def errors(run: ReplayRun) -> list[float]:
-    """Return the relative errors of predicted TTFTs after the warm-up.
-
-    Only requests count whose number of cached tokens was predicted correctly.
-    """
+    # Return the relative errors of predicted TTFTs after the warm-up.
+    #
+    # Only requests count whose number of cached tokens was predicted correctly.
     return [
         error(record)
         for record in run.records
@@ -100,10 +99,9 @@ def test_a_shared_prefix_needs_kv_once_not_per_sequence() -> None:
 
 
 def bias(run: ReplayRun) -> float:
-    """Return by how much tokens after the first were expected to take longer than they did.
-
-    It is a share of the actual time.
-    """
+    # Return by how much tokens after the first were expected to take longer than they did.
+    #
+    # It is a share of the actual time.
     answers = [
         (record.output_tokens, record.predicted_tpot_s or 0.0, record.tpot_s)
         for record in run.records

@@ -19,10 +19,9 @@ PROMPT_TOKENS, UNCACHED_TOKENS = 7_200, 2_700  # 63 % of the prompt tokens are c
 
 
 def running_per_group() -> float:
-    """Return how many requests each engine decodes in equilibrium, by Little's law.
-
-    It uses the mock engine's step times.
-    """
+    # Return how many requests each engine decodes in equilibrium, by Little's law.
+    #
+    # It uses the mock engine's step times.
     sessions = islice(shapes()["shared-prefix"].sessions(0), 1_000)
     answer_tokens = mean(session.turns[0].output_tokens for session in sessions)
     roofline = Roofline(

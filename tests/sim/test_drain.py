@@ -25,10 +25,9 @@ DRAINED_S, BLOCK = 150.0, FOUR.block_tokens
 
 
 def families(roots: int, root_blocks: int, talks: int, turns: int) -> list[TraceRequest]:
-    """Return conversations with `roots` different system prompts, each shared by `talks` of them.
-
-    A conversation has `turns` requests, about 17 s apart.
-    """
+    # Return conversations with `roots` different system prompts, each shared by `talks` of them.
+    #
+    # A conversation has `turns` requests, about 17 s apart.
     rng, requests_, fresh = Random(1), [], 10**6
     for root in range(roots):
         for _ in range(talks):
@@ -45,11 +44,10 @@ def families(roots: int, root_blocks: int, talks: int, turns: int) -> list[Trace
 
 
 def hit_share(requests: list[TraceRequest], run: ReplayRun) -> float:
-    """Return the share of reusable prompt tokens after the drain that were cache hits.
-
-    Reusable tokens are those that the other engines have cached, or would have if everything that
-    the drained engine had were computed again once.
-    """
+    # Return the share of reusable prompt tokens after the drain that were cache hits.
+    #
+    # Reusable tokens are those that the other engines have cached, or would have if everything that
+    # the drained engine had were computed again once.
     cached: set[int] = set()
     hits = could_be = 0
     for request, record in zip(requests, run.records, strict=True):
@@ -75,10 +73,9 @@ def hit_share(requests: list[TraceRequest], run: ReplayRun) -> float:
 def test_the_first_pick_after_a_drain_inherits_the_prefix(
     policy: str, least: float, shape: tuple[int, int, int, int]
 ) -> None:
-    """The first request with a prefix updates the index, so that the next one follows it.
-
-    Otherwise another engine would compute the prefix again.
-    """
+    # The first request with a prefix updates the index, so that the next one follows it.
+    #
+    # Otherwise another engine would compute the prefix again.
     requests = families(*shape)
     faults = (GroupFault(DRAINED_S, 0, GroupFaultKind.DRAIN),)
     run = replay(

@@ -26,8 +26,6 @@ BLOCK_BYTES = LAYOUT.rank_block_bytes(0)
 
 
 class World:
-    """A simulated clock and network, and the agents on it."""
-
     def __init__(
         self,
         weather: WireConditions | None = None,
@@ -103,10 +101,9 @@ def test_a_small_urgent_transfer_overtakes_a_large_one() -> None:
 
 @pytest.mark.parametrize("share", [1.0, 0.5])
 def test_layers_sent_while_prefill_computes_cost_little_time_after_it(share: float) -> None:
-    """The transfer takes `share` of the prefill's time.
-
-    After the prefill only one group of layers is left to send.
-    """
+    # The transfer takes `share` of the prefill's time.
+    #
+    # After the prefill only one group of layers is left to send.
     blocks, prefill_s = range(BLOCKS // 2), 1.0
     moved_s = share * prefill_s
     world = World(WireConditions(latency_s=0.0005, bytes_per_s=len(blocks) * BLOCK_BYTES / moved_s))
@@ -245,7 +242,6 @@ def test_equal_seeds_give_equal_runs() -> None:
 
 
 def test_when_most_transfers_abort_the_others_land_sooner_and_nothing_is_held() -> None:
-    """Nine of ten are cancelled during the transfer. The others get their bandwidth at once."""
     world = World(WireConditions(latency_s=0.0005, bytes_per_s=40e6))
     source, sink = world.agents
     offers = [

@@ -21,7 +21,6 @@ BLOCK_TOKENS = 512
 
 
 def requests() -> list[TraceRequest]:
-    """Return requests without shared prefixes, about 4,000 tokens of prompt and 180 of answer."""
     rng, names, now_s, made = Random(3), count(PRIVATE), 0.0, []
     for _ in range(REQUESTS):
         now_s += rng.expovariate(RATE_PER_S)
@@ -34,7 +33,7 @@ def requests() -> list[TraceRequest]:
 
 @cache
 def run(link_gb_s: float | None) -> ReplayRun:
-    """Replay with links of this speed between any two groups; None: no request is split."""
+    # Replay with links of this speed between any two groups; None: no request is split.
     kind = KIND if link_gb_s is None else replace(KIND, link_gb_s=link_gb_s)
     pairs = link_gb_s is not None
     spec = FleetSpec("links", (kind,), pairs=pairs, split=SplitRule(1))

@@ -23,8 +23,6 @@ KIND = GroupKind("llama-3.1-70b-fp8", "h200", 4, kv_tokens=120_000)
 
 
 class JumpingLoop(asyncio.SelectorEventLoop):
-    """An event loop with a simulated clock, which jumps to the next timer when there is no work."""
-
     def __init__(self) -> None:
         super().__init__()
         self._now = 0.0
@@ -41,8 +39,6 @@ class JumpingLoop(asyncio.SelectorEventLoop):
 
 
 class Stamps:
-    """A token sink that records when each token of a job was made."""
-
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
         self.tokens_s: list[float] = []
@@ -59,7 +55,7 @@ class Stamps:
 
 
 async def run_live(requests: list[TraceRequest]) -> list[tuple[Job, Stamps]]:
-    """Run all requests on one live mock engine; return the jobs with their recorded times."""
+    # Run all requests on one live mock engine; return the jobs with their recorded times.
     loop = asyncio.get_running_loop()
     spec = GroupSpec("m", KIND.shape, KIND.hardware, KIND.tp, kv_tokens=KIND.kv_tokens)
     group = TpGroup(spec, loop)
@@ -90,7 +86,7 @@ def replayed(requests: list[TraceRequest], leaping: bool) -> list[ReplayRecord]:
 def test_a_replayed_group_emits_every_token_when_the_live_one_does(
     leaping: bool, within: float
 ) -> None:
-    """Sixty requests of the trace exceed the KV cache, so that some wait and some are preempted."""
+    # Sixty requests of the trace exceed the KV cache, so that some wait and some are preempted.
     requests = [request for request in conversation(120) if request.input_tokens < 40_000][:60]
     with asyncio.Runner(loop_factory=JumpingLoop) as runner:
         live = runner.run(run_live(requests))

@@ -17,10 +17,9 @@ from tests.chaos.gateway_fleet import GatewayFleet, gateway_fleet
 
 
 async def ask_all(fleet: GatewayFleet, sizes: list[tuple[int, int]], users: int) -> Counter[str]:
-    """Send requests of (prompt words, output tokens) from `users` users.
-
-    Returns the number of requests per endpoint.
-    """
+    # Send requests of (prompt words, output tokens) from `users` users.
+    #
+    # Returns the number of requests per endpoint.
     answered: Counter[str] = Counter()
     left = iter(enumerate(sizes))
 
@@ -62,10 +61,9 @@ async def test_least_loaded_balances_requests_whose_sizes_vary_a_hundredfold() -
 async def test_every_other_policy_serves_over_http_and_cache_aware_ones_keep_conversations_in_place(
     policy: str,
 ) -> None:
-    """Eight conversations of six growing turns.
-
-    Policies that read prefixes keep most conversations at one endpoint.
-    """
+    # Eight conversations of six growing turns.
+    #
+    # Policies that read prefixes keep most conversations at one endpoint.
     conversations = [
         "".join(Random(f"{talk}").choices("abcdefghij klmnop", k=6000)) for talk in range(8)
     ]

@@ -30,7 +30,6 @@ SPIKE = 50.0, 80.0
 
 @cache
 def spike() -> ReplayRun:
-    """Simulate a spike of load whose clients retry once, as Retry-After says."""
     names = count(PRIVATE)
     streams = [
         trace_request(STREAM_PROMPT, STREAM_OUTPUT, OPENED_S + index * 0.08, names)

@@ -86,11 +86,10 @@ def test_least_loaded_keeps_groups_even_on_the_trace(told: dict[str, ReplayFigur
 
 @pytest.mark.parametrize("prefix_tokens", [2048, 16_384])
 def test_one_hot_prefix_spills_over_all_groups(prefix_tokens: int) -> None:
-    """All prompts share a prefix, and one engine could not serve the load.
-
-    Every engine ends up with a copy and a fair share. With a single prefix there is no choice, so
-    least_loaded is the reference, with one computation per engine.
-    """
+    # All prompts share a prefix, and one engine could not serve the load.
+    #
+    # Every engine ends up with a copy and a fair share. With a single prefix there is no choice, so
+    # least_loaded is the reference, with one computation per engine.
     blocks = prefix_tokens // 512
     requests = [
         TraceRequest(number * 0.02, prefix_tokens + 300, 200, (*range(blocks), 10_000 + number))
@@ -105,7 +104,6 @@ def test_one_hot_prefix_spills_over_all_groups(prefix_tokens: int) -> None:
 
 
 def test_many_prefixes_spread_evenly_over_the_groups() -> None:
-    """150 customers with 6,000-token prompts in turn: nearly all possible hits, even load."""
     requests = [
         TraceRequest(
             number * 0.1,

@@ -76,7 +76,6 @@ def test_a_slow_group_gets_less_work_without_a_declared_speed() -> None:
 
 
 def test_an_unobserved_endpoint_of_a_slow_fleet_is_not_flooded() -> None:
-    """Decode speed is learned from steps without prompts, which a flood of prompts prevents."""
     names = count(PRIVATE)
     requests = [
         trace_request(arrival.prompt_tokens, arrival.output_tokens, arrival.due_s, names)

@@ -30,7 +30,6 @@ SETTINGS = {
 
 @cache
 def surge(admission: str) -> ReplayRun:
-    """Simulate 120 s above capacity, then 0.8 of capacity, with clients that obey Retry-After."""
     per_s, load = SETTINGS[admission]
     phases = (
         Phase("before", SURGE[0], 0.8),
@@ -57,7 +56,7 @@ def surge(admission: str) -> ReplayRun:
 
 
 def refused(admission: str) -> list[ReplayRecord]:
-    """Return the refused requests whose clients would have retried before the end."""
+    # Return the refused requests whose clients would have retried before the end.
     return [
         record
         for record in surge(admission).records

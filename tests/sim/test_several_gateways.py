@@ -39,8 +39,6 @@ Routing amplifies the order of arrivals, so that results are means over several 
 
 
 class Known:
-    """What one gateway knows about the endpoints, and its unsent messages."""
-
     def __init__(self, name: bytes, groups: list[ReplayGroup]) -> None:
         self.name = name
         self.index = PrefixIndex(INDEX_BYTES)
@@ -97,7 +95,6 @@ class Gateways(Fleet):
         super().send(now, flight, group, pick, job)
 
     def _turn(self, known: Known) -> None:
-        """Make this gateway the one that routes requests from now on."""
         self.gateway.index, self.gateway.candidates = known.index, known.candidates
         for group, candidate in zip(self.groups, known.candidates, strict=True):
             group.load = candidate.load
@@ -118,7 +115,6 @@ class Gateways(Fleet):
 
 @cache
 def hit_ratio(count: int, late_s: float | None = None) -> float:
-    """Return the cache hit ratio with `count` gateways, as the mean over several runs."""
     return sum(figures(Gateways(count, late_s, seed).run()).hit_ratio for seed in SEEDS) / len(
         SEEDS
     )

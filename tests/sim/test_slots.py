@@ -15,7 +15,7 @@ GROUP = GroupKind(kv_tokens=600_000, max_num_seqs=32, count=2)
 
 
 def run(policy: str) -> tuple[Fleet, float]:
-    """Simulate long answers that fill all slots; return the share of TTFTs within 5 s."""
+    # Simulate long answers that fill all slots; return the share of TTFTs within 5 s.
     rng, at_s, arrivals = Random(3), 0.0, []
     for _ in range(400):
         at_s += rng.expovariate(1.0 / 0.31)

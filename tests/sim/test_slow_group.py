@@ -25,8 +25,6 @@ HEDGES = 0.05
 
 
 class Load(NamedTuple):
-    """Requests per second, and median and spread of prompt lengths, as logarithms."""
-
     per_s: float = 8.8
     median: float = 7.6
     spread: float = 0.8
@@ -38,7 +36,7 @@ SHORT = Load(12.0, 7.3, 0.45)
 def requests(
     seed: int, seconds: float, per_s: float = 8.8, median: float = 7.6, spread: float = 0.8
 ) -> list[TraceRequest]:
-    """Return chat requests with Poisson arrivals; three engines serve about 17.6 per second."""
+    # Return chat requests with Poisson arrivals; three engines serve about 17.6 per second.
     rng, now, results = Random(seed), 0.0, []
     while (now := now + rng.expovariate(per_s)) < seconds:
         prompt = round(rng.lognormvariate(median, spread))
@@ -72,7 +70,6 @@ def ran(
 
 
 def hedges(kinds: tuple[GroupKind, ...], policy: str, seed: int, per_s: float) -> float:
-    """Return the share of hedged requests over a minute, in a pool that ejects no endpoint."""
     result, options = (
         traffic(requests(seed, 60.0, per_s)),
         ReplayOptions(slow_factor=2.5, hedge_share=HEDGES),
@@ -103,7 +100,7 @@ def test_a_group_ten_times_slower_gets_almost_no_requests_after_ten_seconds(poli
 
 @pytest.mark.parametrize("policy", registry.names())
 def test_the_first_seconds_with_a_slow_group_are_as_with_the_other_three_alone(policy: str) -> None:
-    """45 s of short prompts. Even five requests that wait for the slow engine would be too many."""
+    # 45 s of short prompts. Even five requests that wait for the slow engine would be too many.
     three, _ = ran(policy, 3, 1, 45.0, load=SHORT)
     run, fleet = ran(
         policy, 4, 1, 45.0, GroupFault(0.0, 0, GroupFaultKind.SLOW, factor=10.0), SHORT
@@ -116,7 +113,6 @@ def test_the_first_seconds_with_a_slow_group_are_as_with_the_other_three_alone(p
 
 @pytest.mark.parametrize("policy", ["round_robin", "llumnix", "prefix_aware", "priced"])
 def test_first_tokens_come_as_with_the_other_three_alone(policy: str) -> None:
-    """Over five minutes, including the seconds until the slow engine is detected."""
     three, _ = ran(policy, 3, 11, 300.0)
     run, _ = ran(policy, 4, 11, 300.0, GroupFault(0.0, 0, GroupFaultKind.SLOW, factor=10.0))
     assert p99_s(run) <= 2.0 * p99_s(three)
@@ -161,7 +157,7 @@ def test_unequal_groups_are_not_ejected(policy: str) -> None:
 def test_groups_that_are_slow_together_are_neither_hedged_much_nor_ejected(
     policy: str, slowness: float, per_s: float
 ) -> None:
-    """All engines are ten times slower, so that half of the usual load is far too much for them."""
+    # All engines are ten times slower, so that half of the usual load is far too much for them.
     assert (
         hedges((msgspec.structs.replace(GROUP, count=4, slowness=slowness),), policy, 2, per_s)
         <= HEDGES

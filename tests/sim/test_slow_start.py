@@ -29,7 +29,6 @@ def run(policy: str, slow_start_s: float) -> ReplayRun:
 
 
 def taken(run: ReplayRun, from_s: float, to_s: float) -> float:
-    """Return the returned engine's share of the requests routed between two times."""
     then = [
         record
         for record in run.records
@@ -39,7 +38,7 @@ def taken(run: ReplayRun, from_s: float, to_s: float) -> float:
 
 
 def test_a_group_that_comes_back_is_not_flooded_while_others_have_room() -> None:
-    """A policy that only looks at load would send everything to the empty engine."""
+    # A policy that only looks at load would send everything to the empty engine.
     at_once, slowly = run("least_loaded", 0.0), run("least_loaded", RAMP_S)
     assert taken(at_once, BACK_S, BACK_S + RAMP_S) > 2 / GROUPS
     assert taken(slowly, BACK_S, BACK_S + RAMP_S) < 0.85 * taken(at_once, BACK_S, BACK_S + RAMP_S)

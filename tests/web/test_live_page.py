@@ -28,10 +28,9 @@ async def opened(
     scheme: Literal["light", "dark"] = "light",
     width: int = 1440,
 ) -> AsyncIterator[Page]:
-    """Open the live page and yield it once it has drawn a frame.
-
-    Fails the test if the page logs an error or requests anything from another server.
-    """
+    # Open the live page and yield it once it has drawn a frame.
+    #
+    # Fails the test if the page logs an error or requests anything from another server.
     context = await browser.new_context(
         viewport={"width": width, "height": 900}, color_scheme=scheme
     )
@@ -153,7 +152,6 @@ async def test_nobody_can_change_anything_before_saying_so_and_a_wrong_key_chang
 
 @asynccontextmanager
 async def opened_with_refusals(browser: Browser, fleet: GatewayFleet) -> AsyncIterator[Page]:
-    """Open the live page like opened(), but allow the messages that browsers log for status 401."""
     page = await browser.new_page()
     await page.goto(fleet.app.admin_url + "/")
     yield page
@@ -200,7 +198,6 @@ async def test_words_stand_out_from_what_is_behind_them(browser: Browser, scheme
 
 
 def contrast(one: str, other: str) -> float:
-    """Return WCAG 2's contrast ratio of two colours, given as #rrggbb."""
     lighter, darker = sorted(map(luminance, (one, other)), reverse=True)
     return (lighter + 0.05) / (darker + 0.05)
 

@@ -30,7 +30,6 @@ Command = Callable[..., list[str]]
 
 
 def _interpreters() -> list[str]:
-    """Return the Python interpreters for which dist/ has a compiled wheel."""
     found = [sys.executable] if os.environ.get("PENSTOCK_ONE_WHEEL") else find_interpreters()
     return [python for python in found if _wheels(python)]
 
@@ -52,7 +51,6 @@ def _run(command: list[str]) -> str:
 
 @pytest.fixture(scope="module", autouse=True)
 def _without_the_sources() -> Iterator[None]:
-    """Make sure that the installations cannot import the checkout's sources."""
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("PYTHONPATH", raising=False)
         yield
@@ -60,7 +58,7 @@ def _without_the_sources() -> Iterator[None]:
 
 @pytest.fixture(scope="module", params=[*_interpreters(), *filter(None, [DEBIAN])])
 def place(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Command:
-    """Install the wheel; return a function that builds the command line of an installed program."""
+    # Install the wheel; return a function that builds the command line of an installed program.
     if request.param == DEBIAN:
         return _in_debian(Path(request.param))
     venv = tmp_path_factory.mktemp("venv")
@@ -71,7 +69,7 @@ def place(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 def _in_debian(root: Path) -> Command:
-    """Install the wheel in a Debian, from files downloaded before, because it has no network."""
+    # Install the wheel in a Debian, from files downloaded before, because it has no network.
     (wheel,) = DIST.glob("penstock-*-cp311-*.whl")
     download = [sys.executable, "-m", "pip", "download", "-q", "--only-binary=:all:"]
     # pip evaluates markers for its own Python: redis needs async-timeout on Debian's 3.11.2 only.
@@ -108,7 +106,6 @@ def test_a_demo_answers_soon(place: Command, tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a virtual environment of this Python with the wheel and no extra."""
     wheels = _wheels(sys.executable)
     if not wheels:
         pytest.skip("dist/ has no wheel for this Python")

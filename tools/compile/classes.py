@@ -57,7 +57,6 @@ class Project:
         }
 
     def _imports_more(self, module: str, others: Collection[str]) -> bool:
-        """Return whether a module imports more from `others` than C classes without bases."""
         tree = self.trees[module]
         imports = _all_imports(tree)
         bases = {imports.get(ast.unparse(base)) for node in classes_of(tree) for base in node.bases}
@@ -69,7 +68,7 @@ class Project:
 
     @cached_property
     def _imports(self) -> dict[str, set[str]]:
-        """The modules that each module imports, by module, including imports for types only."""
+        # The modules that each module imports, by module, including imports for types only.
         imports = {module: set(_all_imports(tree).values()) for module, tree in self.trees.items()}
         return {
             module: self.trees.keys() & {*names, *map(container_of, names)}
@@ -124,7 +123,6 @@ class Project:
 
 
 def project(trees: Mapping[str, ast.Module], compiled: Collection[str]) -> Project:
-    """Return the project of all modules, of which those in `compiled` are compiled."""
     return Project(trees, compiled, _c_classes({module: trees[module] for module in compiled}))
 
 
@@ -160,10 +158,9 @@ def slots(node: ast.ClassDef) -> list[str] | None:
 
 
 def _used_as_values(module: str, tree: ast.Module) -> Iterator[str]:
-    """Yield the names that a module reads without calling them.
-
-    A name is full, `module.Class.name`, where its class is known, and bare otherwise.
-    """
+    # Yield the names that a module reads without calling them.
+    #
+    # A name is full, `module.Class.name`, where its class is known, and bare otherwise.
     names = names_of(module, tree) | _all_imports(tree)
     types: dict[str, set[str]] = {name: {full} for name, full in names.items()}
     for node in ast.walk(tree):
@@ -186,7 +183,6 @@ def _used_as_values(module: str, tree: ast.Module) -> Iterator[str]:
 
 
 def _unpacks(call: ast.Call) -> bool:
-    """Return whether a call passes arguments unpacked with * or **."""
     return any(isinstance(argument, ast.Starred) for argument in call.args) or any(
         keyword.arg is None for keyword in call.keywords
     )
@@ -202,12 +198,10 @@ def _reachable(first: str, following: Mapping[str, Iterable[str]]) -> set[str]:
 
 
 def classes_of(tree: ast.Module) -> list[ast.ClassDef]:
-    """Return the top-level classes of a module."""
     return [node for node in tree.body if isinstance(node, ast.ClassDef)]
 
 
 def container_of(full: str) -> str:
-    """Return the module or class that contains the member with this full name."""
     return full.rpartition(".")[0]
 
 
@@ -219,7 +213,6 @@ def names_of(module: str, tree: ast.Module) -> dict[str, str]:
 
 
 def from_imports(body: Iterable[ast.stmt]) -> dict[str, str]:
-    """Return the full names of `from` imports by local name."""
     imports = [node for node in body if isinstance(node, ast.ImportFrom)]
     return {
         alias.asname or alias.name: f"{node.module}.{alias.name}"
@@ -229,12 +222,10 @@ def from_imports(body: Iterable[ast.stmt]) -> dict[str, str]:
 
 
 def _all_imports(tree: ast.Module) -> dict[str, str]:
-    """Return the full names of all `from` imports of a module, including those for types."""
     return from_imports(tree.body) | from_imports(_type_only_statements(tree))
 
 
 def _type_only_statements(tree: ast.Module) -> list[ast.stmt]:
-    """Return the statements of a module below `if TYPE_CHECKING`."""
     choices = [
         node
         for node in tree.body

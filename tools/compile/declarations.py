@@ -109,7 +109,6 @@ def _declare_class(
 
 
 def _are_related(node: ast.ClassDef, other: ast.ClassDef) -> bool:
-    """Return whether one of two classes is a base of the other."""
     bases = {ast.unparse(base) for base in node.bases}, {ast.unparse(base) for base in other.bases}
     return other.name in bases[0] or node.name in bases[1]
 
@@ -129,11 +128,10 @@ def _need_python_form(containers: Collection[str], project: Project) -> set[str]
 def _c_functions(
     functions: list[ast.FunctionDef], excluded: Collection[str]
 ) -> Iterator[ast.FunctionDef]:
-    """Yield the functions that can become C functions.
-
-    These are not in `excluded`. They have no special name, no decorator and no keyword-only
-    arguments, and contain no closures or generators.
-    """
+    # Yield the functions that can become C functions.
+    #
+    # These are not in `excluded`. They have no special name, no decorator and no keyword-only
+    # arguments, and contain no closures or generators.
     for function in functions:
         arguments, inside = (
             function.args,
@@ -205,7 +203,6 @@ class CTypes:
 
 
 def _assignments(method: ast.FunctionDef) -> Iterator[tuple[str, ast.expr]]:
-    """Yield the attributes of `self` that a method assigns, each with the assigned expression."""
     for statement in ast.walk(method):
         if isinstance(statement, ast.Assign):
             for target in statement.targets:

@@ -53,12 +53,11 @@ DIRECTIVES = {"language_level": 3, "annotation_typing": True, "binding": True, "
 def _c_class_of(
     self: AnnotationNode, env: Any, assigned_value: object = NOT_AN_ARGUMENT
 ) -> tuple[list[str], Any]:
-    """Return the modifiers and the C type of an annotation for Cython.
-
-    Replaces AnnotationNode.analyse_type_annotation. Only C classes become C types, for arguments
-    and variables of functions. Other types have a wider meaning in Python: an int has any size, a
-    float may be an int, a str may be a subclass. Variables annotated as float become C doubles.
-    """
+    # Return the modifiers and the C type of an annotation for Cython.
+    #
+    # Replaces AnnotationNode.analyse_type_annotation. Only C classes become C types, for arguments
+    # and variables of functions. Other types have a wider meaning in Python: an int has any size, a
+    # float may be an int, a str may be a subclass. Variables annotated as float become C doubles.
     if (
         assigned_value is NOT_AN_ARGUMENT
         and env.is_local_scope
@@ -128,7 +127,6 @@ def tree_digest() -> str:
 
 
 def _declare() -> list[Path]:
-    """Write the .pxd files next to the sources in the working directory, and return their paths."""
     known, written = read(Path()), []
     for source in map(Path, MODULES):
         if text := declarations(_module_name(source), known):
@@ -138,12 +136,10 @@ def _declare() -> list[Path]:
 
 
 def read(root: Path) -> Project:
-    """Parse all modules of the project in the folder `root`."""
     sources = [path for folder in SOURCE_FOLDERS for path in (root / folder).rglob("*.py")]
     trees = {_module_name(path.relative_to(root)): ast.parse(path.read_text()) for path in sources}
     return project(trees, [_module_name(Path(module)) for module in MODULES])
 
 
 def _module_name(source: Path) -> str:
-    """Return the full name of the module in this source file."""
     return ".".join(source.with_suffix("").parts).removesuffix(".__init__")

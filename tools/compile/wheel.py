@@ -63,7 +63,6 @@ def build_pure() -> None:
 
 
 def find_interpreters() -> Iterator[str]:
-    """Yield an interpreter with headers for each supported version, from PATH and pyenv."""
     pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
     for minor in MINORS:
         named = [sys.executable, shutil.which(f"python3.{minor}", path=_path_without_shims())]
@@ -77,13 +76,13 @@ def find_interpreters() -> Iterator[str]:
 
 
 def _path_without_shims() -> str:
-    """Return PATH without pyenv's shims, which start the version that a folder configures."""
+    # Return PATH without pyenv's shims, which start the version that a folder configures.
     folders = os.environ.get("PATH", "").split(os.pathsep)
     return os.pathsep.join(folder for folder in folders if Path(folder).name != "shims")
 
 
 def _describe(interpreter: str) -> list[str]:
-    """Return an interpreter's implementation, minor version and path; [] if it has no headers."""
+    # Return an interpreter's implementation, minor version and path; [] if it has no headers.
     done = subprocess.run(  # noqa: S603
         [interpreter, "-c", _DESCRIBE], capture_output=True, text=True, check=False
     )
@@ -91,10 +90,9 @@ def _describe(interpreter: str) -> list[str]:
 
 
 def _tree() -> Path:
-    """Return the copy of the project with C files, generated once for all interpreters.
-
-    An interrupted build continues with what it has compiled, unless a source or a flag differs.
-    """
+    # Return the copy of the project with C files, generated once for all interpreters.
+    #
+    # An interrupted build continues with what it has compiled, unless a source or a flag differs.
     tree, digest = WORK / "tree", f"{tree_digest()} {compiler_environment()['CFLAGS']}"
     if not (tree / STAMP).is_file() or (tree / STAMP).read_text() != digest:
         write_tree(tree)
@@ -125,7 +123,7 @@ def build_compiled(tree: Path, interpreter: str) -> Path:
 
 
 def _run(command: list[str], folder: Path, environment: dict[str, str] | None = None) -> str:
-    """Run a command and return its standard output. Raises CalledProcessError if it fails."""
+    # Run a command and return its standard output. Raises CalledProcessError if it fails.
     done = subprocess.run(  # noqa: S603
         command, cwd=folder, env=environment, text=True, stdout=subprocess.PIPE, check=True
     )

@@ -46,9 +46,6 @@ class Alert(msgspec.Struct, frozen=True):
 
 
 def _bucket(name: str, low: str, high: str, inside: str) -> Series:
-    """Return series of a histogram whose observations all lie between the bounds `low` and
-    `high`.
-    """
     return (
         (f'{name}_bucket{{instance="g", le="{low}"}}', "0x60"),
         (f'{name}_bucket{{instance="g", le="{high}"}}', inside),
@@ -85,7 +82,6 @@ SERVING = (
 
 
 def _endpoint(name: str, up: str, serving: str) -> Series:
-    """Return the series of one endpoint: whether it may be picked, and whether it is healthy."""
     return (
         (f'penstock_endpoint_up{{instance="g", endpoint="{name}"}}', up),
         (f'penstock_endpoint_state{{instance="g", endpoint="{name}", state="up"}}', serving),

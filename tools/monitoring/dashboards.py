@@ -347,9 +347,6 @@ BOARDS = (OVERVIEW, ROUTING, SPLIT, INTERNALS)
 
 
 def complete_rows(board: Board, catalogue: Sequence[FamilySpec]) -> Mapping[Row, tuple[Panel, ...]]:
-    """Return a dashboard's rows, with generated panels for the metric families that no panel
-    shows.
-    """
     shown = {
         family_name(selector.name)
         for other in BOARDS
@@ -370,7 +367,6 @@ def complete_rows(board: Board, catalogue: Sequence[FamilySpec]) -> Mapping[Row,
 
 
 def generate_panel(spec: FamilySpec) -> Panel:
-    """Return a panel for a metric family, based on its kind and labels."""
     names = [label.name for label in spec.labels]
     labels = [name for name in names if name not in WIDE_LABELS or spec.kind == "gauge"]
     by, legend = ", ".join(labels), " ".join(f"{{{{{label}}}}}" for label in labels)

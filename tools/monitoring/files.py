@@ -26,5 +26,4 @@ def files(runbooks: str = rules.RUNBOOKS) -> Mapping[str, str]:
 
 
 def queries() -> Mapping[str, str]:
-    """Return every PromQL query in the generated files, by its place."""
     return {**rules.queries(), **grafana.queries(Metrics().catalogue())}

@@ -17,7 +17,6 @@ SOURCE = {"type": "prometheus", "uid": "${datasource}"}
 
 
 def dashboard_json(spec: Board, catalogue: Sequence[FamilySpec]) -> str:
-    """Return the text of one dashboard's JSON file."""
     tree = {
         "uid": spec.uid,
         "title": spec.title,
@@ -39,7 +38,6 @@ def dashboard_json(spec: Board, catalogue: Sequence[FamilySpec]) -> str:
 
 
 def queries(catalogue: Sequence[FamilySpec]) -> dict[str, str]:
-    """Return every query of every panel, by dashboard, row, title and number."""
     return {
         f"{spec.uid} / {row} / {panel.title} / {number}": query.expr
         for spec in BOARDS
@@ -57,7 +55,6 @@ def filter_by_variables(expr: str, catalogue: Sequence[FamilySpec]) -> str:
 
 
 def _variables() -> list[dict[str, Any]]:
-    """Return Grafana's variables: the data source, and one for each label that panels filter by."""
     source = {"name": "datasource", "type": "datasource", "query": "prometheus", "label": "Source"}
     selected = 'job=~"$job", namespace=~"$namespace"'
     return [
@@ -70,11 +67,10 @@ def _variables() -> list[dict[str, Any]]:
 
 
 def _variable(name: str, label: str, series: str, everything: str | None = ".*") -> dict[str, Any]:
-    """Return a Grafana variable that selects among the values of a label.
-
-    everything  pattern for "All"; the default also matches series without the label. None: "All"
-                matches existing values only, so that series of other programs do not match
-    """
+    # Return a Grafana variable that selects among the values of a label.
+    #
+    # everything  pattern for "All"; the default also matches series without the label. None: "All"
+    #             matches existing values only, so that series of other programs do not match
     return {
         "name": name,
         "label": label,
@@ -135,7 +131,6 @@ def _panel(
 
 
 def _reloads(catalogue: Sequence[FamilySpec]) -> dict[str, Any]:
-    """Return the Grafana annotation that marks changes of the configuration."""
     return {
         "name": "Configuration changes",
         "datasource": SOURCE,

@@ -34,7 +34,6 @@ class Selector(msgspec.Struct, frozen=True):
 
 
 def find_selectors(query: str) -> tuple[Selector, ...]:
-    """Return every selector in the PromQL query."""
     bare = _LABEL_LIST.sub(" ", _RANGE.sub("", _STRING.sub('""', query)))
     selectors = (
         (match[1], match[2] or "")

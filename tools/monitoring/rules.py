@@ -58,7 +58,6 @@ def promtool_tests(runbooks: str = RUNBOOKS) -> str:
 
 
 def alert_names() -> tuple[str, ...]:
-    """Return the names of all alerts, each of which has a runbook."""
     return (*(objective.alert for objective in OBJECTIVES), *(alert.name for alert in ALERTS))
 
 
@@ -80,7 +79,6 @@ def queries() -> Mapping[str, str]:
 
 
 def recorded_names() -> frozenset[str]:
-    """Return the names of the series that recording rules create."""
     return frozenset(
         slo.recorded_series(window).partition("{")[0] for slo in OBJECTIVES for window in WINDOWS
     )
@@ -130,7 +128,7 @@ def _annotations(summary: str, alert: str, runbooks: str) -> Mapping[str, str]:
 
 
 def _burn_tests(slo: Objective, runbooks: str) -> list[Rule]:
-    """Return tests with errors at 20, 3 and 0.5 times the rate that the error budget allows."""
+    # Return tests with errors at 20, 3 and 0.5 times the rate that the error budget allows.
     tests = []
     for speed in (20.0, 3.0, 0.5):
         bad = round(speed * (1 - slo.goal) * 10_000)
@@ -194,9 +192,6 @@ def _promtool_test(
 
 
 def _with_target_labels(series: str) -> str:
-    """Return a series with the labels of a scrape target, and a pool where another label implies
-    it.
-    """
     name, _, labels = series.partition("{")
     added = [] if 'job="' in labels else ['job="penstock"']
     added += [] if 'namespace="' in labels else ['namespace="llm"']

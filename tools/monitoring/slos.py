@@ -32,7 +32,6 @@ class Objective(msgspec.Struct, frozen=True):
     summary: str
 
     def bad_share(self, window: str) -> str:
-        """Return the query for the share of bad requests in the window."""
         if self.slo == "availability":
             total = rate("penstock_requests_total", BUDGET_LABELS, window, code="~200|5..")
             failed = rate("penstock_requests_total", BUDGET_LABELS, window, code="~5..")
@@ -74,7 +73,6 @@ class Burn(msgspec.Struct, frozen=True):
         return f"{self.factor * (1 - objective.goal):.6g}"
 
     def rule(self, objective: Objective) -> str:
-        """Return the alert's PromQL expression for an objective."""
         limit = self.limit(objective)
         long, short = objective.recorded_series(self.long), objective.recorded_series(self.short)
         return f"{long} > {limit} and {short} > {limit}"

@@ -16,7 +16,6 @@ REQUESTS_PER_CLIENT = 10
 
 
 def send(client: openai.OpenAI, request: dict[str, Any]) -> str:
-    """Send a request and return the text of the answer."""
     answer = client.chat.completions.create(**request)
     if request["stream"]:
         return "".join(event.choices[0].delta.content or "" for event in answer if event.choices)

@@ -90,8 +90,6 @@ async def medium(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterato
 
 
 class Subscriber:
-    """One gateway's bus client, and the frames that it received."""
-
     def __init__(self, bus: Bus) -> None:
         self.bus = bus
         self.received: list[bytes] = []

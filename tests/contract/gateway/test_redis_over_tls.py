@@ -23,7 +23,7 @@ from tests.ports import free_port
 
 @contextmanager
 def tls_server(folder: Path, files: Files, ca: Path) -> Iterator[str]:
-    """Run a Redis server that accepts only TLS with a client certificate; yield its URL."""
+    # Run a Redis server that accepts only TLS with a client certificate; yield its URL.
     program = shutil.which("redis-server")
     assert program is not None
     port = free_port()
@@ -49,7 +49,6 @@ def tls_server(folder: Path, files: Files, ca: Path) -> Iterator[str]:
 
 
 async def reaches(url: str, settings: ClientSettings) -> str:
-    """Return the connection problem that the bus reports, or "" if it connects."""
     bus = RedisBus(RedisAddress(url, "fleet", tls=settings), Random(1), lambda reason: None)
     await bus.start(b"me" * 4, lambda frame, age_s: None)
     try:

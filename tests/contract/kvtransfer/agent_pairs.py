@@ -14,22 +14,19 @@ from tests.contract.kvtransfer.links import PATIENCE_S
 
 
 def shaped(layout: KvLayout = SMALL, **changes: object) -> KvLayout:
-    """Return the layout with these fields changed."""
     return msgspec.structs.replace(layout, **changes)
 
 
 async def soon(awaitable):  # type: ignore[no-untyped-def]
-    """Await a result, with a time limit of PATIENCE_S seconds."""
     return await asyncio.wait_for(awaitable, PATIENCE_S)
 
 
 async def refused(
     source: Group, sink: Group, name: str, ticket: str | None, tokens: int = 16
 ) -> EndReason:
-    """Fetch KV that the source must refuse, and return the reason.
-
-    Asserts that no memory of the sink has changed.
-    """
+    # Fetch KV that the source must refuse, and return the reason.
+    #
+    # Asserts that no memory of the sink has changed.
     before = sink.snapshot()
     landing = sink.agent.fetch(
         source.agent.address, name, [1, 2], tokens, ticket=ticket, timeout_s=PATIENCE_S

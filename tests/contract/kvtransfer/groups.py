@@ -34,10 +34,9 @@ SMALL = KvLayout(layers=4, kv_heads=8, head_dim=16, dtype=KvDtype.BF16, block_to
 def cell(
     layout: KvLayout, rank: int, layer: int, part: int, head: int, block: int, token: int
 ) -> int | None:
-    """Return the byte offset of one head's and token's row in a rank's region.
-
-    Returns None if the rank does not have that layer or head.
-    """
+    # Return the byte offset of one head's and token's row in a rank's region.
+    #
+    # Returns None if the rank does not have that layer or head.
     stage, tp_rank = divmod(rank, layout.tp)
     first = stage * layout.layers // layout.pp
     last = (stage + 1) * layout.layers // layout.pp
@@ -63,8 +62,6 @@ def cell(
 
 
 class Cache:
-    """The KV of one request, independent of layouts: rows by layer, part, head and token."""
-
     def __init__(self, layout: KvLayout, tokens: int, seed: int) -> None:
         parts = 1 if layout.mla else 2
         row = layout.head_dim * layout.dtype.n_bytes
@@ -78,7 +75,6 @@ class Cache:
     def differs(
         self, layout: KvLayout, regions: Sequence[Region], blocks: Sequence[int], skip: int = 0
     ) -> int:
-        """Return how many rows from token `skip` on have wrong bytes."""
         cells = self._cells(layout, blocks)
         return sum(
             not np.array_equal(regions[rank].bytes[offset : offset + row.size], row)
@@ -87,7 +83,6 @@ class Cache:
         )
 
     def _cells(self, layout: KvLayout, blocks: Sequence[int]):  # type: ignore[no-untyped-def]
-        """Yield (rank, token, offset, row) of every row, on every rank that has it."""
         for index in itertools.product(*(range(size) for size in self.rows.shape[:4])):
             layer, part, head, token = index
             block, inside = blocks[token // layout.block_tokens], token % layout.block_tokens
@@ -99,8 +94,6 @@ class Cache:
 
 @dataclass
 class Group:
-    """An engine (TP group): its KV memory and its transfer agent."""
-
     layout: KvLayout
     regions: list[Region]
     agent: Agent
@@ -109,13 +102,12 @@ class Group:
         return [region.bytes.copy() for region in self.regions]
 
     def forget(self) -> None:
-        """Close the KV memory, so that tests can count open file descriptors."""
+        # Close the KV memory, so that tests can count open file descriptors.
         for region in self.regions:
             region.close()
 
     @property
     def held(self) -> int:
-        """The number of leases, reservations and bytes in transit in use."""
         figures = self.agent.stats()
         return (
             sum(figures["leases"].values())
@@ -156,10 +148,9 @@ async def groups(
     options: Sequence[AgentOptions | None] = (),
     keys: Sequence[bytes] = (),
 ) -> AsyncIterator[list[Group]]:
-    """Start one engine per layout, named p0, p1, ..., over one transport.
-
-    Asserts at the end that no engine holds any resource.
-    """
+    # Start one engine per layout, named p0, p1, ..., over one transport.
+    #
+    # Asserts at the end that no engine holds any resource.
     clock = ThreadClock()
     wire = InprocWire(clock)
     created = []
@@ -179,7 +170,7 @@ async def groups(
 
 
 async def until(holds: Callable[[], object], what: str = "it has not come about") -> None:
-    """Wait for a condition while the event loop runs; raise AssertionError on a timeout."""
+    # Wait for a condition while the event loop runs; raise AssertionError on a timeout.
     deadline = time.monotonic() + PATIENCE_S
     while not holds():
         assert time.monotonic() < deadline, what

@@ -49,7 +49,6 @@ PATIENCE_S = float(os.environ.get("PENSTOCK_PATIENCE_S", "20"))
 
 @contextmanager
 def transports(name: str, count: int = 2) -> Iterator[list[Transport]]:
-    """Yield `count` transports of one kind that are not started yet, and close them afterwards."""
     clock = ThreadClock()
     wire = InprocWire(clock)
     created = [make(name, wire) for _ in range(count)]
@@ -62,10 +61,9 @@ def transports(name: str, count: int = 2) -> Iterator[list[Transport]]:
 
 
 def make(name: str, wire: InprocWire, pace: float = 1.0) -> Transport:
-    """Return a transport by name, for a machine that is `pace` times as slow.
-
-    Its module is imported only when needed.
-    """
+    # Return a transport by name, for a machine that is `pace` times as slow.
+    #
+    # Its module is imported only when needed.
     if name == "inproc":
         return Inproc(wire)
     if name in ("tcp", "lanes", "tls", "tls-lanes"):
@@ -90,14 +88,13 @@ _MAKING = threading.Lock()
 
 
 def _remove(directory: str, owner: int) -> None:
-    """Remove the directory when process `owner` ends, but not in a forked child."""
+    # Remove the directory when process `owner` ends, but not in a forked child.
     if os.getpid() == owner:
         shutil.rmtree(directory, ignore_errors=True)
 
 
 @cache
 def tls_files() -> TlsFiles:
-    """Return one certificate for all ends, which child processes share by PENSTOCK_TEST_TLS."""
     from kvtransfer.util.tls_files import TlsFiles
     from tests.authority import Authority
 
@@ -113,14 +110,11 @@ def tls_files() -> TlsFiles:
 
 
 def kind_of(name: str) -> str:
-    """Return the transport name that links of this kind report."""
     return "tcp" if name in ("lanes", "tls", "tls-lanes") else name
 
 
 @dataclass
 class OwnerEvent:
-    """One recorded event: its kind, its link, and its data."""
-
     kind: str
     link: Link
     what: object
@@ -128,8 +122,6 @@ class OwnerEvent:
 
 @dataclass
 class Owner:
-    """A LinkOwner that records events; `place(head)` returns where received data is written."""
-
     place: Callable[[WindowHead], WindowSlice | None] = lambda head: None
     heard: list[OwnerEvent] = field(default_factory=list)
     bell: threading.Condition = field(default_factory=threading.Condition)
@@ -162,7 +154,6 @@ class Owner:
         self.note("lost", link, reason)
 
     def all(self, kind: str, link: Link | None = None) -> list[object]:
-        """Return the recorded events of a kind, of one link or of all links."""
         with self.bell:
             return [
                 heard.what
@@ -171,7 +162,7 @@ class Owner:
             ]
 
     def wait(self, kind: str, count: int = 1) -> list[object]:
-        """Wait for `count` events of a kind and return them. Raises AssertionError on a timeout."""
+        # Wait for `count` events of a kind and return them. Raises AssertionError on a timeout.
         deadline = time.monotonic() + PATIENCE_S
         with self.bell:
             while sum(heard.kind == kind for heard in self.heard) < count:
@@ -184,7 +175,7 @@ class Owner:
 
 
 def until(holds: Callable[[], object]) -> None:
-    """Wait for a condition that other threads fulfil. Raises AssertionError on a timeout."""
+    # Wait for a condition that other threads fulfil. Raises AssertionError on a timeout.
     deadline = time.monotonic() + PATIENCE_S
     while not holds():
         assert time.monotonic() < deadline
@@ -209,12 +200,10 @@ class Pair:
     source_transport: Transport
 
     def admit(self, transfer: int) -> None:
-        """Permit the source to write into all of the sink's blocks for this transfer."""
         grant = self.sink.grant(transfer, [self.sink_region], np.arange(BLOCKS))
         self.source.accept(transfer, grant)
 
     def expect(self, windows: dict[WindowHead, ByteRuns]) -> None:
-        """Accept these windows (batches of runs) once each, and no others."""
         left = dict(windows)
 
         def place(head: WindowHead) -> WindowSlice | None:
@@ -233,7 +222,7 @@ class Pair:
 
 @contextmanager
 def linked_pair(name: str, block_bytes: int = BLOCK_BYTES) -> Iterator[Pair]:
-    """Yield two started transports with a link; the source's memory is random."""
+    # Yield two started transports with a link; the source's memory is random.
     sink_region = MemoryFileRegion.create(BLOCKS, block_bytes, name="into")
     source_region = MemoryFileRegion.create(BLOCKS, block_bytes, name="out-of")
     source_region.bytes[:] = np.random.default_rng(1).integers(
@@ -269,7 +258,6 @@ def linked_pair(name: str, block_bytes: int = BLOCK_BYTES) -> Iterator[Pair]:
 def _widen(
     link: MultiLaneLink, far: MultiLaneLink, lane: Link, source_owner: Owner, number: int
 ) -> None:
-    """Add a lane (parallel connection) to a link as agents do: first at the source."""
     source_owner.wait("linked", number + 1)
     there = [heard.link for heard in source_owner.heard if heard.kind == "linked"][number]
     for end in (lane, there):
@@ -283,7 +271,6 @@ def window(transfer: int, runs: ByteRuns, group: int = 0, first: int = 0) -> Win
 
 
 def scattered(seed: int, count: int, longest: int) -> ByteRuns:
-    """Return `count` runs of 1 to `longest` bytes at random places, disjoint at the sink."""
     rng = np.random.default_rng(seed)
     size = BLOCKS * BLOCK_BYTES
     length = rng.integers(1, longest + 1, count)
@@ -292,7 +279,7 @@ def scattered(seed: int, count: int, longest: int) -> ByteRuns:
 
 
 def expected(pair: Pair, *moves: ByteRuns) -> NDArray[np.uint8]:
-    """Return the sink's memory, initially zero, as it must be after these runs have arrived."""
+    # Return the sink's memory, initially zero, as it must be after these runs have arrived.
     memory = np.zeros(BLOCKS * BLOCK_BYTES, np.uint8)
     for runs in moves:
         for src, dst, length in zip(runs.src, runs.dst, runs.length, strict=True):

@@ -57,7 +57,7 @@ async def test_a_landing_repeated_before_there_is_a_link_is_served(transport: st
 
 
 async def seconds_to_cancel(source: Group, sink: Group, name: str) -> float:
-    """Cancel a transfer in progress; return the seconds until it has ended on both sides."""
+    # Cancel a transfer in progress; return the seconds until it has ended on both sides.
     offer = source.agent.offer(name, [0], 16, ready_layers=0, public=True)
     landing = sink.agent.fetch(source.agent.address, name, [5], 16)
     await until(lambda: source.agent.stats()["leases"]["claimed"], "not claimed")

@@ -79,7 +79,6 @@ async def test_waiting_invitations_are_limited(transport: str) -> None:
 
 
 async def test_an_invitation_waits_for_a_limited_time(transport: str) -> None:
-    """No step may happen before the time is over, however slow the machine is."""
     hasty = msgspec.structs.replace(PATIENT, invite_wait_s=0.1)
     async with groups(transport, SMALL, SMALL, options=[hasty]) as (source, sink):
         landing = sink.agent.fetch(source.agent.address, "r", [0], 16, timeout_s=10 * PATIENCE_S)

@@ -79,7 +79,6 @@ LAYERS_FIRST = shaped(order=KvOrder.LBHNC, content=KvContent.HEADS, blocks=32)
 async def test_caches_with_layers_outermost_move_and_their_blocks_are_fenced(
     transport: str, src: KvLayout, dst: KvLayout
 ) -> None:
-    """With this layout, a window (batch of bytes) depends on every block of its offer."""
     if kind_of(transport) in ("rdma", "shm"):
         pytest.skip("an agent with this transport refuses these layouts")
     tokens = 75
@@ -182,7 +181,6 @@ async def test_an_agent_fetches_from_itself(transport: str) -> None:
 
 
 async def test_a_hundred_at_once_all_land_over_one_link(transport: str) -> None:
-    """Some of them share blocks, as requests with a common prefix do."""
     async with groups(transport, SMALL, SMALL) as (source, sink):
         for region in source.regions:
             region.bytes.reshape(32, -1)[:] = np.arange(32, dtype=np.uint8)[:, None]

@@ -133,7 +133,7 @@ def test_a_window_whose_blocks_changed_owner_is_stale(
     replies = chain(answers, repeat(answers[-1]))
 
     def current() -> bool:
-        """Return True the first time only, as if the blocks were reused right after that check."""
+        # Return True the first time only, as if the blocks were reused right after that check.
         pair.source_region.bump(range(BLOCKS))
         return next(replies)
 

@@ -33,8 +33,6 @@ def transport(request: pytest.FixtureRequest) -> str:
 
 
 class RankGroup:
-    """An engine (TP group) with one transfer agent per rank."""
-
     def __init__(self, name: str, layout: KvLayout, ways: Sequence[object]) -> None:
         self.layout, self.regions = layout, memory(layout, 32, name)
         self.agents = [
@@ -52,7 +50,6 @@ class RankGroup:
         return [agent.offer(name, blocks, TOKENS, nonce=NONCE) for agent in self.agents]
 
     def tickets(self, name: str = "r") -> list[str]:
-        """Return one ticket per rank, created before any offer."""
         return [
             mint_ahead(KEY, name, agent.name, agent.epoch, NONCE, 1e12) for agent in self.agents
         ]
@@ -60,7 +57,6 @@ class RankGroup:
     def fetch(
         self, source: RankGroup, blocks: Sequence[int], ranks: Sequence[int] | None = None
     ) -> list[Landing]:
-        """Fetch each rank's bytes from every source rank that has some of them."""
         tickets = source.tickets()
         return [
             self.agents[rank].fetch(

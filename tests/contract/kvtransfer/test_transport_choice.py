@@ -20,15 +20,11 @@ from tests.fair_time import within
 
 
 class RefusingShm(Shm):
-    """Shared memory transport that refuses connections."""
-
     def dial(self, address: str) -> Link:
         raise TransportError("permission denied")
 
 
 class SilentShm(Shm):
-    """Shared memory transport whose listener never answers."""
-
     def start(self, owner: LinkOwner, regions: Sequence[Region]) -> str:
         class IgnoringOwner:
             def __getattr__(self, name: str) -> object:
@@ -55,7 +51,6 @@ async def two(
 
 
 async def way(source: Group, sink: Group, name: str = "r") -> str:
-    """Transfer one request's KV, verify every byte, and return the transport that was used."""
     cache = Cache(SMALL, 32, seed=4)
     cache.write(SMALL, source.regions, [1, 2])
     offer = source.agent.offer(name, [1, 2], 32)

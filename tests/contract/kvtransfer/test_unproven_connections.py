@@ -59,10 +59,9 @@ async def fetch(source: Group, sink: Group, name: str) -> None:
 async def besieged(
     count: int, hosts: list[str], said: bytes = b""
 ) -> AsyncIterator[tuple[Group, Group]]:
-    """Yield a source and a sink that are not linked yet.
-
-    `count` connections to the source have already sent the bytes `said`.
-    """
+    # Yield a source and a sink that are not linked yet.
+    #
+    # `count` connections to the source have already sent the bytes `said`.
     async with groups("tcp", SMALL, SMALL, options=[DEFAULTS, PATIENT]) as (source, sink):
         with ExitStack() as stack:
             for index in range(count):
@@ -111,7 +110,6 @@ async def test_the_oldest_connection_is_dropped_and_the_others_stay() -> None:
 
 
 async def test_memory_for_connections_without_the_key_is_bounded() -> None:
-    """Each sends all of a long message except its end."""
     unfinished = encode_frame(FrameKind.MESSAGE, bytes(MAX_UNPROVEN_BYTES))[:-1]
     async with besieged(100, HOSTS["several addresses"], unfinished) as (source, sink):
         links = list(source.agent._board._peer_links)
@@ -133,10 +131,9 @@ def ended(sock: socket.socket) -> bool:
 
 
 async def test_links_that_showed_the_key_are_not_dropped_for_others() -> None:
-    """Links wait for their proof, as on a slow network.
-
-    Meanwhile connections without the key arrive.
-    """
+    # Links wait for their proof, as on a slow network.
+    #
+    # Meanwhile connections without the key arrive.
     async with groups("tcp", SMALL, options=[DEFAULTS]) as (source,):
         with ExitStack() as stack:
             members = []
@@ -171,7 +168,6 @@ async def test_a_greeting_that_is_replayed_keeps_one_connection_and_not_many() -
 
 @pytest.fixture
 def flood() -> Iterator[list[int]]:
-    """Open up to 3,000 connections one after another, with 200 open at a time."""
     stop, ports = threading.Event(), [0]
 
     def run() -> None:

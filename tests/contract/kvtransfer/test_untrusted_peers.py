@@ -38,8 +38,6 @@ pytestmark = pytest.mark.parametrize("transport", TRANSPORTS)
 
 
 class UnprovenPeer:
-    """A peer with a raw connection, which may or may not have the key."""
-
     def __init__(self, link: Link, owner: Owner, key: bytes) -> None:
         self.link, self.owner = link, owner
         self.session = LinkSession(
@@ -54,7 +52,6 @@ class UnprovenPeer:
         return await asyncio.to_thread(self.owner.wait, kind, count)
 
     async def greet(self) -> None:
-        """Send a valid proof of the key, or an invalid one if the peer lacks the key."""
         self.link.send(self.session.hello())
         (welcome,) = await self.hear("message")
         assert isinstance(welcome, bytes)
@@ -73,8 +70,6 @@ class UnprovenPeer:
 
 
 class OfferingAgent:
-    """An agent that offers KV, and a function that opens connections without a proof to it."""
-
     def __init__(self, transport: str, agent_options: object = None) -> None:
         self._clock = ThreadClock()
         self._wire = InprocWire(self._clock)
@@ -92,7 +87,7 @@ class OfferingAgent:
         )
 
     async def still_works(self) -> None:
-        """Assert that an honest peer is still served, and that no resource is in use afterwards."""
+        # Assert that an honest peer is still served, and that no resource is in use afterwards.
         peer = group("d", SMALL, [self._make()], options=PATIENT)
         await peer.agent.start()
         offer = self.source.agent.offer("proof", [0], 16)
@@ -232,7 +227,6 @@ async def test_a_proven_peer_that_lies_loses_its_link_and_claims(transport: str,
 
 
 async def test_conversations_of_nonsense_hold_nothing(transport: str) -> None:
-    """An authenticated peer sends messages in any order, and then random bytes."""
     rng = Random(7)
     rounds = 60 if transport != "rdma" else 5
     async with offering_agent(transport) as here:

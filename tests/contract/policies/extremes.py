@@ -16,10 +16,9 @@ T = TypeVar("T")
 
 
 def edges(kind: inspect.Type, rng: Random) -> list[Any]:
-    """Return the minimum and maximum of a numeric type, or all values of another type.
-
-    Raises AssertionError for a number without both limits.
-    """
+    # Return the minimum and maximum of a numeric type, or all values of another type.
+    #
+    # Raises AssertionError for a number without both limits.
     match kind:
         case inspect.FloatType() | inspect.IntType():
             assert kind.ge is not None, f"{kind} has no least"
@@ -39,7 +38,7 @@ def edges(kind: inspect.Type, rng: Random) -> list[Any]:
 
 
 def parameters(kind: type[msgspec.Struct], rng: Random) -> dict[str, Any]:
-    """Return parameters with a random choice of limit values; some are left at their defaults."""
+    # Return parameters with a random choice of limit values; some are left at their defaults.
     result = {
         field.name: edges(inspect.type_info(field.type), rng)
         for field in msgspec.structs.fields(kind)
@@ -50,10 +49,10 @@ def parameters(kind: type[msgspec.Struct], rng: Random) -> dict[str, Any]:
 def builds(
     build: Callable[[str, Mapping[str, object]], T], name: str, kind: type[msgspec.Struct]
 ) -> list[T]:
-    """Build about a dozen objects with random limit values.
-
-    Combinations that the builder rejects are skipped, because some rules cover several parameters.
-    """
+    # Build about a dozen objects with random limit values.
+    #
+    # Combinations that the builder rejects are skipped, because some rules cover several
+    # parameters.
     built, rng = list[T](), Random(name)
     for _ in range(2000):
         with suppress(PolicyConfigError):

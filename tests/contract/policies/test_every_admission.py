@@ -28,7 +28,6 @@ pytestmark = pytest.mark.parametrize("name", admission_registry.names())
 
 
 def view(rng: Random, candidates: list[Candidate]) -> View:
-    """Return the wait queue's state with random numbers."""
     busy, waiting = (rng.choice((0, rng.randint(0, 300))) for _ in range(2))
     waiting_s, is_new_arrival = waiting * rng.random(), rng.random() < 0.7
     drain = DrainRate()
@@ -38,7 +37,6 @@ def view(rng: Random, candidates: list[Candidate]) -> View:
 
 
 def verdicts(admission: Admission, seed: int) -> list[tuple[int, object]]:
-    """Return about a hundred numbered verdicts of one admission rule on a random history."""
     collected = list[tuple[int, object]]()
     for number, ask, candidates in cases():
         rng = Random(f"{number} {seed}")
@@ -84,7 +82,7 @@ def verdicts(admission: Admission, seed: int) -> list[tuple[int, object]]:
 
 
 def check(number: int, verdict: object) -> None:
-    """Assert that a verdict is well formed."""
+    # Assert that a verdict is well formed.
     if isinstance(verdict, Shed):
         assert verdict.reason, number
         assert verdict.detail.endswith("."), number

@@ -25,7 +25,6 @@ pytestmark = pytest.mark.parametrize("name", registry.names())
 
 
 def live(slot: int, rng: Random) -> EndpointLoad:
-    """Return the load of an endpoint with random numbers, including unknown and extreme ones."""
     load = EndpointLoad(slot)
     load.in_flight = rng.randrange(31)
     load.decoding = rng.randint(0, load.in_flight)
@@ -63,7 +62,6 @@ def live(slot: int, rng: Random) -> EndpointLoad:
 
 
 def cases() -> Iterator[tuple[int, RoutingQuery, list[Candidate]]]:
-    """Yield 150 numbered queries with candidates, which are the same in every run."""
     for number in range(150):
         rng = Random(number)
         slots = rng.sample(range(100), rng.choice((0, 1, 2, 3, 8)))
@@ -98,10 +96,9 @@ def cases() -> Iterator[tuple[int, RoutingQuery, list[Candidate]]]:
 
 
 def able(ask: RoutingQuery, candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Return the candidates that a policy may pick for this query.
-
-    A retry may exceed an endpoint's concurrency limit if no other endpoint has capacity.
-    """
+    # Return the candidates that a policy may pick for this query.
+    #
+    # A retry may exceed an endpoint's concurrency limit if no other endpoint has capacity.
     untried = [
         candidate
         for candidate in candidates
@@ -204,7 +201,6 @@ def test_equal_idle_endpoints_share_requests_evenly(name: str) -> None:
 
 
 def test_one_of_sixty_four_is_picked_with_any_knowledge(name: str) -> None:
-    """First nothing is known (no scrapes, caches or fingerprint), then everything."""
     policy, rng = registry.build(name, {}), Random(5)
     fleet = [
         Candidate(Endpoint(f"tp{slot}", "u", "p", "m"), EndpointLoad(slot)) for slot in range(64)

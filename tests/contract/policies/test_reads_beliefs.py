@@ -30,7 +30,6 @@ READERS = {"priced", "dualmap", "llmd_predictor", "llmd_token", "llumnix", "moon
 
 
 def randomize_forecasts(candidates: list[Candidate], seed: int) -> None:
-    """Replace the candidates' forecasts by random numbers."""
     rng = Random(seed)
     for candidate in candidates:
         ledger.set_modelled(candidate.load, False, 1.0)

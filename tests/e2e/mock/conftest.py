@@ -13,7 +13,7 @@ from tests.e2e.mock_group import MockGroup, mock_group
 
 @pytest.fixture
 def event_loop_policy() -> asyncio.AbstractEventLoopPolicy:
-    """Use uvloop, as `penstock mock` does; its transports are stricter than asyncio's."""
+    # Use uvloop, as `penstock mock` does; its transports are stricter than asyncio's.
     return uvloop.EventLoopPolicy()
 
 

@@ -28,7 +28,7 @@ async def cached(group: MockGroup) -> dict[str, Any]:
 
 
 async def replayed(address: str, start: int) -> list[tuple[int, list[Any]]]:
-    """Request a replay with a DEALER socket; return the messages as (number, events)."""
+    # Request a replay with a DEALER socket; return the messages as (number, events).
     found = []
     with zmq.asyncio.Context() as context, context.socket(zmq.DEALER) as dealer:
         dealer.linger = 0

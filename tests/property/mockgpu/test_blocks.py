@@ -13,8 +13,6 @@ TOTAL = 12
 
 
 class Pool(RuleBasedStateMachine):
-    """Uses blocks as a scheduler does, and compares the pool with a simple model."""
-
     holders = Bundle("holders")
 
     def __init__(self) -> None:
@@ -25,10 +23,9 @@ class Pool(RuleBasedStateMachine):
 
     @rule(target=holders, chain=st.lists(st.integers(0, 3), max_size=6))
     def admit(self, chain: list[int]) -> int:
-        """Acquire the cached part of a chain of keys, and allocate the rest while blocks are free.
-
-        Returns the number under which the blocks are held.
-        """
+        # Acquire the cached part of a chain of keys, and allocate the rest while blocks are free.
+        #
+        # Returns the number under which the blocks are held.
         keys = [hash(tuple(chain[: i + 1])) for i in range(len(chain))]
         hits = self.pool.count_hits(keys, len(keys))
         idle = self.pool.count_free_hits(keys, hits)

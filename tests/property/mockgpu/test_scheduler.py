@@ -15,14 +15,12 @@ jobs = st.tuples(st.integers(1, 150), st.integers(1, 60), st.integers(0, 3))
 
 
 def job_of(prompt: int, output: int, family: int) -> Job:
-    """Return a job; jobs of a family share the beginning of their prompts."""
+    # Return a job; jobs of a family share the beginning of their prompts.
     full = (prompt + output) // SIZE
     return Job(prompt, output, [family * 1000 + i for i in range(full)] if family else ())
 
 
 class CheckedScheduler:
-    """Runs a scheduler and checks its invariants after every step."""
-
     def __init__(self, blocks: int, seqs: int, budget: int) -> None:
         self.scheduler = Scheduler(BlockPool(blocks), seqs, max(budget, seqs))
         self.tokens: dict[Job, int] = {}
@@ -109,8 +107,6 @@ kinds = st.sampled_from(["whole", "give", "take", "parked"])
 
 
 class SplitScheduler:
-    """A scheduler with split requests, for which the test plays both ends of every KV transfer."""
-
     def __init__(self, blocks: int) -> None:
         self.scheduler = Scheduler(BlockPool(blocks), 6, 64)
         self.fetching: list[Job] = []
@@ -150,7 +146,6 @@ class SplitScheduler:
         assert len(holdings) == scheduler.pool.total - scheduler.pool.free
 
     def act(self, job: Job, how: int) -> None:
-        """Apply an external event: KV arrives or fails, a client leaves, or blocks are released."""
         if (
             job.state is JobState.FETCHING
             and how % 3 == 0

@@ -24,8 +24,6 @@ EXACT = ("least_loaded", "prefix_aware")
 
 
 class Pool:
-    """Endpoints under random traffic, and a sorted order of them."""
-
     def __init__(
         self, policy: Policy, size: int, rng: Random, *, has_external: bool = False
     ) -> None:
@@ -40,7 +38,6 @@ class Pool:
         self.bookings: list[LoadBooking] = []
 
     def act(self) -> None:
-        """Apply one random event, such as a first token or a scrape, to an endpoint or request."""
         rng, self.now = self.rng, self.now + self.rng.choice((0.0, 0.001, 0.3))
         load = rng.choice(self.candidates).load
         event = rng.randrange(7)
@@ -61,7 +58,6 @@ class Pool:
             load.mark_changed()
 
     def ask(self) -> tuple[RoutingQuery, RoutingQuery, Fingerprint]:
-        """Return a random request's query for a scan, its query for the order, its fingerprint."""
         rng, length = self.rng, self.rng.randrange(1, 60)
         system = b"s" * 8 * rng.choice((0, 4, 9))
         text = system + bytes([rng.randrange(3)]) * 8 * (length // 2) + rng.randbytes(8 * length)
@@ -82,7 +78,6 @@ class Pool:
 
 
 def eligible(pool: Pool, query: RoutingQuery) -> list[Candidate]:
-    """Return the candidates that the policy's filters keep."""
     remaining = pool.candidates
     for keep in pool.policy.first_attempt_filters:
         remaining = list(keep(query, remaining))
@@ -136,7 +131,6 @@ def test_a_rotation_in_order_gives_the_turn_to_whom_it_is_due(seed: int, size: i
 def test_picks_in_order_are_as_good_as_those_of_scans_but_for_noise(
     name: str, has_external: bool
 ) -> None:
-    """The sort key is only an estimate if it is a forecast, or counts other gateways' requests."""
     lost = paid = 0.0
     for seed in range(12):
         pool = Pool(registry.build(name, {}), 60, Random(seed), has_external=has_external)

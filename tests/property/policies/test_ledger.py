@@ -40,8 +40,6 @@ PASSING = st.sampled_from([0.0, 0.001, 0.02, 0.3, 4.0, 500.0])
 
 
 class Ledger(RuleBasedStateMachine):
-    """One endpoint with reservations in any state, and random times between events."""
-
     entries = Bundle("bookings")
 
     def __init__(self) -> None:

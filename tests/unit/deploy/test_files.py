@@ -51,10 +51,9 @@ POD = read_yaml(DEPLOY / "kubernetes" / "deployment.yaml")["spec"]["template"]["
 
 
 def parsed(arguments: list[str]) -> str:
-    """Return the name of the penstock command in `arguments`, after its options were checked.
-
-    Raises a usage error for unknown options.
-    """
+    # Return the name of the penstock command in `arguments`, after its options were checked.
+    #
+    # Raises a usage error for unknown options.
     group: Any = typer.main.get_command(app)
     name = arguments[0]
     command = group.get_command(group.context_class(group), name)

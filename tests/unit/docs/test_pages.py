@@ -66,28 +66,24 @@ each_written_page = pytest.mark.parametrize("name", sorted(WRITTEN))
 
 
 def blocks(text: str, *languages: str) -> list[str]:
-    """Return the fenced code blocks of these languages in a page."""
     matches = re.findall(r"^```(\w*)[^\n]*\n(.*?)^```", text, re.M | re.S)
     return [body for language, body in matches if language in languages]
 
 
 def inline(text: str) -> list[str]:
-    """Return the code spans (`like this`) of a page's running text."""
     return re.findall(r"`([^`\n]+)`", re.sub(r"^```.*?^```", "", text, flags=re.M | re.S))
 
 
 def anchors(text: str) -> set[str]:
-    """Return the anchors of a page's headings: lower case, with hyphens, without punctuation."""
     headings = re.findall(r"^#+ (.*)$", text, re.M)
     return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 @cache
 def tracked_files() -> set[str]:
-    """Return the files and folders of a fresh checkout, without build outputs.
-
-    Without git they cannot be distinguished, so all files count.
-    """
+    # Return the files and folders of a fresh checkout, without build outputs.
+    #
+    # Without git they cannot be distinguished, so all files count.
     command_line = (
         "git",
         "-c",
@@ -152,7 +148,6 @@ def test_the_architecture_page_names_every_gateway_module_or_its_folder() -> Non
 
 @cache
 def sources() -> Mapping[str, str]:
-    """Return Python sources by module name and by class name."""
     result: dict[str, str] = {}
     for path in (path for room in ROOMS for path in (ROOT / room).rglob("*.py")):
         text = path.read_text()
@@ -162,7 +157,6 @@ def sources() -> Mapping[str, str]:
 
 
 def is_code(word: str) -> bool:
-    """Return whether a name such as `Relay.feed` exists in its module or class."""
     holder, _, name = word.partition(".")
     pattern = rf"\b(?:def|class) {re.escape(name)}\b|^ +(?:self\.)?{re.escape(name)}\b.*[:=]"
     return re.search(pattern, sources().get(holder, ""), re.M) is not None
@@ -185,7 +179,6 @@ def command(name: str) -> Any:
 
 
 def commands_of(text: str) -> Iterator[str]:
-    """Yield every `penstock ...` command of a page, from running text and shell blocks."""
     for word in inline(text):
         if re.match(r"penstock [a-z]+( |$)", word):
             yield re.sub(r"\[([A-Z]+)\]", r"\1", word)
@@ -244,7 +237,6 @@ def test_every_make_target_it_names_exists(name: str) -> None:
 
 @cache
 def series() -> frozenset[str]:
-    """Return the names of all series that gateways and supervisors export."""
     return frozenset(
         re.findall(
             r"penstock_\w+",
@@ -272,7 +264,6 @@ def test_every_metric_it_names_exists(name: str) -> None:
 
 @cache
 def key_paths() -> frozenset[tuple[str, ...]]:
-    """Return the path of every configuration key, without the names that operators choose."""
     schema = json_schema()
 
     def below(node: Mapping[str, Any], way: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
@@ -320,7 +311,6 @@ def test_every_configuration_key_it_names_exists(name: str) -> None:
 
 
 def completed(part: dict[str, Any]) -> dict[str, Any]:
-    """Return a part of a configuration, completed with the required sections."""
     pools = part.setdefault("pools", {})
     for model in part.get("models", ()):
         pools.setdefault(model.setdefault("pool", "main"), {})

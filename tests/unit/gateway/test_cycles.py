@@ -28,7 +28,7 @@ LONG = {
 
 @contextmanager
 def assert_no_garbage(*of: str) -> Iterator[None]:
-    """Assert that the block leaves no garbage of the gateway's objects, or of these modules."""
+    # Assert that the block leaves no garbage of the gateway's objects, or of these modules.
     gc.collect()
     gc.disable()
     try:

@@ -22,7 +22,6 @@ CLIENT = cast(
 
 
 def new_exchanges(patch: pytest.MonkeyPatch, number: int, tracer: Any = None) -> list[Exchange]:
-    """Return `number` new exchanges of one process."""
     patch.setattr(serve, "serve", lambda gateway, exchange, client, handle: exchange)
     gateway = stand_in(Gateway, SimpleNamespace(accounts=SimpleNamespace(tracer=tracer)))
     beginning = RequestFactory(gateway, Metrics().itl_seconds)

@@ -31,8 +31,6 @@ from tests.contract.kvtransfer.groups import KEY, SMALL, groups
 
 
 class RecordingListener:
-    """A listener that records notifications of changed transfers."""
-
     def __init__(self) -> None:
         self.rung: list[tuple[str, bool]] = []
 
@@ -41,7 +39,6 @@ class RecordingListener:
 
 
 def regions() -> list[Region]:
-    """Return regions of plain memory, which peers cannot map."""
     size = SMALL.rank_block_bytes(0)
     return [Region.over(bytearray(8 * size), size, name="r") for _ in range(SMALL.ranks)]
 
@@ -140,8 +137,6 @@ def test_an_agent_needs_a_region_for_every_rank_and_a_transport() -> None:
 
 
 class UnavailableTransport(Inproc):
-    """A transport that is not available, as RDMA on a machine without a card."""
-
     name = "absent"
 
     def start(self, owner: LinkOwner, regions: Sequence[Region]) -> str:
@@ -185,10 +180,9 @@ def test_a_transport_that_does_not_start_is_dropped_unless_it_is_the_first(
 
 
 def test_a_peer_that_dials_while_an_agent_starts_finds_all_transports() -> None:
-    """The better transports may start slowly.
-
-    The first one starts last, so no peer arrives before.
-    """
+    # The better transports may start slowly.
+    #
+    # The first one starts last, so no peer arrives before.
     clock, begun = VirtualClock(), list[str]()
     wire = InprocWire(clock)
 
@@ -228,8 +222,6 @@ def test_an_agent_that_fails_to_start_leaves_no_transport_open() -> None:
             closed.append(self.name)
 
     class LateTransport(Inproc):
-        """A transport whose port is free only at the second attempt."""
-
         def start(self, owner: LinkOwner, regions: Sequence[Region]) -> str:
             if not closed:
                 raise TransportError("the port is taken")
@@ -263,7 +255,7 @@ def test_an_invalid_address_is_unreachable_at_once() -> None:
 def test_tokens_may_be_numpys_integers_and_nothing_else_and_seconds_any_number(
     seconds: float,
 ) -> None:
-    """A value that cannot be encoded would end the link for all its transfers."""
+    # A value that cannot be encoded would end the link for all its transfers.
     clock, source, sink, _ = in_simulation()
     offer = source.offer("r", [1], np.int64(16), ttl_s=seconds, public=True)  # type: ignore[arg-type]
     assert offer.renew(seconds)
@@ -314,7 +306,6 @@ async def test_an_agent_that_fails_to_start_leaks_no_descriptor(
 
 
 def test_an_engine_may_give_any_detail_when_it_gives_up() -> None:
-    """Details contain names of clients and files, which may not be valid text."""
     clock, source, sink, _ = in_simulation()
     offer = source.offer("r", [1], 16, ready_layers=0, public=True)
     landing = sink.fetch(source.address, "r", [2], 16)
@@ -345,7 +336,6 @@ def test_a_closed_agents_timers_do_not_keep_simulated_time_busy() -> None:
 async def test_a_fence_that_never_answers_does_not_hold_up_closing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """After all transports and their threads have ended, nothing can write any more."""
     monkeypatch.setattr(agent_module, "_FENCES_S", 0.05)
     monkeypatch.setattr(InprocLink, "fence", lambda link, transfer: None)
     async with groups("inproc", SMALL, SMALL) as (source, sink):

@@ -43,7 +43,6 @@ def make_try(
 def answered_client(
     *tries: Try, phase: str = "spike", ttft_s: float = 1.0, tpot_s: float = 0.1, tokens: int = 11
 ) -> ClientRecord:
-    """Return a client's record whose last attempt was answered with `tokens` tokens."""
     first_s = tries[-1].due_s + ttft_s
     return ClientRecord(
         0, PHASE[phase], [*tries], first_s, first_s + tpot_s * (tokens - 1), tokens, whole=True
@@ -158,7 +157,7 @@ HEAD = (
 
 @pytest.fixture
 def sockets() -> Iterator[tuple[socket.socket, socket.socket]]:
-    """Yield both ends of a connection; the first one is non-blocking."""
+    # Yield both ends of a connection; the first one is non-blocking.
     with socket.create_server(("127.0.0.1", 0)) as listening:
         near = socket.create_connection(listening.getsockname())
         far, _ = listening.accept()

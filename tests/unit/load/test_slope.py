@@ -13,7 +13,6 @@ SECONDS = 600
 
 
 def samples(value: Callable[[int], float]) -> list[Point]:
-    """Return one sample of `value(second)` per second for ten minutes."""
     return [(float(second), value(second)) for second in range(SECONDS)]
 
 

@@ -9,20 +9,16 @@ from policies.sizing.model_shapes import Llm
 
 
 def min_tp(model: Llm, gpu: Gpu) -> int:
-    """Return the smallest number of GPUs whose raw memory holds the weights."""
     return math.ceil(model.weights_bytes / gpu.hbm_bytes)
 
 
 def kv_transfer_s(model: Llm, tokens: int, bytes_s: float) -> float:
-    """Return the seconds to transfer the KV of `tokens` tokens at `bytes_s` bytes per second."""
     return tokens * model.kv_token_bytes / bytes_s
 
 
 def weights_load_s(model: Llm, bytes_s: float) -> float:
-    """Return the seconds to read all weights from storage at `bytes_s` bytes per second."""
     return model.weights_bytes / bytes_s
 
 
 def ideal_decode_s(model: Llm, gpu: Gpu, tp: int) -> float:
-    """Return the seconds of a decode step of one sequence at peak memory bandwidth."""
     return model.weights_bytes / (tp * gpu.hbm_bytes_s)

@@ -65,7 +65,6 @@ job_shapes = st.lists(
 
 
 def jobs_of(shapes: list[tuple[int, int, int]]) -> list[tuple[int, Job]]:
-    """Return (tick of arrival, job) for each shape. Some jobs share prefixes."""
     return [
         (
             tick,
@@ -82,10 +81,9 @@ def jobs_of(shapes: list[tuple[int, int, int]]) -> list[tuple[int, Job]]:
 def events_of_run(
     shapes: list[tuple[int, int, int]], blocks: int, leaping: bool
 ) -> list[tuple[int, str, int, int, int]]:
-    """Run jobs and return their events by tick: first tokens, ends, cached tokens, preemptions.
-
-    `leaping`: run many decode steps at once.
-    """
+    # Run jobs and return their events by tick: first tokens, ends, cached tokens, preemptions.
+    #
+    # `leaping`: run many decode steps at once.
     scheduler = Scheduler(BlockPool(blocks, 4), max_num_seqs=6, max_num_batched_tokens=24)
     pending = sorted(
         (

@@ -101,8 +101,6 @@ def test_a_fault_strikes_inside_its_window_with_its_chance() -> None:
 
 
 class RecordingDoor:
-    """A fake listener that records whether it is open."""
-
     def __init__(self) -> None:
         self.is_open = True
 
@@ -114,8 +112,6 @@ class RecordingDoor:
 
 
 class RecordingConnection:
-    """A fake connection that records its fault."""
-
     supports_faults = True
 
     def __init__(self) -> None:
@@ -126,8 +122,6 @@ class RecordingConnection:
 
 
 class ManualClock:
-    """A clock that runs due calls when the test advances the time."""
-
     def __init__(self) -> None:
         self.now = 0.0
         self._due: list[tuple[float, Callable[..., None], tuple[object, ...]]] = []

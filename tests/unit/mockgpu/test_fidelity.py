@@ -43,7 +43,6 @@ def equation_errors(grids: list[Grid]) -> tuple[list[float], list[float]]:
 
 
 def left_out_errors(grid: Grid) -> tuple[list[float], list[float]]:
-    """Return the relative error of each point, predicted from all other points of its grid."""
     model, gpu = model_and_gpu(grid)
     line, prefill, decode = bare(grid), list(grid.prefill_points()), list(grid.decode_points())
 

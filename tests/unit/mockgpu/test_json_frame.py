@@ -95,7 +95,6 @@ schemas = st.recursive(
 
 
 def fits(schema: Any, value: Any) -> bool:
-    """Return whether a value fits a schema of the few kinds that these tests draw."""
     if "enum" in schema:
         return value in schema["enum"]
     kind = schema["type"]

@@ -28,8 +28,6 @@ BLOCKS = 64
 
 
 class PendingLanding:
-    """A fake incoming KV transfer that lasts until it is cancelled."""
-
     def __init__(self) -> None:
         self._over = asyncio.Event()
 
@@ -42,8 +40,6 @@ class PendingLanding:
 
 
 class BusyAgent:
-    """A fake agent that is always receiving. Fetches of a single token end at once."""
-
     address = "here"
 
     def offer(self, name: str, blocks: Sequence[int], tokens: int, **more: Any) -> Any:
@@ -65,8 +61,6 @@ class BusyAgent:
 
 
 class StaticDirectory:
-    """A fake directory that finds every peer and renews no lease."""
-
     async def address(self, take: DecodeLeg) -> str:
         return "there"
 
@@ -78,8 +72,6 @@ class StaticDirectory:
 
 
 class RecordingSink:
-    """A token sink that records how one job ended."""
-
     def __init__(self) -> None:
         self.tokens, self.failures, self.over = 0, 0, asyncio.Event()
 
@@ -96,10 +88,9 @@ class RecordingSink:
 
 @pytest.fixture
 async def group() -> AsyncIterator[TpGroup]:
-    """Yield a decode engine that can die while it fetches KV.
-
-    Errors in its event loop fail the test.
-    """
+    # Yield a decode engine that can die while it fetches KV.
+    #
+    # Errors in its event loop fail the test.
     loop, wrong = asyncio.get_running_loop(), list[dict[str, Any]]()
     loop.set_exception_handler(lambda _, context: wrong.append(context))
     model = model_named("demo-8b")

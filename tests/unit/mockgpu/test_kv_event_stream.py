@@ -15,8 +15,6 @@ from mockgpu.scheduler import Scheduler
 
 
 class Faults:
-    """Faults that hit the next messages, one set of faults per message."""
-
     def __init__(self, *kinds: FaultKind) -> None:
         self.active = set(kinds)
 

@@ -32,7 +32,7 @@ def ask(chat: bool = True, **fields: Any) -> ParsedRequest:
 
 
 def unframed(data: bytes) -> list[dict[str, Any]]:
-    """Return the events inside HTTP chunks. Asserts that the chunk sizes are right."""
+    # Return the events inside HTTP chunks. Asserts that the chunk sizes are right.
     events = []
     while data:
         size, _, rest = data.partition(b"\r\n")

@@ -220,8 +220,6 @@ class TestHarborAnalytics:
 
 
 class TestWhereTheSeedsAreWrong:
-    """Published figures that contradict arithmetic."""
-
     def test_a_node_of_eight_holds_two_groups_of_tp4_not_four(self) -> None:
         assert 8 // 4 == 2
 

@@ -24,10 +24,9 @@ SEQS, CONTEXT = 16, 16 * 2000
 
 
 def steps_s(tokens: int, chunk_tokens: int, seqs: int = 0, context: int = 0) -> list[float]:
-    """Return the seconds of each step that computes a prompt in chunks.
-
-    `seqs` sequences with `context` tokens in total decode in the same steps.
-    """
+    # Return the seconds of each step that computes a prompt in chunks.
+    #
+    # `seqs` sequences with `context` tokens in total decode in the same steps.
     chunks = [
         (index, min(chunk_tokens, tokens - index)) for index in range(0, tokens, chunk_tokens)
     ]

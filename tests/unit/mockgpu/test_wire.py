@@ -8,8 +8,6 @@ from mockgpu.handoff.faulty_link import FaultyRelay, RelayConnection
 
 
 class Transport:
-    """A fake transport that records its calls."""
-
     def __init__(self) -> None:
         self.written, self.aborted = b"", False
 

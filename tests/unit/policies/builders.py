@@ -11,7 +11,7 @@ from policies.model import Candidate, Endpoint, Request, RoutingQuery
 
 
 def candidate(slot: int, cap: int = 1000, **load: object) -> Candidate:
-    """Return a candidate for endpoint `tp<slot>`; keywords set its live load numbers."""
+    # Return a candidate for endpoint `tp<slot>`; keywords set its live load numbers.
     numbers = EndpointLoad(slot)
     for name, value in load.items():
         setattr(numbers, name, value)
@@ -36,8 +36,6 @@ def ask(
 
 
 class View:
-    """A fake state of the wait queue with the numbers that a test needs."""
-
     def __init__(
         self,
         busy: int = 0,
@@ -68,7 +66,6 @@ class View:
 
 
 def draining(per_s: float, seconds: float = 60.0, since: float = 0.0) -> DrainRate:
-    """Return a drain rate of `per_s` completed requests per second."""
     drain = DrainRate()
     for number in range(int(seconds * per_s) + 1):
         drain.record(since + number / per_s)
@@ -76,6 +73,6 @@ def draining(per_s: float, seconds: float = 60.0, since: float = 0.0) -> DrainRa
 
 
 def shed(verdict: Verdict) -> Shed:
-    """Return the verdict. Asserts that it is a refusal."""
+    # Return the verdict. Asserts that it is a refusal.
     assert isinstance(verdict, Shed), verdict
     return verdict

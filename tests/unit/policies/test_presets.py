@@ -92,10 +92,9 @@ def test_a_retry_goes_over_a_cap_rather_than_nowhere() -> None:
 
 
 def test_least_loaded_keeps_groups_even_with_sizes_that_vary_hundredfold() -> None:
-    """Work arrives at 80 % of the speed of four simulated engines.
-
-    Each serves its requests concurrently, at a fixed total rate of tokens.
-    """
+    # Work arrives at 80 % of the speed of four simulated engines.
+    #
+    # Each serves its requests concurrently, at a fixed total rate of tokens.
     policy, candidates = registry.build("least_loaded", {}), [candidate(slot) for slot in range(4)]
     rng, served, ends, now = Random(5), [0] * 4, list[tuple[float, int, int]](), 0.0
     for _ in range(3000):

@@ -35,8 +35,6 @@ def config(pools: dict[str, list[int]], cap: int) -> Config:
 
 
 class Table(RuleBasedStateMachine):
-    """Applies configurations of up to five endpoints, books requests, and releases removed ones."""
-
     def __init__(self) -> None:
         super().__init__()
         self.loop = asyncio.new_event_loop()

@@ -39,8 +39,6 @@ KINDS = [
 
 
 class Bookings(RuleBasedStateMachine):
-    """Reserves capacity on three endpoints, with health probes and scrapes between the stages."""
-
     bookings = Bundle("bookings")
 
     def __init__(self) -> None:

@@ -17,8 +17,6 @@ FAULTS = ("none", "none", "lost", "doubled", "held")
 
 
 class ModelEngine:
-    """An engine with a small LRU cache, and the path of its messages to the source."""
-
     def __init__(self, source: EventSource, room: int, buffered: int) -> None:
         self.source, self.room, self.buffered = source, room, buffered
         self.cached: dict[int, int] = {}  # content key by hash, oldest first
@@ -100,7 +98,6 @@ class ModelEngine:
         self.source.on_connected(self.time)
 
     def settle(self) -> None:
-        """Deliver everything, and let the source check that nothing is missing."""
         for _ in range(3):
             self.compute([9, self.number, *range(2)], "none")
             self.answer_replay()

@@ -25,8 +25,6 @@ DONE = "data: [DONE]\n\n"
 
 @dataclass(frozen=True)
 class Result:
-    """The outcome of feeding one response to a relay."""
-
     out: bytes
     state: RelayState
     usage: TokenUsage
@@ -101,7 +99,6 @@ CUTS = st.lists(st.integers(0, 2500), max_size=60)
 
 
 def whole_stream(texts: list[str]) -> str:
-    """Return the payload of a complete stream with these texts."""
     return (
         ROLE
         + "".join(delta(text) for text in texts)
@@ -114,7 +111,6 @@ def whole_stream(texts: list[str]) -> str:
 def chunked(
     payload: bytes, sizes: list[int], trailers: bytes = b"", extension: bytes = b""
 ) -> bytes:
-    """Encode a payload in HTTP chunks of these sizes, and one chunk for the rest."""
     wire, offset = b"", 0
     for size in [*sizes, len(payload)]:
         piece = payload[offset : offset + size]
@@ -125,10 +121,9 @@ def chunked(
 
 
 def read(out: bytes, *, strict: bool = True) -> tuple[bytes, bytes, bool]:
-    """Parse a response as a strict HTTP client does.
-
-    Returns head, payload, and whether the body is complete.
-    """
+    # Parse a response as a strict HTTP client does.
+    #
+    # Returns head, payload, and whether the body is complete.
     head, _, rest = out.partition(b"\r\n\r\n")
     payload = b""
     while rest:

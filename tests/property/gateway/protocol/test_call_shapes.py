@@ -68,7 +68,7 @@ CONVERSATIONS = st.lists(
 
 
 def outcome(body: bytes, shapes: ShapeCache[CallShape] | None) -> Call | tuple[int, str]:
-    """Parse a request; return the parsed call, or the status and text of the error."""
+    # Parse a request; return the parsed call, or the status and text of the error.
     try:
         return parse_call(body, apis.CHAT, MODELS, CONTEXT, shapes=shapes)
     except GatewayError as error:

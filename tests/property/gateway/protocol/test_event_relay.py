@@ -68,7 +68,6 @@ def fed(relay: Relay, data: bytes, cuts: list[int] | None = None) -> bytes:
 
 
 def body_of(out: bytes) -> bytes:
-    """Return the decoded body of a chunked response."""
     rest, payload = out.partition(b"\r\n\r\n")[2], b""
     while rest:
         size, _, rest = rest.partition(b"\r\n")

@@ -66,10 +66,9 @@ Members = list[tuple[str, Any]]
 
 
 def written(value: object, rng: Random) -> str:
-    """Encode a value as JSON with random blanks and escapes.
-
-    A tuple of pairs is encoded as an object, so that members may repeat.
-    """
+    # Encode a value as JSON with random blanks and escapes.
+    #
+    # A tuple of pairs is encoded as an object, so that members may repeat.
     if isinstance(value, str):
         return '"' + "".join(_character(character, rng) for character in value) + '"'
     if isinstance(value, dict):
@@ -101,7 +100,6 @@ def _character(character: str, rng: Random) -> str:
 
 
 def chat(others: dict[str, Any], rng: Random, model: str = "demo") -> Members:
-    """Return the members of a chat request in random order, including the members `others`."""
     members: Members = [
         ("model", model),
         ("messages", [{"role": "user", "content": "hi"}]),

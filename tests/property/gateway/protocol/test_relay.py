@@ -71,7 +71,6 @@ def test_a_stream_may_arrive_byte_by_byte(texts: list[str], sizes: list[int]) ->
 def test_an_incomplete_stream_without_done_ends_with_an_error_event(
     texts: list[str], sizes: list[int], cuts: list[int], trailers: bool, short: int
 ) -> None:
-    """The body is framed properly, but its last event is missing or incomplete."""
     payload = (ROLE + "".join(delta(text) for text in texts)).encode()
     payload = payload[: len(payload) - short]
     wire = HEAD + chunked(payload, sizes, b"a: b\r\n" if trailers else b"")
@@ -89,7 +88,6 @@ def test_an_incomplete_stream_without_done_ends_with_an_error_event(
 
 @st.composite
 def choices_in_any_order(draw: st.DrawFn) -> tuple[list[str], int]:
-    """Draw the interleaved events of several choices, and the number of choices."""
     choices = draw(st.integers(1, 4))
     left = [
         draw(st.lists(st.text(min_size=1, max_size=8), min_size=1, max_size=3))
@@ -192,7 +190,6 @@ def test_a_finished_stream_with_a_truncated_body_is_broken() -> None:
 def test_a_truncated_stream_never_looks_complete(
     texts: list[str], sizes: list[int], cuts: list[int], length: int
 ) -> None:
-    """The client gets either an error event or an incomplete HTTP body."""
     wire = HEAD + chunked(whole_stream(texts).encode(), sizes)
     cut = wire[: min(length, len(wire) - 1)]
     relay = feed(cut, cuts, eof=True)
@@ -254,7 +251,6 @@ def test_a_stream_with_other_framing_is_rechunked(
 
 
 def test_done_without_its_blank_line_is_not_sent_yet() -> None:
-    """Partial events are held back if a model alias has to be replaced in them."""
     relay = Relay(OWN_HEADERS, None, False, ModelNameRewriter("served", "my-alias"))
     relay.feed(
         HEAD + chunked(delta("a").encode(), [])[:-5] + chunked(b"data: [DONE]\n", [])[:-5], 0.0
@@ -325,7 +321,6 @@ def test_trailers_are_dropped(texts: list[str], cuts: list[int]) -> None:
 def test_token_counts_are_found_however_much_follows_them(
     cuts: list[int], more: int, between: bool
 ) -> None:
-    """Clients may request log probabilities and prompt ids, which come after the counts."""
     ids = json.dumps({"prompt_token_ids": [7] * (more // 2)})[1:].encode()
     body = PLAIN[:-1] + b"," + ids
     if between:

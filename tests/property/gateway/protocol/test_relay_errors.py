@@ -81,7 +81,6 @@ def test_an_engines_error_response_is_collected_and_not_forwarded(
 
 
 def test_a_long_error_body_is_truncated_and_an_endless_one_is_a_failure() -> None:
-    """Engines may repeat a long invalid request in their error message."""
     relay = Relay(OWN_HEADERS)
     relay.feed(b"HTTP/1.1 400 Bad Request\r\ntransfer-encoding: chunked\r\n\r\n", 0.0)
     for _ in range(MAX_ERROR_BYTES >> 20):
@@ -104,7 +103,7 @@ def test_a_long_error_body_is_truncated_and_an_endless_one_is_a_failure() -> Non
 def test_a_client_error_at_the_start_of_a_stream_is_a_refusal(
     message: str, sizes: list[int], cuts: list[int], end: str
 ) -> None:
-    """SGLang and vLLM send status 200 before they have checked all of a request."""
+    # SGLang and vLLM send status 200 before they have checked all of a request.
     error = json.dumps({"error": {"message": message, "type": "BadRequestError", "code": 400}})
     events = f"data: {error}{end}{DONE}".encode()
     wire = HEAD + chunked(events, [len(error) + 6 + len(end), *sizes])
@@ -117,7 +116,7 @@ def test_a_client_error_at_the_start_of_a_stream_is_a_refusal(
 
 
 def client_error(message: str, end: str = "\n\n") -> str:
-    """Return an error event like vLLM's, with the code after the message."""
+    # Return an error event like vLLM's, with the code after the message.
     error = {"message": message, "type": "BadRequestError", "param": None, "code": 400}
     return "data: " + json.dumps({"error": error}) + end
 
@@ -128,7 +127,6 @@ def client_error(message: str, end: str = "\n\n") -> str:
 def test_a_client_error_is_recognised_whatever_its_length_and_cuts(
     patient: bool, before: str, length: int, step: int
 ) -> None:
-    """Errors are searched until the first token if that is awaited, else in the first event."""
     if before and not patient:
         return
     wire = HEAD + chunked(
@@ -145,7 +143,6 @@ def test_a_client_error_is_recognised_whatever_its_length_and_cuts(
 
 @pytest.mark.parametrize("patient", [False, True])
 def test_an_error_after_a_token_is_the_engines_whatever_its_code(patient: bool) -> None:
-    """The request itself is valid. Nothing was forwarded, so another engine is tried."""
     with pytest.raises(UpstreamError, match="error event") as failure_kind:
         Relay(OWN_HEADERS, hold_until_token=patient).feed(
             HEAD + chunked((delta("a") + client_error("no") + DONE).encode(), []), 0.0
@@ -184,7 +181,6 @@ def test_a_stream_that_breaks_between_two_chunks_ends_with_an_error_event(held: 
 
 
 def test_nothing_is_added_within_a_partially_forwarded_chunk() -> None:
-    """The error arrived in one read with the rest of that chunk, which is not forwarded."""
     events = delta("a").encode(), delta("b").encode()
     relay = Relay(OWN_HEADERS)
     whole = chunked(b"".join(events), [])[:-5]
@@ -234,7 +230,7 @@ def test_a_close_before_the_first_byte_can_be_retried() -> None:
 
 
 def test_nothing_is_added_within_a_long_event_under_an_alias() -> None:
-    """Part of the event has been forwarded already, because it is too long to be held back."""
+    # Part of the event has been forwarded already, because it is too long to be held back.
     relay = Relay(OWN_HEADERS, None, False, ModelNameRewriter("served", "my-alias"))
     relay.feed(
         HEAD + chunked(delta("a").encode() + b'data: {"long":"' + b"x" * 100_000, [])[:-5], 0.0

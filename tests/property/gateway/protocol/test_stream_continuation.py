@@ -23,7 +23,7 @@ PROMPT = [7, 8, 9]
 
 
 def token(number: int) -> str:
-    """Return the text of token `number`. Every fifth is empty; the next one has its text too."""
+    # Return the text of token `number`. Every fifth is empty; the next one has its text too.
     return (
         ""
         if number % 5 == 4
@@ -36,12 +36,10 @@ def token(number: int) -> str:
 def events(
     ids: list[int], total: int, *, chat: bool, opening: bool, model: str = "served"
 ) -> Iterator[bytes]:
-    """Yield the events of an engine that reports token ids and counts.
-
-    ids      ids of the tokens to stream
-    total    number of tokens after which the response is complete
-    opening  whether it begins with an event without a token
-    """
+    # Yield the events of an engine that reports token ids and counts.
+    #
+    # ids ids of the tokens to stream total number of tokens after which the response is complete
+    # opening whether it begins with an event without a token
     members = {
         "id": "cmpl-1" if opening else "cmpl-2",
         "created": 5 if opening else 6,
@@ -89,10 +87,9 @@ def terms(chat: bool, usage: bool, most: int) -> ContinuationTerms:
 
 
 def feed(relay: Relay, answer: bytes, size: int, *, eof: bool = True) -> bytes:
-    """Feed a response to a relay in pieces of `size` bytes.
-
-    Returns the bytes for the client until the response breaks.
-    """
+    # Feed a response to a relay in pieces of `size` bytes.
+    #
+    # Returns the bytes for the client until the response breaks.
     out = b""
     try:
         for start in range(0, len(answer), size):
@@ -105,7 +102,7 @@ def feed(relay: Relay, answer: bytes, size: int, *, eof: bool = True) -> bytes:
 
 
 def read(out: bytes) -> list[dict[str, Any]]:
-    """Return the events that the client received. Asserts that the stream ends exactly once."""
+    # Return the events that the client received. Asserts that the stream ends exactly once.
     body = ChunkedBody()
     payload = body.feed(out.partition(b"\r\n\r\n")[2])
     assert body.is_complete
@@ -116,10 +113,9 @@ def read(out: bytes) -> list[dict[str, Any]]:
 
 
 def break_stream(parts: Iterator[bytes], share: float, tidily: bool) -> bytes:
-    """Return the first `share` of a response.
-
-    `tidily`: cut between events and end the body properly; otherwise cut anywhere.
-    """
+    # Return the first `share` of a response.
+    #
+    # `tidily`: cut between events and end the body properly; otherwise cut anywhere.
     framed = [encode_chunk(part) for part in parts]
     if tidily:
         return HEAD + b"".join(framed[: round(share * len(framed))]) + LAST_CHUNK

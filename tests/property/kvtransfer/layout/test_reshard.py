@@ -31,7 +31,6 @@ PAGE_ORDERS = [KvOrder.LBHNC, KvOrder.LHBNC, KvOrder.BLHNC, KvOrder.BHLNC]
 
 @st.composite
 def layout_pairs(draw: st.DrawFn) -> tuple[KvLayout, KvLayout]:
-    """Draw two layouts of one model, with all permitted differences."""
     mla = draw(st.booleans())
     kv_heads = 1 if mla else draw(st.sampled_from([1, 2, 4, 8]))
     layers = draw(st.integers(1, 5))
@@ -62,7 +61,6 @@ def layout_pairs(draw: st.DrawFn) -> tuple[KvLayout, KvLayout]:
 
 
 def contents(order: KvOrder) -> list[KvContent]:
-    """Return the possible arrangements of keys and values for this axis order."""
     heads_first = order.index("h") < order.index("n")
     adjacent = abs(order.index("h") - order.index("n")) == 1 and order.endswith(("hnc", "nhc"))
     return [
@@ -73,11 +71,10 @@ def contents(order: KvOrder) -> list[KvContent]:
 
 
 def in_memory(layout: KvLayout, values: Words) -> Words:
-    """Return a rank's memory for values [layer, block, head, token, part, word].
-
-    vLLM describes it as an array [L, B, H, N, C] whose axes are transposed, and a backend divides
-    (N, C) of a head, or (H, N, C) of a block, between keys and values.
-    """
+    # Return a rank's memory for values [layer, block, head, token, part, word].
+    #
+    # vLLM describes it as an array [L, B, H, N, C] whose axes are transposed, and a backend divides
+    # (N, C) of a head, or (H, N, C) of a block, between keys and values.
     layers, blocks, heads, tokens, parts, words = values.shape
     if layout.content is KvContent.PLANES:
         values = values.transpose(0, 1, 4, 2, 3, 5)
@@ -91,7 +88,6 @@ def in_memory(layout: KvLayout, values: Words) -> Words:
 
 
 def source(layout: KvLayout, rank: int, blocks: list[int]) -> Words:
-    """Return a rank's memory in which every scalar of the request has a unique value."""
     stage, tp_rank = divmod(rank, layout.tp)
     layers, heads = layout.layers_of(stage), layout.heads_of(tp_rank)
     size, words = layout.block_tokens, layout.row_bytes // WORD
@@ -112,7 +108,7 @@ def source(layout: KvLayout, rank: int, blocks: list[int]) -> Words:
 
 
 def expected(layout: KvLayout, rank: int, blocks: list[int], covered: range) -> Words:
-    """Return the memory after the transfer: values of the covered tokens, otherwise unchanged."""
+    # Return the memory after the transfer: values of the covered tokens, otherwise unchanged.
     whole = source(layout, rank, blocks)
     tokens = (whole - np.uint64(1)) % np.uint64(10**6) // np.uint64(10)
     inside = (whole != FOREIGN) & (tokens >= covered.start) & (tokens < covered.stop)
@@ -126,7 +122,7 @@ def untouched(layout: KvLayout, rank: int) -> Words:
 def carry_out(
     transfer_plan: TransferPlan, sources: list[Words], sinks: list[Words], window_bytes: int
 ) -> int:
-    """Copy window by window (batch of runs), with groups in any order; return the bytes written."""
+    # Copy window by window (batch of runs), with groups in any order; return the bytes written.
     arrivals, written = ReceiveTracker(transfer_plan), 0
     for group in reversed(range(transfer_plan.groups)):
         pairs = transfer_plan.pairs(group)
@@ -189,7 +185,6 @@ def test_every_scalar_arrives_in_its_place_once_and_nothing_else_is_touched(
 
 @st.composite
 def some_blocks(draw: st.DrawFn, count: int) -> list[int]:
-    """Draw `count` block numbers, consecutive or scattered."""
     if draw(st.booleans()):
         first = draw(st.integers(0, BLOCKS - count))
         return list(range(first, first + count))
@@ -201,7 +196,6 @@ def some_blocks(draw: st.DrawFn, count: int) -> list[int]:
 def test_source_ranks_with_the_same_heads_send_equal_shares(
     layouts: tuple[KvLayout, KvLayout],
 ) -> None:
-    """They are equal if the layers of a stage divide evenly, else they differ by one layer."""
     src, dst = layouts
     copies = max(1, src.tp // src.kv_heads)
     transfer_plan = plan_transfer(src, dst, range(20), range(20), 4, group_layers=1)
@@ -222,7 +216,7 @@ def test_source_ranks_with_the_same_heads_send_equal_shares(
 def test_plans_between_single_ranks_together_move_every_scalar_once(
     layouts: tuple[KvLayout, KvLayout], tokens: int, data: st.DataObject
 ) -> None:
-    """Each rank plans by itself; `source_ranks` and `sink_ranks` agree on which pairs connect."""
+    # Each rank plans by itself; `source_ranks` and `sink_ranks` agree on which pairs connect.
     src, dst = layouts
     blocks = [data.draw(some_blocks(-(-tokens // layout.block_tokens))) for layout in layouts]
     sources = [source(src, rank, blocks[0]) for rank in range(src.ranks)]

@@ -39,10 +39,9 @@ def test_bytes_in_flight_are_what_was_taken_and_not_returned(
 def test_no_transfer_starves_behind_a_stream_of_urgent_ones(
     klass: Priority, deadline: float, rivals_per_s: int
 ) -> None:
-    """Every rival is new and has a second of slack.
-
-    The tested transfer is served within that second and the promotion time.
-    """
+    # Every rival is new and has a second of slack.
+    #
+    # The tested transfer is served within that second and the promotion time.
     turns, now, number = TransferOrder(promote_s=0.5), 0.0, 1
     turns.add(0, klass, deadline, now)
     while (first := turns.next(now)) != 0:

@@ -49,8 +49,6 @@ ADDRESSES = ("a:1", "b:2")
 
 
 class FakeLink:
-    """The part of a link that the sink uses."""
-
     transport, peer, received_bytes, window_bytes, is_one_sided = "fake", "p", 0, 1 << 20, False
 
 
@@ -133,7 +131,6 @@ class World:
                     self.hear(message)
 
     def hear(self, message: Message) -> None:
-        """Check a message that the sink sends to the source."""
         match message:
             case StopTransfer(transfer):
                 assert transfer in self.said
@@ -145,7 +142,7 @@ class World:
                 assert n_bytes == self.whole(transfer)
 
     def say(self, number: int) -> None:
-        """Finish registering memory, and send the invitation unless the transfer is over."""
+        # Finish registering memory, and send the invitation unless the transfer is over.
         if self.book.confirm_invite(self.invited[number], number):  # type: ignore[arg-type]
             assert number not in self.unwanted
             self.said.add(number)
@@ -242,7 +239,6 @@ class World:
                 self.windows[number] = heads
 
     def window(self) -> None:
-        """Send a transfer's next window (batch of bytes), sometimes twice."""
         for number, heads in self.windows.items():
             if heads and self.rng.random() < 0.5:
                 head = heads[-1] if self.rng.random() < 0.1 else heads.pop()
@@ -253,7 +249,6 @@ class World:
                     self.begun.append((link, head))
 
     def settle(self) -> None:
-        """Complete some windows in any order, with random verdicts."""
         self.rng.shuffle(self.begun)
         for _ in range(min(len(self.begun), 8)):
             link, head = self.begun.pop()
@@ -289,7 +284,6 @@ class World:
             )
 
     def nonsense(self) -> None:
-        """Send invalid input: messages of another or unknown transfer, or an unplanned window."""
         link = self.rng.choice([*self.links.values(), FakeLink()])
         number = self.rng.randrange(self.numbers + 3)
         if self.invited.get(number) is not link:
@@ -356,7 +350,7 @@ class World:
 
 @pytest.fixture(autouse=True)
 def some_plans_are_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make some plans count as long, so that they are computed without the lock."""
+    # Make some plans count as long, so that they are computed without the lock.
     monkeypatch.setattr("kvtransfer.transfer.commands._MAX_INLINE_BLOCKS", 2)
 
 

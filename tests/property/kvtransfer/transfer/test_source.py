@@ -45,14 +45,10 @@ SOURCE = AgentCard("p", b"p" * 16, LAYOUT)
 
 
 class FakeLink:
-    """The part of a link that the source uses."""
-
     transport, peer, received_bytes, window_bytes, is_one_sided = "fake", "d", 0, 200, False
 
 
 class World:
-    """A source under test, random events, and checks of its commands."""
-
     def __init__(self, seed: int) -> None:
         self.rng = Random(seed)
         self.has_ranks = seed % 2 == 1
@@ -129,12 +125,11 @@ class World:
                     pass
 
     def reckon(self) -> None:
-        """Finish a deferred plan. Other links may have sent messages since."""
+        # Finish a deferred plan. Other links may have sent messages since.
         while self.reckoning:
             self.obey(self.reckoning.pop(0).work()(self.now))
 
     def told(self, tell, link: FakeLink) -> None:  # type: ignore[no-untyped-def]
-        """Handle a message as the agent does: an invalid one ends the link."""
         try:
             self.obey(tell() or [])
         except ProtocolError:
@@ -190,7 +185,6 @@ class World:
         self.told(lambda: self.book.on_invite(link, invite, self.now), link)
 
     def next_transfer(self, link: FakeLink) -> int:
-        """Return a transfer number for a link: the next one, or rarely an old one."""
         last = self.transfers.get(link, 0)
         self.transfers[link] = last + 1
         return last + 1 if self.rng.random() < 0.97 else last
@@ -258,10 +252,9 @@ class World:
         self.obey(self.book.on_lost(link, EndReason.LINK_LOST, "", self.now))
 
     def taken_is_bounded(self) -> bool:
-        """Return whether the bytes in flight are within their limit.
-
-        A window may exceed its size by one run, which may be as long as a request.
-        """
+        # Return whether the bytes in flight are within their limit.
+        #
+        # A window may exceed its size by one run, which may be as long as a request.
         return self.book.in_flight_bytes() <= (BUDGET + 6 * self.region.block_bytes) * len(
             self.links
         )
@@ -269,7 +262,7 @@ class World:
 
 @pytest.fixture(autouse=True)
 def some_plans_are_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make some plans count as long, so that they are computed without the lock."""
+    # Make some plans count as long, so that they are computed without the lock.
     monkeypatch.setattr("kvtransfer.transfer.commands._MAX_INLINE_BLOCKS", 2)
 
 
@@ -293,7 +286,6 @@ def test_every_offer_ends_once_and_keeps_nothing_under_any_events(seed: int, ste
 
 
 def test_any_order_reaches_every_end() -> None:
-    """Shows that the property test above reaches every kind of end."""
     ends: set[OutcomeKind] = set()
     for seed in range(60):
         world = World(seed)
@@ -304,7 +296,6 @@ def test_any_order_reaches_every_end() -> None:
 
 
 def test_any_order_reaches_ranks_that_share_an_offer() -> None:
-    """Shows that the property test above covers ranks that claim, finish and fail separately."""
     shared, half_landed = 0, 0
     for seed in range(1, 240, 2):
         world = World(seed)

@@ -16,7 +16,7 @@ def event(data: object, newline: str) -> bytes:
 
 
 def stream(words: list[str], newline: str) -> bytes:
-    """Return a stream as vLLM sends it: role, words, finish, usage, [DONE], with a comment."""
+    # Return a stream as vLLM sends it: role, words, finish, usage, [DONE], with a comment.
     role = {"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}]}
     tokens = [{"choices": [{"index": 0, "delta": {"content": word}}]} for word in words]
     finish = {"choices": [{"index": 0, "delta": {"content": ""}, "finish_reason": "stop"}]}

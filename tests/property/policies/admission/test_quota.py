@@ -72,8 +72,6 @@ def test_a_clock_that_goes_back_refills_nothing() -> None:
 
 
 class House:
-    """Gateways with one quota each, which exchange their usage from time to time."""
-
     def __init__(self, size: int, limit: int) -> None:
         self.quotas = [Quota(QuotaLimits(None, limit)) for _ in range(size)]
         self.untold = [0] * size

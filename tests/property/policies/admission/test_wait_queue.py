@@ -39,8 +39,6 @@ def question(number: int, tenant: str, now: float, **fields: object) -> RoutingQ
 
 
 class History:
-    """A wait queue, and an independent record of what happened to each request."""
-
     def __init__(self, caps: tuple[int, ...]) -> None:
         self.candidates = [candidate(slot, cap) for slot, cap in enumerate(caps)]
         self.room: WaitQueue[int] = WaitQueue(CapAdmission(), LIMITS, FairShares({"b": 2.0}))
@@ -162,7 +160,7 @@ def test_within_a_tenant_priority_goes_first_and_then_the_least_slack(
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.integers(1, 2000), min_size=40, max_size=120), st.sampled_from([0.5, 1.0, 3.0]))
 def test_two_always_waiting_tenants_get_tokens_by_weight(sizes: list[int], weight: float) -> None:
-    """By start-time fair queueing, the normalised difference never exceeds one request of each."""
+    # By start-time fair queueing, the normalised difference never exceeds one request of each.
     room: WaitQueue[int] = WaitQueue(
         CapAdmission(),
         WaitQueueLimits(size=10, timeout_s=1e9, starvation_s=1e9),
@@ -198,7 +196,6 @@ def test_two_always_waiting_tenants_get_tokens_by_weight(sizes: list[int], weigh
 @settings(max_examples=40, deadline=None)
 @given(st.integers(1, 4), st.integers(5, 30))
 def test_no_waiting_request_is_overtaken_for_ever(before: int, crowd: int) -> None:
-    """A tenant that used much more than its share waits beside one with many cheap requests."""
     room: WaitQueue[int] = WaitQueue(
         CapAdmission(), WaitQueueLimits(size=200, timeout_s=1e9, starvation_s=10.0)
     )

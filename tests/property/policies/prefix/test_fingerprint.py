@@ -21,7 +21,6 @@ words = st.integers(0, 2**64 - 1)
 
 
 def numbers(count: int) -> st.SearchStrategy[Keys]:
-    """Return a hypothesis strategy that draws `count` secret numbers."""
     return st.lists(words, min_size=count, max_size=count).map(lambda values: array("Q", values))
 
 

@@ -21,8 +21,6 @@ slots = st.integers(0, SLOTS - 1)
 
 
 class Unbounded(RuleBasedStateMachine):
-    """The index without capacities and far below its limit: no entry expires by itself."""
-
     def __init__(self) -> None:
         super().__init__()
         self.index = PrefixIndex(1 << 20)
@@ -49,7 +47,6 @@ class Unbounded(RuleBasedStateMachine):
 
     @rule(slot=slots, prompt=prompts, kept=st.integers(0, 12))
     def trim(self, slot: int, prompt: bytes, kept: int) -> None:
-        """Remove all that continues the kept part, as the model of prefixes cannot have gaps."""
         cut = prompt[: (kept + 1) * BLOCK]
         if len(cut) > kept * BLOCK:
             for gone in [known for known in self.naive[slot] if known.startswith(cut)]:
@@ -70,7 +67,6 @@ class Unbounded(RuleBasedStateMachine):
     @precondition(lambda self: self.asked is not None)
     @rule(slot=slots)
     def give_what_was_asked(self, slot: int) -> None:
-        """Insert the prompt of the last match, immediately or after other operations."""
         assert self.asked is not None
         fingerprint, prompt = self.asked
         self.index.insert(fingerprint, slot, fingerprint.n_bytes)
@@ -78,8 +74,6 @@ class Unbounded(RuleBasedStateMachine):
 
 
 class Bounded(RuleBasedStateMachine):
-    """The index with small capacities: its limits hold after every step."""
-
     cap = 64 * BLOCK_COST_BYTES
 
     def __init__(self) -> None:

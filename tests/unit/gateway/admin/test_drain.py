@@ -17,8 +17,6 @@ FOREVER = 300.0
 
 
 class Connected(NamedTuple):
-    """A server that accepts no more connections, and the client of its only one."""
-
     server: web.Server
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
@@ -26,8 +24,6 @@ class Connected(NamedTuple):
 
 @asynccontextmanager
 async def connected() -> AsyncIterator[Connected]:
-    """Run a server with one page, which closes its connections, and connect a client to it."""
-
     async def page(_: web.Request) -> web.Response:
         return web.Response(text="page\n")
 

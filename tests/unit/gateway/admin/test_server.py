@@ -16,7 +16,6 @@ CANARY = "canary-5f2e9c"
 
 
 async def everything(fleet: GatewayFleet) -> str:
-    """Return all pages of the admin server as one text."""
     text = ""
     for path in ("/healthz", "/readyz", "/metrics", "/endpoints", "/config"):
         async with fleet.http.get(fleet.app.admin_url + path) as response:

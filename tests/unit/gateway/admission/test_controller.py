@@ -49,7 +49,6 @@ def gate(**sections: Any) -> AdmissionController:
 
 
 async def turns(count: int = 5) -> None:
-    """Run the event loop until all ready tasks have continued."""
     for _ in range(count):
         await asyncio.sleep(0)
 
@@ -315,7 +314,7 @@ async def test_a_request_cancelled_while_waiting_for_a_retry_keeps_none() -> Non
 
 
 async def test_a_shrinking_budget_grants_all_waiting_retries_in_the_end() -> None:
-    """The budget shrinks as requests end, so that a returned permit may not be free any more."""
+    # The budget shrinks as requests end, so that a returned permit may not be free any more.
     controller = gate(retries={"floor": 1, "budget": 0.5})
     place = controller.pool_queue("main")
     place.configure(WaitingRoom(), (candidate(0, 24),))

@@ -20,10 +20,9 @@ entries = st.builds(
 
 
 def read(data: bytes) -> tuple[JournalReader, list[JournalEntry]]:
-    """Read a journal as its owner does, up to the first incomplete line.
-
-    Returns the reader and the entries.
-    """
+    # Read a journal as its owner does, up to the first incomplete line.
+    #
+    # Returns the reader and the entries.
     reader, results = JournalReader(TOTAL), []
     for line in data.splitlines(keepends=True):
         size = reader.size

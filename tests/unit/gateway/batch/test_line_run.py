@@ -22,7 +22,6 @@ HEAD = b"HTTP/1.1 200 OK\r\n\r\n"
 
 
 def run_of(failures: int = 0, **members: Any) -> tuple[LineRun, LineClient]:
-    """Return an attempt and the client to which the response is written."""
     clients: list[LineClient] = []
 
     async def nothing() -> None:

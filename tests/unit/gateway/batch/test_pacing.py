@@ -21,10 +21,9 @@ counts = st.integers(0, 200)
 
 
 def grown(seconds: float, reading: PoolReading = CALM) -> tuple[PoolPacer, int, float]:
-    """Simulate a pacer for `seconds` in which all permitted batch requests run.
-
-    Returns the pacer, the number of requests permitted at the end, and the time.
-    """
+    # Simulate a pacer for `seconds` in which all permitted batch requests run.
+    #
+    # Returns the pacer, the number of requests permitted at the end, and the time.
     pacer, running, now = PoolPacer(0.9, 64), 0, 0.0
     while now < seconds:
         now += 0.02

@@ -17,7 +17,7 @@ SCOPED = BatchRecord(
 
 
 def snapshot(tenant: str = "acme", models: dict[str, object] | None = None) -> Any:
-    """Return what refusal() reads of a snapshot; `models` are those of the limited key."""
+    # Return what refusal() reads of a snapshot; `models` are those of the limited key.
     scopes = {} if models is None else {KEY: SimpleNamespace(routes=models)}
     return SimpleNamespace(tenants={KEY: tenant}, scopes=scopes)
 

@@ -34,8 +34,6 @@ COMMANDS = (
 
 
 class AnyServer(BaseHTTPRequestHandler):
-    """A server that responds to every request with 404."""
-
     def do_GET(self) -> None:
         self.send_response(404)
         self.end_headers()

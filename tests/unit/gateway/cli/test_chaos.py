@@ -19,8 +19,6 @@ from tests.chaos.gateway_fleet import GatewayFleet, gateway_fleet
 
 
 class Broken:
-    """A gateway with two mock engines that have a fault server, and a command runner."""
-
     def __init__(self, fleet: GatewayFleet, fault_port: int) -> None:
         self.fleet = fleet
         self.door = f"http://127.0.0.1:{fault_port}"

@@ -17,8 +17,6 @@ from gateway.cli.output import print_line, sanitize
 
 
 class Stranger(BaseHTTPRequestHandler):
-    """A server that is not an admin server, such as an API port."""
-
     def do_GET(self) -> None:
         self.send_response(404)
         self.end_headers()

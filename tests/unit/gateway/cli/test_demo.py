@@ -46,10 +46,9 @@ def failing_demo(folder: Path, *options: str) -> subprocess.CompletedProcess[str
 
 @contextmanager
 def demo(folder: Path, *options: str) -> Iterator[tuple[subprocess.Popen[str], str, int]]:
-    """Run a demo until it has printed its welcome.
-
-    Yields the process, the welcome text, and the API port.
-    """
+    # Run a demo until it has printed its welcome.
+    #
+    # Yields the process, the welcome text, and the API port.
     port = free_port()
     asked = command("demo", "--port", str(port), "--admin-port", str(free_port()), *options)
     with subprocess.Popen(
@@ -79,7 +78,6 @@ def demo(folder: Path, *options: str) -> Iterator[tuple[subprocess.Popen[str], s
 
 @contextmanager
 def watched(pids: list[int]) -> Iterator[list[int]]:
-    """Yield file descriptors that become readable when these processes end."""
     handles = [os.pidfd_open(pid) for pid in pids]
     try:
         yield handles
@@ -195,7 +193,7 @@ def test_a_demo_with_an_unknown_policy_does_not_start(tmp_path: Path) -> None:
 
 
 def test_a_second_demo_in_the_same_folder_does_not_start(tmp_path: Path) -> None:
-    """Its configuration would make the first demo's gateway use engines that are not its own."""
+    # Its configuration would make the first demo's gateway use engines that are not its own.
     with demo(tmp_path, "--groups", "1") as (_, _, _port):
         before = (tmp_path / "penstock-demo" / "gateway.yaml").read_bytes()
         done = failing_demo(tmp_path, "--groups", "1")

@@ -277,7 +277,7 @@ def test_shared_secrets_may_come_from_files_and_cause_warnings_in_clear(tmp_path
 def secrets_of(
     annotation: Any, path: tuple[str | int, ...] = ()
 ) -> Iterator[tuple[str | int, ...]]:
-    """Yield the paths of all secrets in a type, with index 0 in lists and key "any" in mappings."""
+    # Yield the paths of all secrets in a type, with index 0 in lists and key "any" in mappings.
     if isinstance(annotation, type) and issubclass(annotation, Secret):
         yield path
     elif isinstance(annotation, type) and issubclass(annotation, BaseModel):
@@ -290,7 +290,6 @@ def secrets_of(
 
 
 def put(data: Any, path: tuple[str | int, ...], value: str) -> None:
-    """Set the value at a path in plain data, creating mappings and lists of one item."""
     for part, after in pairwise(path):
         new: Any = [{}] if after == 0 else {}
         data = data[part] if part == 0 else data.setdefault(part, new)

@@ -9,8 +9,6 @@ from contextlib import asynccontextmanager
 
 
 class BootstrapRequests(list[str]):
-    """The request lines that a bootstrap server received, and how many clients hung up."""
-
     hung_up = 0
 
 
@@ -18,11 +16,10 @@ class BootstrapRequests(list[str]):
 async def bootstrap_server(
     pages: list[bytes], gate: asyncio.Event | None = None
 ) -> AsyncIterator[tuple[str, BootstrapRequests]]:
-    """Run a bootstrap server; yield its address and the requests that it receives.
-
-    pages    response bodies, one per request; the last one repeats, an empty one sends nothing
-    gate     if set, responses wait until it is set
-    """
+    # Run a bootstrap server; yield its address and the requests that it receives.
+    #
+    # pages response bodies, one per request; the last one repeats, an empty one sends nothing gate
+    # if set, responses wait until it is set
     asks, answering = BootstrapRequests(), set[asyncio.Task[None]]()
 
     async def answer(writer: asyncio.StreamWriter) -> None:

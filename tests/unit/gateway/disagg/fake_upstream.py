@@ -27,7 +27,6 @@ class ManualLoop:
         self.call_later(0.0, call, *args)
 
     def run_due(self) -> None:
-        """Run all scheduled calls."""
         due, self.later = self.later, []
         for _, call in due:
             call()
@@ -61,8 +60,6 @@ class FakeConnection:
 
 
 class FakeUpstream:
-    """A fake pool with `idle` connections. New connections complete when `open` is called."""
-
     def __init__(self, *idle: FakeConnection) -> None:
         self.idle = list(idle)
         self.opened: list[FakeConnection] = []
@@ -90,8 +87,6 @@ class FakeUpstream:
 
 
 class EndRecorder:
-    """Records how a leg (one engine request) ended: None, or the kind of the error."""
-
     def __init__(self) -> None:
         self.ends: list[str | None] = []
 

@@ -40,8 +40,6 @@ PUSHED = OBJECT | {"transfer_mode": "push", "pp_size": 1}
 
 
 class EngineRequest:
-    """One request from the gateway. `closed` is set when its connection ends."""
-
     def __init__(self, head: bytes, body: bytes, writer: asyncio.StreamWriter) -> None:
         self.head = head
         self.body = body
@@ -117,13 +115,11 @@ class ScriptedEngine:
         self.url = f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
 
     def stop(self) -> None:
-        """Stop listening and abort all connections."""
         assert self._server is not None
         self._server.close()
         self._abort()
 
     def die(self) -> None:
-        """Close every connection from now on, as a proxy whose engine is dead does."""
         self.is_dead = True
         self._abort()
 
@@ -191,8 +187,6 @@ class ScriptedEngine:
 
 
 def prefills(handoff: object = OBJECT, **members: Any) -> Script:
-    """Return a script that answers with one token and the KV handoff object."""
-
     async def script(request: EngineRequest) -> None:
         usage = {"prompt_tokens": 9, "completion_tokens": 1, "total_tokens": 10}
         choice = {
@@ -209,7 +203,6 @@ def prefills(handoff: object = OBJECT, **members: Any) -> Script:
 
 
 async def decodes(request: EngineRequest) -> None:
-    """Script: answer with TEXT, as a stream or as one object."""
     usage = {
         "prompt_tokens": 9,
         "completion_tokens": 3,
@@ -235,19 +228,16 @@ async def decodes(request: EngineRequest) -> None:
 
 
 async def never_answers(request: EngineRequest) -> None:
-    """Script: send nothing until the gateway closes the connection."""
     await request.closed.wait()
 
 
 async def streams_one_token(request: EngineRequest) -> None:
-    """Script: stream one token, then stall."""
     request.open_stream()
     request.event({"model": MODEL, "choices": [{"index": 0, "delta": {"content": TEXT[0]}}]})
     await request.closed.wait()
 
 
 async def streams_unknown_events(request: EngineRequest) -> None:
-    """Script: stream events of an unknown kind, then stall."""
     request.open_stream()
     for note in range(6):
         request.event({"choices": [{"index": 0, "delta": {"audio": f"note {note}"}}]})
@@ -275,8 +265,6 @@ def refuses(status: int) -> Script:
 
 
 def when_open(gate: asyncio.Event, script: Script) -> Script:
-    """Return a script that runs `script` when the gate is open."""
-
     async def waiting(request: EngineRequest) -> None:
         await gate.wait()
         await script(request)
@@ -285,7 +273,6 @@ def when_open(gate: asyncio.Event, script: Script) -> Script:
 
 
 def in_turn(*scripts: Script) -> Script:
-    """Return a script that runs one of these per request, and the last one for all further ones."""
     left = list(scripts)
 
     async def script(request: EngineRequest) -> None:
@@ -297,8 +284,6 @@ def in_turn(*scripts: Script) -> Script:
 
 
 class SplitGateway:
-    """A gateway, its scripted engines and an HTTP client."""
-
     def __init__(
         self,
         app: App,
@@ -315,7 +300,7 @@ class SplitGateway:
     async def ask(
         self, words: int = 400, *, path: str = "/v1/chat/completions", **members: Any
     ) -> Reply:
-        """Send one request, with a new prompt of `words` words unless the members contain one."""
+        # Send one request, with a new prompt of `words` words unless the members contain one.
         self._request_count += 1
         body = {"model": MODEL, "max_tokens": 8, **members}
         if "messages" not in body and "prompt" not in body:
@@ -330,7 +315,7 @@ class SplitGateway:
 
     @asynccontextmanager
     async def listen(self) -> AsyncIterator[aiohttp.StreamReader]:
-        """Send a streamed request with a long prompt; yield its response as a reader."""
+        # Send a streamed request with a long prompt; yield its response as a reader.
         body = {
             "model": MODEL,
             "stream": True,
@@ -340,17 +325,15 @@ class SplitGateway:
             yield answer.content
 
     async def ask_and_leave(self, when: Callable[[], Awaitable[object]], **members: Any) -> None:
-        """Send a request and close its connection as soon as `when()` returns."""
         leaving = asyncio.ensure_future(self.ask(**members))
         await when()
         leaving.cancel()
         await asyncio.gather(leaving, return_exceptions=True)
 
     def loads(self) -> list[int]:
-        """Return all load counters, and the number of KV transfers in progress.
-
-        All are zero when no request is in progress.
-        """
+        # Return all load counters, and the number of KV transfers in progress.
+        #
+        # All are zero when no request is in progress.
         gate, handoffs = self.app.gateway.gate, self.app.gateway.handoffs
         amounts = [
             gate.active_requests,
@@ -370,7 +353,7 @@ class SplitGateway:
         return amounts
 
     def assume_fast_pairs(self) -> None:
-        """Record one fast handoff for every pair of engines, so that requests are split."""
+        # Record one fast handoff for every pair of engines, so that requests are split.
         names = itertools.product(
             (half.name for half in self.prefill), (half.name for half in self.decode)
         )
@@ -387,13 +370,10 @@ class SplitGateway:
         return total(self.app.metrics.render().decode(), name, **labels)
 
     def error_count(self, engine: ScriptedEngine) -> float:
-        """Return how many failures the gateway attributed to this engine."""
         return self.metric("penstock_upstream_errors_total", endpoint=engine.name)
 
 
 class Reply:
-    """A response that a client received. `body` is None if the connection broke."""
-
     def __init__(self, status: int, headers: Mapping[str, str], body: bytes | None) -> None:
         self.status = status
         self.headers = headers
@@ -439,13 +419,11 @@ async def split_gateway(
     policy: str = "prefix_aware",
     **sections: Any,
 ) -> AsyncIterator[SplitGateway]:
-    """Run a gateway that splits prompts of 100 tokens or more, with one engine per script.
-
-    dialect      handoff protocol of the engines
-    bootstrap    address of the prefill engines' bootstrap server
-    contexts     context tokens of the decode engines
-    reserved     tenants that the decode engines serve
-    """
+    # Run a gateway that splits prompts of 100 tokens or more, with one engine per script.
+    #
+    # dialect handoff protocol of the engines bootstrap address of the prefill engines' bootstrap
+    # server contexts context tokens of the decode engines reserved tenants that the decode engines
+    # serve
     async with AsyncExitStack() as stack:
         halves = [ScriptedEngine(script) for script in (*prefill, *decode)]
         for half in halves:

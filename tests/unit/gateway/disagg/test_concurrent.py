@@ -228,7 +228,7 @@ class Connecting:
 async def test_no_decode_request_is_sent_to_free_kv_of_a_closed_sglang_prefill(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """SGLang drops the KV of a closed prefill request; a decode request would wait for minutes."""
+    # SGLang drops the KV of a closed prefill request; a decode request would wait for minutes.
     async with sglang([never_answers], [decodes]) as f:
         connecting = Connecting(f, monkeypatch, f.decode[0])
 
@@ -274,8 +274,7 @@ async def test_a_decoder_frees_kv_only_if_the_prefill_request_was_sent(
 async def test_a_sglang_response_has_the_cached_tokens_of_the_prefill_engine(
     stream: bool, details: dict[str, int] | None, shown: int
 ) -> None:
-    """SGLang's decode server counts the transferred KV as cached."""
-
+    # SGLang's decode server counts the transferred KV as cached.
     async def prefill(request: EngineRequest) -> None:
         usage = {
             "prompt_tokens": 9,
@@ -307,7 +306,6 @@ async def test_a_sglang_response_has_the_cached_tokens_of_the_prefill_engine(
 
 
 async def test_the_probe_of_a_silent_sglang_engine_needs_no_other_engine() -> None:
-    """Without a bootstrap room, its HTTP server answers 400, which proves nothing about it."""
     quickly = {"progress": "100ms", "timeout": "5s"}
     async with sglang(
         [in_turn(never_answers, decodes)], [in_turn(never_answers, decodes)], health=quickly
@@ -335,7 +333,7 @@ async def test_a_stream_that_breaks_in_decode_closes_a_prefill_still_open() -> N
 async def test_a_prefill_failure_after_the_first_token_does_not_affect_the_response(
     fails: Script,
 ) -> None:
-    """This includes a refusal by the prefill engine, because the client already has a response."""
+    # This includes a refusal by the prefill engine, because the client already has a response.
     gate = asyncio.Event()
 
     async def token_then_rest(request: EngineRequest) -> None:
@@ -522,7 +520,6 @@ async def test_an_unconfirmed_push_after_the_decoder_began_blames_no_endpoint() 
 
 
 async def test_an_unconfirmed_push_after_the_first_bytes_ends_the_response() -> None:
-    """A request is not recomputed after the client received tokens."""
     gate = asyncio.Event()
 
     prefill = in_turn(prefills(PUSHED), when_open(gate, prefills(None)))

@@ -77,8 +77,6 @@ async def test_release_requests_end_with_the_gateway() -> None:
 
 
 class Moving:
-    """A fake transfer in progress. When it is overdue, it removes the transfer `takes`."""
-
     def __init__(self, handoffs: Handoffs, takes: Moving | None = None) -> None:
         self.handoffs, self.takes, self.told = handoffs, takes, 0
 

@@ -31,10 +31,9 @@ WHOLE = "".join(TEXT)
 async def test_kv_handed_to_a_dead_decoder_is_freed_by_another_under_a_salt_of_its_own(
     first: Script,
 ) -> None:
-    """The blocks may belong to another request by then.
-
-    The cache salt keeps later requests from using them.
-    """
+    # The blocks may belong to another request by then.
+    #
+    # The cache salt keeps later requests from using them.
     async with split_gateway(NIXL, [prefills()], [first, decodes]) as f:
         f.assume_fast_pairs()
         f.app.gateway.endpoints.all()[2].load.in_flight += 1  # the other is chosen first
@@ -66,10 +65,9 @@ async def test_kv_without_another_decoder_is_freed_by_its_lease(
 async def test_a_client_that_disconnects_before_the_decode_request_is_sent_has_its_kv_freed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The gateway is still connecting to the decode engine.
-
-    It sends the handoff with a limit of one token, so that the prefill engine frees the KV.
-    """
+    # The gateway is still connecting to the decode engine.
+    #
+    # It sends the handoff with a limit of one token, so that the prefill engine frees the KV.
     async with split_gateway(NIXL, [prefills()], [decodes]) as f:
         connecting, upstream = asyncio.Event(), f.app.gateway.endpoints.all()[1].upstream
         connect, go = ConnectionPool.connect, asyncio.Event()

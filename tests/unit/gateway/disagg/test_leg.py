@@ -67,7 +67,6 @@ async def test_a_closed_leg_reports_nothing_and_aborts_its_connection() -> None:
 
 @pytest.mark.parametrize("late", [True, False])
 async def test_a_leg_closed_while_it_connects_sends_nothing(late: bool) -> None:
-    """This includes a connection that has just been established."""
     upstream, recorder = FakeUpstream(), EndRecorder()
     upstream.ignores_cancel = late
     leg = leg_to(upstream, recorder)

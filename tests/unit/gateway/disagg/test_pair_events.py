@@ -74,7 +74,6 @@ async def test_a_decoder_that_cannot_load_pushed_kv_is_not_blamed() -> None:
 async def test_events_raised_during_an_action_are_handled_in_order(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The decode request was sent before it failed, so the decode engine was reachable."""
     async with split_gateway(NIXL, [prefills()], [decodes, decodes]) as f:
         start, failed = UpstreamConnection.start, list[UpstreamConnection]()
 

@@ -43,11 +43,9 @@ def pair(
 
 
 def streams_words(first: int = 0, last: int | None = None) -> Script:
-    """Return a script that streams the words from `first` on with token ids.
-
-    If `last` is given, it breaks the connection before that word.
-    """
-
+    # Return a script that streams the words from `first` on with token ids.
+    #
+    # If `last` is given, it breaks the connection before that word.
     async def script(request: EngineRequest) -> None:
         body = request.json
         assert body["return_token_ids"] is True
@@ -221,7 +219,7 @@ async def test_a_plain_answer_of_such_a_model_passes_as_it_came() -> None:
 
 
 async def test_a_long_prompt_s_ids_do_not_begin_the_answer_before_its_first_token() -> None:
-    """The decode engine sends a role with all ids before it knows that the KV will never arrive."""
+    # The decode engine sends a role with all ids before it knows that the KV will never arrive.
     ids = list(range(100_000, 120_000))
 
     async def role_then_error(request: EngineRequest) -> None:

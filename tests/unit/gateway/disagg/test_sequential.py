@@ -102,7 +102,6 @@ async def test_whitespace_does_not_hide_several_prompts() -> None:
 
 
 async def test_a_request_with_a_permit_is_served_whole_when_split_requests_fill_the_pool() -> None:
-    """With endpoints of both roles, a split request occupies two slots and holds one permit."""
     gate = asyncio.Event()
 
     async def slow_prefill(request: EngineRequest) -> None:
@@ -205,7 +204,7 @@ async def test_a_request_that_the_prefill_engine_calls_invalid_is_answered_with_
 
 
 async def test_a_request_the_decoder_calls_invalid_gets_its_error_and_its_kv_is_freed() -> None:
-    """The prefill request was valid, because it asked for one token only."""
+    # The prefill request was valid, because it asked for one token only.
     async with split_gateway(NIXL, [prefills()], [in_turn(refuses(400), decodes)]) as f:
         reply = await f.ask(stream=True, logprobs=True, top_logprobs=20)
         assert (reply.status, reply.json["error"]["message"]) == (400, "as asked")
@@ -271,8 +270,7 @@ async def test_after_a_failed_kv_load_the_decoder_computes_the_prompt_without_bl
 
 
 async def test_a_stream_that_fails_after_its_role_event_is_retried_without_the_handoff() -> None:
-    """vLLM sends 200 and a role event before it knows that the KV transfer failed."""
-
+    # vLLM sends 200 and a role event before it knows that the KV transfer failed.
     async def role_then_error(request: EngineRequest) -> None:
         request.open_stream()
         request.event(
@@ -311,7 +309,6 @@ async def test_events_of_an_unknown_kind_are_forwarded_eventually() -> None:
 
 
 async def answers_without_tokens(request: EngineRequest) -> None:
-    """Script: send an answer without a token."""
     request.open_stream()
     request.event({"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}]})
     request.event({"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]})
@@ -526,8 +523,6 @@ async def test_an_exception_at_a_response_ends_the_request_and_leaves_nothing_bo
 async def test_an_exception_at_the_end_of_a_response_leaves_nothing_booked(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """There was no token, so the KV transfer is still watched at that time."""
-
     def fails(*_: object) -> None:
         raise RuntimeError("as asked")
 

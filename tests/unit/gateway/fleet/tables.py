@@ -15,7 +15,6 @@ from gateway.metrics.catalogue import Metrics
 
 
 def table_of(urls: Sequence[str]) -> tuple[EndpointTable, RegistryPlan, Config]:
-    """Return a table with these engines, the plan that added them, and the configuration."""
     config = config_from_engines(list(urls), "round_robin", "127.0.0.1", 0, 0).config
     table = EndpointTable(
         config,

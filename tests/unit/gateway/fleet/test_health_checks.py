@@ -34,7 +34,7 @@ def _in_pieces(*pieces: bytes) -> Handler:
 
 @asynccontextmanager
 async def _looked_at(*metrics: bytes) -> AsyncIterator[tuple[EndpointTable, RegistryPlan]]:
-    """Run an engine whose metrics page consists of these pieces; yield the table after one poll."""
+    # Run an engine whose metrics page consists of these pieces; yield the table after one poll.
     engine = web.Application()
     engine.router.add_get("/metrics", _in_pieces(*metrics))
     engine.router.add_get("/v1/models", _in_pieces(b'{"data":', b'[{"id":"m"}]}'))

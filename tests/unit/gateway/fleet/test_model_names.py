@@ -99,10 +99,9 @@ class Running:
         self.app, self.http = app, http
 
     async def ask(self, model: str, path: str = CHAT, **members: Any) -> tuple[int, str]:
-        """Send a request; return its status and text.
-
-        The text is the model name in every part of the answer, or a refusal's message.
-        """
+        # Send a request; return its status and text.
+        #
+        # The text is the model name in every part of the answer, or a refusal's message.
         body = {"model": model, "max_tokens": 4, **members}
         body |= (
             {"prompt": "hi"}
@@ -124,13 +123,11 @@ class Running:
             return [card["id"] for card in (await answer.json())["data"]]
 
     async def reread(self, number: int) -> None:
-        """Make the gateway read an engine's model list again."""
         watching: Any = self.app._health_checker
         watching.relist(self.app.gateway.endpoints.all()[number])
         await self.lists_in_force()
 
     async def lists_in_force(self) -> None:
-        """Wait until lists that are being read, and a delayed report, have taken effect."""
         watching: Any = self.app._health_checker
         await asyncio.gather(*watching._listings.values())
         while watching._model_lists._timer is not None:
@@ -329,7 +326,7 @@ async def test_without_configured_models_requests_use_the_listed_names() -> None
 
 
 async def test_a_full_endpoint_takes_a_request_that_no_other_one_lists() -> None:
-    """Permits are per pool. The request would otherwise be refused although one is free."""
+    # Permits are per pool. The request would otherwise be refused although one is free.
     first, second = engines = [Engine(BASE, ADAPTER), Engine(BASE)]
     async with running(engines, models(BASE, ADAPTER), {"max_concurrency": 1}) as gateway:
         first.is_held = True

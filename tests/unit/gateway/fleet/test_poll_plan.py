@@ -21,7 +21,7 @@ async def fleet() -> tuple[EndpointTable, LiveEndpoint, Config]:
 def asked(
     plan: PollPlan, live: LiveEndpoint, config: Config, seconds: int, endpoints: int = 2
 ) -> list[tuple[bool, bool]]:
-    """Simulate one poll per second; return for each whether it has a probe and a scrape."""
+    # Simulate one poll per second; return for each whether it has a probe and a scrape.
     asks = []
     for second in range(seconds):
         plan.begin(live, config, endpoints, 100.0 + second)

@@ -28,7 +28,6 @@ async def test_every_endpoint_is_reviewed_once_a_second_and_one_cohort_at_a_time
 
 
 async def test_a_stalled_prefill_is_found_among_many_endpoints() -> None:
-    """Other endpoints have shown how long such a prompt takes."""
     table, now = large_table(SIZE), 100.0
     for live in table.all():
         for _ in range(8):

@@ -27,8 +27,6 @@ TURNS = 24  # loop iterations, more than any response here takes
 
 
 class FakeTransport(asyncio.Transport):
-    """A transport that records what is written and delivers what a test provides."""
-
     def __init__(self, protocol: asyncio.Protocol) -> None:
         super().__init__()
         self.protocol = protocol
@@ -68,7 +66,6 @@ class FakeTransport(asyncio.Transport):
         self.paused = False
 
     async def deliver(self, data: bytes) -> None:
-        """Deliver data like the event loop, then wait until everything it causes has happened."""
         if not self.closed:
             self.protocol.data_received(data)
         await turns()
@@ -95,8 +92,6 @@ class Outcome(NamedTuple):
 
 
 class FakeBudget:
-    """A fake memory budget for request bodies."""
-
     def __init__(self) -> None:
         self.reserved, self.capacity = 0, 2**40
 
@@ -141,7 +136,6 @@ class Harness:
     async def deliver(
         self, protocol: FastConnection | AiohttpConnection, parts: Sequence[bytes]
     ) -> Outcome:
-        """Deliver the parts one by one to a new connection, close it, and return the outcome."""
         self.served.clear()
         transport = FakeTransport(protocol)
         protocol.connection_made(transport)
@@ -194,7 +188,7 @@ def _parse_responses(text: bytes) -> list[tuple[int, bytes]]:
 def request(
     body: bytes = b"{}", *fields: str, path: str = apis.CHAT.path, length: str | None = None
 ) -> bytes:
-    """Build a POST request with a Content-Length, unless the arguments say otherwise."""
+    # Build a POST request with a Content-Length, unless the arguments say otherwise.
     framing = f"Content-Length: {len(body)}" if length is None else length
     lines = [f"POST {path} HTTP/1.1", "Host: test", *fields, framing, "", ""]
     return "\r\n".join(lines).encode("latin-1") + body

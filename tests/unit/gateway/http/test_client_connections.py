@@ -28,8 +28,6 @@ from tests.unit.gateway.http.connection_harness import (
 
 
 class FakeConnection:
-    """A fake connection that counts how often its unread bytes are dropped."""
-
     def __init__(self) -> None:
         self.drops = 0
         self.swept_at = list[float]()
@@ -150,7 +148,7 @@ def test_the_budget_equals_the_unread_bytes_of_all_connections(
 
 
 async def test_reading_resumes_only_when_few_bytes_are_left() -> None:
-    """A long backlog is processed first; reading does not resume after each response."""
+    # A long backlog is processed first; reading does not resume after each response.
     harness = Harness(slow=True)
     connection = harness.fast_connection()
     transport = FakeTransport(connection)
@@ -194,7 +192,6 @@ async def test_pipelined_requests_of_one_connection_take_turns_with_others(kind:
 
 
 async def test_a_backlog_is_not_copied_for_every_request_in_it() -> None:
-    """Bodies and the rest of each read may be copied once, but not once for each request."""
     harness = Harness()
     connection = harness.fast_connection()
     transport = FakeTransport(connection)
@@ -211,8 +208,6 @@ async def test_a_backlog_is_not_copied_for_every_request_in_it() -> None:
 
 
 class CountingBytes(bytes):
-    """Bytes that count how many bytes are sliced out of them and of their slices."""
-
     counts: list[int]
 
     def __new__(cls, data: bytes, counts: list[int] | None = None) -> CountingBytes:
@@ -255,7 +250,7 @@ async def test_a_connection_whose_pipelined_requests_are_dropped_closes_after_it
 
 @pytest.mark.parametrize("kind", ["fast", "aiohttp"])
 async def test_the_kernels_buffer_of_a_paused_connection_counts_as_unread(kind: str) -> None:
-    """A connection that loses its bytes is aborted, because only that frees the kernel's buffer."""
+    # A connection that loses its bytes is aborted, because only that frees the kernel's buffer.
     harness = Harness(slow=True)
     harness.limits = Limits(unread_budget="1MiB")  # type: ignore[arg-type]
     transports = []
@@ -326,7 +321,7 @@ async def test_the_oldest_unfinished_head_is_refused_for_a_newer_one(kind: str) 
 
 
 async def test_a_head_is_limited_to_64_kib() -> None:
-    """Each line is within its own limit, but 128 fields of 8 KiB would add up to 1 MiB."""
+    # Each line is within its own limit, but 128 fields of 8 KiB would add up to 1 MiB.
     harness = Harness()
     connection = harness.fast_connection()
     transport = FakeTransport(connection)
@@ -347,7 +342,7 @@ async def test_a_head_is_limited_to_64_kib() -> None:
 
 
 async def test_aiohttp_parses_one_request_at_a_time() -> None:
-    """Parsed heads take many times their size, so that only one may be queued."""
+    # Parsed heads take many times their size, so that only one may be queued.
     harness = Harness(slow=True)
     connection = harness.aiohttp_connection()
     transport = FakeTransport(connection)

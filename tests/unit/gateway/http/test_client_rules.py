@@ -30,13 +30,11 @@ class Reply(NamedTuple):
 
 
 class Socket:
-    """Sends raw bytes to a gateway, on a new connection each time."""
-
     def __init__(self, url: str, engine: Engine) -> None:
         self.port, self.engine = urlsplit(url).port, engine
 
     async def raw(self, *pieces: bytes) -> bytes:
-        """Send the pieces one by one; return all that the gateway sends until it closes."""
+        # Send the pieces one by one; return all that the gateway sends until it closes.
         reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
         for piece in pieces:
             writer.write(piece)

@@ -12,8 +12,6 @@ from gateway.http.eager_task import EagerFuture, EagerTask, new_future, timeout_
 
 
 class Log(list[str]):
-    """A list of recorded events, which also runs eager tasks."""
-
     def run(self, steps: Coroutine[Any, Any, None]) -> EagerTask:
         task = EagerTask(steps, lambda: self.append("ended"))
         task.step()

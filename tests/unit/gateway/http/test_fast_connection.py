@@ -41,7 +41,6 @@ def same(one: Outcome, other: Outcome) -> bool:
 
 
 async def via_aiohttp(harness: Harness, requests: list[bytes]) -> Outcome:
-    """Deliver the requests one at a time to aiohttp's parser, and return the outcome."""
     return await harness.deliver(harness.aiohttp_connection(), requests)
 
 
@@ -100,7 +99,7 @@ def test_any_sequence_in_any_pieces_is_read_as_aiohttp_reads_it_one_by_one(
 async def test_a_head_in_many_pieces_is_parsed_once_it_is_complete(
     field: str, switches: bool
 ) -> None:
-    """Parsing it after each piece would take quadratic time."""
+    # Parsing it after each piece would take quadratic time.
     harness = Harness()
     connection = harness.fast_connection()
     transport = FakeTransport(connection)
@@ -178,10 +177,9 @@ async def test_closing_when_idle_waits_for_the_current_response() -> None:
 
 
 async def test_a_client_that_does_not_read_stays_paused_after_the_switch() -> None:
-    """The transport reports only changes, so the new protocol must inherit the paused state.
-
-    Otherwise an engine could fill the memory with a response that is not read.
-    """
+    # The transport reports only changes, so the new protocol must inherit the paused state.
+    #
+    # Otherwise an engine could fill the memory with a response that is not read.
     harness = Harness()
     connection = harness.fast_connection()
     transport = FakeTransport(connection)
@@ -198,8 +196,6 @@ async def test_a_client_that_does_not_read_stays_paused_after_the_switch() -> No
 
 
 class SlowTransport(FakeTransport):
-    """A transport that is closing, but still has a response that its client has not read."""
-
     aborts = 0
 
     def close(self) -> None:
@@ -232,7 +228,6 @@ async def test_a_closing_connection_lets_a_slow_client_finish_reading() -> None:
 
 @pytest.mark.parametrize("kind", ["fast", "aiohttp"])
 async def test_an_idle_connection_is_not_closed_while_it_has_an_unread_request(kind: str) -> None:
-    """A request may arrive after the last read and before the sweep of the same iteration."""
     harness = Harness()
     is_fast = kind == "fast"
     protocol = harness.fast_connection() if is_fast else harness.aiohttp_connection()
@@ -252,8 +247,6 @@ async def test_an_idle_connection_is_not_closed_while_it_has_an_unread_request(k
 
 
 class SocketTransport(FakeTransport):
-    """A transport with a socket that it does not read."""
-
     def __init__(self, protocol: asyncio.Protocol, sock: socket.socket) -> None:
         super().__init__(protocol)
         self._socket = sock

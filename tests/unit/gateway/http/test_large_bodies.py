@@ -14,7 +14,7 @@ from gateway.http.large_bodies import PAUSE_FACTOR, QUICK_S, LargeBodies
 
 @pytest.fixture
 def cpu_s(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """Replace the thread's CPU time by a list with one number, which tests increase."""
+    # Replace the thread's CPU time by a list with one number, which tests increase.
     spent = [0.0]
     monkeypatch.setattr(large_bodies, "thread_time", lambda: spent[0])
     return spent

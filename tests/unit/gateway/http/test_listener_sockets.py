@@ -38,10 +38,9 @@ print(*(f"{name}={listener.getsockname()[1]}" for name, own in found.items() for
 
 
 def assigned_ports(names: str, *listeners: socket.socket, pid: str = "") -> dict[str, int]:
-    """Run sockets_from_systemd in a process with these sockets from descriptor 3 on.
-
-    Returns the port of each socket by name. Raises ActivationError if the process does.
-    """
+    # Run sockets_from_systemd in a process with these sockets from descriptor 3 on.
+    #
+    # Returns the port of each socket by name. Raises ActivationError if the process does.
     redirections = " ".join(
         f"{3 + number}<&{listener.fileno()}" for number, listener in enumerate(listeners)
     )

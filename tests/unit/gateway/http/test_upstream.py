@@ -29,8 +29,6 @@ PATIENCE = UpstreamTimeouts(connect_s=1.0, first_byte_s=5.0, stall_s=1.0)
 
 
 class FakeClient:
-    """A fake client (Downstream) that records what is written to it, and can be slow."""
-
     def __init__(self) -> None:
         self.is_writing_paused = False
         self.text = bytearray()
@@ -60,8 +58,6 @@ class FakePayload:
 
 
 class FakeEngine(asyncio.Protocol):
-    """The engine's side of one connection, controlled by the test."""
-
     def __init__(
         self, accepted: asyncio.Queue[FakeEngine], react: Callable[[FakeEngine], None]
     ) -> None:
@@ -100,15 +96,12 @@ def silence(engine: FakeEngine) -> None:
 
 
 class FakeServer:
-    """A listening server, and the connection pool that connects to it."""
-
     def __init__(self, upstream: ConnectionPool, accepted: asyncio.Queue[FakeEngine]) -> None:
         self.upstream = upstream
         self.accepted = accepted
         self.react: Callable[[FakeEngine], None] = answer
 
     async def asked(self) -> FakeEngine:
-        """Wait for a connection on which a request has been received, and return it."""
         async with asyncio.timeout(PATIENCE_S):
             engine = await self.accepted.get()
             while not engine.requests:
@@ -252,7 +245,6 @@ async def test_a_refused_connection_is_reported_as_such() -> None:
 
 
 async def test_a_half_closed_connection_does_not_return_to_the_pool() -> None:
-    """The next request could not be sent on it."""
     async with engines() as fake:
         fake.react = silence
         client = FakeClient()
@@ -267,7 +259,6 @@ async def test_a_half_closed_connection_does_not_return_to_the_pool() -> None:
 
 
 async def test_interim_responses_and_heads_do_not_extend_the_deadline() -> None:
-    """The time to the first byte is measured from the request, whatever precedes the response."""
     async with engines() as fake:
         fake.react = silence
         asking = asyncio.create_task(fake.ask())
@@ -440,8 +431,6 @@ async def test_a_stream_in_the_middle_of_an_event_is_failed_after_that_event() -
 
 
 def test_a_connection_is_closed_if_its_request_is_cancelled_while_connecting() -> None:
-    """On uvloop, which does not report the end of a connection whose creation was cancelled."""
-
     async def run() -> None:
         loop = asyncio.get_running_loop()
         server = await loop.create_server(asyncio.Protocol, "127.0.0.1", 0)
@@ -461,8 +450,6 @@ def test_a_connection_is_closed_if_its_request_is_cancelled_while_connecting() -
 
 
 class NotifyingSet(set[UpstreamConnection]):
-    """A set of connections that resolves a future when the first one is added."""
-
     def __init__(self, standing: asyncio.Future[None]) -> None:
         super().__init__()
         self._standing = standing
@@ -475,7 +462,6 @@ class NotifyingSet(set[UpstreamConnection]):
 
 @pytest.mark.skipif(QUICKACK is None, reason="TCP_QUICKACK is Linux's")
 async def test_a_running_stream_uses_delayed_acks_until_the_next_request() -> None:
-    """The socket option reads 0 while the kernel delays acknowledgements."""
     assert QUICKACK is not None
     event = encode_chunk(b'data: {"choices":[{"delta":{"content":"a"}}]}\n\n')
     quick: list[int] = []

@@ -24,8 +24,6 @@ RELAY = Relay(b"")
 
 
 class FakeLoop:
-    """A fake event loop whose iterations are run by hand."""
-
     def __init__(self) -> None:
         self._soon: list[Callable[[], None]] = []
 
@@ -33,7 +31,7 @@ class FakeLoop:
         self._soon.append(callback)
 
     def turn(self) -> bool:
-        """Run one iteration; return whether there was anything to do."""
+        # Run one iteration; return whether there was anything to do.
         soon, self._soon = self._soon, []
         for callback in soon:
             callback()
@@ -41,8 +39,6 @@ class FakeLoop:
 
 
 class FakeConnection:
-    """A fake engine connection that passes its bytes on to a client unchanged."""
-
     def __init__(self, outbox: WriteQueue) -> None:
         self._outbox = outbox
         self._wire = Mock(is_closing=lambda: False, write=self._write)
@@ -109,7 +105,6 @@ def test_beyond_the_limit_of_deferred_chunks_they_are_relayed_at_once() -> None:
 
 
 def test_deferred_chunks_are_limited_in_bytes_too() -> None:
-    """With a limit only on their number, a few fast engines could take hundreds of MiB."""
     queue, loop = new_queue()
     stream, chunk_bytes = FakeConnection(queue), b"x" * (MAX_DEFERRED_BYTES // 16)
     for _ in range(WRITES_PER_TURN):
@@ -201,8 +196,6 @@ def test_deferring_neither_loses_nor_reorders_bytes_of_a_client(
 
 
 class Request:
-    """A request in progress: the connection to its engine, and its client."""
-
     def __init__(self, pool: ConnectionPool) -> None:
         self.connection, self.client, self.relay = (
             UpstreamConnection(pool),
@@ -217,7 +210,6 @@ class Request:
 
 @pytest.fixture
 async def pool() -> ConnectionPool:
-    """Return a pool of connections to one engine."""
     return ConnectionPool(
         "http://engine",
         None,
@@ -227,7 +219,6 @@ async def pool() -> ConnectionPool:
 
 
 def spend_budget(pool: ConnectionPool) -> None:
-    """Use up the write budget of this loop iteration."""
     for _ in range(WRITES_PER_TURN):
         pool.outbox.enqueue(Mock(), b".")
 

@@ -44,7 +44,6 @@ WHOLE = "".join(TEXT)
 async def pool(
     first: Script, second: Script, saved: float | None = 5.0, **options: Any
 ) -> AsyncIterator[SplitGateway]:
-    """Run a gateway with two engines that it knows to take some milliseconds for anything."""
     script = in_turn(first, second)
     usual = {
         "models": [{"name": MODEL, "pool": "main"}],
@@ -63,7 +62,7 @@ async def pool(
 
 
 async def engines_asked(running: SplitGateway, times: int) -> tuple[ScriptedEngine, ScriptedEngine]:
-    """Wait until `times` requests have arrived; return the engines in the order of arrival."""
+    # Wait until `times` requests have arrived; return the engines in the order of arrival.
     async with asyncio.timeout(PATIENCE_S):
         while sum(len(half.requests) for half in running.decode) < times:
             await asyncio.sleep(0.005)
@@ -262,7 +261,7 @@ async def test_the_first_requests_of_a_gateway_may_be_hedged_and_later_ones_pay_
 
 
 async def test_an_ended_request_leaves_the_hedger_before_the_next_sweep() -> None:
-    """Otherwise hundreds of ended requests would stay in memory under load."""
+    # Otherwise hundreds of ended requests would stay in memory under load.
     async with pool(decodes, never_answers, saved=None) as running:
         hedger = running.app.gateway.hedger
         waiting = asyncio.ensure_future(running.ask())

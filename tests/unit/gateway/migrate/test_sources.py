@@ -18,7 +18,6 @@ MODEL = Additions(model="example/large")
 
 
 def converted(name: str, additions: Additions = MODEL) -> tuple[Draft, Config]:
-    """Convert another router's configuration file, and load the result as a configuration."""
     draft = convert_text((DATA / name).read_text(), None, additions)
     return draft, loaded(draft)
 

@@ -23,8 +23,6 @@ BLOCK_BYTES = 64
 
 
 class Gateway:
-    """One gateway's endpoint table, admission, and shared state."""
-
     def __init__(
         self, me: int, secret: bytes = SECRET, tenants: Sequence[Mapping[str, object]] = ()
     ) -> None:
@@ -63,14 +61,12 @@ class Gateway:
         return self.hashes.fingerprint(b"salt", prompt)
 
     def book(self, prompt: bytes, slot: int):
-        """Reserve capacity for a request with this prompt at the endpoint in slot `slot`."""
         candidate = self.candidates[slot]
         tokens = len(prompt) // 4
         request = Request("r", "m", "", tokens, 10, stream=True)
         return self.table.book(Pick(candidate, 0, 0.0, 1, ""), request, self.fingerprint(prompt))
 
     def cached(self, prompt: bytes) -> list[int]:
-        """Return the prompt tokens believed to be cached at each endpoint."""
         matches = list(self.prefixes.cached_tokens(self.fingerprint(prompt), len(prompt) // 4))
         return matches + [0] * (len(self.candidates) - len(matches))
 
@@ -94,10 +90,9 @@ class Gateway:
 
 
 def turn(gateways: Sequence[Gateway], now: float) -> list[tuple[Gateway, Frame]]:
-    """Flush all gateways and deliver all frames; return them as (sender, frame).
-
-    New gateways receive the state of the others.
-    """
+    # Flush all gateways and deliver all frames; return them as (sender, frame).
+    #
+    # New gateways receive the state of the others.
     frames = [
         (gateway, frame)
         for gateway in gateways
@@ -122,7 +117,7 @@ def turn(gateways: Sequence[Gateway], now: float) -> list[tuple[Gateway, Frame]]
 
 
 def run(gateways: Sequence[Gateway], start: float, seconds: float) -> float:
-    """Let the gateways exchange frames ten times a second for `seconds`; return the end time."""
+    # Let the gateways exchange frames ten times a second for `seconds`; return the end time.
     now = start
     while now < start + seconds:
         now += 0.1

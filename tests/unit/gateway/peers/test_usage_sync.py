@@ -27,7 +27,7 @@ def gateways(count: int = 2) -> list[Gateway]:
 
 
 def send_requests(gateway: Gateway, times: int = 1) -> int:
-    """Send `times` requests of the tenant; return how many are admitted."""
+    # Send `times` requests of the tenant; return how many are admitted.
     admitted = 0
     for _ in range(times):
         try:
@@ -39,10 +39,9 @@ def send_requests(gateway: Gateway, times: int = 1) -> int:
 
 
 def converse(gateway: Gateway, session: str, tokens: int, now: float) -> Callable[[float], None]:
-    """Admit a request of the session.
-
-    Returns a function that ends it, at a given time, with ten output tokens.
-    """
+    # Admit a request of the session.
+    #
+    # Returns a function that ends it, at a given time, with ten output tokens.
     (room,) = gateway.gate.pool_queues()
     request = msgspec.structs.replace(REQUEST, session=session, prompt_tokens=tokens - 10)
     result = msgspec.structs.replace(gateway.ask(b""), request=request, now=now)
@@ -51,7 +50,6 @@ def converse(gateway: Gateway, session: str, tokens: int, now: float) -> Callabl
 
 
 def active_sessions(gateway: Gateway) -> tuple[int, int]:
-    """Return the number of active sessions and their context tokens."""
     (room,) = gateway.gate.pool_queues()
     assert room.sessions is not None
     return len(room.sessions), room.sessions.tokens

@@ -47,7 +47,6 @@ class Model(NamedTuple):
 
 
 def encoded(api: Api, body: dict[str, Any]) -> bytes:
-    """Encode a body as the API's clients do: as JSON or as a form."""
     if not api.is_form:
         return json.dumps(body).encode()
     parts = b""

@@ -88,7 +88,7 @@ async def test_a_retry_after_an_unforwarded_token_sends_the_whole_request(end: b
 async def test_a_chat_that_breaks_after_its_role_is_retried_and_the_client_sees_one_response(
     end: bytes | None,
 ) -> None:
-    """Engines send a role before the first token; a retry is possible until it is forwarded."""
+    # Engines send a role before the first token; a retry is possible until it is forwarded.
     role = {
         "id": "dead",
         "model": MODEL,

@@ -248,7 +248,7 @@ async def test_a_resumed_response_keeps_its_salt() -> None:
     shown, came = asyncio.Event(), list[EngineRequest]()
 
     async def breaks_first(request: EngineRequest) -> None:
-        """Script: send one token with its ids and break, the first time; succeed later."""
+        # Script: send one token with its ids and break, the first time; succeed later.
         came.append(request)
         if len(came) > 1:
             await decodes(request)
@@ -337,7 +337,6 @@ async def test_a_tenant_without_an_engine_gets_an_error() -> None:
 
 
 async def test_a_tenant_waits_for_its_reserved_engine_when_that_is_full() -> None:
-    """Permits belong to the pool, so the reserved engine may be full while another has capacity."""
     async with whole(decodes, decodes, reserved=[["a"], ["b"]], max_concurrency=1) as f:
         load = f.app.gateway.endpoints.all()[0].load
         load.in_flight += 1

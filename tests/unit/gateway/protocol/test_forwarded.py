@@ -59,7 +59,7 @@ def test_an_id_with_odd_characters_is_not_logged(text: str, is_logged: bool) -> 
 
 
 async def access_line_of(folder: Path, trusted: list[str], headers: list[str]) -> dict[str, object]:
-    """Send a request from 127.0.0.1 with these header lines; return its access log entry."""
+    # Send a request from 127.0.0.1 with these header lines; return its access log entry.
     log = folder / "access.jsonl"
     observability = {"access_log": str(log), "access_flush": "10ms"}
     listeners = {"api": {"port": 0, "trusted_proxies": trusted}, "admin": {"port": 0}}

@@ -42,8 +42,7 @@ def body_of(result: dict[str, Any]) -> tuple[bytes, Members]:
 
 
 def read_once(body: bytes) -> dict[str, Any]:
-    """Parse a JSON object. Raises ValueError if a member occurs twice."""
-
+    # Parse a JSON object. Raises ValueError if a member occurs twice.
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         result = dict(pairs)
         if len(result) != len(pairs):

@@ -227,7 +227,7 @@ def test_a_missing_prompt_is_named(api: apis.Api, missing: str) -> None:
 def test_a_list_in_place_of_a_scalar_is_not_decoded(
     value: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Decoding a million objects would block the event loop."""
+    # Decoding a million objects would block the event loop.
     read: list[int] = []
     decode = json_members._decode_any
 

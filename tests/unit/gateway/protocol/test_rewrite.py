@@ -57,7 +57,7 @@ def test_a_response_is_rewritten_the_same_however_it_is_cut(
 
 @pytest.mark.parametrize("sse", [False, True])
 def test_little_of_a_long_response_is_held(sse: bool) -> None:
-    """Buffering all of it, and copying it on every read, would block the event loop for seconds."""
+    # Buffering all of it, and copying it on every read, would block the event loop for seconds.
     renamer, piece, out = ModelNameRewriter("served", "mine"), b"x" * 50_000, 0
     out += len(renamer.feed(b'data: {"model":"served",', is_sse=sse, is_complete=False))
     for _ in range(100):
@@ -82,8 +82,6 @@ def test_whole_events_are_released_and_a_partial_one_is_held() -> None:
 
 
 class CountingLedger:
-    """A ledger of forwarded tokens that only counts how often it is rolled back."""
-
     obstacle = ""
     is_done = False
 

@@ -28,8 +28,6 @@ TENANTS = [
 
 
 class Model:
-    """The model information that parse_call() needs."""
-
     def __init__(self, slo: Slo, is_low_first: bool = True) -> None:
         self.served_model, self.context_tokens, self.slo, self.is_low_first = (
             "demo",

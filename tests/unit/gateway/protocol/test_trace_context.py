@@ -72,7 +72,7 @@ def test_a_context_is_propagated_unchanged_but_a_long_state_is_dropped() -> None
 
 @pytest.mark.parametrize("wrong", ["a" * 500 + "\xe9", "a=1, " * 100 + "\x7f", "a " * 250, " a=1"])
 def test_an_invalid_state_is_rejected_in_linear_time(wrong: str) -> None:
-    """A pattern with nested repeats would try every way to divide the text."""
+    # A pattern with nested repeats would try every way to divide the text.
     assert (
         propagated_headers({"traceparent": GOOD, "tracestate": wrong}) == f"traceparent: {GOOD}\r\n"
     )

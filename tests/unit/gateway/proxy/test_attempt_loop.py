@@ -23,8 +23,6 @@ PICKS = {name: Pick(candidate(slot), 0, 0.0, 1, "test") for slot, name in enumer
 
 
 class Endpoints:
-    """Fake endpoints: what each answers to a health check (success by default)."""
-
     def __init__(self, **answers: bool | None) -> None:
         self.answers = answers
         self.checked: list[str] = []

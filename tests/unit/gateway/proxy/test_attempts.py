@@ -22,7 +22,6 @@ SHORT, LONG = 64, 4096  # tokens of context
 
 
 def whole(engines: Sequence[Script], **options: Any) -> AbstractAsyncContextManager[SplitGateway]:
-    """Run a gateway with scripted engines that serve whole (unsplit) requests."""
     models = [{"name": MODEL, "pool": "main"}]
     return split_gateway(
         "vllm_nixl", [], list(engines), models=models, decode_role="both", **options
@@ -70,7 +69,6 @@ async def test_a_split_request_that_fits_no_engine_is_too_long() -> None:
 
 
 def image(base64_bytes: int) -> dict[str, Any]:
-    """Return a chat message with one image of this size."""
     part = {
         "type": "image_url",
         "image_url": {"url": "data:image/png;base64," + "iVBORw0K" * (base64_bytes // 8)},

@@ -33,7 +33,6 @@ DEAD, ALIVE = 24, 2
 
 
 def whole(engines: Sequence[Script], **options: Any) -> AbstractAsyncContextManager[SplitGateway]:
-    """Run a gateway with scripted engines that serve whole (unsplit) requests."""
     usual = {"models": [{"name": MODEL, "pool": "main"}], "health": NO_PROBES}
     return split_gateway("vllm_nixl", [], list(engines), decode_role="both", **(usual | options))
 

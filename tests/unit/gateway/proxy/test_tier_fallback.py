@@ -24,8 +24,6 @@ from tests.unit.policies.builders import ask, candidate
 
 
 class RecordingCap(CapAdmission):
-    """An admission with a concurrency limit that records its queries."""
-
     __slots__ = ("asks",)
 
     def __init__(self) -> None:

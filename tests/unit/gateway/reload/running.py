@@ -43,8 +43,6 @@ timeouts: {{connect: 10s, stall: 60s}}
 
 
 class Running:
-    """The gateway `app`, the `file` that it watches, its mock engines, and its reports."""
-
     def __init__(self, file: Path, members: list[FleetGroup], http: aiohttp.ClientSession) -> None:
         self.file = file
         self.members = members
@@ -54,13 +52,11 @@ class Running:
         self.app: App
 
     def text(self, *numbers: int) -> str:
-        """Return the configuration with these mock engines, by default all."""
         chosen = numbers or range(len(self.members))
         lines = [f"      - {{name: group-{n}, url: {self.members[n].url}}}" for n in chosen]
         return CONFIG.format(endpoints="\n".join(lines))
 
     def write(self, text: str) -> None:
-        """Write the file as an editor does: rename a new file over it."""
         fresh = self.file.with_suffix(".tmp")
         fresh.write_text(text)
         fresh.replace(self.file)
@@ -76,13 +72,12 @@ class Running:
         return status, reply
 
     async def hears(self, words: str) -> None:
-        """Wait until a line with this text is reported to the operator."""
         async with asyncio.timeout(PATIENCE_S):
             while not any(words in line for line in self.said):
                 await asyncio.sleep(0.01)
 
     async def ask(self, prompt: str = "hello", tokens: int = 4) -> str:
-        """Stream one completion to its end; return ok or the kind of failure."""
+        # Stream one completion to its end; return ok or the kind of failure.
         body = {"model": "demo-8b", "stream": True, "max_tokens": tokens}
         body["messages"] = [{"role": "user", "content": prompt}]
         try:
@@ -101,10 +96,9 @@ class Running:
 
     @asynccontextmanager
     async def load(self, users: int = 8) -> AsyncIterator[None]:
-        """Let `users` users send requests continuously during the block.
-
-        Asserts that every response is complete.
-        """
+        # Let `users` users send requests continuously during the block.
+        #
+        # Asserts that every response is complete.
         over = asyncio.Event()
 
         async def user(number: int) -> None:
@@ -131,12 +125,10 @@ async def running(
     poll_s: float = 0.03,
     late: tuple[str, str] | None = None,
 ) -> AsyncIterator[Running]:
-    """Run a gateway with a configuration file.
-
-    more    text appended to the configuration
-    poll_s  poll interval of the file watcher
-    late    (old, new): replaced in the file after it was loaded and before the gateway starts
-    """
+    # Run a gateway with a configuration file.
+    #
+    # more text appended to the configuration poll_s poll interval of the file watcher late (old,
+    # new): replaced in the file after it was loaded and before the gateway starts
     spec = GroupSpec("demo-8b", model_named("demo-8b"), gpu_named("h100"), speed=speed)
     connector, patience = aiohttp.TCPConnector(limit=0), aiohttp.ClientTimeout(total=3 * PATIENCE_S)
     async with (

@@ -74,8 +74,6 @@ class Mistake(NamedTuple):
 
 
 def value(of: Callable[[str], bool], wrong: str) -> Callable[[str], str | None]:
-    """Return a function that replaces the value of a key by `wrong`, if the value fits `of`."""
-
     def spoil(line: str) -> str | None:
         key, colon, text = line.partition(": ")
         return (
@@ -139,7 +137,6 @@ MOST_OF_A_KIND = 11
 
 
 def corpus(good: str) -> Iterator[tuple[str, int, str]]:
-    """Yield (mistake, its line number, the text) for every place where a mistake is possible."""
     lines = good.splitlines()
     for mistake in MISTAKES:
         harness = 0

@@ -32,8 +32,6 @@ def page(harness: Running) -> str:
 
 
 class Held(NamedTuple):
-    """A request in progress at the endpoint `busy`, whose engine hangs until `let_go()`."""
-
     answer: asyncio.Task[str]
     busy: LiveEndpoint
     group: TpGroup
@@ -45,7 +43,6 @@ class Held(NamedTuple):
 
 
 async def held(harness: Running) -> Held:
-    """Start a request at an endpoint whose engine hangs."""
     for member in harness.members:
         member.group.lose_rank(0, hang=True)
     task = asyncio.create_task(harness.ask())

@@ -232,7 +232,6 @@ async def test_the_first_worker_continues_the_version_numbers_of_the_folder(tmp_
 
 
 def local(number: int, version: int | None) -> WorkerSettings:
-    """Return the settings of a worker that is not started."""
     return WorkerSettings("hub", b"secret" * 6, number, "admin", version, ())
 
 
@@ -348,8 +347,6 @@ async def test_a_failed_rollback_is_not_counted_as_a_rollback(tmp_path: Path) ->
 
 
 class Touched:
-    """A fake watched configuration that counts its changes."""
-
     def __init__(self, *paths: Path) -> None:
         self.paths = paths
         self.running = loaded(BASE)

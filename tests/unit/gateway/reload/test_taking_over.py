@@ -26,7 +26,7 @@ LEAST = ("policy: prefix_aware", "policy: least_loaded")
 
 
 def kept_state(harness: Running) -> dict[str, Any]:
-    """Return all learned and live state, which a reload must not change."""
+    # Return all learned and live state, which a reload must not change.
     table = harness.app.gateway.endpoints
     index = table.prefixes.index
     return {

@@ -13,7 +13,6 @@ from tests.unit.gateway.reload.running import Running, running
 
 
 def closed_url() -> str:
-    """Return the URL of a port on which no process listens."""
     return f"http://127.0.0.1:{free_port()}"
 
 

@@ -28,10 +28,9 @@ def prompt(number: int, blocks: int = 40) -> Fingerprint:
 
 
 def transfer_state(index: PrefixIndex, into: PrefixIndex, slots: dict[int, int]) -> None:
-    """Transfer the state of one prefix index to another through the channel used at restarts.
-
-    `slots` maps old slots of endpoints to new ones.
-    """
+    # Transfer the state of one prefix index to another through the channel used at restarts.
+    #
+    # `slots` maps old slots of endpoints to new ones.
     for blocks in saved_state.index_blocks(index):
         assert len(pack_message(blocks)) < channel.MAX_MESSAGE_BYTES
         saved_state.restore_blocks(
@@ -43,10 +42,9 @@ def transfer_state(index: PrefixIndex, into: PrefixIndex, slots: dict[int, int])
 
 
 def learned(seed: int) -> tuple[PrefixIndex, list[Fingerprint]]:
-    """Return a prefix index with prompts at three slots, and the prompts.
-
-    The oldest prompts of slot 0 have expired.
-    """
+    # Return a prefix index with prompts at three slots, and the prompts.
+    #
+    # The oldest prompts of slot 0 have expired.
     rng, index = Random(seed), PrefixIndex(CAP_BYTES)
     index.set_capacity(0, 20_000)
     prompts = [prompt(number) for number in range(60)]

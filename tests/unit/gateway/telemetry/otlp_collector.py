@@ -42,14 +42,12 @@ class Collector:
         return web.json_response({}, status=self.answer)
 
     async def heard(self, spans: int, within_s: float = 10.0) -> None:
-        """Wait until `spans` spans have arrived."""
         async with asyncio.timeout(within_s):
             while len(self.spans) < spans:
                 self._came.clear()
                 await self._came.wait()
 
     def tree(self) -> dict[str, Any]:
-        """Return the newest trace as nested span names, with children in order of their start."""
         trace = self.spans[-1]["traceId"]
         mine = [span for span in self.spans if span["traceId"] == trace]
         ids = {span["spanId"] for span in mine}
@@ -57,7 +55,6 @@ class Collector:
         return {root["name"]: _below(root, mine)}
 
     def named(self, name: str) -> dict[str, Any]:
-        """Return the newest span with this name."""
         return next(span for span in reversed(self.spans) if span["name"].split()[0] == name)
 
 
@@ -82,7 +79,6 @@ def _plain(attributes: list[dict[str, Any]]) -> dict[str, Any]:
 
 @asynccontextmanager
 async def collector() -> AsyncIterator[Collector]:
-    """Run a collector during an `async with` block."""
     receiver = Collector()
     app = web.Application(client_max_size=1 << 24)
     app.router.add_post("/v1/traces", receiver.take)

@@ -46,7 +46,6 @@ pools: {{main: {{endpoints: [{{url: "{url}", api_key: "{engine}"}}]}}}}
 
 
 def config_with_secrets(fleet: GatewayFleet, traces: str) -> str:
-    """Return a valid configuration that contains every secret in clear text."""
     keys = {name: CANARIES[f"{what} key"] for name, what in WHOSE.items()}
     return TAKEN.format(url=fleet.groups[0].url, traces=traces, **keys)
 
@@ -60,7 +59,6 @@ WHOSE = {
 
 
 async def page_text(http: aiohttp.ClientSession, url: str, accept: str) -> str:
-    """Return the text of a page, or the beginning if it is endless."""
     text = ""
     try:
         async with asyncio.timeout(LOOK_S), http.get(url, headers={"Accept": accept}) as answer:
@@ -72,7 +70,6 @@ async def page_text(http: aiohttp.ClientSession, url: str, accept: str) -> str:
 
 
 async def every_page(fleet: GatewayFleet) -> dict[str, str]:
-    """Return all GET pages of the admin server, in both formats."""
     server = next(runner.app for runner in fleet.app._runners if _paths(runner.app) & {"/metrics"})  # type: ignore[attr-defined]
     pages = {
         f"{path} as {accept}": path
@@ -96,7 +93,7 @@ def _paths(app: aiohttp.web.Application) -> set[str]:
 
 
 async def ask(fleet: GatewayFleet, key: str, **headers: str) -> tuple[str, str]:
-    """Send a request; return its id and the whole response."""
+    # Send a request; return its id and the whole response.
     body = {
         "model": "demo-8b",
         "max_tokens": 4,

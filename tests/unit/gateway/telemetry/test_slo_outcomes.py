@@ -280,7 +280,6 @@ def test_the_first_responses_of_a_kind_are_learned_from_one_by_one_and_later_one
 
 
 def test_the_tokens_of_images_behind_urls_are_not_learned_as_those_of_text() -> None:
-    """A URL is a few tokens of text to the gateway, and 1,000 tokens to the engine."""
     tracker = SloTracker(Metrics())
     for number in range(LEARN_SINGLY + LEARN_BATCH):
         x, relay = exchange(number), answered(0.5, 1.0, 10)  # 1,000 tokens of prompt
@@ -334,7 +333,7 @@ async def test_requests_are_accounted_at_the_end_of_the_turn_and_an_error_loses_
 
 
 def test_a_response_without_token_counts_has_the_estimated_length() -> None:
-    """Otherwise the quota would be refunded completely."""
+    # Otherwise the quota would be refunded completely.
     x = exchange()
     x.relay = answered(0.5, 0.5, 0, events=0)
     x.relay._usage_result = TokenUsage()

@@ -36,7 +36,6 @@ def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def sent(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Return a list to which the header of every request to an engine is appended."""
     heads: list[str] = []
     carry = UpstreamConnection.start
 
@@ -316,7 +315,6 @@ async def test_a_reload_turns_traces_on_and_off() -> None:
 
 
 async def apply_config(fleet: GatewayFleet, observability: str) -> None:
-    """Apply a configuration with this observability section, which needs no restart."""
     pools = f"{{main: {{endpoints: [{{url: '{fleet.groups[0].url}', max_concurrency: 24}}]}}}}"
     listeners = "{api: {port: 0}, admin: {port: 0}}"
     text = f"version: 1\nlisteners: {listeners}\npools: {pools}\nobservability: {observability}\n"

@@ -35,8 +35,6 @@ SHADOWED = (
 
 
 class Table:
-    """A fake endpoint table with the methods that shadow policies use."""
-
     def __init__(self) -> None:
         self.rng = Random(1)
         self.taught: list[int] = []

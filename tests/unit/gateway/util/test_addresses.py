@@ -21,8 +21,6 @@ def test_a_port_is_taken_while_a_socket_listens_on_it() -> None:
 def test_a_port_counts_as_free_if_listening_fails_for_another_reason(
     number: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The listener's own error explains missing rights or a foreign address better."""
-
     def refuse(self: socket.socket, address: object) -> None:
         raise OSError(number, "no")
 

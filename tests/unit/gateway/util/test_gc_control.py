@@ -11,8 +11,6 @@ from gateway.util.gc_control import INTERVAL_S, MAX_CALM_REQUESTS, MAX_INTERVAL_
 
 
 class Cycle:
-    """An object that refers to itself."""
-
     def __init__(self) -> None:
         self.self = self
 

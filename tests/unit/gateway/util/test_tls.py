@@ -114,8 +114,6 @@ def test_certificates_are_listed_with_their_expiry_and_problems(
 
 
 def listener(file: Path) -> tuple[TlsListener, Callable[[], None]]:
-    """Return a TLS listener for this configuration, and a function that reloads its files."""
-
     def section() -> ListenerTls:
         result = load_with_warnings(file, {}).config.listeners.api.tls
         assert result is not None

@@ -20,8 +20,6 @@ OLD, NEW, BAD = TEXT.format("round_robin"), TEXT.format("least_loaded"), TEXT.fo
 
 
 class Stub:
-    """A fake worker's admin server: its configuration, version number, and received requests."""
-
     def __init__(self, number: int, file: Path) -> None:
         self.number = number
         self._file = file
@@ -59,8 +57,6 @@ class Stub:
 
 
 class House:
-    """A configuration file, two fake workers that run it, and the rollout that changes them."""
-
     def __init__(self, folder: Path, text: str = OLD) -> None:
         self.file, self.key = folder / "gateway.yaml", folder / "key"
         self.file.write_text(text)
@@ -79,7 +75,7 @@ class House:
         self.configured.set_version_number(1)
 
     def agree(self, text: str) -> bool:
-        """Return whether all workers and a new worker would run this configuration."""
+        # Return whether all workers and a new worker would run this configuration.
         return {each.text for each in self.workers} == {
             text.encode()
         } and self.configured.running.text == text.encode()

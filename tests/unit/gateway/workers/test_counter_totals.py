@@ -17,8 +17,6 @@ OPEN = FamilySpec("open", "gauge", "help")
 
 
 class Stub:
-    """A fake worker with a counter, or one that does not respond."""
-
     def __init__(self, count: int) -> None:
         self.count: int | None = count
         self.body: bytes | None = None

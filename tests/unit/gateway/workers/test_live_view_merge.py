@@ -17,8 +17,6 @@ from tests.unit.gateway.admin.empty import mark
 
 
 class Stub:
-    """A fake worker with a given metric sample and status."""
-
     def __init__(self, noted: MetricSample, standing: FleetStatus) -> None:
         self.noted, self.standing, self.lost = noted, standing, False
 

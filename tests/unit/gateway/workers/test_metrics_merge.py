@@ -88,7 +88,7 @@ def test_the_last_value_wins_with_the_rule_last() -> None:
 
 
 def test_process_metrics_are_summed_and_the_earliest_start_time_wins() -> None:
-    """File limits are summed too, so that the ratio of open files is the mean over processes."""
+    # File limits are summed too, so that the ratio of open files is the mean over processes.
     one, other = list(Metrics().collect()), list(Metrics().collect())
     for page, more in ((one, 1), (other, 3)):
         for reading in page:
@@ -107,8 +107,6 @@ def test_process_metrics_are_summed_and_the_earliest_start_time_wins() -> None:
 
 
 def test_a_histogram_with_other_buckets_is_left_out() -> None:
-    """Such a worker may run another version of the program."""
-
     def lag(*bounds: float) -> list[FamilyReading]:
         spec = FamilySpec("lag_seconds", "histogram", "help", buckets=bounds)
         return [FamilyReading(spec, {(): HistogramValue([1] * (len(bounds) + 1), 1.0)})]

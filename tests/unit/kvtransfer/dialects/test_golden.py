@@ -186,7 +186,7 @@ def test_what_is_no_answer_is_unusable(raw: bytes) -> None:
     ],
 )
 def test_an_answer_with_invalid_text_or_counts_is_unusable(raw: bytes) -> None:
-    """Its content would go into the decode request, into metrics and to the client."""
+    # Its content would go into the decode request, into metrics and to the client.
     assert isinstance(parse_response(raw), UnusableResponse)
 
 

@@ -32,7 +32,7 @@ FLASH = replace(CPU, backend="FLASH_ATTN", dtype="bfloat16", cell_bytes=32, page
 
 
 def views(layout: KvLayout) -> list[LayerView]:
-    """Return the layers of an array that vLLM would allocate for this layout."""
+    # Return the layers of an array that vLLM would allocate for this layout.
     cell = layout.parts * layout.row_bytes
     sizes = {
         "l": layout.layers,

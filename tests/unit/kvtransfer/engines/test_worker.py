@@ -35,8 +35,6 @@ PROMPT = list(range(11))
 
 
 class Engine:
-    """A simulated engine with its KV connector's scheduler and worker, in simulated time."""
-
     def __init__(self, name: str, wire: InprocWire, clock: VirtualClock) -> None:
         way = Inproc(wire)
         size = LAYOUT.rank_block_bytes(0)
@@ -66,7 +64,6 @@ def pair() -> tuple[VirtualClock, Engine, Engine]:
 
 
 def finished(clock: VirtualClock, engine: Engine, what: str) -> Callable[[], bool]:
-    """Return a function that tells whether the engine has reported a transfer of this kind."""
     seen = FinishedTransfers()
 
     def done() -> bool:
@@ -80,7 +77,6 @@ def finished(clock: VirtualClock, engine: Engine, what: str) -> Callable[[], boo
 
 
 def handed_over(p: Engine, d: Engine) -> PromptRequest:
-    """Return a request at engine `d` that may load the KV that engine `p` has just offered."""
     params = p.scheduler.finish_prefill(PromptRequest("p1", PROMPT, {}), [1, 2, 3], 11)
     p.step()
     request = PromptRequest("d1", PROMPT, params)
@@ -89,7 +85,6 @@ def handed_over(p: Engine, d: Engine) -> PromptRequest:
 
 
 def without_port(order: LoadOrder) -> LoadOrder:
-    """Return the order with the simulated network's address, which has no port."""
     return replace(
         order, sources=[replace(item, address=item.address[:-2]) for item in order.sources]
     )

@@ -33,7 +33,6 @@ BLOCK = SMALL.rank_block_bytes(0)
 
 
 def shape(transfer_plan: TransferPlan, group: int = 0) -> list[tuple[RankPair, list[int]]]:
-    """Return (pair of ranks, lengths of its runs) for each pair of a group of layers."""
     return [
         (pair, transfer_plan.runs(group, i).length.tolist())
         for i, pair in enumerate(transfer_plan.pairs(group))
@@ -250,7 +249,7 @@ def test_groups_and_pairs_outside_the_plan_are_index_errors() -> None:
 
 
 def test_however_much_is_cut_again_a_group_has_few_runs_of_a_pair() -> None:
-    """Runs are computed while other links wait, so there must not be too many."""
+    # Runs are computed while other links wait, so there must not be too many.
     other, blocks = replace(SMALL, order=KvOrder.BLNHC), list(range(0, 1600, 2))
     transfer_plan = plan_transfer(SMALL, other, blocks, blocks, 800 * 16, group_layers=1)
     runs_of_block = 16 * 4 * 2
@@ -294,7 +293,7 @@ def test_spare_blocks_behind_the_tokens_are_left_alone() -> None:
 
 
 def test_agents_of_one_version_make_the_same_plans() -> None:
-    """Agents refer to runs by index. If this fails, plans have changed: raise messages.VERSION."""
+    # Agents refer to runs by index. If this fails, plans have changed: raise messages.VERSION.
     digest = hashlib.sha256()
     at_most = {"group_layers": 3, "max_run_bytes": 3000, "max_runs": 100}
     for change in (
@@ -349,7 +348,6 @@ VLLM_CPU = replace(SMALL, order=KvOrder.LBHNC, content=KvContent.HEADS, blocks=1
 
 
 def copied(src: KvLayout, dst: KvLayout, memory: np.ndarray) -> np.ndarray:
-    """Return the sink's memory [bytes] after copying block 0 of all source ranks by the plan."""
     sink = np.zeros(10 * dst.rank_block_bytes(0), np.uint8)
     plan = plan_transfer(src, dst, [0], [0], 16)
     for number, pair in enumerate(plan.pairs(0)):
@@ -360,10 +358,9 @@ def copied(src: KvLayout, dst: KvLayout, memory: np.ndarray) -> np.ndarray:
 
 
 def test_a_wrong_content_would_put_heads_of_two_ranks_into_wrong_places_without_an_error() -> None:
-    """Equal sizes prove nothing.
-
-    Therefore the arrangement of keys and values is part of the layout.
-    """
+    # Equal sizes prove nothing.
+    #
+    # Therefore the arrangement of keys and values is part of the layout.
     one = VLLM_CPU
     two = replace(one, tp=2)
     shape = (one.layers, 10, one.kv_heads, 2, 16, one.row_bytes)

@@ -30,8 +30,6 @@ from tests.contract.kvtransfer.links import PATIENCE_S
 
 
 class FakeLink:
-    """The part of a link that LinkManager uses."""
-
     transport, peer, received_bytes, window_bytes, is_one_sided = "fake", "x", 0, 1 << 20, False
 
 
@@ -52,7 +50,6 @@ def test_occasional_bytes_do_not_extend_the_time_for_the_proof() -> None:
 
 
 def switchboard(transport: object) -> tuple[LinkManager, list[tuple[str, EndReason, str]]]:
-    """Return a LinkManager, and the list in which its sink records failed links."""
     heard: list[tuple[str, EndReason, str]] = []
     book = Mock()
     book.on_link_failed = lambda address, reason, detail, now: (
@@ -89,10 +86,9 @@ def test_a_link_that_ends_during_its_dial_is_reported_at_once() -> None:
 
 
 def dial_again(board: LinkManager) -> int:
-    """Run the postponed connection attempts, including further ones that these postpone.
-
-    Returns the number of attempts.
-    """
+    # Run the postponed connection attempts, including further ones that these postpone.
+    #
+    # Returns the number of attempts.
     count, timers = 0, board._clock.call_at
     while timers.call_args_list:  # type: ignore[attr-defined]
         calls = list(timers.call_args_list)  # type: ignore[attr-defined]
@@ -180,7 +176,6 @@ def proven(peer: AgentCard, lane_of: bytes = b"") -> LinkSession:
 
 
 def test_lanes_are_dialled_only_for_a_link_that_is_in_use() -> None:
-    """A link that may be replaced by a better one gets no parallel connections (lanes)."""
     transport = Mock(dial=Mock(side_effect=TransportError("no")))
     board, _ = switchboard(transport)
     line = up(board, proven(board.card), DialRequest(transport, "h:1", "h:1"))
@@ -193,7 +188,6 @@ def test_lanes_are_dialled_only_for_a_link_that_is_in_use() -> None:
 
 
 def test_only_one_lane_is_dialled_at_a_time() -> None:
-    """The time to retry a lost lane may come while another one is being connected."""
     transport = Mock(dial=Mock(side_effect=TransportError("no")))
     board, _ = switchboard(transport)
     line = up(board, proven(board.card), DialRequest(transport, "h:1", "h:1"))
@@ -220,7 +214,6 @@ def test_lanes_that_cannot_be_dialled_are_given_up_in_the_end() -> None:
 
 @pytest.mark.parametrize("used", [True, False])
 def test_a_silent_lane_is_lost_and_so_is_its_link_if_the_lane_was_used(used: bool) -> None:
-    """A network device in between may acknowledge bytes and drop them."""
     board, _ = switchboard(Mock())
     first, lane = up(board, proven(board.card)), up(board, proven(board.card, b"g" * 16))
     lane.lane_owner, lane.link.has_carried_windows = first, used  # type: ignore[attr-defined]
@@ -345,8 +338,6 @@ async def test_a_better_link_to_another_agent_is_not_used() -> None:
 
 
 class SlowDialShm(Shm):
-    """Shared memory whose first connection attempt waits for `go`, and then may fail."""
-
     def __init__(self, fails: bool) -> None:
         super().__init__()
         self.dialling, self.go, self._fails = threading.Event(), threading.Event(), fails
@@ -362,7 +353,7 @@ class SlowDialShm(Shm):
 
 @pytest.mark.parametrize("fails", [False, True])
 async def test_a_better_link_is_closed_if_the_link_that_led_to_it_was_lost(fails: bool) -> None:
-    """Transfers that waited for it have ended; later ones wait for another link."""
+    # Transfers that waited for it have ended; later ones wait for another link.
     late = SlowDialShm(fails)
     source, sink = await started("p", Tcp(), Shm()), await started("d", Tcp(), late)
     source.agent.offer("r", [1], 16, public=True)
@@ -384,7 +375,7 @@ async def test_a_better_link_is_closed_if_the_link_that_led_to_it_was_lost(fails
 async def test_a_link_that_is_lost_while_its_peer_proves_itself_does_not_come_up(
     sink_loses: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The heartbeat finds it silent while its thread handles the last handshake message."""
+    # The heartbeat finds it silent while its thread handles the last handshake message.
     answer, hit = LinkSession.handle, threading.Event()
     async with groups("inproc", SMALL, SMALL, options=[PATIENT, PATIENT]) as (source, sink):
         here = (sink if sink_loses else source).agent
@@ -451,7 +442,7 @@ async def test_heartbeats_continue_after_a_failed_one(monkeypatch: pytest.Monkey
 async def test_after_a_link_without_a_thread_the_next_is_accepted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A process at its thread limit must be able to accept links later."""
+    # A process at its thread limit must be able to accept links later.
     start, refused = threading.Thread.start, threading.Event()
 
     def no_more(thread: threading.Thread) -> None:

@@ -26,13 +26,11 @@ from tests.unit.kvtransfer.transports.stream.lane_access import laned, lanes_of,
 
 @pytest.fixture
 def shorten_retry_times(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Shorten the times until failed lanes are retried and lost ones end their link."""
     later = LinkManager._later
     monkeypatch.setattr(LinkManager, "_later", lambda self, _, call: later(self, 0.05, call))
 
 
 async def transfer_one(source: Group, sink: Group, name: str) -> None:
-    """Transfer one request's KV and verify every byte."""
     cache = Cache(SMALL, 64, seed=4)
     cache.write(SMALL, source.regions, [1, 2, 3, 4])
     offer = source.agent.offer(name, [1, 2, 3, 4], 64)
@@ -48,13 +46,11 @@ def lines(group: Group) -> list[PeerLink]:
 
 
 def first_of(group: Group) -> PeerLink:
-    """Return the group's only link, without its lanes."""
     (open_lines,) = (line for line in lines(group) if line.lane_owner is None)
     return open_lines
 
 
 async def until_lanes(group: Group, count: int) -> None:
-    """Wait until the only link has `count` lanes, and none is being connected."""
     board = group.agent._board
 
     def there() -> bool:
@@ -74,7 +70,6 @@ async def until_lanes(group: Group, count: int) -> None:
 
 @asynccontextmanager
 async def with_lanes(options: AgentOptions = PATIENT) -> AsyncIterator[list[Group]]:
-    """Yield a source and a sink whose link has all its lanes, none used yet."""
     async with groups("lanes", SMALL, SMALL, options=(options, options)) as (source, sink):
         await transfer_one(source, sink, "a")
         for side in (source, sink):
@@ -101,7 +96,7 @@ async def test_agents_open_as_many_as_the_sink_wants_one_after_the_other(
 
 
 async def test_no_lane_is_dialled_before_the_source_has_sent_a_message() -> None:
-    """A lane could otherwise arrive before the proof on the first link, for an unknown link."""
+    # A lane could otherwise arrive before the proof on the first link, for an unknown link.
     silent = msgspec.structs.replace(PATIENT, beat_s=60.0)
     async with groups("lanes", SMALL, SMALL, options=(silent, silent)) as (source, sink):
         landing = sink.agent.fetch(source.agent.address, "a", [7], 16)  # not offered yet
@@ -120,7 +115,6 @@ async def test_no_lane_is_dialled_before_the_source_has_sent_a_message() -> None
 def set_lane_owner(
     monkeypatch: pytest.MonkeyPatch, lane_of: Callable[[LinkSession], bytes]
 ) -> None:
-    """Make the sinks' lanes name `lane_of(session)` as the link to which they belong."""
     greeting = LinkManager._dialler_session
 
     def wrong(self: LinkManager, link: Link, dialling: DialRequest) -> LinkSession:
@@ -137,7 +131,6 @@ def set_lane_owner(
 async def test_a_lane_of_an_unknown_link_is_refused_and_the_link_survives(
     itself: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The lane is retried a few times, each time with a log line at the sink."""
     set_lane_owner(monkeypatch, lambda session: session.greeting if itself else b"x" * 16)
     async with groups("lanes", SMALL, SMALL) as (source, sink):
         await transfer_one(source, sink, "a")
@@ -212,7 +205,6 @@ async def test_a_lane_that_cannot_be_dialled_is_tried_again(
 
 
 async def test_beats_go_by_lanes_as_by_links() -> None:
-    """A network device between two hosts may drop an idle connection."""
     often = msgspec.structs.replace(PATIENT, beat_s=0.02, max_missed_beats=1000)
     async with with_lanes(often) as (source, sink):
         for side in (source, sink):
@@ -258,7 +250,6 @@ async def test_an_unused_lane_that_is_lost_is_redialled_and_the_link_survives(
 @pytest.mark.usefixtures("shorten_retry_times")
 @pytest.mark.parametrize("at_source", [True, False])
 async def test_with_a_lane_that_was_used_the_link_is_lost(at_source: bool) -> None:
-    """This holds whatever the other end has received on the lane."""
     async with with_lanes() as (source, sink):
         offer = source.agent.offer("b", [1], 16, ready_layers=0)
         landing = sink.agent.fetch(source.agent.address, "b", [1], 16, ticket=offer.ticket)
@@ -275,7 +266,7 @@ async def test_with_a_lane_that_was_used_the_link_is_lost(at_source: bool) -> No
 
 
 async def test_transfers_started_after_a_used_lane_is_lost_use_a_new_link() -> None:
-    """The old link ends later, with its transfers, so that its last messages arrive."""
+    # The old link ends later, with its transfers, so that its last messages arrive.
     async with with_lanes() as (source, sink):
         old = first_of(sink)
         offer = source.agent.offer("b", [1], 16, ready_layers=0)

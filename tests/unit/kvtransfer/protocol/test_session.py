@@ -145,7 +145,7 @@ def test_another_version_is_reported_in_the_handshake() -> None:
 
 
 def test_a_hello_can_be_decoded_by_every_version() -> None:
-    """An undecodable Hello would look like a broken link, which is retried."""
+    # An undecodable Hello would look like a broken link, which is retried.
     sink, _ = pair()
     assert len(msgspec.msgpack.decode(sink.hello())) == 5
 
@@ -160,7 +160,6 @@ def test_a_lane_greets_with_its_links_nonce() -> None:
 @settings(max_examples=200)
 @given(st.integers(0, 3), st.randoms(use_true_random=False))
 def test_any_change_of_the_stream_is_detected_at_the_first_message(kind: int, rng: Random) -> None:
-    """The changes are altered, repeated, dropped and reordered messages."""
     sink, source = shaken()
     frames = [sink.seal(Credit(number, number)) for number in range(6)]
     index = rng.randrange(5)

@@ -88,7 +88,6 @@ def test_text_that_is_no_ticket_is_refused_before_it_is_read(text: str) -> None:
 
 @pytest.mark.parametrize("offer", ["r", "rr", "rrr"])
 def test_a_ticket_has_one_spelling(offer: str) -> None:
-    """If the last character has spare bits, only one spelling is accepted, and no padding."""
     text = mint(KEY, replace(TICKET, offer=offer))
     alphabet = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-_"
     for last in alphabet.replace(text[-1], ""):

@@ -145,7 +145,6 @@ def test_a_ticket_of_a_refused_invitation_is_not_spent() -> None:
 
 
 def ahead(nonce: bytes = b"n" * 16, epoch: bytes | None = None, not_after: float = 30.0) -> str:
-    """Return a ticket for offer "r" that another process of the engine issued before the offer."""
     return mint_ahead(b"k" * 32, "r", "p", epoch or b"p" * 16, nonce, not_after)
 
 

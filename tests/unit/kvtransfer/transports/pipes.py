@@ -25,8 +25,6 @@ KEY = bytes(range(32))
 
 @dataclass
 class RecordingInboundListener:
-    """Records what an Inbound reports; `places` says where received data is written."""
-
     places: dict[WindowHead, WindowSlice] = field(default_factory=dict)
     heard: list[tuple[object, object]] = field(default_factory=list)
     received_bytes: int = 0
@@ -59,7 +57,6 @@ class Pipe:
         first: int = 0,
         current: Callable[[], bool] | None = None,
     ) -> WindowHead:
-        """Queue a window (batch of runs) that the sink expects."""
         head = WindowHead(transfer, 0, 0, first, runs.count, runs.n_bytes)
         self.ear.places[head] = WindowSlice(runs, self.sink, 0, 0)
         self.out.enqueue((head, WindowSlice(runs, self.source, 0, 0, current)))
@@ -70,7 +67,6 @@ class Pipe:
             pass
 
     def flow(self) -> None:
-        """Move bytes until everything has arrived."""
         while not self.out.is_idle:
             self.out.send_available()
             self.receive()
@@ -106,7 +102,6 @@ def pipe(*, checked: bool = True) -> Iterator[Pipe]:
 
 
 def scattered(seed: int, count: int, longest: int) -> ByteRuns:
-    """Return `count` runs of 1 to `longest` bytes at random places, disjoint at the sink."""
     rng = np.random.default_rng(seed)
     slots = rng.permutation(SIZE // longest)[:count] * longest
     return ByteRuns(

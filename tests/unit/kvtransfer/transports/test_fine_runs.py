@@ -38,7 +38,6 @@ SLOTS = BLOCKS * BLOCK_BYTES // CELL
 
 
 def cells(count: int = 512, seed: int = 5) -> ByteRuns:
-    """Return rows of one size at random places, as another order of heads and tokens needs."""
     rng = np.random.default_rng(seed)
     src, dst = (rng.permutation(SLOTS)[:count] * CELL for _ in range(2))
     return ByteRuns(src, dst, np.full(count, CELL, np.int64))
@@ -108,7 +107,7 @@ def test_of_many_short_runs_read_too_late_not_one_byte_is_sent(answers: list[boo
 
 
 def begin_window(owner: Owner, region: Region, sock: socket.socket) -> tuple[ByteRuns, WindowHead]:
-    """Send all but the last byte of a window of many short runs; return its runs and its head."""
+    # Send all but the last byte of a window of many short runs; return its runs and its head.
     moves = cells()
     head = window(1, moves)
     owner.place = lambda head: WindowSlice(moves, region, 0, 0)

@@ -32,8 +32,6 @@ HEAD = WindowHead(1, 0, 0, 0, 2, 3100)
 
 
 class Source:
-    """A source played by the test: the socket to which a Shm has connected, and memory to share."""
-
     def __init__(self, sock: socket.socket, sink_owner: Owner, sink_region: Region) -> None:
         self.sock, self.sink_owner, self.sink_region = sock, sink_owner, sink_region
         self.memory = MemoryFileRegion.create(BLOCKS, BLOCK_BYTES, name="theirs")

@@ -71,10 +71,9 @@ def two(
 
 
 def exchange(source: TlsFiles | None, sink: TlsFiles | None) -> Link:
-    """Send a message each way; return the link.
-
-    Raises TransportError or AssertionError if the link fails.
-    """
+    # Send a message each way; return the link.
+    #
+    # Raises TransportError or AssertionError if the link fails.
     with two(source, sink) as (_, source_owner, other, sink_owner, address):
         link = other.dial(address)
         link.send(b"ping")
@@ -316,7 +315,6 @@ def test_no_byte_of_a_window_or_message_is_seen_on_the_wire(agent: TlsFiles) -> 
 
 @contextmanager
 def relay(address: str, hear: object) -> Iterator[str]:
-    """Relay one connection during a `with` block, and record all its bytes."""
     host, _, port = address.rpartition(":")
     listener = socket.create_server(("127.0.0.1", 0))
 
@@ -352,7 +350,6 @@ def relay(address: str, hear: object) -> Iterator[str]:
 def test_windows_dropped_before_a_slow_reader_end_as_stale_and_the_link_goes_on(
     runs_of: int,
 ) -> None:
-    """The socket is full in the middle of a record when the source's memory is zeroed."""
     count = SIZE // runs_of
     starts = np.arange(count) * runs_of
     runs = ByteRuns(starts, starts, np.full(count, runs_of))

@@ -10,7 +10,7 @@ from kvtransfer.util.agent_lock import AgentLock
 
 
 def free(hold: AgentLock) -> bool:
-    """Return whether another thread can acquire the lock."""
+    # Return whether another thread can acquire the lock.
     acquired = threading.Event()
 
     def take() -> None:

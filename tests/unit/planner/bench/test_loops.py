@@ -27,8 +27,6 @@ Answer = Callable[[dict[str, Any]], Awaitable[bytes | int]]
 
 
 class Stub:
-    """A stub OpenAI server with scripted answers that records request bodies."""
-
     def __init__(self, answer: Answer) -> None:
         self.answer = answer
         self.bodies: list[dict[str, Any]] = []

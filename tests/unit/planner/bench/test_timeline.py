@@ -8,7 +8,6 @@ from planner.bench.timeline import AnswerTimeline
 
 
 def fed(*events: str) -> AnswerTimeline:
-    """Return a timeline to which these events were fed, one per second from second 1 on."""
     timeline = AnswerTimeline()
     for second, event in enumerate(events, 1):
         timeline.feed(f"data: {event}\n\n".encode(), float(second))

@@ -22,7 +22,6 @@ def run(*words: str) -> Result:
 
 
 def shorter(folder: Path) -> Path:
-    """Write a log at the same times with prompts of 64 tokens and answers of 4,000."""
     file = folder / "other.jsonl"
     lines = [
         json.dumps({"timestamp": 700 * n, "input_length": 64, "output_length": 4000,

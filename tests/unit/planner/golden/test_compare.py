@@ -88,8 +88,6 @@ def test_a_divergence_is_never_negative_and_zero_for_itself(
 
 
 class Engine:
-    """An engine whose greedy answers differ between runs, and more with noise in its weights."""
-
     def __init__(self, seed: int, noise: float) -> None:
         self._rng, self._noise = Random(seed), noise
 
@@ -97,7 +95,6 @@ class Engine:
         return [self._answer(prompt, length) for prompt in range(prompts)]
 
     def _answer(self, prompt: int, length: int) -> GoldenAnswer:
-        """Take the likelier of two tokens, whose margin is that of the prompt plus noise."""
         margins, choices = Random(prompt), []
         for _ in range(length):
             margin = margins.expovariate(0.5) + self._rng.gauss(0, 0.02 + self._noise)

@@ -23,8 +23,7 @@ PROMPTS = "\n".join(
 
 
 def engine_app(wrong_every: int, has_logprobs: bool) -> web.Application:
-    """Return an engine that answers every n-th question otherwise; 0: none."""
-
+    # Return an engine that answers every n-th question otherwise; 0: none.
     async def chat(request: web.Request) -> web.Response:
         body = await request.json()
         assert body["temperature"] == 0
@@ -47,7 +46,7 @@ def engine_app(wrong_every: int, has_logprobs: bool) -> web.Application:
 
 @contextmanager
 def engine(wrong_every: int = 0, has_logprobs: bool = True) -> Iterator[str]:
-    """Serve an engine on a free port in a thread with a loop of its own."""
+    # Serve an engine on a free port in a thread with a loop of its own.
     loop, runner = asyncio.new_event_loop(), web.AppRunner(engine_app(wrong_every, has_logprobs))
     thread = threading.Thread(target=loop.run_forever)
     thread.start()

@@ -56,7 +56,6 @@ def write(path: Path, lines: list[dict[str, Any]]) -> Path:
 
 
 def traffic(seconds: int, blocks: bool = True) -> list[dict[str, Any]]:
-    """Return access log entries of two requests per second, with thirty shared prefixes."""
     rng, lines = Random(1), []
     for number in range(2 * seconds):
         kind = rng.randrange(30)

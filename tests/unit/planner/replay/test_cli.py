@@ -57,8 +57,6 @@ def test_json_has_every_policy_at_every_rate_and_is_the_same_again(trace: Path) 
 
 
 class _Page(HTMLParser):
-    """An HTML parser that counts a page's elements and external references."""
-
     def __init__(self) -> None:
         super().__init__()
         self.tags: list[str] = []
@@ -203,7 +201,6 @@ def test_capacity_is_looked_for_far_above_and_below_the_first_load(
 
 
 def test_no_capacity_is_reported_when_no_request_follows_the_warm_up(trace: Path) -> None:
-    """At six times its rate the trace of a minute ends within the warm-up."""
     request = (trace, "--policy", "least_loaded", "--capacity", "90", "--warmup", "10s")
     result = call(*request)
     assert result.exit_code == 1

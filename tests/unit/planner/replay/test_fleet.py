@@ -34,7 +34,6 @@ TWO = FleetSpec("two", (msgspec.structs.replace(H100, count=2),))
 def some(
     count: int = 40, every_s: float = 0.2, prompt: int = 3000, output: int = 60
 ) -> list[TraceRequest]:
-    """Return requests of four customers, one every `every_s` seconds."""
     return [
         TraceRequest(
             number * every_s,

@@ -15,7 +15,6 @@ from policies.model import Candidate, RoutingQuery
 
 
 def expected_lengths(options: ReplayOptions) -> list[int]:
-    """Return the expected answer lengths that a policy is given for 40 consecutive requests."""
     policy = registry.build("least_loaded", {})
     seen: list[int] = []
 

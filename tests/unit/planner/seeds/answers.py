@@ -23,11 +23,9 @@ ANSWERS: dict[int, list[Callable[[SeedItem], Outcome]]] = {}
 
 
 def answer(number: int) -> Callable[[Callable[[SeedItem], Outcome]], Callable[[SeedItem], Outcome]]:
-    """Return a decorator that registers a function for statement `number`.
-
-    The function returns the outcome, or a part of it, by name.
-    """
-
+    # Return a decorator that registers a function for statement `number`.
+    #
+    # The function returns the outcome, or a part of it, by name.
     def register(function: Callable[[SeedItem], Outcome]) -> Callable[[SeedItem], Outcome]:
         ANSWERS.setdefault(number, []).append(function)
         return function
@@ -37,10 +35,9 @@ def answer(number: int) -> Callable[[Callable[[SeedItem], Outcome]], Callable[[S
 
 @cache
 def printed(command: str) -> str:
-    """Run `penstock size ...` and return its output.
-
-    Exit status 3, a missed latency budget, is no failure.
-    """
+    # Run `penstock size ...` and return its output.
+    #
+    # Exit status 3, a missed latency budget, is no failure.
     program, name, *arguments = shlex.split(command.replace("size.html", os.devnull))
     assert (program, name) == ("penstock", "size")
     app = typer.Typer(add_completion=False)
@@ -52,15 +49,13 @@ def printed(command: str) -> str:
 
 @cache
 def plain(command: str) -> Any:
-    """Run `penstock size ... --json` and return the parsed output."""
     return json.loads(printed(f"{command} --json"))
 
 
 def member(command: str, path: str) -> object:
-    """Return one member of the JSON output of a command, by its dotted path.
-
-    `gates` are those of the first plan. A list of texts is joined with line ends.
-    """
+    # Return one member of the JSON output of a command, by its dotted path.
+    #
+    # `gates` are those of the first plan. A list of texts is joined with line ends.
     value = plain(command)
     for key in (f"plans.0.{path}" if path.startswith("gates.") else path).split("."):
         value = value[int(key)] if isinstance(value, list) else value[key]

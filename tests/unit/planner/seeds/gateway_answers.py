@@ -48,7 +48,6 @@ vllm:cache_config_info{block_size="16",num_gpu_blocks="24837"} 1.0
 
 
 def file(*layouts: Mapping[str, int], model: str = "llama-3.1-70b", **more: Any) -> dict[str, Any]:
-    """Return a configuration of one pool whose endpoints have these layouts."""
     endpoints = [
         {"url": f"http://127.0.0.1:{9000 + n}", "layout": dict(layout)} | more.get("spec", {})
         for n, layout in enumerate(layouts)
@@ -59,7 +58,6 @@ def file(*layouts: Mapping[str, int], model: str = "llama-3.1-70b", **more: Any)
 
 
 def checked(data: Mapping[str, Any]) -> str:
-    """Return the findings of `penstock check` about layouts, one per line."""
     found = [*layout_rules.errors(data), *layout_rules.warnings(data)]
     return "\n".join(finding.message for finding in found) or "fine"
 
@@ -129,7 +127,6 @@ def _(_item: SeedItem) -> Outcome:
 
 @answer(56)
 def _(_item: SeedItem) -> Outcome:
-    """Count the metrics of GPUs that the gateway reads or serves."""
     wanted = re.compile(r"gpu_util|gpu_usage|DCGM", re.IGNORECASE)
     read = [
         path
@@ -176,7 +173,6 @@ def _(_item: SeedItem) -> Outcome:
 
 
 def two_sizes() -> dict[str, Any]:
-    """Return a configuration with a pool for a 70B model and one for 13B as the fallback."""
     large, small = file({"tp": 4}), file({"tp": 1}, model="llama-2-13b")
     small["pools"]["main"]["endpoints"][0]["url"] = "http://127.0.0.1:9100"
     models = [
@@ -300,10 +296,9 @@ def findings(
     pace: Mapping[str, tuple[float, float]] | None = None,
     **more: Any,
 ) -> dict[int, CheckFinding]:
-    """Return the findings of `penstock doctor --seeds` about one engine with a 70B model.
-
-    They are given by number of the statement.
-    """
+    # Return the findings of `penstock doctor --seeds` about one engine with a 70B model.
+    #
+    # They are given by number of the statement.
     cards = {"data": [{"id": "llama-3.1-70b", "max_model_len": context}]}
     result = ProbeResult(
         "http://gpu1:8000",

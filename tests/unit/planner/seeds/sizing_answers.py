@@ -41,7 +41,6 @@ def chosen(command: str) -> dict[str, int]:
 
 
 def points(command: str, **wanted: object) -> list[dict[str, Any]]:
-    """Return the possible points of a command's Pareto front that have these member values."""
     able = [point for point in plain(command)["front"] if not point["reason"]]
     return [p for p in able if all(p[key] == value for key, value in wanted.items())]
 
@@ -353,7 +352,7 @@ def _(item: SeedItem) -> Outcome:
 
 @answer(93)
 def _(_item: SeedItem) -> Outcome:
-    """Compare 100 answers: equal ones, and ones of which every fifth ends otherwise."""
+    # Compare 100 answers: equal ones, and ones of which every fifth ends otherwise.
     prompts: list[dict[str, Any]] = [{"prompt": str(n)} for n in range(100)]
     base = [GoldenAnswer("one two") for _ in prompts]
     noisy = [GoldenAnswer("one too" if n % 5 == 0 else "one two") for n in range(100)]
@@ -371,7 +370,6 @@ def _(item: SeedItem) -> Outcome:
 
 @answer(99)
 def _(_item: SeedItem) -> Outcome:
-    """Show what each axis sends: DP nothing, PP a hop per stage, EP an exchange per layer."""
     one = times(Layout(1), "llama-3.1-8b").decode_s(8, 4096)
     data = times(Layout(1, dp=2), "llama-3.1-8b").decode_s(16, 4096)
     pipe = times(Layout(1, 2), "llama-3.1-8b").decode_s(16, 4096)
@@ -420,7 +418,6 @@ def _(_item: SeedItem) -> Outcome:
 
 @answer(118)
 def _(_item: SeedItem) -> Outcome:
-    """Watch half an hour of agents, and of conversations at twice the rate they were sized for."""
     chat, agent = RequestShape(1000, 200, 0.6, 2), RequestShape(20_000, 60, 0.05, 40)
     counts = ShapeCounts()
     counts.add(chat)
@@ -434,5 +431,5 @@ def _(_item: SeedItem) -> Outcome:
 
 
 def trtllm_of_the_seed() -> str:
-    """Return TensorRT-LLM's options for TP 8 with experts divided 4 x 2."""
+    # Return TensorRT-LLM's options for TP 8 with experts divided 4 x 2.
     return trtllm_options(EngineLaunch("m", Layout(8, ep=2), moe_tp=4))

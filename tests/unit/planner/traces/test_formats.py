@@ -311,7 +311,6 @@ def test_a_file_in_no_known_format_is_refused_at_its_first_line(
 
 @pytest.mark.parametrize("size", [16, 64, 128, 512, 1024])
 def test_blocks_of_any_size_share_exactly_the_blocks_below_the_common_prefix(size: int) -> None:
-    """Two prompts of 4,096 tokens equal in their first 2,048, recorded in blocks of 128."""
     shared, mine, yours = range(16), range(100, 116), range(200, 216)
     request = TraceRequest(0.0, 4096, 1, (*shared, *mine), 128)
     two = TraceRequest(0.0, 4096, 1, (*shared, *yours), 128)
@@ -329,7 +328,6 @@ def test_blocks_of_any_size_share_exactly_the_blocks_below_the_common_prefix(siz
 def test_blocks_of_sizes_that_do_not_divide_each_other_never_claim_more_than_was_shared(
     recorded: int, size: int
 ) -> None:
-    """Two prompts of 4,096 tokens that are equal in their first 20 recorded blocks."""
     blocks = -(-4096 // recorded)
     shared = min(20, blocks // 2)
     request = TraceRequest(0.0, 4096, 1, tuple(range(blocks)), recorded)

@@ -91,7 +91,7 @@ def test_a_request_that_would_time_out_is_refused_at_once() -> None:
 
 
 def refused_by_cap(cap: CapAdmission, view: View, prompts: range, now: float = 60.0) -> list[Shed]:
-    """Return the refusals of requests that would wait too long in the queue."""
+    # Return the refusals of requests that would wait too long in the queue.
     return [shed(cap.decide(with_prompt(number, now), (), view)) for number in prompts]
 
 

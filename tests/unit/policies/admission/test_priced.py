@@ -28,7 +28,6 @@ NOW = 100.0
 
 
 def measured_rate() -> DrainRate:
-    """Return a rate of two completions per second, recorded over the last half minute."""
     return draining(2.0, 30.0, NOW - 30)
 
 
@@ -39,7 +38,7 @@ def admission(**params: Any) -> PricedAdmission:
 def asking(
     prompt_tokens: int = 1000, now: float = NOW, seed: int = 1, prompt: int = 0, **request: Any
 ) -> RoutingQuery:
-    """Return a query; a `prompt` other than 0 identifies its content."""
+    # Return a query; a `prompt` other than 0 identifies its content.
     question = ask(prompt_tokens, now=now, seed=seed)
     print_ = fingerprint_of_chain((prompt,), 2048, 4 * prompt_tokens) if prompt else None
     return replace(
@@ -48,7 +47,6 @@ def asking(
 
 
 def queued(seconds: float, count: int = 2) -> list[Candidate]:
-    """Return endpoints whose queues take this many seconds."""
     return [
         candidate(slot, prefill_done_at=NOW + seconds, in_flight=4, kv_tokens=600_000.0)
         for slot in range(count)
@@ -62,7 +60,6 @@ def refused(
     tries: int = 400,
     **request: Any,
 ) -> float:
-    """Return the share of `tries` equal queries that the price refuses."""
     verdicts = [
         priced.decide(asking(seed=seed, **request), candidates, view) for seed in range(tries)
     ]
@@ -76,7 +73,6 @@ def overload(
     requests: int = 400,
     prompt_tokens: int = 20_000,
 ) -> None:
-    """Make a tenant use more work than the endpoints can do."""
     for number in range(requests):
         question = asking(prompt_tokens, tenant=tenant)
         priced.on_booked(question, Pick(candidates[number % len(candidates)], 0, 0.0, 2, "test"))
@@ -156,7 +152,6 @@ def test_waiting_requests_count_as_queue() -> None:
 
 
 def answering(step_s: float, count: int = 2) -> list[Candidate]:
-    """Return endpoints that only decode, with this step time."""
     fleet = queued(0.0, count)
     for candidate_ in fleet:
         candidate_.load.decode_tokens, candidate_.load.decoding = 1000, 4
@@ -205,10 +200,9 @@ def test_long_prompts_pay_more_and_still_have_their_chance() -> None:
 
 def test_the_less_work_is_bent_the_more_a_long_prompt_pays_beyond_what_a_short_one_does() -> None:
     def shares(bend: float) -> tuple[float, float]:
-        """Return the refused shares of prompts with 4,000 and with 40,000 tokens.
-
-        `bend` is a parameter of the admission rule.
-        """
+        # Return the refused shares of prompts with 4,000 and with 40,000 tokens.
+        #
+        # `bend` is a parameter of the admission rule.
         priced, fleet = admission(bend=bend), queued(1.8)
         overload(priced, fleet)
         refused(priced, fleet, View(), prompt_tokens=4000)

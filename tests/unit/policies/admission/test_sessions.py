@@ -10,7 +10,6 @@ from tests.unit.policies.builders import candidate
 
 
 def full(now: float = 0.0, sessions: int = 7) -> WorkingSet:
-    """Return a working set with `sessions` sessions of 100 tokens each, one second apart."""
     inside = WorkingSet()
     for number in range(sessions):
         inside.on_booked(f"s{number}", 90, 0, 0, now + number)

@@ -40,8 +40,6 @@ def room(*caps: int, size: int = 8) -> tuple[WaitQueue[int], list[Candidate]]:
 
 
 class Reserving(CapAdmission):
-    """An admission that lets every request wait as if its client had returned at its time."""
-
     def decide(
         self, query: RoutingQuery, candidates: Sequence[Candidate], queue: WaitQueueView
     ) -> Verdict:
@@ -123,8 +121,6 @@ def test_an_unused_permit_does_not_change_the_drain_rate() -> None:
 
 
 class Stumbling(CapAdmission):
-    """An admission that raises an exception the first time."""
-
     __slots__ = ("stumbled",)
 
     def decide(
@@ -145,8 +141,6 @@ def test_an_exception_in_the_admission_resets_the_new_arrival_flag() -> None:
 
 
 class Warm(CapAdmission):
-    """An admission that admits only prompts with a cached prefix; others wait."""
-
     __slots__ = ()
 
     def decide(

@@ -9,7 +9,6 @@ from policies.load import EndpointLoad
 
 
 def load_after_scrapes(*scrapes: tuple[int, int, float], decoding: int = 64) -> EndpointLoad:
-    """Return an endpoint's load after scrapes of (running, waiting, share of KV in use)."""
     load = EndpointLoad(0)
     load.is_modelled = False
     load.in_flight, load.decoding = 80, decoding

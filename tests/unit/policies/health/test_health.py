@@ -151,7 +151,6 @@ def test_a_newcomer_that_never_answered_a_probe_says_so() -> None:
 
 
 def test_a_flapping_endpoint_is_ejected_less_than_once_a_minute_in_the_long_run() -> None:
-    """The endpoint is up for two seconds and down for two seconds, and probed every second."""
     health, ejections = UP, []
     for now in range(3600):
         down = now % 4 >= 2

@@ -48,7 +48,6 @@ def second(
     per_s: float = 4.0,
     size: Callable[[Random], int] = prompts,
 ) -> None:
-    """Simulate one second of traffic, spread evenly over the engines, and then a review."""
     for engine in engines:
         for now_s in sorted(now + rng.random() for _ in range(round(per_s))):
             tokens = size(rng)
@@ -125,7 +124,7 @@ def test_two_of_four_slow_endpoints_are_both_detected() -> None:
     "kinds", [("h100", "h100", "l40s", "l40s"), ("h100", "h100", "h100", "l40s")]
 )
 def test_endpoints_with_different_declarations_are_no_outliers(kinds: tuple[str, ...]) -> None:
-    """The last one has no other endpoint of its kind, so its ratio to the pool is no fault."""
+    # The last one has no other endpoint of its kind, so its ratio to the pool is no fault.
     engines = [Engine(*((6.0, 6.0) if kind == "l40s" else (1.0, 1.0)), kind) for kind in kinds]
     rng = Random(11)
     for now in range(120):
@@ -169,7 +168,7 @@ def test_long_prompts_at_one_endpoint_and_short_ones_at_the_others_are_no_slowne
 
 
 def test_a_queue_of_prompts_is_no_slowness() -> None:
-    """One endpoint has ten prompts waiting and the others one; each prompt takes equally long."""
+    # One endpoint has ten prompts waiting and the others one; each prompt takes equally long.
     engines = [Engine(), Engine(), Engine()]
     for now in range(30):
         for number, engine in enumerate(engines):
@@ -183,7 +182,6 @@ def test_a_queue_of_prompts_is_no_slowness() -> None:
 
 
 def test_prompts_in_between_do_not_make_streams_slow() -> None:
-    """The first engine computes prompts for most of each second, in which its streams pause."""
     engines = [Engine(), Engine(), Engine()]
     for now in range(30):
         for number, engine in enumerate(engines):
@@ -198,7 +196,6 @@ def test_prompts_in_between_do_not_make_streams_slow() -> None:
 
 @pytest.mark.parametrize("stall_s", [0.5, 2.0])
 def test_one_prompt_that_takes_long_is_no_slowness(stall_s: float) -> None:
-    """For example during a compilation: the mean is bad for seconds, but later samples are not."""
     engines, rng = [Engine(), Engine(), Engine(), Engine()], Random(13)
     for now in range(40):
         if now == 20:
@@ -220,7 +217,6 @@ def test_an_endpoint_that_has_become_fast_again_is_normal() -> None:
 
 
 def test_a_first_token_that_never_comes_is_evidence_too() -> None:
-    """Prompts take ten times as long as any before, and none has ended yet."""
     engines = [Engine(), Engine(), Engine()]
     for now in range(20):
         for number, engine in enumerate(engines):

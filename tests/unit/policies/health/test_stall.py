@@ -30,10 +30,9 @@ def member(record: SpeedRecord, kind: str = "h200") -> ReviewedEndpoint:
 
 
 def speed_record(times: int = 1, seconds: float = STEP_S) -> SpeedRecord:
-    """Return the speed record of an endpoint that completed `times` prompts of 1,500 tokens.
-
-    The last one was sent 2 s before time 0.
-    """
+    # Return the speed record of an endpoint that completed `times` prompts of 1,500 tokens.
+    #
+    # The last one was sent 2 s before time 0.
     record = SpeedRecord()
     for number in range(times):
         record.on_sent(1500, (number - times) * 2.0)
@@ -125,7 +124,6 @@ def test_an_endpoint_is_proven_by_a_review_and_no_longer_when_it_restarts() -> N
 
 
 def test_a_request_at_an_unproven_endpoint_is_worth_a_hedge_sooner() -> None:
-    """Hedging is worthwhile if at least twice the time is left that another endpoint takes."""
     new, proven = SpeedRecord(), kept_pace()
     assert left_s(new, STEP_S, 1.9 * STEP_S, 0.0) is None
     assert left_s(new, STEP_S, 2.0 * STEP_S, 0.0) == pytest.approx(2.0 * STEP_S)
@@ -154,7 +152,7 @@ def test_an_endpoint_that_usually_takes_twice_as_long_is_no_stall_at_twice_the_t
 
 
 def test_overtaken_prompts_are_evidence_once() -> None:
-    """The first prompt shows how long the step took; those behind it show nothing."""
+    # The first prompt shows how long the step took; those behind it show nothing.
     record = waiting(SpeedRecord(), prompts=3)
     for _ in range(3):
         record.overtaken(1500, 1500, 0.4, is_doubted=False)
@@ -180,7 +178,7 @@ def test_an_overtaken_prompt_behind_others_leaves_the_step_under_way() -> None:
 
 
 def test_an_endpoint_that_answers_by_itself_is_expected_to_take_its_own_time() -> None:
-    """In a pool of two, the mean of both would be a wrong measure of the faster one."""
+    # In a pool of two, the mean of both would be a wrong measure of the faster one.
     slow, fast = speed_record(3, 0.8), speed_record(3)
     expectations = Expectations()
     members = [member(slow), member(fast)]

@@ -36,11 +36,10 @@ def serve(
     tokens: int = 50,
     attention: float = 1.0,
 ) -> float:
-    """Serve one request alone on an engine that is `slowness` times slower than expected.
-
-    Returns the time of its end. `attention` is an additional factor on the computation of
-    attention.
-    """
+    # Serve one request alone on an engine that is `slowness` times slower than expected.
+    #
+    # Returns the time of its end. `attention` is an additional factor on the computation of
+    # attention.
     entry: LoadBooking = ledger.book(load, request(prompt), 0, now)
     tokens_s, pairs_s = (
         (SHAPE.token_s + SHAPE.wire_s) * prompt,
@@ -82,10 +81,9 @@ def test_an_endpoint_unlike_its_prior_is_known_within_twenty_requests(slowness: 
 def test_attention_is_known_apart_so_that_long_prompts_are_foreseen_as_well_as_short_ones(
     attention: float,
 ) -> None:
-    """The model has an unexpected depth or width, or 8-bit weights.
-
-    These do not speed up attention.
-    """
+    # The model has an unexpected depth or width, or 8-bit weights.
+    #
+    # These do not speed up attention.
     load, now, off = load_of(), 0.0, list[float]()
     for number in range(60):
         for prompt in (2000, 60_000, 8000, 24_000):
@@ -112,7 +110,7 @@ def test_one_that_is_throttled_and_recovers_is_followed_both_ways() -> None:
 def test_one_that_is_throttled_is_followed_without_swinging_where_prompts_are_mostly_attention(
     prompt: int,
 ) -> None:
-    """The factors of a prompt's work and of its attention must not both absorb the same error."""
+    # The factors of a prompt's work and of its attention must not both absorb the same error.
     load, now = load_of(), 0.0
     for slowness in (1.0, 3.0, 1.0):
         off = list[float]()
@@ -238,10 +236,9 @@ def test_api_latency_is_learned_from_first_tokens_of_an_idle_engine() -> None:
 
 
 def test_what_the_way_costs_is_learnt_from_long_steps_too_where_others_decode() -> None:
-    """API latency decides which decode step a prompt joins.
-
-    Slow steps of the same size would look nearly the same.
-    """
+    # API latency decides which decode step a prompt joins.
+    #
+    # Slow steps of the same size would look nearly the same.
     load, late_s, boundary = load_of(), 0.02, 0.1
     ledger.book(load, request(500, 10_000), 0, 0.0).on_first_token(boundary)
     step_s = tpot_s(load, 500)
@@ -301,7 +298,6 @@ def test_ttfts_of_many_candidates_equal_single_ones() -> None:
 
 
 def test_an_engine_shared_with_other_gateways_is_learned_more_slowly() -> None:
-    """Behind each prompt of this gateway, another gateway's prompt of the same size waits."""
     alone, shared, now = load_of(), load_of(), 0.0
     for number in range(200):
         now += 10.0
@@ -317,7 +313,6 @@ def test_an_engine_shared_with_other_gateways_is_learned_more_slowly() -> None:
 
 
 def test_undone_steps_under_load_of_other_gateways_do_not_change_the_context_factor() -> None:
-    """After an early first token, decode steps are subtracted at their present, higher cost."""
     rng, load, now = Random(53), EndpointLoad(0, SpeedBelief(shape_for("h100", 4, 1, 70))), 1.0
     waiting, decoding = list[LoadBooking](), list[tuple[LoadBooking, float]]()
     for _ in range(300):

@@ -32,7 +32,6 @@ def request(prompt: int, output: int = 100) -> Request:
 
 
 def predicted_ttft(load: EndpointLoad, prompt: int, now: float, cached: int = 0) -> float:
-    """Return the predicted TTFT of a request that is removed again at once."""
     entry = ledger.book(load, request(prompt), cached, now)
     assert entry.predicted_ttft_s is not None
     entry.drop(now)
@@ -40,7 +39,6 @@ def predicted_ttft(load: EndpointLoad, prompt: int, now: float, cached: int = 0)
 
 
 def step_s(tokens: int) -> float:
-    """Return the seconds of one step with `tokens` prompt tokens and nothing else."""
     work_s = max(SHAPE.token_s * tokens, SHAPE.weights_s) + SHAPE.wire_s * tokens
     return work_s + SHAPE.pair_s * tokens * tokens / 2 + SHAPE.step_s
 

@@ -53,7 +53,7 @@ def test_a_chat_turn_continues_the_keys_of_the_turn_before() -> None:
 
 @pytest.mark.parametrize("bit", [0x20, 0x40, 0x80, 0x01])
 def test_the_same_bit_turned_in_the_top_byte_of_two_words_always_shows(bit: int) -> None:
-    """In a plain sum of words times odd keys, two differences of 2**63 would cancel out."""
+    # In a plain sum of words times odd keys, two differences of 2**63 would cancel out.
     block = bytearray(b"x" * 256)
     observations = {bytes(block)}
     for item, other in combinations(range(7, 256, 8), 2):

@@ -12,13 +12,12 @@ SIZE, BYTES = 4, 64
 
 
 def text(*parts: tuple[int, int]) -> tuple[list[int], int]:
-    """Tokens of (value, count) parts; each token takes four bytes."""
+    # Tokens of (value, count) parts; each token takes four bytes.
     tokens = [value for value, count in parts for _ in range(count)]
     return tokens, 4 * len(tokens)
 
 
 def fingerprint(tokens: list[int], n_bytes: int) -> Fingerprint:
-    """A fingerprint whose keys depend on the tokens of their blocks, 16 tokens each."""
     data = [tokens[: BYTES // 4 * block] for block in range(1, n_bytes // BYTES + 1)]
     return Fingerprint(
         array("Q", [hash(tuple(part)) & (1 << 63) - 1 for part in data]), BYTES, n_bytes

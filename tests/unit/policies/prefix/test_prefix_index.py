@@ -56,10 +56,9 @@ def test_each_slot_is_believed_as_far_as_its_own_prompts_went() -> None:
 
 
 def test_ageing_follows_an_exact_lru_to_within_a_generation() -> None:
-    """Random documents of 8 blocks, compared with an OrderedDict as the engine's cache.
-
-    Recent documents stay, old ones expire.
-    """
+    # Random documents of 8 blocks, compared with an OrderedDict as the engine's cache.
+    #
+    # Recent documents stay, old ones expire.
     capacity, size, slack = 4096, 64, 4096 // 32 + 64
     index, engine, rng = PrefixIndex(8 << 20), OrderedDict[int, None](), Random(3)
     index.set_capacity(0, capacity)
@@ -162,7 +161,7 @@ def test_the_cap_holds_in_real_memory_under_churn() -> None:
 
 
 def test_entries_are_invisible_to_the_garbage_collector() -> None:
-    """A full collection over a million tracked entries would stop the event loop for tens of ms."""
+    # A full collection over a million tracked entries would stop the event loop for tens of ms.
     index = PrefixIndex(1 << 20)
     for slot in range(40):
         index.insert(prompt_of(1, 64), slot, 64)
@@ -186,7 +185,6 @@ def test_cached_tokens_of_a_slot_are_read_in_constant_time() -> None:
 
 
 def insert_in_turn(index: PrefixIndex, documents: range, rounds: int, slot: int = 0) -> None:
-    """Insert documents of 8 blocks and 512 tokens each, one after another, `rounds` times."""
     for _ in range(rounds):
         for document in documents:
             index.insert(prompt_of(document, 8), slot, 512)

@@ -15,7 +15,6 @@ CAPACITY_TOKENS = 4_000
 
 
 def prompt_of(rng: Random, trunk: bytes) -> Fingerprint:
-    """Return the fingerprint of a prompt of up to 300 blocks that shares a prefix with others."""
     return PRINTS.fingerprint(
         b"salt", trunk[: rng.randrange(len(trunk))] + rng.randbytes(rng.randrange(64 * 100))
     )

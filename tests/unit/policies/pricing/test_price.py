@@ -21,10 +21,9 @@ PRICES = PriceScorer(PricedPolicy())
 
 
 def outlook(slot: int, **numbers: object) -> Candidate:
-    """Return a candidate with about 20 ms per step and 60 us per prompt token.
-
-    Keywords set more of its numbers.
-    """
+    # Return a candidate with about 20 ms per step and 60 us per prompt token.
+    #
+    # Keywords set more of its numbers.
     usual: dict[str, object] = {
         "prefill_done_at": 0.0,
         "prefill_s_per_token": 6e-5,
@@ -44,10 +43,9 @@ def term(question: RoutingQuery, one: Candidate, name: str) -> float:
 
 
 def levelled(factors: Sequence[float], unknown: Sequence[int] = ()) -> list[float]:
-    """Return the speed factors of endpoints after equalization, as the price uses them.
-
-    `unknown` has the indices of endpoints whose speed has not been observed.
-    """
+    # Return the speed factors of endpoints after equalization, as the price uses them.
+    #
+    # `unknown` has the indices of endpoints whose speed has not been observed.
     speeds = [SpeedFactor(PRIOR_VAR if place in unknown else 0.0) for place in range(len(factors))]
     for speed, factor in zip(speeds, factors, strict=True):
         speed.factor = factor
@@ -305,10 +303,9 @@ def test_the_cheapest_price_is_that_of_the_pick() -> None:
 
 
 def test_an_interactive_request_goes_where_a_batch_request_need_not() -> None:
-    """The prefix is cached behind a queue of three seconds.
-
-    Waiting is worthwhile with a budget of a minute, but not of two seconds.
-    """
+    # The prefix is cached behind a queue of three seconds.
+    #
+    # Waiting is worthwhile with a budget of a minute, but not of two seconds.
     fleet = [outlook(0, prefill_done_at=103.0), outlook(1)]
     usual = ask(30_000, 300, cached=[28_672])
     chosen = [
@@ -336,11 +333,10 @@ def test_weights_that_make_no_sense_are_refused(wrong: dict[str, float]) -> None
 def test_equal_endpoints_price_a_long_prompt_equally_after_learning_from_different_prompts() -> (
     None
 ):
-    """One learned from short prompts that all its work is slower.
-
-    Others learned from long prompts that attention is slower. Both are right about what they
-    observed, and equalizing one factor alone would separate them.
-    """
+    # One learned from short prompts that all its work is slower.
+    #
+    # Others learned from long prompts that attention is slower. Both are right about what they
+    # observed, and equalizing one factor alone would separate them.
     fleet = [outlook(slot) for slot in range(3)]
     for item, (prefill, pairs) in zip(
         fleet, ((1.02, 1.88), (1.6, 1.02), (1.68, 0.99)), strict=True

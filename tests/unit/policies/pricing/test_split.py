@@ -172,10 +172,9 @@ def test_a_rule_that_makes_no_sense_is_refused(rule: dict[str, float]) -> None:
 
 
 def busy(slot: int, **load: object) -> Candidate:
-    """Return a candidate with about 15 ms per step and 60 us per prompt token.
-
-    Keywords set more of its numbers.
-    """
+    # Return a candidate with about 15 ms per step and 60 us per prompt token.
+    #
+    # Keywords set more of its numbers.
     usual: dict[str, object] = {
         "prefill_done_at": 0.0,
         "prefill_s_per_token": 6e-5,
@@ -295,10 +294,9 @@ def test_what_cannot_or_need_not_be_split_is_not_priced(
 
 
 def test_endpoints_that_answer_go_on_answering_and_the_others_go_on_prefilling() -> None:
-    """Four endpoints may do both, and the next pair follows their present use.
-
-    Roles thus form by themselves.
-    """
+    # Four endpoints may do both, and the next pair follows their present use.
+    #
+    # Roles thus form by themselves.
     fleet = [busy(0, **ANSWERING), busy(1, **ANSWERING), busy(2), busy(3)]
     tight = msgspec.structs.replace(ask(20_000, 300).request, slo=Slo("tight", 5.0, 0.03))
     pair = PRICED.choose_pair(
@@ -309,7 +307,7 @@ def test_endpoints_that_answer_go_on_answering_and_the_others_go_on_prefilling()
 
 
 def measured_links(**token_s: float) -> TransferTimes:
-    """Return measured transfers from every prefill endpoint; keywords are seconds per token."""
+    # Return measured transfers from every prefill endpoint; keywords are seconds per token.
     transfers = TransferTimes()
     for _ in range(40):
         for prefill in ("tp0", "tp1"):

@@ -304,7 +304,7 @@ def test_preble_turns_from_the_heaviest_to_the_lightest_when_they_are_far_apart(
 
 
 def test_preble_counts_a_request_as_much_at_a_busy_endpoint_as_at_an_idle_one() -> None:
-    """If requests that share a step counted less, the busiest endpoint would get ever more."""
+    # If requests that share a step counted less, the busiest endpoint would get ever more.
     policy, fleet = (
         registry.build("preble", {}),
         [candidate(0, decoding=40, **PACE), candidate(1, **PACE)],
@@ -406,7 +406,6 @@ def dual(
 
 
 def pair_of(policy: Policy, fleet: list[Candidate], prints: Fingerprint) -> list[int]:
-    """Return the slot picked with nothing cached, and the one picked if that endpoint is late."""
     slots = []
     for _ in range(2):
         slots.append(int(dual(policy, fleet, prints)[2:]))

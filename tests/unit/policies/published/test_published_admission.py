@@ -130,8 +130,6 @@ def test_the_probabilistic_admitter_sheds_along_a_ramp_of_the_fifth_power() -> N
 
 
 class Agents:
-    """Simulated agent sessions on a pool of engines with the admission `session_pause`."""
-
     def __init__(self, engines: int = 1, **params: object) -> None:
         self.admission = build_admission("session_pause", params)
         self.fleet = [candidate(slot, kv_tokens=10_000.0, **PACE) for slot in range(engines)]

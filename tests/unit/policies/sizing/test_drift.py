@@ -26,14 +26,12 @@ Draw = Callable[[Random], RequestShape]
 
 
 def conversation(rng: Random) -> RequestShape:
-    """Draw a request of a chat: medium prompts that grow with the turns, answers of 200."""
     turn = 1 + min(30, int(rng.expovariate(0.3)))
     prompt = int(rng.lognormvariate(6.5, 0.9)) + 300 * turn
     return RequestShape(prompt, int(rng.lognormvariate(5.3, 0.7)), min(1.0, 1.2 / turn), turn)
 
 
 def agents(rng: Random) -> RequestShape:
-    """Draw a request of an agent: long prompts, nearly all cached, short answers, many turns."""
     turn = 1 + int(rng.expovariate(0.05))
     prompt = 8000 + int(rng.lognormvariate(7.5, 0.5)) * min(turn, 20)
     return RequestShape(prompt, int(rng.lognormvariate(4.2, 0.6)), min(1.0, 1.0 / turn), turn)

@@ -50,7 +50,6 @@ def test_all_parts_add_up_to_price_times_gpus_times_time(
 def test_two_gateways_count_an_engine_once(
     own: dict[str, float], theirs: float, gateways: int
 ) -> None:
-    """Each gateway sees its own requests and the weight of the others'."""
     one, idle = divide_usd(EngineUse(1.0, 1, own, theirs, gateways), 3600.0)
     weights = {"other": theirs} if theirs else {}
     two, other_idle = divide_usd(EngineUse(1.0, 1, weights, sum(own.values()), gateways), 3600.0)

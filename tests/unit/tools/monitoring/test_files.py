@@ -184,7 +184,6 @@ def test_the_selectors_of_a_query_are_parsed(name: str, matchers: dict[str, str]
 
 
 def variables(query: str) -> dict[str, set[str]]:
-    """Return the dashboard variables by which each series of a query is filtered."""
     result = {}
     for name, matchers in re.findall(r"\b((?:penstock|process)[_:]\w[\w:]*)\{([^}]*)\}", query):
         result[name] = set(re.findall(r'(\w+)=~"\$\1"', matchers))
@@ -267,7 +266,6 @@ def test_labels_of_the_catalogue_do_not_clash_with_those_that_prometheus_adds() 
 
 
 def test_the_retry_budget_alert_needs_requests() -> None:
-    """An idle gateway with a minimum budget of 0 has no retries left, and needs none."""
     (alert,) = [each for each in ALERTS if each.name == "PenstockRetryBudgetExhausted"]
     assert alert.rule.endswith(
         " == 0 and sum by (job, namespace, instance) (penstock_open_streams) > 0"
@@ -276,7 +274,6 @@ def test_the_retry_budget_alert_needs_requests() -> None:
 
 
 def test_endpoints_are_paired_with_their_states_one_to_one_however_often_they_are_scraped() -> None:
-    """Two jobs that scrape one gateway duplicate its series, which Prometheus cannot pair."""
     each_one = "(job, namespace, instance, pool, endpoint)"
     paired = [metric.value for metric in ALERTS if f" * on {each_one} " in metric.value]
     assert len(paired) == 2

@@ -31,10 +31,9 @@ Seen = dict[str, set[str]]
 
 
 def record_series(page: str, seen: Seen) -> None:
-    """Add the names and labels of a metrics page to `seen`.
-
-    A metric family without series has no labels.
-    """
+    # Add the names and labels of a metrics page to `seen`.
+    #
+    # A metric family without series has no labels.
     for family in text_string_to_metric_families(page):
         seen[family.name + ("_total" if family.type == "counter" else "")] |= set()
         for sample in family.samples:
@@ -48,7 +47,6 @@ async def scrape(fleet: GatewayFleet | SplitFleet, seen: Seen) -> None:
 
 
 async def cause_every_event(fleet: GatewayFleet) -> None:
-    """Cause responses, retries, an ejection, a refusal, a disconnect and a bad configuration."""
     async with asyncio.timeout(PATIENCE_S):
         while not fleet.metric("penstock_queue_seconds_count"):
             await asyncio.gather(*(fleet.ask(tokens=64) for _ in range(6)))
@@ -117,9 +115,8 @@ async def test_every_series_of_a_query_is_in_a_scrape() -> None:
 
 
 def handwritten_queries() -> set[str]:
-    """Return the handwritten queries of dashboards and rules.
-
-    The others are generated from the catalogue, and their events need not have occurred yet.
-    """
+    # Return the handwritten queries of dashboards and rules.
+    #
+    # The others are generated from the catalogue, and their events need not have occurred yet.
     panels = (panel for board in BOARDS for row in board.rows.values() for panel in row)
     return {*rules.queries().values(), *(query.expr for panel in panels for query in panel.queries)}

@@ -152,8 +152,6 @@ async def test_once_and_json_need_no_terminal(monkeypatch: pytest.MonkeyPatch) -
 
 
 class FakeSource:
-    """A fake gateway that streams the frames of a test and records its requests."""
-
     def __init__(self) -> None:
         self.frames: Queue[dict[str, Any] | None] = Queue()
         self.asked: list[tuple[str, str]] = []

@@ -28,7 +28,6 @@ def listing(harness: Running, file: Path, *numbers: int) -> None:
 
 
 async def wait_for_endpoints(harness: Running, *names: str) -> None:
-    """Wait until exactly the endpoints with these names are in the pool and available."""
     async with asyncio.timeout(PATIENCE_S):
         while sorted(
             live.endpoint.name
@@ -135,7 +134,6 @@ def test_each_discovered_endpoint_has_its_bootstrap_server_on_its_own_host(tmp_p
 
 
 def names(roster: EndpointRegistry, config: Config) -> list[tuple[str, str]]:
-    """Return names and URLs of the endpoints after this configuration was applied."""
     adoption = roster.plan(config)
     roster.apply(adoption)
     return [(member.endpoint.name, member.endpoint.url) for member in adoption.members]

@@ -25,8 +25,6 @@ TRAITS = EndpointTraits(max_concurrency=7, labels={"gpu": "h100"})
 
 
 class Naps:
-    """Replaces asyncio.sleep: the test ends each sleep and sees its duration."""
-
     def __init__(self) -> None:
         self.asked_s: list[float] = []
 
@@ -40,7 +38,6 @@ def urls(specs: DiscoveredEndpoints) -> list[str]:
 
 
 async def first(source: Source, count: int) -> list[list[str]]:
-    """Return the first `count` lists of endpoints that a source yields."""
     listings = []
     async with asyncio.timeout(PATIENCE_S):
         async for listing in source.watch():
@@ -169,8 +166,6 @@ Script = Callable[[web.StreamResponse], Awaitable[None]]
 
 
 class Server:
-    """A minimal Kubernetes API server for EndpointSlices that plays scripted watches in order."""
-
     def __init__(self) -> None:
         self.lists: list[dict[str, Any]] = []
         self.watches: list[Script | int] = []
@@ -218,8 +213,6 @@ async def api(folder: Path) -> AsyncIterator[tuple[Server, KubernetesSource, Nap
 
 
 def says(*events: dict[str, Any]) -> Script:
-    """Return a script that sends these events, then ends the watch as the API server does."""
-
     async def play(answer: web.StreamResponse) -> None:
         for event in events:
             await answer.write(json.dumps(event).encode() + b"\n")
@@ -228,7 +221,6 @@ def says(*events: dict[str, Any]) -> Script:
 
 
 async def breaks(answer: web.StreamResponse) -> None:
-    """Script: break the connection in the middle of a line."""
     await answer.write(b'{"type": "MODIFIED", "obj')
     assert answer._req is not None
     assert answer._req.transport is not None
@@ -351,7 +343,6 @@ async def test_a_watch_that_fails_after_an_event_is_logged_again(
 async def test_a_version_unknown_to_the_server_leads_to_a_new_list(
     tmp_path: Path, refusal: Script | int
 ) -> None:
-    """A server restored from a backup has lower versions than before."""
     async with api(tmp_path) as (server, source, naps):
         server.lists = [
             {"metadata": {"resourceVersion": "9000"}, "items": [piece("a", 9000, "10.0.0.1")]},

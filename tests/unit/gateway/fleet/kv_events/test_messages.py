@@ -28,7 +28,6 @@ ARRAYS = bytes.fromhex(
 
 
 def stored(**members: object) -> StoredBlocks:
-    """Decode one event of two stored blocks of two tokens each, with these members."""
     event = {
         "type": "BlockStored",
         "block_hashes": [1, 2],

@@ -18,7 +18,6 @@ USAGE = {
 
 
 def answer(pieces: list[Piece], finish: str = "stop", **choice: Any) -> bytes:
-    """Return the body of a whole chat completion with these pieces (text, tool calls)."""
     message: dict[str, Any] = {"role": "assistant", "content": None}
     for key, name in (("reasoning", "thought"), ("content", "text")):
         if texts := [text for kind, text in pieces if kind == name]:
@@ -45,7 +44,6 @@ def answer(pieces: list[Piece], finish: str = "stop", **choice: Any) -> bytes:
 
 
 def stream(pieces: list[Piece], finish: str = "stop", size: int = 3, **choice: Any) -> bytes:
-    """Return the same completion as a stream, in deltas of `size` characters."""
     events = [chunk({"role": "assistant", "content": ""})]
     calls = 0
     for kind, value in pieces:
@@ -69,7 +67,6 @@ def stream(pieces: list[Piece], finish: str = "stop", size: int = 3, **choice: A
 
 
 def chunk(delta: dict[str, Any], **choice: Any) -> bytes:
-    """Return one stream event with a delta of the only choice."""
     data = {"id": "chatcmpl-7", "created": 1795177574, "model": "engine-name"}
     choices = [{"index": 0, "delta": delta, "finish_reason": None, **choice}]
     return _event({**data, "choices": choices})
@@ -84,7 +81,7 @@ def _cut(text: str, size: int) -> list[str]:
 
 
 def events(data: bytes) -> list[dict[str, Any]]:
-    """Decode translated events. Asserts that each event's name is its type."""
+    # Decode translated events. Asserts that each event's name is its type.
     decoded = []
     for event in data.decode().split("\n\n")[:-1]:
         name, _, line = event.partition("\n")
@@ -95,7 +92,7 @@ def events(data: bytes) -> list[dict[str, Any]]:
 
 
 def message_of(data: bytes) -> dict[str, Any]:
-    """Return the message that a client assembles from events. Asserts that their order is valid."""
+    # Return the message that a client assembles from events. Asserts that their order is valid.
     first, *others = events(data)
     assert first["type"] == "message_start"
     message, open_block = first["message"], None
@@ -133,7 +130,7 @@ def _apply(block: dict[str, Any], delta: dict[str, Any]) -> None:
 
 
 def response_of(data: bytes) -> dict[str, Any]:
-    """Return the response in the last event. Asserts that the earlier events add up to it."""
+    # Return the response in the last event. Asserts that the earlier events add up to it.
     decoded = events(data)
     assert [event["sequence_number"] for event in decoded] == list(range(len(decoded)))
     assert [event["type"] for event in decoded[:2]] == [

@@ -132,7 +132,6 @@ def test_system_prompts_are_one_message_without_the_billing_line() -> None:
 
 
 def turns(*messages: tuple[str, Any]) -> list[dict[str, Any]]:
-    """Return the chat messages of a conversation whose system prompt is "Code."."""
     conversation = [{"role": role, "content": content} for role, content in messages]
     first, *others = chat(system="Code.", messages=conversation)["messages"]
     assert first == {"role": "system", "content": "Code."}
@@ -164,7 +163,6 @@ def test_texts_that_meet_are_one_part() -> None:
 
 @given(st.lists(st.sampled_from(["user", "assistant", "system"]), max_size=8))
 def test_each_turn_begins_with_the_messages_of_the_turn_before(roles: list[str]) -> None:
-    """Engines find earlier turns in their caches only if later turns do not change them."""
     before = [("user", "0"), *((role, str(at)) for at, role in enumerate(roles, 1))]
     ended = [*before, ("assistant", "answer")]
     assert turns(*ended, ("system", "note"), ("user", "next"))[: len(turns(*ended))] == turns(

@@ -36,8 +36,6 @@ CARD = QueuePairAddress(1, 2, "::1", 0, 5)
 
 
 class Completions:
-    """A fake completion queue that stays empty."""
-
     def __init__(self) -> None:
         self.fd = os.eventfd(0, os.EFD_NONBLOCK)
 
@@ -48,8 +46,6 @@ class Completions:
 
 
 class Pairs:
-    """Fake queue pairs that connect at once. `stuck`: how often the device fails to release one."""
-
     stuck = 0
 
     def __init__(self, domain: Domain) -> None:
@@ -78,8 +74,6 @@ class Pairs:
 
 
 class Domain(Registry):
-    """A fake protection domain together with its device."""
-
     gather, pairs = 16, 0
 
     def __init__(self, *_: object) -> None:
@@ -100,8 +94,6 @@ def device(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Door:
-    """A transport that listens, and a peer that connects to it."""
-
     def __init__(self, **options: Any) -> None:
         self.owner, self.end = Owner(), Rdma(options=RdmaOptions(**options))
         host, _, port = self.end.start(self.owner, []).rpartition(":")
@@ -131,14 +123,12 @@ def door() -> Iterator[Door]:
 
 
 def send_all(caller: socket.socket, sayings: Iterable[ControlMessage]) -> None:
-    """Send these messages until the other end closes."""
     with suppress(OSError):
         for saying in sayings:
             caller.sendall(encode(saying))
 
 
 def closes_connection(caller: socket.socket) -> bool:
-    """Return whether the other end closes the connection, whatever it sends before."""
     try:
         while caller.recv(1 << 16):
             continue
@@ -228,8 +218,6 @@ def test_a_listener_survives_a_connection_that_is_gone(monkeypatch: pytest.Monke
 
 
 class Dialled:
-    """A connected, authenticated and running link with one grant."""
-
     def __init__(self) -> None:
         listener = socket.create_server(("127.0.0.1", 0))
         ours = socket.create_connection(listener.getsockname())

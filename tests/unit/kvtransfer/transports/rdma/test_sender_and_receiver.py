@@ -36,8 +36,6 @@ BLOCK, BLOCKS = 64, 32
 
 
 class Key:
-    """A fake memory key. `stuck`: how often the device fails to release it."""
-
     def __init__(self, number: int) -> None:
         self.remote_key, self.open, self.stuck = number, True, 0
 
@@ -49,8 +47,6 @@ class Key:
 
 
 class Registry:
-    """A fake device that records registrations, and refuses them after `room` keys."""
-
     def __init__(self, room: int = 1 << 30) -> None:
         self.keys: list[Key] = []
         self.covered: list[tuple[int, int]] = []
@@ -66,8 +62,6 @@ class Registry:
 
 
 class Wire:
-    """A fake queue pair that writes immediately, if a key of the registry covers the memory."""
-
     def __init__(self) -> None:
         self.posted: list[tuple[int, list[LocalRange], tuple[int, int], bool, int | None]] = []
 
@@ -272,8 +266,6 @@ def test_incomplete_windows_are_limited(half: str) -> None:
 
 
 class Source:
-    """An RdmaSender over a fake queue pair (Wire), with one region and a grant for transfer 1."""
-
     def __init__(self, blocks: Sequence[int] = range(8)) -> None:
         self.memory, self.ended = region("out"), list[OutgoingWindow]()
         self.wire = Wire()

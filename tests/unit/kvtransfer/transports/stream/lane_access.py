@@ -20,7 +20,7 @@ def lanes_of(link: Link) -> tuple[LanedLink, ...]:
 
 @contextmanager
 def standing(*links: Link) -> Iterator[None]:
-    """Pause the threads of these links during a `with` block, as a long copy would."""
+    # Pause the threads of these links during a `with` block, as a long copy would.
     each = [laned(link) for link in links]
     for link in each:
         link._count_drivers(1)

@@ -43,7 +43,6 @@ def piped(proof: str):
 
 
 def wire(channel: Pipe) -> bytearray:
-    """Return all bytes that the source has sent, as they appear on the connection."""
     data = bytearray()
     while not channel.out.is_idle:
         channel.out.send_available()
@@ -54,10 +53,9 @@ def wire(channel: Pipe) -> bytearray:
 
 
 def feed(channel: Pipe, data: bytes | bytearray) -> None:
-    """Make the sink read these bytes and then the end of the stream.
-
-    Raises what the sink raises.
-    """
+    # Make the sink read these bytes and then the end of the stream.
+    #
+    # Raises what the sink raises.
     view = memoryview(data)
     while view:
         with contextlib.suppress(BlockingIOError):

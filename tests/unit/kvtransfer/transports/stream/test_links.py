@@ -46,7 +46,6 @@ def driven(link: Link) -> StreamLink:
 
 @pytest.fixture
 def stranger() -> Iterator[tuple[socket.socket, Owner, Region]]:
-    """Yield a raw socket to which a Tcp transport has connected, for sending any bytes."""
     owner, region, end = Owner(), MemoryFileRegion.create(BLOCKS, BLOCK_BYTES, name="sink"), Tcp()
     end.start(owner, [region])
     with socket.create_server(("127.0.0.1", 0)) as listener:

@@ -36,7 +36,6 @@ def pair() -> Iterator[Pair]:
 
 
 def blocks(count: int, first: int = 0) -> dict[WindowHead, ByteRuns]:
-    """Return `count` windows (batches of bytes) of one block each, of transfer 1."""
     offsets = np.arange(first, first + count) * BLOCK_BYTES
     runs = [
         ByteRuns(offsets[i : i + 1], offsets[i : i + 1], np.array([BLOCK_BYTES]))
@@ -46,7 +45,7 @@ def blocks(count: int, first: int = 0) -> dict[WindowHead, ByteRuns]:
 
 
 def begin_transfer(pair: Pair, more: int) -> dict[WindowHead, ByteRuns]:
-    """Begin a transfer whose first window the sink has acknowledged; return its other windows."""
+    # Begin a transfer whose first window the sink has acknowledged; return its other windows.
     windows = blocks(more + 1)
     pair.expect(windows)
     pair.admit(1)
@@ -120,7 +119,6 @@ def test_sleeping_lanes_are_woken_when_windows_may_spread(pair: Pair) -> None:
 
 
 def test_a_lane_is_called_also_while_it_goes_to_sleep(pair: Pair) -> None:
-    """The caller cannot know whether the lane will check its queue once more."""
     lanes = lanes_of(pair.source)
     with standing(pair.source, *lanes):
         laned(pair.source)._out.allow_lanes(1)
@@ -147,7 +145,7 @@ def test_a_woken_lane_does_not_go_to_sleep(pair: Pair, spins: bool) -> None:
 def test_queueing_a_window_checks_only_the_front_of_the_queue(
     pair: Pair, before: int, found: bool
 ) -> None:
-    """The caller holds the agent's lock at that time."""
+    # The caller holds the agent's lock at that time.
     ((head, runs),) = blocks(1).items()
     out = laned(pair.source)._out
     with standing(pair.source, *lanes_of(pair.source)):
@@ -161,7 +159,6 @@ def test_queueing_a_window_checks_only_the_front_of_the_queue(
 
 
 def test_a_window_just_taken_by_a_lane_is_not_lost(pair: Pair) -> None:
-    """A lane may take the last window between the check of the queue and the removal."""
     out = laned(pair.source)._out
 
     class Taken:
@@ -216,8 +213,7 @@ def test_of_a_dropped_transfer_no_lane_takes_a_window(pair: Pair) -> None:
 
 
 def test_dropping_a_transfer_does_not_search_the_queue(pair: Pair) -> None:
-    """The caller holds the agent's lock, and may drop thousands of transfers."""
-
+    # The caller holds the agent's lock, and may drop thousands of transfers.
     class Waiting(deque[object]):
         def __iter__(self) -> NoReturn:
             raise AssertionError("somebody looks")
@@ -285,7 +281,6 @@ def test_a_lane_that_has_ended_keeps_no_fence_waiting_and_needs_no_thread_for_it
 
 
 def test_a_lane_writes_no_more_into_what_is_fenced(pair: Pair) -> None:
-    """Half of the lane's window has arrived when the fence comes."""
     ((head, runs),) = blocks(1).items()
     pair.expect({head: runs})
     data = pair.source_region.bytes[:BLOCK_BYTES].tobytes()
