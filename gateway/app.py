@@ -95,7 +95,7 @@ class App:
     _stall_timer: asyncio.TimerHandle | None = None
 
     def __init__(self, config: Config, origin: StartOptions | None = None) -> None:
-        """Build a gateway with `config`; `origin` has what reloads and worker processes need."""
+        # Build a gateway with `config`; `origin` has what reloads and worker processes need.
         origin = origin or StartOptions(LoadedConfig(config))
         self.config = config
         self.url = self.admin_url = ""
@@ -168,7 +168,6 @@ class App:
         return BatchRunner(config.batch, self.gateway, serve, self.metrics)
 
     def _create_reload(self, origin: StartOptions, rng: Random) -> None:
-        """Create the parts that reload the configuration, among them discovery and file watcher."""
         self.swap = Swap(self.gateway, self._health_checker, self.metrics)
         history = None if origin.local is None else _versions(self.config, origin.local)
         folder = Path(origin.loaded.file).parent  # relative paths of all configurations start here
@@ -224,7 +223,6 @@ class App:
 
     @property
     def bound(self) -> list[tuple[BoundListener, socket.socket]]:
-        """The listening sockets and their configured addresses, for a successor process."""
         listeners = {API: self.config.listeners.api, ADMIN: self.config.listeners.admin}
         return [
             (
@@ -270,7 +268,6 @@ class App:
             await asyncio.sleep(SWEEP_S)
 
     def _has_handed_over(self) -> bool:
-        """Return whether all connections of this process and of its predecessor have ended."""
         has_predecessor = self._predecessor is not None and self._predecessor.is_alive
         return not len(self.connections) and not has_predecessor
 
@@ -324,7 +321,6 @@ class App:
         log.info("drain ended after %.1f s; the gateway stops", monotonic() - began)
 
     async def _close_listeners(self, timeout_s: float) -> None:
-        """Close the admin server and all client connections that are still open."""
         ends = monotonic() + timeout_s
         for server in self._servers.get(ADMIN, ()):
             server.close()
@@ -338,7 +334,6 @@ class App:
 
     @property
     def _longest_stop_s(self) -> float:
-        """The longest time in seconds that stop() may take."""
         return self.gateway.snapshot.config.timeouts.shutdown + FAIL_S + SETTLE_S
 
     def reopen_log(self) -> None:
@@ -346,11 +341,9 @@ class App:
         self._log.reopen()
 
     async def _wait_until_idle(self, closing: Sequence[asyncio.Future[None]], ends: float) -> None:
-        """Wait until all requests have ended and all connections have closed.
-
-        `ends` is the monotonic time at which waiting ends in any case.
-        """
-
+        # Wait until all requests have ended and all connections have closed.
+        #
+        # `ends` is the monotonic time at which waiting ends in any case.
         def is_idle() -> bool:
             return not self._admission.active_requests and all(future.done() for future in closing)
 
@@ -358,7 +351,7 @@ class App:
             await asyncio.sleep(IDLE_CHECK_S)
 
     async def _fail_requests(self) -> None:
-        """Fail all running requests; a stream within an event may first receive the event's end."""
+        # Fail all running requests; a stream within an event may first receive the event's end.
         ends = monotonic() + FAIL_S / 2
         self._endpoints.stop_routing()
         self._admission.stop_retries()
@@ -383,7 +376,6 @@ class App:
         return self._sync_loop.state()
 
     def _create_sync(self, auth: FrameAuth, local: WorkerSettings | None, rng: Random) -> SyncLoop:
-        """Create the parts that exchange state with other gateways: peer view, bus, sync loop."""
         config, shared = self.config, self.config.shared
         memory_bytes = MEMORY_BYTES if shared is None else shared.memory
         view = PeerView(
@@ -416,13 +408,11 @@ class App:
         return SyncLoop(view, bus, flush_s, self.metrics, rng)
 
     def _fast_connections(self) -> list[FastConnection]:
-        """Return the client connections that use the gateway's own HTTP parser (FastConnection)."""
         return [
             connection for connection in self.connections if isinstance(connection, FastConnection)
         ]
 
     async def _connection_factory(self) -> Callable[[], FastConnection]:
-        """Return the function that creates the protocol object of a client connection."""
         server = models_api.api_application(lambda: self.gateway.snapshot, self._cors)
         if self._batches is not None:
             assert self.config.batch is not None
@@ -463,7 +453,7 @@ class App:
         return await self._listen(ADMIN, listener, runner.server)
 
     async def _listen(self, name: str, listener: Listener, factory: ProtocolFactory) -> str:
-        """Listen on inherited sockets or on new ones; return the URL."""
+        # Listen on inherited sockets or on new ones; return the URL.
         factory = self._tls.wrap_factory(name, listener.tls, factory)
         sockets = self.sockets.get(name) or bind(listener.host, listener.port)
         self.sockets[name] = sockets
@@ -478,7 +468,6 @@ class App:
         return http_url(listener.host, port, encrypted=listener.tls is not None)
 
     def _tick(self) -> None:
-        """Advance the clocks of admission control and of the Date header."""
         self._tick_timer = self._loop.call_later(TICK_S, self._tick)
         self.connections.clock.update(time())
         try:
@@ -487,7 +476,7 @@ class App:
             log.exception("the periodic update of an admission policy failed")
 
     def _check_stalls(self) -> None:
-        """Look for endpoints whose prefill is stalled; this runs more often than the sweep."""
+        # Look for endpoints whose prefill is stalled; this runs more often than the sweep.
         self._stall_timer = self._loop.call_later(GLANCE_S, self._check_stalls)
         try:
             now = monotonic()
@@ -497,7 +486,7 @@ class App:
             log.exception("a check for stalled endpoints failed")
 
     async def _sweep(self) -> None:
-        """Check all deadlines regularly; the delay of this timer is measured as event loop lag."""
+        # Check all deadlines regularly; the delay of this timer is measured as event loop lag.
         due = monotonic() + SWEEP_S
         while True:
             await asyncio.sleep(due - monotonic())
@@ -519,13 +508,13 @@ class App:
                 log.exception("a sweep failed")
 
     def _charge(self, now: float) -> None:
-        """Count the cost of engine time since the last sweep."""
+        # Count the cost of engine time since the last sweep.
         config = self.gateway.snapshot.config
         prices, has_tenants = config.hardware.price_per_hour, config.observability.tenants
         self._live_cost.sweep(self._endpoints.all(), prices, has_tenants, now)
 
     def _tokenizer(self, model: str) -> Tokenizer | None:
-        """Return the endpoints with KV events that can tokenize a model's prompts, if any."""
+        # Return the endpoints with KV events that can tokenize a model's prompts, if any.
         snapshot = self.gateway.snapshot
         route = find(snapshot.routes, model)
         if route is None:
@@ -534,11 +523,10 @@ class App:
         return self._kv_events.find_tokenizer(slots, route.resolve_name)
 
     def _on_models_changed(self) -> None:
-        """Rebuild the routes after an engine's list of models or APIs has changed.
-
-        With configured models, the snapshot is replaced only if models gained or lost endpoints, or
-        their engines an API.
-        """
+        # Rebuild the routes after an engine's list of models or APIs has changed.
+        #
+        # With configured models, the snapshot is replaced only if models gained or lost endpoints,
+        # or their engines an API.
         before, models = self.gateway.snapshot, reported_models(self.gateway)
         plan = build_plan(before.config, self._endpoints, self._admission, models, before)
         after = plan.snapshot
@@ -548,7 +536,6 @@ class App:
             self.swap.apply(plan)
 
     def _on_discovered(self) -> None:
-        """Apply newly discovered endpoints or models in the same way as a reload."""
         snapshot, models = self.gateway.snapshot, reported_models(self.gateway)
         plan = build_plan(snapshot.config, self._endpoints, self._admission, models, snapshot)
         self.swap.apply(plan)
@@ -572,7 +559,7 @@ def _versions(config: Config, local: WorkerSettings) -> VersionHistory:
 
 
 def _frame_auth(config: Config, local: WorkerSettings | None) -> FrameAuth | None:
-    """Return the authentication of messages to other gateways, or None if there are none."""
+    # Return the authentication of messages to other gateways, or None if there are none.
     if config.shared is not None:
         return FrameAuth(config.shared.key.reveal().encode(), secrets.token_bytes(ID_BYTES))
     return None if local is None else FrameAuth(local.secret, secrets.token_bytes(ID_BYTES))
@@ -581,10 +568,9 @@ def _frame_auth(config: Config, local: WorkerSettings | None) -> FrameAuth | Non
 def _fingerprint_secret(
     config: Config, auth: FrameAuth | None, predecessor: Predecessor | None
 ) -> bytes:
-    """Return the key of prompt fingerprints.
-
-    It is shared with other gateways, inherited, derived from `cache.secret`, or random.
-    """
+    # Return the key of prompt fingerprints.
+    #
+    # It is shared with other gateways, inherited, derived from `cache.secret`, or random.
     if auth is not None:
         return auth.fingerprint_secret
     if predecessor is not None and predecessor.secret:

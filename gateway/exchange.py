@@ -283,7 +283,6 @@ class Exchange:
             gate.release_retry()
 
     def set_refused(self, error: GatewayError) -> None:
-        """Record that the gateway refused the request with this error."""
         self.status, self.outcome = error.status, "refused"
         self.reason, self.detail = error.reason, error.message
 

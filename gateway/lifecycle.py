@@ -68,8 +68,6 @@ async def _run(
 
 
 class _Process:
-    """Handles the signals of a gateway process and owns the tasks that they start."""
-
     def __init__(self, app: App, origin: StartOptions) -> None:
         self._app = app
         self._env = origin.env
@@ -93,10 +91,9 @@ class _Process:
             add(signal.SIGUSR2, self._begin, self._restart)
 
     async def until_end(self) -> None:
-        """Return when the process has to end.
-
-        That is after the grace period of SIGTERM, or once a successor serves all clients.
-        """
+        # Return when the process has to end.
+        #
+        # That is after the grace period of SIGTERM, or once a successor serves all clients.
         await self._ending.wait()
         if self._successor is not None:
             return

@@ -177,7 +177,7 @@ class Agent:
         )
 
     def _start_transports(self, names: Sequence[str]) -> dict[str, str]:
-        """Start the named transports and return their addresses; drop those that fail to start."""
+        # Start the named transports and return their addresses; drop those that fail to start.
         addresses: dict[str, str] = {}
         for name in names:
             try:
@@ -431,7 +431,6 @@ class Agent:
         return next(self._numbers)
 
     def _do(self, commands: list[Command]) -> None:
-        """Execute the commands in order, including those that their execution adds."""
         self._commands.extend(commands)
         if self._is_executing:
             return
@@ -467,10 +466,9 @@ class Agent:
                 self._notify_engine(command)
 
     def _invite(self, command: SendInvite) -> None:
-        """Send an invitation to write KV, after granting the peer access to the blocks.
-
-        This order ensures that the peer never writes to memory that it may not write to.
-        """
+        # Send an invitation to write KV, after granting the peer access to the blocks.
+        #
+        # This order ensures that the peer never writes to memory that it may not write to.
         if command.link.is_one_sided:
             self._inviting.add(command)
             return
@@ -479,10 +477,9 @@ class Agent:
         )
 
     def _granted(self, command: SendInvite, grant: bytes) -> None:
-        """Send an invitation to write KV, now that the peer has access to the blocks.
-
-        Nothing is sent if the transfer has ended meanwhile; its fence then revokes the access.
-        """
+        # Send an invitation to write KV, now that the peer has access to the blocks.
+        #
+        # Nothing is sent if the transfer has ended meanwhile; its fence then revokes the access.
         if self._sink.confirm_invite(command.link, command.invite.transfer):
             self._board.send(command.link, msgspec.structs.replace(command.invite, grant=grant))
 
@@ -509,7 +506,6 @@ class Agent:
             )
 
     def _notify_engine(self, command: BumpGenerations | ReportLayers | ResolveHandle) -> None:
-        """Execute a command that concerns the engine's memory or the handle of a transfer."""
         if isinstance(command, BumpGenerations):
             for region in self._regions:
                 region.bump(command.blocks)
@@ -530,7 +526,7 @@ def _check_regions(
     regions: Sequence[Region],
     transports: Sequence[Transport],
 ) -> None:
-    """Raise ValueError for KV memory that does not fit the layout or a transport."""
+    # Raise ValueError for KV memory that does not fit the layout or a transport.
     sizes = [layout.rank_block_bytes(rank) for rank in ranks]
     if [region.block_bytes for region in regions] != sizes:
         raise ValueError(f"this layout needs blocks of {sizes} bytes per rank")
@@ -545,7 +541,7 @@ def _check_regions(
 
 
 def _all_sealed_or_none(transports: Sequence[Transport]) -> None:
-    """Raise ValueError if some transports encrypt KV and others would send it as plain text."""
+    # Raise ValueError if some transports encrypt KV and others would send it as plain text.
     plain = [transport.name for transport in transports if transport.is_sealed is False]
     if plain and any(transport.is_sealed for transport in transports):
         raise ValueError(

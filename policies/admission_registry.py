@@ -48,7 +48,6 @@ DEFAULT = "cap"
 
 
 def names() -> tuple[str, ...]:
-    """Return the names of all admission policies that a configuration may use."""
     return tuple(_ADMISSIONS)
 
 

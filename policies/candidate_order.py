@@ -61,7 +61,7 @@ class CandidateOrder:
         candidates: Sequence[Candidate],
         changes: LoadChanges,
     ) -> None:
-        """Initialize without sorting; `changes` records changed loads from the first pick on."""
+        # Initialize without sorting; `changes` records changed loads from the first pick on.
         self._policy, self._ranking = policy, ranking
         self._candidates, self._changes = candidates, changes
         self._by_slot: dict[int, Candidate] = {}
@@ -100,7 +100,7 @@ class CandidateOrder:
     # Keeping order
 
     def _catch_up(self, query: RoutingQuery) -> None:
-        """Update the positions of candidates whose loads have changed since the last pick."""
+        # Update the positions of candidates whose loads have changed since the last pick.
         changes = self._changes
         if not self._by_slot:
             self._build(query)
@@ -117,7 +117,6 @@ class CandidateOrder:
             self._pending = -1
 
     def _build(self, query: RoutingQuery) -> None:
-        """Sort all candidates, and record changes of their loads from now on."""
         self._count = self._changes.count
         for candidate in self._candidates:
             candidate.load.changes = self._changes
@@ -132,7 +131,7 @@ class CandidateOrder:
         self.eligible = len(self._entries)
 
     def _entry(self, candidate: Candidate, query: RoutingQuery) -> Entry | None:
-        """Return the candidate's sort key and group; None if it may receive no request."""
+        # Return the candidate's sort key and group; None if it may receive no request.
         load, ranking = candidate.load, self._ranking
         if (
             not load.is_available
@@ -144,9 +143,6 @@ class CandidateOrder:
         return ranking.key(candidate, query.now), query.rng.random(), load.slot, group
 
     def _rank(self, slot: int, query: RoutingQuery) -> None:
-        """Move the candidate in this slot to the position in the order that matches its current
-        load.
-        """
         new, old = self._entry(self._by_slot[slot], query), self._entries.get(slot)
         if old is not None:
             if new is not None and old[0] == new[0] and old[3] == new[3]:
@@ -174,9 +170,6 @@ class CandidateOrder:
     # Reading it
 
     def _shortlist(self, query: RoutingQuery) -> list[Candidate]:
-        """Return the candidates to score: those with part of the prompt cached, and the best
-        others.
-        """
         match, by_slot = query.cached_by_slot, self._by_slot
         chosen = dict.fromkeys(self._holders(match))
         wide = match.wide[:LEVELS] if isinstance(match, PrefixMatch) else ()
@@ -193,10 +186,9 @@ class CandidateOrder:
         return [by_slot[slot] for slot in chosen]
 
     def _holders(self, match: Sequence[int]) -> list[int]:
-        """Return the slots of eligible candidates that have part of the prompt cached.
-
-        Above SHORTLIST_HOLDERS, return only those that can be the best.
-        """
+        # Return the slots of eligible candidates that have part of the prompt cached.
+        #
+        # Above SHORTLIST_HOLDERS, return only those that can be the best.
         entries = self._entries
         if isinstance(match, PrefixMatch):
             slots = [slot for slot in match.narrow if slot in entries]
@@ -226,12 +218,11 @@ class CandidateOrder:
         best: list[float],
         chosen: dict[int, None],
     ) -> None:
-        """Add to `chosen` the candidates of one group that might beat all candidates seen before.
-
-        wide  prefixes that too many endpoints hold to list them, longest first
-        best  lowest key seen, by the longest of these prefixes that a candidate holds (the last
-              entry: none of them); updated for the following groups
-        """
+        # Add to `chosen` the candidates of one group that might beat all candidates seen before.
+        #
+        # wide  prefixes that too many endpoints hold to list them, longest first
+        # best  lowest key seen, by the longest of these prefixes that a candidate holds (the last
+        #       entry: none of them); updated for the following groups
         is_settled, depth = self._ranking.is_settled, self._ranking.depth
         taken, unsettled = [0] * len(best), 0
         for entry in islice(entries, STEPS):
@@ -255,16 +246,12 @@ class CandidateOrder:
                     best[shorter] = entry[0]
 
     def _meets_conditions(self, slot: int, query: RoutingQuery) -> bool:
-        """Return whether the filters that depend on the request accept the candidate of this
-        slot.
-        """
         if not self._conditions:
             return True
         candidate = (self._by_slot[slot],)
         return all(filter_(query, candidate) for filter_ in self._conditions)
 
     def _fill_up(self, query: RoutingQuery, chosen: dict[int, None]) -> None:
-        """Add the next best candidates to `chosen` until it holds SHORTLIST."""
         for number in self._numbers:
             for entry in islice(self._groups[number], STEPS):
                 if entry[2] not in chosen and self._meets_conditions(entry[2], query):
@@ -274,7 +261,7 @@ class CandidateOrder:
 
 
 def _level(slot: int, wide: Sequence[WideMatch]) -> int:
-    """Return the index of the longest prefix in `wide` that the slot holds; len(wide) if none."""
+    # Return the index of the longest prefix in `wide` that the slot holds; len(wide) if none.
     for level, prefix in enumerate(wide):
         if prefix.holds(slot):
             return level

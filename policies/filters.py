@@ -46,10 +46,9 @@ def below_cap(query: RoutingQuery, candidates: Sequence[Candidate]) -> Sequence[
 
 
 def _with_room(query: RoutingQuery, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
-    """Return the candidates below their cap, if possible below their soft cap, as `below_cap` does.
-
-    Called if at least one candidate has reached a cap.
-    """
+    # Return the candidates below their cap, if possible below their soft cap, as `below_cap` does.
+    #
+    # Called if at least one candidate has reached a cap.
     with_room = [
         candidate
         for candidate in candidates

@@ -85,7 +85,6 @@ class LoadBooking(QueuedPrompt):
 
     @property
     def request(self) -> Request:
-        """The request whose load this is."""
         return self._request
 
     @property
@@ -136,7 +135,6 @@ class LoadBooking(QueuedPrompt):
         self.computed_tokens = self.prompt_tokens - left if self.prompt_tokens > left else 0
 
     def _compute(self, now: float) -> None:
-        """Queue the prompt in the timeline for computation at this endpoint."""
         load = self._load
         self.enters_at = now + load.belief.request_s
         load.timeline.on_sent(load, self, now)
@@ -287,12 +285,11 @@ def record_scrape(
 
 
 def _learn_slots(load: EndpointLoad, running: int, kv_usage: float) -> None:
-    """Learn how many sequences the engine runs at a time, from prompts that wait although KV is
-    free.
-
-    They must have waited at the previous scrape as well, with as many running sequences, all of
-    them decoding. A prompt may also wait for the end of a step or for the prompt before it.
-    """
+    # Learn how many sequences the engine runs at a time, from prompts that wait although KV is
+    # free.
+    #
+    # They must have waited at the previous scrape as well, with as many running sequences, all of
+    # them decoding. A prompt may also wait for the end of a step or for the prompt before it.
     if running > load.slots or (
         load.waiting and load.running == running and load.decoding >= running and kv_usage < FREE_KV
     ):

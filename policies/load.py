@@ -32,7 +32,6 @@ class LoadChanges:
         self.slots = [0] * CHANGES
 
     def record(self, slot: int) -> None:
-        """Record that the load of the endpoint in this slot has changed."""
         count = self.count
         self.slots[count & (CHANGES - 1)] = slot
         self.count = count + 1

@@ -105,21 +105,18 @@ def check_credentials(request: web.Request, config: Config) -> web.Response | No
 
 
 def _is_supervisor(transport: BaseTransport) -> bool:
-    """Return whether the connection is a worker's Unix socket in its supervisor's private folder.
-
-    Only the supervisor can connect to it, and it has already checked the request.
-    """
+    # Return whether the connection is a worker's Unix socket in its supervisor's private folder.
+    #
+    # Only the supervisor can connect to it, and it has already checked the request.
     connection = transport.get_extra_info("socket")
     return connection is not None and bool(connection.family == AF_UNIX)
 
 
 def is_supervisor(request: web.Request) -> bool:
-    """Return whether the supervisor of this worker sent the request."""
     return request.transport is not None and _is_supervisor(request.transport)
 
 
 def error_response(status: int, message: str) -> web.Response:
-    """Return a JSON error response with this status and message."""
     headers = {"WWW-Authenticate": "Bearer"} if status == 401 else None
     return web.json_response(
         {"result": "refused", "message": message}, status=status, headers=headers
@@ -133,7 +130,7 @@ def _server_names(config: Config) -> set[str]:
 
 
 def _netloc(origin: str) -> str:
-    """Return the host and port of an origin, or "" if it is not a URL."""
+    # Return the host and port of an origin, or "" if it is not a URL.
     try:
         return urlsplit(origin).netloc
     except ValueError:

@@ -120,7 +120,6 @@ def add_changes(
 
 
 def _malformed(message: str, status: int = 400) -> web.Response:
-    """Return the response for a malformed request, as a rejected configuration change."""
     reply = {
         "result": "rejected",
         "message": message,
@@ -154,7 +153,7 @@ def _state(reloader: Reloader) -> dict[str, Any]:
 
 
 def _certificates(loaded: LoadedConfig) -> list[dict[str, Any]]:
-    """Return the expiry of each certificate file, and why peers refuse it now, if they do."""
+    # Return the expiry of each certificate file, and why peers refuse it now, if they do.
     return [
         {
             "path": certificate.path,
@@ -182,10 +181,9 @@ def _response(outcome: ReloadOutcome) -> web.Response:
 
 
 def _version(version: Version) -> dict[str, Any]:
-    """Return a version's number, hash, time, source and changes as JSON values.
-
-    Its text is left out, as it may contain a secret.
-    """
+    # Return a version's number, hash, time, source and changes as JSON values.
+    #
+    # Its text is left out, as it may contain a secret.
     return {
         "version": version.number,
         "hash": version.hash,

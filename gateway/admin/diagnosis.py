@@ -219,10 +219,9 @@ def _waiting(minute: MinuteCounts) -> Iterator[DiagnosisLine]:
 
 
 def _slow(endpoints: Sequence[Mapping[str, Any]]) -> Iterator[DiagnosisLine]:
-    """Yield endpoints that are slower than the median of those with the same pool and role.
-
-    A group needs at least three endpoints.
-    """
+    # Yield endpoints that are slower than the median of those with the same pool and role.
+    #
+    # A group needs at least three endpoints.
     for key, what in (("tpot_p50_s", "per token"), ("ttft_p50_s", "to the first token")):
         groups: dict[tuple[str, str], list[float]] = {}
         for row in endpoints:

@@ -200,7 +200,7 @@ def _load_row(live: LiveEndpoint, now: float) -> dict[str, Any]:
 
 
 def _cache_row(target: AdminTarget, live: LiveEndpoint, now: float) -> dict[str, Any]:
-    """Return how well the endpoint's prefix cache is known; nothing without KV events."""
+    # Return how well the endpoint's prefix cache is known; nothing without KV events.
     known = target.gateway.endpoints.prefixes.exact.describe(live.load.slot, now)
     return {} if known is None else {"prefix_cache": known}
 

@@ -77,7 +77,6 @@ class LiveStream:
         return True
 
     def remove_watcher(self) -> None:
-        """Remove a watcher that try_add_watcher() added."""
         self._watchers -= 1
 
     async def current_frame(self) -> bytes:
@@ -121,7 +120,7 @@ class LiveStream:
             self._next.set_result(self._frame)
 
     async def _encode(self, standing: FleetStatus, mark: MetricSample) -> bytes:
-        """Return the view as JSON; with many endpoints, a thread builds it."""
+        # Return the view as JSON; with many endpoints, a thread builds it.
         if len(standing.endpoints) <= ROWS_PER_TURN:
             return _encode_view(standing, self._marks, mark)
         return await asyncio.to_thread(_encode_view, standing, self._marks, mark)

@@ -109,7 +109,6 @@ def _totals(
 
 
 def _costs(now: MetricSample, minute: MetricSample) -> list[dict[str, Any]]:
-    """Return dollars by tenant and of idle time by pool, dearest first: per hour, and in all."""
     per_s = rate_function(now, minute)
     rows = [
         {
@@ -126,7 +125,7 @@ def _costs(now: MetricSample, minute: MetricSample) -> list[dict[str, Any]]:
 def _goodput(
     standing: FleetStatus, now: MetricSample, minute: MetricSample
 ) -> list[dict[str, Any]]:
-    """Return the SLO outcomes by service class, without classes that had no request."""
+    # Return the SLO outcomes by service class, without classes that had no request.
     ended = counter_growth(now.slo_outcomes, minute.slo_outcomes)
     rows = []
     for name in sorted({key[0] for key in ended}):
@@ -171,10 +170,9 @@ def _latency_of(name: str, now: MetricSample, minute: MetricSample) -> dict[str,
 
 
 def _sparks(marks: Sequence[MetricSample], now: float) -> dict[str, list[int]]:
-    """Return the requests in flight of each endpoint, one number per second of the last minute.
-
-    A second without a sample repeats the one before.
-    """
+    # Return the requests in flight of each endpoint, one number per second of the last minute.
+    #
+    # A second without a sample repeats the one before.
     moments: list[MetricSample | None] = [None] * SPARK_S
     for mark in marks:
         index = SPARK_S - 1 - int(now - mark.at)
@@ -221,7 +219,7 @@ def _minute(
 
 
 def _history(steps: Sequence[SampleDifference], now: float) -> dict[str, list[float | None]]:
-    """Return the series of the charts; `ago_s` is the time of each point in seconds, negative."""
+    # Return the series of the charts; `ago_s` is the time of each point in seconds, negative.
     return {
         "ago_s": [round(difference.at - now, 2) for difference in steps],
         "requests_per_s": [round(difference.requests_per_s, 2) for difference in steps],
@@ -247,7 +245,6 @@ def _percentiles(
 def _believed(
     now: MetricSample, minute: MetricSample, names: Sequence[str] | Mapping[str, Any]
 ) -> tuple[int, int]:
-    """Return the prompt tokens sent to these endpoints, and those predicted to be cached."""
     sent = hit = 0
     for name in names:
         after = now.predicted_tokens.get(name, (0, 0))

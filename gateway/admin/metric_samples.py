@@ -231,10 +231,9 @@ def _total(family: MetricFamily[Count]) -> float:
 def _sketches(
     family: MetricFamily[Histogram], before: Mapping[str, BucketCounts]
 ) -> dict[str, BucketCounts]:
-    """Return the quantile sketches of a histogram by endpoint, summed over models.
-
-    A sketch that has not changed is taken from `before`.
-    """
+    # Return the quantile sketches of a histogram by endpoint, summed over models.
+    #
+    # A sketch that has not changed is taken from `before`.
     parts: dict[str, list[BucketCounts]] = {}
     for labels, child in family.children():
         parts.setdefault(labels[1], []).append(child.sketch)

@@ -26,7 +26,7 @@ def not_ready_reason(gateway: Gateway, *, is_draining: bool) -> str | None:
 
 
 def _all_unserved(snapshot: Snapshot) -> list[str] | None:
-    """Return one line per model if no model can be served, else None."""
+    # Return one line per model if no model can be served, else None.
     served = {route.name: _missing_endpoint(route) for route in snapshot.routes.values()}
     missing = dict(snapshot.unlisted) | served
     if not all(missing.values()):
@@ -35,7 +35,7 @@ def _all_unserved(snapshot: Snapshot) -> list[str] | None:
 
 
 def _missing_endpoint(route: Route) -> str:
-    """Return which kind of endpoint the model lacks, or "" if it can be served."""
+    # Return which kind of endpoint the model lacks, or "" if it can be served.
     if route.split is None:
         return "" if _any_available(route.candidates) else "no endpoint is available"
     pools = route.split.pools
@@ -51,7 +51,6 @@ def _missing_endpoint(route: Route) -> str:
 
 
 def _has_pair(group: PairGroup) -> bool:
-    """Return whether two different available endpoints of the group can prefill and decode."""
     prefills, decodes = _available(group.prefills), _available(group.decodes)
     return bool(prefills and decodes) and len({*prefills, *decodes}) > 1
 

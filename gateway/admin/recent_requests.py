@@ -36,7 +36,6 @@ class RecentQuery(msgspec.Struct, frozen=True):
 
     @property
     def path(self) -> str:
-        """The same query as a request path for a worker."""
         return f"/requests?limit={self.limit}&problems={int(self.problems)}"
 
 
@@ -102,7 +101,7 @@ def _ended_at(row: Mapping[str, Any]) -> float:
 
 
 def _row(ended: EndedExchange, epoch: float) -> dict[str, Any]:
-    """Return one row; `at` is the request's start in Unix time, and unknown values are None."""
+    # Return one row; `at` is the request's start in Unix time, and unknown values are None.
     exchange, usage, events, ended_at = ended
     request = None if exchange.call is None else exchange.call.request
     return {

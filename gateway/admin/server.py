@@ -51,8 +51,6 @@ def admin_application(target: AdminTarget) -> web.Application:
 
 
 def _add_health(target: AdminTarget, routes: web.UrlDispatcher) -> None:
-    """Add the routes that machines poll: health, readiness and metrics."""
-
     async def healthz(_: web.Request) -> web.Response:
         return web.Response(text="ok\n")
 
@@ -78,7 +76,6 @@ def _add_health(target: AdminTarget, routes: web.UrlDispatcher) -> None:
         )
 
     async def readings(request: web.Request) -> web.Response:
-        """Return the metric families of this process for its supervisor to merge."""
         families = []
         for family in target.metrics.collect(
             _unix_offset() if "exemplars" in request.query else None
@@ -96,13 +93,10 @@ def _add_health(target: AdminTarget, routes: web.UrlDispatcher) -> None:
 
 
 def _unix_offset() -> float:
-    """Return Unix time minus the monotonic clock, in seconds."""
     return time() - monotonic()
 
 
 def _add_state(target: AdminTarget, routes: web.UrlDispatcher) -> None:
-    """Add the pages with the state of endpoints, requests and policies on trial."""
-
     async def endpoints(_: web.Request) -> web.Response:
         now = monotonic()
         lives = target.gateway.endpoints.all()
@@ -185,7 +179,7 @@ def _endpoint_row(live: LiveEndpoint, now: float) -> dict[str, object]:
 
 
 def _event_row(exact: ExactPrefixes, live: LiveEndpoint, now: float) -> dict[str, object]:
-    """Return what an endpoint's KV events say; nothing for an endpoint without events."""
+    # Return what an endpoint's KV events say; nothing for an endpoint without events.
     endpoint = exact.endpoints.get(live.load.slot)
     if endpoint is None:
         return {}
@@ -211,7 +205,6 @@ def _event_row(exact: ExactPrefixes, live: LiveEndpoint, now: float) -> dict[str
 
 
 def _splits(target: AdminTarget) -> list[dict[str, object]]:
-    """Return, by model, the groups of prefill and decode endpoints whose KV layouts match."""
     routes = {route.name: route for route in target.gateway.snapshot.routes.values()}
     return [
         {
@@ -228,7 +221,6 @@ def _splits(target: AdminTarget) -> list[dict[str, object]]:
 
 
 def _pairs(target: AdminTarget) -> list[dict[str, object]]:
-    """Return the handoff counts and times of every pair of endpoints that has had a handoff."""
     return [
         {
             "prefill": prefill,

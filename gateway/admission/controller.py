@@ -264,10 +264,9 @@ class PoolQueue:
             self._deliver_verdicts()
 
     def _deliver_verdicts(self) -> None:
-        """Deliver VERDICTS_PER_TURN verdicts now and the rest in later turns of the event loop.
-
-        A hundred requests admitted in one turn would delay all running streams.
-        """
+        # Deliver VERDICTS_PER_TURN verdicts now and the rest in later turns of the event loop.
+        #
+        # A hundred requests admitted in one turn would delay all running streams.
         delivered = 0
         # A loop and not a recursion: many waiters may be cancelled in the turn of their verdict.
         while self._verdicts and delivered < VERDICTS_PER_TURN:
@@ -367,7 +366,6 @@ class AdmissionController:
 
     @property
     def active_requests(self) -> int:
-        """The number of requests that hold a permit, over all pools."""
         return sum(queue.in_flight for queue in self._rooms.values())
 
     def reserve_body(self, body_bytes: int) -> int:
@@ -426,7 +424,6 @@ class AdmissionController:
             self._grant_next()
 
     def _grant_next(self) -> None:
-        """Give a retry that has been taken to the first request that still waits for one."""
         while self._retry_waiters:
             turn = self._retry_waiters.popleft()
             if not turn.done():

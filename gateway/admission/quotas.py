@@ -96,10 +96,9 @@ class Quotas:
 
 
 def _charged_requests(request: Request) -> int:
-    """Return how many requests are charged: one per prompt that has its own answer.
-
-    A batch of texts to embed has one answer.
-    """
+    # Return how many requests are charged: one per prompt that has its own answer.
+    #
+    # A batch of texts to embed has one answer.
     return request.prompts if request.choices >= request.prompts else 1
 
 

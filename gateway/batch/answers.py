@@ -47,7 +47,6 @@ def streamed_body(body: bytes, api: Api) -> tuple[bytes, ContinuationTerms] | No
 
 
 def rest_body(terms: ContinuationTerms, kept: KeptAnswer, model: str) -> bytes:
-    """Return the body of a completions request that continues a kept answer."""
     left = None if terms.max_tokens is None else terms.max_tokens - len(kept.tokens)
     body: dict[str, Any] = {
         "model": model,
@@ -69,7 +68,7 @@ class StreamedAnswer:
     """
 
     def __init__(self, api: Api, kept: KeptAnswer | None = None) -> None:
-        """Initialize; `kept` is the part of the answer that earlier attempts received, if any."""
+        # Initialize; `kept` is the part of the answer that earlier attempts received, if any.
         self._is_chat = api is CHAT
         self._kept = kept
         self.text = "" if kept is None else kept.text

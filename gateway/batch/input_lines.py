@@ -43,7 +43,6 @@ _decode_text = msgspec.json.Decoder(str).decode
 
 
 def decode_line(raw: bytes) -> InputLine:
-    """Decode a line of an input file that InputChecker has accepted."""
     return _decode(raw)
 
 
@@ -90,7 +89,7 @@ class InputChecker:
         return tuple(dict.fromkeys(self.problems))
 
     def _problem(self, raw: bytes) -> tuple[str, str, str | None] | None:
-        """Return (code, message, member) of the first problem of a line, or None if it is valid."""
+        # Return (code, message, member) of the first problem of a line, or None if it is valid.
         try:
             line = _decode(raw)
         except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
@@ -160,7 +159,7 @@ def result_line(
 
 
 def _json(body: bytes) -> msgspec.Raw | None:
-    """Return a body as raw JSON on one line; text that is not JSON becomes a JSON string."""
+    # Return a body as raw JSON on one line; text that is not JSON becomes a JSON string.
     try:
         return msgspec.Raw(msgspec.json.format(msgspec.Raw(body), indent=-1)) if body else None
     except (msgspec.DecodeError, RecursionError):

@@ -61,7 +61,6 @@ class JournalReader:
     """
 
     def __init__(self, total: int) -> None:
-        """Initialize for a batch with `total` requests."""
         self.has_result = bytearray(total)
         self.kept: dict[int, KeptAnswer] = {}
         self.completed = self.failed = self.size = 0

@@ -69,7 +69,7 @@ class LineRun:
         kept: KeptAnswer | None = None,
         failures: int = 0,
     ) -> None:
-        """Prepare an attempt; `kept` is the part of the answer that earlier attempts received."""
+        # Prepare an attempt; `kept` is the part of the answer that earlier attempts received.
         self.number, self.line, self.failures = number, line, failures
         api, body = BATCH_APIS[line.url], bytes(line.body)
         streamed = streamed_body(body, api)
@@ -105,7 +105,6 @@ class LineRun:
 
     @property
     def is_queued(self) -> bool:
-        """Whether the request waits for admission."""
         return self.exchange.parsed_at is not None and self.exchange.admitted_at is None
 
     @property

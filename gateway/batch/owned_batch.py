@@ -92,10 +92,9 @@ class OwnedBatch:
                 pass
 
     def _scan_slice(self, file: IO[bytes], max_line: int, see: Callable[[bytes], None]) -> bool:
-        """Read some lines of the file and pass them to `see`; return whether more may follow.
-
-        A line longer than `max_line` bytes ends the file.
-        """
+        # Read some lines of the file and pass them to `see`; return whether more may follow.
+        #
+        # A line longer than `max_line` bytes ends the file.
         offset = start = file.tell()
         while offset - start < SLICE_BYTES:
             line = file.readline(max_line + 1)
@@ -141,7 +140,6 @@ class OwnedBatch:
 
     @property
     def has_ended(self) -> bool:
-        """Whether every request has its result in the journal on disk."""
         return not self.tasks and not self._unwritten and not self.backlog
 
     def take_next(self, now: float) -> int | None:
@@ -220,7 +218,6 @@ class OwnedBatch:
             await asyncio.sleep(0.01)
 
     async def close(self) -> None:
-        """Write the remaining entries and close the journal."""
         await self.flush()
         if self._flushing is not None:
             self._flushing.cancel()
@@ -266,7 +263,7 @@ class OwnedBatch:
         await asyncio.to_thread(self._store.close_batch, self.record)
 
     def _result_lines(self, reason: tuple[str, str], *, is_good: bool) -> Iterator[bytes]:
-        """Yield the lines of the output file or, if not `is_good`, those of the errors file."""
+        # Yield the lines of the output file or, if not `is_good`, those of the errors file.
         reader = JournalReader(self.total)
         with (self.folder / "journal").open("rb") as file:
             for line in file:

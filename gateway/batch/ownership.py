@@ -105,7 +105,7 @@ def _read_lease(file: IO[bytes]) -> Lease | None:
 
 
 def _is_locked(path: Path) -> bool:
-    """Return whether a running process holds the lock on an owner's file."""
+    # Return whether a running process holds the lock on an owner's file.
     try:
         with path.open("rb") as file:  # a lock of its own, even in the process that holds the other
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)

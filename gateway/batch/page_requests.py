@@ -40,7 +40,7 @@ class FileForm(msgspec.Struct, frozen=True):
         return FileRecord(file_id, name, purpose, size, int(now), expires_at)
 
     def _expiry_s(self) -> int | None:
-        """Return after how many seconds the client wants the file deleted; None for the default."""
+        # Return after how many seconds the client wants the file deleted; None for the default.
         anchor = self.fields.get("expires_after[anchor]", "created_at")
         seconds = self.fields.get("expires_after[seconds]")
         if seconds is None:

@@ -60,7 +60,6 @@ class BatchPages:
         return self._snapshot().config.batch or self._first_section
 
     def add_routes(self, server: web.Application) -> None:
-        """Add the routes for files and batches to the application."""
         add = server.router
         add.add_post("/v1/files", self._upload)
         add.add_get("/v1/files", self._list_files)
@@ -196,7 +195,6 @@ class BatchPages:
         return batch
 
     def _as_shown(self, batches: list[BatchRecord]) -> list[BatchRecord]:
-        """Return the batches as clients see them: a requested cancellation counts at once."""
         shown = []
         for batch in batches:
             asked = None if batch.is_final else self._store.cancelled_at(batch)
@@ -209,7 +207,7 @@ class BatchPages:
         return self._snapshot().authenticate(request.headers)
 
     def _scope(self, request: web.Request) -> str:
-        """Return the digest of the request's API key if it is limited to some models, else ""."""
+        # Return the digest of the request's API key if it is limited to some models, else "".
         scopes = self._snapshot().scopes
         if not scopes:
             return ""
@@ -217,7 +215,7 @@ class BatchPages:
         return scope_digest(digest) if digest in scopes else ""
 
     async def _run(self, call: Callable[..., Any], *args: Any) -> Any:
-        """Run a blocking call of the store in a thread. Raises GatewayError if the disk fails."""
+        # Run a blocking call of the store in a thread. Raises GatewayError if the disk fails.
         try:
             return await asyncio.to_thread(call, *args)
         except StorageFullError as error:
@@ -236,7 +234,7 @@ def file_not_found(file_id: str) -> GatewayError:
 
 
 async def _read_form(request: web.Request, upload: Upload, max_bytes: int) -> FileForm:
-    """Receive an upload form; write the file's bytes to `upload` and return the other fields."""
+    # Receive an upload form; write the file's bytes to `upload` and return the other fields.
     fields: dict[str, str] = {}
     filename = None
     reader = await _received(request.multipart())
@@ -273,7 +271,6 @@ async def _write(upload: Upload, piece: bytes) -> None:
 
 
 async def _pieces(part: BodyPartReader) -> AsyncIterator[bytes]:
-    """Yield the content of a part."""
     while not part.at_eof():
         piece = await _received(part.read_chunk(PIECE_BYTES))
         if piece:
@@ -281,7 +278,7 @@ async def _pieces(part: BodyPartReader) -> AsyncIterator[bytes]:
 
 
 async def _received(reading: Awaitable[T]) -> T:
-    """Return what is read of a form. Raises GatewayError if it is malformed or comes too slowly."""
+    # Return what is read of a form. Raises GatewayError if it is malformed or comes too slowly.
     try:
         async with asyncio.timeout(PIECE_TIMEOUT_S):
             return await reading

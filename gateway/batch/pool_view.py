@@ -116,7 +116,6 @@ class PoolView:
         return PoolReading(queue.places, busy, waiting, queue.price, missed, ttft_s, self._tpot_s)
 
     def _measure(self, section: BatchApi, runs: Sequence[LineRun], now: float) -> None:
-        """Measure token rates and missed latency targets, once every WINDOW_S seconds."""
         elapsed = now - self._window_at
         if elapsed < WINDOW_S:
             return
@@ -130,7 +129,6 @@ class PoolView:
         self._tpot_s = elapsed * len(made) / max(1, sum(made)) if made else None
 
     def _read_classes(self, section: BatchApi, now: float) -> None:
-        """Read which service classes other requests use, and how many of them missed targets."""
         snapshot = self._gateway.snapshot
         own, missed = batch_class(section, snapshot.config), 0.0
         models = {route.name for route in snapshot.routes.values() if route.pool == self._pool}
@@ -149,7 +147,6 @@ class PoolView:
 
 
 def _tightest(config: Config, names: Sequence[str]) -> LatencyTargets:
-    """Return the tightest latency targets of these service classes and of the default one."""
     classes = config.slo.classes
     known = {config.slo.default, *(name for name in names if name in classes)}
     sections = [classes[name] for name in known]

@@ -50,7 +50,7 @@ class BatchRunner:
     def __init__(
         self, section: BatchApi, gateway: Gateway, serve: ServeLine, metrics: Metrics
     ) -> None:
-        """Initialize; `serve` serves one request of a tenant like a live request."""
+        # Initialize; `serve` serves one request of a tenant like a live request.
         self.store = BatchStore(Path(section.dir))
         self._first_section = section
         self._gateway, self._serve, self._metrics = gateway, serve, metrics
@@ -69,7 +69,6 @@ class BatchRunner:
 
     @property
     def running(self) -> int:
-        """The number of batch requests that run now in this process."""
         return sum(len(batch.tasks) for batch in self._owned.values())
 
     @property
@@ -129,16 +128,14 @@ class BatchRunner:
                 await self._adopt(record)
 
     def _next_of(self, waiting: list[BatchRecord]) -> BatchRecord | None:
-        """Return the oldest batch of a tenant of which this process owns the fewest batches."""
         owned = Counter(batch.record.tenant for batch in self._owned.values())
         able = [record for record in waiting if record.id not in self._owned]
         return min(able, key=lambda record: owned[record.tenant], default=None)
 
     async def _adopt(self, claimed: BatchRecord) -> None:
-        """Start to run a batch whose lease this process has taken.
-
-        Its record is read again, because it may have changed before that.
-        """
+        # Start to run a batch whose lease this process has taken.
+        #
+        # Its record is read again, because it may have changed before that.
         record = await asyncio.to_thread(self.store.batch, claimed.tenant, claimed.id)
         if record is None or record.is_final:
             await asyncio.to_thread(self.store.close_batch, record or claimed)
@@ -194,7 +191,7 @@ class BatchRunner:
         return self._gateway.snapshot.config.limits.body + LINE_OVERHEAD
 
     async def _validate(self, batch: OwnedBatch) -> bool:
-        """Check the input file of a batch; return whether the batch may run."""
+        # Check the input file of a batch; return whether the batch may run.
         section, limits = self._section, self._gateway.snapshot.config.limits
         checker = InputChecker(batch.record.endpoint, section.lines, limits.body)
         await batch.check(checker, self._max_line)
@@ -212,10 +209,9 @@ class BatchRunner:
         return True
 
     async def _until_end(self, batch: OwnedBatch) -> BatchState:
-        """Wait until a batch is complete, cancelled or expired; return its final state.
-
-        The paced requests run meanwhile. Cancellations are read and counts stored every second.
-        """
+        # Wait until a batch is complete, cancelled or expired; return its final state.
+        #
+        # The paced requests run meanwhile. Cancellations are read and counts stored every second.
         checked_at = monotonic()
         while not batch.has_ended:
             if time() >= batch.record.expires_at:
@@ -239,7 +235,6 @@ class BatchRunner:
     # Pacing
 
     def _pace_all(self) -> None:
-        """Start or pre-empt batch requests in every pool, as the pool's load requires."""
         by_pool: dict[str, list[OwnedBatch]] = {}
         for batch in self._owned.values():
             if batch.is_open:
@@ -266,7 +261,6 @@ class BatchRunner:
         self._start(batches, allowed - running, now)
 
     def _start(self, batches: list[OwnedBatch], count: int, now: float) -> None:
-        """Start up to `count` requests: of each tenant in turn, and of its oldest batch first."""
         by_tenant: dict[str, list[OwnedBatch]] = {}
         for batch in batches:
             by_tenant.setdefault(batch.record.tenant, []).append(batch)
@@ -280,7 +274,7 @@ class BatchRunner:
                 count -= 1
 
     def _start_one(self, batches: list[OwnedBatch], now: float) -> bool:
-        """Start the next request of one tenant; return whether there was one."""
+        # Start the next request of one tenant; return whether there was one.
         for batch in batches:
             number = batch.take_next(now)
             if number is not None:
@@ -290,7 +284,6 @@ class BatchRunner:
         return False
 
     def _preempt(self, batch: OwnedBatch, run: LineRun) -> None:
-        """Cancel a running request and put it back, with the part of its answer that is kept."""
         number, lost = run.number, run.lost_tokens
         run.is_preempted = True
         kept = run.keep()
@@ -326,7 +319,6 @@ class BatchRunner:
             self._settle(batch, run)
 
     def _settle(self, batch: OwnedBatch, run: LineRun) -> None:
-        """Write the result of an attempt that has ended, or schedule the request's next attempt."""
         result, number, count = run.result(), run.number, self._metrics.batch_requests_total.labels
         if result.is_retried:
             failures = run.failures + (not result.is_unlimited)
@@ -344,7 +336,7 @@ class BatchRunner:
 
 
 def _forget(batch: OwnedBatch, number: int, task: asyncio.Task[None]) -> None:
-    """Remove a request whose task has ended from the running ones, unless it runs again already."""
+    # Remove a request whose task has ended from the running ones, unless it runs again already.
     if batch.tasks.get(number) is task:
         del batch.tasks[number]
         batch.running.pop(number, None)

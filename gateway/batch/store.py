@@ -114,13 +114,11 @@ class BatchStore:
         return _read(self._files(tenant) / f"{file_id}.json", FileRecord)
 
     def files(self, tenant: str) -> list[FileRecord]:
-        """Return all files of a tenant, newest first."""
         paths = self._files(tenant).glob("file-*.json")
         records = [record for path in paths if (record := _read(path, FileRecord)) is not None]
         return sorted(records, key=lambda record: (record.created_at, record.id), reverse=True)
 
     def content(self, tenant: str, file_id: str) -> Path:
-        """Return the path of the content of a tenant's file."""
         return self._files(tenant) / f"{file_id}.data"
 
     def delete_file(self, tenant: str, file_id: str) -> None:
@@ -188,13 +186,11 @@ class BatchStore:
         return _read(self.batch_folder(tenant, batch_id) / "record.json", BatchRecord)
 
     def batches(self, tenant: str) -> list[BatchRecord]:
-        """Return all batches of a tenant, newest first."""
         paths = (self.folder / "batches" / _digest(tenant)).glob("batch_*/record.json")
         records = [record for path in paths if (record := _read(path, BatchRecord)) is not None]
         return sorted(records, key=lambda record: (record.created_at, record.id), reverse=True)
 
     def all_batches(self) -> list[BatchRecord]:
-        """Return the batches of all tenants, oldest first."""
         paths = (self.folder / "batches").glob("*/batch_*/record.json")
         records = [record for path in paths if (record := _read(path, BatchRecord)) is not None]
         return sorted(records, key=lambda record: (record.created_at, record.id))
@@ -241,7 +237,7 @@ class JournalFile:
     """The journal of one batch, open for appending by its owner."""
 
     def __init__(self, path: Path, size: int) -> None:
-        """Open the journal, and cut off everything after its first `size` bytes."""
+        # Open the journal, and cut off everything after its first `size` bytes.
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         os.ftruncate(self._fd, size)
         os.fsync(self._fd)
@@ -259,7 +255,6 @@ class JournalFile:
 
 
 def read_line(path: Path, offset: int, size: int) -> bytes:
-    """Return the `size` bytes of a file that begin at `offset`."""
     with path.open("rb") as file:
         file.seek(offset)
         return file.read(size)
@@ -282,7 +277,7 @@ def _is_record(name: str) -> bool:
 
 
 def _replace(path: Path, data: bytes) -> None:
-    """Replace a file's content so that a crash leaves either the old or the new content."""
+    # Replace a file's content so that a crash leaves either the old or the new content.
     part = path.with_name(f"{path.name}.{secrets.token_hex(4)}.part")
     with part.open("xb") as file:
         file.write(data)
@@ -301,7 +296,7 @@ def _sync_folder(folder: Path) -> None:
 
 
 def _read(path: Path, kind: type[T]) -> T | None:
-    """Read a stored record of type `kind`; return None if it is missing or damaged."""
+    # Read a stored record of type `kind`; return None if it is missing or damaged.
     try:
         return msgspec.json.decode(path.read_bytes(), type=kind)
     except (OSError, msgspec.DecodeError):

@@ -240,10 +240,9 @@ def _split(url: str) -> SplitResult:
 
 
 def _context(admin: AdminAddress) -> ssl.SSLContext:
-    """Return the SSLContext for requests to an https:// admin server.
-
-    Prints a message and exits with status 1 when a file cannot be used.
-    """
+    # Return the SSLContext for requests to an https:// admin server.
+    #
+    # Prints a message and exits with status 1 when a file cannot be used.
     pair, files = None, {"ca": ("--ca", admin.ca)}
     problems: list[tls.FileProblem] = []
     if admin.certificate is not None and admin.key is not None:
@@ -265,10 +264,9 @@ def _path_text(path: Path | None) -> str | None:
 
 
 def _key(file: Path | None) -> str:
-    """Return the admin key, or "" without one.
-
-    Prints a message and exits with status 1 when the key cannot be read or sent.
-    """
+    # Return the admin key, or "" without one.
+    #
+    # Prints a message and exits with status 1 when the key cannot be read or sent.
     if file is None:
         key = os.environ.get("PENSTOCK_ADMIN_KEY", "")
     else:

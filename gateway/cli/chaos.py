@@ -133,7 +133,7 @@ def chaos(
 def _select_endpoints(
     action: ChaosAction, target: list[str] | None, fleet: Mapping[str, Any]
 ) -> list[str]:
-    """Return the endpoints to act on; `restore` without names selects all that accept faults."""
+    # Return the endpoints to act on; `restore` without names selects all that accept faults.
     if target:
         return target
     if action is not ChaosAction.RESTORE:
@@ -156,10 +156,9 @@ def _slow_fault(factor: float, only: Only | None) -> str:
 def _fault_spec(
     action: ChaosAction, slow: str, rank: int, hang: bool, lasting_s: float | None
 ) -> str:
-    """Return the faults of an action, in the notation of mockgpu.
-
-    A killed group also loses its cache, as a process that ends does.
-    """
+    # Return the faults of an action, in the notation of mockgpu.
+    #
+    # A killed group also loses its cache, as a process that ends does.
     faults = {
         ChaosAction.KILL: ("refuse", "lost-rank"),
         ChaosAction.FREEZE: ("freeze",),
@@ -180,10 +179,9 @@ def _parse_lasting(text: str) -> float:
 
 
 def _fault_server(name: str, fleet: Mapping[str, Any]) -> tuple[str, int]:
-    """Return host and port of the server that sets this endpoint's faults.
-
-    Prints a message and exits when there is none.
-    """
+    # Return host and port of the server that sets this endpoint's faults.
+    #
+    # Prints a message and exits when there is none.
     if name not in fleet:
         raise typer.BadParameter(
             f"no endpoint is named {name!r}; the endpoints are {', '.join(fleet)}"
@@ -210,7 +208,7 @@ def _fault_server(name: str, fleet: Mapping[str, Any]) -> tuple[str, int]:
 def _inject(
     server: AdminClient, name: str, fault_server: tuple[str, int], spec: str, action: ChaosAction
 ) -> dict[str, Any]:
-    """Set the faults of an endpoint, and wait until the gateway detects them; return the result."""
+    # Set the faults of an endpoint, and wait until the gateway detects them; return the result.
     url = _endpoint_row(server, name)["url"]
     reply = _post(fault_server, f"/faults/{urlsplit(url).port}", {"spec": spec}, name)
     started_at, should_be_available = time.monotonic(), action is ChaosAction.RESTORE

@@ -172,7 +172,6 @@ def history(admin: AdminAddress, as_json: JsonOption = False) -> None:
 
 
 def _print_shared(shared: dict[str, Any] | None) -> None:
-    """Print whether state is shared with other gateways through Redis."""
     if shared is None:
         return
     if shared["problem"]:
@@ -185,7 +184,6 @@ def _print_shared(shared: dict[str, Any] | None) -> None:
 
 
 def _print_trials(shadows: list[dict[str, Any]], canaries: list[dict[str, Any]]) -> None:
-    """Print the results of shadow and canary policies so far."""
     for pool in shadows:
         for trial in pool["policies"]:
             line = f"shadow {trial['policy']} of pool {pool['pool']}: "
@@ -223,7 +221,7 @@ def _read_file(file: Path) -> bytes:
 
 
 def _print_outcome(reply: dict[str, Any], *, as_json: bool) -> None:
-    """Print the result of a configuration change; exit with status 1 if it was not applied."""
+    # Print the result of a configuration change; exit with status 1 if it was not applied.
     is_success = reply["result"] in ("applied", "unchanged")
     if as_json:
         print_json(reply)
@@ -236,7 +234,6 @@ def _print_outcome(reply: dict[str, Any], *, as_json: bool) -> None:
 
 
 def _exit_if_rejected(reply: dict[str, Any]) -> None:
-    """If the configuration was rejected, print every problem and exit with status 1."""
     if reply["result"] not in ("rejected", "nothing"):
         return
     for problem in reply["problems"]:
@@ -252,7 +249,6 @@ def _print_last_change(version: dict[str, Any] | None) -> None:
 
 
 def _print_changes(changes: list[dict[str, Any]], indent: str = "  ") -> None:
-    """Print one line per change, with the old value in red and the new value in green."""
     for change in changes:
         before, after = change["before"], change["after"]
         line = Text(f"{indent}{change['path']}: ")

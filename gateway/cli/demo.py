@@ -111,10 +111,9 @@ def _run(demo: DemoOptions, console: Console) -> int:
 
 
 def _start_mocks(demo: DemoOptions, running: ExitStack) -> tuple[Path, LoadedConfig]:
-    """Write the configuration, start the mocks and wait until they are ready.
-
-    Returns the configuration's path and its content. The mocks end with `running`.
-    """
+    # Write the configuration, start the mocks and wait until they are ready.
+    #
+    # Returns the configuration's path and its content. The mocks end with `running`.
     # The groups' ports come first, then the bootstrap servers', then the fault injection servers'.
     first_port = _find_free_ports(demo.groups + demo.prefill_groups + _FAULT_PORTS)
     try:
@@ -139,10 +138,9 @@ def _start_mocks(demo: DemoOptions, running: ExitStack) -> tuple[Path, LoadedCon
 
 @contextmanager
 def _machine_lock() -> Iterator[None]:
-    """Hold a lock that makes demos on this machine start one after another.
-
-    Two that start at once would find the same ports free, and one would use the other's mocks.
-    """
+    # Hold a lock that makes demos on this machine start one after another.
+    #
+    # Two that start at once would find the same ports free, and one would use the other's mocks.
     with open(__file__, "rb") as file:  # any file that both processes can open
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
@@ -150,10 +148,9 @@ def _machine_lock() -> Iterator[None]:
 
 @contextmanager
 def _folder_lock() -> Iterator[None]:
-    """Hold a lock on the folder. Raises DemoError while another demo runs in it.
-
-    The gateway of that demo would reload this one's configuration.
-    """
+    # Hold a lock on the folder. Raises DemoError while another demo runs in it.
+    #
+    # The gateway of that demo would reload this one's configuration.
     with (FOLDER / "lock").open("wb") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -175,10 +172,9 @@ def _require_free_port(port: int, flag: str) -> None:
 
 
 def _find_free_ports(length: int) -> int:
-    """Return the first of `length` consecutive free ports for the mocks.
-
-    Raises DemoError if there are none.
-    """
+    # Return the first of `length` consecutive free ports for the mocks.
+    #
+    # Raises DemoError if there are none.
     run_length = 0
     for port in _MOCK_PORTS:
         run_length = run_length + 1 if is_port_free(_HOST, port) else 0
@@ -192,7 +188,6 @@ def _find_free_ports(length: int) -> int:
 
 @contextmanager
 def _mocks(demo: DemoOptions, first: int) -> Iterator[list[subprocess.Popen[bytes]]]:
-    """Run the mock TP groups, one process per kind, and stop them when the block exits."""
     processes: list[subprocess.Popen[bytes]] = []
     try:
         with _log().open("wb") as log:
@@ -215,7 +210,6 @@ def _mocks(demo: DemoOptions, first: int) -> Iterator[list[subprocess.Popen[byte
 
 
 def _mock_options(demo: DemoOptions, first: int) -> list[list[str]]:
-    """Return the `penstock mock` options of each process: one for all groups, or one per role."""
     if demo.dialect is None:
         fault_port = str(_fault_port(demo, first, 0))
         return [
@@ -251,7 +245,6 @@ def _port_options(first: int, groups: int) -> list[str]:
 
 
 def _fault_port(demo: DemoOptions, first: int, number: int) -> int:
-    """Return the port of the fault injection server of this group's process."""
     return (
         first
         + demo.groups
@@ -261,19 +254,17 @@ def _fault_port(demo: DemoOptions, first: int, number: int) -> int:
 
 
 def _kill_with_parent() -> list[str]:
-    """Return the start of a command line that makes a mock end when this process is killed.
-
-    The result is empty where the `setpriv` tool is missing.
-    """
+    # Return the start of a command line that makes a mock end when this process is killed.
+    #
+    # The result is empty where the `setpriv` tool is missing.
     setpriv = shutil.which("setpriv")
     return [setpriv, "--pdeathsig", "TERM"] if setpriv else []
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
-    """Stop the whole process group with SIGTERM, then SIGKILL.
-
-    A second Ctrl-C only moves on to the next signal, so that no mock is left running.
-    """
+    # Stop the whole process group with SIGTERM, then SIGKILL.
+    #
+    # A second Ctrl-C only moves on to the next signal, so that no mock is left running.
     for number in (signal.SIGTERM, signal.SIGKILL):
         try:
             os.killpg(process.pid, number)
@@ -322,10 +313,9 @@ def _log_tail() -> str:
 
 
 def _write_config(demo: DemoOptions, first: int) -> Path:
-    """Write the configuration and its JSON Schema into FOLDER.
-
-    Returns the path of the configuration.
-    """
+    # Write the configuration and its JSON Schema into FOLDER.
+    #
+    # Returns the path of the configuration.
     (FOLDER / "gateway.schema.json").write_text(json.dumps(json_schema(), indent=1) + "\n")
     endpoints = "\n".join(
         f"      - {{{_endpoint(demo, first, number)}}}" for number in range(demo.groups)
@@ -352,7 +342,7 @@ def _write_config(demo: DemoOptions, first: int) -> Path:
 
 
 def _endpoint(demo: DemoOptions, first: int, number: int) -> str:
-    """Return the YAML mapping of one endpoint for the demo's configuration, without braces."""
+    # Return the YAML mapping of one endpoint for the demo's configuration, without braces.
     address = f"url: http://127.0.0.1:{first + number}, max_concurrency: {MAX_CONCURRENCY}"
     labels = f'labels: {{chaos: "127.0.0.1:{_fault_port(demo, first, number)}"}}'
     if demo.dialect is None:

@@ -80,10 +80,9 @@ def _change(server: AdminClient, endpoint: str, action: str) -> dict[str, Any]:
 
 
 def _wait_until_idle(server: AdminClient, endpoint: str, deadline: float) -> int:
-    """Wait until this gateway has no request in flight at the endpoint.
-
-    Returns the number of requests left at the deadline, or 0.
-    """
+    # Wait until this gateway has no request in flight at the endpoint.
+    #
+    # Returns the number of requests left at the deadline, or 0.
     while True:
         endpoints = server.request("GET", "/endpoints")["endpoints"]
         in_flight: int = sum(row["in_flight"] for row in endpoints if row["name"] == endpoint)

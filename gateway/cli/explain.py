@@ -108,10 +108,9 @@ def _outcome_lines(reply: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _table(pick: Mapping[str, Any]) -> Table:
-    """Return the table of candidates, best first.
-
-    It has a column for each term of the scores, if the policy reports terms.
-    """
+    # Return the table of candidates, best first.
+    #
+    # It has a column for each term of the scores, if the policy reports terms.
     rows = pick["candidates"][:MAX_ROWS]
     parts = sorted({name for row in rows for name in row.get("terms", {})})
     table = Table(box=None, pad_edge=False, header_style="dim")

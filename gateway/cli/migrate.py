@@ -70,7 +70,7 @@ def migrate(
 
 
 def _convert(source: list[str], kind: str | None, additions: Additions) -> tuple[Draft, str]:
-    """Convert a file, stdin or a command line; return the draft and the name of its origin."""
+    # Convert a file, stdin or a command line; return the draft and the name of its origin.
     if len(source) > 1:
         return convert_words(source, kind, additions), "a command line"
     if source == ["-"]:
@@ -84,7 +84,7 @@ def _convert(source: list[str], kind: str | None, additions: Additions) -> tuple
 
 
 def _check(draft: Draft, text: str, output: Path | None) -> None:
-    """Check the result as `penstock check` does; exit with status 1 if it has a problem."""
+    # Check the result as `penstock check` does; exit with status 1 if it has a problem.
     from gateway.config import ConfigError, load_text
 
     names = dict.fromkeys(variables(draft.data))

@@ -40,13 +40,11 @@ def warnings(data: Any) -> Iterator[RuleFinding]:
 
 
 def _texts(data: Any, section: str, key: str) -> Iterator[tuple[Path, str]]:
-    """Yield the texts in the lists `key` of all entries of a section, with their paths."""
     for path, entry in iter_mappings(get_member(data, section), (section,)):
         yield from _list(get_member(entry, key), (*path, key))
 
 
 def _allowed(data: Any) -> Iterator[tuple[Path, str]]:
-    """Yield the model names and patterns that tenants and their keys may use, with their paths."""
     yield from _texts(data, "tenants", "models")
     for path, tenant in iter_mappings(get_member(data, "tenants"), ("tenants",)):
         for key_path, key in iter_mappings(

@@ -71,7 +71,6 @@ def warnings(data: Any) -> Iterator[RuleFinding]:
 
 
 def tls_sections(data: Any) -> Iterator[tuple[Path, Any]]:
-    """Yield every section named tls with its path, as plain data."""
     for name in ("api", "admin"):
         yield (
             ("listeners", name, "tls"),
@@ -112,11 +111,10 @@ def secrets_in_clear(data: Any) -> Iterator[Path]:
 
 
 def _misplaced_files(data: Any) -> Iterator[RuleFinding]:
-    """Yield errors for ${file:...} references outside secrets.
-
-    Names and labels are shown on many pages. So anyone who may submit a configuration could read
-    any file through them.
-    """
+    # Yield errors for ${file:...} references outside secrets.
+    #
+    # Names and labels are shown on many pages. So anyone who may submit a configuration could read
+    # any file through them.
     text = "is not a secret, and ${file:...} is allowed only for secrets; write ${NAME}"
     secrets = {path for path, _ in _secrets(data)}
     for path, value in _leaves(data, ()):
@@ -138,7 +136,6 @@ def _leaves(data: Any, path: Path) -> Iterator[tuple[Path, Any]]:
 
 
 def _secrets(data: Any) -> Iterator[tuple[Path, Any]]:
-    """Yield the path of every secret and its value, or None for a secret that is not set."""
     yield from (((*path, key), get_member(owner, key)) for path, owner, key in _secret_owners(data))
     yield from _further_keys(data)
 
@@ -233,7 +230,6 @@ def _model_pools(data: Any) -> Iterator[RuleFinding]:
 
 
 def _served_models(data: Any) -> Iterator[RuleFinding]:
-    """Yield an error for each endpoint's served_model that could mean several of its models."""
     for path, served, names in _shared_names(data):
         if served not in names:
             text = f"could mean any model of its pool ({', '.join(names)})"
@@ -250,7 +246,6 @@ def _names_to_list(data: Any) -> Iterator[RuleFinding]:
 
 
 def _shared_names(data: Any) -> Iterator[tuple[Path, str, list[str]]]:
-    """Yield path and value of each served_model that could mean several models, and their names."""
     for path, pool in iter_mappings(get_member(data, "pools"), ("pools",)):
         names = role_rules.unnamed_models(data, path[-1])
         template = get_member(get_member(pool, "discover"), "endpoint")
@@ -271,7 +266,6 @@ def _unused_names(data: Any) -> Iterator[RuleFinding]:
 
 
 def _specs(data: Any) -> Iterator[tuple[Path, dict[str, Any]]]:
-    """Yield the mapping of every endpoint in every pool, with its path."""
     for path, pool in iter_mappings(get_member(data, "pools"), ("pools",)):
         yield from iter_mappings(get_member(pool, "endpoints"), (*path, "endpoints"))
 
@@ -302,10 +296,9 @@ def _endpoints(data: Any) -> Iterator[RuleFinding]:
 
 
 def _discovery_sources(data: Any) -> Iterator[RuleFinding]:
-    """Yield errors for discovery sources that another pool already uses.
-
-    Endpoint names are unique over all pools, so the second pool would never get any endpoint.
-    """
+    # Yield errors for discovery sources that another pool already uses.
+    #
+    # Endpoint names are unique over all pools, so the second pool would never get any endpoint.
     sources = []
     for path, pool in iter_mappings(get_member(data, "pools"), ("pools",)):
         discover = get_member(pool, "discover")
@@ -317,7 +310,7 @@ def _discovery_sources(data: Any) -> Iterator[RuleFinding]:
 
 
 def _source_key(kind: str, value: Any) -> str | None:
-    """Return a text that is equal for equal sources, or None if the value is missing or invalid."""
+    # Return a text that is equal for equal sources, or None if the value is missing or invalid.
     if kind == "kubernetes":
         service = get_member(value, "service")
         if not isinstance(service, str):
@@ -329,7 +322,7 @@ def _source_key(kind: str, value: Any) -> str | None:
 
 
 def _normalized(url: str) -> str:
-    """Return the URL as in the typed tree; return an invalid one as written."""
+    # Return the URL as in the typed tree; return an invalid one as written.
     try:
         return engine_url(str(url))
     except ValueError:
@@ -365,7 +358,6 @@ def _tenants(data: Any) -> Iterator[RuleFinding]:
 
 
 def _overflows(data: Any) -> Iterator[RuleFinding]:
-    """Yield errors for overflow models that are unknown, the model itself, or given twice."""
     values = [
         get_member(model, "name")
         for _, model in iter_mappings(get_member(data, "models"), ("models",))
@@ -388,7 +380,6 @@ def _overflows(data: Any) -> Iterator[RuleFinding]:
 
 
 def _classes(data: Any) -> Iterator[RuleFinding]:
-    """Yield an error for each reference to a service class that does not exist."""
     slo = get_member(data, "slo")
     classes = get_member(slo, "classes")
     known = tuple(classes) if isinstance(classes, dict) else tuple(Slos().classes)
@@ -412,10 +403,9 @@ def _class_uses(data: Any) -> Iterator[tuple[Path, Any]]:
 
 
 class _Registry(msgspec.Struct, frozen=True):
-    """A registry of policies, which are chosen by name and have parameters.
-
-    `what` says in words what kind of policy it has.
-    """
+    # A registry of policies, which are chosen by name and have parameters.
+    #
+    # `what` says in words what kind of policy it has.
 
     what: str
     names: Callable[[], tuple[str, ...]]
@@ -450,7 +440,6 @@ def _registered(registry: _Registry, spec: Any, path: Path) -> Iterator[RuleFind
 
 
 def _trials(data: Any, pool: Any, path: Path) -> Iterator[RuleFinding]:
-    """Yield errors in a pool's shadow and canary policies, and unknown tenants of its canary."""
     shadows = get_member(pool, "shadow")
     for index, spec in enumerate(shadows if isinstance(shadows, list) else ()):
         yield from _registered(_POLICIES, spec, (*path, "shadow", index))
@@ -484,10 +473,9 @@ def _parameter(
 def _combination(
     params: type[msgspec.Struct], given: Mapping[str, Any], path: Path
 ) -> Iterator[RuleFinding]:
-    """Yield what is wrong with the given parameters together, by the rules of their type `params`.
-
-    Each parameter was found valid alone before.
-    """
+    # Yield what is wrong with the given parameters together, by the rules of their type `params`.
+    #
+    # Each parameter was found valid alone before.
     try:
         msgspec.convert(numbers_if_substituted(given), params)
     except msgspec.ValidationError as error:

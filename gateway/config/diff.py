@@ -58,7 +58,6 @@ def diff(before: LoadedConfig, after: LoadedConfig) -> tuple[ConfigChange, ...]:
 
 
 def _changed_files(before: LoadedConfig, after: LoadedConfig) -> Iterator[ConfigChange]:
-    """Yield a change for each reference that names the same file whose content now differs."""
     for path, digest in after.files.items():
         name = after.written.get(path)
         if before.files.get(path, digest) != digest and before.written.get(path) == name:
@@ -87,17 +86,14 @@ def _put(tree: Any, path: Path, text: str) -> None:
 
 
 class _Side(msgspec.Struct, frozen=True):
-    """A value in one of the two configurations, and its path in that configuration's text."""
-
     written: Mapping[Path, object]
     value: Any
     path: Path
 
     def children(self) -> dict[str, _Side] | None:
-        """Return the values in a mapping by key, or in a list by identity.
-
-        Return None for a plain value.
-        """
+        # Return the values in a mapping by key, or in a list by identity.
+        #
+        # Return None for a plain value.
         if isinstance(self.value, dict):
             return {
                 key: _Side(self.written, value, (*self.path, key))
@@ -111,7 +107,7 @@ class _Side(msgspec.Struct, frozen=True):
         return None
 
     def text(self) -> str:
-        """Return the value as text, as an operator would write it in the configuration."""
+        # Return the value as text, as an operator would write it in the configuration.
         written = self.written.get(self.path)
         if isinstance(self.value, Secret):
             return written if isinstance(written, str) else SECRET_MASK
@@ -167,10 +163,9 @@ def _walk(old: _Side, new: _Side, path: Path) -> Iterator[ConfigChange]:
 def _or_empty(
     side: _Side, mine: dict[str, _Side] | None, theirs: dict[str, _Side] | None
 ) -> dict[str, _Side] | None:
-    """Return the children `mine` of a value, or {} where an empty list is compared with children.
-
-    An empty list itself has no children (None), because it has no members to name.
-    """
+    # Return the children `mine` of a value, or {} where an empty list is compared with children.
+    #
+    # An empty list itself has no children (None), because it has no members to name.
     return {} if mine is None and theirs is not None and not side.value else mine
 
 
@@ -179,10 +174,9 @@ def _identity(item: Mapping[str, Any]) -> str:
 
 
 def _name(side: _Side | None, key: str) -> str:
-    """Return the name under which a configuration value is shown as part of its parent.
-
-    An endpoint is shown by its name rather than its URL, and a reference as it is written.
-    """
+    # Return the name under which a configuration value is shown as part of its parent.
+    #
+    # An endpoint is shown by its name rather than its URL, and a reference as it is written.
     if side is None or not isinstance(side.value, dict) or not isinstance(side.path[-1], int):
         return key
     paths = ((*side.path, "name"), (*side.path, "url"), side.path)

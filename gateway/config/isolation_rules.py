@@ -77,7 +77,7 @@ def warnings(data: Any) -> Iterator[RuleFinding]:
 
 
 def _served(spec: Any, domains: Mapping[str, str]) -> set[str]:
-    """Return the cache domains that an endpoint serves but cannot keep apart; empty if it can."""
+    # Return the cache domains that an endpoint serves but cannot keep apart; empty if it can.
     if _takes_salt(spec):
         return set()
     names = [name for name in _list(get_member(spec, "tenants")) if isinstance(name, str)]
@@ -93,7 +93,6 @@ def _takes_salt(spec: Any) -> bool:
 
 
 def _domains(data: Any) -> dict[str, str]:
-    """Return each tenant's cache domain, which is equal for tenants that share cached prompts."""
     domains: dict[str, str] = {}
     for _, tenant in _tenants(data):
         name, group = get_member(tenant, "name"), get_member(tenant, "cache_group")
@@ -107,7 +106,6 @@ def _tenants(data: Any) -> Iterator[tuple[Path, dict[str, Any]]]:
 
 
 def _specs(data: Any) -> Iterator[tuple[Path, Any]]:
-    """Yield every endpoint, and every pool's section for discovered endpoints, with their paths."""
     for path, pool in iter_mappings(get_member(data, "pools"), ("pools",)):
         yield from iter_mappings(get_member(pool, "endpoints"), (*path, "endpoints"))
         discover = get_member(pool, "discover")

@@ -69,7 +69,6 @@ def _group(
 
 
 def _memory(names: list[str], gpu: str, layout: Layout, context: int | None) -> MemoryCheck | None:
-    """Return the memory check for a built-in model on a known GPU, or None for all others."""
     model = next((MODELS[name.lower()] for name in names if name.lower() in MODELS), None)
     if model is None or gpu not in GPUS:
         return None
@@ -77,7 +76,6 @@ def _memory(names: list[str], gpu: str, layout: Layout, context: int | None) -> 
 
 
 def _misplaced(data: Any) -> Iterator[RuleFinding]:
-    """Yield errors for endpoints that their link domains cannot hold."""
     paths, groups = [], []
     for path, _, spec in _endpoints(data):
         layout, domains = _layout(get_member(spec, "layout")), _domains(spec)
@@ -94,7 +92,7 @@ def _domains(spec: Any) -> list[str]:
 
 
 def _domain_sizes(data: Any) -> dict[str, int]:
-    """Return the GPUs of each link domain, without those whose number is invalid."""
+    # Return the GPUs of each link domain, without those whose number is invalid.
     domains = get_member(get_member(data, "hardware"), "domains")
     pairs = domains.items() if isinstance(domains, dict) else ()
     sizes = {str(name): get_member(section, "gpus") for name, section in pairs}
@@ -111,7 +109,6 @@ def _too_many_gpus(data: Any) -> Iterator[RuleFinding]:
 
 
 def _endpoints(data: Any) -> Iterator[tuple[Path, list[str], Any]]:
-    """Yield every endpoint with its path and the model names it serves."""
     for path, pool in iter_mappings(get_member(data, "pools"), ("pools",)):
         names = list(_pool_models(data, path[-1]))
         for spec_path, spec in iter_mappings(get_member(pool, "endpoints"), (*path, "endpoints")):
@@ -123,7 +120,7 @@ def _endpoints(data: Any) -> Iterator[tuple[Path, list[str], Any]]:
 
 
 def _layout(layout: Any) -> Layout | None:
-    """Return the layout that a section describes, or None if one of its sizes is invalid."""
+    # Return the layout that a section describes, or None if one of its sizes is invalid.
     sizes = [get_member(layout, key) for key in SIZES]
     if any(size is not None and not _is_count(size) for size in sizes):
         return None
@@ -131,10 +128,9 @@ def _layout(layout: Any) -> Layout | None:
 
 
 def _context(data: Any, path: Path, spec: Any) -> int | None:
-    """Return the longest request of an endpoint in tokens: its own limit, or its pool's longest.
-
-    The result is None if no limit is configured.
-    """
+    # Return the longest request of an endpoint in tokens: its own limit, or its pool's longest.
+    #
+    # The result is None if no limit is configured.
     own = get_member(spec, "context_tokens")
     if _is_count(own):
         return int(own)

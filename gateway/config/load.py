@@ -219,7 +219,6 @@ def _description(path: Path) -> str:
 
 
 def _section(path: Path) -> type[BaseModel] | None:
-    """Return the type of the section at `path`, or None if there is no section."""
     section: type[BaseModel] | None = Config
     inside = False  # the next part of the path is an index or key of a list or mapping
     for part in path:

@@ -43,8 +43,6 @@ def _by_name(value: object) -> object:
 
 
 class _NameAlone:
-    """Adds to the JSON schema that a name alone is valid in place of the mapping."""
-
     def __get_pydantic_json_schema__(
         self, core: CoreSchema, handler: GetJsonSchemaHandler
     ) -> JsonSchemaValue:

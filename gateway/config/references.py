@@ -54,7 +54,7 @@ def _facts(written: Mapping[Path, object], with_key: bool) -> Iterator[Fact]:
 def _facts_of(
     path: Path, value: object, written: Mapping[Path, object], with_key: bool
 ) -> Iterator[Fact]:
-    """Yield what must be known of a value with references: its place, and its address if needed."""
+    # Yield what must be known of a value with references: its place, and its address if needed.
     references = references_in(value) if isinstance(value, str) else ()
     if with_key:
         yield from ((_kind(path), reference) for reference in references)
@@ -63,7 +63,7 @@ def _facts_of(
 
 
 def _kind(path: Path) -> Path:
-    """Return the path without indices and without the operator's names of pools and classes."""
+    # Return the path without indices and without the operator's names of pools and classes.
     name_index = 1 if path[0] == "pools" else 2 if path[:2] == ("slo", "classes") else -1
     return tuple(
         "*" if isinstance(part, int) or index == name_index else part
@@ -72,10 +72,9 @@ def _kind(path: Path) -> Path:
 
 
 def _address(path: Path, written: Mapping[Path, object]) -> tuple[object, ...]:
-    """Return the values that determine where and how a key or password is sent.
-
-    The result is empty for any other value.
-    """
+    # Return the values that determine where and how a key or password is sent.
+    #
+    # The result is empty for any other value.
     section, key = path[:-1], path[-1]
     if key == "api_key" and "discover" in path:
         return _values_below(section[:-1], written, left_out=(key,))

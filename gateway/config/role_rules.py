@@ -70,7 +70,7 @@ def warnings(data: Any) -> Iterator[RuleFinding]:
 
 
 def _once(findings: Iterator[RuleFinding], reported: set[Path]) -> Iterator[RuleFinding]:
-    """Yield only findings at new paths, since models may share a pool."""
+    # Yield only findings at new paths, since models may share a pool.
     for finding in findings:
         if finding.path not in reported:
             reported.add(finding.path)
@@ -126,10 +126,9 @@ def unnamed_models(data: Any, pool: object) -> list[str]:
 def _pair_errors(
     path: Path, model: Any, dialect: Dialect, specs: Specs, *, is_clear: bool
 ) -> Iterator[RuleFinding]:
-    """Yield what prevents a model's endpoints from forming pairs for prefill and decode.
-
-    `is_clear`: an endpoint's served_model can only mean this model.
-    """
+    # Yield what prevents a model's endpoints from forming pairs for prefill and decode.
+    #
+    # `is_clear`: an endpoint's served_model can only mean this model.
     groups: dict[str, list[str]] = {}
     name, served = str(get_member(model, "name")), get_member(model, "served_model")
     for _, spec in specs:

@@ -24,7 +24,6 @@ def get_member(data: Any, key: str) -> Any:
 
 
 def iter_mappings(data: Any, path: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
-    """Yield the mappings in a list or mapping, each with its path."""
     pairs: Any = (
         enumerate(data)
         if isinstance(data, list)

@@ -92,7 +92,6 @@ class Cache(Section):
     @field_validator("isolate", mode="before")
     @classmethod
     def _from_bool(cls, value: object) -> object:
-        """Accept booleans, which YAML 1.1 tools write for on and off."""
         return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
 
     @field_validator("secret")

@@ -63,7 +63,6 @@ def named_certificates(config: Config, now: float) -> Iterator[NamedCertificate]
 
 
 def _pairs(path: Path, section: ListenerTls | ClientTls) -> Iterator[tuple[Path, tls.KeyPair]]:
-    """Yield the key pairs of a section with their paths."""
     if isinstance(section, ListenerTls):
         yield path, section.pair
         for index, files in enumerate(section.more):
@@ -87,7 +86,7 @@ def _sections(config: Config) -> Iterator[tuple[Path, ListenerTls | ClientTls]]:
 
 
 class _Files:
-    """The files of one configuration; each is read once, even if many endpoints name it."""
+    # The files of one configuration; each is read once, even if many endpoints name it.
 
     def __init__(self, source: YamlSource) -> None:
         self._source = source
@@ -96,7 +95,6 @@ class _Files:
         self._digests: dict[str, bytes] = {}
 
     def add_pair(self, path: Path, pair: tls.KeyPair) -> None:
-        """Check a certificate and its key, whose section is at `path`."""
         if pair not in self._pairs:
             problems = self._pairs[pair] = tuple(tls.key_pair_problems(pair))
             for problem in problems:
@@ -109,7 +107,6 @@ class _Files:
                 self._source.add_error((*path, problem.role), problem.message)
 
     def add_authorities(self, path: Path, key: str, file: str | None) -> None:
-        """Check a file of certificate authorities, named by `key` of the section at `path`."""
         if file is None:
             return
         if file not in self._authorities:

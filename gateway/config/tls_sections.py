@@ -88,7 +88,6 @@ class ListenerTls(CertificateFiles):
 
     @property
     def settings(self) -> tls.ServerSettings:
-        """The settings from which the listener's SSLContext is created."""
         return tls.ServerSettings(
             (self.pair, *(files.pair for files in self.more)),
             self.client_ca,
@@ -128,7 +127,6 @@ class ClientTls(Section):
 
     @property
     def settings(self) -> tls.ClientSettings:
-        """The settings from which the client's SSLContext is created."""
         password = None if self.key_password is None else self.key_password.reveal()
         pair = None
         if self.certificate is not None and self.key is not None:

@@ -211,7 +211,6 @@ class EndpointSpec(EndpointTraits):
 
     @property
     def display_name(self) -> str:
-        """The configured name, or else host, port and path prefix."""
         return self.name or without_scheme(self.url)
 
 

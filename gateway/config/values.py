@@ -41,10 +41,9 @@ class Secret(SecretStr):
 
 
 def _text(value: object, problem: str) -> str:
-    """Return the value as text. Raises ValueError for anything but text and numbers.
-
-    A bare number is accepted here, because the parser can explain better what is missing.
-    """
+    # Return the value as text. Raises ValueError for anything but text and numbers.
+    #
+    # A bare number is accepted here, because the parser can explain better what is missing.
     if isinstance(value, bool) or not isinstance(value, str | int | float):
         raise ValueError(problem)
     # str() of a Substituted would turn its repr from the reference into the value.
@@ -83,10 +82,9 @@ def _from_parameters(value: object) -> float:
 
 
 def _resolvable(host: str) -> str:
-    """Return the host, with brackets around an IPv6 address.
-
-    Raises ValueError for an invalid name.
-    """
+    # Return the host, with brackets around an IPv6 address.
+    #
+    # Raises ValueError for an invalid name.
     try:
         host.encode("idna")
     except UnicodeError:
@@ -148,7 +146,7 @@ def _host_and_port(text: str) -> str:
 
 
 def _origin(text: str) -> str:
-    """Return `text` if it is an origin as browsers send it, or "*". Raises ValueError."""
+    # Return `text` if it is an origin as browsers send it, or "*". Raises ValueError.
     parts = urlsplit(text)
     is_origin = f"{parts.scheme}://{parts.netloc}" == text and parts.hostname and parts.scheme
     if text != "*" and (not is_origin or text.lower() != text or "@" in parts.netloc):
@@ -180,7 +178,7 @@ def _redis_url(url: str) -> str:
 
 
 def _cidr(text: str) -> str:
-    """Normalize a network in CIDR notation. Raises ValueError, also for a host's address."""
+    # Normalize a network in CIDR notation. Raises ValueError, also for a host's address.
     try:
         return str(ip_network(text))
     except ValueError:

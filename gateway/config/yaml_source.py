@@ -138,7 +138,6 @@ class ResolvedReferences:
                 self._by_value[form] = reference
 
     def hide(self, text: str) -> str:
-        """Return the text with every resolved value replaced by its reference."""
         for value in sorted(self._by_value, key=len, reverse=True):
             if value in text:
                 text = text.replace(value, self._by_value[value])
@@ -181,7 +180,6 @@ class YamlSource:
         return self.positions.get(path, _START)
 
     def problem_at(self, path: Path, message: str, *, on_key: bool = False) -> Problem:
-        """Return a Problem with this message, at the position of `path`."""
         mark = self.position_of(path, on_key=on_key)
         text = self.resolved.hide(message)
         return Problem(self.file, mark.line, mark.column, show_path(path), text)
@@ -191,7 +189,6 @@ class YamlSource:
         self.problems.setdefault(path, self.problem_at(path, message, on_key=on_key))
 
     def warn(self, path: Path, message: str) -> None:
-        """Record a warning with this message, at the position of `path`."""
         self.warnings.append(self.problem_at(path, message))
 
     def add_to_digest(self, *facts: bytes) -> None:
@@ -238,7 +235,6 @@ def written_values(raw: bytes, file: str) -> Mapping[Path, object]:
 
 
 def references_in(text: str) -> Sequence[str]:
-    """Return the ${...} references in a value of the configuration, as written."""
     return [match[0] for match in _REFERENCE.finditer(text) if not match[1]]
 
 
@@ -280,10 +276,9 @@ def _compose(text: str, file: str) -> Node | None:
 
 
 def _syntax_error(error: MarkedYAMLError) -> tuple[SourcePosition, str]:
-    """Return the position and the message of a syntax error.
-
-    An unclosed bracket is reported where it was opened.
-    """
+    # Return the position and the message of a syntax error.
+    #
+    # An unclosed bracket is reported where it was opened.
     mark, opened = error.problem_mark or error.context_mark, error.context_mark
     unclosed = opened is not None and mark is not None and opened.line < mark.line
     for context, what in _OPENED.items():
@@ -295,8 +290,6 @@ def _syntax_error(error: MarkedYAMLError) -> tuple[SourcePosition, str]:
 
 
 class _Reader:
-    """Converts YAML nodes to plain data, with a limit on the number of values."""
-
     def __init__(
         self,
         source: YamlSource,
@@ -432,8 +425,6 @@ class _Reader:
 
 
 class _WrittenReader(_Reader):
-    """Reads the values of a configuration as written, without resolving ${...} references."""
-
     def _substitute(self, text: str, path: Path) -> str:
         return _substituted("", text) if "${" in text else text
 
@@ -457,5 +448,4 @@ def _at(source: YamlSource, mark: SourcePosition, path: Path, message: str) -> P
 
 
 def invalid_file(file: str, message: str, mark: SourcePosition = _START) -> ConfigError:
-    """Return the error for a file that cannot be parsed at all."""
     return ConfigError([Problem(file, mark.line, mark.column, "", message)])

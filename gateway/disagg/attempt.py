@@ -205,7 +205,7 @@ class PairAttempt(AttemptState):
         return self._on_prefilled(relay)
 
     def _judge_refusal(self, relay: Relay) -> UpstreamError | None:
-        """Keep an engine's error response for the client; return an error if the engine failed."""
+        # Keep an engine's error response for the client; return an error if the engine failed.
         try:
             status = forward.refusal_status(relay)
         except UpstreamError as broke:
@@ -218,10 +218,9 @@ class PairAttempt(AttemptState):
         return None
 
     def _on_prefilled(self, relay: Relay) -> Event:
-        """Handle a complete prefill answer; return the event for what it contains.
-
-        Releases the prefill endpoint's capacity reservation.
-        """
+        # Handle a complete prefill answer; return the event for what it contains.
+        #
+        # Releases the prefill endpoint's capacity reservation.
         place, inbox = self.prefill_place, self.inbox
         assert place is not None
         assert inbox is not None
@@ -258,10 +257,9 @@ class PairAttempt(AttemptState):
     # Decode
 
     def _send_decode(self) -> None:
-        """Send the decode request with the handoff, which tells the engine where the KV cache is.
-
-        In a concurrent dialect, the handoff does not depend on the prefill answer.
-        """
+        # Send the decode request with the handoff, which tells the engine where the KV cache is.
+        #
+        # In a concurrent dialect, the handoff does not depend on the prefill answer.
         handover = self.handover
         if handover is None:
             result = self.dialect.decode(self.words.terms, None)
@@ -324,7 +322,6 @@ class PairAttempt(AttemptState):
     # The answer without a decoder
 
     def _answer(self) -> None:
-        """Send the prefill answer to the client as the answer to its own request."""
         assert self._finished is not None
         exchange: Exchange = (
             self.exchange
@@ -388,10 +385,9 @@ _DO: Mapping[Act, Do] = MappingProxyType(
 
 
 def _due(before: State, row: Row) -> tuple[Do, ...]:
-    """Return the actions that a row of the table requires, in order.
-
-    They include the start or the stop of the transfer timer.
-    """
+    # Return the actions that a row of the table requires, in order.
+    #
+    # They include the start or the stop of the transfer timer.
     acts = tuple(_DO[act] for act in row.acts)
     if before is row.state or State.TRANSFERRING not in (before, row.state):
         return acts

@@ -55,7 +55,7 @@ class BootstrapQuery:
     __slots__ = ("_callbacks", "_inbox", "_leg", "_over", "_relay", "_server", "_timer")
 
     def __init__(self, at: str, outbox: WriteQueue, over: Callable[[], object]) -> None:
-        """Send the query to the server `at`; at its end, `over` is called before the callbacks."""
+        # Send the query to the server `at`; at its end, `over` is called before the callbacks.
         self._over: Callable[[], object] | None = over
         self._callbacks: list[Callback] = []
         self._server = ConnectionPool(f"http://{at}", None, _PATIENCE, outbox)

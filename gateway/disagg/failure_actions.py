@@ -157,10 +157,9 @@ def free_by_decode(attempt: AttemptState) -> None:
 
 
 def _may_keep_kv(attempt: AttemptState) -> bool:
-    """Return whether the prefill engine may keep KV that only a decode engine can have freed.
-
-    If not, a decode request must not stay open either: it would wait for KV that is never sent.
-    """
+    # Return whether the prefill engine may keep KV that only a decode engine can have freed.
+    #
+    # If not, a decode request must not stay open either: it would wait for KV that is never sent.
     prefill = attempt.prefill
     return prefill is not None and prefill.sent_at is not None and not attempt.dialect.abort_frees
 
@@ -190,10 +189,9 @@ def free_elsewhere(attempt: AttemptState) -> None:
 
 
 def _release_elsewhere(attempt: AttemptState, handover: DecodeRequest) -> None:
-    """Send a release request to another decode endpoint of the group.
-
-    It generates one token, so it needs no capacity reservation.
-    """
+    # Send a release request to another decode endpoint of the group.
+    #
+    # It generates one token, so it needs no capacity reservation.
     pair = attempt.pair
     used = (pair.prefill.candidate.load, pair.decode.candidate.load)
     loads = [candidate.load for candidate in _group_of(attempt).decodes]

@@ -290,8 +290,7 @@ def _update_mean(mean_s: float | None, newest_s: float) -> float:
 
 
 def _wait_s(least_s: float, mean_s: float | None) -> float:
-    """Return the seconds to wait: twice the mean duration `mean_s`, within limits.
-
-    If no duration is known (None), return the upper limit.
-    """
+    # Return the seconds to wait: twice the mean duration `mean_s`, within limits.
+    #
+    # If no duration is known (None), return the upper limit.
     return MAX_WAIT_S if mean_s is None else min(max(least_s, 2.0 * mean_s), MAX_WAIT_S)

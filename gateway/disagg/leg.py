@@ -114,11 +114,10 @@ class Leg(EagerTask):
             self.upstream.outbox.loop.call_later(max(0.0, seconds), self.close)
 
     def _close_soon(self) -> None:
-        """Close after the callback that brings the token has ended."""
         self.upstream.outbox.loop.call_soon(self.close)
 
     def _send_on(self, connection: UpstreamConnection) -> None:
-        """Send the request on this connection; the end of the answer then calls step()."""
+        # Send the request on this connection; the end of the answer then calls step().
         self._connection = connection
         try:
             done = connection.start(self.head, self, self.relay, self._downstream)
@@ -185,7 +184,7 @@ class Leg(EagerTask):
             on_ended(self, problem)
 
     def _drop_callbacks(self) -> None:
-        """Drop the callbacks, because they refer to the attempt and form a reference cycle."""
+        # Drop the callbacks, because they refer to the attempt and form a reference cycle.
         self._on_ended = self._on_sent = self.relay.on_first_token = None
 
 

@@ -173,7 +173,6 @@ class LegRequests:
         self.terms = replace(self.terms, identity=identity)
 
     def prefill(self, place: Booking) -> tuple[bytes, bytes]:
-        """Return head and body of the prefill request, as bytes to send."""
         return self._request(place, self._context.split.dialect.prefill(self.terms), "prefill")
 
     def decode(self, place: Booking, handover: DecodeRequest | None) -> tuple[bytes, bytes]:
@@ -303,10 +302,9 @@ class LegRequests:
     def _request(
         self, place: Booking | LiveEndpoint, edits: RequestEdits, role: str
     ) -> tuple[bytes, bytes]:
-        """Return head and body of a request to an engine: the client's body with these edits.
-
-        `role` names the request in traces; "" leaves out trace headers and cache salt.
-        """
+        # Return head and body of a request to an engine: the client's body with these edits.
+        #
+        # `role` names the request in traces; "" leaves out trace headers and cache salt.
         context, endpoint = self._context, place.endpoint
         call, trace = context.call, context.exchange.trace
         served = context.route.resolve_name(endpoint)

@@ -90,8 +90,7 @@ def split_route(model: Model, policy: Policy, candidates: Sequence[Candidate]) -
 
 
 def _with_applicable_filters(splitter: Splitter, candidates: Sequence[Candidate]) -> Splitter:
-    """Return the splitter without the filters that can reject none of the endpoints."""
-
+    # Return the splitter without the filters that can reject none of the endpoints.
     def reduced(policy: Policy) -> Policy:
         return msgspec.structs.replace(policy, filters=applicable(policy.filters, candidates))
 

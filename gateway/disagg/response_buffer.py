@@ -27,7 +27,6 @@ class ResponseBuffer:
 
     @property
     def body(self) -> bytes:
-        """The part of the answer's body that has arrived."""
         answer = self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
         index = answer.find(b"\r\n\r\n")
         return answer[index + 4 :] if index >= 0 else b""

@@ -12,8 +12,6 @@ from typing import NamedTuple
 
 
 class _Word(StrEnum):
-    """Base class of the state machine's enums: text values, and members with a fast hash."""
-
     __hash__ = (
         str.__hash__
     )  # Enum's own is a Python call, and the table is looked up at every event

@@ -181,7 +181,7 @@ class Booking:
             self._unlearn()
 
     def _unlearn(self) -> None:
-        """Remove from the prefix index what the pick added: the prompt was never computed."""
+        # Remove from the prefix index what the pick added: the prompt was never computed.
         if self._fingerprint is not None:
             cached_tokens, prompt_tokens = self.entry.cached_tokens, self.request.prompt_tokens
             self._table.forget_prompt(self._fingerprint, self.live, cached_tokens, prompt_tokens)

@@ -261,11 +261,10 @@ class EndpointRegistry:
     def _usable_discovered(
         self, config: Config
     ) -> tuple[dict[str, list[EndpointSpec]], list[tuple[str, EndpointSpec]]]:
-        """Return the usable discovered endpoints by pool, and (pool, spec) of name conflicts.
-
-        Endpoints that the configuration also lists are left out. Names are unique over all pools. A
-        conflicting endpoint is added once its name is free, without a new report of its source.
-        """
+        # Return the usable discovered endpoints by pool, and (pool, spec) of name conflicts.
+        #
+        # Endpoints that the configuration also lists are left out. Names are unique over all pools.
+        # A conflicting endpoint is added once its name is free, without a new report of its source.
         used_names = {
             spec.display_name for pool in config.pools.values() for spec in pool.endpoints
         }
@@ -284,7 +283,6 @@ class EndpointRegistry:
         return usable, conflicts
 
     def _unused_slots(self) -> Iterator[int]:
-        """Yield the slots to assign: first freed ones, then new ones."""
         yield from sorted(self._free)
         yield from count(len(self.by_slot))
 
@@ -308,7 +306,6 @@ class EndpointRegistry:
         return RegistryChanges(tuple(added), tuple(removed), tuple(sorted(names)))
 
     def _report_conflicts(self, conflicts: tuple[tuple[str, EndpointSpec], ...]) -> None:
-        """Log each name conflict once for as long as it lasts."""
         before = self._reported_conflicts
         self._reported_conflicts = frozenset((pool, spec.url) for pool, spec in conflicts)
         for pool, spec in conflicts:
@@ -325,13 +322,12 @@ class EndpointRegistry:
         return slot < len(self.by_slot) and self.by_slot[slot] is live and slot not in self._free
 
     def _enter(self, live: LiveEndpoint) -> None:
-        """Put an endpoint into its slot.
-
-        One that is added again before its release keeps its state.
-
-        A new endpoint starts as ejected, so it gets requests only after a successful probe. The
-        endpoints of the first configuration are exempt.
-        """
+        # Put an endpoint into its slot.
+        #
+        # One that is added again before its release keeps its state.
+        #
+        # A new endpoint starts as ejected, so it gets requests only after a successful probe. The
+        # endpoints of the first configuration are exempt.
         slot = live.load.slot
         live.is_leaving = False
         if self._has(live):
@@ -350,7 +346,7 @@ class EndpointRegistry:
 def _with_ranks(
     pool: str, specs: Iterable[EndpointSpec]
 ) -> Iterator[tuple[Endpoint, EndpointSpec]]:
-    """Yield each endpoint with its configuration, or each of its ranks if it pins them."""
+    # Yield each endpoint with its configuration, or each of its ranks if it pins them.
     for spec in specs:
         if spec.pin_ranks:
             for rank in range(spec.layout.dp):
@@ -390,7 +386,7 @@ def to_endpoint(pool: str, spec: EndpointSpec, rank: int | None = None) -> Endpo
 
 
 def _bootstrap(spec: EndpointSpec) -> str | None:
-    """Return the bootstrap address; a bare port (":8998") is on the endpoint's own host."""
+    # Return the bootstrap address; a bare port (":8998") is on the endpoint's own host.
     if spec.bootstrap is None or not spec.bootstrap.startswith(":"):
         return spec.bootstrap
     host = urlsplit(spec.url).netloc.rpartition(":")[0]

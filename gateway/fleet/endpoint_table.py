@@ -212,7 +212,7 @@ class EndpointTable:
     def _expect(
         self, fingerprint: Fingerprint, live: LiveEndpoint, request: Request
     ) -> CacheExpectation | None:
-        """Return what the answer to a prompt must report as cached; None without KV events."""
+        # Return what the answer to a prompt must report as cached; None without KV events.
         exact, slot = self.prefixes.exact, live.load.slot
         return exact.on_sent(fingerprint, slot, request.prompt_tokens, monotonic())
 
@@ -425,11 +425,10 @@ class EndpointTable:
             self.on_ejected(live)
 
     def _update_availability(self, pool: str) -> None:
-        """Decide which endpoints of a pool may be picked, after a change of health or membership.
-
-        Each role is judged separately: a prefill endpoint cannot replace a decode endpoint. A
-        drained endpoint does not count as a replacement for any other.
-        """
+        # Decide which endpoints of a pool may be picked, after a change of health or membership.
+        #
+        # Each role is judged separately: a prefill endpoint cannot replace a decode endpoint. A
+        # drained endpoint does not count as a replacement for any other.
         by_role: dict[Role, list[LiveEndpoint]] = {}
         for candidate in self._pools.get(pool, ()):
             live = self._by_slot[candidate.load.slot]
@@ -465,7 +464,7 @@ class EndpointTable:
                 self.set_drained(live, is_drained=True)
 
     def _begin_slow_start(self, live: LiveEndpoint, now: float) -> None:
-        """Limit the endpoint's concurrency and raise the limit over time: its caches are cold."""
+        # Limit the endpoint's concurrency and raise the limit over time: its caches are cold.
         live.slow_start_at = now
         live.load.soft_cap = slow_start.soft_cap(live.endpoint.max_concurrency, 0.0, self._ramp_s)
         live.load.mark_changed()
@@ -478,10 +477,10 @@ class EndpointTable:
             live.slow_start_at = None
 
     def _on_return(self, live: LiveEndpoint, before: Health) -> None:
-        """Replace the latency model of an endpoint ejected for slowness by a healthy peer's.
-
-        What was learned while it was slow would keep latency-aware policies away from it for good.
-        """
+        # Replace the latency model of an endpoint ejected for slowness by a healthy peer's.
+        #
+        # What was learned while it was slow would keep latency-aware policies away from it for
+        # good.
         peer = self.find_peer(live)
         if before.cause is HealthEvent.SLOW and peer is not None:
             state = saved_state.belief_state(peer.load.belief)
@@ -489,7 +488,6 @@ class EndpointTable:
         live.speed.accept()
 
     def _on_speed(self, live: LiveEndpoint, verdict: SpeedVerdict, now: float) -> None:
-        """Act on a new speed verdict: limit a suspect to one request, or eject a slow endpoint."""
         name, slowness = live.endpoint.name, live.speed.slowness
         live.throttled_until = None
         if verdict is SpeedVerdict.NORMAL or slowness is None:
@@ -574,7 +572,6 @@ class EndpointTable:
 
 
 async def _assume_healthy(_: LiveEndpoint) -> bool | None:
-    """Answer True in place of a health probe, where no health checker runs."""
     return True
 
 

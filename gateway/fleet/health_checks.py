@@ -84,7 +84,7 @@ class HealthChecker:
     def __init__(
         self, config: Config, endpoints: EndpointTable, on_models_changed: Callable[[], None]
     ) -> None:
-        """Initialize; `on_models_changed` is called when an engine's list of models has changed."""
+        # Initialize; `on_models_changed` is called when an engine's list of models has changed.
         self._config = config
         self._endpoints = endpoints
         self._model_lists = ModelListNews(on_models_changed)
@@ -165,7 +165,7 @@ class HealthChecker:
             await self._session.close()
 
     async def _poll_repeatedly(self, live: LiveEndpoint, *, immediately: bool) -> None:
-        """Poll an endpoint until cancelled, with random pauses, so that polls spread over time."""
+        # Poll an endpoint until cancelled, with random pauses, so that polls spread over time.
         rng, pause = self._endpoints.rng, 0.0 if immediately else self._endpoints.rng.random()
         while True:
             await asyncio.sleep(self._poll_interval_s() * pause)
@@ -173,7 +173,6 @@ class HealthChecker:
             pause = rng.uniform(0.9, 1.1)
 
     async def _check_progress_repeatedly(self) -> None:
-        """Look for endpoints that are silent, and check those that may have stalled."""
         while True:
             await asyncio.sleep(self._config.health.progress / 10)
             now = monotonic()
@@ -194,14 +193,14 @@ class HealthChecker:
             del self._progress_checks[live]
 
     def _is_silent(self, live: LiveEndpoint, now: float) -> bool:
-        """Return whether requests wait while the engine is silent for half its permitted time."""
+        # Return whether requests wait while the engine is silent for half its permitted time.
         silence_s = live.upstream.silence_duration_s(now)
         return bool(silence_s) and silence_s >= self._endpoints.silence_limit_s(live) / 2
 
     async def _log_errors(
         self, action: Callable[[LiveEndpoint], Awaitable[None]], live: LiveEndpoint
     ) -> None:
-        """Run the action and log any exception, so that no engine's response can end a task."""
+        # Run the action and log any exception, so that no engine's response can end a task.
         try:
             await action(live)
         except Exception:
@@ -261,7 +260,7 @@ class HealthChecker:
             task.add_done_callback(lambda _: self._listings.pop(live, None))
 
     async def _poll(self, live: LiveEndpoint) -> None:
-        """Send the requests that are due to one endpoint, one after another over one connection."""
+        # Send the requests that are due to one endpoint, one after another over one connection.
         plan = self._plans.setdefault(live, PollPlan())
         plan.begin(live, self._config, len(self._plans), monotonic())
         if plan.needs_probe and live not in self._recoveries:
@@ -292,10 +291,9 @@ class HealthChecker:
         self._endpoints.on_probe(live, status)
 
     async def _check_progress(self, live: LiveEndpoint) -> None:
-        """Request one token from an endpoint that has been silent too long.
-
-        If none arrives, the endpoint is reported as stalled.
-        """
+        # Request one token from an endpoint that has been silent too long.
+        #
+        # If none arrives, the endpoint is reported as stalled.
         limit_s = self._endpoints.silence_limit_s(live)
         silence_s = live.upstream.silence_duration_s(monotonic())
         timeout_s = max(self._config.health.timeout, limit_s - silence_s)
@@ -307,10 +305,9 @@ class HealthChecker:
             self._endpoints.on_stall(live)
 
     async def _generates(self, live: LiveEndpoint, timeout_s: float) -> bool:
-        """Return whether the engine generates one token in time.
-
-        A 4xx response shows nothing about the engine, so it counts as success.
-        """
+        # Return whether the engine generates one token in time.
+        #
+        # A 4xx response shows nothing about the engine, so it counts as success.
         model = _model_of(live)
         if model is None:
             return True
@@ -326,11 +323,10 @@ class HealthChecker:
         return status < 500
 
     async def _keeps_pace(self, live: LiveEndpoint) -> bool:
-        """Return whether an endpoint that was ejected for slowness is as fast as a peer again.
-
-        The ejected endpoint is idle and the peer is not. Therefore the shortest time that a peer
-        has needed since the ejection counts.
-        """
+        # Return whether an endpoint that was ejected for slowness is as fast as a peer again.
+        #
+        # The ejected endpoint is idle and the peer is not. Therefore the shortest time that a peer
+        # has needed since the ejection counts.
         peer, slowness = self._endpoints.find_peer(live), live.speed.slowness
         if peer is None or slowness is None:
             return True
@@ -355,10 +351,9 @@ class HealthChecker:
         return True
 
     def _least_peer_s(self, live: LiveEndpoint, slowness: Slowness, peer_s: float) -> float:
-        """Return the shortest time of peers during this slow period, in seconds.
-
-        It grows with every probe, so that a single very short time does not count for ever.
-        """
+        # Return the shortest time of peers during this slow period, in seconds.
+        #
+        # It grows with every probe, so that a single very short time does not count for ever.
         last_slowness, least_s = self._peer_s.get(live, (slowness, peer_s))
         if last_slowness is slowness:
             peer_s = min(peer_s, PEER_TIME_GROWTH * least_s)
@@ -366,7 +361,7 @@ class HealthChecker:
         return peer_s
 
     async def _time(self, live: LiveEndpoint, probe: SpeedProbe) -> float | None:
-        """Return the seconds that the endpoint needs for the probe, or None if the probe fails."""
+        # Return the seconds that the endpoint needs for the probe, or None if the probe fails.
         model = _model_of(live)
         if model is None:
             return None
@@ -401,7 +396,7 @@ class HealthChecker:
             await self._list_models(live, limit_s=self._config.health.timeout)
 
     async def _list_models(self, live: LiveEndpoint, *, limit_s: float) -> None:
-        """Read which models the engine lists; without a response, the last list stays valid."""
+        # Read which models the engine lists; without a response, the last list stays valid.
         status, text = await self._get(live, "/v1/models", limit_s)
         names: tuple[str, ...] = ()
         if status == 200:
@@ -419,10 +414,9 @@ class HealthChecker:
             await self._list_apis(live, limit_s)
 
     async def _list_apis(self, live: LiveEndpoint, limit_s: float) -> None:
-        """Read the API paths that /openapi.json of the engine lists.
-
-        Without that page they stay unknown.
-        """
+        # Read the API paths that /openapi.json of the engine lists.
+        #
+        # Without that page they stay unknown.
         status, text = await self._get(live, "/openapi.json", limit_s)
         if status == 200 and (paths := api_paths(text)):
             live.api_paths = paths
@@ -431,7 +425,7 @@ class HealthChecker:
     async def _get(
         self, live: LiveEndpoint, path: str, timeout_s: float
     ) -> tuple[int | None, bytes]:
-        """Return status and body of a GET; the status is None without a response in time."""
+        # Return status and body of a GET; the status is None without a response in time.
         try:
             return await self._fetch(live, path, timeout_s, METRICS_LIMIT)
         except PROBE_ERRORS:
@@ -445,10 +439,9 @@ class HealthChecker:
         limit: int,
         json_body: object = None,
     ) -> tuple[int, bytes]:
-        """Return status and body of a POST with `json_body`, or of a GET without it.
-
-        Raises one of PROBE_ERRORS when the engine cannot be reached or does not answer in time.
-        """
+        # Return status and body of a POST with `json_body`, or of a GET without it.
+        #
+        # Raises one of PROBE_ERRORS when the engine cannot be reached or does not answer in time.
         try:
             if json_body is not None:
                 return await self._post(live, path, timeout_s, limit, json_body)
@@ -486,7 +479,7 @@ class HealthChecker:
 
 
 def _model_of(live: LiveEndpoint) -> str | None:
-    """Return a model name to use in the gateway's own requests, or None if none is known."""
+    # Return a model name to use in the gateway's own requests, or None if none is known.
     served = live.endpoint.served_model
     if served and (served in live.models or not live.models):
         return served
@@ -494,7 +487,7 @@ def _model_of(live: LiveEndpoint) -> str | None:
 
 
 def _is_unreachable(error: BaseException) -> bool:
-    """Return whether the connection failed or was lost, so that nothing listens there."""
+    # Return whether the connection failed or was lost, so that nothing listens there.
     if isinstance(error, ConnectError):
         return not is_local_error(error.os_error)
     return isinstance(error, ConnectionLostError) or (
@@ -503,10 +496,9 @@ def _is_unreachable(error: BaseException) -> bool:
 
 
 def _clear_frames(error: BaseException) -> None:
-    """Drop the tracebacks of an error and its causes, because their frames form reference cycles.
-
-    A dead engine is probed every second, and only the garbage collector would free the cycles.
-    """
+    # Drop the tracebacks of an error and its causes, because their frames form reference cycles.
+    #
+    # A dead engine is probed every second, and only the garbage collector would free the cycles.
     cause: BaseException | None = error
     while cause is not None:
         traceback.clear_frames(cause.__traceback__)

@@ -55,6 +55,5 @@ class ModelListNews:
             self._next_at = monotonic() + GAP_PER_REPORT * (monotonic() - began)
 
     def close(self) -> None:
-        """Cancel a report that is scheduled for later."""
         if self._timer is not None:
             self._timer.cancel()

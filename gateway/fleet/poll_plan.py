@@ -70,7 +70,7 @@ class PollPlan:
         return now - last >= TOLERANCE * interval_s
 
     def _shows_life(self, live: LiveEndpoint) -> bool:
-        """Return whether a healthy endpoint has sent part of an answer since the last poll."""
+        # Return whether a healthy endpoint has sent part of an answer since the last poll.
         return (
             live.health.state is HealthState.UP
             and live.load.is_proven
@@ -80,7 +80,7 @@ class PollPlan:
 
     @staticmethod
     def _scrape_interval_s(live: LiveEndpoint, config: Config) -> float:
-        """Return the maximum age of the last scrape in seconds; it is shorter under load."""
+        # Return the maximum age of the last scrape in seconds; it is shorter under load.
         interval_s = config.scrape.interval
         load = live.load
         if load.in_flight or load.unexplained_requests or load.scraped_at is None:

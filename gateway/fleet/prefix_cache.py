@@ -54,7 +54,7 @@ class PrefixCacheView:
         return fingerprint
 
     def _note_unread(self, call: Call, model: str, fingerprint: Fingerprint) -> None:
-        """Queue the prompt for learning its tokens, if an engine can report them."""
+        # Queue the prompt for learning its tokens, if an engine can report them.
         path, is_single = call.api.path, call.request.prompts == 1
         if is_single and not call.media_size.parts and can_tokenize(path, call.members):
             salt = call.salt if call.api.takes_salt else b""

@@ -115,12 +115,11 @@ def parse_scrape(text: bytes, engine: EngineKind, rank: int | None = None) -> Sc
 
 
 def _lines_of_rank(text: bytes, label: bytes) -> bytes:
-    """Return the lines that have the label of a rank."""
     return b"\n".join([line for line in text.split(b"\n") if label in line])
 
 
 def _values(text: bytes, name: bytes) -> Iterator[float]:
-    """Yield the samples of one metric, but not of metrics whose name only starts with its name."""
+    # Yield the samples of one metric, but not of metrics whose name only starts with its name.
     start = text.find(name)
     while start >= 0:
         end = text.find(b"\n", start)
@@ -137,10 +136,9 @@ def _values(text: bytes, name: bytes) -> Iterator[float]:
 
 
 def _kv_tokens(text: bytes, names: MetricNames) -> int | None:
-    """Return the sum of the KV capacity of all ranks in tokens, or None if it is not reported.
-
-    It is read from the labels of an info metric, or from two gauges.
-    """
+    # Return the sum of the KV capacity of all ranks in tokens, or None if it is not reported.
+    #
+    # It is read from the labels of an info metric, or from two gauges.
     if not names.config:
         sizes, counts = list(_values(text, names.block_tokens)), list(_values(text, names.blocks))
         return int(sizes[0] * sum(counts)) if sizes and counts else None

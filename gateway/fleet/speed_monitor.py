@@ -32,12 +32,10 @@ COHORTS_AT_ONCE = 4
 
 
 class _Cohort:
-    """Endpoints of one pool that are reviewed together; a large pool has several cohorts.
-
-    index       number of the cohort in its pool
-    events      events of each endpoint's streams so far, at the last review
-    is_partial  the pool has other cohorts
-    """
+    # Endpoints of one pool that are reviewed together; a large pool has several cohorts.
+    #
+    # index number of the cohort in its pool events events of each endpoint's streams so far, at the
+    # last review is_partial the pool has other cohorts
 
     __slots__ = ("events", "index", "is_partial", "lives", "pool", "reviewed_at")
 
@@ -49,7 +47,7 @@ class _Cohort:
         self.events: dict[LiveEndpoint, dict[Relay, int]] = {}
 
     def sample_streams(self, elapsed_s: float, now: float) -> None:
-        """Record the pace of all streams since the last review, `elapsed_s` seconds ago."""
+        # Record the pace of all streams since the last review, `elapsed_s` seconds ago.
         before, self.events, self.reviewed_at = self.events, {}, now
         for live in self.lives:
             counts = sample_stream_pace(live, before.get(live, {}), elapsed_s, now)
@@ -94,7 +92,7 @@ class SpeedMonitor:
     def _follow(
         self, pools: Mapping[str, Sequence[Candidate]], by_slot: Sequence[LiveEndpoint]
     ) -> None:
-        """Form new cohorts (groups of endpoints to compare) after the endpoints have changed."""
+        # Form new cohorts (groups of endpoints to compare) after the endpoints have changed.
         if pools is self._pools:
             return
         self._pools, before = pools, {(part.pool, part.index): part for part in self._cohorts}
@@ -110,10 +108,9 @@ class SpeedMonitor:
                 self._cohorts.append(cohort)
 
     def _review(self, cohort: _Cohort, now: float) -> Iterator[tuple[LiveEndpoint, SpeedVerdict]]:
-        """Review one cohort; yield the endpoints whose verdict has changed.
-
-        Endpoints out of rotation are neither judged nor compared with.
-        """
+        # Review one cohort; yield the endpoints whose verdict has changed.
+        #
+        # Endpoints out of rotation are neither judged nor compared with.
         rated = [live for live in cohort.lives if _is_rated(live)]
         before = [live.speed.verdict for live in rated]
         members = [_member(live) for live in rated]
@@ -152,7 +149,6 @@ class SpeedMonitor:
         return late, doubtful
 
     def _take_turn(self) -> Sequence[_Cohort]:
-        """Return the cohorts (groups of endpoints) to look at now: all, or the next few in turn."""
         cohorts = self._cohorts
         if len(cohorts) <= COHORTS_AT_ONCE:
             return cohorts
@@ -185,21 +181,18 @@ class SpeedMonitor:
 
 
 def _work(request: Request, tokens: int) -> tuple[Measure, int]:
-    """Return what a request's first byte waits for, and how many tokens that takes.
-
-    A stream waits for the prompts only; a plain answer of several tokens waits for all of them.
-    """
+    # Return what a request's first byte waits for, and how many tokens that takes.
+    #
+    # A stream waits for the prompts only; a plain answer of several tokens waits for all of them.
     is_streamed = request.stream or request.output_tokens == 1
     return (Measure.TTFT, tokens) if is_streamed else (Measure.ANSWER, request.output_tokens)
 
 
 def _is_rated(live: LiveEndpoint) -> bool:
-    """Return whether the endpoint is in rotation and is therefore compared with its peers."""
     return live.health.state in IN_ROTATION and not live.is_drained
 
 
 def _has_waited(live: LiveEndpoint, now: float) -> bool:
-    """Return whether the current prefill step is old enough to be checked for a stall."""
     return live.speed.waiting > 0 and now - live.speed.since >= stall.LEAST_LATE_S
 
 

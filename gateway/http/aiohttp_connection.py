@@ -231,11 +231,10 @@ class AiohttpConnection(ClientConnection, RequestHandler):
             self._enter(Phase.HEAD)
 
     def _parse(self) -> None:
-        """Feed buffered bytes to the parser, up to the end of one request.
-
-        The next request stays buffered until this one is served. A chunked body is parsed in slices
-        of CHUNKED_SLICE bytes, each in a loop iteration of its own.
-        """
+        # Feed buffered bytes to the parser, up to the end of one request.
+        #
+        # The next request stays buffered until this one is served. A chunked body is parsed in
+        # slices of CHUNKED_SLICE bytes, each in a loop iteration of its own.
         while self._offset < len(self._unread) and self._may_parse():
             size = CHUNKED_SLICE if self._is_chunked else PARSER_SLICE
             piece = self._unread[self._offset : self._offset + size]
@@ -258,7 +257,6 @@ class AiohttpConnection(ClientConnection, RequestHandler):
         return self._in_body() or not (self._messages or self._request_in_progress)
 
     def _in_body(self) -> bool:
-        """Return whether the next received bytes belong to the body of a request."""
         return self._newest_body is not None and not self._newest_body.is_eof()
 
     def _feed(self, piece: bytes) -> None:
@@ -274,10 +272,9 @@ class AiohttpConnection(ClientConnection, RequestHandler):
                 self._refuse_head(head_errors.head_too_long(MAX_HEAD_BYTES))
 
     def _count_unread(self) -> None:
-        """Report the unread bytes to the budget that all connections share.
-
-        Reading is paused while more than MAX_UNREAD bytes wait for the parser.
-        """
+        # Report the unread bytes to the budget that all connections share.
+        #
+        # Reading is paused while more than MAX_UNREAD bytes wait for the parser.
         waiting = len(self._unread) - self._offset
         if self._buffer_paused is not (waiting > MAX_UNREAD) and not self._must_close:
             self._kernel_bytes = self._receive_buffer_size() if waiting > MAX_UNREAD else 0
@@ -312,7 +309,6 @@ class AiohttpConnection(ClientConnection, RequestHandler):
             self._refuse_head(unread_budget_error())
 
     def _refuse_head(self, error: GatewayError) -> None:
-        """Send `error` for a request whose head will not be read completely, and close."""
         self._must_close = True
         self._unread, self._offset, self._head_bytes, self._parser = b"", 0, 0, None
         self.send_error(error, new_request_id())
@@ -362,7 +358,7 @@ class AiohttpConnection(ClientConnection, RequestHandler):
             self._waiter = None
 
     async def _serve_one(self, message: Any, payload: StreamReader) -> bool:
-        """Serve one request; return False if the connection must close afterwards."""
+        # Serve one request; return False if the connection must close afterwards.
         if not isinstance(message, RawRequestMessage):
             self._refuse_unparsed(message.exc)
             return False
@@ -400,7 +396,7 @@ class AiohttpConnection(ClientConnection, RequestHandler):
         return not (self._must_close or message.should_close or self.is_http_1_0)
 
     async def _serve_with_aiohttp(self, message: RawRequestMessage, payload: StreamReader) -> bool:
-        """Serve a request with aiohttp's application; return whether the connection stays open."""
+        # Serve a request with aiohttp's application; return whether the connection stays open.
         if message.headers.get("Expect", CONTINUE).lower() != CONTINUE:
             self.send_error(head_errors.expectation_failed(), new_request_id())
             return False
@@ -534,11 +530,11 @@ class AiohttpConnection(ClientConnection, RequestHandler):
             self._release_buffers()
 
     def _release_buffers(self) -> None:
-        """Free the bytes of requests that will not be served.
-
-        A closing connection may stay for a while to discard input, and reference cycles in aiohttp
-        keep a lost one alive. Without this call the bytes would stay in memory for as long.
-        """
+        # Free the bytes of requests that will not be served.
+        #
+        # A closing connection may stay for a while to discard input, and reference cycles in
+        # aiohttp keep a lost one alive. Without this call the bytes would stay in memory for as
+        # long.
         body, self._newest_body = self._newest_body, None
         if body is not None and body.exception() is None:
             body.read_nowait()

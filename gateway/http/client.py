@@ -64,9 +64,7 @@ class Client(Downstream, Protocol):
         """Send a complete error response in the format of the client's API (`shape`)."""
         ...
 
-    def send_response(self, status: int, body: bytes, headers: list[tuple[str, str]]) -> None:
-        """Send a complete response with a JSON body and these further headers."""
-        ...
+    def send_response(self, status: int, body: bytes, headers: list[tuple[str, str]]) -> None: ...
 
     def close_after_write(self) -> None:
         """Close the connection once the bytes written so far have been sent."""

@@ -40,9 +40,7 @@ class ByteBudget(Protocol):
         """
         ...
 
-    def release_body(self, body_bytes: int) -> None:
-        """Return this many bytes, which were reserved, to the budget."""
-        ...
+    def release_body(self, body_bytes: int) -> None: ...
 
 
 class CountedConnection(Protocol):
@@ -178,7 +176,7 @@ class ClientConnections:
             self._drop(next(iter(self._unread)))
 
     def _release(self, connection: CountedConnection) -> None:
-        """Set a connection's unread bytes to 0 and return them to the budget."""
+        # Set a connection's unread bytes to 0 and return them to the budget.
         unread = self._unread.pop(connection, 0)
         self.unread_bytes -= unread
         self._budget.release_body(unread)

@@ -105,7 +105,7 @@ class ClientConnection(ABC):
     def _init_connection(
         self, serve: Serve, connections: ClientConnections, limits: Limits, outbox: WriteQueue
     ) -> None:
-        """Initialize the shared fields; `connections` has all client connections of the process."""
+        # Initialize the shared fields; `connections` has all client connections of the process.
         self._serve = serve
         self._connections = connections
         self._limits = limits
@@ -129,7 +129,6 @@ class ClientConnection(ABC):
 
     @property
     def _should_close(self) -> bool:
-        """Whether the client has asked to close the connection after this response."""
         return False
 
     # Responses
@@ -148,7 +147,6 @@ class ClientConnection(ABC):
         self.send_response(error.status, shape.body(error, request_id), headers)
 
     def send_response(self, status: int, body: bytes, headers: list[tuple[str, str]]) -> None:
-        """Send a complete response with a JSON body and these further headers."""
         if self._has_unread_body or self.is_http_1_0:
             self._must_close = True
         lines = "".join(f"{name}: {value}\r\n" for name, value in headers)
@@ -220,7 +218,7 @@ class ClientConnection(ABC):
             self.abort()
 
     def _expiry(self, now: float) -> Expiry | None:
-        """Return how to end the connection at time `now`, or None while no deadline has passed."""
+        # Return how to end the connection at time `now`, or None while no deadline has passed.
         limits, phase, age_s = self._limits, self.phase, now - self.phase_since
         if self.paused_at is not None:
             expiry = reader_expiry(now - self.paused_at, limits)
@@ -238,7 +236,6 @@ class ClientConnection(ABC):
 
     @property
     def _is_not_reading(self) -> bool:
-        """Whether reading is paused, so the event loop cannot notice a disconnect of the client."""
         return self._reading_paused
 
     @abstractmethod
@@ -247,11 +244,11 @@ class ClientConnection(ABC):
 
     @property
     def _has_hung_up(self) -> bool:
-        """Whether the client has closed its side while bytes that it sent are still unread."""
+        # Whether the client has closed its side while bytes that it sent are still unread.
         return self._polls(_POLLRDHUP)
 
     def _polls(self, events: int) -> bool:
-        """Return whether one of the poll(2) `events`, or an error, is pending on the socket."""
+        # Return whether one of the poll(2) `events`, or an error, is pending on the socket.
         sock = self._socket
         if sock is None:
             return False
@@ -261,19 +258,18 @@ class ClientConnection(ABC):
 
     @property
     def _socket(self) -> socket.socket | None:
-        """The transport's socket, or None if the transport is closed."""
         if self.transport is None:
             return None
         sock: socket.socket | None = self.transport.get_extra_info("socket")
         return None if sock is None or sock.fileno() < 0 else sock
 
     def _receive_buffer_size(self) -> int:
-        """Return how many bytes the kernel may buffer while the connection is not read."""
+        # Return how many bytes the kernel may buffer while the connection is not read.
         sock = self._socket
         return 0 if sock is None else sock.getsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF)
 
     def _shrink_receive_buffer(self) -> None:
-        """Reduce the kernel's receive buffer to its minimum, because nothing more will be read."""
+        # Reduce the kernel's receive buffer to its minimum, because nothing more will be read.
         sock = self._socket
         if sock is not None:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, MIN_RECEIVE_BUFFER)
@@ -310,7 +306,7 @@ class ClientConnection(ABC):
             self.transport.abort()
 
     def _linger(self) -> None:
-        """Half-close and discard input, so that a client that still sends can read the response."""
+        # Half-close and discard input, so that a client that still sends can read the response.
         transport = self.transport
         if transport is not None:
             self._outbox.flush()

@@ -42,7 +42,6 @@ class EagerFuture(asyncio.Future[None]):
 
 
 def new_future(loop: asyncio.AbstractEventLoop) -> EagerFuture:
-    """Return a new EagerFuture that is not yet resolved."""
     future = EagerFuture(loop=loop)
     future.waiter = None
     return future
@@ -100,11 +99,10 @@ class EagerTask:
 
 
 class _Remainder(Coroutine[Any, Any, None]):
-    """The rest of a coroutine that ran eagerly and now continues in a Task, awaiting `awaited`.
-
-    It is not a generator, because a Task may be cancelled before its first step, and an unstarted
-    generator does not pass that exception on to the code inside it.
-    """
+    # The rest of a coroutine that ran eagerly and now continues in a Task, awaiting `awaited`.
+    #
+    # It is not a generator, because a Task may be cancelled before its first step, and an unstarted
+    # generator does not pass that exception on to the code inside it.
 
     __slots__ = ("_awaited", "_coroutine", "_is_started")
 
@@ -140,11 +138,10 @@ class _Remainder(Coroutine[Any, Any, None]):
 
 @coroutine
 def _become_task() -> Generator[None, None, None]:
-    """Turn the running EagerTask into a Task, by yielding once to the event loop.
-
-    asyncio.current_task() cannot decide whether this is needed, since another Task may have called
-    step().
-    """
+    # Turn the running EagerTask into a Task, by yielding once to the event loop.
+    #
+    # asyncio.current_task() cannot decide whether this is needed, since another Task may have
+    # called step().
     yield
 
 

@@ -90,7 +90,7 @@ class FastConnection(ClientConnection, asyncio.Protocol):
         outbox: WriteQueue,
         new_fallback: Callable[[], AiohttpConnection],
     ) -> None:
-        """Initialize; `new_fallback` creates the AiohttpConnection that serves other requests."""
+        # Initialize; `new_fallback` creates the AiohttpConnection that serves other requests.
         self._init_connection(serve, connections, limits, outbox)
         self._new_fallback = new_fallback
         self._head: RequestHead | None = None
@@ -202,7 +202,7 @@ class FastConnection(ClientConnection, asyncio.Protocol):
     # From one request to the next
 
     def _serve_first(self) -> None:
-        """Serve the first buffered request once its head is complete; its body may arrive later."""
+        # Serve the first buffered request once its head is complete; its body may arrive later.
         data, offset, head = self._unread, self._offset, self._head
         extent = None if head is None else head.body_span(data, offset)
         if head is None or extent is None:
@@ -221,7 +221,7 @@ class FastConnection(ClientConnection, asyncio.Protocol):
         self._count_unread()
 
     def _serve_next(self) -> None:
-        """Serve the next pipelined request, unless the client is behind with reading responses."""
+        # Serve the next pipelined request, unless the client is behind with reading responses.
         self._is_turn_due = False
         if (
             self.phase is SERVING
@@ -233,16 +233,15 @@ class FastConnection(ClientConnection, asyncio.Protocol):
             self._serve_first()
 
     def _buffer_unread(self, data: bytes) -> None:
-        """Buffer bytes of later requests that arrive while a request is being served."""
+        # Buffer bytes of later requests that arrive while a request is being served.
         if not self._must_close:  # otherwise none of those requests will be served
             self._unread, self._offset = self._unread[self._offset :] + data, 0
             self._count_unread()
 
     def _count_unread(self) -> None:
-        """Report the unread bytes to the budget that all connections share.
-
-        Reading is paused while more than MAX_UNREAD bytes are buffered.
-        """
+        # Report the unread bytes to the budget that all connections share.
+        #
+        # Reading is paused while more than MAX_UNREAD bytes are buffered.
         unread = len(self._unread) - self._offset
         if not unread and not self._unread_counted:
             return
@@ -284,10 +283,9 @@ class FastConnection(ClientConnection, asyncio.Protocol):
             self._close_gracefully()
 
     def _keep_or_switch(self, data: bytes) -> None:
-        """Keep a partial request head for the next read; switch to aiohttp for any other request.
-
-        An HTTP/2 connection preface is refused, because it is no request of HTTP/1.1.
-        """
+        # Keep a partial request head for the next read; switch to aiohttp for any other request.
+        #
+        # An HTTP/2 connection preface is refused, because it is no request of HTTP/1.1.
         if self.transport is None or self.phase is CLOSING:
             return
         if not self.headers and data.startswith(PREFACE):
@@ -312,7 +310,7 @@ class FastConnection(ClientConnection, asyncio.Protocol):
         task.step()
 
     def _on_served(self) -> None:
-        """Continue after a response: close the connection, or wait for the next request."""
+        # Continue after a response: close the connection, or wait for the next request.
         self._task = None
         if self.transport is None:
             return
@@ -323,7 +321,6 @@ class FastConnection(ClientConnection, asyncio.Protocol):
             self._await_next_request()
 
     def _await_next_request(self) -> None:
-        """Become idle, or schedule the next pipelined request behind other connections' work."""
         if self.is_draining:
             self.will_close = self._must_close = True
         if not self._unread:
@@ -335,7 +332,6 @@ class FastConnection(ClientConnection, asyncio.Protocol):
             self._outbox.loop.call_soon(self._serve_next)
 
     def _switch_to_aiohttp(self, transport: asyncio.Transport, data: bytes) -> None:
-        """Pass the transport and the unserved bytes `data` to a new AiohttpConnection."""
         self.transport = None
         self._unread, self._offset, self._unread_counted, self._head = b"", 0, 0, None
         fallback = self._new_fallback()

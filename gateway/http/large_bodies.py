@@ -50,7 +50,7 @@ class LargeBodies:
         asyncio.get_running_loop().call_soon(self._note_cost, client, thread_time())
 
     async def _wait_for_pause(self, client: str) -> None:
-        """Wait until the pause of `client` is over; its bodies wait for that one after another."""
+        # Wait until the pause of `client` is over; its bodies wait for that one after another.
         lock = self._waiting.setdefault(client, asyncio.Lock())
         async with lock:
             remaining_s = self._paused_until.get(client, 0.0) - monotonic()
@@ -65,10 +65,9 @@ class LargeBodies:
             del self._waiting[client]
 
     def _note_cost(self, client: str, cpu_before_s: float) -> None:
-        """Pause the client if its body took longer than QUICK_S of CPU time to parse.
-
-        `cpu_before_s` is the thread's CPU time before the body was parsed.
-        """
+        # Pause the client if its body took longer than QUICK_S of CPU time to parse.
+        #
+        # `cpu_before_s` is the thread's CPU time before the body was parsed.
         cpu_s = thread_time() - cpu_before_s
         if cpu_s > QUICK_S:
             if len(self._paused_until) >= MAX_CLIENTS:

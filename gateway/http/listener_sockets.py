@@ -111,10 +111,9 @@ def sockets_from_systemd(env: MutableMapping[str, str]) -> SocketsByName:
 
 
 def _adopt(fd: int) -> socket.socket:
-    """Return an inherited file descriptor as a socket.
-
-    Raises ActivationError unless it is a listening TCP socket.
-    """
+    # Return an inherited file descriptor as a socket.
+    #
+    # Raises ActivationError unless it is a listening TCP socket.
     os.set_inheritable(fd, False)
     try:
         listener = socket.socket(fileno=fd)

@@ -131,7 +131,7 @@ def _cors_middleware(cors: CorsRule | None) -> Middleware:
 
 @web.middleware
 async def _openai_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Convert GatewayError and aiohttp's own 404 and 405 to error responses of the client's API."""
+    # Convert GatewayError and aiohttp's own 404 and 405 to error responses of the client's API.
     try:
         return await handler(request)
     except GatewayError as error:
@@ -153,7 +153,7 @@ def _method_not_allowed(request: web.Request, allowed: list[str]) -> GatewayErro
 
 
 def _error(request: web.Request, error: GatewayError) -> web.Response:
-    """Return the response for an error, in the format of the client's API (OpenAI or Anthropic)."""
+    # Return the response for an error, in the format of the client's API (OpenAI or Anthropic).
     request_id = new_request_id()
     api = API_PATHS.get(request.rel_url.raw_path)
     shape = OPENAI if api is None else api.errors

@@ -33,8 +33,6 @@ class ConnectionLostError(Exception):
 
 
 class _PollConnection(asyncio.Protocol):
-    """A connection that carries one request at a time."""
-
     __slots__ = ("_response", "_waiter", "idle_since", "transport")
 
     def __init__(self) -> None:
@@ -44,11 +42,10 @@ class _PollConnection(asyncio.Protocol):
         self._waiter: asyncio.Future[None] | None = None
 
     async def exchange(self, request: bytes, response: ShortResponse) -> None:
-        """Send a request and wait until `response` is complete.
-
-        Raises ConnectionLostError or FramingError. The connection is closed if the exchange fails
-        or the caller is cancelled.
-        """
+        # Send a request and wait until `response` is complete.
+        #
+        # Raises ConnectionLostError or FramingError. The connection is closed if the exchange fails
+        # or the caller is cancelled.
         transport = self.transport
         if transport is None or transport.is_closing():
             raise ConnectionLostError("closed while idle")
@@ -144,7 +141,6 @@ class PollClient:
         return await self._send(self._request("POST", path, fields) + body, timeout_s, limit)
 
     def _request(self, method: str, path: str, fields: str) -> bytes:
-        """Return the head of a request."""
         key = "".join(f"{name}: {value}\r\n" for name, value in self._key_header.items())
         return f"{method} {self._path}{path}{self._head}{key}{fields}\r\n".encode()
 
@@ -172,7 +168,7 @@ class PollClient:
         return response.status, bytes(response.body)
 
     def _take_idle(self) -> _PollConnection | None:
-        """Take the most recently used idle connection; return None if all were idle too long."""
+        # Take the most recently used idle connection; return None if all were idle too long.
         while self._idle:
             connection = self._idle.pop()
             if connection.transport is not None and monotonic() - connection.idle_since < IDLE_S:
@@ -196,7 +192,6 @@ class PollClient:
         return connection
 
     def close(self) -> None:
-        """Close the idle connections of this client."""
         for connection in self._idle:
             connection.close()
         self._idle.clear()

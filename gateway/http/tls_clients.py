@@ -36,11 +36,10 @@ class ClientContexts:
         )
 
     def _context(self, settings: tls.ClientSettings) -> ssl.SSLContext:
-        """Return the SSLContext for `settings`, rebuilt if one of its files has changed.
-
-        If a file cannot be used, the previous context stays in force. Without a previous one, the
-        returned context trusts no server.
-        """
+        # Return the SSLContext for `settings`, rebuilt if one of its files has changed.
+        #
+        # If a file cannot be used, the previous context stays in force. Without a previous one, the
+        # returned context trusts no server.
         stamp = tls.files_stamp(settings)
         last = self._cache.get(settings)
         if last is not None and last[0] == stamp:

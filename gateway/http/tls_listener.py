@@ -155,7 +155,7 @@ class TlsListeners:
     def __init__(
         self, metrics: RuntimeGauges, connections: ClientConnections, limits: Callable[[], Limits]
     ) -> None:
-        """Initialize without listeners; `limits` returns the limits currently in force."""
+        # Initialize without listeners; `limits` returns the limits currently in force.
         self._metrics = metrics
         self._connections = connections
         self._limits = limits
@@ -257,5 +257,4 @@ class Handshake(asyncio.Protocol):
 
 
 def _not_after(settings: tls.ServerSettings) -> float:
-    """Return the Unix time at which the first of the configured certificates expires."""
     return min(tls.certificate_validity(pair).not_after for pair in settings.key_pairs)

@@ -272,13 +272,12 @@ class UpstreamConnection:
             self._finish(None)
 
     def _delay_acks(self) -> None:
-        """Let the kernel acknowledge two chunks of a stream with one packet.
-
-        Linux acknowledges each chunk at once (quick-ack mode) on a connection that only receives,
-        which costs CPU on both sides. With TCP_QUICKACK off, it waits for a second chunk or 40 ms.
-        A silence of 40 ms re-enters quick-ack mode, as before every first token, so this is done
-        once per stream. An engine that leaves Nagle's algorithm on waits 40 ms too, once.
-        """
+        # Let the kernel acknowledge two chunks of a stream with one packet.
+        #
+        # Linux acknowledges each chunk at once (quick-ack mode) on a connection that only receives,
+        # which costs CPU on both sides. With TCP_QUICKACK off, it waits for a second chunk or 40
+        # ms. A silence of 40 ms re-enters quick-ack mode, as before every first token, so this is
+        # done once per stream. An engine that leaves Nagle's algorithm on waits 40 ms too, once.
         self._acks_each_chunk = False
         if QUICKACK is not None and self.is_open and self.transport is not None:
             with suppress(OSError):  # the kernel lacks the option: keep acknowledging each chunk
@@ -317,11 +316,10 @@ class UpstreamConnection:
         self._finish(UpstreamError("reset", message))
 
     def _finish(self, error: UpstreamError | None, *, later: bool = False) -> None:
-        """End the response; return the connection to the pool if it is reusable, else close it.
-
-        The waiting caller resumes inside this call, or in a later loop iteration if `later` is
-        true. Callers that must first complete their own work pass `later`.
-        """
+        # End the response; return the connection to the pool if it is reusable, else close it.
+        #
+        # The waiting caller resumes inside this call, or in a later loop iteration if `later` is
+        # true. Callers that must first complete their own work pass `later`.
         relay, done = self._relay, self._done
         if done is None:
             return
@@ -462,10 +460,9 @@ class ConnectionPool:
         return None
 
     async def _reconnect(self) -> UpstreamConnection:
-        """Open a connection for a request that was already sent on a connection that was lost.
-
-        A raised UpstreamError has `was_sent` set.
-        """
+        # Open a connection for a request that was already sent on a connection that was lost.
+        #
+        # A raised UpstreamError has `was_sent` set.
         try:
             return await self.connect()
         except UpstreamError as error:
@@ -518,7 +515,6 @@ class ConnectionPool:
         self._idle.append(connection)
 
     def discard(self, connection: UpstreamConnection) -> None:
-        """Remove a closed connection from the pool."""
         self.connections.discard(connection)
         if connection in self._idle:
             self._idle.remove(connection)

@@ -82,7 +82,6 @@ def _prepare_special(
     on_first: Callable[[], None],
     served: str,
 ) -> tuple[bytes, Call, Relay]:
-    """Build an attempt whose body is a form, or whose stream has named events."""
     api, asked, name = body.api, body.requested_model, booking.endpoint.name
     headers, gaps = response_headers(exchange, client, name), exchange.gaps
     rewriter = ModelNameRewriter(served, asked) if served != asked else None
@@ -101,7 +100,6 @@ def _prepare_special(
 
 
 def _with_response_id(exchange: Exchange, body: Call, endpoint: str, model: str) -> Call:
-    """Return the call with a response id, by which later requests find this endpoint."""
     assert exchange.response_ids is not None
     previous = "" if exchange.stored_at is None else exchange.stored_at.response_id
     name = exchange.response_ids.new(exchange.tenant, endpoint, model, previous)
@@ -109,7 +107,6 @@ def _with_response_id(exchange: Exchange, body: Call, endpoint: str, model: str)
 
 
 def _accepted_members(api: Api, engine: EngineKind) -> frozenset[str] | None:
-    """Return the body members that the engine accepts for this API, or None if it accepts all."""
     if api is not CHAT and api is not COMPLETIONS:
         return None
     return known_members(engine, chat=api is CHAT)

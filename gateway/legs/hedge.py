@@ -140,7 +140,6 @@ class Race:
     # Which attempt serves the request
 
     def _try_win(self) -> bool:
-        """Return whether the second attempt, which has received a byte, serves the request."""
         exchange = self._exchange
         if self.is_won or self.is_over:
             return self.is_won
@@ -164,12 +163,10 @@ class Race:
         self._client.set_source(self._source)
 
     def _on_first_token(self) -> None:
-        """Handle the first token of the second attempt, which then usually serves the request."""
         if self._try_win():
             self._exchange.on_first_token()
 
     def _lose(self) -> None:
-        """Handle the first token of the first attempt, which then serves the request."""
         self.close()
         self._exchange.on_first_token()
 
@@ -184,7 +181,7 @@ class Race:
         self.booking.__exit__()
 
     def _on_task_done(self, task: asyncio.Task[None]) -> None:
-        """End the race when the second attempt ends without having won; the first one continues."""
+        # End the race when the second attempt ends without having won; the first one continues.
         error = None if task.cancelled() else task.exception()
         if self.is_won or self.is_over:
             return
@@ -252,7 +249,7 @@ class Hedger:
         accounts: Accounting,
         share: float,
     ) -> None:
-        """Initialize; `share` is the maximum ratio of hedges to all requests (0 to 1)."""
+        # Initialize; `share` is the maximum ratio of hedges to all requests (0 to 1).
         self._endpoints, self._gate, self._accounts = endpoints, gate, accounts
         self.waiting: dict[Exchange, HedgedRequest] = {}
         self.retrying: list[Exchange] = []
@@ -293,14 +290,13 @@ class Hedger:
                 self._consider(request, now, share > 0)
 
     def _return_turns(self) -> None:
-        """Release the turns of the retry budget of requests whose answers have begun."""
         for exchange in self.retrying:
             if exchange.is_committed:
                 exchange.give_back_retry_turn(self._gate)
         self.retrying = [exchange for exchange in self.retrying if exchange.holds_retry_turn]
 
     def _consider(self, entry: HedgedRequest, now: float, is_hedging: bool) -> None:
-        """Hedge or move one request if it is late and another endpoint is expected to be sooner."""
+        # Hedge or move one request if it is late and another endpoint is expected to be sooner.
         exchange, client, route = entry.exchange, entry.client, entry.route
         booking, relay = exchange.booking, exchange.relay
         if booking is None or relay is None or exchange.sent_at is None:
@@ -357,11 +353,10 @@ class Hedger:
             raise
 
     def _find_soonest(self, exchange: Exchange, booking: Booking) -> tuple[Candidate, float] | None:
-        """Return the endpoint that is expected to answer soonest, and in how many seconds.
-
-        Candidates are the endpoints that the policy considered for the first attempt. The result is
-        None if there is no other.
-        """
+        # Return the endpoint that is expected to answer soonest, and in how many seconds.
+        #
+        # Candidates are the endpoints that the policy considered for the first attempt. The result
+        # is None if there is no other.
         assert exchange.call is not None
         request = exchange.call.request
         cached = () if exchange.first_ask is None else exchange.first_ask.cached_by_slot

@@ -48,7 +48,6 @@ def content_type(*, exemplars: bool) -> str:
 
 
 def render_page(readings: Iterable[FamilyReading], *, exemplars: bool) -> bytes:
-    """Return a whole metrics page with the values of these metric families."""
     families = b"".join(render_family(reading, exemplars=exemplars) for reading in readings)
     return families + page_end(exemplars=exemplars)
 
@@ -81,7 +80,7 @@ def render_family_in_parts(reading: FamilyReading, *, exemplars: bool) -> Iterat
 
 
 class _SingleFamily(Collector):
-    """A collector of one family, since prometheus-client renders only collectors."""
+    # A collector of one family, since prometheus-client renders only collectors.
 
     def __init__(self, metric: Metric) -> None:
         self._metric = metric
@@ -106,10 +105,9 @@ def _metric(reading: FamilyReading, *, exemplars: bool) -> Metric:
 def _cumulative(
     spec: FamilySpec, buckets: HistogramValue, *, exemplars: bool
 ) -> list[tuple[str, float] | tuple[str, float, Exemplar]]:
-    """Return (upper bound, number of observations up to it) of each bucket; the last bound is +Inf.
-
-    With exemplars, a bucket's newest request is added if it is known.
-    """
+    # Return (upper bound, number of observations up to it) of each bucket; the last bound is +Inf.
+    #
+    # With exemplars, a bucket's newest request is added if it is known.
     total = 0
     rows: list[tuple[str, float] | tuple[str, float, Exemplar]] = []
     bounds = (*map(repr, spec.buckets), "+Inf")

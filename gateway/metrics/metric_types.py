@@ -128,7 +128,6 @@ class Counter:
         self.value += amount
 
     def read(self) -> float:
-        """Return the present value, for a scrape."""
         return self.value
 
 
@@ -324,7 +323,6 @@ class MetricRegistry:
         self.families: list[AnyFamily] = []
 
     def section(self, row: str, owner: str) -> FamilyFactory:
-        """Return a factory for the families that `owner`, a module path, updates."""
         return FamilyFactory(self.families, row, owner)
 
     def collect(
@@ -343,7 +341,7 @@ class MetricRegistry:
 
 
 def _with_pools(spec: FamilySpec, values: SeriesValues, pools: PoolByLabel) -> SeriesValues:
-    """Add a pool label to each series; its value is "" for a series that belongs to no pool."""
+    # Add a pool label to each series; its value is "" for a series that belongs to no pool.
     names = [label.name for label in spec.labels]
     index = names.index(spec.pool_label or "")
     return {

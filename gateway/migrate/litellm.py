@@ -99,7 +99,7 @@ def _deployment(
 
 
 def _extra(parameters: Mapping[str, Any], item: str, draft: Draft) -> dict[str, object]:
-    """Return the endpoint's key and concurrency limit; add a note for every other parameter."""
+    # Return the endpoint's key and concurrency limit; add a note for every other parameter.
     extra: dict[str, object] = {}
     for key, value in parameters.items():
         if key in ("model", "api_base", "base_url", "custom_llm_provider"):
@@ -117,7 +117,6 @@ def _extra(parameters: Mapping[str, Any], item: str, draft: Draft) -> dict[str, 
 
 
 def _pools(deployments: list[Deployment], draft: Draft) -> None:
-    """Set a model for each group of deployments, and a pool for each distinct set of engines."""
     groups: dict[str, list[Deployment]] = {}
     for deployment in deployments:
         groups.setdefault(deployment.group, []).append(deployment)
@@ -144,7 +143,7 @@ def _pools(deployments: list[Deployment], draft: Draft) -> None:
 def _endpoints(
     name: str, members: list[Deployment], taken: set[str], draft: Draft
 ) -> list[dict[str, object]]:
-    """Return the endpoints of a group, without those that another pool or group member has."""
+    # Return the endpoints of a group, without those that another pool or group member has.
     served = {member.served for member in members}
     endpoints = []
     for member in members:

@@ -121,10 +121,9 @@ def _plugins(config: Mapping[str, Any]) -> dict[str, Plugin]:
 def _profiles(
     config: Mapping[str, Any], plugins: Mapping[str, Plugin]
 ) -> dict[str, dict[str, float]]:
-    """Return the weight of each plugin, by profile and plugin name.
-
-    Without profiles, return one profile that has all plugins.
-    """
+    # Return the weight of each plugin, by profile and plugin name.
+    #
+    # Without profiles, return one profile that has all plugins.
     entries = config.get("schedulingProfiles")
     if not isinstance(entries, list) or not entries:
         return {"default": dict.fromkeys(plugins, 1.0)}
@@ -138,7 +137,6 @@ def _profiles(
 
 
 def _policy(weights: Mapping[str, float], plugins: Mapping[str, Plugin], draft: Draft) -> object:
-    """Return the policy that is nearest to a profile's scorers and their weights."""
     families: dict[str, float] = {}
     for name, weight in weights.items():
         plugin = plugins.get(name)
@@ -167,7 +165,6 @@ def _policy(weights: Mapping[str, float], plugins: Mapping[str, Plugin], draft: 
 
 
 def _set_target(draft: Draft, target: Target, *, is_split: bool) -> None:
-    """Set the engines: the given URLs, or else discovery by Services that have to be created."""
     traits = {} if target.engine == "vllm" else {"engine": target.engine}
     service = draft.additions.service or POOL
     if is_split:
@@ -209,7 +206,6 @@ def _split(plugins: Mapping[str, Plugin], draft: Draft, target: Target) -> None:
 
 
 def _thresholds(plugins: Mapping[str, Plugin]) -> Iterator[int]:
-    """Yield the number of prompt tokens from which each plugin splits requests."""
     for plugin in plugins.values():
         for key in ("threshold", "nonCachedTokens"):
             if isinstance(value := plugin.parameters.get(key), int):
@@ -234,10 +230,9 @@ def _note_plugins(plugins: Mapping[str, Plugin], draft: Draft) -> None:
 
 
 def _others(config: Mapping[str, Any], draft: Draft) -> None:
-    """Convert the sections other than plugins and profiles, among them the saturation detector.
-
-    Sections without a counterpart get a note.
-    """
+    # Convert the sections other than plugins and profiles, among them the saturation detector.
+    #
+    # Sections without a counterpart get a note.
     for key, value in config.items():
         if key == "saturationDetector" and isinstance(value, dict):
             _saturation(value, draft)

@@ -50,7 +50,7 @@ def convert_values(chart: Mapping[str, Any], draft: Draft) -> None:
 
 
 def _picker_config(picker: Mapping[str, Any], draft: Draft) -> Mapping[str, Any]:
-    """Return the EndpointPickerConfig that the chart's values select. Raises MigrationError."""
+    # Return the EndpointPickerConfig that the chart's values select. Raises MigrationError.
     files = _mapping(picker.get("pluginsCustomConfig"))
     name = str(picker.get("pluginsConfigFile") or next(iter(files), "default-plugins.yaml"))
     if name not in files:

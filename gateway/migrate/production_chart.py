@@ -63,7 +63,7 @@ def convert_values(chart: Mapping[str, Any], draft: Draft) -> None:
 
 
 def _router_options(router: Mapping[str, Any], draft: Draft) -> CommandOptions:
-    """Return the router's command line; add notes for the keys that concern its deployment."""
+    # Return the router's command line; add notes for the keys that concern its deployment.
     words: list[str] = []
     for key, value in router.items():
         if key in _OPTIONS:
@@ -115,7 +115,6 @@ def _pool(
     roles: Mapping[str, str],
     draft: Draft,
 ) -> dict[str, object]:
-    """Return the configuration of a pool of the pods of one Service, or of several Services."""
     traits = {**traits, **_layout(items[0])}
     if len(items) == 1:
         target = {"service": _service(items[0], draft), "port": str(port)}
@@ -153,7 +152,6 @@ def _service(item: Mapping[str, Any], draft: Draft) -> str:
 
 
 def _served_name(item: Mapping[str, Any]) -> str:
-    """Return the name that the engines list: --served-model-name, or else the model's own."""
     arguments = _mapping(item.get("vllmConfig")).get("extraArgs")
     options = CommandOptions.parse([str(word) for word in arguments or ()])
     return options.last("served-model-name") or str(item["modelURL"])

@@ -78,7 +78,6 @@ def convert_settings(settings: Mapping[str, Any], draft: Draft) -> None:
 
 
 def _nested_models(models: Mapping[str, Any]) -> list[tuple[str, list[str]]]:
-    """Return the options that correspond to static_models which contain their backends."""
     pairs = [
         (str(name), str(url))
         for name, spec in models.items()
@@ -178,7 +177,6 @@ def _static(options: CommandOptions, draft: Draft) -> None:
 
 
 def _roles(options: CommandOptions) -> dict[str, str]:
-    """Return the role (prefill or decode) of each model label."""
     return {
         label: role
         for role in ("prefill", "decode")
@@ -214,5 +212,4 @@ def _alias(pair: str) -> tuple[str, str]:
 
 
 def _list(value: str | None) -> list[str]:
-    """Return the items of a comma-separated list, without blanks and empty items."""
     return [item.strip() for item in (value or "").split(",") if item.strip()]

@@ -135,7 +135,6 @@ def _engines(options: CommandOptions, draft: Draft, kind: RouterKind) -> None:
 
 
 def _traits(options: CommandOptions, draft: Draft, kind: RouterKind) -> dict[str, object]:
-    """Return the settings that all endpoints have in common."""
     backend = options.last("backend") or options.last("runtime") or kind.engine
     options.each("runtime")
     if backend not in _BACKENDS:
@@ -153,7 +152,7 @@ def _traits(options: CommandOptions, draft: Draft, kind: RouterKind) -> dict[str
 
 
 def _engine_tls(options: CommandOptions, draft: Draft) -> dict[str, object]:
-    """Return the section tls of endpoints, with a client certificate only if its key is known."""
+    # Return the section tls of endpoints, with a client certificate only if its key is known.
     names = {"certificate": "client-cert-path", "key": "client-key-path", "ca": "ca-cert-paths"}
     given = {key: options.values(name) for key, name in names.items()}
     section = {key: values.text(paths[0]) for key, paths in given.items() if paths}
@@ -173,7 +172,6 @@ def _unset_tls_of_plain_engines(draft: Draft) -> None:
 
 
 def _pairs(options: CommandOptions, draft: Draft, traits: Mapping[str, object]) -> None:
-    """Set the prefill and decode endpoints that the options list."""
     endpoints = []
     for url, *port in options.each("prefill"):
         if (address := values.engine_url(url, "--prefill", draft)) is not None:
@@ -192,7 +190,6 @@ def _pairs(options: CommandOptions, draft: Draft, traits: Mapping[str, object]) 
 
 
 def _split(options: CommandOptions, draft: Draft, engine: str) -> None:
-    """Set the model, with its split, and the bootstrap servers of its prefill endpoints."""
     connector = options.last("kv-connector") or "nixl"
     dialect = {"sglang": "sglang", "trtllm": "trtllm"}.get(engine) or _CONNECTORS.get(connector)
     endpoints = draft.get("pools", POOL, "endpoints") or []
@@ -222,7 +219,6 @@ def _split(options: CommandOptions, draft: Draft, engine: str) -> None:
 def _discovered(
     options: CommandOptions, draft: Draft, traits: Mapping[str, object], *, is_split: bool
 ) -> None:
-    """Set discovery by Services, which have to select what the router selected."""
     namespace, port = (
         options.last("service-discovery-namespace"),
         options.last("service-discovery-port"),
@@ -262,7 +258,6 @@ def _select(
 
 
 def _health(options: CommandOptions, draft: Draft) -> None:
-    """Set how many failures eject an endpoint: the smaller of the router's two numbers."""
     if options.flag("disable-retries"):
         draft.set({"attempts": 1, "hedge": 0.0}, "retries")
     counts = [
@@ -283,7 +278,6 @@ def _health(options: CommandOptions, draft: Draft) -> None:
 
 
 def _listeners(options: CommandOptions, draft: Draft) -> None:
-    """Set the port of the admin server and the TLS certificate of the API in the draft."""
     port = options.last("prometheus-port")
     draft.set(values.number(port or "29000"), "listeners", "admin", "port")
     host = options.last("prometheus-host")

@@ -89,7 +89,7 @@ def convert_text(text: str, source: str | None, additions: Additions) -> Draft:
 def _convert_document(
     document: Mapping[str, Any], source: str | None, additions: Additions
 ) -> Draft | None:
-    """Convert one document; return None if it is not the configuration of a router."""
+    # Convert one document; return None if it is not the configuration of a router.
     draft = Draft(additions)
     if "model_list" in document and source in (None, "litellm"):
         litellm.convert(document, draft)
@@ -109,7 +109,6 @@ def _convert_document(
 
 
 def _unpacked(documents: Sequence[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
-    """Yield the documents, and those nested in ConfigMaps or in the values of a parent chart."""
     for document in documents:
         yield document
         if document.get("kind") == "ConfigMap":
@@ -126,7 +125,6 @@ def _unpacked(documents: Sequence[Mapping[str, Any]]) -> Iterator[Mapping[str, A
 
 
 def _container_commands(data: object) -> Iterator[list[str]]:
-    """Yield the words of every container's command in manifests and compose files."""
     if isinstance(data, list):
         for item in data:
             yield from _container_commands(item)
@@ -143,7 +141,6 @@ def _container_commands(data: object) -> Iterator[list[str]]:
 
 
 def _shell_commands(text: str) -> Iterator[list[str]]:
-    """Yield the words of every command of a shell script."""
     pending = ""
     for line in text.replace("\\\n", " ").splitlines():
         pending += line
@@ -166,7 +163,6 @@ def _shell_commands(text: str) -> Iterator[list[str]]:
 
 
 def _command(words: Sequence[str]) -> tuple[str | None, CommandOptions]:
-    """Return the source of a command, by the program's name, and its options."""
     for index, word in enumerate(words):
         name = word.rpartition("/")[2]
         if name in _PROGRAMS:

@@ -74,10 +74,9 @@ class FrameAuth:
         return sender, data[_HEAD.size :]
 
     def _check_replay(self, stream: tuple[bytes, bool], count: int) -> None:
-        """Raise FrameRejectedError unless the count is larger than the last one of this stream.
-
-        A sender's broadcasts and direct frames are two streams.
-        """
+        # Raise FrameRejectedError unless the count is larger than the last one of this stream.
+        #
+        # A sender's broadcasts and direct frames are two streams.
         if count <= self._last_counts.get(stream, 0):
             raise FrameRejectedError("replayed")
         # Re-insert at the end, so that the stream that was idle longest is dropped first.

@@ -113,10 +113,9 @@ class LocalBus:
         return BusState(lost_at is None, staleness_s, waiting, max(0, self._connects - 1))
 
     def _flush(self) -> None:
-        """Write waiting frames up to a limit.
-
-        The others stay in the backlog, which drops the oldest ones.
-        """
+        # Write waiting frames up to a limit.
+        #
+        # The others stay in the backlog, which drops the oldest ones.
         writer = self._writer
         while writer is not None and len(self._backlog):
             if writer.transport.get_write_buffer_size() > BACKLOG_CAP_BYTES:

@@ -116,11 +116,10 @@ class RedisBus:
     # Connections
 
     async def _run(self, work: Callable[[Any], Awaitable[None]], flag: str) -> None:
-        """Call `work` over a connection, and reconnect with random back-off when it breaks.
-
-        The back-off grows until the work has succeeded once, because a Redis that accepts
-        connections may refuse every command (a full disk, a replica).
-        """
+        # Call `work` over a connection, and reconnect with random back-off when it breaks.
+        #
+        # The back-off grows until the work has succeeded once, because a Redis that accepts
+        # connections may refuse every command (a full disk, a replica).
         wait_s = FIRST_RETRY_S
         while True:
             redis = self._connect()
@@ -152,7 +151,7 @@ class RedisBus:
         )
 
     def _on_success(self, flag: str) -> None:
-        """Record that one of the connections works; log it when both do."""
+        # Record that one of the connections works; log it when both do.
         setattr(self, flag, True)
         was_connected = self._is_connected
         self._is_connected = self._can_write and self._can_read
@@ -164,7 +163,7 @@ class RedisBus:
             log.log(level, "shared state: connected %sto Redis at %s", again, self._place.url)
 
     def _on_break(self, flag: str, error: Exception) -> bool:
-        """Record that a connection has broken; return whether it had worked."""
+        # Record that a connection has broken; return whether it had worked.
         has_worked: bool = getattr(self, flag)
         setattr(self, flag, False)
         self._is_connected = False
@@ -186,10 +185,9 @@ class RedisBus:
         return f"{self._place.stream}:to:{gateway.hex()}".encode()
 
     async def _write(self, redis: Any) -> None:
-        """Send the waiting frames, and after a reconnect also the unacknowledged ones.
-
-        Receivers drop frames that they receive twice.
-        """
+        # Send the waiting frames, and after a reconnect also the unacknowledged ones.
+        #
+        # Receivers drop frames that they receive twice.
         await redis.ping()
         while True:
             while len(self._backlog) or self._sending:
@@ -232,11 +230,10 @@ class RedisBus:
                     last = self._last = entries[-1][0]
 
     async def _resume(self, redis: Any) -> tuple[float, bytes]:
-        """Return Redis's clock minus the monotonic clock in ms, and the id of the last entry read.
-
-        Reading continues after that entry. The id is that of the stream's start if the stream was
-        emptied meanwhile.
-        """
+        # Return Redis's clock minus the monotonic clock in ms, and the id of the last entry read.
+        #
+        # Reading continues after that entry. The id is that of the stream's start if the stream was
+        # emptied meanwhile.
         seconds, micros = await redis.time()
         clock_offset_ms = seconds * 1000 + micros / 1000 - 1000 * monotonic()
         newest = await redis.xrevrange(self._all, count=1)
@@ -249,7 +246,6 @@ class RedisBus:
 
 
 def _streams(reply: Any) -> list[tuple[bytes, Any]]:
-    """Return (stream, entries) from a reply in either version of Redis's protocol."""
     if not reply:
         return []
     if isinstance(reply, dict):
@@ -260,6 +256,5 @@ def _streams(reply: Any) -> list[tuple[bytes, Any]]:
 
 
 def _order(entry: bytes) -> tuple[int, int]:
-    """Return an entry id as a pair of numbers, by which entries sort by age."""
     first, _, second = entry.partition(b"-")
     return int(first), int(second or 0)

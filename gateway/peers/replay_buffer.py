@@ -29,7 +29,6 @@ class ReplayBuffer:
             self.bytes -= len(self._bodies.popleft())
 
     def messages(self) -> tuple[bytes, ...]:
-        """Return the buffered messages, oldest first."""
         return tuple(self._bodies)
 
 

@@ -122,7 +122,6 @@ class SyncLoop:
             self._bus.publish(frame, to)
 
     def _check_warm_up(self) -> None:
-        """Log the end of this gateway's warm-up, and start those that other gateways asked for."""
         warm_up = self._view.warm_up
         if warm_up.is_warm and not self._is_warm.is_set():
             self._is_warm.set()

@@ -231,7 +231,6 @@ class PeerView:
             self._apply(sender, message, now)
 
     def _apply(self, sender: bytes, message: messages.Message, now: float) -> None:
-        """Apply a message about the current moment, which is useless when it is late."""
         match message:
             case messages.PeerLoads():
                 self._apply_loads(sender, message, now)
@@ -348,7 +347,6 @@ class PeerView:
             self._admission.refresh()
 
     def _update_names(self) -> None:
-        """Update the digests of tenants and endpoints, which change with configurations."""
         self._use.set_tenants(self.tenants())
         self._live = {
             self._digest(live.endpoint): live
@@ -357,10 +355,9 @@ class PeerView:
         }
 
     def _current(self, digest: int) -> LiveEndpoint | None:
-        """Return the endpoint with this digest, or None if it is unknown or leaving.
-
-        The slot of an endpoint that has left may belong to another one.
-        """
+        # Return the endpoint with this digest, or None if it is unknown or leaving.
+        #
+        # The slot of an endpoint that has left may belong to another one.
         live = self._live.get(digest)
         return None if live is None or live.is_leaving else live
 
@@ -375,7 +372,6 @@ class PeerView:
         return digest
 
     def count_drop(self, reason: str) -> None:
-        """Count a received message that is dropped, in a metric by reason."""
         self._metrics.shared_dropped_total.labels(reason).inc()
 
     def _count(self, kind: str, direction: str) -> None:

@@ -115,7 +115,7 @@ class GatewayRollbackTarget:
 
 
 class _Change(msgspec.Struct, frozen=True):
-    """The change under observation, with the counts when it was applied and those before it."""
+    # The change under observation, with the counts when it was applied and those before it.
 
     applied_at: float
     version: int
@@ -130,7 +130,7 @@ class AutoRollbackMonitor:
     """
 
     def __init__(self, target: RollbackTarget, say: Callable[[str, bool], None]) -> None:
-        """Initialize for one target; `say(line, is_bad)` reports a line to the operator."""
+        # Initialize for one target; `say(line, is_bad)` reports a line to the operator.
         self._target = target
         self._report = say
         self._counts: deque[tuple[float, FailureCount]] = deque()

@@ -86,7 +86,7 @@ async def _stat_all(paths: Iterable[Path]) -> dict[Path, FileState | None]:
 
 
 def _stat(path: Path) -> FileState | None:
-    """Return the file's state, or None if it cannot be read or the path is invalid."""
+    # Return the file's state, or None if it cannot be read or the path is invalid.
     try:
         stat = os.stat(path)
     except (OSError, ValueError):

@@ -146,11 +146,10 @@ class Reloader:
         self.version = self._first(loaded)
 
     def _first(self, loaded: LoadedConfig) -> Version:
-        """Return the version in force at the start: the newest stored one if equal, else a new one.
-
-        In a worker it must also have the number that the other workers use. The newest stored
-        version may have another one if writing failed, or if only this worker applied it.
-        """
+        # Return the version in force at the start: the newest stored one if equal, else a new one.
+        #
+        # In a worker it must also have the number that the other workers use. The newest stored
+        # version may have another one if writing failed, or if only this worker applied it.
         newest, current = next(reversed(self.history.all()), None), self.history.current
         number = current or self.history.next_number
         first = versions.create_version(number, time(), "start", loaded, ())
@@ -212,7 +211,6 @@ class Reloader:
         return await self._attempt(self._reread_running, "secret", only_if_changed=True)
 
     def _reread_running(self) -> LoadedConfig:
-        """Load the text of the running configuration again, with its referenced files reread."""
         return load_text(self.running.text, self.running.file, self._env)
 
     async def put(
@@ -275,7 +273,7 @@ class Reloader:
         if_match: str | None = None,
         only_if_changed: bool = False,
     ) -> ReloadOutcome:
-        """Load and apply a configuration; with `only_if_changed`, ignore an unchanged one."""
+        # Load and apply a configuration; with `only_if_changed`, ignore an unchanged one.
         async with self._lock:
             if if_match is not None and not _matches(if_match, self.version.etag):
                 message = f"the configuration in force is {self.version.etag}, not {if_match}"
@@ -303,10 +301,9 @@ class Reloader:
                 return self._reject(error, trigger, is_recorded=is_recorded)
 
     def _superseded(self, loaded: LoadedConfig) -> bool:
-        """Return whether the file is unedited since another text (a PUT, a rollback) replaced it.
-
-        Then only a secret that it refers to has changed, and the text in force stays.
-        """
+        # Return whether the file is unedited since another text (a PUT, a rollback) replaced it.
+        #
+        # Then only a secret that it refers to has changed, and the text in force stays.
         was_rejected = self.last_error is not None and self.last_error.trigger in FILE_TRIGGERS
         return (
             self.running.digest != self._seen
@@ -315,11 +312,10 @@ class Reloader:
         )
 
     def _is_unchanged_failure(self, trigger: str) -> bool:
-        """Return whether there is no last error that loading an unchanged text would clear.
-
-        An error of the file stays until the file is valid, whatever happens to the secrets of the
-        text in force.
-        """
+        # Return whether there is no last error that loading an unchanged text would clear.
+        #
+        # An error of the file stays until the file is valid, whatever happens to the secrets of the
+        # text in force.
         return self.last_error is None or (
             trigger == "secret" and self.last_error.trigger != trigger
         )
@@ -439,5 +435,4 @@ def _summary(changed: tuple[ConfigChange, ...]) -> str:
 
 
 def _short(file: str) -> str:
-    """Return the file's name without its folder, which the operator knows."""
     return Path(file).name

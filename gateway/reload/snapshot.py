@@ -139,7 +139,7 @@ def _route(
     slo: Slo,
     listing: tuple[Candidate, ...],
 ) -> Route:
-    """Return the route of a model; `listing` are the endpoints that may serve it."""
+    # Return the route of a model; `listing` are the endpoints that may serve it.
     members = pairing.serving_whole(listing)
     route = Route(
         model.name,
@@ -167,7 +167,7 @@ def _route(
 def _with_translations(
     route: Route, config: Config, adoption: RegistryPlan, listing: tuple[Candidate, ...]
 ) -> Route:
-    """Return the route with the paths of the APIs that must be translated for its engines."""
+    # Return the route with the paths of the APIs that must be translated for its engines.
     native = config.pools[route.pool].native_apis
     paths = translated_paths(native, partial(adoption.lacks, candidates=listing))
     if not paths:
@@ -181,14 +181,13 @@ def _with_translations(
 def _scope(
     routes: Mapping[str, Route], unlisted: Mapping[str, str], names: Sequence[str] | None = None
 ) -> ModelScope:
-    """Return the models that an API key may use: all of them, or only those in `names`."""
+    # Return the models that an API key may use: all of them, or only those in `names`.
     return ModelScope(
         NameTable(routes, unlisted.keys(), names), NameTable(unlisted, routes.keys(), names)
     )
 
 
 def _keys(config: Config) -> tuple[dict[bytes, str], dict[bytes, tuple[str, ...]]]:
-    """Return the tenants by digest of their keys, and the models of keys not valid for all."""
     tenants: dict[bytes, str] = {}
     limits: dict[bytes, tuple[str, ...]] = {}
     for tenant in config.tenants:
@@ -203,10 +202,9 @@ def _keys(config: Config) -> tuple[dict[bytes, str], dict[bytes, tuple[str, ...]
 
 
 def _with_order(route: Route, changes: LoadChanges) -> Route:
-    """Return the route with its candidates kept in sorted order, if they are many.
-
-    Shadows compare scans of all candidates, so a route that has shadows scans them as well.
-    """
+    # Return the route with its candidates kept in sorted order, if they are many.
+    #
+    # Shadows compare scans of all candidates, so a route that has shadows scans them as well.
     canary = route.canary
     if canary is not None:
         second = _with_order(canary.route, changes)
@@ -218,7 +216,7 @@ def _with_order(route: Route, changes: LoadChanges) -> Route:
 
 
 def _policies(config: Config, before: Snapshot | None) -> dict[str, Policy]:
-    """Return every pool's policy; the one in force is kept if its configuration has not changed."""
+    # Return every pool's policy; the one in force is kept if its configuration has not changed.
     policies = {}
     for name, pool in config.pools.items():
         old = before.config.pools.get(name) if before is not None else None
@@ -242,18 +240,17 @@ def _policy(spec: PolicySpec) -> Policy:
 
 
 def _with_applicable_filters(policy: Policy, members: tuple[Candidate, ...]) -> Policy:
-    """Return the policy without the filters that can reject none of these endpoints."""
+    # Return the policy without the filters that can reject none of these endpoints.
     return msgspec.structs.replace(policy, filters=applicable(policy.filters, members))
 
 
 def _pool_trials(
     pool: str, config: Config, endpoints: EndpointTable, policy: Policy, before: Snapshot | None
 ) -> PoolTrials:
-    """Return the shadows and the canary of a pool.
-
-    Those whose configuration has not changed are kept with their results, unless the pool's policy
-    has changed.
-    """
+    # Return the shadows and the canary of a pool.
+    #
+    # Those whose configuration has not changed are kept with their results, unless the pool's
+    # policy has changed.
     spec, old = config.pools[pool], None
     current_trials = PoolTrials()
     if before is not None:
@@ -286,10 +283,9 @@ def _with_canary(
     trials: PoolTrials,
     members: tuple[Candidate, ...],
 ) -> Route:
-    """Return the route with a canary route for a part of its requests, if one is configured.
-
-    The canary route has the canary's policy and no shadows.
-    """
+    # Return the route with a canary route for a part of its requests, if one is configured.
+    #
+    # The canary route has the canary's policy and no shadows.
     spec = config.pools[route.pool].canary
     if spec is None or trials.canary is None or trials.arms is None:
         return route
@@ -313,11 +309,10 @@ def _rooms(
     trials: Mapping[str, PoolTrials],
     before: Snapshot | None,
 ) -> dict[str, PoolAdmissionPlan]:
-    """Return the plan of every pool's wait queue.
-
-    An admission policy is kept with its state if neither its configuration nor the tenants' shares
-    have changed.
-    """
+    # Return the plan of every pool's wait queue.
+    #
+    # An admission policy is kept with its state if neither its configuration nor the tenants'
+    # shares have changed.
     shares = {tenant.name: tenant.weight for tenant in config.tenants}
     has_same_shares = before is not None and shares == {
         tenant.name: tenant.weight for tenant in before.config.tenants
@@ -344,10 +339,9 @@ def _rooms(
 
 
 def _admission(spec: AdmissionSpec, shares: Mapping[str, float]) -> Admission:
-    """Build the admission policy that a configuration names.
-
-    A policy that takes weights gets the tenants' shares, unless its parameters give others.
-    """
+    # Build the admission policy that a configuration names.
+    #
+    # A policy that takes weights gets the tenants' shares, unless its parameters give others.
     known = admission_registry.params_type(spec.name).__struct_fields__
     params = {"weights": shares, **spec.params} if shares and "weights" in known else spec.params
     return admission_registry.build_admission(spec.name, params)
@@ -362,7 +356,7 @@ def _able(
 
 
 def _models(config: Config, discovered: Mapping[str, Sequence[str]]) -> list[Model]:
-    """Return the configured models; without any, those that the engines of each pool report."""
+    # Return the configured models; without any, those that the engines of each pool report.
     if config.models:
         return explicit_models(config)
     names = [(pool, name) for pool in config.pools for name in discovered.get(pool, ())]

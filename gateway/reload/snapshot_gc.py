@@ -47,5 +47,4 @@ class SnapshotGc:
 
     @property
     def pending_actions(self) -> int:
-        """The number of actions that are still to be run."""
         return len(self._actions)

@@ -110,7 +110,6 @@ class Swap:
         names: Sequence[str],
         queues: Sequence[PoolQueue],
     ) -> None:
-        """Free what was removed once no request holds this generation or an older one."""
         later = partial(self._generations.when_gone, generation)
         for live in endpoints:
             self._left_in[live] = generation
@@ -187,7 +186,7 @@ def _attach_gauges(queue: PoolQueue, metrics: Metrics) -> None:
 
 
 def _attach_trials(before: Snapshot, snapshot: Snapshot, metrics: Metrics) -> None:
-    """Attach metrics to new shadows and canaries; remove the series of ended ones."""
+    # Attach metrics to new shadows and canaries; remove the series of ended ones.
     for pool, trials in before.trials.items():
         now = snapshot.trials.get(pool)
         if trials.shadows is not None and (now is None or now.shadows is not trials.shadows):

@@ -136,7 +136,6 @@ class ChannelError(Exception):
 
 
 def pack_message(message: Message | HandoverOffer) -> bytes:
-    """Return a message as bytes, with its length in front."""
     body = msgspec.msgpack.encode(message)
     return LENGTH.pack(len(body)) + body
 
@@ -189,7 +188,7 @@ def receive_offer(channel: socket.socket) -> tuple[HandoverOffer, list[socket.so
 
 
 def _offer(body: bytes) -> HandoverOffer:
-    """Decode an offer; from one of another version, only the members that all versions share."""
+    # Decode an offer; from one of another version, only the members that all versions share.
     version, pid, sockets, *_ = msgspec.msgpack.decode(body, type=list)
     if version == VERSION:
         return msgspec.msgpack.decode(body, type=HandoverOffer)

@@ -37,7 +37,6 @@ def report_reloading(env: Mapping[str, str]) -> bool:
 
 
 def report_ready(env: Mapping[str, str]) -> bool:
-    """Report to systemd that this process serves requests."""
     return notify(env, "READY=1", f"STATUS=serving, pid {os.getpid()}")
 
 

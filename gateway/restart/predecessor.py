@@ -61,7 +61,6 @@ class Predecessor:
 
     @property
     def activated_listeners(self) -> frozenset[str]:
-        """The names of the listeners whose sockets systemd opened."""
         return frozenset(bound.name for bound in self._offer.sockets if bound.is_activated)
 
     def take_sockets(self, config: Config) -> SocketsByName:
@@ -80,7 +79,6 @@ class Predecessor:
 
     @property
     def is_alive(self) -> bool:
-        """Whether the old process still runs and drains its connections."""
         return self._task is not None and not self._task.done()
 
     async def restore_state(self, gateway: Gateway, config: Config, secret: bytes) -> None:
@@ -171,7 +169,7 @@ class Predecessor:
         self._reader, self._writer = await asyncio.open_unix_connection(sock=self._channel)
 
     async def _follow(self, gateway: Gateway | None) -> None:
-        """Account for the work that the predecessor still has at the endpoints, until it ends."""
+        # Account for the work that the predecessor still has at the endpoints, until it ends.
         assert self._reader is not None
         try:
             while True:

@@ -99,7 +99,6 @@ class Successor:
 
     @property
     def pid(self) -> int:
-        """The process ID of the successor."""
         assert self._process is not None
         return self._process.pid
 

@@ -34,7 +34,6 @@ class CanarySampler(msgspec.Struct, frozen=True):
     tenants: frozenset[str]
 
     def selects(self, request: Request) -> bool:
-        """Return whether the canary policy serves this request."""
         if self.tenants:
             return request.tenant in self.tenants
         key = f"{self.pool}\0{request.session or request.id}"

@@ -145,7 +145,6 @@ class Shadows:
         self._metrics: Metrics | None = None
 
     def count_in(self, metrics: Metrics) -> None:
-        """Count the shadows' results in these metrics from now on."""
         self._metrics = metrics
 
     def remove_series(self, metrics: Metrics) -> None:
@@ -218,7 +217,7 @@ class Shadows:
             self._count(shadow.name, result, perf_counter() - began)
 
     def _feed_prefix_index(self, record: PickRecord) -> RoutingQuery:
-        """Record the prompt in the prefix index; return the query with its fingerprint."""
+        # Record the prompt in the prefix index; return the query with its fingerprint.
         call, prompt_tokens = record.call, record.call.request.prompt_tokens
         if not call.prompt:  # the request has ended and its prompt has been freed
             return record.query

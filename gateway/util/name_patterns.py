@@ -26,7 +26,6 @@ class NamePattern(msgspec.Struct, frozen=True):
         )
 
     def overlaps(self, other: NamePattern) -> bool:
-        """Return whether some name matches both patterns."""
         prefixes = sorted((self.prefix, other.prefix), key=len)
         suffixes = sorted((self.suffix, other.suffix), key=len)
         return prefixes[1].startswith(prefixes[0]) and suffixes[1].endswith(suffixes[0])

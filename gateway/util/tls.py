@@ -215,8 +215,6 @@ def certificate_validity(pair: KeyPair) -> CertificateValidity:
 
 
 class _SniCallback:
-    """Selects the SSLContext of a connection by the server name that the client requests (SNI)."""
-
     __slots__ = ("_contexts",)
 
     def __init__(self, contexts: dict[str, ssl.SSLContext]) -> None:
@@ -311,10 +309,9 @@ def _pair_problem(error: Exception) -> FileProblem:
 
 
 def _handshake(server: ssl.SSLContext, client: ssl.SSLContext) -> dict[str, Any]:
-    """Perform a TLS handshake in memory; return the server's certificate as getpeercert() does.
-
-    Raises ssl.SSLError.
-    """
+    # Perform a TLS handshake in memory; return the server's certificate as getpeercert() does.
+    #
+    # Raises ssl.SSLError.
     up, down = ssl.MemoryBIO(), ssl.MemoryBIO()
     ends = client.wrap_bio(down, up), server.wrap_bio(up, down, server_side=True)
     finished: set[ssl.SSLObject] = set()

@@ -38,7 +38,6 @@ class WorkersRollbackTarget:
 
     @property
     def version(self) -> int:
-        """The number of the configuration version that all workers run."""
         return self._configured.version
 
     async def failure_count(self) -> FailureCount:

@@ -57,7 +57,6 @@ class ConfigRollout:
 
     @property
     def version(self) -> int:
-        """The number of the configuration version that is in force."""
         versions = self._versions.all()
         return versions[-1].number if versions else 1
 
@@ -94,17 +93,15 @@ class ConfigRollout:
             )
 
     def _has_file_changed(self, file: Path) -> bool:
-        """Return whether to reload the file.
-
-        True if the file is in force, or differs from when it was last applied.
-        """
+        # Return whether to reload the file.
+        #
+        # True if the file is in force, or differs from when it was last applied.
         try:
             return self.running.text == self._file_text or read_config_file(file) != self._file_text
         except ConfigError:
             return True
 
     def _has_new_references(self) -> bool:
-        """Return whether a file that the running configuration references has changed."""
         try:
             return self._load_running_again().digest != self.running.digest
         except ConfigError:
@@ -135,7 +132,7 @@ class ConfigRollout:
         return await self._change("/config", text, match, lambda: self._load_sent(text), options)
 
     def _load_sent(self, text: bytes) -> LoadedConfig:
-        """Load a text under the file name that workers give it; the name is part of a version."""
+        # Load a text under the file name that workers give it; the name is part of a version.
         name = str((self.file.parent if self.file is not None else Path()) / PUT_NAME)
         return load_text(text, name, self._env)
 
@@ -175,10 +172,9 @@ class ConfigRollout:
         options: ChangeOptions = DEFAULT_OPTIONS,
         trigger: str = "change",
     ) -> WorkerResponse:
-        """Dry-run and apply one change; `text` is None for that of the file.
-
-        The workers report problems of the text, because they load it too.
-        """
+        # Dry-run and apply one change; `text` is None for that of the file.
+        #
+        # The workers report problems of the text, because they load it too.
         async with self.lock:
             missing: tuple[Path, ...] = ()
             loaded: LoadedConfig | None = None
@@ -285,18 +281,17 @@ class ConfigRollout:
         return applied
 
     def _set_running(self, loaded: LoadedConfig, version: int) -> None:
-        """Record that all workers run this configuration; new workers start with it."""
+        # Record that all workers run this configuration; new workers start with it.
         self.running = loaded
         self.set_version_number(version)
 
     async def _send_to(
         self, workers: Sequence[Worker], path: str, text: bytes | None, match: dict[str, str]
     ) -> dict[Worker, WorkerResponse]:
-        """Send a change to the workers; return the responses by worker.
-
-        Workers that do not respond are left out and reported as lost. Only the oldest worker checks
-        If-Match, because it knows every version.
-        """
+        # Send a change to the workers; return the responses by worker.
+        #
+        # Workers that do not respond are left out and reported as lost. Only the oldest worker
+        # checks If-Match, because it knows every version.
         key = self.running.config.admin.key
         headers = {} if key is None else {"Authorization": f"Bearer {key.reveal()}"}
         method = "POST" if text is None else "PUT"
@@ -316,7 +311,7 @@ class ConfigRollout:
         return {worker: by_worker[worker] for worker in workers if worker in by_worker}
 
     def _report(self, response: WorkerResponse, *, bad: bool) -> None:
-        """Report the result to the operator in one line; a repeated rejection only once."""
+        # Report the result to the operator in one line; a repeated rejection only once.
         message = response_message(response)
         if bad and self._last_rejection == message:
             return
@@ -335,7 +330,7 @@ def response_message(response: WorkerResponse) -> str:
 
 
 def _number(response: WorkerResponse) -> int:
-    """Return the number of the version that the worker runs, or 0 if it reports none."""
+    # Return the number of the version that the worker runs, or 0 if it reports none.
     number = _json(response).get("version")
     return number if isinstance(number, int) else 0
 

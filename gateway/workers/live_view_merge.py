@@ -131,13 +131,11 @@ def merge_statuses(statuses: Sequence[FleetStatus]) -> FleetStatus:
 
 
 def _shared(statuses: Sequence[FleetStatus]) -> dict[str, Any] | None:
-    """Return the status of state sharing of one worker, preferably of one that has a problem."""
     known = [status.shared_state for status in statuses if status.shared_state is not None]
     return next((status for status in known if status["problem"]), known[0] if known else None)
 
 
 def _pools(statuses: Sequence[FleetStatus]) -> list[dict[str, Any]]:
-    """Return rows by pool, with summed requests in flight and waiting, and the highest price."""
     rows: dict[str, dict[str, Any]] = {}
     for row in (row for status in statuses for row in status.pools):
         merged = rows.setdefault(row["name"], row)
@@ -149,7 +147,7 @@ def _pools(statuses: Sequence[FleetStatus]) -> list[dict[str, Any]]:
 
 
 def _endpoints(statuses: Sequence[FleetStatus]) -> list[dict[str, Any]]:
-    """Merge the endpoints' rows; one is unavailable if any worker reports it as unavailable."""
+    # Merge the endpoints' rows; one is unavailable if any worker reports it as unavailable.
     rows: dict[tuple[str, str], dict[str, Any]] = {}
     for row in (row for status in statuses for row in status.endpoints):
         merged = rows.setdefault((row["pool"], row["url"]), row)
@@ -162,7 +160,6 @@ def _endpoints(statuses: Sequence[FleetStatus]) -> list[dict[str, Any]]:
 
 
 def _pairs(statuses: Sequence[FleetStatus]) -> dict[tuple[str, str], PairStatus]:
-    """Merge the handoffs of all workers: sum the counts and the newest times, weight the means."""
     merged: dict[tuple[str, str], PairStatus] = {}
     for names, pair in ((names, pair) for part in statuses for names, pair in part.pairs.items()):
         existing = merged.get(names)
@@ -183,8 +180,6 @@ def _pairs(statuses: Sequence[FleetStatus]) -> dict[tuple[str, str], PairStatus]
 
 
 def _share_unchanged(now: MetricSample, before: MetricSample) -> MetricSample:
-    """Replace each sketch that has not changed by that of the previous sample, to save memory."""
-
     def shared(
         after: Mapping[str, BucketCounts], old: Mapping[str, BucketCounts]
     ) -> dict[str, BucketCounts]:
@@ -206,7 +201,6 @@ def _summed(parts: Iterable[Mapping[Key, float]]) -> dict[Key, float]:
 
 
 def _by_key(add: Callable[[list[Row]], Row], parts: Iterable[Mapping[Key, Row]]) -> dict[Key, Row]:
-    """Merge mappings of rows: `add` merges all rows that have the same key into one."""
     rows: dict[Key, list[Row]] = {}
     for part in parts:
         for key, row in part.items():

@@ -50,7 +50,7 @@ def _add(merged: FamilyReading, other: FamilyReading) -> None:
 
 
 def _sum_histograms(first: HistogramValue, second: HistogramValue) -> HistogramValue:
-    """Return the sum of two histograms; each bucket keeps the newer exemplar."""
+    # Return the sum of two histograms; each bucket keeps the newer exemplar.
     counts = list(map(add, first.counts, second.counts))
     marks = [
         max(filter(None, pair), key=_time, default=None)
@@ -180,7 +180,7 @@ def _sum_counts(rows: Iterable[Mapping[str, Any]], name: str) -> dict[str, int]:
 
 
 def _group_by(name: str, rows: Iterable[Mapping[str, Any]]) -> list[list[Mapping[str, Any]]]:
-    """Group rows by the value of one member; groups are in order of first appearance."""
+    # Group rows by the value of one member; groups are in order of first appearance.
     groups: dict[object, list[Mapping[str, Any]]] = {}
     for row in rows:
         groups.setdefault(row[name], []).append(row)

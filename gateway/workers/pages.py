@@ -69,7 +69,6 @@ def workers_application(group: WorkerGroup) -> web.Application:
 
 
 def _add_merged(group: WorkerGroup, routes: web.UrlDispatcher) -> None:
-    """Add the routes of pages that are merged from all workers' pages."""
     counted = CounterTotals(group.ready_workers, group.ending_workers)
 
     async def healthz(_: web.Request) -> web.Response:
@@ -113,11 +112,9 @@ def _merged_handler(
     path: str,
     merge_pages: Callable[[Iterable[Mapping[str, Any]]], dict[str, Any]],
 ) -> Callable[[web.Request], Awaitable[web.Response]]:
-    """Return a request handler that merges the JSON pages at `path` of all workers into one.
-
-    `merge_pages` merges the decoded pages.
-    """
-
+    # Return a request handler that merges the JSON pages at `path` of all workers into one.
+    #
+    # `merge_pages` merges the decoded pages.
     async def page(_: web.Request) -> web.Response:
         responses = await _ask_all(group.ready_workers(), path)
         return web.json_response(
@@ -130,7 +127,6 @@ def _merged_handler(
 
 
 def _add_changes(group: WorkerGroup, routes: web.UrlDispatcher) -> None:
-    """Add the routes for changes that all workers apply, or none."""
     configured = group.config_rollout
 
     async def put(text: bytes, headers: Mapping[str, str], options: ChangeOptions) -> web.Response:
@@ -159,7 +155,7 @@ def _add_changes(group: WorkerGroup, routes: web.UrlDispatcher) -> None:
 async def _ask_all(
     workers: Iterable[Worker], path: str, method: str = "GET", headers: dict[str, str] | None = None
 ) -> list[WorkerResponse]:
-    """Send a request to all workers; return the responses of those that respond in time."""
+    # Send a request to all workers; return the responses of those that respond in time.
     requests = (worker.request(method, path, headers=headers, timeout_s=5.0) for worker in workers)
     responses = await asyncio.gather(*requests, return_exceptions=True)
     return [response for response in responses if isinstance(response, WorkerResponse)]

@@ -126,7 +126,6 @@ class Supervisor:
         await self._trial.on_applied(trigger)
 
     def ready_workers(self) -> list[Worker]:
-        """Return the workers that serve requests, oldest first."""
         workers = [place.worker for place in self._places if place.worker is not None]
         return sorted(
             (worker for worker in workers if worker.ready_at is not None),
@@ -190,10 +189,9 @@ class Supervisor:
         ]
 
     async def _start_all(self) -> None:
-        """Start the first worker, which determines the version number, then the others.
-
-        Raises RuntimeError when a worker does not become ready.
-        """
+        # Start the first worker, which determines the version number, then the others.
+        #
+        # Raises RuntimeError when a worker does not become ready.
         first, *others = self._places
         workers = [await self._start_worker(first, finds_version=True)]
         if workers[0] is not None:
@@ -260,8 +258,6 @@ class Supervisor:
         log.warning("replaced all %d workers", self.worker_count)
 
     def _lost(self, worker: Worker) -> None:
-        """Replace a worker that may not have the same configuration as the others."""
-
         async def renew() -> None:
             async with self._rolling:
                 for place in self._places:
@@ -287,7 +283,7 @@ class Supervisor:
         )
 
     def _retire(self, worker: Worker) -> None:
-        """Make a worker end with its last connection, and kill it after a timeout."""
+        # Make a worker end with its last connection, and kill it after a timeout.
         worker.retire()
         within_s = self.config_rollout.running.config.timeouts.handover + self._drain_s()
         task = asyncio.create_task(
@@ -302,10 +298,9 @@ class Supervisor:
     async def _start_worker(
         self, place: WorkerSlot, *, finds_version: bool = False
     ) -> Worker | None:
-        """Start a worker in this slot; return it once it is ready, or None if it does not start.
-
-        A caller that is cancelled meanwhile leaves no process behind.
-        """
+        # Start a worker in this slot; return it once it is ready, or None if it does not start.
+        #
+        # A caller that is cancelled meanwhile leaves no process behind.
         running, file = self.config_rollout.running, self.config_rollout.file
         self._started += 1
         settings = WorkerLaunchSettings(
@@ -337,16 +332,14 @@ class Supervisor:
         return worker if is_ready else None
 
     async def _drained(self) -> tuple[str, ...]:
-        """Return the names of endpoints that an operator has drained.
-
-        The oldest ready worker reports them.
-        """
+        # Return the names of endpoints that an operator has drained.
+        #
+        # The oldest ready worker reports them.
         response = await pages.first_response(self.ready_workers(), "/endpoints")
         rows = json.loads(response.body)["endpoints"] if response.status == 200 else ()
         return tuple(row["name"] for row in rows if row["state"] in DRAINED_STATES)
 
     async def _replace(self, place: WorkerSlot) -> Worker | None:
-        """Start a worker like _start_worker(), with no configuration change or drain meanwhile."""
         async with self.config_rollout.lock:
             return await self._start_worker(place)
 

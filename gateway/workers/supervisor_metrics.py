@@ -56,7 +56,6 @@ class SupervisorMetrics:
         )
 
     def catalogue(self) -> tuple[FamilySpec, ...]:
-        """Return the specification of each family, in order."""
         return tuple(family.spec for family in self._meters.families)
 
     def collect(self, workers: Mapping[int, Sequence[FamilyReading]]) -> list[FamilyReading]:
@@ -76,7 +75,6 @@ class SupervisorMetrics:
 
 
 def _total(name: str, readings: Sequence[FamilyReading]) -> float:
-    """Return the sum over all series of the gauge `name`."""
     return sum(
         value
         for reading in readings

@@ -34,7 +34,6 @@ def cores_within_quotas(cores: int, quotas: Iterable[str]) -> int:
 
 
 def _cpu_quotas() -> list[str]:
-    """Return the content of `cpu.max` of this process's cgroup and of those above it."""
     try:
         lines = Path("/proc/self/cgroup").read_text().splitlines()
     except OSError:

@@ -65,7 +65,6 @@ def _read_settings(pipe: BinaryIO) -> WorkerLaunchSettings | None:
 
 
 def _stop_with_supervisor(app: App) -> None:
-    """Stop the application when the supervisor closes the pipe, or ends."""
     loop = asyncio.get_running_loop()
 
     def on_readable() -> None:

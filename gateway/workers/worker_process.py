@@ -103,7 +103,6 @@ class Worker:
             self.process.send_signal(signal.SIGUSR2)
 
     def reopen_log(self) -> None:
-        """Make the worker reopen its access log."""
         if self.process.returncode is None:
             self.process.send_signal(signal.SIGHUP)
 
@@ -138,6 +137,5 @@ def new_listener(host: str, port: int) -> socket.socket:
 
 
 def make_inheritable(listener: socket.socket) -> socket.socket:
-    """Make the socket inheritable by child processes, and return it."""
     os.set_inheritable(listener.fileno(), True)
     return listener

@@ -41,7 +41,6 @@ class BootstrapAddress(msgspec.Struct, frozen=True):
 
     @property
     def netloc(self) -> str:
-        """The address as host:port, with brackets around an IPv6 host."""
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
@@ -240,5 +239,4 @@ def encode_members(put: Mapping[str, bytes]) -> bytes:
 
 
 def encode_json(value: object) -> bytes:
-    """Encode the value of a JSON member as bytes."""
     return msgspec.json.encode(value)

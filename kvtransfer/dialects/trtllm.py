@@ -99,7 +99,7 @@ class _Params(msgspec.Struct, frozen=True):
 
 
 class _Usage(msgspec.Struct, frozen=True):
-    """The raw usage in a context server's response, which the decode request must contain."""
+    # The raw usage in a context server's response, which the decode request must contain.
 
     usage: msgspec.Raw = NULL
 
@@ -165,7 +165,7 @@ def decode(
 
 
 def _finished(answer: PrefillResponse) -> FinishedResponse | UnusableResponse:
-    """Return the context response without the members that were meant for the gateway."""
+    # Return the context response without the members that were meant for the gateway.
     try:
         response = _any(answer.body)
     except msgspec.DecodeError as error:

@@ -120,10 +120,9 @@ def validate(raw: bytes) -> HandoffObject | UnusableResponse:
 
 
 def _blocks(ids: list[int | list[int]]) -> int:
-    """Return the number of blocks in a list of ids, flat or per cache group.
-
-    Raises msgspec.ValidationError if both formats are mixed.
-    """
+    # Return the number of blocks in a list of ids, flat or per cache group.
+    #
+    # Raises msgspec.ValidationError if both formats are mixed.
     try:
         return sum(map(len, ids))  # type: ignore[arg-type]
     except TypeError:

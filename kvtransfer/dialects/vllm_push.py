@@ -29,8 +29,6 @@ from kvtransfer.dialects.vllm_nixl import Name, Port, Size
 
 
 class _EngineParams(msgspec.Struct, frozen=True):
-    """The identity of a prefill engine, as given in its response."""
-
     remote_engine_id: Name
     remote_host: Name
     remote_port: Port

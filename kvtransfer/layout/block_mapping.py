@@ -33,7 +33,6 @@ class ByteRuns(msgspec.Struct, frozen=True):
 
     @property
     def count(self) -> int:
-        """Number of byte ranges (runs) to copy."""
         return self.length.size
 
     @property
@@ -127,7 +126,7 @@ def build_runs(
 
 
 def _pieces(src: KvLayout, dst: KvLayout, segments: Segments, share: PairShare) -> ByteRuns:
-    """Return the pieces of all segments; segments of equal length have the same inner structure."""
+    # Return the pieces of all segments; segments of equal length have the same inner structure.
     columns, segment_numbers = [], []
     for length in np.unique(segments.tokens):
         (indices,) = np.nonzero(segments.tokens == length)
@@ -161,18 +160,15 @@ def _pieces(src: KvLayout, dst: KvLayout, segments: Segments, share: PairShare) 
 
 
 class _Axis(NamedTuple):
-    """One dimension of a segment: its size, and the stride in bytes on either side."""
-
     size: int
     src_step: int
     dst_step: int
 
 
 def _axes(src: KvLayout, dst: KvLayout, share: PairShare, tokens: int) -> tuple[list[_Axis], int]:
-    """Return the axes along which a segment is divided into pieces, and the bytes of one piece.
-
-    A piece starts as one row and absorbs every axis along which both sides are contiguous.
-    """
+    # Return the axes along which a segment is divided into pieces, and the bytes of one piece.
+    #
+    # A piece starts as one row and absorbs every axis along which both sides are contiguous.
     from_steps, to_steps = _steps(src, share.pair.src_rank), _steps(dst, share.pair.dst_rank)
     sizes = (len(share.layers), src.parts, len(share.heads), tokens)
     axes = [
@@ -192,9 +188,6 @@ def _axes(src: KvLayout, dst: KvLayout, share: PairShare, tokens: int) -> tuple[
 def _lattice(
     src: KvLayout, dst: KvLayout, share: PairShare, tokens: int
 ) -> tuple[tuple[Offsets, Offsets], int]:
-    """Return the source and sink offsets of a segment's pieces from its origin, and a piece's
-    bytes.
-    """
     axes, n_bytes = _axes(src, dst, share, tokens)
     src_at = dst_at = np.zeros(1, np.int64)
     for axis in axes:
@@ -211,11 +204,10 @@ def _steps(layout: KvLayout, rank: int) -> KvSteps:
 def _origin(
     layout: KvLayout, rank: int, share: PairShare, blocks: Offsets, tokens: Offsets
 ) -> Offsets:
-    """Return the byte offset in the rank's memory of each token's KV, at the share's first layer
-    and head.
-
-    A token is given by its block and its position in that block.
-    """
+    # Return the byte offset in the rank's memory of each token's KV, at the share's first layer and
+    # head.
+    #
+    # A token is given by its block and its position in that block.
     stage, tp_rank = divmod(rank, layout.tp)
     steps = layout.steps(stage)
     inside = (share.layers.start - layout.layers_of(stage).start) * steps.layer
@@ -224,10 +216,9 @@ def _origin(
 
 
 def _join(runs: ByteRuns) -> ByteRuns:
-    """Return the byte ranges (runs), with neighbours joined that are contiguous on both sides.
-
-    If only a few would join, the runs stay unchanged: runs of equal length are copied faster.
-    """
+    # Return the byte ranges (runs), with neighbours joined that are contiguous on both sides.
+    #
+    # If only a few would join, the runs stay unchanged: runs of equal length are copied faster.
     ends = (runs.src[1:] != runs.src[:-1] + runs.length[:-1]) | (
         runs.dst[1:] != runs.dst[:-1] + runs.length[:-1]
     )
@@ -239,7 +230,6 @@ def _join(runs: ByteRuns) -> ByteRuns:
 
 
 def _split_long(runs: ByteRuns, most: int) -> ByteRuns:
-    """Return the byte ranges (runs), with those longer than `most` bytes split."""
     if runs.length.max() <= most:
         return runs
     pieces = -(-runs.length // most)

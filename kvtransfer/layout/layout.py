@@ -167,7 +167,6 @@ class KvLayout(msgspec.Struct, frozen=True):
 
     @property
     def ranks(self) -> int:
-        """Number of ranks over all pipeline stages."""
         return self.pp * self.tp
 
     @property
@@ -186,7 +185,6 @@ class KvLayout(msgspec.Struct, frozen=True):
 
     @property
     def rank_heads(self) -> int:
-        """Number of key/value heads on one rank."""
         return max(1, self.kv_heads // self.tp)
 
     @property
@@ -196,11 +194,9 @@ class KvLayout(msgspec.Struct, frozen=True):
 
     @property
     def rank_layer_bytes(self) -> int:
-        """Bytes that one KV block takes in one layer on one rank."""
         return self.parts * self.rank_heads * self.block_tokens * self.row_bytes
 
     def rank_block_bytes(self, rank: int) -> int:
-        """Return the bytes of one block on the rank with this number."""
         return len(self.layers_of(rank // self.tp)) * self.rank_layer_bytes
 
     def layers_of(self, stage: int) -> range:
@@ -237,9 +233,6 @@ class KvLayout(msgspec.Struct, frozen=True):
         return KvSteps(*(steps[axis] for axis in sizes))
 
     def _axes(self) -> str:
-        """Return the letters of the axes from the outermost to the innermost, with p for keys and
-        values.
-        """
         axes = self.order.value[:-1]
         if self.content is KvContent.TOKENS or self.mla:
             return axes + "p"

@@ -95,10 +95,9 @@ def _views(
 
 
 def _check_file(fd: int, size: int) -> None:
-    """Raise RegionError unless the memory file has this size and cannot shrink.
-
-    Reading past the end of a file that its owner has shrunk would kill this process (SIGBUS).
-    """
+    # Raise RegionError unless the memory file has this size and cannot shrink.
+    #
+    # Reading past the end of a file that its owner has shrunk would kill this process (SIGBUS).
     if os.fstat(fd).st_size != size:
         raise RegionError(f"the peer's memory file has {os.fstat(fd).st_size} bytes, not {size}")
     try:

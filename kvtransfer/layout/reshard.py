@@ -66,9 +66,7 @@ ALL_RANKS = Ranks()
 
 
 class _Limits(NamedTuple):
-    """Limits of a transfer plan: bytes of the longest run, and runs per rank pair in a layer
-    group.
-    """
+    # Limits of a transfer plan: bytes of the longest run, and runs per rank pair in a layer group.
 
     run_bytes: int
     runs: int
@@ -110,9 +108,8 @@ class TransferPlan:
         self._bands, self.groups = bands, len(bands) * len(chunks)
 
         def make(group: int, pair: int) -> ByteRuns:
-            """Compute the byte ranges (runs) of a pair in a group from local values, which avoids a
-            reference cycle.
-            """
+            # Compute the byte ranges (runs) of a pair in a group from local values, which avoids a
+            # reference cycle.
             band, chunk = divmod(group, len(chunks))
             return build_runs(src, dst, chunks[chunk], shares[band][pair], limits.run_bytes)
 
@@ -168,9 +165,8 @@ class TransferPlan:
         return sum(self._token_bytes()) * sum(self._chunk_tokens)
 
     def _token_bytes(self) -> list[int]:
-        """Return the bytes of one token in each band of layers (the layers of a group), over all
-        pairs.
-        """
+        # Return the bytes of one token in each band of layers (the layers of a group), over all
+        # pairs.
         row = self.src.parts * self.src.row_bytes
         return [
             row * sum(len(share.layers) * len(share.heads) for share in shares)
@@ -192,10 +188,9 @@ class TransferPlan:
                 first, begin = end, int(ends[end - 1])
 
     def _band(self, group: int) -> int:
-        """Return the index of the band of layers that a group belongs to.
-
-        Raises IndexError for a group that does not exist.
-        """
+        # Return the index of the band of layers that a group belongs to.
+        #
+        # Raises IndexError for a group that does not exist.
         if not 0 <= group < self.groups:
             raise IndexError(f"there is no group {group}: the plan has {self.groups}")
         return group // len(self._chunk_tokens)
@@ -273,7 +268,7 @@ def sink_ranks(src: KvLayout, dst: KvLayout, src_rank: int | None) -> list[int]:
 
 
 def _rank_pairs(src: KvLayout, dst: KvLayout) -> list[RankPair]:
-    """Return all rank pairs that move bytes if every source rank is an agent of its own."""
+    # Return all rank pairs that move bytes if every source rank is an agent of its own.
     stages = [(a, b) for a, b, _ in _common_layers(src, dst, range(src.layers))]
     heads = [(a, b) for a, b, _ in _common_heads(src, dst, 0)]
     return [
@@ -323,11 +318,10 @@ def _chunks(
     shares: tuple[tuple[PairShare, ...], ...],
     limits: _Limits,
 ) -> list[Segments]:
-    """Return the segments cut into chunks, so that no rank pair exceeds its limit of byte ranges
-    (runs).
-
-    Runs that will join are counted separately.
-    """
+    # Return the segments cut into chunks, so that no rank pair exceeds its limit of byte ranges
+    # (runs).
+    #
+    # Runs that will join are counted separately.
     share_by_shape = {
         (
             len(share.layers),
@@ -360,7 +354,6 @@ def _chunks(
 def _shares(
     src: KvLayout, dst: KvLayout, band: int, layers: range, ranks: Ranks
 ) -> Iterator[PairShare]:
-    """Return which rank pairs move which heads of these layers, sorted by rank pair."""
     shares = []
     turn = band if ranks.src is None else 0
     for src_stage, dst_stage, common in _common_layers(src, dst, layers):
@@ -380,7 +373,6 @@ def _common_layers(src: KvLayout, dst: KvLayout, layers: range) -> Iterator[tupl
 
 
 def _common_heads(src: KvLayout, dst: KvLayout, band: int) -> Iterator[tuple[int, int, range]]:
-    """Yield (source TP rank, sink TP rank, heads) such that each sink rank gets every head once."""
     copies = max(1, src.tp // src.kv_heads)
     sinks = max(1, dst.tp // dst.kv_heads)
     for dst_tp in range(dst.tp):

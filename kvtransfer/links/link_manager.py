@@ -161,11 +161,10 @@ class LinkManager:
             peer_link.is_handling = False
 
     def _protect_link(self, peer_link: PeerLink) -> None:
-        """Exempt a link from eviction if its first message shows knowledge of the key.
-
-        Of several links with the same greeting, only the first is protected, because greetings can
-        be replayed.
-        """
+        # Exempt a link from eviction if its first message shows knowledge of the key.
+        #
+        # Of several links with the same greeting, only the first is protected, because greetings
+        # can be replayed.
         greeting = peer_link.session.greeting
         if peer_link.dial_request is not None or (
             peer_link.session.peer is None and not shows_key(self._key, greeting)
@@ -212,10 +211,9 @@ class LinkManager:
             link.close()
 
     def _dialler_session(self, link: Link, dialling: DialRequest) -> LinkSession:
-        """Return the session of a link that this agent has dialled.
-
-        The Hello message of the first link carries the send budget of all its lanes together.
-        """
+        # Return the session of a link that this agent has dialled.
+        #
+        # The Hello message of the first link carries the send budget of all its lanes together.
         lane_of = b"" if dialling.lane_of is None else dialling.lane_of.session.greeting
         budget_bytes = self.options.budget_bytes * (
             link.lanes if isinstance(link, MultiLaneLink) else 1
@@ -230,7 +228,7 @@ class LinkManager:
         )
 
     def _start_dial(self, dialling: DialRequest) -> None:
-        """Dial a peer on another thread; call it with the lock held."""
+        # Dial a peer on another thread; call it with the lock held.
         self._dials += 1
         try:
             self._clock.run_in_thread(lambda: self._dial(dialling))
@@ -240,10 +238,9 @@ class LinkManager:
             self._execute(self._on_dial_failed(dialling, EndReason.UNREACHABLE, str(error)))
 
     def _finish_dial(self, link: Link | None) -> str | None:
-        """Count an attempt to dial as finished.
-
-        Return the reason if its link has already ended, else None.
-        """
+        # Count an attempt to dial as finished.
+        #
+        # Return the reason if its link has already ended, else None.
         self._dials -= 1
         detail = None if link is None else self._ended_early.pop(link, None)
         if not self._dials:
@@ -251,7 +248,7 @@ class LinkManager:
         return detail
 
     def _dial(self, dialling: DialRequest) -> None:
-        """Dial a peer and register the link; runs on its own thread, because it may block."""
+        # Dial a peer and register the link; runs on its own thread, because it may block.
         try:
             link = dialling.transport.dial(dialling.where)
         except Exception as error:
@@ -283,7 +280,6 @@ class LinkManager:
         link.send(peer_link.session.hello())
 
     def _on_proven(self, peer_link: PeerLink) -> None:
-        """Start to use a link whose peer has proven its identity, or drop an incompatible one."""
         peer_link.is_proven, peer = True, peer_link.session.peer
         assert peer is not None
         reason = (
@@ -314,11 +310,10 @@ class LinkManager:
             )
 
     def _missing_parent(self, peer_link: PeerLink) -> tuple[EndReason, str] | None:
-        """Return an error if the link over which this peer was found has ended; None if not.
-
-        No transfer waits for a better link or a lane of it any more, and another link may have been
-        dialled since.
-        """
+        # Return an error if the link over which this peer was found has ended; None if not.
+        #
+        # No transfer waits for a better link or a lane of it any more, and another link may have
+        # been dialled since.
         parent = None if peer_link.dial_request is None else peer_link.dial_request.parent
         if parent is None or parent.link in self._peer_links:
             return None
@@ -327,11 +322,9 @@ class LinkManager:
     # ---- lanes
 
     def _lane_owner(self, peer_link: PeerLink) -> PeerLink | None:
-        """Return the link to which a lane (parallel connection) belongs; None if this is not a
-        lane.
-
-        A source finds it by the greeting, among links of the same peer.
-        """
+        # Return the link to which a lane (parallel connection) belongs; None if this is not a lane.
+        #
+        # A source finds it by the greeting, among links of the same peer.
         if peer_link.dial_request is not None:
             return peer_link.dial_request.lane_of
         if not peer_link.session.lane_of:
@@ -364,7 +357,6 @@ class LinkManager:
         return (EndReason.PROTOCOL, "too many lanes") if len(first.lanes) >= MAX_LANES - 1 else None
 
     def _add_lane(self, first: PeerLink, peer_link: PeerLink) -> None:
-        """Let a proven lane (parallel connection) carry windows of KV of the link `first`."""
         assert isinstance(first.link, MultiLaneLink)
         peer_link.lane_owner = first
         first.lanes.append(peer_link)
@@ -373,12 +365,11 @@ class LinkManager:
             peer_link.send(Beat())  # confirms the lane, so that the sink dials the next
 
     def _dial_lane(self, first: PeerLink) -> None:
-        """Dial the next lane (parallel connection) of a link, once the source has sent a message
-        over the previous one.
-
-        Before that the source may not have received this agent's proof, and would reject a lane of
-        an unknown link.
-        """
+        # Dial the next lane (parallel connection) of a link, once the source has sent a message
+        # over the previous one.
+        #
+        # Before that the source may not have received this agent's proof, and would reject a lane
+        # of an unknown link.
         link, dialling = first.link, first.dial_request
         if not isinstance(link, MultiLaneLink) or dialling is None or first.is_dialling_lane:
             return
@@ -399,20 +390,17 @@ class LinkManager:
         return []
 
     def _retry_lane(self, first: PeerLink, detail: str) -> None:
-        """Dial another lane (parallel connection) after one has failed or ended before it was
-        used.
-        """
+        # Dial another lane (parallel connection) after one has failed or ended before it was used.
         if first.link in self._peer_links and first.failed_lanes <= _MAX_FAILED_LANES:
             log.warning("kv %s: a lane to %s failed: %s", self.card.agent, first.peer, detail)
             self._dial_lane(first)
 
     def _lose_lane(self, peer_link: PeerLink, first: PeerLink, detail: str) -> None:
-        """Remove a lane (parallel connection) that has ended; if it had carried windows of KV, drop
-        its link too.
-
-        The link is dropped after a delay, because connections end in any order and the link's own
-        last messages say more about the cause.
-        """
+        # Remove a lane (parallel connection) that has ended; if it had carried windows of KV, drop
+        # its link too.
+        #
+        # The link is dropped after a delay, because connections end in any order and the link's own
+        # last messages say more about the cause.
         lane = peer_link.link
         assert isinstance(lane, MultiLaneLink)
 
@@ -442,7 +430,6 @@ class LinkManager:
     # ---- choosing the link
 
     def _use(self, peer_link: PeerLink) -> list[Command]:
-        """Start to use this link as a sink, and close the link over which its address was found."""
         peer, dialling = peer_link.session.peer, peer_link.dial_request
         assert dialling is not None
         assert peer is not None
@@ -461,10 +448,9 @@ class LinkManager:
         )
 
     def _redial(self, dialling: DialRequest, reason: EndReason, detail: str) -> list[Command]:
-        """Dial again after a connection ended before the peer showed its identity.
-
-        A busy peer drops unproven connections.
-        """
+        # Dial again after a connection ended before the peer showed its identity.
+        #
+        # A busy peer drops unproven connections.
         ended = reason in (EndReason.LINK_LOST, EndReason.UNREACHABLE)
         if (
             not ended
@@ -480,7 +466,6 @@ class LinkManager:
     def _on_dial_failed(
         self, dialling: DialRequest, reason: EndReason, detail: str
     ) -> list[Command]:
-        """Use the fallback of a link that could not be set up, or report that there is none."""
         address, fallback = dialling.address, dialling.fallback
         if (lane_owner := dialling.lane_of) is not None:
             lane_owner.is_dialling_lane = False
@@ -498,10 +483,9 @@ class LinkManager:
         return self._use(fallback)
 
     def _handle(self, peer_link: PeerLink, message: Message, now: float) -> list[Command]:
-        """Dispatch a message.
-
-        Raises ProtocolError for a message that this direction does not allow.
-        """
+        # Dispatch a message.
+        #
+        # Raises ProtocolError for a message that this direction does not allow.
         link = peer_link.link
         if peer_link.lane_owner is not None:
             return self._handle_lane_message(peer_link, peer_link.lane_owner, message)
@@ -531,11 +515,10 @@ class LinkManager:
         raise ProtocolError(f"{type(message).__name__} is not allowed in this direction")
 
     def _beat(self, due: float, send_beat: bool = True) -> None:
-        """Send heartbeats, and drop links whose peers have been silent for too long.
-
-        Runs on the clock's thread without the agent's lock. Silence is checked twice per beat, so a
-        freeze is noticed within the allowed silence plus half a beat.
-        """
+        # Send heartbeats, and drop links whose peers have been silent for too long.
+        #
+        # Runs on the clock's thread without the agent's lock. Silence is checked twice per beat, so
+        # a freeze is noticed within the allowed silence plus half a beat.
         now, beat_s = self._clock.now(), self.options.beat_s
         late_s = now - due if now - due > beat_s else 0.0
         try:

@@ -199,7 +199,6 @@ _ENCODER = msgspec.msgpack.Encoder()
 
 
 def encode(message: Message) -> bytes:
-    """Return the message as msgpack bytes."""
     return _ENCODER.encode(message)
 
 
@@ -251,5 +250,4 @@ def pack_blocks(blocks: Any) -> bytes:
 
 
 def unpack_blocks(data: bytes) -> NDArray[np.int64]:
-    """Decode the block numbers of a message to an int64 array."""
     return np.frombuffer(data, dtype="<u4").astype(np.int64)

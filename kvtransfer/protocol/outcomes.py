@@ -104,7 +104,6 @@ def outcome_for(
     transport: str = "",
     detail: str = "",
 ) -> TransferOutcome:
-    """Return the outcome that follows from `reason`."""
     return TransferOutcome(
         _HOW.get(reason, OutcomeKind.FAILED),
         reason,

@@ -116,7 +116,7 @@ class LinkSession:
         return self._seal(encode(message))
 
     def _answer_hello(self, data: bytes) -> bytes:
-        """Return the Welcome that answers a Hello; the peer's identity is not proven yet."""
+        # Return the Welcome that answers a Hello; the peer's identity is not proven yet.
         if len(data) > MOST_HELLO_BYTES:
             raise ProtocolError(
                 f"a Hello of {len(data)} bytes is over the limit of {MOST_HELLO_BYTES}"
@@ -135,10 +135,9 @@ class LinkSession:
         return self._seal(welcome)
 
     def _answer_welcome(self, data: bytes) -> bytes:
-        """Return the Ready that answers a Welcome.
-
-        The Welcome's seal covers this end's nonce, so it proves the peer's identity.
-        """
+        # Return the Ready that answers a Welcome.
+        #
+        # The Welcome's seal covers this end's nonce, so it proves the peer's identity.
         body = bytes(data[:-SEAL_BYTES])
         if len(data) > MOST_HELLO_BYTES:
             raise ProtocolError(
@@ -152,9 +151,7 @@ class LinkSession:
         return self.seal(LinkReady())
 
     def _derive(self, welcome: bytes) -> None:
-        """Derive the keys of this link from both nonces, so that no two links have the same
-        keys.
-        """
+        # Derive the keys of this link from both nonces, so that no two links have the same keys.
         transcript = hashlib.sha256(
             len(self._hello).to_bytes(4, "big") + self._hello + welcome
         ).digest()

@@ -192,7 +192,7 @@ def _mac(key: bytes, body: bytes) -> bytes:
 
 
 def _decode_text(text: str) -> bytes:
-    """Decode base64url text. Raises TicketRefused for any but the canonical encoding."""
+    # Decode base64url text. Raises TicketRefused for any but the canonical encoding.
     if not _MAC_BYTES < len(text) <= MAX_CHARS:
         raise TicketRefused(
             TicketRefusal.MALFORMED,

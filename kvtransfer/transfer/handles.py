@@ -77,7 +77,7 @@ class TransferHandle:
                 waiter.set_result(None)
 
     async def _changed(self) -> None:
-        """Wait for the next change; a cancelled wait removes its future."""
+        # Wait for the next change; a cancelled wait removes its future.
         waiter = asyncio.get_running_loop().create_future()
         self._waiters.add(waiter)
         try:

@@ -89,7 +89,6 @@ class PendingInvites:
         return self.remove(name), self._unwanted.pop(name, now)
 
     def remove(self, name: str) -> list[PendingInvite]:
-        """Remove and return the invitations that wait for the offer `name`."""
         removed = list(self._waiting.pop(name, {}).values())
         for pending in removed:
             del self._names[pending.link, pending.invite.transfer]
@@ -126,7 +125,6 @@ class PendingInvites:
             self._unwanted.put(name, agent, now)
 
     def remove_link(self, link: Link) -> None:
-        """Remove all invitations that were received over this link."""
         for waiting in [
             waiting for (invited_over, _), waiting in self._names.items() if invited_over is link
         ]:

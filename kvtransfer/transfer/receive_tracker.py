@@ -84,10 +84,9 @@ class ReceiveTracker:
 
 
 class _Spans:
-    """A set of disjoint number ranges.
-
-    Adjacent ranges are joined, so windows in order make one range.
-    """
+    # A set of disjoint number ranges.
+    #
+    # Adjacent ranges are joined, so windows in order make one range.
 
     __slots__ = ("_ends", "_starts")
 
@@ -96,10 +95,9 @@ class _Spans:
         self._ends: list[int] = []
 
     def add(self, start: int, end: int) -> bool:
-        """Add [start, end) and return True.
-
-        Add nothing and return False if any part of it is present.
-        """
+        # Add [start, end) and return True.
+        #
+        # Add nothing and return False if any part of it is present.
         index = bisect_right(self._starts, start)
         if (index and self._ends[index - 1] > start) or (
             index < len(self._starts) and self._starts[index] < end

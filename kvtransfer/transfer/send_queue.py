@@ -281,7 +281,7 @@ def blocks_of(runs: ByteRuns, block_bytes: int) -> NDArray[np.int64]:
 
 
 def _windows(offer: LeasedOffer, plan: TransferPlan) -> Iterator[WindowHead | None]:
-    """Yield every window of an offer's KV in order, and None while the next one is not computed."""
+    # Yield every window of an offer's KV in order, and None while the next one is not computed.
     for group in range(plan.groups):
         while plan.ready_groups(offer.ready_layers) <= group:
             yield None
@@ -292,9 +292,6 @@ def _windows(offer: LeasedOffer, plan: TransferPlan) -> Iterator[WindowHead | No
 def _still_current(
     offer: LeasedOffer, region: Region, rank: int, blocks: NDArray[np.int64]
 ) -> Callable[[], bool]:
-    """Return a function that checks that the lease is alive and the blocks have not changed
-    owner.
-    """
     promised = offer.generations[rank][
         offer.spec.order[np.searchsorted(offer.sorted_blocks, blocks)]
     ]

@@ -145,7 +145,6 @@ class TransferSink:
 
     @property
     def counts(self) -> dict[str, int]:
-        """Number of fetches by state."""
         states = [reservation.state for reservation in self._reservations.values()]
         return {state.value: states.count(state) for state in SinkState}
 
@@ -292,7 +291,7 @@ class TransferSink:
     def _begin(
         self, reservation: BlockReservation, tracker_or_error: ReceiveTracker | str, now: float
     ) -> list[Command]:
-        """Admit windows of KV after the plan is computed, unless the fetch has ended since."""
+        # Admit windows of KV after the plan is computed, unless the fetch has ended since.
         if reservation.state is not SinkState.INVITED:
             return []
         if isinstance(tracker_or_error, str):
@@ -449,10 +448,9 @@ class TransferSink:
         )
 
     def _plan(self, reservation: BlockReservation, message: Accept) -> ReceiveTracker | str:
-        """Compute the same plan as the source, or return as text why there is none.
-
-        This runs without the lock, so the first group's runs are computed as well.
-        """
+        # Compute the same plan as the source, or return as text why there is none.
+        #
+        # This runs without the lock, so the first group's runs are computed as well.
         request = reservation.request
         assert reservation.layout is not None
         fingerprint = pair_fingerprint(reservation.layout, self._layout)
@@ -482,9 +480,7 @@ class TransferSink:
         return ReceiveTracker(transfer_plan)
 
     def _find(self, link: Link, transfer: int) -> BlockReservation | None:
-        """Return the fetch if it uses this link, else None, so that no peer reaches another's
-        fetch.
-        """
+        # Return the fetch if it uses this link, else None, so that no peer reaches another's fetch.
         reservation = self._reservations.get(transfer)
         return reservation if reservation is not None and reservation.link is link else None
 
@@ -497,11 +493,10 @@ class TransferSink:
         )
 
     def _progress(self, reservation: BlockReservation, *, fenced: bool = False) -> list[Command]:
-        """Report layers that have become readable.
-
-        Over a one-sided link nothing is readable before the fence, because the source can still
-        write.
-        """
+        # Report layers that have become readable.
+        #
+        # Over a one-sided link nothing is readable before the fence, because the source can still
+        # write.
         layers = 0 if reservation.tracker is None else reservation.tracker.complete_layers
         early = reservation.link is not None and reservation.link.is_one_sided and not fenced
         if layers == reservation.layers or early:
@@ -524,9 +519,7 @@ class TransferSink:
         *,
         tell: bool = True,
     ) -> list[Command]:
-        """End a fetch as failed; if a peer was invited, its blocks come back once no peer can
-        write.
-        """
+        # End a fetch as failed; if a peer was invited, its blocks come back once no peer can write.
         if reservation.state is SinkState.FENCING:
             return []
         reservation.end = (reason, detail)
@@ -541,10 +534,9 @@ class TransferSink:
         return [SendMessage(reservation.link, make_stop(reservation.number, reason, detail)), fence]
 
     def _unwanted(self, link: Link, reservation: BlockReservation) -> list[Command]:
-        """Report a fetch to the source that was cancelled before its invitation was sent.
-
-        The source then frees the blocks. Nothing is sent if another fetch wants the same offer.
-        """
+        # Report a fetch to the source that was cancelled before its invitation was sent.
+        #
+        # The source then frees the blocks. Nothing is sent if another fetch wants the same offer.
         request = reservation.request
         wanted = any(
             (other.request.address, other.request.name) == (request.address, request.name)

@@ -85,7 +85,6 @@ class TransferSource:
 
     @property
     def counts(self) -> dict[str, int]:
-        """Number of leases by state, and number of waiting invitations."""
         states = [offer.lease.state for offer in self._offers.values()]
         counts = {state.value: states.count(state) for state in LeaseState}
         return {**counts, "waiting_invitations": len(self._pending_invites)}
@@ -257,7 +256,6 @@ class TransferSource:
     def _answer_invite(
         self, offer: LeasedOffer | None, link: Link, invite: Invite, now: float
     ) -> list[Command]:
-        """Check the ticket of a sink's invitation, then match it with its offer or let it wait."""
         ticket: Ticket | None = None
         if invite.ticket is not None:
             card = self._outlets[link].card
@@ -369,9 +367,6 @@ class TransferSource:
     def _match_invite(
         self, offer: LeasedOffer, link: Link, invite: Invite, ticket: Ticket | None, now: float
     ) -> list[Command]:
-        """Match a sink's invitation with its offer: check the permission, the claim and the
-        size.
-        """
         outlet = self._outlets[link]
         if ticket is None and not may_fetch_by_name(offer.spec, outlet.card.agent):
             return self._refuse(link, invite.transfer, EndReason.BAD_TICKET)
@@ -408,11 +403,10 @@ class TransferSource:
         plan_or_error: TransferPlan | str,
         now: float,
     ) -> list[Command]:
-        """Complete a sink's claim of an offer after its plan is computed.
-
-        A mismatch is refused before any byte moves, and the offer stays available. Does nothing if
-        the offer or the link has ended in the meantime.
-        """
+        # Complete a sink's claim of an offer after its plan is computed.
+        #
+        # A mismatch is refused before any byte moves, and the offer stays available. Does nothing
+        # if the offer or the link has ended in the meantime.
         outlet = self._outlets.get(link)
         if outlet is None or outlet.claimed.get(invite.transfer) is not offer:
             return []
@@ -438,7 +432,6 @@ class TransferSource:
         transfer_plan: TransferPlan,
         now: float,
     ) -> list[Command]:
-        """Accept a sink's invitation and send the windows of KV that are ready."""
         link = offer.link
         assert link is not None
         if offer.is_unclaimed:
@@ -463,12 +456,11 @@ class TransferSource:
         return commands + self._pump(outlet, now)
 
     def _plan(self, offer: LeasedOffer, card: AgentCard, invite: Invite) -> TransferPlan | str:
-        """Compute the plan of a transfer, or return as text why there is none.
-
-        If all layers are computed and runs join across layers, one group holds everything.
-        Otherwise groups are sent as they are computed, which also bounds the runs in memory. This
-        runs without the lock, so the first group's runs are computed as well.
-        """
+        # Compute the plan of a transfer, or return as text why there is none.
+        #
+        # If all layers are computed and runs join across layers, one group holds everything.
+        # Otherwise groups are sent as they are computed, which also bounds the runs in memory. This
+        # runs without the lock, so the first group's runs are computed as well.
         layout = self._card.layout
         at_once = offer.ready_layers >= layout.layers and layout.has_same_blocks(card.layout)
         try:
@@ -489,10 +481,9 @@ class TransferSource:
         return transfer_plan
 
     def _pump(self, outlet: SendQueue, now: float) -> list[Command]:
-        """Return the windows of KV to send, and advance the leases that begin to move.
-
-        An expired lease does not advance, so that no transfer counts as in time later.
-        """
+        # Return the windows of KV to send, and advance the leases that begin to move.
+        #
+        # An expired lease does not advance, so that no transfer counts as in time later.
         puts = outlet.next_windows(now)
         for offer in {
             put.head.transfer: outlet.claimed[put.head.transfer] for put in puts
@@ -518,10 +509,9 @@ class TransferSource:
     def _end(
         self, offer: LeasedOffer, reason: EndReason, detail: str, now: float, *, tell: bool = True
     ) -> list[Command]:
-        """End an offer with all its shares; every offer ends here.
-
-        The blocks change owner at once; readers find them stale.
-        """
+        # End an offer with all its shares; every offer ends here.
+        #
+        # The blocks change owner at once; readers find them stale.
         if offer.number not in self._offers:
             return []
         if offer.whole is not None:
@@ -543,7 +533,7 @@ class TransferSource:
         *,
         tell: bool,
     ) -> list[Command]:
-        """End a rank's share of an offer; the offer ends with its last share or a failed one."""
+        # End a rank's share of an offer; the offer ends with its last share or a failed one.
         del whole.shares[share.rank]
         commands = self._release(share, reason, detail, now, tell=tell)
         whole.put_bytes += share.put_bytes
@@ -554,7 +544,7 @@ class TransferSource:
     def _release(
         self, offer: LeasedOffer, reason: EndReason, detail: str, now: float, *, tell: bool = True
     ) -> list[Command]:
-        """End an offer without its shares, or a share without its offer; return the commands."""
+        # End an offer without its shares, or a share without its offer; return the commands.
         if offer.is_unclaimed:
             self._tally.unclaimed_s += now - offer.started_at
         offer.lease = end_lease(offer.lease, reason, now)
@@ -587,10 +577,9 @@ class TransferSource:
         return commands + pumped
 
     def _release_blocks(self, offer: LeasedOffer) -> NDArray[np.int64]:
-        """Stop protecting an offer's blocks; return those that no other offer protects.
-
-        Requests share blocks of a common prefix.
-        """
+        # Stop protecting an offer's blocks; return those that no other offer protects.
+        #
+        # Requests share blocks of a common prefix.
         blocks = offer.spec.distinct
         self._offer_counts[blocks] -= 1
         freed: NDArray[np.int64] = blocks[self._offer_counts[blocks] == 0]

@@ -76,10 +76,9 @@ class AgentStats:
 
 
 def _add(sums: dict[tuple[str, str], N], pair: tuple[str, str], amount: N) -> None:
-    """Add `amount` to the sum of `pair`.
-
-    If there are too many sums, drop the least recently used.
-    """
+    # Add `amount` to the sum of `pair`.
+    #
+    # If there are too many sums, drop the least recently used.
     sums[pair] = sums.pop(pair, 0) + amount
     if len(sums) > _MAX_PAIRS:
         del sums[next(iter(sums))]

@@ -69,7 +69,6 @@ def copy_runs(source: NDArray[np.uint8], sink: NDArray[np.uint8], runs: ByteRuns
 def _is_regular(
     source: NDArray[np.uint8], sink: NDArray[np.uint8], runs: ByteRuns, length: int
 ) -> bool:
-    """Return whether all byte ranges (runs) have the same length and lie at multiples of it."""
     if source.size % length or sink.size % length or np.logical_or.reduce(runs.length != length):
         return False
     return not (np.logical_or.reduce(runs.src % length) or np.logical_or.reduce(runs.dst % length))
@@ -115,7 +114,6 @@ def gather(
 
 
 def scatter(source: Bytes, sink: Bytes, offsets: Offsets, lengths: Offsets) -> None:
-    """Copy consecutive bytes of `source` to these byte ranges (runs) of `sink`."""
     for cells, rows, begin, end in _in_cells(sink, offsets, lengths):
         if cells is None:
             _scatter_runs(source[begin:end], rows, offsets, lengths)
@@ -126,11 +124,10 @@ def scatter(source: Bytes, sink: Bytes, offsets: Offsets, lengths: Offsets) -> N
 def _in_cells(
     memory: Bytes, offsets: Offsets, lengths: Offsets
 ) -> Iterator[tuple[Offsets | None, Any, int, int]]:
-    """Yield (cell indices, memory as cells, first byte, end byte), some cells at a time.
-
-    Cells are the largest units to which all runs are aligned. Indices of None mean that the cells
-    are too small to save time; the part then covers all runs.
-    """
+    # Yield (cell indices, memory as cells, first byte, end byte), some cells at a time.
+    #
+    # Cells are the largest units to which all runs are aligned. Indices of None mean that the cells
+    # are too small to save time; the part then covers all runs.
     cell = math.gcd(int(np.gcd.reduce(offsets)), int(np.gcd.reduce(lengths)))
     if cell < _LEAST_CELL:
         yield None, memory, 0, int(np.add.reduce(lengths))

@@ -196,10 +196,6 @@ class Inproc:
 
 
 class _Arrival:
-    """A window of KV being received: its data, its destination, and whether it may still be
-    written.
-    """
-
     __slots__ = ("data", "digest", "head", "verdict", "void", "window")
 
     def __init__(self, head: WindowHead) -> None:
@@ -294,7 +290,6 @@ class InprocLink:
         self._wire.run_at(self._end.address, call)
 
     def _pump(self) -> None:
-        """Send queued messages and windows of KV in order, at the simulated bandwidth."""
         while self._queue and self._sending is None and not self._closed:
             item = self._queue.popleft()
             if isinstance(item, bytes):
@@ -314,9 +309,7 @@ class InprocLink:
         self._wire.deliver(self._end.address, self.peer, lambda: call(far), delay_s)
 
     def _begin(self, head: WindowHead, window: WindowSlice) -> None:
-        """Read the first half of a window of KV; the second half follows when the bandwidth
-        allows.
-        """
+        # Read the first half of a window of KV; the second half follows when the bandwidth allows.
         rng, weather = self._wire.rng, self._wire.weather
         if weather.sever and rng.random() < weather.sever:
             return self._break()
@@ -336,10 +329,9 @@ class InprocLink:
         return None
 
     def _flow(self, seconds: float, finish: Callback) -> None:
-        """Wait `seconds` for a window of KV to be sent, and then call `finish`.
-
-        Meanwhile, signs of life go to the far end.
-        """
+        # Wait `seconds` for a window of KV to be sent, and then call `finish`.
+        #
+        # Meanwhile, signs of life go to the far end.
         if seconds > _TRICKLE_S:
             self._carry(lambda far: far.notify_owner(lambda owner: None))
             self._wire.run_at(
@@ -381,10 +373,9 @@ class InprocLink:
         self._carry(lambda far: far.on_far_closed("the link broke"))
 
     def _arrive(self, arrival: _Arrival) -> None:
-        """Ask the owner for the destination of a window of KV, and start to write it.
-
-        It may be written while it is in `_arrivals`.
-        """
+        # Ask the owner for the destination of a window of KV, and start to write it.
+        #
+        # It may be written while it is in `_arrivals`.
         owner = self._end.owner
         if self._closed or owner is None:
             return
@@ -411,7 +402,7 @@ class InprocLink:
         self.notify_owner(lambda owner: owner.on_landed(self, arrival.head, arrival.verdict))
 
     def _fence(self, transfer: int) -> None:
-        """Stop all writes of a transfer and report that to the owner, also on a closed link."""
+        # Stop all writes of a transfer and report that to the owner, also on a closed link.
         for arrival in [arrival for arrival in self._arrivals if arrival.head.transfer == transfer]:
             arrival.void = True
             self._arrivals.remove(arrival)
@@ -433,9 +424,7 @@ def _check(window: WindowSlice, arrival: _Arrival) -> None:
 
 
 def _gather(window: WindowSlice, out: NDArray[np.uint8], offset: int, first: int, last: int) -> int:
-    """Copy byte ranges (runs) [first, last) of a window to `out` at `offset`; return the end
-    offset.
-    """
+    # Copy byte ranges (runs) [first, last) of a window to `out` at `offset`; return the end offset.
     memory, runs = window.region.bytes, window.runs
     for start, length in zip(
         runs.src[first:last].tolist(), runs.length[first:last].tolist(), strict=True
@@ -448,7 +437,7 @@ def _gather(window: WindowSlice, out: NDArray[np.uint8], offset: int, first: int
 def _scatter(
     runs: ByteRuns, data: NDArray[np.uint8], region: Region, first: int, last: int
 ) -> None:
-    """Copy the data of byte ranges [first, last) to their places at the sink, as far as it goes."""
+    # Copy the data of byte ranges [first, last) to their places at the sink, as far as it goes.
     memory, offset = region.bytes, int(runs.length[:first].sum())
     for start, length in zip(
         runs.dst[first:last].tolist(), runs.length[first:last].tolist(), strict=True

@@ -170,7 +170,6 @@ class MemoryPieces:
 
     @classmethod
     def of_buffer(cls, buffer: bytes | bytearray | memoryview, iovecs: Iovecs) -> MemoryPieces:
-        """Return all of `buffer` as one piece."""
         return cls.over(np.frombuffer(buffer, np.uint8), len(buffer), iovecs)
 
     @classmethod
@@ -195,7 +194,6 @@ class MemoryPieces:
 
     @property
     def count(self) -> int:
-        """Number of pieces of memory."""
         return len(self._ends)
 
     def call(self, function: Any, fd: int, ahead: Stretch, behind: Stretch) -> int | None:
@@ -279,7 +277,6 @@ class MemoryPieces:
 
 
 def _split_long(offsets: Offsets, lengths: Offsets, most: int) -> tuple[Offsets, Offsets]:
-    """Return the pieces, with those longer than `most` split into nearly equal parts."""
     counts = -(-lengths // most)
     begins = np.repeat(np.cumsum(counts) - counts, counts)
     parts = np.repeat(-(-lengths // counts), counts)

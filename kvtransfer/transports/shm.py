@@ -82,9 +82,7 @@ class SharedOutbound(Outbound):
         return self._write_small() if self._fds and self._begin < self._end else super()._write()
 
     def _send(self, data: memoryview) -> int:
-        """Send the file descriptors with the first bytes, so that they arrive before their
-        frame.
-        """
+        # Send the file descriptors with the first bytes, so that they arrive before their frame.
         if not self._fds:
             return super()._send(data)
         count = self._sock.sendmsg(
@@ -163,7 +161,7 @@ class ShmLink(StreamLink):
         return count
 
     def _attach(self, header: bytes) -> None:
-        """Map the source's regions. Raises FrameError if their number, sizes or seals are wrong."""
+        # Map the source's regions. Raises FrameError if their number, sizes or seals are wrong.
         fds, self._fds = self._fds, []
         sizes = list(_SIZES.iter_unpack(header)) if len(header) % _SIZES.size == 0 else []
         try:
@@ -181,9 +179,6 @@ class ShmLink(StreamLink):
             _close(fds)
 
     def _copy_announced(self, header: bytes) -> None:
-        """Copy an announced window of KV from the source's memory, and report whether it is
-        valid.
-        """
         if len(header) != WINDOW_HEADER_BYTES + _MARK.size:
             raise FrameError(f"{len(header)} bytes do not announce a window")
         head = unpack_head(header)
@@ -204,9 +199,8 @@ class ShmLink(StreamLink):
         self._out.enqueue(encode_frame(FrameKind.TAKEN, pack_head(head)))
 
     def _copy(self, head: WindowHead, window: WindowSlice) -> bool:
-        """Copy all byte ranges (runs) of a window of KV in steps; return False if a fence stopped
-        it.
-        """
+        # Copy all byte ranges (runs) of a window of KV in steps; return False if a fence stopped
+        # it.
         if window.src_rank >= len(self._peer_regions):
             raise FrameError(f"a window of rank {window.src_rank}, which is not shared")
         runs, peer_region = window.runs, self._peer_regions[window.src_rank]
@@ -284,10 +278,9 @@ class Shm:
         self._listening.close()
 
     def _link(self, sock: socket.socket, owner: LinkOwner, peer: str) -> ShmLink:
-        """Return a link over a socket.
-
-        Raises TransportError if the peer belongs to another user.
-        """
+        # Return a link over a socket.
+        #
+        # Raises TransportError if the peer belongs to another user.
         *_, uid, _ = (
             0,
             *_CREDENTIALS.unpack(
@@ -326,9 +319,6 @@ def generation_mark(region: Region, runs: ByteRuns) -> int:
 
 
 def _all_blocks(runs: ByteRuns, size: int) -> NDArray[np.int64]:
-    """Return the numbers of all blocks that the byte ranges (runs) touch, for runs that span
-    several blocks.
-    """
     first, last = runs.src // size, (runs.src + runs.length - 1) // size
     counts = last - first + 1
     begins = np.cumsum(counts) - counts
@@ -336,10 +326,9 @@ def _all_blocks(runs: ByteRuns, size: int) -> NDArray[np.int64]:
 
 
 def _socket() -> socket.socket:
-    """Return a new unix socket.
-
-    Raises TransportError if there is none, so that a fallback is used.
-    """
+    # Return a new unix socket.
+    #
+    # Raises TransportError if there is none, so that a fallback is used.
     try:
         return socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     except OSError as error:

@@ -49,7 +49,7 @@ class Tcp:
         advertise: str | None = None,
         tls: TlsFiles | None = None,
     ) -> None:
-        """Initialize without listening. Raises TransportError for unusable TLS files."""
+        # Initialize without listening. Raises TransportError for unusable TLS files.
         self._host = host
         self._port = port
         self._manner = manner or LinkOptions()

@@ -39,7 +39,7 @@ class TlsContexts:
     """
 
     def __init__(self, files: TlsFiles) -> None:
-        """Load the files. Raises TransportError, with the file names, if they cannot be used."""
+        # Load the files. Raises TransportError, with the file names, if they cannot be used.
         self.files = files
         self._lock = threading.Lock()
         self._loaded_signature = self._signature()
@@ -148,10 +148,9 @@ class TlsLink(LanedLink):
             self._handshake_over.set()
 
     def _step_handshake(self) -> bool:
-        """Perform one step of the handshake, and wait for the next.
-
-        Return True when it is complete.
-        """
+        # Perform one step of the handshake, and wait for the next.
+        #
+        # Return True when it is complete.
         self._run_orders()
         if self._closing:
             return True
@@ -173,10 +172,9 @@ class TlsLink(LanedLink):
         poll.poll()
 
     def _check_peer(self) -> None:
-        """Check the certificate's name of a peer that has dialled this end.
-
-        OpenSSL itself checks the name of a peer that this end has dialled.
-        """
+        # Check the certificate's name of a peer that has dialled this end.
+        #
+        # OpenSSL itself checks the name of a peer that this end has dialled.
         if not self._peer_name or self._dialled:
             return
         certificate: Any = self._tls.getpeercert() or {}
@@ -201,8 +199,6 @@ class TlsLink(LanedLink):
 
 
 class _TlsInbound(Inbound):
-    """Receiving side that reads through TLS into pieces of memory."""
-
     def __init__(
         self, sock: ssl.SSLSocket, receive: Callable[[memoryview], int], hearer: Any, limits: Any
     ) -> None:
@@ -210,7 +206,7 @@ class _TlsInbound(Inbound):
         self._tls = sock
 
     def _readv(self, fd: int, address: int, count: int) -> int:
-        """Read like readv(2), until the pieces are full or no complete TLS record is left."""
+        # Read like readv(2), until the pieces are full or no complete TLS record is left.
         total = 0
         for view in vectors_at(address, count):
             offset = 0
@@ -226,8 +222,6 @@ class _TlsInbound(Inbound):
 
 
 class _TlsOutbound(Outbound):
-    """Sending side that writes pieces of memory through TLS."""
-
     def __init__(
         self, sock: ssl.SSLSocket, sent: Callable[[WindowHead], None], *, checked: bool
     ) -> None:
@@ -236,10 +230,9 @@ class _TlsOutbound(Outbound):
         self._record = memoryview(bytearray(_RECORD_BYTES))
 
     def _writev(self, fd: int, address: int, count: int) -> int:
-        """Write like writev(2), one TLS record at a time.
-
-        After a full socket, the same first record is sent again.
-        """
+        # Write like writev(2), one TLS record at a time.
+        #
+        # After a full socket, the same first record is sent again.
         total = 0
         for record in self._records(vectors_at(address, count)):
             try:
@@ -249,10 +242,9 @@ class _TlsOutbound(Outbound):
         return total
 
     def _records(self, views: list[memoryview]) -> Iterator[memoryview]:
-        """Yield the bytes of these pieces of memory as TLS records, in order.
-
-        Whole records are not copied; shorter pieces are combined.
-        """
+        # Yield the bytes of these pieces of memory as TLS records, in order.
+        #
+        # Whole records are not copied; shorter pieces are combined.
         buffered = 0
         for view in views:
             offset = 0
@@ -283,7 +275,6 @@ def _would_block() -> int:
 
 
 def _identity(path: str) -> tuple[int, int, int]:
-    """Return a file's time, size and inode, which change when it is written or replaced."""
     try:
         status = os.stat(path)
     except OSError:

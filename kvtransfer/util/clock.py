@@ -123,10 +123,9 @@ class ThreadClock:
             self._thread.join()
 
     def _run(self) -> None:
-        """Make due calls until closed.
-
-        Log a call that fails, so that later calls are still made.
-        """
+        # Make due calls until closed.
+        #
+        # Log a call that fails, so that later calls are still made.
         while (call := self._next()) is not None:
             try:
                 call()
@@ -134,7 +133,7 @@ class ThreadClock:
                 log.exception("a timed call failed")
 
     def _next(self) -> Callback | None:
-        """Wait for the next due call and return it; None when closed."""
+        # Wait for the next due call and return it; None when closed.
         with self._wake:
             while not self._closed:
                 wait_s = self._timers[0][0] - time.monotonic() if self._timers else None

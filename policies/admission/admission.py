@@ -364,10 +364,9 @@ class CapAdmission:
         queue: WaitQueueView,
         is_reserved: bool,
     ) -> Shed | None:
-        """Return the refusal of a new request that may not wait in the queue.
-
-        Return None if it may wait.
-        """
+        # Return the refusal of a new request that may not wait in the queue.
+        #
+        # Return None if it may wait.
         rate, deadline_s = queue.full_rate(query.now), query.request.deadline_s
         expected_s = self._expected_s(query, queue, rate, is_reserved) if rate else None
         if (
@@ -397,10 +396,9 @@ class CapAdmission:
     def _expected_s(
         self, query: RoutingQuery, queue: WaitQueueView, rate: float, is_reserved: bool
     ) -> float:
-        """Return the expected seconds until a new request would get a permit.
-
-        `rate` is permits per second.
-        """
+        # Return the expected seconds until a new request would get a permit.
+        #
+        # `rate` is permits per second.
         if is_reserved:
             return 1.0 / rate
         left = 1.0 - self._schedule.share if len(self._schedule) else 1.0

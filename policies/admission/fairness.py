@@ -101,10 +101,9 @@ class TenantCounters:
         self._faded_at = None
 
     def _prune(self) -> None:
-        """Drop tenants without a debt.
-
-        If too many remain, keep only those with the highest debts.
-        """
+        # Drop tenants without a debt.
+        #
+        # If too many remain, keep only those with the highest debts.
         self._ahead = {
             tenant: counter
             for tenant, counter in self._ahead.items()

@@ -64,7 +64,7 @@ class PrefillPace:
         return sum(paces) / len(paces) if paces else 1.0
 
     def _pace(self, load: EndpointLoad, tpot_s: float) -> float:
-        """Return the share of the time, 0 to 1, that the endpoint may spend on prefill."""
+        # Return the share of the time, 0 to 1, that the endpoint may spend on prefill.
         return (
             max(LEAST_SHARE, 1.0 - load.timeline.decode_s / (self._share * tpot_s))
             if load.decoding

@@ -215,10 +215,9 @@ class PricedAdmission:
         queue: WaitQueueView,
         is_reserved: bool,
     ) -> Shed | None:
-        """Return the refusal of a new request that may not even wait in the queue.
-
-        Return None if it may wait.
-        """
+        # Return the refusal of a new request that may not even wait in the queue.
+        #
+        # Return None if it may wait.
         request = query.request
         wait_s = self._wait_s(request.tenant, estimate, queue)
         first_s = estimate.ttft_s + wait_s
@@ -244,10 +243,9 @@ class PricedAdmission:
         return self._refuse_by_price(query, estimate, queue, price)
 
     def _relative_price(self, query: RoutingQuery, estimate: CostEstimate, first_s: float) -> float:
-        """Return the price of the request's work divided by its value.
-
-        A request with relative price r is admitted with probability 1 / (1 + r).
-        """
+        # Return the price of the request's work divided by its value.
+        #
+        # A request with relative price r is admitted with probability 1 / (1 + r).
         request, rule = query.request, self._rule
         weight = request.slo.weight
         value = 2.0**request.priority * weight * (self._per_weight or 1.0 / weight)
@@ -277,11 +275,10 @@ class PricedAdmission:
     def _refuse_late(
         self, query: RoutingQuery, estimate: CostEstimate, queue: WaitQueueView
     ) -> Shed | None:
-        """Return the refusal of a waiting request that would miss its TTFT budget.
-
-        Return None if it may wait. It is refused only under overload, where its work would delay
-        requests that can still be in time.
-        """
+        # Return the refusal of a waiting request that would miss its TTFT budget.
+        #
+        # Return None if it may wait. It is refused only under overload, where its work would delay
+        # requests that can still be in time.
         due_s = remaining_ttft_s(query)
         if (
             not self.price
@@ -318,9 +315,7 @@ class PricedAdmission:
     # The price
 
     def _reprice(self, estimate: CostEstimate, queue: WaitQueueView) -> None:
-        """Update the price: low for short excesses, so that a burst costs little, then
-        exponential.
-        """
+        # Update the price: low for short excesses, so that a burst costs little, then exponential.
         rule = self._rule
         demand = self._usage.demand(queue.waiting_s, rule.doubt) / (
             estimate.count * self._prefill_share
@@ -335,17 +330,13 @@ class PricedAdmission:
         self.price = expm1(excess) - excess
 
     def _queue_work_s(self, estimate: CostEstimate, queue: WaitQueueView) -> float:
-        """Return the seconds in which the endpoints can take all prompts of the wait queue, at
-        their pace.
-        """
         return queue.waiting_s / (estimate.count * self._prefill_share)
 
     def _threshold_s(self) -> float:
-        """Return the mean queue per endpoint, in seconds of prefill, up to which the price is zero.
-
-        The threshold is high for a burst, which drains by itself, and low for a queue that persists
-        because of overload.
-        """
+        # Return the mean queue per endpoint, in seconds of prefill, up to which the price is zero.
+        #
+        # The threshold is high for a burst, which drains by itself, and low for a queue that
+        # persists because of overload.
         rule, budget_s = self._rule, 1.0 / self._budget if self._budget else STANDARD.ttft_s
         share = rule.burst_share + (rule.queue_share - rule.burst_share) * self._overload
         return max(1e-9, budget_s * share)
@@ -353,13 +344,12 @@ class PricedAdmission:
     def _can_start_soon(
         self, query: RoutingQuery, candidates: Sequence[Candidate], count: int
     ) -> bool:
-        """Return whether a candidate would start the request soon without slowing its running
-        answers.
-
-        Without any promised budget every request may begin at once. The policy may pick another
-        candidate, so the excess of all endpoints together is bounded as well. Tenants below their
-        fair share may exceed the pace further than tenants above it.
-        """
+        # Return whether a candidate would start the request soon without slowing its running
+        # answers.
+        #
+        # Without any promised budget every request may begin at once. The policy may pick another
+        # candidate, so the excess of all endpoints together is bounded as well. Tenants below their
+        # fair share may exceed the pace further than tenants above it.
         slo, rule = query.request.slo, self._rule
         if self._budget is None and not slo.is_promised:
             return True
@@ -383,7 +373,7 @@ class PricedAdmission:
         return False
 
     def _wait_s(self, tenant: str, estimate: CostEstimate, queue: WaitQueueView) -> float:
-        """Return the expected seconds that a new request of the tenant would wait in the queue."""
+        # Return the expected seconds that a new request of the tenant would wait in the queue.
         if not queue.waiting:
             return 0.0
         return self._queue_work_s(estimate, queue) * min(
@@ -393,13 +383,11 @@ class PricedAdmission:
     def _retry_after(
         self, query: RoutingQuery, estimate: CostEstimate, queue: WaitQueueView, excess_s: float
     ) -> float | None:
-        """Return the seconds after which a refused client should retry, and reserve capacity for
-        it.
-
-        The time is the first unreserved moment after the queue has become shorter by `excess_s`.
-        Return None, without a reservation, if the client would not retry or the capacity is
-        unknown.
-        """
+        # Return the seconds after which a refused client should retry, and reserve capacity for it.
+        #
+        # The time is the first unreserved moment after the queue has become shorter by `excess_s`.
+        # Return None, without a reservation, if the client would not retry or the capacity is
+        # unknown.
         if not query.can_return or not estimate.count or queue.drain_rate.per_s(query.now) is None:
             return None
         # Work that enters, and not work that ends: answers are long, so ends lag behind a surge.
@@ -420,10 +408,9 @@ class PricedAdmission:
     # What it learns
 
     def _learn(self, query: RoutingQuery, estimate: CostEstimate) -> None:
-        """Update the running means of the typical TTFT budget, weight and work of a request.
-
-        Budget and weight use harmonic means, in which tight budgets and light weights count most.
-        """
+        # Update the running means of the typical TTFT budget, weight and work of a request.
+        #
+        # Budget and weight use harmonic means, in which tight budgets and light weights count most.
         slo = query.request.slo
         if slo.is_promised:
             self._budget = _typical(self._budget, slo.ttft_s, STANDARD.ttft_s)
@@ -487,11 +474,10 @@ class PricedAdmission:
 
 
 def _kv_booked(candidates: Sequence[Candidate]) -> float:
-    """Return the share of the fleet's KV that booked requests need, with shared prefixes counted
-    once.
-
-    Return 0 if the size of the KV is unknown.
-    """
+    # Return the share of the fleet's KV that booked requests need, with shared prefixes counted
+    # once.
+    #
+    # Return 0 if the size of the KV is unknown.
     kv_tokens = fleet_kv_tokens(candidates)
     loads = [candidate.load for candidate in candidates if candidate.load.is_available]
     return (
@@ -502,11 +488,10 @@ def _kv_booked(candidates: Sequence[Candidate]) -> float:
 
 
 def _typical(mean: float | None, budget_s: float, standard_s: float) -> float:
-    """Return the running mean of 1 / budget after a request with the TTFT budget `budget_s`.
-
-    The first request is compared with `standard_s`, and one tight budget can only move the mean a
-    bounded step.
-    """
+    # Return the running mean of 1 / budget after a request with the TTFT budget `budget_s`.
+    #
+    # The first request is compared with `standard_s`, and one tight budget can only move the mean a
+    # bounded step.
     known = 1.0 / standard_s if mean is None else mean
     return _mean(mean, min(1.0 / budget_s, TIGHTER * known))
 

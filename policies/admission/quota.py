@@ -189,8 +189,7 @@ def _left(bucket: TokenBucket | None, taken: int, now: float) -> float | None:
 
 
 def _drift_correction(ours: float | None, theirs: float | None) -> float:
-    """Return the amount to subtract so that the levels of two gateways converge.
-
-    Return 0 without a limit.
-    """
+    # Return the amount to subtract so that the levels of two gateways converge.
+    #
+    # Return 0 without a limit.
     return 0.0 if ours is None or theirs is None else DRIFT * (ours - theirs)

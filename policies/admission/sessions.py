@@ -244,9 +244,7 @@ class WorkingSet:
             self._end(name, now)
 
     def _end(self, name: SessionKey, now: float) -> None:
-        """Remove a session at once because its client ended it, and report that to other
-        gateways.
-        """
+        # Remove a session at once because its client ended it, and report that to other gateways.
         one = self._active.pop(name)
         self.tokens -= one.tokens
         self._drain.record(now, one.tokens)
@@ -340,12 +338,11 @@ class WorkingSet:
                 self._active[name] = self._active.pop(name)
 
     def _remaining_s(self, one: ActiveSession, now: float) -> float:
-        """Return the seconds that the session stays active if no further request comes."""
+        # Return the seconds that the session stays active if no further request comes.
         keep_s = self.memory_s if one.keep_s is None else one.keep_s
         return max(0.0, one.last_used_s + keep_s - now)
 
     def _drop(self, name: SessionKey, now: float) -> None:
-        """Remove a session that was idle for too long, and remember when it was last used."""
         one = self._active.pop(name)
         self.tokens -= one.tokens
         self._updates.pop(name, None)
@@ -358,9 +355,6 @@ class WorkingSet:
         return session if self._key_of is None else self._key_of(session)
 
     def _touch(self, name: SessionKey, one: ActiveSession, now: float) -> None:
-        """Mark the session as the most recently used one, and report it to other gateways next
-        time.
-        """
         self._active[name] = one
         one.last_used_s = now
         if self._key_of is not None:
@@ -368,11 +362,10 @@ class WorkingSet:
             self._ended.pop(name, None)
 
     def _learn_retention(self, left_s: float | None, now: float) -> None:
-        """Move memory_s towards a quantile of the time after which sessions return.
-
-        `left_s` is when the returning session was last used; None if unknown. A later return than
-        memory_s raises memory_s; an earlier one lowers it.
-        """
+        # Move memory_s towards a quantile of the time after which sessions return.
+        #
+        # `left_s` is when the returning session was last used; None if unknown. A later return than
+        # memory_s raises memory_s; an earlier one lowers it.
         gate = self._gate
         if left_s is None or now - left_s > 2 * gate.longest_s:
             return

@@ -68,7 +68,6 @@ class TenantUsage:
 
     @property
     def has_several_tenants(self) -> bool:
-        """Whether more than one tenant has sent requests recently."""
         return len(self._offered) > 1
 
     @property

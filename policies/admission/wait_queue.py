@@ -114,7 +114,6 @@ class TenantQueue(Generic[T]):
         return self.heap[0][-1]
 
     def last(self) -> WaitingRequest[T]:
-        """Return the least urgent request, in O(size) time."""
         return max(entry for entry in self.heap if not entry[-1].is_removed)[-1]
 
 
@@ -405,7 +404,6 @@ class WaitQueue(Generic[T]):
         return verdicts_due
 
     def charge_peer_work(self, tenant: str, tokens: float) -> None:
-        """Charge the tenant for tokens that another gateway processed for it."""
         self._charge(tenant, tokens)
 
     # The line
@@ -445,12 +443,11 @@ class WaitQueue(Generic[T]):
         heappush(self._ranks, (queue.counter, self._sequence, tenant))
 
     def _next(self, now: float) -> tuple[WaitingRequest[T], Verdict, bool] | None:
-        """Return the next request that enters or is refused, its verdict, and whether starvation
-        chose it.
-
-        Return None if all must keep waiting. An admission may hold one tenant back and admit
-        another, so several tenants are tried.
-        """
+        # Return the next request that enters or is refused, its verdict, and whether starvation
+        # chose it.
+        #
+        # Return None if all must keep waiting. An admission may hold one tenant back and admit
+        # another, so several tenants are tried.
         head, starved = self._head(now)
         verdict = self._verdict(head, now)
         if not isinstance(verdict, Wait):
@@ -472,10 +469,9 @@ class WaitQueue(Generic[T]):
         )
 
     def _head(self, now: float) -> tuple[WaitingRequest[T], bool]:
-        """Return the request whose turn it is, and whether it was chosen because of starvation.
-
-        Requires at least one waiting request.
-        """
+        # Return the request whose turn it is, and whether it was chosen because of starvation.
+        #
+        # Requires at least one waiting request.
         while self._fifo[0].is_removed:
             self._fifo.popleft()
         oldest = self._fifo[0]
@@ -511,11 +507,10 @@ class WaitQueue(Generic[T]):
             self._rank(tenant, queue)
 
     def _make_room(self, tenant: str, now: float) -> bool:
-        """Evict a request of the tenant with the longest queue by weight.
-
-        Return whether one was evicted. The least urgent request is evicted, and only if that queue
-        is longer than the queue of `tenant`.
-        """
+        # Evict a request of the tenant with the longest queue by weight.
+        #
+        # Return whether one was evicted. The least urgent request is evicted, and only if that
+        # queue is longer than the queue of `tenant`.
         weight = self._counters.weight
         if not self._queues:  # the queue has size 0
             return False
@@ -547,9 +542,8 @@ class WaitQueue(Generic[T]):
         return self.admission.retry_after_s(query, waiter.candidates, self)
 
     def _sweep(self) -> None:
-        """Rebuild the heaps without removed entries, so that memory follows the current queue
-        length.
-        """
+        # Rebuild the heaps without removed entries, so that memory follows the current queue
+        # length.
         self._fifo = deque(waiter for waiter in self._fifo if not waiter.is_removed)
         self._due = [entry for entry in self._due if not entry[-1].is_removed]
         heapify(self._due)

@@ -112,7 +112,6 @@ def learn(span: StepSpan, load: EngineLoad, ends: float, now: float) -> None:
 
 
 def _steps(span: StepSpan, load: EngineLoad, spent_s: float) -> None:
-    """Correct the fixed cost per step by short steps, and the cost per token by long ones."""
     belief = load.belief
     foreign_s = span.foreign * belief.token_s
     prompt_s = max(0.01 * spent_s, spent_s - span.decode_s - foreign_s)

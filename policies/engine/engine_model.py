@@ -174,11 +174,10 @@ class EngineModel:
         return now - self.first_tokens_at <= TOGETHER * self.decode_s
 
     def _plan_next(self, load: EngineLoad, now: float) -> bool:
-        """Plan the step after the one that first tokens have ended.
-
-        Return whether that could be done. False means that other first tokens of the ended step may
-        still arrive.
-        """
+        # Plan the step after the one that first tokens have ended.
+        #
+        # Return whether that could be done. False means that other first tokens of the ended step
+        # may still arrive.
         ended_at = self.first_tokens_at
         if self.is_same_step(now):
             return False
@@ -207,17 +206,15 @@ class EngineModel:
         self.step_began_at, prompt.is_planned = now, True
 
     def _begin(self, load: EngineLoad, start: float) -> bool:
-        """Begin a step with prompts after decode-only steps; return False if no prompt fits.
-
-        The time of the next first token is measured from `start`.
-        """
+        # Begin a step with prompts after decode-only steps; return False if no prompt fits.
+        #
+        # The time of the next first token is measured from `start`.
         if self.batch:
             self._decode_until(start)
         self.span.begin(start, 0.5 * self.decode_s if self.batch else 0.0, self.queue[0].enters_at)
         return self._plan(load, start)
 
     def _decode_until(self, until: float) -> None:
-        """Simulate whole decode steps of the engine up to the time `until`."""
         steps = int((until - self.step_began_at) / self.decode_s + 1e-9)
         if steps > 0:
             self.steps += steps
@@ -226,10 +223,9 @@ class EngineModel:
             self.decode_context_s += steps * self.raw_context_s
 
     def _plan(self, load: EngineLoad, now: float) -> bool:
-        """Begin a step with the prompts that have reached the engine by `now`.
-
-        Return False if none fits.
-        """
+        # Begin a step with the prompts that have reached the engine by `now`.
+        #
+        # Return False if none fits.
         belief, queue = load.belief, self.queue
         shape = belief.shape
         room = shape.budget_tokens - self.batch
@@ -270,10 +266,9 @@ class EngineModel:
         return True
 
     def _fits(self, load: EngineLoad, prompt: QueuedPrompt) -> bool:
-        """Allocate KV for all of the prompt if a slot and enough KV are free.
-
-        Return whether they were.
-        """
+        # Allocate KV for all of the prompt if a slot and enough KV are free.
+        #
+        # Return whether they were.
         if self.batch + len(self.completing) >= load.slots:
             self.span.tight = True
             return False
@@ -298,11 +293,10 @@ class EngineModel:
         return load.kv_tokens - (used - self.prefixes.tokens + self.prefixes.distinct)
 
     def _is_waiting_for_kv(self, load: EngineLoad, now: float) -> bool:
-        """Return whether the overdue step has not really begun, because KV or all slots are
-        occupied.
-
-        Only a step whose prompts all began in it, according to the model, can be undone.
-        """
+        # Return whether the overdue step has not really begun, because KV or all slots are
+        # occupied.
+        #
+        # Only a step whose prompts all began in it, according to the model, can be undone.
         if (
             now - self.step_ends_at < OVERDUE * (self.step_ends_at - self.step_began_at)
             or load.kv_tokens is None
@@ -317,10 +311,10 @@ class EngineModel:
         return sum(prompt.uncached_tokens for prompt in self.completing) <= self.step_tokens
 
     def _undo_step(self, load: EngineLoad) -> None:
-        """Undo a planned step that never started, and put its prompts back into the queue.
-
-        They wait for KV, so free KV was overestimated. The engine ran decode-only steps meanwhile.
-        """
+        # Undo a planned step that never started, and put its prompts back into the queue.
+        #
+        # They wait for KV, so free KV was overestimated. The engine ran decode-only steps
+        # meanwhile.
         finishing, self.completing = self.completing, []
         for prompt in reversed(finishing):
             prompt.remaining_tokens = prompt.uncached_tokens
@@ -354,7 +348,6 @@ class EngineModel:
                 self.start_decoding(prompt, now)
 
     def _has_awaited_token(self) -> bool:
-        """Return whether the gateway will see a first token of the current step."""
         # any() is slower, and nearly always the first prompt decides
         for prompt in self.completing:  # noqa: SIM110
             if prompt.sees_first_token:
@@ -403,7 +396,6 @@ class EngineModel:
                 prompt.is_planned = True
 
     def _rewind(self) -> None:
-        """End the step that was just planned, and take back the decode steps counted during it."""
         if self.batch:
             steps = min(
                 int((self.step_ends_at - self.step_began_at) / self.decode_s + 0.5),

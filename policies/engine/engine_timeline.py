@@ -146,9 +146,6 @@ class EngineTimeline(EngineModel):
     def _learn_decode_steps(
         self, load: EngineLoad, prompt: QueuedPrompt, output_tokens: int, now: float
     ) -> None:
-        """Learn the time of a decode step from a complete answer, excluding prefill steps in
-        between.
-        """
         span = self.span
         if now - span.decoded_at < calibration.LESSON_S:
             return
@@ -166,13 +163,13 @@ class EngineTimeline(EngineModel):
             )
 
     def _learn_kv_sharing(self, load: EngineLoad, kv_usage: float) -> None:
-        """Learn how much of the modelled KV the engine really stores, since sequences share
-        prefixes.
-
-        The model gives each sequence its own copy of the prompt. A scrape some seconds old is good
-        enough, because sharing changes slowly. Without scrapes the capacity is unknown, and no wait
-        for KV is predicted. KV that another endpoint still computes is excluded on both sides.
-        """
+        # Learn how much of the modelled KV the engine really stores, since sequences share
+        # prefixes.
+        #
+        # The model gives each sequence its own copy of the prompt. A scrape some seconds old is
+        # good enough, because sharing changes slowly. Without scrapes the capacity is unknown, and
+        # no wait for KV is predicted. KV that another endpoint still computes is excluded on both
+        # sides.
         if load.kv_tokens is None:
             return
         modelled = (
@@ -190,14 +187,12 @@ class EngineTimeline(EngineModel):
             )
 
     def refresh_forecast(self, load: EngineLoad, now: float) -> None:
-        """Recompute the forecast in `load` at the time `now`."""
         load_forecast.refresh_forecast(self, load, now)
 
     def _update_forecast(self, load: EngineLoad, now: float) -> None:
-        """Update the forecast after a change.
-
-        The times of prompts are updated at once, the rest only if it is older than STALE_S.
-        """
+        # Update the forecast after a change.
+        #
+        # The times of prompts are updated at once, the rest only if it is older than STALE_S.
         if now - self.forecast_at >= STALE_S or self.queue or load.peer_load.shares:
             self.refresh_forecast(load, now)
             return

@@ -72,9 +72,6 @@ def refresh_forecast(timeline: EngineModel, load: EngineLoad, now: float) -> Non
 
 
 def _queue(timeline: EngineModel, load: EngineLoad, room: int, now: float) -> None:
-    """Set the forecast of when the queued prompts will be computed and the next first token
-    comes.
-    """
     others, tokens = load.peer_load, timeline.queued_tokens
     base = timeline.step_ends_at if timeline.is_busy else timeline.step_began_at
     if others.prefill_tokens:  # prompts of other gateways are computed in between
@@ -95,9 +92,8 @@ def _queue(timeline: EngineModel, load: EngineLoad, room: int, now: float) -> No
 
 
 def _room(timeline: EngineModel, load: EngineLoad, context: float) -> None:
-    """Set the used and free KV after all queued prompts have begun, and the rate at which KV is
-    freed.
-    """
+    # Set the used and free KV after all queued prompts have begun, and the rate at which KV is
+    # freed.
     waiting = uncached = load.peer_load.prefill_tokens
     for prompt in timeline.queue:
         if not prompt.has_kv:

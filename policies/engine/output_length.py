@@ -41,7 +41,6 @@ class OutputLengths:
     def record(
         self, model: str, tenant: str, slo: str, output_tokens: float, answers: int = 1
     ) -> None:
-        """Record `answers` complete answers with a mean length of `output_tokens`."""
         means = self._means
         for key in ((model,), (model, tenant), (model, tenant, slo)):
             count, mean = means.pop(key, NOTHING)

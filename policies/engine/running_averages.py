@@ -64,7 +64,6 @@ class ArrivalAverages:
         self.at, self.prompts, self.tokens, self.seconds = now, 0.0, 0.0, 0.0
 
     def record(self, tokens: int, now: float) -> None:
-        """Record that a prompt with `tokens` uncached tokens arrived at `now`."""
         decay = exp((self.at - now) / ARRIVALS_S)
         self.at, self.seconds = now, self.seconds * decay + ARRIVALS_S * (1.0 - decay)
         self.prompts, self.tokens = self.prompts * decay + 1.0, self.tokens * decay + tokens

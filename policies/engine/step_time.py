@@ -51,12 +51,11 @@ class StepCosts(msgspec.Struct, frozen=True):
 
 
 class _Fit(msgspec.Struct, frozen=True):
-    """The share of a GPU's peak rates that engines reach in this module's equation.
-
-    Efficiency of memory, matrix units, attention and link; microseconds per layer and step with its
-    two all-reduces, and per sequence of an 80-layer model. The peaks, and a finer equation with its
-    own constants, are in policies/sizing/gpus.py.
-    """
+    # The share of a GPU's peak rates that engines reach in this module's equation.
+    #
+    # Efficiency of memory, matrix units, attention and link; microseconds per layer and step with
+    # its two all-reduces, and per sequence of an 80-layer model. The peaks, and a finer equation
+    # with its own constants, are in policies/sizing/gpus.py.
 
     memory: float
     flops: float

@@ -176,17 +176,16 @@ def _put_out(health: Health, transition: _Transition, state: HealthState) -> Hea
 
 
 def _mark_unreachable(health: Health, transition: _Transition) -> Health:
-    """Change the cause of an ejection to unreachable; its length stays the same."""
+    # Change the cause of an ejection to unreachable; its length stays the same.
     if is_unreachable(health):
         return health
     return msgspec.structs.replace(health, cause=HealthEvent.CONNECT_FAILED)
 
 
 def _stay_out(health: Health, transition: _Transition) -> Health:
-    """Keep the endpoint ejected after a failed probe; a new endpoint gets its first cause.
-
-    The ejection of a slow endpoint is extended, because its probe costs the engine work.
-    """
+    # Keep the endpoint ejected after a failed probe; a new endpoint gets its first cause.
+    #
+    # The ejection of a slow endpoint is extended, because its probe costs the engine work.
     if health.cause is None:
         return msgspec.structs.replace(health, cause=transition.event)
     if health.cause is not HealthEvent.SLOW or transition.now < health.until:
@@ -196,7 +195,7 @@ def _stay_out(health: Health, transition: _Transition) -> Health:
 
 
 def _return(health: Health, transition: _Transition) -> Health:
-    """Use the endpoint again after a successful probe, but not before `until`, to damp flapping."""
+    # Use the endpoint again after a successful probe, but not before `until`, to damp flapping.
     if transition.now < health.until:
         return health
     return Health(
@@ -205,10 +204,9 @@ def _return(health: Health, transition: _Transition) -> Health:
 
 
 def _return_needed(health: Health, transition: _Transition) -> Health:
-    """Use a pool's only endpoint again after a successful probe.
-
-    This happens at once, or after `first_s` seconds if the endpoint flaps.
-    """
+    # Use a pool's only endpoint again after a successful probe.
+    #
+    # This happens at once, or after `first_s` seconds if the endpoint flaps.
     if health.ejections > 1 and transition.now < min(
         health.until, health.since + transition.limits.first_s
     ):
@@ -225,10 +223,9 @@ def _recover(health: Health, transition: _Transition) -> Health:
 
 
 def _on_success(health: Health, transition: _Transition) -> Health:
-    """Reset consecutive failures after a success, and the ejections after `forgive_s` seconds.
-
-    Usually allocates nothing.
-    """
+    # Reset consecutive failures after a success, and the ejections after `forgive_s` seconds.
+    #
+    # Usually allocates nothing.
     if health.ejections and transition.now - health.since >= transition.limits.forgive_s:
         return Health(HealthState.UP, health.since)
     return msgspec.structs.replace(health, failures=0) if health.failures else health

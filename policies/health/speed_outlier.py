@@ -110,10 +110,6 @@ def yardsticks(members: Sequence[ReviewedEndpoint], now: float) -> Yardsticks:
 
 
 class _Finding:
-    """The result of all measures for one endpoint: the worst slowness, and whether all were
-    clear.
-    """
-
     __slots__ = ("change", "clear", "worst")
 
     def __init__(self) -> None:
@@ -166,10 +162,9 @@ class PeerTimes:
         return self._without(bin_, own) or self._scaled(bin_, own, shape)
 
     def _without(self, bin_: int, own: SpeedSamples | None) -> float:
-        """Return the median of the endpoints other than `own` in a bin, in seconds.
-
-        Return 0 if there is none.
-        """
+        # Return the median of the endpoints other than `own` in a bin, in seconds.
+        #
+        # Return 0 if there is none.
         means = self._means[bin_]
         if own is None or not own.counts[bin_]:
             return median_without(means, -1) if means else 0.0
@@ -177,10 +172,9 @@ class PeerTimes:
         return median_without(means, own_index) if len(means) > 1 else 0.0
 
     def _scaled(self, bin_: int, own: SpeedSamples | None, shape: StepCosts) -> float:
-        """Return the time in the nearest bin with other endpoints, scaled by the roofline.
-
-        Return 0 if none.
-        """
+        # Return the time in the nearest bin with other endpoints, scaled by the roofline.
+        #
+        # Return 0 if none.
         for distance in range(1, BINS):
             for near in (bin_ - distance, bin_ + distance):
                 if 0 <= near < BINS and (near_s := self._without(near, own)):
@@ -214,7 +208,7 @@ def _compare(
     limits: SlowLimits,
     yardsticks: dict[tuple[Hashable, Measure], PeerTimes],
 ) -> None:
-    """Compare all endpoints by one measure; update `findings` and `yardsticks`."""
+    # Compare all endpoints by one measure; update `findings` and `yardsticks`.
     index_of_measure = _MEASURES.index(measure)
     tracks = [member.record.tracks[index_of_measure] for member in members]
     pool = PeerTimes(measure, [track.reference for track in tracks])
@@ -262,7 +256,7 @@ def _compare(
 def _samples_with_running_step(
     member: ReviewedEndpoint, track: SampleTrack, yardstick: PeerTimes, now: float, factor: float
 ) -> SpeedSamples:
-    """Return the recent samples, plus the running prefill step if peers would have finished it."""
+    # Return the recent samples, plus the running prefill step if peers would have finished it.
     record, tokens = member.record, member.step_tokens
     seconds = now - record.since
     if not record.waiting or not tokens or not factor or seconds < LEAST_ONGOING_S:
@@ -276,9 +270,6 @@ def _samples_with_running_step(
 
 
 def _is_busier(members: Sequence[ReviewedEndpoint], index: int, peers: Sequence[int]) -> bool:
-    """Return whether the endpoint generates more tokens than its peers, which makes answers
-    slower.
-    """
     outputs = sorted(members[peer].record.output for peer in peers if peer != index)
     return bool(outputs) and members[index].record.output > BUSIER * outputs[len(outputs) // 2]
 
@@ -291,10 +282,9 @@ def _ratio(
     limits: SlowLimits,
     has_peers: bool,
 ) -> Slowness | None:
-    """Return the ratio of its time to the peers' time, as Slowness; None if unknown.
-
-    Without peers, the ratio is compared with its usual one.
-    """
+    # Return the ratio of its time to the peers' time, as Slowness; None if unknown.
+    #
+    # Without peers, the ratio is compared with its usual one.
     spent_s, total = sum(samples.seconds), samples.total
     if expected_s <= 0.0 or spent_s <= 0.0:
         return None
@@ -323,10 +313,9 @@ def _is_slow(
 
 
 def _work_s(measure: Measure, shape: StepCosts, bin_: int) -> float:
-    """Return the estimated seconds for work of the size in the middle of a bin.
-
-    Only ratios of these are meaningful.
-    """
+    # Return the estimated seconds for work of the size in the middle of a bin.
+    #
+    # Only ratios of these are meaningful.
     work = 0.75 * (1 << bin_)
     if measure is Measure.ANSWER:
         return work

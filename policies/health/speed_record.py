@@ -308,7 +308,6 @@ class SpeedRecord:
         self._step_s, self._step_tokens = seconds, tokens
 
     def record_streams(self, streams: int, tokens: int, seconds: float, now: float) -> None:
-        """Record that `streams` streams generated `tokens` together in the last `seconds`."""
         clear_from = self.prefill_s + (now - self.since if self.waiting else 0.0)
         clear_s = seconds - (clear_from - self._clear_from)
         self._clear_from = clear_from
@@ -316,7 +315,6 @@ class SpeedRecord:
             self.tracks[1].add(streams, clear_s * streams / max(tokens, streams * 0.5))
 
     def record_answer(self, tokens: int, seconds: float) -> None:
-        """Record that a whole answer of `tokens` output tokens took `seconds`."""
         self.output += tokens
         self.tracks[2].add(tokens, seconds)
 

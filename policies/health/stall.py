@@ -92,11 +92,10 @@ class Expectations:
         )
 
     def _step_ratio(self, member: ReviewedEndpoint, now: float) -> float:
-        """Return the running prefill step's age divided by the time that its endpoint's peers need
-        for it.
-
-        Return 0 if the step is not late enough to be a stall.
-        """
+        # Return the running prefill step's age divided by the time that its endpoint's peers need
+        # for it.
+        #
+        # Return 0 if the step is not late enough to be a stall.
         record = member.record
         age_s, yardstick = now - record.since, self.yardsticks.get((member.kind, Measure.TTFT))
         if not record.waiting or age_s < LEAST_LATE_S or yardstick is None:
@@ -170,10 +169,9 @@ def left_s(
 
 
 def _usual_s(member: ReviewedEndpoint, yardstick: PeerTimes, measure: Measure, work: int) -> float:
-    """Return the seconds the endpoint usually needs for the work.
-
-    They are derived from its peers' times, or without peers from its own.
-    """
+    # Return the seconds the endpoint usually needs for the work.
+    #
+    # They are derived from its peers' times, or without peers from its own.
     track = member.record.tracks[_PLACES[measure]]
     peers_s = yardstick.other_s(work, track.reference, member.shape)
     return (

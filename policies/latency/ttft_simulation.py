@@ -111,14 +111,12 @@ class EngineSimulation:
                 return self.clock, self._step_s(tokens, pairs)
 
     def _prompt_room(self) -> int:
-        """Return the number of prompt tokens that fit into one step."""
         return max(1, self.load.belief.room - self.batch)
 
     def _plan(self) -> tuple[float, float, list[QueuedPrompt]]:
-        """Plan the next step as the engine would.
-
-        Return its prompt tokens, its query-key pairs, and the prompts it completes.
-        """
+        # Plan the next step as the engine would.
+        #
+        # Return its prompt tokens, its query-key pairs, and the prompts it completes.
         queue, room, clock = self.queue, self._prompt_room(), self.clock
         completed: list[QueuedPrompt] = []
         tokens, pairs = 0, 0.0
@@ -135,14 +133,12 @@ class EngineSimulation:
         return tokens, pairs, completed
 
     def _step_s(self, tokens: float, pairs: float) -> float:
-        """Return the seconds of a step with `tokens` prompt tokens and `pairs` query-key pairs."""
         belief = self.load.belief
         prompts_s = belief.prompts_s(tokens, pairs)
         beside_s = belief.beside_s(self.batch, self.context)
         return prompts_s * belief.pace(tokens) + beside_s + belief.layers_s
 
     def _decode_s(self) -> float:
-        """Return the seconds of a step without prompts."""
         belief = self.load.belief
         compute_s = max(belief.floor_s, belief.flop_s * self.batch)
         return (
@@ -153,9 +149,7 @@ class EngineSimulation:
         )
 
     def _skip_idle(self) -> None:
-        """Advance to the time when the next prompt arrives or gets KV, because none can begin
-        now.
-        """
+        # Advance to the time when the next prompt arrives or gets KV, because none can begin now.
         head = self.queue[0]
         if head.enters <= self.clock:
             self._free_kv(head.needs)
@@ -168,16 +162,13 @@ class EngineSimulation:
             self.clock = head.enters
 
     def _run_decode_steps(self, seconds: float) -> None:
-        """Simulate whole decode steps for at least `seconds`."""
         step_s = self._decode_s()
         steps = max(1, ceil(seconds / step_s - 1e-9))
         self.clock += steps * step_s
         self._count_steps(steps)
 
     def _free_kv(self, needs: float) -> None:
-        """Simulate decoding until answers that end have freed `needs` KV tokens, or all have
-        ended.
-        """
+        # Simulate decoding until answers that end have freed `needs` KV tokens, or all have ended.
         if self.ends is None:
             self.ends = self._predict_ends()
         while self.kv_free < needs and self.ends:
@@ -186,7 +177,6 @@ class EngineSimulation:
             self._count_steps(steps)
 
     def _count_steps(self, steps: int) -> None:
-        """Count `steps` finished steps: every sequence grows, and some answers end."""
         self.steps += steps
         self.context += steps * self.batch
         self.kv_free -= steps * self.batch
@@ -198,17 +188,15 @@ class EngineSimulation:
             self.batch -= sequences
 
     def _start_decoding(self, prompts: Iterable[QueuedPrompt]) -> None:
-        """Add prompts whose first token has come to the decoding batch."""
         for prompt in prompts:
             self.batch += prompt.sequences
             self.context += prompt.sequences * prompt.prompt_tokens
 
     def _predict_ends(self) -> list[tuple[float, float, float, int]]:
-        """Predict at which step each running answer ends, from the lengths of earlier answers.
-
-        Each answer gets a different quantile of these lengths, so that short and long ones occur as
-        often as before.
-        """
+        # Predict at which step each running answer ends, from the lengths of earlier answers.
+        #
+        # Each answer gets a different quantile of these lengths, so that short and long ones occur
+        # as often as before.
         timeline, ends, quantile = self.timeline, [], 0.0
         alone = timeline.prefixes.exclusive_share()
         for prompt in self.load.bookings:

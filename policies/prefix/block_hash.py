@@ -70,5 +70,4 @@ def chain_words(  # type: ignore[no-untyped-def]
 
 
 def is_loop_compiled() -> bool:
-    """Return whether `chain_words` is a compiled C function."""
     return not isinstance(chain_words, FunctionType)

@@ -41,7 +41,6 @@ class BlockIds:
         ]
 
     def _draw(self, tenant: str) -> tuple[int, int]:
-        """Derive the secret numbers of a tenant: an offset, and a factor that is odd."""
         digest = hashlib.blake2b(
             tenant.encode(), digest_size=16, key=self._secret, person=b"penstock-log"
         ).digest()

@@ -124,7 +124,7 @@ class SourceBlocks:
         self._index.blocks += fresh
 
     def _store_unread(self, names: Iterable[EngineHash], medium: int) -> None:
-        """Record blocks whose content is unknown, or known from an earlier event only."""
+        # Record blocks whose content is unknown, or known from an earlier event only.
         known, before = self._known, len(self._known)
         for name in names:
             known[name] = known.get(name, 0) | medium
@@ -146,7 +146,6 @@ class SourceBlocks:
                 self._drop(before & ~_MEDIA)
 
     def clear(self) -> None:
-        """Forget all blocks, in constant time."""
         if self._known:
             self._index.retire(self._known, self.bit)
             self._known, self.bit = {}, self._index.take_bit()
@@ -172,7 +171,7 @@ class CachedBlocks:
     __slots__ = ("_bits", "_free", "_most_blocks", "_retired", "blocks", "holders")
 
     def __init__(self, cap_bytes: int) -> None:
-        """`cap_bytes`: memory for the blocks of all sources, at BLOCK_COST_BYTES each."""
+        # `cap_bytes`: memory for the blocks of all sources, at BLOCK_COST_BYTES each.
         self._most_blocks = cap_bytes // BLOCK_COST_BYTES
         self.holders: dict[int, int] = {}
         self.blocks = 0
@@ -182,11 +181,9 @@ class CachedBlocks:
 
     @property
     def is_full(self) -> bool:
-        """Whether the sources report more blocks than the memory is for."""
         return self.blocks > self._most_blocks
 
     def take_bit(self) -> int:
-        """Return a bit that no source has."""
         if self._free:
             return self._free.pop()
         self._bits += 1

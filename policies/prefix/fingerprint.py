@@ -92,7 +92,7 @@ class Fingerprinter:
         return self._chain(self._seed(salt), parts[0] if len(parts) == 1 else b"".join(parts))
 
     def _seed(self, salt: bytes) -> int:
-        """Return the number with which the chains of this salt begin, from a cache if possible."""
+        # Return the number with which the chains of this salt begin, from a cache if possible.
         seed = self._seeds.get(salt)
         if seed is None:
             digest = hashlib.blake2b(
@@ -121,7 +121,6 @@ def default_arithmetic() -> type[block_hash.KeyArithmetic]:
 
 
 def _secret_numbers(secret: bytes, count: int) -> Keys:
-    """Return `count` independent 64-bit numbers derived from the secret."""
     numbers = array("Q", hashlib.shake_256(b"penstock-fingerprint" + secret).digest(8 * count))
     if sys.byteorder == "big":
         numbers.byteswap()

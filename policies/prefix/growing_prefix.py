@@ -38,7 +38,7 @@ class GrowingPrefixes:
     __slots__ = ("_blocks", "_ends", "_remembered")
 
     def __init__(self, remembered: int = REMEMBERED) -> None:
-        """Initialize without prompts; at most `remembered` ends of recent prompts are stored."""
+        # Initialize without prompts; at most `remembered` ends of recent prompts are stored.
         self._remembered = remembered
         self._ends: dict[int, tuple[int, str]] = {}  # block key and session name by end
         self._blocks: dict[int, int] = {}  # number of stored ends by block key
@@ -75,10 +75,9 @@ class GrowingPrefixes:
     def _continued(
         self, scope: str, fingerprint: Fingerprint, preamble_bytes: int, messages: memoryview
     ) -> str:
-        """Return the session of the longest stored prompt that this prompt continues.
-
-        Return "" if there is none.
-        """
+        # Return the session of the longest stored prompt that this prompt continues.
+        #
+        # Return "" if there is none.
         keys, size = fingerprint.keys, fingerprint.block_bytes
         if self._blocks.keys().isdisjoint(keys):
             return ""
@@ -98,9 +97,6 @@ class GrowingPrefixes:
     def _end_in_block(
         self, scope: str, key: int, begin: int, stop: int, messages: memoryview
     ) -> int | None:
-        """Return the last stored end in a block of the messages that a model's answer follows, or
-        None.
-        """
         start = max(0, begin)
         window = bytes(messages[start : max(0, stop) + _MAX_BLANKS + 1])
         # 0: the message may have ended with the block before.
@@ -114,16 +110,13 @@ class GrowingPrefixes:
         return None
 
     def _named(self, end: int) -> str:
-        """Return the session name of the prompt with this end, and create the name if there is
-        none.
-        """
+        # Return the session name of the prompt with this end, and create the name if there is none.
         key, name = self._ends[end]
         name = name or f"{end & 0xFFFFFFFFFFFFFFFF:016x}"
         self._store(end, key, name)
         return name
 
     def _store(self, end: int, key: int, name: str) -> None:
-        """Store an end as the most recently used one, and drop the oldest one above the limit."""
         if self._ends.pop(end, None) is None:
             self._blocks[key] = self._blocks.get(key, 0) + 1
         self._ends[end] = (key, name)
@@ -136,9 +129,8 @@ class GrowingPrefixes:
 
 
 def _messages_length(messages: memoryview) -> int:
-    """Return the length in bytes of a JSON array of messages without its closing bracket.
-
-    Return 0 if the text is not such an array.
-    """
+    # Return the length in bytes of a JSON array of messages without its closing bracket.
+    #
+    # Return 0 if the text is not such an array.
     closing = _CLOSED.search(bytes(messages[-2 * _MAX_BLANKS - 2 :]))
     return 0 if closing is None else len(messages) - (closing.end() - closing.start()) + 1

@@ -34,8 +34,6 @@ class KnownPrefix(msgspec.Struct, frozen=True):
 
 
 class _Prompt:
-    """A prompt whose tokens are known. `uses` counts the keys that lead to it."""
-
     __slots__ = ("chains", "cost_bytes", "keys", "n_bytes", "tokens", "uses")
 
     def __init__(self, fingerprint: Fingerprint, chains: Mapping[int, Keys], tokens: int) -> None:
@@ -66,7 +64,6 @@ class LearnedPrompts:
 
     @property
     def used_bytes(self) -> int:
-        """An upper bound of the memory in use."""
         return self._used_bytes
 
     def has(self, fingerprint: Fingerprint) -> bool:
@@ -122,14 +119,13 @@ class LearnedPrompts:
             self._evict(next(iter(self._prompts)))
 
     def clear(self) -> None:
-        """Forget all prompts."""
         self._by_key.clear()
         self._shared.clear()
         self._prompts.clear()
         self._used_bytes = 0
 
     def _count_known(self, keys: Keys) -> int:
-        """Return how many keys lead to a prompt. All keys before one that does, do so as well."""
+        # Return how many keys lead to a prompt. All keys before one that does, do so as well.
         low, high = 0, len(keys)
         while low < high:
             middle = (low + high) // 2
@@ -140,7 +136,6 @@ class LearnedPrompts:
         return low
 
     def _compare(self, key: int, prompt: _Prompt, other: _Prompt) -> None:
-        """Store the tokens that two prompts share which are equal up to the key's block."""
         sizes = prompt.chains.keys() & other.chains.keys()
         if not sizes or (prompt.n_bytes == other.n_bytes and prompt.keys == other.keys):
             return
@@ -157,7 +152,7 @@ class LearnedPrompts:
         self._shared[key] = min(low * size, self._shared.get(key, low * size))
 
     def _release(self, prompt: _Prompt) -> None:
-        """Record that a key leads to a newer prompt; drop a prompt that no key leads to."""
+        # Record that a key leads to a newer prompt; drop a prompt that no key leads to.
         prompt.uses -= 1
         if not prompt.uses:
             del self._prompts[prompt]

@@ -43,9 +43,6 @@ class NumpyArithmetic:
         return array("Q", keys.tobytes())
 
     def _block_hashes(self, words: Numbers) -> Numbers:
-        """Return the hash of each block of words, computed in slices that fit the processor's
-        cache.
-        """
         if len(words) <= _SLAB_BLOCKS:
             return self._slab(words)
         return np.concatenate(

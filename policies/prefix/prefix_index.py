@@ -67,14 +67,13 @@ class IndexStats(msgspec.Struct, frozen=True):
 
 
 class _Holder:
-    """The tokens that one slot is believed to hold, by generation; `stamp` names the newest one.
-
-    evicted  tokens that expired
-    missed   those of them that were requested again while no slot held them; both decay over as
-             many evictions as the slot has room for
-    reborn   what expired before this stamp does not count as evicted
-    trust    factor on `capacity_tokens`, below 1 while the engine caches less than assumed
-    """
+    # The tokens that one slot is believed to hold, by generation; `stamp` names the newest one.
+    #
+    # evicted  tokens that expired
+    # missed   those of them that were requested again while no slot held them; both decay over as
+    #          many evictions as the slot has room for
+    # reborn   what expired before this stamp does not count as evicted
+    # trust    factor on `capacity_tokens`, below 1 while the engine caches less than assumed
 
     __slots__ = (
         "capacity_tokens",
@@ -112,10 +111,9 @@ class _Holder:
         self.held += tokens
 
     def lose(self, stamp: int, tokens: float) -> None:
-        """Subtract tokens from a generation, and delete it when empty.
-
-        The newest and the oldest generation are not deleted.
-        """
+        # Subtract tokens from a generation, and delete it when empty.
+        #
+        # The newest and the oldest generation are not deleted.
         known = self.tokens.get(stamp, 0.0)
         if known - tokens > _NOTHING:
             self.tokens[stamp] = known - tokens
@@ -128,9 +126,7 @@ class _Holder:
                 del self.tokens[stamp]
 
     def oldest_alive(self) -> int:
-        """Return the oldest valid stamp, after starting a generation if due and expiring old
-        ones.
-        """
+        # Return the oldest valid stamp, after starting a generation if due and expiring old ones.
         if self.capacity_tokens is not None:
             room = self.capacity_tokens * self.trust
             if self.tokens[self.stamp] * _GENERATIONS > room:
@@ -146,10 +142,9 @@ class _Holder:
         self.missed *= fading
 
     def regret(self) -> float:
-        """Return the share, 0 to 1, of evicted tokens that were requested again.
-
-        A small number of evictions counts as harmless.
-        """
+        # Return the share, 0 to 1, of evicted tokens that were requested again.
+        #
+        # A small number of evictions counts as harmless.
         if not self.missed or self.capacity_tokens is None:
             return 0.0
         return min(1.0, self.missed / (self.evicted + 0.1 * self.capacity_tokens))
@@ -243,11 +238,10 @@ class PrefixIndex:
         )
 
     def _measure_levels(self, keys: Keys, last: int) -> tuple[dict[int, int], dict[int, int]]:
-        """Return how many blocks of a prompt the slots hold, in two dicts.
-
-        The first is by slot, for blocks with few holders. The second is by the packed list of
-        holders, for blocks with many.
-        """
+        # Return how many blocks of a prompt the slots hold, in two dicts.
+        #
+        # The first is by slot, for blocks with few holders. The second is by the packed list of
+        # holders, for blocks with many.
         narrow: dict[int, int] = {}
         wide: dict[int, int] = {}
 
@@ -274,11 +268,10 @@ class PrefixIndex:
         return narrow, wide
 
     def _stamps_by_slot(self, holders: int) -> dict[int, int]:
-        """Return the stamps (ages) of a block's holders by slot, for a block with many holders.
-
-        The results for the newest few such lists of holders are cached, because the list of a
-        common prompt changes only once per generation of a slot.
-        """
+        # Return the stamps (ages) of a block's holders by slot, for a block with many holders.
+        #
+        # The results for the newest few such lists of holders are cached, because the list of a
+        # common prompt changes only once per generation of a slot.
         stamps = self._wide.get(holders)
         if stamps is None:
             stamps = {stamp & _SLOT: stamp for stamp in _stamps(holders)}
@@ -293,7 +286,7 @@ class PrefixIndex:
         return holders == stamp or (holders > _LANE and stamp in _stamps(holders))
 
     def _tokens_by_holder(self, fingerprint: Fingerprint, prompt_tokens: int) -> dict[int, int]:
-        """Return, by slot, the prompt tokens that it holds; slots that hold none are left out."""
+        # Return, by slot, the prompt tokens that it holds; slots that hold none are left out.
         known = self._count_known(fingerprint.sampled_keys)
         if not known:
             return {}
@@ -317,10 +310,9 @@ class PrefixIndex:
         return self._holders[slot].regret() if slot < len(self._holders) else 0.0
 
     def _measure_reach(self, keys: Keys, last: int) -> dict[int, int]:
-        """Return how many blocks of a prompt each slot holds, by slot.
-
-        Bisects only where the holders of blocks change.
-        """
+        # Return how many blocks of a prompt each slot holds, by slot.
+        #
+        # Bisects only where the holders of blocks change.
         first_holders, last_holders = self._holders_of(keys[0]), self._holders_of(keys[last])
         alive = {first_holders: self._alive(first_holders), last_holders: self._alive(last_holders)}
         reach = dict.fromkeys(alive[last_holders], SAMPLE_LENGTHS[last])
@@ -353,7 +345,7 @@ class PrefixIndex:
         return [stamp & _SLOT for stamp in _stamps(holders) if stamp >= oldest[stamp & _SLOT]]
 
     def _count_known(self, keys: Keys) -> int:
-        """Return how many of the keys, from the first on, have an entry; found by bisection."""
+        # Return how many of the keys, from the first on, have an entry; found by bisection.
         shards, mask = self._shards, self._shard_mask
         low, high = 0, len(keys)
         if high:
@@ -394,11 +386,11 @@ class PrefixIndex:
             self._oldest_alive[slot] = holder.oldest_alive()
 
     def _stamp(self, keys: Keys, stamp: int) -> tuple[int, list[_Run]]:
-        """Stamp blocks from the last to the first, until one has the stamp already.
-
-        All blocks before that one have it too. Stamped blocks move to the young end of their dict.
-        Return the number of blocks before them, and the runs of blocks that had equal holders.
-        """
+        # Stamp blocks from the last to the first, until one has the stamp already.
+        #
+        # All blocks before that one have it too. Stamped blocks move to the young end of their
+        # dict. Return the number of blocks before them, and the runs of blocks that had equal
+        # holders.
         shards, mask = self._shards, self._shard_mask
         runs: list[_Run] = []
         run = renewed = -1
@@ -420,10 +412,9 @@ class PrefixIndex:
     def _record_runs(
         self, fresh: int, runs: list[_Run], holder: _Holder, tokens_per_block: float
     ) -> None:
-        """Move these runs of blocks to the holder's newest generation.
-
-        Blocks that no slot held any more also count as missed by the slots that evicted them.
-        """
+        # Move these runs of blocks to the holder's newest generation.
+        #
+        # Blocks that no slot held any more also count as missed by the slots that evicted them.
         lengths, oldest = SAMPLE_LENGTHS, self._oldest_alive[holder.stamp & _SLOT]
         low, covered = fresh, lengths[fresh - 1] if fresh else 0
         holder.gain((lengths[runs[0][0] - 1] - covered) * tokens_per_block)
@@ -442,14 +433,13 @@ class PrefixIndex:
             low, covered = end, lengths[end - 1]
 
     def _regret(self, holders: int, tokens: float) -> None:
-        """Count these tokens as missed at every slot that has evicted them."""
         for stamp in _stamps(holders):
             holder = self._holders[stamp & _SLOT]
             if stamp >= holder.reborn:
                 holder.missed += tokens
 
     def _without(self, holders: int, slot: int) -> tuple[int, int]:
-        """Return the valid holders other than `slot`, and the stamp that slot had (0: none)."""
+        # Return the valid holders other than `slot`, and the stamp that slot had (0: none).
         others = previous = 0
         for stamp in _stamps(holders):
             if stamp & _SLOT == slot:
@@ -571,14 +561,13 @@ class PrefixIndex:
 
 
 def _count_extra(holders: int) -> int:
-    """Return how many holders of a block beyond the eighth are packed into the int."""
     if holders <= _MOST_IN_COST:
         return 0
     return (holders.bit_length() + _LANE_BITS - 1) // _LANE_BITS - _HOLDERS_IN_COST
 
 
 def _stamps(holders: int) -> list[int]:
-    """Return the list of stamps packed into a holders int, at most one per slot."""
+    # Return the list of stamps packed into a holders int, at most one per slot.
     if holders <= _LANE:
         return [holders] if holders else []
     lanes = (holders.bit_length() + _LANE_BITS - 1) // _LANE_BITS

@@ -63,7 +63,6 @@ def unpack(keys: bytes, blocks: int, block_bytes: int, n_bytes: int) -> Keys:
 
 
 def _little(keys: Keys) -> Keys:
-    """Return the keys converted from this machine's byte order to little-endian, or back."""
     if sys.byteorder == "big":
         keys = keys[:]
         keys.byteswap()

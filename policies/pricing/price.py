@@ -130,7 +130,6 @@ class PriceTerms(msgspec.Struct, frozen=True):
 
     @property
     def total(self) -> float:
-        """The whole price: the sum of all terms, in lost requests."""
         return self.ttft + self.tpot + self.others + self.work + self.kv
 
 
@@ -161,7 +160,6 @@ class PriceScorer:
     def prices(
         self, query: RoutingQuery, candidates: Sequence[Candidate], part: PhaseShare = WHOLE_REQUEST
     ) -> list[float]:
-        """Return the price at each candidate: the totals of what `explain` returns."""
         return _RequestTerms(self.weights, query, part).prices(
             candidates, query.cached_by_slot, self.speeds(candidates)
         )
@@ -238,17 +236,15 @@ class PriceScorer:
         )
 
     def _loss(self, share: float) -> float:
-        """Return the loss, in requests, of using up the share `share` of a budget."""
         capped = min(share, self.weights.late)
         return capped**3 + self.weights.overdue * (share - capped)
 
 
 class _RequestTerms:
-    """The parts of a price that are equal for all candidates, computed once per query.
-
-    All attributes are C doubles in the compiled module, and so are locals annotated as float
-    (deploy/).
-    """
+    # The parts of a price that are equal for all candidates, computed once per query.
+    #
+    # All attributes are C doubles in the compiled module, and so are locals annotated as float
+    # (deploy/).
 
     __slots__ = (
         *(
@@ -294,7 +290,7 @@ class _RequestTerms:
     def prices(
         self, candidates: Sequence[Candidate], cached: Sequence[int], factors: SpeedFactors
     ) -> list[float]:
-        """Return the price at each candidate; one unrolled loop, because every request runs it."""
+        # Return the price at each candidate; one unrolled loop, because every request runs it.
         known, prices = len(cached), []
         usual: float = usual_slots(candidates)
         prompt: float = self._prompt
@@ -353,7 +349,6 @@ class _RequestTerms:
         return prices
 
     def _delays_s(self, candidates: Sequence[Candidate]) -> Sequence[float]:
-        """Return the seconds that the KV travels from each candidate, in their order."""
         return self._transfers_s or [self._transfer_s] * len(candidates)
 
 

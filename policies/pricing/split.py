@@ -319,7 +319,6 @@ class Splitter(msgspec.Struct, frozen=True):
     def _pays_off(
         self, prompt_tokens: int, cached_tokens: int, shape: SplitShape, splitting: bool
     ) -> tuple[SplitReason, bool]:
-        """Return why splitting is faster or not, and the new hysteresis mode."""
         if shape.max_tokens is not None and shape.max_tokens <= 1:
             return SplitReason.ONE_TOKEN, splitting
         width = self.rule.threshold_tokens * self.rule.hysteresis
@@ -385,7 +384,6 @@ class PricedSplitter(Splitter, frozen=True):
         query: RoutingQuery,
         transfers: TransferTimes | None,
     ) -> Iterator[EndpointPair]:
-        """Yield each of the cheapest decoders of a group with its cheapest partner."""
         cheapest = run.pick(self.decode, query, group.decodes)
         if cheapest is None:
             return
@@ -407,7 +405,6 @@ class PricedSplitter(Splitter, frozen=True):
         query: RoutingQuery,
         transfers: TransferTimes | None,
     ) -> EndpointPair | None:
-        """Return the decoder with its cheapest partner in the group, or None without one."""
         prices = self.prefill.phase_prices
         if prices is None:
             return None
@@ -440,7 +437,6 @@ def _score(ranked: tuple[float, Candidate]) -> float:
 
 
 def _has_candidate(candidates: Sequence[Candidate], query: RoutingQuery) -> bool:
-    """Return whether an available endpoint exists on which this request has not failed."""
     tried = query.failed_endpoints
     # a hot path; any() is slower
     for candidate in candidates:

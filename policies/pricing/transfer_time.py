@@ -36,7 +36,6 @@ class MeasuredRate:
         self._tokens = self._seconds = self._at_s = 0.0
 
     def add(self, tokens: int, seconds: float, now: float) -> None:
-        """Add one transfer."""
         kept = exp(min(0.0, self._at_s - now) / MEMORY_S)
         kept = min(kept, MEMORY_TOKENS / (self._tokens + tokens))
         self._tokens = self._tokens * kept + tokens

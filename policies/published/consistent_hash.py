@@ -82,10 +82,9 @@ def _hash(text: str) -> int:
 
 
 def _light(candidates: Sequence[Candidate], factor: float) -> list[int]:
-    """Return the indices of candidates that have fewer requests than the load bound.
-
-    The bound is `factor` times the mean number of requests, counting one more.
-    """
+    # Return the indices of candidates that have fewer requests than the load bound.
+    #
+    # The bound is `factor` times the mean number of requests, counting one more.
     loads = [candidate.load.in_flight for candidate in candidates]
     most = ceil(factor * (sum(loads) + 1) / len(loads))
     return [index for index, load in enumerate(loads) if load < most]

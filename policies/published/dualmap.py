@@ -90,16 +90,14 @@ class TwoHashPicker:
         return other if -scores[fuller] > slo_s and scores[other] > scores[fuller] else fuller
 
     def _key(self, query: RoutingQuery) -> int:
-        """Return the key (hash) of the prefix by which to choose endpoints.
-
-        For a prompt shorter than one block, return a random key.
-        """
+        # Return the key (hash) of the prefix by which to choose endpoints.
+        #
+        # For a prompt shorter than one block, return a random key.
         if query.fingerprint is not None and query.fingerprint.keys:
             return self._hot.key(query.fingerprint)
         return int(query.rng.random() * (_WORD + 1))
 
     def _pair(self, key: int, candidates: Sequence[Candidate]) -> tuple[int, int]:
-        """Return the indices of the two endpoints that the two hashes of the key select."""
         salted = [key ^ self._salt(candidate.endpoint.name) for candidate in candidates]
         draws = [word * _MIX[0] & _WORD for word in salted]
         first = draws.index(max(draws))
@@ -147,7 +145,7 @@ class HotPrefixes:
         return key
 
     def _count(self, key: int) -> bool:
-        """Count one use of the prefix with this key; return whether the prefix is hot."""
+        # Count one use of the prefix with this key; return whether the prefix is hot.
         recent, counts = self._recent, self._counts
         recent.append(key)
         counts[key] += 1

@@ -113,10 +113,9 @@ def latency(ttft_weight: float, tpot_weight: float) -> Scorer:
 def _ttfts(
     query: RoutingQuery, candidates: Sequence[Candidate], cached: Sequence[int]
 ) -> list[float]:
-    """Return the predicted TTFT in seconds at each candidate, including its fixed cost at present.
-
-    In the original, trees learn that fixed cost from running requests and KV use.
-    """
+    # Return the predicted TTFT in seconds at each candidate, including its fixed cost at present.
+    #
+    # In the original, trees learn that fixed cost from running requests and KV use.
     predicted = ttfts(query, candidates, cached)
     return [
         seconds + candidate.load.fixed_ttft_s
@@ -133,10 +132,9 @@ def _tier(first_s: float, step_s: float) -> int:
 def _blend(
     firsts: Sequence[float], steps: Sequence[float], ttft_weight: float, tpot_weight: float
 ) -> list[float]:
-    """Return the weighted mean of both latencies by candidate, each scaled to 0..1 over its range.
-
-    A latency that is equal for all candidates has no weight.
-    """
+    # Return the weighted mean of both latencies by candidate, each scaled to 0..1 over its range.
+    #
+    # A latency that is equal for all candidates has no weight.
     low_first, low_step = min(firsts), min(steps)
     first_span, step_span = max(firsts) - low_first, max(steps) - low_step
     by_first = ttft_weight / first_span if first_span > 0.0 else 0.0

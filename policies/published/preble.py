@@ -105,9 +105,6 @@ class ExploitExplore:
         return self._window.seconds(load.slot)
 
     def _new_s(self, load: EndpointLoad, new: int, cached: int) -> float:
-        """Return P + M of Preble's cost: GPU seconds of this prefill and of recomputing evicted
-        prefixes.
-        """
         seconds = prefill_s(load, new, cached)
         if load.kv_tokens is not None and load.prefix_cache_tokens + new > load.kv_tokens:
             evicted = min(new, int(load.prefix_cache_tokens + new - load.kv_tokens))

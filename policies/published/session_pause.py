@@ -209,10 +209,9 @@ class SessionPauser(CapAdmission):
                 self._forget(session)
 
     def _resume(self, now: float) -> None:
-        """Resume sessions: those with a waiting client first, then new ones, then the rest.
-
-        Within each group, sessions with small contexts come first, each where most KV is free.
-        """
+        # Resume sessions: those with a waiting client first, then new ones, then the rest.
+        #
+        # Within each group, sessions with small contexts come first, each where most KV is free.
         rule = self._rule
         ceiling = max(0.0, rule.pause_threshold - rule.resume_hysteresis)
         free = {slot: ceiling * kv for slot, kv in self._kv.items()}
@@ -233,11 +232,11 @@ class SessionPauser(CapAdmission):
                 self._unpause(program, slot, now)
 
     def _pause_until(self, slot: int, target: float, now: float) -> None:
-        """Pause idle sessions of a slot, small ones first, until their tokens are at most `target`.
-
-        If that is not enough, mark the others to pause after their answer. A session that has just
-        resumed is not paused before the next decision, because its client does not know of it yet.
-        """
+        # Pause idle sessions of a slot, small ones first, until their tokens are at most `target`.
+        #
+        # If that is not enough, mark the others to pause after their answer. A session that has
+        # just resumed is not paused before the next decision, because its client does not know of
+        # it yet.
         programs = sorted(
             (program for program in self._programs.values() if program.slot == slot),
             key=lambda program: program.tokens,
@@ -268,7 +267,7 @@ class SessionPauser(CapAdmission):
         self._paused -= program.paused_s is not None
 
     def _count(self, program: Program, sign: int) -> None:
-        """Add an active session's tokens to its engine (`sign` 1), or subtract them (-1)."""
+        # Add an active session's tokens to its engine (`sign` 1), or subtract them (-1).
         if program.slot is None or program.paused_s is not None:
             return
         weight = self._rule.acting_token_weight if not program.in_flight else 1.0
@@ -276,10 +275,9 @@ class SessionPauser(CapAdmission):
         self._used[program.slot] = self._used.get(program.slot, 0.0) + sign * tokens
 
     def _resident(self, program: Program, now: float) -> float:
-        """Return the tokens that an active session counts for when other sessions are to resume.
-
-        They are halved for every `acting_decay_tau_s` of idle time.
-        """
+        # Return the tokens that an active session counts for when other sessions are to resume.
+        #
+        # They are halved for every `acting_decay_tau_s` of idle time.
         idle_s = (
             0.0
             if program.in_flight or program.acting_s is None

@@ -40,7 +40,6 @@ class ShapeCounts:
         self.counts = {name: [0] * bins for name, bins in BINS.items()}
 
     def add(self, shape: RequestShape) -> None:
-        """Count one request."""
         self.requests += 1
         places = (
             _power(shape.prompt_tokens),
@@ -101,7 +100,6 @@ class DriftWindow(msgspec.Struct, frozen=True):
 
     @property
     def drifted(self) -> list[str]:
-        """The measures above the limit, worst first."""
         above = [name for name, index in self.index.items() if index > LIMIT]
         return sorted(above, key=lambda name: -self.index[name])
 

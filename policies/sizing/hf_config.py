@@ -25,8 +25,6 @@ _SANDWICH_NORMS = frozenset({"gemma2", "gemma3", "gemma3_text"})
 
 
 class _Attention(msgspec.Struct, frozen=True):
-    """Number of parameters in one layer's attention, and the number of values that it caches."""
-
     params: float
     kv_params: float
     replicated_params: float
@@ -84,7 +82,6 @@ def _norms_per_layer(config: ConfigMembers) -> int:
 
 
 def _split_params(config: ConfigMembers, kinds: LayerKinds, attention: _Attention) -> float:
-    """Return the number of parameters that TP divides, without embeddings and experts."""
     dense_mlps = (kinds.mlps - kinds.moe_layers) * _mlp(config, config.intermediate)
     return attention.params * kinds.attention_layers + kinds.state_params + dense_mlps
 
@@ -131,8 +128,6 @@ def _mla(config: ConfigMembers) -> _Attention:
 
 
 class _Experts(msgspec.Struct, frozen=True):
-    """Numbers of parameters in all mixtures of experts: routed, shared, and of the routers."""
-
     count: int = 0
     per_token: int = 0
     routed: float = 0.0

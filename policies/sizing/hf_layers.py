@@ -58,11 +58,10 @@ def layer_kinds(config: ConfigMembers) -> LayerKinds:
 
 
 def _lettered(config: ConfigMembers, pattern: str, layers: int) -> LayerKinds:
-    """Return the layer kinds of Nemotron-H's pattern, one letter per layer.
-
-    M is a state-space layer, * attention, - an MLP, E experts. Raises ConfigError for a wrong
-    length.
-    """
+    # Return the layer kinds of Nemotron-H's pattern, one letter per layer.
+    #
+    # M is a state-space layer, * attention, - an MLP, E experts. Raises ConfigError for a wrong
+    # length.
     if len(pattern) != layers:
         raise ConfigError(f"hybrid_override_pattern has {len(pattern)} letters for {layers} layers")
     params, state = _state_space(config)
@@ -74,9 +73,7 @@ def _lettered(config: ConfigMembers, pattern: str, layers: int) -> LayerKinds:
 
 
 def _attention_places(config: ConfigMembers, layers: int) -> list[int]:
-    """Return the indices of layers with attention: all, unless others are named state-space
-    layers.
-    """
+    # Return the indices of layers with attention: all, unless others are named state-space layers.
     types = config.get("layer_types")
     if isinstance(types, list):
         if len(types) != layers:
@@ -96,7 +93,6 @@ def _attention_places(config: ConfigMembers, layers: int) -> list[int]:
 
 
 def _window_places(config: ConfigMembers, attention: Sequence[int]) -> list[int]:
-    """Return the indices of layers whose attention is limited to a window of recent tokens."""
     if not config.optional("sliding_window", 0) or not config.flag("use_sliding_window", True):
         return []
     types = config.get("layer_types")
@@ -125,7 +121,7 @@ def _moe_layers(config: ConfigMembers, layers: int) -> int:
 
 
 def _state_space(config: ConfigMembers) -> tuple[float, float]:
-    """Return the parameters of one state-space layer (Mamba 1 or 2), and its state per sequence."""
+    # Return the parameters of one state-space layer (Mamba 1 or 2), and its state per sequence.
     width = config.count("hidden_size")
     if config.has("mamba_d_state"):
         size, kernel = config.count("mamba_d_state"), config.optional("mamba_d_conv", 4)

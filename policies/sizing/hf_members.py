@@ -53,12 +53,10 @@ class ConfigMembers:
 
     @property
     def is_tied(self) -> bool:
-        """Whether the output head shares its weights with the input embedding."""
         return self.flag("tie_word_embeddings", self.family.startswith("gemma"))
 
     @property
     def intermediate(self) -> int:
-        """Width of a dense MLP (its intermediate size)."""
         names = ("intermediate_size_mlp", "intermediate_size", "ffn_hidden_size")
         return next(
             (self.count(name) for name in names if self.has(name)),
@@ -98,9 +96,7 @@ class ConfigMembers:
 
 
 def _bits(quantised: Any) -> int | None:
-    """Return the first `bits` or `num_bits` in a quantisation section, up to 4 levels deep, or
-    None.
-    """
+    # Return the first `bits` or `num_bits` in a quantisation section, up to 4 levels deep, or None.
     pending = [(quantised, 0)]
     while pending:
         section, depth = pending.pop(0)

@@ -94,7 +94,6 @@ class MemoryCheck(msgspec.Struct, frozen=True):
 
     @property
     def text(self) -> str:
-        """The verdict as text for the user."""
         context, demand = f"{self.demand.context:,} tokens", self.demand
         if self.verdict is MemoryVerdict.DOES_NOT_LOAD:
             return "does not load"
@@ -129,9 +128,8 @@ def stages(model: Llm, layout: Layout) -> Iterator[Stage]:
 
 
 def _layer_params(model: Llm, layout: Layout, start: int, layers: int) -> float:
-    """Return the parameters that one GPU holds of `layers` layers from `start` on, without
-    embeddings.
-    """
+    # Return the parameters that one GPU holds of `layers` layers from `start` on, without
+    # embeddings.
     ends = model.embedding_params * (1 if model.is_tied else 2)
     split_params = (
         model.params - ends - model.expert_params - model.kv_proj_params - model.replicated_params
@@ -151,10 +149,9 @@ def _layer_params(model: Llm, layout: Layout, start: int, layers: int) -> float:
 
 
 def _end_params(model: Llm, layout: Layout, ends: tuple[bool, bool]) -> float:
-    """Return the embedding and output head parameters on one GPU of a stage.
-
-    `ends` is whether the stage is the first, and whether it is the last.
-    """
+    # Return the embedding and output head parameters on one GPU of a stage.
+    #
+    # `ends` is whether the stage is the first, and whether it is the last.
     copies = 1 if model.is_tied and all(ends) else sum(ends)
     return copies * model.embedding_params / layout.tp
 
@@ -185,9 +182,6 @@ def check_memory(
 
 
 def _stage_tokens(model: Llm, layout: Layout, stage: Stage, demand: Demand, usable: float) -> int:
-    """Return the tokens of KV that one rank holds in this stage, in requests of the demanded
-    context.
-    """
     kept = model.cached_tokens(demand.context) * stage.kv_token_bytes
     state = model.state_bytes / (layout.tp * layout.pp)
     return max(0, int((usable - stage.weights_bytes) * demand.context / (kept + state)))

@@ -61,7 +61,6 @@ class Llm(msgspec.Struct, frozen=True):
 
     @property
     def weights_bytes(self) -> float:
-        """Total bytes of the model's weights."""
         return self.params * self.param_bytes
 
     @property
@@ -84,7 +83,6 @@ class Llm(msgspec.Struct, frozen=True):
 
     @property
     def kv_layers(self) -> int:
-        """Number of layers that cache keys and values of each token."""
         return self.layers - self.state_layers
 
     @property
@@ -188,9 +186,7 @@ def _llamas() -> dict[str, Llm]:
 
 
 def _deepseek_v3() -> Llm:
-    """Return the shape of DeepSeek-V3: 671B parameters, 653.9B of them in 58 layers of 256
-    experts.
-    """
+    # Return the shape of DeepSeek-V3: 671B parameters, 653.9B of them in 58 layers of 256 experts.
     return Llm(
         *("deepseek-ai/DeepSeek-V3", 61, 7168, 128, 192, 576, 1, 671e9, 37e9),
         weight_bytes=1.0,

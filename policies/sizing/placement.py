@@ -50,7 +50,7 @@ def placement_problems(
 
 
 def _problem(sizes: Mapping[str, int], group: PlacedGroup) -> str:
-    """Return as text why a group alone cannot be placed; empty if it can."""
+    # Return as text why a group alone cannot be placed; empty if it can.
     layout, count = group.layout, len(group.domains)
     unknown = [name for name in group.domains if name not in sizes]
     if unknown:

@@ -75,7 +75,6 @@ class LayoutFinding(msgspec.Struct, frozen=True):
 
     @property
     def text(self) -> str:
-        """The finding as one line of text."""
         valid = f"; valid: {self.valid}" if self.valid else ""
         return f"{self.message}{valid} [{self.code}, {self.source}]"
 

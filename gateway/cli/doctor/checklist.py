@@ -129,10 +129,9 @@ def _kv_text(kv_tokens: int, context_tokens: int) -> str:
 
 
 def _as_computed(fleet: CheckedFleet) -> Iterator[CheckFinding]:
-    """Yield whether the KV cache sizes that engines report are near the computed ones.
-
-    Only built-in models on known GPUs are compared.
-    """
+    # Yield whether the KV cache sizes that engines report are near the computed ones.
+    #
+    # Only built-in models on known GPUs are compared.
     check = "KV size as computed"
     for member in fleet.members:
         endpoint, told = member.endpoint, member.kv_tokens
@@ -174,7 +173,6 @@ def _links(fleet: CheckedFleet) -> Iterator[CheckFinding]:
 
 
 def _link_domains(fleet: CheckedFleet) -> Mapping[str, int]:
-    """Return the GPUs of each endpoint's link domain: of the named ones, or the configured size."""
     hardware = Hardware() if fleet.config is None else fleet.config.hardware
     pools = () if fleet.config is None else fleet.config.pools.values()
     named = {

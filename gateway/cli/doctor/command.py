@@ -193,10 +193,9 @@ def _engine_findings(
 
 
 def _collectives(members: Sequence[CheckedEndpoint]) -> dict[str, float]:
-    """Return the computed share of a decode step that collectives take, by endpoint.
-
-    Only TP groups of several known GPUs that serve a built-in model are included.
-    """
+    # Return the computed share of a decode step that collectives take, by endpoint.
+    #
+    # Only TP groups of several known GPUs that serve a built-in model are included.
     from planner.seeds.collectives import collectives_share
 
     return {
@@ -209,14 +208,13 @@ def _collectives(members: Sequence[CheckedEndpoint]) -> dict[str, float]:
 
 
 def _served(config: Config, member: CheckedEndpoint) -> frozenset[str]:
-    """Return the names of the configured models that the engine lists."""
     own, listed = member.endpoint, listed_models(member.probe_result)
     models = (model for model in explicit_models(config) if model.pool == own.pool)
     return frozenset(model.name for model in models if engine_name(model, own) in listed)
 
 
 def _probe(spec: EndpointSpec, health_path: str, *, token: bool) -> ProbeResult:
-    """Query one engine; for an endpoint of split requests, send a request of its role."""
+    # Query one engine; for an endpoint of split requests, send a request of its role.
     role_members = {} if spec.role == "both" else standalone_members(spec.engine)
     more = role_members if token else None
     return probe_engine(
@@ -232,10 +230,9 @@ def _probe(spec: EndpointSpec, health_path: str, *, token: bool) -> ProbeResult:
 def _measure_paces(
     config: Config, members: Sequence[CheckedEndpoint]
 ) -> dict[str, tuple[float, float]]:
-    """Return the seconds per token at batch 1 and 16 by endpoint, measured one endpoint at a time.
-
-    Endpoints whose requests fail are left out.
-    """
+    # Return the seconds per token at batch 1 and 16 by endpoint, measured one endpoint at a time.
+    #
+    # Endpoints whose requests fail are left out.
     specs = {spec.url: spec for pool in config.pools.values() for spec in pool.endpoints}
     contexts = ClientContexts()
     paces = {}

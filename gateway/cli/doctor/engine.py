@@ -131,10 +131,9 @@ def _models(
 
 
 def _remedy(model: str, names: list[str]) -> str:
-    """Return how to make an engine serve a model that it does not list, as a text.
-
-    `names` are the listed names that belong to no other configured model.
-    """
+    # Return how to make an engine serve a model that it does not list, as a text.
+    #
+    # `names` are the listed names that belong to no other configured model.
     adapter = f"load an adapter (vLLM: --lora-modules {model}=PATH, or POST /v1/load_lora_adapter)"
     if not names:
         return adapter

@@ -140,10 +140,9 @@ class EngineConnection:
         self._connection.close()
 
     def _update_skew(self, date: str | None, now: float) -> None:
-        """Update the clock skew from a Date header.
-
-        Date is truncated to whole seconds, so half a second is added.
-        """
+        # Update the clock skew from a Date header.
+        #
+        # Date is truncated to whole seconds, so half a second is added.
         try:
             self.skew_s = (
                 parsedate_to_datetime(date).timestamp() + 0.5 - now if date else self.skew_s
@@ -194,7 +193,7 @@ def probe_engine(
 def _token(
     connection: EngineConnection, body: Mapping[str, Any], more: Mapping[str, object]
 ) -> ProbeResponse:
-    """Request one token, with its token ids if the engine accepts that member."""
+    # Request one token, with its token ids if the engine accepts that member.
     response = connection.ask("POST", "/v1/completions", {**body, **more})
     if response.status not in (400, 422):
         return response

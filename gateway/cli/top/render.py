@@ -86,7 +86,6 @@ def render_heading(view: View) -> list[Text]:
 
 
 def _spread(ttft: Mapping[str, Any]) -> str:
-    """Return the TTFT percentiles of the last minute as text, or the value of a single request."""
     if ttft.get("count") == 1:
         return f"TTFT {seconds_text(ttft['p50_s'])} (one request)"
     return "TTFT " + "  ".join(
@@ -95,7 +94,6 @@ def _spread(ttft: Mapping[str, Any]) -> str:
 
 
 def render_fleet(endpoints: Sequence[Mapping[str, Any]]) -> Table:
-    """Return a table of all endpoints, with one row per endpoint."""
     table = Table(box=None, pad_edge=False, header_style="dim", expand=False)
     for name in COLUMNS:
         table.add_column(name, justify="right" if name in RIGHT_ALIGNED else "left", no_wrap=True)
@@ -105,7 +103,6 @@ def render_fleet(endpoints: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def endpoint_cells(row: Mapping[str, Any]) -> list[Text]:
-    """Return the cells of an endpoint's row, in the order of COLUMNS."""
     style = STYLES.get(row["state"], "")
     dim = "" if row["available"] else "dim"
     return [

@@ -126,7 +126,7 @@ class TopApp(App[None]):
         threading.Thread(target=self._listen, daemon=True).start()
 
     def _listen(self) -> None:
-        """Receive frames in a thread and pass them to the application's event loop."""
+        # Receive frames in a thread and pass them to the application's event loop.
         try:
             for frame in self._source.stream("/live/stream"):
                 if not self.is_running:
@@ -163,7 +163,7 @@ class TopApp(App[None]):
         self.query_one("#why", Static).update(Group(*render_diagnosis(view["why"])))
 
     def _update_table(self, endpoints: list[Mapping[str, Any]]) -> None:
-        """Update the table's cells in place, so that the cursor keeps its position."""
+        # Update the table's cells in place, so that the cursor keeps its position.
         table = self.query_one(DataTable)
         keys = [_key(row) for row in endpoints]
         if [key.value for key in table.rows] != keys:
@@ -213,8 +213,7 @@ class TopApp(App[None]):
         self.notify(reply.get("message") or f"{name} {effect}")
 
     def _ask(self, method: str, path: str, on_reply: Callable[[Mapping[str, Any]], None]) -> None:
-        """Send a request in a thread, and call `on_reply` with the reply, or show the error."""
-
+        # Send a request in a thread, and call `on_reply` with the reply, or show the error.
         def send_request() -> None:
             try:
                 reply = self._source.try_request(method, path)
@@ -283,10 +282,9 @@ class TopApp(App[None]):
 
 
 def _key(row: Mapping[str, Any]) -> str:
-    """Return the key of an endpoint's row: name, URL and pool.
-
-    A removed endpoint may have the same name.
-    """
+    # Return the key of an endpoint's row: name, URL and pool.
+    #
+    # A removed endpoint may have the same name.
     return f"{row['name']} {row['url']} {row['pool']}"
 
 

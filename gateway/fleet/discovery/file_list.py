@@ -69,10 +69,9 @@ class FileSource:
         return content
 
     def _parse(self, content: bytes) -> DiscoveredEndpoints | None:
-        """Return the endpoints listed in the file.
-
-        Log the reason and return None if it is invalid.
-        """
+        # Return the endpoints listed in the file.
+        #
+        # Log the reason and return None if it is invalid.
         try:
             if len(content) > FILE_CAP_BYTES:
                 raise ValueError(f"it is longer than {FILE_CAP_BYTES} bytes")

@@ -68,7 +68,6 @@ class ServiceAccount(msgspec.Struct, frozen=True):
 
 
 def pod_service_account() -> ServiceAccount:
-    """Return the service account of the pod that this process runs in."""
     host = os.environ.get("KUBERNETES_SERVICE_HOST", "kubernetes.default.svc")
     port = os.environ.get("KUBERNETES_SERVICE_PORT", "443")
     return ServiceAccount(f"https://[{host}]:{port}" if ":" in host else f"https://{host}:{port}")
@@ -131,7 +130,7 @@ class KubernetesSource:
                     self._wait_s = min(LONGEST_PAUSE_S, 2 * self._wait_s)
 
     def _log_failure(self, error: Exception, *, has_events: bool) -> None:
-        """Log a failure only if it is the first of an outage, because retries go on without end."""
+        # Log a failure only if it is the first of an outage, because retries go on without end.
         if has_events or not self._is_failing:
             log.warning(
                 "EndpointSlices of %s: %s; the last known endpoints stay",
@@ -159,7 +158,7 @@ class KubernetesSource:
         self._version = reply["metadata"]["resourceVersion"]
 
     async def _events(self, http: aiohttp.ClientSession) -> AsyncIterator[None]:
-        """Watch for changes after the known version; yield after each event."""
+        # Watch for changes after the known version; yield after each event.
         url, query = self._url_and_query()
         query |= {"watch": "1", "allowWatchBookmarks": "true", "resourceVersion": self._version}
         query["timeoutSeconds"] = str(int(WATCH_S))
@@ -200,10 +199,9 @@ class KubernetesSource:
         return specs_for(addresses, self._traits)
 
     def _port(self, item: dict[str, Any]) -> int | None:
-        """Return the slice's port with the configured name or number, or else its first port.
-
-        The result is None if there is no such port.
-        """
+        # Return the slice's port with the configured name or number, or else its first port.
+        #
+        # The result is None if there is no such port.
         ports = [port for port in item.get("ports") or () if port.get("port")]
         wanted = self._spec.port
         matches = [

@@ -105,7 +105,7 @@ def _object(status: int, body: bytes, path: str) -> dict[str, Any]:
 
 
 def _reachable(address: object, url: str) -> str:
-    """Return the address with the engine's own host in place of a wildcard. Raises SourceError."""
+    # Return the address with the engine's own host in place of a wildcard. Raises SourceError.
     text = str(address)
     scheme, separator, rest = text.partition("://")
     host, colon, port = rest.rpartition(":")

@@ -112,7 +112,6 @@ class EndpointEvents:
             self._distrust(now)
 
     def _distrust(self, now: float) -> None:
-        """Return to belief for a while, and read everything again."""
         self._trusted_from = now + self._backoff_s
         self._backoff_s = min(MAX_DISTRUST_S, 2 * self._backoff_s)
         self._error_share, self._recent_audits = 0.0, 0

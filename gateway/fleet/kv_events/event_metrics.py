@@ -7,7 +7,6 @@ from gateway.metrics.catalogue import Metrics
 
 
 def copy_counts(metrics: Metrics, name: str, endpoint: EndpointEvents) -> None:
-    """Set the counters of the endpoint with this name."""
     sources, messages = endpoint.sources, metrics.kv_event_messages_total
     totals = {
         "applied": sum(source.batches for source in sources),

@@ -36,15 +36,14 @@ MAX_SLOTS_LISTED = 1 << 16
 
 
 class _Holdings(msgspec.Struct, frozen=True):
-    """How much of one prompt exact endpoints have, in tokens as engines count them.
-
-    fingerprint  of the prompt
-    held         by slot; 0 for an endpoint that has nothing; the mean over its ranks
-    least, most  by slot, what the ranks with least and most of it have
-    limit        by slot, how much can be known: that an endpoint has all of it says nothing about
-                 what follows
-    scale        tokens of the whole prompt per byte, as engines count them
-    """
+    # How much of one prompt exact endpoints have, in tokens as engines count them.
+    #
+    # fingerprint  of the prompt
+    # held         by slot; 0 for an endpoint that has nothing; the mean over its ranks
+    # least, most  by slot, what the ranks with least and most of it have
+    # limit        by slot, how much can be known: that an endpoint has all of it says nothing about
+    #              what follows
+    # scale        tokens of the whole prompt per byte, as engines count them
 
     fingerprint: Fingerprint
     held: Mapping[int, float]
@@ -54,7 +53,6 @@ class _Holdings(msgspec.Struct, frozen=True):
     tokens_per_byte: float
 
     def is_end(self, slot: int) -> bool:
-        """Return whether the endpoint is known to have no more than it holds."""
         return self.held[slot] < self.limit[slot]
 
 
@@ -73,7 +71,6 @@ class ExactPrefixes:
     )
 
     def __init__(self, cap_bytes: int) -> None:
-        """`cap_bytes`: memory for blocks and prompts."""
         learned_bytes = int(cap_bytes * LEARNED_SHARE)
         self.cached = CachedBlocks(cap_bytes - learned_bytes)
         self.prompts = LearnedPrompts(learned_bytes)
@@ -122,7 +119,6 @@ class ExactPrefixes:
                 self._recent = [PrefixIndex(RECENT_BYTES), self._recent[0]]
 
     def is_exact(self, slot: int) -> bool:
-        """Return whether the endpoint in this slot is exact."""
         return slot in self._exact
 
     def describe(self, slot: int, now: float) -> str | None:
@@ -165,7 +161,7 @@ class ExactPrefixes:
     def _replace(
         self, tokens: list[int] | dict[int, int], holdings: _Holdings, prompt_tokens: int
     ) -> None:
-        """Replace belief by what is known; belief counts beyond what can be known."""
+        # Replace belief by what is known; belief counts beyond what can be known.
         fingerprint = holdings.fingerprint
         scale = prompt_tokens / (fingerprint.n_bytes * holdings.tokens_per_byte)
         recent: Sequence[int] | None = None
@@ -181,7 +177,6 @@ class ExactPrefixes:
                 tokens[slot] = known
 
     def _recently_sent(self, fingerprint: Fingerprint, prompt_tokens: int) -> list[int]:
-        """Return the tokens of the prompt that were sent to each endpoint a moment ago."""
         new, old = (index.match(fingerprint, prompt_tokens) for index in self._recent)
         if len(new) < len(old):
             new, old = old, new
@@ -190,7 +185,7 @@ class ExactPrefixes:
         return new
 
     def _look_up(self, fingerprint: Fingerprint) -> _Holdings | None:
-        """Return what exact endpoints have of a prompt; None if its tokens are not known."""
+        # Return what exact endpoints have of a prompt; None if its tokens are not known.
         if not self._exact:
             return None
         holdings = self._holdings
@@ -247,10 +242,10 @@ class ExactPrefixes:
         return expected
 
     def _most_recently_sent(self, fingerprint: Fingerprint, slot: int, prompt_tokens: int) -> int:
-        """Return the most bytes of the prompt that the endpoint was sent a moment ago.
-
-        The index recognises a prefix at sampled lengths only, so its end lies before the next one.
-        """
+        # Return the most bytes of the prompt that the endpoint was sent a moment ago.
+        #
+        # The index recognises a prefix at sampled lengths only, so its end lies before the next
+        # one.
         recent = self._recently_sent(fingerprint, prompt_tokens)
         sent = recent[slot] if slot < len(recent) else 0
         n_bytes, size = fingerprint.n_bytes, fingerprint.block_bytes

@@ -27,8 +27,6 @@ class EventError(Exception):
 
 
 class _StoredFields(msgspec.Struct, frozen=True):
-    """The members of an event of stored blocks, in the order of its array form."""
-
     block_hashes: _HASHES
     parent_block_hash: int | bytes | None
     token_ids: list[int]
@@ -42,15 +40,13 @@ class _StoredFields(msgspec.Struct, frozen=True):
 
 
 class _RemovedFields(msgspec.Struct, frozen=True):
-    """The members of an event of removed blocks, in the order of its array form."""
-
     block_hashes: _HASHES
     medium: str | None = None
     group_idx: int | None = None
 
 
 class _StoredMap(_StoredFields, frozen=True, tag="BlockStored"):
-    """Stored blocks as a map; SGLang names the cache salt by itself."""
+    # Stored blocks as a map; SGLang names the cache salt by itself.
 
     cache_salt: str | None = None
 
@@ -80,24 +76,18 @@ _AnyArray = _StoredArray | _RemovedArray | _ClearedArray
 
 
 class _MapBatch(msgspec.Struct, frozen=True, array_like=True):
-    """A batch whose events are maps."""
-
     ts: float
     events: list[_AnyMap]
     data_parallel_rank: int | None = None
 
 
 class _ArrayBatch(msgspec.Struct, frozen=True, array_like=True):
-    """A batch whose events are arrays."""
-
     ts: float
     events: list[_AnyArray]
     data_parallel_rank: int | None = None
 
 
 class _RawBatch(msgspec.Struct, frozen=True, array_like=True):
-    """A batch whose events are decoded one by one."""
-
     ts: float
     events: list[msgspec.Raw]
     data_parallel_rank: int | None = None
@@ -180,7 +170,7 @@ def decode_batch(payload: bytes) -> Batch:
 
 
 def _decode_slowly(payload: bytes) -> Batch:
-    """Decode event by event, leaving out those of unknown types. Raises EventError."""
+    # Decode event by event, leaving out those of unknown types. Raises EventError.
     try:
         raw = _decode_raw(payload)
         events: list[KvEvent] = []
@@ -229,10 +219,9 @@ def _convert_stored(event: _StoredFields) -> StoredBlocks:
 def _split_extra_keys(
     extra_keys: list[list[Any] | None], lora_name: str, salt: str, event: _StoredFields
 ) -> tuple[str, tuple[bytes, ...] | None]:
-    """Return the cache salt, and what else identifies each block: None if nothing does.
-
-    vLLM lists the adapter's name with every block, and the salt with the first one of a chain.
-    """
+    # Return the cache salt, and what else identifies each block: None if nothing does.
+    #
+    # vLLM lists the adapter's name with every block, and the salt with the first one of a chain.
     further: list[bytes] = []
     for place, keys in enumerate(extra_keys[: len(event.block_hashes)]):
         left = list(keys or ())

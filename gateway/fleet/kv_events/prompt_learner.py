@@ -60,13 +60,11 @@ class PromptLearner:
         self._clients: dict[LiveEndpoint, PollClient] = {}
 
     def start(self) -> None:
-        """Begin to learn."""
         self._tasks = [
             asyncio.create_task(self._work(), name="learn prompts") for _ in range(WORKERS)
         ]
 
     async def stop(self) -> None:
-        """Stop learning."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -89,7 +87,7 @@ class PromptLearner:
                     await asyncio.sleep(FAILURE_PAUSE_S)
 
     async def _learn_oldest(self) -> bool | None:
-        """Learn the oldest prompt; return whether that worked. None: blocks' size is not known."""
+        # Learn the oldest prompt; return whether that worked. None: blocks' size is not known.
         exact = self._exact
         tokenizer = self._resolve(exact.unread[0].model)
         if tokenizer is None:
@@ -119,7 +117,7 @@ class PromptLearner:
     async def _tokenize(
         self, live: LiveEndpoint, prompt: UnreadPrompt, engine_model: str
     ) -> list[int] | None:
-        """Ask the engine for the tokens; None if it does not report them."""
+        # Ask the engine for the tokens; None if it does not report them.
         client = self._clients.setdefault(live, PollClient(live.spec.url))
         client.configure(live.key_header, live.encryption)
         body = tokenize_body(prompt, engine_model)

@@ -49,8 +49,6 @@ MAX_DESCRIPTION_BYTES = 4 * 1024 * 1024
 
 
 class _Watched:
-    """One endpoint whose events are read, or are about to be."""
-
     __slots__ = ("addresses", "asked_at", "asking", "live", "spec", "subscriptions")
 
     def __init__(self, live: LiveEndpoint, spec: KvEvents) -> None:
@@ -75,11 +73,9 @@ class KvEventReader:
         self._seen_names: frozenset[str] = frozenset()
 
     def start(self) -> None:
-        """Begin to read."""
         self._run()
 
     async def stop(self) -> None:
-        """Close all sockets."""
         if self._timer is not None:
             self._timer.cancel()
         asking = [entry.asking for entry in self._watched.values() if entry.asking is not None]
@@ -104,10 +100,9 @@ class KvEventReader:
         self._timer = asyncio.get_running_loop().call_later(pause_s, self._run)
 
     def _drain(self) -> bool:
-        """Apply messages for at most SLICE_S; return whether a source has more.
-
-        The next call begins where this one has ended.
-        """
+        # Apply messages for at most SLICE_S; return whether a source has more.
+        #
+        # The next call begins where this one has ended.
         subscriptions = [
             subscription for entry in self._watched.values() for subscription in entry.subscriptions
         ]
@@ -122,7 +117,6 @@ class KvEventReader:
         return is_left
 
     def _sync(self, now: float) -> None:
-        """Follow the endpoint table, check deadlines, and log which endpoints are exact."""
         current = {
             live: live.spec.kv_events
             for live in self._endpoints.all()
@@ -145,7 +139,7 @@ class KvEventReader:
         self._log_changes(now)
 
     def _watch(self, entry: _Watched, now: float) -> None:
-        """Find an endpoint's sources if they are not known, and subscribe to them."""
+        # Find an endpoint's sources if they are not known, and subscribe to them.
         live, spec = entry.live, entry.spec
         if live.load.slot not in self._exact.endpoints and not entry.subscriptions:
             self._exact.endpoints[live.load.slot] = EndpointEvents(problem="looking for its source")
@@ -160,7 +154,6 @@ class KvEventReader:
             entry.asking = asyncio.create_task(self._ask(entry), name=name)
 
     async def _ask(self, entry: _Watched) -> None:
-        """Ask the engine where it publishes, and subscribe when that has changed."""
         live = entry.live
         is_sglang = live.endpoint.engine is EngineKind.SGLANG
         client = PollClient(live.spec.url)

@@ -26,7 +26,6 @@ class KvEventService:
         metrics: Metrics,
         resolve: Callable[[str], Tokenizer | None],
     ) -> None:
-        """`resolve` finds the endpoints that tokenize for a model."""
         self._endpoints, self._metrics = endpoints, metrics
         results = metrics.prompts_learned_total
         self._learner = PromptLearner(endpoints.prefixes.exact, resolve, results)
@@ -61,7 +60,6 @@ class KvEventService:
         return Tokenizer(lives, resolve_name(lives[0].endpoint)) if lives else None
 
     async def stop(self) -> None:
-        """Stop reading."""
         if self._reader is not None:
             await self._learner.stop()
             await self._reader.stop()

@@ -88,7 +88,6 @@ class EventSource:
 
     @property
     def state(self) -> str:
-        """The state in a word or two, for an operator."""
         if self.problem:
             return self.problem
         if not self.is_connected:
@@ -135,7 +134,6 @@ class EventSource:
     # Messages
 
     def on_message(self, number: int, payload: bytes, now: float) -> None:
-        """Handle a published message."""
         self.heard_at = now
         self._checks_at = now + CHECK_S
         if self.problem:
@@ -148,7 +146,6 @@ class EventSource:
             self._take(number, payload, now)
 
     def on_replayed(self, number: int, payload: bytes, now: float) -> None:
-        """Handle one message of a replay."""
         if not self._awaits_replay or (batch := self._decode(payload)) is None:
             return
         self._replay_began_at = now
@@ -180,7 +177,7 @@ class EventSource:
         self._apply_held(now)
 
     def _apply_held(self, now: float) -> None:
-        """Apply the messages that waited; keep the rest if one of them needs another replay."""
+        # Apply the messages that waited; keep the rest if one of them needs another replay.
         held, self._held, self._held_bytes = self._held, deque(), 0
         while held and not self._is_replaying and not self.problem:
             self._take(*held.popleft(), now)
@@ -191,7 +188,6 @@ class EventSource:
 
     @property
     def _awaits_replay(self) -> bool:
-        """Whether answers belong to the replay that is wanted, and not to one given up."""
         return self._is_replaying and self.replay_from is None
 
     def tick(self, now: float) -> None:
@@ -214,7 +210,7 @@ class EventSource:
         self._apply_held(now)
 
     def _take(self, number: int, payload: bytes, now: float) -> None:
-        """Apply a message if it is the next one; otherwise find out what is missing."""
+        # Apply a message if it is the next one; otherwise find out what is missing.
         batch = self._decode(payload)
         if batch is None:
             return
@@ -240,7 +236,7 @@ class EventSource:
         self._apply(number, batch)
 
     def _restart(self, now: float) -> None:
-        """Start over, because the engine has: its numbers have fallen back."""
+        # Start over, because the engine has: its numbers have fallen back.
         self.restarts += 1
         replays = self._replays
         self.reset()
@@ -254,7 +250,6 @@ class EventSource:
         self._replay_began_at = now
 
     def _hold(self, number: int, payload: bytes) -> None:
-        """Keep a message for the end of the replay, within bounds."""
         self._held.append((number, payload))
         self._held_bytes += len(payload)
         if len(self._held) > MAX_HELD_MESSAGES or self._held_bytes > MAX_HELD_BYTES:
@@ -266,7 +261,6 @@ class EventSource:
         self._held_bytes = 0
 
     def _forget(self) -> None:
-        """Forget all blocks: from here on the events say only a part."""
         self.blocks.clear()
         self.is_complete = False
         self._stored_tokens = 0

@@ -40,7 +40,7 @@ class Subscription:
         self._replayer: zmq.Socket[bytes] | None = None
 
     def _connectable(self, kind: int) -> zmq.Socket[bytes]:
-        """Return a new socket that reconnects by itself and notices a silent loss in 3 s."""
+        # Return a new socket that reconnects by itself and notices a silent loss in 3 s.
         socket = self._context.socket(kind)
         socket.linger = 0
         socket.rcvhwm = MAX_QUEUED
@@ -78,7 +78,7 @@ class Subscription:
         return False
 
     def _request_replay(self) -> None:
-        """Ask for a replay if the source wants one, on a new socket: old answers are dropped."""
+        # Ask for a replay if the source wants one, on a new socket: old answers are dropped.
         start, self.source.replay_from = self.source.replay_from, None
         if start is None:
             return
@@ -102,7 +102,6 @@ class Subscription:
             self._replayer = None
 
     def close(self) -> None:
-        """Close the sockets."""
         self._end_replay()
         self._subscriber.disable_monitor()
         self._monitor.close()

@@ -42,8 +42,6 @@ class UnreadPrompt(msgspec.Struct, frozen=True):
 
 
 class _TokenizeResponse(msgspec.Struct):
-    """The member of the response that matters here."""
-
     tokens: list[int]
 
 

@@ -321,7 +321,7 @@ def _prompt_of(request: Any) -> PromptRequest:
 
 
 def _family(config: Any) -> str:
-    """Return a hash of what must be equal at both engines: version, model and quantisation."""
+    # Return a hash of what must be equal at both engines: version, model and quantisation.
     model, cache = config.model_config, config.cache_config
     text = repr(
         (
@@ -337,10 +337,9 @@ def _family(config: Any) -> str:
 
 
 def _facts(config: Any, caches: Any) -> CacheFacts:
-    """Return the facts that describe the KV cache.
-
-    Raises UnsupportedCache for several kinds of cache.
-    """
+    # Return the facts that describe the KV cache.
+    #
+    # Raises UnsupportedCache for several kinds of cache.
     groups = [group for group in caches.kv_cache_groups if group.enable_kv_transfer]
     if len(groups) != 1 or len(caches.kv_cache_tensors) != 1:
         raise UnsupportedCache(
@@ -377,13 +376,12 @@ def _facts(config: Any, caches: Any) -> CacheFacts:
 
 
 def _page_format(config: Any, spec: Any) -> str:
-    """Return the name of the format in which the CPU backend arranges keys and values in a page."""
     dtype, cache_dtype = config.model_config.dtype, config.cache_config.cache_dtype
     return f"cpu-{_get_attn_isa(dtype, spec.block_size, spec.head_size, cache_dtype)}"
 
 
 def _region(layout: KvLayout, tensors: Sequence[Any], name: str) -> Region:
-    """Return a Region over the memory of the layers' tensors. Raises UnsupportedCache."""
+    # Return a Region over the memory of the layers' tensors. Raises UnsupportedCache.
     views = []
     for tensor in tensors:
         if tensor.device.type != "cpu":

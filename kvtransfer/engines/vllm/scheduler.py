@@ -249,9 +249,6 @@ class HandoffScheduler:
 
 
 def _order(request: str, handoff: Handoff, blocks: Sequence[int], tokens: int) -> LoadOrder:
-    """Return the order to the workers to fetch the last `tokens` tokens of a handoff into
-    `blocks`.
-    """
     return LoadOrder(
         request,
         handoff.name,

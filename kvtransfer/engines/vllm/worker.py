@@ -50,11 +50,9 @@ class TransferWorker:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no transfer of this rank is running."""
         return not (self._offers or self._landings or self._unstarted)
 
     def carry_out(self, orders: StepOrders) -> None:
-        """Begin and cancel transfers as the scheduler ordered for this step."""
         if len(orders.members) > 1:
             own = self._agent.address
             self._agent.join_group([address for address in orders.members if address != own])
@@ -78,7 +76,6 @@ class TransferWorker:
         )
 
     def _load(self, order: LoadOrder) -> None:
-        """Fetch this rank's heads from each source rank that has some of them."""
         try:
             ranks = source_ranks(order.layout, self._layout, self._rank)
             self._landings[order.request] = [
@@ -90,9 +87,7 @@ class TransferWorker:
         self._release([order.sources[rank] for rank in self._unneeded(order.layout)], order)
 
     def _unneeded(self, source: KvLayout) -> list[int]:
-        """Return the source ranks from which no rank fetches, because others have the same
-        heads.
-        """
+        # Return the source ranks from which no rank fetches, because others have the same heads.
         ranks = range(self._layout.ranks)
         needed = {other for rank in ranks for other in source_ranks(source, self._layout, rank)}
         return [rank for rank in range(source.ranks) if rank not in needed]
@@ -109,7 +104,7 @@ class TransferWorker:
         )
 
     def _release(self, sources: Sequence[RankSource], order: LoadOrder) -> None:
-        """Let these sources free blocks that will not be fetched; only rank 0 does it."""
+        # Let these sources free blocks that will not be fetched; only rank 0 does it.
         if self._rank:
             return
         for source in sources:
@@ -144,7 +139,6 @@ class TransferWorker:
         return finished
 
     def _count_landings(self, outcomes: Sequence[TransferOutcome]) -> None:
-        """Count the ended fetches of one request, each from one source rank."""
         for end in outcomes:
             self.counts.add("kv_ranks_received" if end.has_landed else "kv_ranks_not_received")
             self.counts.add("kv_receive_seconds", end.seconds)
@@ -153,7 +147,6 @@ class TransferWorker:
 
     @staticmethod
     def _stop_with_a_failed_one(landings: list[Landing]) -> None:
-        """Cancel all fetches of a request if one of them has failed."""
         if any(landing.outcome and not landing.outcome.has_landed for landing in landings):
             for landing in landings:
                 if landing.outcome is None:

@@ -237,7 +237,7 @@ class RdmaLink:
             self._finish(reason)
 
     def _turn(self) -> bool:
-        """Do all work that is possible without waiting; return whether there was any."""
+        # Do all work that is possible without waiting; return whether there was any.
         worked = self._run_commands()
         worked = self._handle_completions() or worked
         worked = self._read_control() or worked
@@ -246,7 +246,7 @@ class RdmaLink:
         return self._send_queued() or worked
 
     def _wait(self) -> None:
-        """Poll the device for a short time, then sleep until the thread is woken."""
+        # Poll the device for a short time, then sleep until the thread is woken.
         now = time.perf_counter()
         if now < self._busy_until:
             return
@@ -265,7 +265,7 @@ class RdmaLink:
         self._busy_until = time.perf_counter() + self._options.spin_s
 
     def _check_deadline(self) -> None:
-        """Raise TransportError if the queue pair took too long to connect."""
+        # Raise TransportError if the queue pair took too long to connect.
         if self._deadline is not None and time.perf_counter() > self._deadline:
             raise TransportError(f"no queue pair to {self.peer} within {self._options.setup_s:g} s")
 
@@ -276,10 +276,9 @@ class RdmaLink:
         return self._answer_fences() or worked
 
     def _answer_fences(self) -> bool:
-        """Stop the writes of transfers whose fence is pending; return whether there were any.
-
-        A fence that fails ends the link, and is reported after the queue pair's end.
-        """
+        # Stop the writes of transfers whose fence is pending; return whether there were any.
+        #
+        # A fence that fails ends the link, and is reported after the queue pair's end.
         answered = False
         for _ in range(len(self._fences)):
             transfer = self._fences[0]
@@ -293,7 +292,7 @@ class RdmaLink:
         return answered
 
     def _handle_completions(self) -> bool:
-        """Handle the device's completions; return whether there were any."""
+        # Handle the device's completions; return whether there were any.
         completions = self._pairs.completions.poll(_MOST_COMPLETIONS)
         broken = False
         for completion in completions:
@@ -306,9 +305,7 @@ class RdmaLink:
         return bool(completions)
 
     def _arrived(self, completion: Completion) -> bool:
-        """Handle the last write of a peer's window of KV; return whether the queue pair is
-        broken.
-        """
+        # Handle the last write of a peer's window of KV; return whether the queue pair is broken.
         pairs = self._pairs
         if completion.number - RECEIVED != pairs.epoch or pairs.pair is None:
             return False
@@ -319,10 +316,9 @@ class RdmaLink:
         return False
 
     def _written(self, completion: Completion) -> bool:
-        """Handle the completion of this end's writes up to this one.
-
-        Return whether the pair is broken.
-        """
+        # Handle the completion of this end's writes up to this one.
+        #
+        # Return whether the pair is broken.
         epoch, number = divmod(completion.number, 1 << 32)
         if is_refused(completion.status):
             self.refused_writes += 1
@@ -339,7 +335,6 @@ class RdmaLink:
         return True
 
     def _renew(self) -> None:
-        """Start the next queue pair, and repeat the writes that were in flight on the last one."""
         self._queue_control(self._pairs.renew())
         self._departures.restart()
         if self._deadline is None:
@@ -357,7 +352,7 @@ class RdmaLink:
             self._owner.on_landed(self, trailer.head, self._arrivals.verify(trailer, window))
 
     def _read_control(self) -> bool:
-        """Read and handle the peer's control messages; return whether there were any."""
+        # Read and handle the peer's control messages; return whether there were any.
         try:
             data = self._side.recv(min(_READ_BYTES, self._decoder.room_bytes))
         except BlockingIOError:
@@ -393,7 +388,6 @@ class RdmaLink:
                 self._connected()
 
     def _connected(self) -> None:
-        """Report to `wait_connected` that both ends are connected, if they are."""
         if not self._pairs.is_writable:
             return
         self._deadline = None
@@ -403,10 +397,9 @@ class RdmaLink:
         self._out += encode(message)
 
     def _send_queued(self) -> bool:
-        """Send messages and trailers in the order of the owner's calls.
-
-        Return whether any was sent. A window that is not done holds up everything after it.
-        """
+        # Send messages and trailers in the order of the owner's calls.
+        #
+        # Return whether any was sent. A window that is not done holds up everything after it.
         while self._ordered_output and self._settled.is_set():
             first = self._ordered_output[0]
             if isinstance(first, bytes):
@@ -429,9 +422,6 @@ class RdmaLink:
     # ---- the end
 
     def _finish(self, reason: str) -> None:
-        """Stop all access of the peer to this link's memory, and then report the loss of the
-        link.
-        """
         self._stop_writers()
         for ending in (self._arrivals.close, self._pairs.close):
             try:
@@ -452,11 +442,10 @@ class RdmaLink:
         self._on_gone(self)
 
     def _stop_writers(self) -> None:
-        """End the queue pair, so that the peer cannot write, whatever is registered.
-
-        While the device fails to do so, no block of this link is returned, unless the transport
-        closes its device.
-        """
+        # End the queue pair, so that the peer cannot write, whatever is registered.
+        #
+        # While the device fails to do so, no block of this link is returned, unless the transport
+        # closes its device.
         while True:
             try:
                 return self._pairs.end()
@@ -466,10 +455,9 @@ class RdmaLink:
                 return None
 
     def _last_fences(self) -> bool:
-        """Report the transfers whose writes have been stopped (pending fences).
-
-        Return True once there are none and none can follow.
-        """
+        # Report the transfers whose writes have been stopped (pending fences).
+        #
+        # Return True once there are none and none can follow.
         with self._gate:
             due = list(self._fences)
             self._fences.clear()

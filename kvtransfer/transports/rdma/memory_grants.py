@@ -95,7 +95,7 @@ class GrantedMemory:
     def _register(
         self, registry: Registry, regions: Sequence[Region], wanted: list[RankRange], most_keys: int
     ) -> bytes:
-        """Register the memory and return the data for the peer; b"" if the device refuses."""
+        # Register the memory and return the data for the peer; b"" if the device refuses.
         table = np.zeros(1 if len(wanted) > most_keys else len(wanted), _KEY)
         try:
             if len(wanted) > most_keys:

@@ -121,9 +121,8 @@ class RdmaReceiver:
         return None
 
     def _check_incomplete(self) -> None:
-        """Raise TransportError for too many incomplete windows of KV; an honest source has only a
-        few.
-        """
+        # Raise TransportError for too many incomplete windows of KV; an honest source has only a
+        # few.
         if len(self._written) + len(self._waiting) > _MAX_INCOMPLETE:
             raise TransportError(f"more than {_MAX_INCOMPLETE} windows are incomplete")
 

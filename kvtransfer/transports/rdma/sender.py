@@ -177,9 +177,7 @@ class RdmaSender:
         self._queue.extend(not_begun)
 
     def _begin(self, departure: OutgoingWindow) -> bool:
-        """Prepare the writes of a window of KV; if it must not be written, end it and return
-        False.
-        """
+        # Prepare the writes of a window of KV; if it must not be written, end it and return False.
         head, window = departure.head, departure.window
         grant = self._grants.get(head.transfer)
         departure.writes = []
@@ -202,10 +200,9 @@ class RdmaSender:
         return True
 
     def _post(self, departure: OutgoingWindow, pair: QueuePairWriter, epoch: int) -> bool:
-        """Post the writes of a window of KV as far as possible; return whether any was posted.
-
-        The last write carries the window's number.
-        """
+        # Post the writes of a window of KV as far as possible; return whether any was posted.
+        #
+        # The last write carries the window's number.
         writes = departure.writes or []
         region = departure.window.region
         key, first_write = self._key_of(region), departure.next

@@ -114,10 +114,9 @@ class Rdma:
 
     @contextmanager
     def _dialling(self) -> Iterator[None]:
-        """Keep the device open while the `with` block runs.
-
-        Raises TransportError if the transport is not open.
-        """
+        # Keep the device open while the `with` block runs.
+        #
+        # Raises TransportError if the transport is not open.
         with self._gate:
             if self._closed.is_set() or self._device is None:
                 raise TransportError("the transport is not open")
@@ -139,11 +138,10 @@ class Rdma:
                 _log.warning("kv: a connection from %s was refused: %s", host, error)
 
     def _link(self, side: socket.socket, domain: ProtectionDomain | None) -> RdmaLink:
-        """Create a link over the socket `side`, and start it.
-
-        Without a domain this end has dialled, and gets its own domain. Raises TransportError, after
-        releasing everything, if the link cannot start.
-        """
+        # Create a link over the socket `side`, and start it.
+        #
+        # Without a domain this end has dialled, and gets its own domain. Raises TransportError,
+        # after releasing everything, if the link cannot start.
         owner, own = self._owner, None
         assert owner is not None
         assert self._device is not None

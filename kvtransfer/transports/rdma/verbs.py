@@ -91,11 +91,10 @@ class Device:
             self.gid = str(self.context.query_gid(PORT, self.gid_index).gid)
 
     def _best_gid(self, size: int) -> int:
-        """Return the index of the GID (network address) to use.
-
-        On Ethernet it is the IPv4-routed address if there is one, else the first that is not
-        link-local.
-        """
+        # Return the index of the GID (network address) to use.
+        #
+        # On Ethernet it is the IPv4-routed address if there is one, else the first that is not
+        # link-local.
         if self.link_layer != _ETHERNET:
             return 0
         entries = [
@@ -353,10 +352,9 @@ def _errors() -> tuple[type[Exception], ...]:
 
 @contextmanager
 def _as_transport_error(what: str) -> Iterator[None]:
-    """Convert an error of pyverbs in the `with` block to a TransportError.
-
-    Its message begins with `what`.
-    """
+    # Convert an error of pyverbs in the `with` block to a TransportError.
+    #
+    # Its message begins with `what`.
     try:
         yield
     except _errors() as error:
@@ -365,10 +363,9 @@ def _as_transport_error(what: str) -> Iterator[None]:
 
 @contextmanager
 def _close_on_error(thing: Any) -> Iterator[None]:
-    """Close `thing` if the `with` block fails.
-
-    Otherwise the garbage collector might close it after the device.
-    """
+    # Close `thing` if the `with` block fails.
+    #
+    # Otherwise the garbage collector might close it after the device.
     try:
         yield
     except BaseException:
@@ -377,7 +374,6 @@ def _close_on_error(thing: Any) -> Iterator[None]:
 
 
 def _first_active() -> Any:
-    """Open and return the first device, by name, that has an active port."""
     device = _module("device")
     names = sorted(entry.name.decode() for entry in device.get_device_list())
     for name in names:
@@ -392,10 +388,9 @@ def _first_active() -> Any:
 
 
 def _channel(cq: Any, context: Any) -> tuple[Any, int]:
-    """Open a completion channel, and return it with its file descriptor.
-
-    pyverbs does not expose the descriptor. It is the lowest free number, which is found before.
-    """
+    # Open a completion channel, and return it with its file descriptor.
+    #
+    # pyverbs does not expose the descriptor. It is the lowest free number, which is found before.
     with _DESCRIPTORS, _as_transport_error("no completion channel"):
         for _ in range(_ATTEMPTS):
             fd = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)

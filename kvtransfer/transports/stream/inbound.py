@@ -66,11 +66,10 @@ class InboundListener(Protocol):
 
 
 class _Arrival:
-    """A payload that is being received.
-
-    window  where a window is written; None: its bytes are discarded
-    head    header of a window; None for a large message
-    """
+    # A payload that is being received.
+    #
+    # window where a window is written; None: its bytes are discarded head header of a window; None
+    # for a large message
 
     __slots__ = ("bounce", "digest", "head", "message", "opening", "pieces", "sealed", "window")
 
@@ -183,7 +182,7 @@ class Inbound:
         self._compact()
 
     def _read_body(self, arrival: _Arrival) -> bool:
-        """Read a payload to its end, or a few times; return False if the socket is empty."""
+        # Read a payload to its end, or a few times; return False if the socket is empty.
         pieces = arrival.pieces
         behind: Stretch = (self._address, _BEHIND_WINDOW) if arrival.head is not None else NOTHING
         for _ in range(_READS):
@@ -224,7 +223,7 @@ class Inbound:
             pieces.feed(arrival.digest.update, pieces.done)
 
     def _handle_next(self) -> bool:
-        """Handle the next complete item in the buffer; return False if more bytes are needed."""
+        # Handle the next complete item in the buffer; return False if more bytes are needed.
         arrival, have = self._arrival, self._end - self._begin
         if arrival is None:
             return have >= PREAMBLE_BYTES and self._open(have)
@@ -238,10 +237,9 @@ class Inbound:
         return True
 
     def _open(self, have: int) -> bool:
-        """Begin to handle a frame of which `have` bytes are buffered.
-
-        Return False if that is too few.
-        """
+        # Begin to handle a frame of which `have` bytes are buffered.
+        #
+        # Return False if that is too few.
         data = self._stage[self._begin : self._end]
         announced = decode_header(data, self.limits)
         size = PREAMBLE_BYTES + announced.header_bytes
@@ -264,10 +262,9 @@ class Inbound:
         self._hearer.on_frame(announced.kind, header)
 
     def _open_message(self, announced: FrameHeader, data: memoryview) -> None:
-        """Receive a message that is too large for the common buffer in a buffer of its own.
-
-        Its size has been checked.
-        """
+        # Receive a message that is too large for the common buffer in a buffer of its own.
+        #
+        # Its size has been checked.
         message = bytearray(PREAMBLE_BYTES + announced.header_bytes)
         message[: len(data)] = data
         self._arrival = _Arrival(MemoryPieces.of_buffer(message, self._iovecs))
@@ -282,11 +279,10 @@ class Inbound:
         return True
 
     def _open_window(self, announced: FrameHeader, frame_bytes: memoryview) -> None:
-        """Begin to receive a window of KV.
-
-        The owner's plan says where it goes, and its size must match the plan before any byte is
-        written.
-        """
+        # Begin to receive a window of KV.
+        #
+        # The owner's plan says where it goes, and its size must match the plan before any byte is
+        # written.
         head = unpack_head(frame_bytes[PREAMBLE_BYTES:])
         if (announced.proof is PayloadProof.GCM) != (self.seal is not None):
             raise FrameError("windows must be sealed at both ends of a link, or at neither")
@@ -321,15 +317,11 @@ class Inbound:
         self._copy_staged(arrival)
 
     def _discarded(self, size: int) -> MemoryPieces:
-        """Return memory pieces for `size` bytes that are read but not kept."""
         if self._scratch is None:
             self._scratch = np.empty(_SCRATCH_BYTES, np.uint8)
         return MemoryPieces.over(self._scratch, size, self._iovecs)
 
     def _bounce_buffer(self, window: WindowSlice, n_bytes: int) -> NDArray[np.uint8]:
-        """Return a buffer for a window of many short pieces, which are copied to their places
-        later.
-        """
         runs = window.runs
         if runs.n_bytes != n_bytes or not are_within(window.region, runs.dst, runs.length):
             raise FrameError(
@@ -340,7 +332,6 @@ class Inbound:
         return self._bounce[:n_bytes]
 
     def _copy_staged(self, arrival: _Arrival) -> None:
-        """Copy the part of a payload that was read together with its header."""
         count = min(self._end - self._begin, arrival.pieces.remaining)
         if count:
             arrival.pieces.put(self._stage[self._begin : self._begin + count])
@@ -365,7 +356,7 @@ class Inbound:
         self._hearer.on_landed(head, verdict)
 
     def _unseal(self, seal: WindowSeal, arrival: _Arrival, sealed: bytearray, tag: bytes) -> None:
-        """Decrypt a window of KV, and write it only after verification. Raises WindowSealError."""
+        # Decrypt a window of KV, and write it only after verification. Raises WindowSealError.
         plain = seal.open(sealed, tag, arrival.opening)
         if arrival.window is not None and plain:
             runs = arrival.window.runs
@@ -374,7 +365,6 @@ class Inbound:
             )
 
     def _compact(self) -> None:
-        """Move the unread bytes to the start of the common buffer."""
         left = self._end - self._begin
         if left and self._begin:
             self._stage[:left] = self._stage[self._begin : self._end]

@@ -226,7 +226,7 @@ class StreamLink:
             self._wake()
 
     def _order(self, order: Callable[[], None]) -> bool:
-        """Queue `order` to run on the link's thread; return False if the thread has ended."""
+        # Queue `order` to run on the link's thread; return False if the thread has ended.
         with self._gate:
             if self._ended:
                 return False
@@ -241,9 +241,6 @@ class StreamLink:
                     os.eventfd_write(self._bell, 1)
 
     def _fenced_late(self, transfer: int) -> None:
-        """Report on a link that has ended that a transfer's blocks are not written any more
-        (fence).
-        """
         with self._report_lock:
             self._fenced(transfer)
 
@@ -264,11 +261,10 @@ class StreamLink:
         self._end()
 
     def _driven(self) -> bool:
-        """Return whether another thread moves this link's bytes by `drive`, or recently did so."""
+        # Return whether another thread moves this link's bytes by `drive`, or recently did so.
         return self._drivers > 0 or time.perf_counter() - self._last_driven_s < self._HOLD_MS / 1e3
 
     def _step(self, done: Callable[[], bool] | None = None) -> None:
-        """Send and receive what is possible, and wait if there is nothing."""
         try:
             if not self._turn():
                 self._rest(done)
@@ -340,10 +336,9 @@ class StreamLink:
             self._asleep = False
 
     def _spin(self, done: Callable[[], bool] | None) -> bool:
-        """Poll for a while; return True if bytes were moved or are waiting.
-
-        Polling costs a third of a read that finds nothing.
-        """
+        # Poll for a while; return True if bytes were moved or are waiting.
+        #
+        # Polling costs a third of a read that finds nothing.
         clock, look, out = time.perf_counter, self._poll.poll, self._out
         self._want_out(False)
         until_s = clock() + self._spin_s
@@ -362,7 +357,6 @@ class StreamLink:
         return False
 
     def _want_in(self, least: int) -> None:
-        """Let the poll report readability only from `least` bytes on."""
         if least != self._polled_in:
             self._polled_in = least
             self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, least)
@@ -373,7 +367,6 @@ class StreamLink:
             self._poll.modify(self._sock, select.POLLIN | select.POLLOUT if want else select.POLLIN)
 
     def _end(self) -> None:
-        """Stop using all memory, then report the loss of the link and the pending fences."""
         with self._lead:
             if self._broken is None:
                 self._flush_last()
@@ -393,7 +386,6 @@ class StreamLink:
         """Release the resources that only this link used; subclasses override it."""
 
     def _flush_last(self) -> None:
-        """Send the remaining output as far as possible without waiting."""
         try:
             self._out.send_available()
         except OSError:

@@ -38,9 +38,8 @@ _MOST_SHARED = 256
 
 
 class _Body:
-    """The bytes of a window of KV or of a large message (without `head`), and the state of its
-    trailer.
-    """
+    # The bytes of a window of KV or of a large message (without `head`), and the state of its
+    # trailer.
 
     __slots__ = ("current", "digest", "head", "pieces", "tag", "verdict")
 
@@ -58,11 +57,11 @@ class _Body:
         self.tag = b""
 
     def trailer(self) -> bytes:
-        """Return the trailer of a window of KV whose last byte has been read, so that the verdict
-        covers all.
-
-        The digest is only sent with OK, so that a flipped bit cannot turn another verdict into OK.
-        """
+        # Return the trailer of a window of KV whose last byte has been read, so that the verdict
+        # covers all.
+        #
+        # The digest is only sent with OK, so that a flipped bit cannot turn another verdict into
+        # OK.
         digest = self.digest.intdigest() if self.still_current() and self.digest is not None else 0
         return encode_trailer(self.verdict, self.tag or digest)
 
@@ -104,7 +103,6 @@ class Outbound:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no frame or window is queued or being sent."""
         return not self._queue and self._body is None and self._begin == self._end
 
     def release(self) -> None:
@@ -184,11 +182,10 @@ class Outbound:
             return self._spare_at() is not None
 
     def _spare_at(self) -> int | None:
-        """Return the queue index of the first window that a lane (parallel connection) may send, or
-        None.
-
-        Call it with the gate held. The window that is sent next here is excluded.
-        """
+        # Return the queue index of the first window that a lane (parallel connection) may send, or
+        # None.
+        #
+        # Call it with the gate held. The window that is sent next here is excluded.
         for index, item in enumerate(islice(self._queue, _MOST_LOOKS)):
             next_up = index == 0 and self._body is None
             if not next_up and isinstance(item, tuple) and item[0].transfer in self._shared:
@@ -213,10 +210,9 @@ class Outbound:
         return moved
 
     def _next(self) -> bool:
-        """Prepare the next items, until there is a large one or the buffer of small frames is full.
-
-        Return whether there is anything to write.
-        """
+        # Prepare the next items, until there is a large one or the buffer of small frames is full.
+        #
+        # Return whether there is anything to write.
         while self._body is None and self._queue and self._end < _FULL_BYTES:
             with self._gate:
                 item = self._queue.popleft() if self._queue else b""  # a lane may have taken it
@@ -241,9 +237,7 @@ class Outbound:
         self._end = end
 
     def _begin_window(self, head: WindowHead, window: WindowSlice) -> None:
-        """Begin to send a window of KV; if its blocks changed owner, send only the header and
-        STALE.
-        """
+        # Begin to send a window of KV; if its blocks changed owner, send only the header and STALE.
         if self.seal is None and is_fine_grained(window.runs, head.n_bytes):
             return self._begin_fine(head, window)
         checked = self._checked and self.seal is None
@@ -269,11 +263,10 @@ class Outbound:
         return None
 
     def _begin_fine(self, head: WindowHead, window: WindowSlice) -> None:
-        """Begin to send a window of many short pieces, which are copied to one buffer first.
-
-        So the verdict is known before anything is sent, and `drop` need not change what is being
-        sent.
-        """
+        # Begin to send a window of many short pieces, which are copied to one buffer first.
+        #
+        # So the verdict is known before anything is sent, and `drop` need not change what is being
+        # sent.
         runs, size = window.runs, window.runs.n_bytes
         proof = PayloadProof.XXH3 if self._checked else PayloadProof.NONE
         digest = xxhash.xxh3_64()
@@ -296,17 +289,16 @@ class Outbound:
         return None
 
     def _bounce_of_size(self, size: int) -> NDArray[np.uint8]:
-        """Return a buffer for one window, which is used again for the next."""
+        # Return a buffer for one window, which is used again for the next.
         if self._bounce.size < size:
             self._bounce = np.empty(size, np.uint8)
         return self._bounce
 
     def _begin_sealed(self, seal: WindowSeal, body: _Body) -> None:
-        """Encrypt a window of KV and begin to send it.
-
-        Encryption copies it, so the verdict is known before anything is sent. For a stale window
-        only the sealed header is sent.
-        """
+        # Encrypt a window of KV and begin to send it.
+        #
+        # Encryption copies it, so the verdict is known before anything is sent. For a stale window
+        # only the sealed header is sent.
         assert body.head is not None
         head, size = body.head, body.pieces.size
         opening = encode_window_frame(head, size, PayloadProof.GCM)
@@ -327,9 +319,8 @@ class Outbound:
     def _stage(
         self, pieces: MemoryPieces, head: WindowHead, current: Callable[[], bool] | None
     ) -> None:
-        """Copy a small window of KV into the buffer after its header, and compute the digest of the
-        copy.
-        """
+        # Copy a small window of KV into the buffer after its header, and compute the digest of the
+        # copy.
         end = self._end + pieces.size
         copy = self._small[self._end : end]
         pieces.gather(copy)

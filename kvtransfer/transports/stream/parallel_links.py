@@ -64,7 +64,7 @@ class LanedLink(StreamLink):
             lane.drop(transfer)
 
     def _wake_lanes(self) -> None:
-        """Wake sleeping lanes (parallel connections) if there are windows that they may send."""
+        # Wake sleeping lanes (parallel connections) if there are windows that they may send.
         if self._lane_links and self._out.has_spare:
             for lane in self._lane_links:
                 lane._has_lane_work = True
@@ -98,12 +98,11 @@ class LanedLink(StreamLink):
         self._fence_lanes(transfer, self._lane_links)
 
     def _fence_lanes(self, transfer: int, lanes: tuple[LanedLink, ...]) -> None:
-        """Stop the lanes (parallel connections) one after the other, each on its own thread, and
-        then report the fence.
-
-        A lane that has ended writes no more. A lane that is added meanwhile gets no destination
-        from the owner.
-        """
+        # Stop the lanes (parallel connections) one after the other, each on its own thread, and
+        # then report the fence.
+        #
+        # A lane that has ended writes no more. A lane that is added meanwhile gets no destination
+        # from the owner.
         for index, lane in enumerate(lanes, start=1):
             if lane._order(partial(lane._fence_lane, transfer, lanes[index:])):
                 return
