@@ -212,7 +212,7 @@ async def _handle(gateway: Gateway, exchange: Exchange, client: Client) -> None:
             if route.room.reads_sessions:
                 gateway.endpoints.prefixes.recognise_session(call, exchange.fingerprint)
         if call.api.keeps_answers:
-            route = pin_route(snapshot, exchange, route, call)
+            route = pin_route(snapshot, models, exchange, route, call)
         if route.split is None:
             problem = await attempts(WholePlan(gateway, exchange, client, route, call))
         else:

@@ -92,7 +92,7 @@ def _prepare_special(
         grammar, errors = api.grammar, api.errors
         relay = EventRelay(headers, on_first, is_http_1_0, rewriter, gaps, grammar, errors)
     if exchange.response_ids is not None:
-        body = _with_response_id(exchange, body, name, asked if rewriter else "")
+        body = _with_response_id(exchange, body, name, asked)
     head = booking.upstream.request_head(api.path)
     if api.is_form:
         head = head.replace(b"application/json", form_type(body.body), 1)

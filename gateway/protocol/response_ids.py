@@ -1,6 +1,6 @@
 """Ids of stored responses that identify the engine that stores them, without any table.
 
-An id consists of a number, a code and optionally a model name. The first half of the number is that
+An id consists of a number, a code and an encrypted model name. The first half of the number is that
 of the previous response, so all responses of a conversation share it; the rest is random. The code
 is an HMAC over the number, the endpoint and the name, keyed per tenant. A gateway with the key
 finds the endpoint by computing the codes of all endpoints. Gateways with the same configuration
@@ -11,6 +11,7 @@ of a removed endpoint.
 from __future__ import annotations
 
 import binascii
+import hashlib
 import hmac
 import secrets
 from base64 import urlsafe_b64decode, urlsafe_b64encode
@@ -24,14 +25,14 @@ PREFIX = "resp_"
 MAX_ID_CHARS = 256
 _NUMBER_BYTES, _CODE_BYTES = 12, 16
 _CONVERSATION_BYTES = 6  # the first bytes of the number
-_MAX_NAME_BYTES = 64  # as many as one SHA-512 can hide
+_MAX_NAME_BYTES = 160  # a longer id would exceed MAX_ID_CHARS
 _LABEL = b"penstock response id 1"
 
 
 class KeptResponse(NamedTuple):
     """Where a response is stored: the endpoint's name, and the model's name as the client gave it.
 
-    The model is "" if engines use the same name.
+    The model is "" if its name is longer than an id can contain.
     """
 
     endpoint: str
@@ -48,10 +49,10 @@ class ResponseIds:
         self._keys = keys
         self._open_key = open_key
 
-    def new(self, tenant: str, endpoint: str, model: str = "", previous: str = "") -> str:
+    def new(self, tenant: str, endpoint: str, model: str, previous: str = "") -> str:
         """Return a new id for a response that `endpoint` will store.
 
-        model     the client's name of the model, or "" if engines use the same name
+        model     the client's name of the model
         previous  the id of the response that this one continues, or ""
         """
         key, number = self._key(tenant), secrets.token_bytes(_NUMBER_BYTES)
@@ -127,5 +128,6 @@ def _code(key: bytes, number: bytes, endpoint: str, hidden: bytes) -> bytes:
 
 def _mask(key: bytes, number: bytes, name: bytes) -> bytes:
     """Encrypt a name with a key stream, or decrypt an encrypted one (XOR does both)."""
-    stream = hmac.digest(key, b"name" + number, "sha512")
+    secret = hmac.digest(key, b"name" + number, "sha256")
+    stream = hashlib.shake_256(secret).digest(len(name))
     return bytes(a ^ b for a, b in zip(name, stream, strict=False))

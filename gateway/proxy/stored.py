@@ -18,6 +18,7 @@ from msgspec.structs import replace
 from gateway.disagg.response_buffer import ResponseBuffer
 from gateway.exchange import Exchange, StoredAt
 from gateway.fleet.endpoint_registry import LiveEndpoint
+from gateway.fleet.name_table import find
 from gateway.http.client import Client
 from gateway.legs import forward
 from gateway.protocol.apis import RESPONSES
@@ -27,7 +28,7 @@ from gateway.protocol.json_members import bad_request, member_value
 from gateway.protocol.openai import Call
 from gateway.protocol.relay import Relay, UpstreamError
 from gateway.protocol.rewrite import ModelNameRewriter
-from gateway.route import Gateway, Route, Snapshot
+from gateway.route import Gateway, ModelScope, Route, Snapshot
 
 PREVIOUS = "previous_response_id"
 _TARGET = re.compile(
@@ -47,11 +48,18 @@ class _Bytes(NamedTuple):
     body: bytes
 
 
-def pin_route(snapshot: Snapshot, exchange: Exchange, route: Route, call: Call) -> Route:
+def pin_route(
+    snapshot: Snapshot,
+    models: Snapshot | ModelScope,
+    exchange: Exchange,
+    route: Route,
+    call: Call,
+) -> Route:
     """Return the route to the endpoint that stores the request's previous response.
 
     Without a previous response, `route` is returned. Also prepares the id of the new response.
-    Raises GatewayError if the id does not belong to the tenant.
+    `models` are those that the API key may use. Raises GatewayError if the id does not belong to
+    the tenant, or to a response of another model.
     """
     ids = exchange.response_ids = snapshot.response_ids
     previous = member_value(call.members, PREVIOUS) if PREVIOUS in call.members else None
@@ -61,7 +69,7 @@ def pin_route(snapshot: Snapshot, exchange: Exchange, route: Route, call: Call) 
         raise bad_request(f"'{PREVIOUS}' must be a string.", PREVIOUS)
     names = [candidate.endpoint.name for candidate in route.candidates]
     kept = ids.find(previous, exchange.tenant, names)
-    if kept is None:
+    if kept is None or not _is_permitted(models, kept.model):
         raise response_not_found(previous)
     exchange.stored_at = StoredAt(previous, kept.endpoint, route.name)
     candidates = tuple(
@@ -107,7 +115,8 @@ async def serve_stored(gateway: Gateway, exchange: Exchange, client: Client) -> 
     names = [live.endpoint.name for live in endpoints]
     kept = None if ids is None else ids.find(response_id, exchange.tenant, names)
     live = None if kept is None else _live(endpoints, kept.endpoint)
-    if kept is None or live is None:
+    models = snapshot.scope(client.headers)
+    if kept is None or live is None or not _is_permitted(models, kept.model):
         raise response_not_found(response_id)
     exchange.stored_at = StoredAt(response_id, kept.endpoint, kept.model)
     relay = _relay(gateway, exchange, client, live)
@@ -169,6 +178,14 @@ async def _keeps_responses(gateway: Gateway, live: LiveEndpoint, model: str) -> 
     except UpstreamError:
         return True
     return not (relay.status == 400 and b"STORE" in relay.refusal_body)
+
+
+def _is_permitted(models: Snapshot | ModelScope, model: str) -> bool:
+    """Return whether an API key that may use `models` may use the stored responses of `model`.
+
+    A response whose id does not contain the model's name is only for keys that may use all models.
+    """
+    return isinstance(models, Snapshot) or find(models.routes, model) is not None
 
 
 def _live(endpoints: Sequence[LiveEndpoint], name: str) -> LiveEndpoint | None:

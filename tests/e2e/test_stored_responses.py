@@ -15,11 +15,13 @@ from mockgpu.text import expected_text
 from tests.e2e.processes import gateway_process, mock_fleet
 
 TEXT, NEXT = "How deep is the reservoir behind the dam?", "And how wide?"
-ACME, ZETA = "sk-acme-secret", "sk-zeta-secret"
+ACME, ZETA, LIMITED = "sk-acme-secret", "sk-zeta-secret", "sk-acme-limited"
 CONFIG = """
 models: [{{name: demo-8b, pool: main}}, {{name: renamed, served_model: demo-8b, pool: main}}]
 pools: {{main: {{policy: {{name: round_robin}}, endpoints: [{{url: '{0}'}}, {{url: '{1}'}}]}}}}
-tenants: [{{name: acme, key: '${{ACME}}'}}, {{name: zeta, key: '${{ZETA}}'}}]
+tenants:
+  - {{name: acme, key: '${{ACME}}', scoped_keys: [{{key: '${{LIMITED}}', models: [renamed]}}]}}
+  - {{name: zeta, key: '${{ZETA}}'}}
 """
 
 
@@ -44,7 +46,7 @@ class Fleet(NamedTuple):
 
 
 def fleet(folder: Any, *options: str) -> Iterator[Fleet]:
-    keys = {"ACME": ACME, "ZETA": ZETA}
+    keys = {"ACME": ACME, "ZETA": ZETA, "LIMITED": LIMITED}
     with mock_fleet(*options) as engines:
         text = CONFIG.format(*engines)
         (folder / "a").mkdir()
@@ -131,6 +133,30 @@ def test_unknown_lost_and_foreign_ids_are_the_same_404(keeping: Fleet) -> None:
     assert answers[0][0] == 404
     assert json.loads(answers[0][1])["error"]["code"] == "response_not_found"
     assert keeping.asked(f"/v1/responses/{foreign}", key=ZETA, method="GET")[0] == 200
+
+
+def test_a_key_for_some_models_finds_no_response_of_the_tenant_s_other_models(
+    keeping: Fleet,
+) -> None:
+    own = keeping.asked("/v1/responses", {**BODY, "model": "renamed"})[1]["id"]
+    other = keeping.asked("/v1/responses", BODY)[1]["id"]
+    unknown = keeping.asked("/v1/responses/resp_1", key=LIMITED, method="GET")
+    for method, path in (
+        ("GET", f"/v1/responses/{other}"),
+        ("DELETE", f"/v1/responses/{other}"),
+        ("POST", f"/v1/responses/{other}/cancel"),
+    ):
+        status, answer = keeping.asked(path, key=LIMITED, method=method)
+        assert (status, json.dumps(answer).replace(other, "resp_1")) == (
+            404,
+            json.dumps(unknown[1]),
+        )
+    more = {**BODY, "model": "renamed", "input": NEXT}
+    continued = {**more, "previous_response_id": other}
+    assert keeping.asked("/v1/responses", continued, LIMITED)[0] == 404
+    assert keeping.asked("/v1/responses", {**more, "previous_response_id": own}, LIMITED)[0] == 200
+    assert keeping.asked(f"/v1/responses/{own}", key=LIMITED, method="GET")[0] == 200
+    assert keeping.asked(f"/v1/responses/{other}", method="GET")[0] == 200
 
 
 def test_where_engines_keep_nothing_a_previous_response_is_refused_with_the_reason(

@@ -19,7 +19,7 @@ from gateway.protocol.response_ids import (
 ENDPOINTS = ["10.0.0.1:8000", "10.0.0.2:8000", "engine-c"]
 IDS = ResponseIds({"acme": b"a" * 32, "zeta": b"z" * 32}, b"o" * 32)
 TENANTS = st.sampled_from(["acme", "zeta", ""])
-NAMES = st.text(max_size=16)
+NAMES = st.text(max_size=40)  # at most 160 bytes
 
 
 @given(TENANTS, st.sampled_from(ENDPOINTS), NAMES)
@@ -27,7 +27,7 @@ def test_an_id_leads_its_tenant_back_to_the_endpoint_and_the_model(
     tenant: str, endpoint: str, model: str
 ) -> None:
     response_id = IDS.new(tenant, endpoint, model)
-    assert re.fullmatch(r"resp_[A-Za-z0-9_-]{38,124}", response_id)
+    assert re.fullmatch(r"resp_[A-Za-z0-9_-]{38,251}", response_id)
     assert IDS.find(response_id, tenant, ENDPOINTS) == KeptResponse(endpoint, model)
 
 
@@ -52,8 +52,15 @@ def test_invented_and_altered_ids_find_nothing(text: str, data: st.DataObject) -
     )
 
 
+def test_an_id_contains_no_name_that_is_too_long_and_leads_to_the_endpoint_all_the_same() -> None:
+    response_id = IDS.new("acme", "engine-c", "m" * 161)
+    assert IDS.find(response_id, "acme", ENDPOINTS) == KeptResponse("engine-c", "")
+    longest = IDS.new("acme", "engine-c", "m" * 160)
+    assert IDS.find(longest, "acme", ENDPOINTS) == KeptResponse("engine-c", "m" * 160)
+
+
 def test_an_endpoint_that_was_removed_is_not_found() -> None:
-    assert IDS.find(IDS.new("acme", "engine-c"), "acme", ENDPOINTS[:2]) is None
+    assert IDS.find(IDS.new("acme", "engine-c", "m"), "acme", ENDPOINTS[:2]) is None
 
 
 def test_ids_differ_and_show_neither_the_endpoint_nor_the_model() -> None:
@@ -66,19 +73,19 @@ def test_ids_differ_and_show_neither_the_endpoint_nor_the_model() -> None:
 def test_the_responses_of_a_conversation_have_a_common_name_and_different_ids(
     tenant: str, endpoints: list[str]
 ) -> None:
-    ids = [IDS.new(tenant, endpoints[0])]
+    ids = [IDS.new(tenant, endpoints[0], "m")]
     for endpoint in endpoints:
-        ids.append(IDS.new(tenant, endpoint, previous=ids[-1]))
-        assert IDS.find(ids[-1], tenant, ENDPOINTS) == KeptResponse(endpoint, "")
+        ids.append(IDS.new(tenant, endpoint, "m", ids[-1]))
+        assert IDS.find(ids[-1], tenant, ENDPOINTS) == KeptResponse(endpoint, "m")
     assert len(set(ids)) == len(ids)
     assert len({conversation_of(each) for each in ids}) == 1
-    assert conversation_of(IDS.new(tenant, endpoints[0])) != conversation_of(ids[0])
+    assert conversation_of(IDS.new(tenant, endpoints[0], "m")) != conversation_of(ids[0])
 
 
 @given(st.text(max_size=60))
 def test_a_text_that_is_no_id_has_no_conversation_and_starts_one(text: str) -> None:
     assert conversation_of(text) == ""
-    assert conversation_of(IDS.new("acme", ENDPOINTS[0], previous=text)) != ""
+    assert conversation_of(IDS.new("acme", ENDPOINTS[0], "m", text)) != ""
 
 
 POOLS = {"main": {"endpoints": [{"url": "http://127.0.0.1:9000"}]}}
@@ -92,13 +99,13 @@ def configured(*tenants: dict[str, str], **sections: Any) -> ResponseIds:
 
 def test_gateways_with_one_configuration_read_each_other_s_ids() -> None:
     for sections in ({}, {"cache": {"secret": "sixteen-characters-or-more"}}):
-        response_id = configured(A, **sections).new("a", ENDPOINTS[0])
+        response_id = configured(A, **sections).new("a", ENDPOINTS[0], "m")
         assert configured(B, A, **sections).find(response_id, "a", ENDPOINTS) is not None
         assert configured(A, B, **sections).find(response_id, "b", ENDPOINTS) is None
-    assert configured().find(configured().new("", ENDPOINTS[0]), "", ENDPOINTS) is not None
+    assert configured().find(configured().new("", ENDPOINTS[0], "m"), "", ENDPOINTS) is not None
 
 
 def test_another_secret_reads_nothing() -> None:
     first, second = ({"secret": f"sixteen-characters-{digit}"} for digit in "12")
-    response_id = configured(A, cache=first).new("a", ENDPOINTS[0])
+    response_id = configured(A, cache=first).new("a", ENDPOINTS[0], "m")
     assert configured(A, cache=second).find(response_id, "a", ENDPOINTS) is None

@@ -100,11 +100,11 @@ def test_a_member_of_the_body_names_the_session(members: dict[str, Any], source:
 
 def test_all_turns_that_continue_a_stored_response_are_one_session() -> None:
     ids = ResponseIds({}, b"k" * 32)
-    first = ids.new("acme", "a")
-    second = ids.new("acme", "a", previous=first)
+    first = ids.new("acme", "a", "m")
+    second = ids.new("acme", "a", "m", first)
     names = [body({"previous_response_id": each}).session for each in (first, second)]
     assert names[0] == names[1] != ""
-    assert body({"previous_response_id": ids.new("acme", "a")}).session != names[0]
+    assert body({"previous_response_id": ids.new("acme", "a", "m")}).session != names[0]
 
 
 @pytest.mark.parametrize(
