@@ -110,7 +110,7 @@ class Exchange:
                        queue
     picked_at          an endpoint was picked
     sent_at            the first request to an engine was sent
-    outcome            served | refused | client_gone | interrupted | internal_error
+    outcome            served | refused | client_gone | preempted | interrupted | internal_error
     reason             the short cause when the outcome is not served
     detail             the numbers behind a refusal, in words
     retries            names of the endpoints that failed this request, in order
@@ -306,6 +306,19 @@ class Exchange:
         The status 499, which nginx uses for this, only appears in logs.
         """
         self.status, self.outcome, self.reason = 499, "client_gone", self.stage
+
+    def set_preempted(self) -> None:
+        """Record that the gateway is about to stop this request of a batch.
+
+        Call it before the request's task is cancelled. It has no status: a later attempt gives the
+        request its response.
+        """
+        self.status, self.outcome, self.reason = 0, "preempted", None
+
+    def set_cancelled(self) -> None:
+        """Record that the request's task was cancelled, by its client unless it was pre-empted."""
+        if self.outcome != "preempted":
+            self.set_client_gone()
 
     def set_internal_error(self) -> None:
         """Record that the request failed because of an error inside the gateway (status 500)."""

@@ -147,7 +147,7 @@ async def serve(gateway: Gateway, exchange: Exchange, client: Client, handle: Ha
         exchange.set_refused(error)
         client.send_error(error, exchange.id, exchange.api.errors)
     except asyncio.CancelledError:
-        exchange.set_client_gone()
+        exchange.set_cancelled()
         raise
     except Exception:
         log.exception("request %s failed inside the gateway", exchange.id)

@@ -82,8 +82,14 @@ def recent_rows(explained: RecentExchanges, query: RecentQuery) -> dict[str, Any
 
 
 def has_problem(ended: EndedExchange) -> bool:
-    """Return whether the request was not served completely, or missed its SLO."""
-    return ended[0].outcome != "served" or ended[0].slo_outcome not in GOOD_OUTCOMES
+    """Return whether the request was not served completely, or missed its SLO.
+
+    A pre-empted request of a batch has no problem: a later attempt continues it.
+    """
+    exchange = ended[0]
+    if exchange.outcome == "preempted":
+        return False
+    return exchange.outcome != "served" or exchange.slo_outcome not in GOOD_OUTCOMES
 
 
 def merge_recent(pages: Iterable[Mapping[str, Any]], query: RecentQuery) -> dict[str, Any]:

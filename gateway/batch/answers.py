@@ -107,6 +107,11 @@ class StreamedAnswer:
         """Whether the answer has its finish reason, so that its body can be built."""
         return self._last.get("finish_reason") is not None
 
+    def end_at_limit(self) -> None:
+        """Complete an answer that is kept up to its limit of tokens: no engine has to be asked."""
+        self._last["finish_reason"] = "length"
+        self._usage = {"completion_tokens": 0}
+
     def body(self) -> bytes:
         """Return the body of the complete answer, as if it had not been requested as a stream."""
         envelope = {

@@ -1,7 +1,8 @@
 """The journal of one batch: the results so far, and the kept parts of pre-empted answers.
 
 An entry is one line of JSON, appended and synced to disk before the result counts. A process that
-was killed leaves at most one incomplete entry at the end, which the next owner cuts off. No I/O.
+was killed leaves at most one incomplete entry at the end, which the next owner cuts off. A write
+that failed, as on a full disk, leaves a damaged line in the middle, which is skipped. No I/O.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ class JournalReader:
 
     has_result  one byte for each request: 1 if its result is in the journal
     kept        parts of answers by the request's index
-    size        bytes of complete entries; what follows them is cut off
+    size        bytes of complete lines; what follows them is cut off
     """
 
     def __init__(self, total: int) -> None:
@@ -68,18 +69,18 @@ class JournalReader:
     def feed(self, line: bytes) -> JournalEntry | None:
         """Read the next line; return its entry if it is the first result of a request.
 
-        Return None for any other line. An incomplete or damaged line ends the journal: the caller
-        must stop at the first line for which `size` has not grown.
+        Return None for any other line, such as the damaged line of a write that failed. A line
+        without its line feed ends the journal.
         """
         if not line.endswith(b"\n"):
             return None
+        self.size += len(line)
         try:
             entry = _decode(line)
         except (msgspec.DecodeError, UnicodeDecodeError):
             return None
         if not 0 <= entry.number < len(self.has_result):
             return None
-        self.size += len(line)
         return entry if self._note(entry) else None
 
     def _note(self, entry: JournalEntry) -> bool:

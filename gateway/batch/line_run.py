@@ -81,9 +81,17 @@ class LineRun:
             if self.kept is not None:
                 model = msgspec.json.decode(line.body)["model"]
                 api, body = COMPLETIONS, rest_body(terms, self.kept, model)
+                if terms.max_tokens is not None and len(self.kept.tokens) >= terms.max_tokens:
+                    answer.end_at_limit()
         self._client = LineClient(body, headers, ResponseClock(), answer)
         self.exchange, self.serving = serve(tenant, self._client, api)
         self.is_preempted = False
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the answer is complete without any further attempt."""
+        answer = self._client.answer
+        return answer is not None and answer.is_complete
 
     @property
     def lost_tokens(self) -> int:
@@ -113,13 +121,21 @@ class LineRun:
         ledger = self.exchange.ledger
         return ledger is not None and ledger.is_complete
 
+    def preempt(self) -> None:
+        """Mark the attempt as pre-empted. Call it before its task is cancelled."""
+        self.is_preempted = True
+        self.exchange.set_preempted()
+
     def keep(self) -> KeptAnswer | None:
         """Return what is kept if the attempt is cancelled now, or None if nothing is.
 
-        Without it, the next attempt generates the answer from the beginning.
+        Without it, the next attempt generates the answer from the beginning. Nothing is kept beyond
+        its finish reason, because another engine would continue after the end.
         """
         ledger, answer = self.exchange.ledger, self._client.answer
         if ledger is None or answer is None or ledger.current_obstacle:
+            return self.kept
+        if ledger.finish_reason is not None:
             return self.kept
         return answer.keep(ledger.prompt_ids, ledger.shown_ids, ledger.prompt_tokens)
 
@@ -147,6 +163,8 @@ class LineRun:
     def result(self) -> LineResult:
         """Return the result of the attempt. Call it after its coroutine has ended."""
         client, request_id = self._client, self.exchange.id
+        if not client.status and client.answer is not None and client.answer.is_complete:
+            return LineResult(200, request_id, client.answer.body())
         status = client.status
         if client.overflow:
             return LineResult(502, request_id, _problem("The answer is too long for a batch."))

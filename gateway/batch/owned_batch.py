@@ -113,10 +113,7 @@ class OwnedBatch:
         path.touch(mode=0o600)
         with path.open("rb") as file:
             for line in file:
-                size = self.progress.size
                 self.progress.feed(line)
-                if self.progress.size == size:
-                    break
         self._journal = JournalFile(path, self.progress.size)
 
     async def read(self, number: int) -> InputLine:
@@ -199,9 +196,10 @@ class OwnedBatch:
         while self._unwritten:
             count = len(self._unwritten)
             data = b"".join(self._unwritten)
-            assert self._journal is not None
+            journal = self._journal
+            assert journal is not None
             try:
-                await asyncio.to_thread(self._journal.append, data)
+                await asyncio.to_thread(journal.append, data)
                 self.is_blocked = False
             except OSError as error:
                 self.is_blocked = True
@@ -221,9 +219,9 @@ class OwnedBatch:
         await self.flush()
         if self._flushing is not None:
             self._flushing.cancel()
-        if self._journal is not None:
-            self._journal.close()
-            self._journal = None
+        journal, self._journal = self._journal, None
+        if journal is not None:
+            await asyncio.to_thread(journal.close)
 
     # Records
 

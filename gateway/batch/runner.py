@@ -118,7 +118,7 @@ class BatchRunner:
             self._janitor_due = monotonic() + JANITOR_S
             await asyncio.to_thread(self.store.delete_expired, now, self._section.expiry)
         for name, batch in list(self._owned.items()):
-            if now - self._renewed_at[name] > self._owner.lease_s / 3:
+            if now - self._renewed_at.get(name, now) > self._owner.lease_s / 3:
                 await self._renew(batch, now)
         waiting = await asyncio.to_thread(self.store.open_batches)
         while len(self._owned) < MAX_OWNED and (record := self._next_of(waiting)) is not None:
@@ -147,9 +147,12 @@ class BatchRunner:
 
     async def _renew(self, batch: OwnedBatch, now: float) -> None:
         name = batch.record.id
-        if await asyncio.to_thread(self._owner.claim, batch.folder, now):
+        is_held = await asyncio.to_thread(self._owner.claim, batch.folder, now)
+        if name not in self._owned:  # it has ended meanwhile
+            return
+        if is_held:
             self._renewed_at[name] = now
-        elif name in self._owned:
+        else:
             log.error("batch %s: another process has taken it over", name)
             self._supervisors[name].cancel()
 
@@ -162,6 +165,9 @@ class BatchRunner:
         except OSError as error:
             log.error("batch %s stopped: %s; it will be tried again", name, error)
             await asyncio.sleep(RETRY_S)
+        except Exception:
+            log.exception("batch %s stopped; it will be tried again", name)
+            await asyncio.sleep(RETRY_S)
         finally:
             await self._cancel_runs(batch)
             with suppress(OSError):
@@ -169,6 +175,7 @@ class BatchRunner:
                 await asyncio.to_thread(self._owner.release, batch.folder)
             self._owned.pop(name, None)
             self._supervisors.pop(name, None)
+            self._renewed_at.pop(name, None)
 
     async def _bring_to_end(self, batch: OwnedBatch) -> None:
         if batch.record.state is BatchState.VALIDATING and not await self._validate(batch):
@@ -228,6 +235,8 @@ class BatchRunner:
     async def _cancel_runs(self, batch: OwnedBatch) -> None:
         batch.is_open = False
         tasks = list(batch.tasks.values())
+        for run in batch.running.values():
+            run.preempt()
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -285,7 +294,7 @@ class BatchRunner:
 
     def _preempt(self, batch: OwnedBatch, run: LineRun) -> None:
         number, lost = run.number, run.lost_tokens
-        run.is_preempted = True
+        run.preempt()
         kept = run.keep()
         batch.put_back(number, kept)
         del batch.running[number]
@@ -312,9 +321,16 @@ class BatchRunner:
         error = refusal(gateway.snapshot, record)
         if error is not None:
             batch.add_result(run, run.refused(error))
+            self._metrics.batch_requests_total.labels("failed").inc()
+            return
+        if run.is_complete:  # only its last events were missing when it was stopped
+            run.serving.close()
+            self._settle(batch, run)
             return
         batch.running[number] = run
         await run.serving
+        # Its result counts now, before this task has ended: it must not be pre-empted any more.
+        batch.running.pop(number, None)
         if not run.is_preempted:
             self._settle(batch, run)
 

@@ -155,6 +155,10 @@ class BatchStore:
         folder.mkdir(mode=0o700, parents=True)
         os.link(self.content(record.tenant, record.input_file_id), folder / "input")
         self.save_batch(record)
+        self._open_batch(record)
+
+    def _open_batch(self, record: BatchRecord) -> None:
+        """Add a batch to the unfinished ones."""
         _replace(self.folder / "open" / record.id, record.tenant.encode())
 
     def close_batch(self, record: BatchRecord) -> None:
@@ -212,22 +216,33 @@ class BatchStore:
     # Deletion
 
     def delete_expired(self, now: float, batch_expiry_s: float) -> None:
-        """Delete expired files, batches that ended long ago, and the leftovers of killed uploads.
+        """Delete expired files, batches that ended long ago, and the leftovers of killed processes.
 
+        A batch that a killed process has created only in part is added to the unfinished ones.
         `now` is in Unix seconds; finished batches are deleted after `batch_expiry_s` seconds.
         """
         for path in (self.folder / "files").glob("*/*"):
-            if path.suffix == ".part":
-                if now - path.stat().st_mtime > STALE_UPLOAD_S:
-                    path.unlink(missing_ok=True)
-            elif path.suffix == ".json":
+            if path.suffix == ".json":
                 record = _read(path, FileRecord)
                 if record is not None and record.expires_at <= now:
                     path.unlink(missing_ok=True)
                     path.with_suffix(".data").unlink(missing_ok=True)
+            elif path.suffix == ".part" or not path.with_suffix(".json").exists():
+                with suppress(OSError):
+                    if now - path.stat().st_mtime > STALE_UPLOAD_S:
+                        path.unlink()
         for batch in self.all_batches():
-            if batch.is_final and max(batch.state_times.values()) + batch_expiry_s <= now:
-                _delete_folder(self.batch_folder(batch.tenant, batch.id))
+            if batch.is_final:
+                if max(batch.state_times.values()) + batch_expiry_s <= now:
+                    _delete_folder(self.batch_folder(batch.tenant, batch.id))
+            elif not (self.folder / "open" / batch.id).exists():
+                # A process was killed while it created the batch.
+                self._open_batch(batch)
+        for folder in (self.folder / "batches").glob("*/batch_*"):
+            with suppress(OSError):
+                is_old = now - folder.stat().st_mtime > STALE_UPLOAD_S
+                if is_old and not (folder / "record.json").exists():
+                    _delete_folder(folder)
 
     def _files(self, tenant: str) -> Path:
         return self.folder / "files" / _digest(tenant)
@@ -238,20 +253,32 @@ class JournalFile:
 
     def __init__(self, path: Path, size: int) -> None:
         # Open the journal, and cut off everything after its first `size` bytes.
+        self._lock = threading.Lock()
+        self._is_open = True
+        self._is_damaged = False  # a write has failed, perhaps in the middle of an entry
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         os.ftruncate(self._fd, size)
         os.fsync(self._fd)
         _sync_folder(path.parent)
 
     def append(self, data: bytes) -> None:
-        """Append entries and sync them to disk. Raises OSError."""
-        view = memoryview(data)
-        while view:
-            view = view[os.write(self._fd, view) :]
-        os.fdatasync(self._fd)
+        """Append entries and sync them to disk. Raises OSError; the call may then be repeated."""
+        with self._lock:
+            if not self._is_open:
+                raise OSError("the journal is closed")
+            # The next entry must not continue the line of an entry that was written in part.
+            view = memoryview(b"\n" + data if self._is_damaged else data)
+            self._is_damaged = True
+            while view:
+                view = view[os.write(self._fd, view) :]
+            os.fdatasync(self._fd)
+            self._is_damaged = False
 
     def close(self) -> None:
-        os.close(self._fd)
+        """Close the journal, once an append() in another thread has ended."""
+        with self._lock:
+            self._is_open = False
+            os.close(self._fd)
 
 
 def read_line(path: Path, offset: int, size: int) -> bytes:

@@ -22,7 +22,8 @@ class BatchApi(Section):
         "Service class of the requests of batches; by default the class with the least weight.",
     )
     concurrency: Count = setting(
-        64, "Maximum number of requests of batches that one gateway process runs at once."
+        64,
+        "Maximum number of requests of batches that one gateway process runs at once in each pool.",
     )
     share: Annotated[float, Field(gt=0, le=1), BeforeValidator(number_if_substituted)] = setting(
         0.9,

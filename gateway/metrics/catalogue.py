@@ -131,7 +131,8 @@ class Metrics:
     def _requests(self, meters: FamilyFactory) -> None:
         self.requests_total: MetricFamily[Counter] = meters.counter(
             "penstock_requests_total",
-            "Requests by HTTP status (499: the client disconnected) and reason of the response.",
+            "Requests by HTTP status and reason of the response. 499: the client disconnected; 0: "
+            "a request of a batch was pre-empted, and a later attempt continues it.",
             *(MODEL, CODE, REASON),
         )
         self.shed_total: MetricFamily[Counter] = meters.counter(

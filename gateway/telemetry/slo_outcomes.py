@@ -32,22 +32,26 @@ REGRET_SAMPLE_EVERY = 32
 """One pick in so many is compared with the fastest candidate: the comparison is slow."""
 
 
+WITHDRAWN = frozenset(("client_gone", "preempted"))
+"""Outcomes of requests that ended because their client, or the batch, stopped waiting for them."""
+
+
 def admission_outcome(exchange: Exchange) -> RequestOutcome:
     """Return how an admitted request ended, in the terms from which admission control learns.
 
-    A request that the client cancelled or the engine rejected as invalid counts as "ignored",
-    because it says nothing about the load.
+    A request that was withdrawn or that the engine rejected as invalid counts as "ignored", because
+    it says nothing about the load.
     """
     now, relay = monotonic(), exchange.relay
     if relay is None or not relay.is_committed:
-        is_neutral = exchange.outcome == "client_gone" or exchange.reason == "engine"
+        is_neutral = exchange.outcome in WITHDRAWN or exchange.reason == "engine"
         return RequestOutcome(now, status="ignored" if is_neutral else "dropped")
     usage = effective_usage(exchange, relay)
     ttft_s, tpot_s = measure_latency(exchange, relay, usage)
     ended = "dropped"
     if exchange.outcome == "served":
         ended = "served"
-    elif exchange.outcome == "client_gone":
+    elif exchange.outcome in WITHDRAWN:
         ended = "ignored"
     tokens = _output_tokens(exchange, relay, usage)
     return RequestOutcome(now, ttft_s, tpot_s, tokens, usage.cached_tokens, ended)

@@ -28,6 +28,7 @@ INTERNAL, SERVER, CLIENT = 1, 2, 3
 ERROR = 2
 PREFILL = "prefill"
 SECOND_NS = 1_000_000_000
+_WITHOUT_FAILURE = frozenset(("served", "refused", "client_gone", "preempted"))
 
 Value = str | int | float | list[str] | None
 Attributes = Mapping[str, Value]
@@ -110,7 +111,7 @@ def build_spans(exchange: Exchange, trace: Trace, now: float, unix_offset: float
     """Return all spans of a request that ended at `now` (monotonic seconds), the root first."""
     spans = _Tree(trace, unix_offset)
     operation = exchange.api.operation
-    is_ok = exchange.status < 500 and exchange.outcome in ("served", "refused", "client_gone")
+    is_ok = exchange.status < 500 and exchange.outcome in _WITHOUT_FAILURE
     failure = "" if is_ok else (exchange.reason or exchange.outcome)
     name = f"{operation} {exchange.model}" if exchange.model else operation
     times = (exchange.accepted_at, now)

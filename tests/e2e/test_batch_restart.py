@@ -113,6 +113,10 @@ def test_an_answer_that_gives_way_to_live_requests_continues_from_its_tokens(
         assert kept >= 4
         assert total(metrics, "penstock_batch_preemptions_total", result="restarted") == 0
         assert total(metrics, "penstock_batch_kept_tokens_total") >= 20
+        stopped = total(metrics, "penstock_batch_preemptions_total")
+        by_reason = {"code": "0", "reason": "preempted"}
+        assert total(metrics, "penstock_requests_total", **by_reason) == stopped
+        assert total(metrics, "penstock_client_disconnects_total") == 0
         # At most a few tokens were on their way when a connection was closed.
         extra = generated(engine) - before - 8 * 200 - live
         assert 0 <= extra <= 8 * kept

@@ -30,7 +30,7 @@ function createRow(request) {
     make("td", {}, began),
     make("td", { class: "long" }, request.model || NONE),
     make("td", { class: "long" }, request.endpoint ? `${via}${request.endpoint}` : NONE, retried),
-    make("td", { class: "state" }, `${request.status} `, outcome(request)),
+    make("td", { class: "state" }, request.status ? `${request.status} ` : "", outcome(request)),
     make("td", { class: "num" }, time(request.ttft_s)),
     make("td", { class: "num" }, time(request.tpot_s)),
     make("td", { class: "num" }, time(request.took_s)),

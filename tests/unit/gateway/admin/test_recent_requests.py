@@ -60,7 +60,7 @@ def test_problems_are_failures_rejections_and_missed_slos() -> None:
             ended(3, "interrupted", "failed"),
             ended(4, slo_outcome="ttft_missed"),
         ),
-        *(ended(5, slo_outcome=""), ended(6, "client_gone", "")),
+        *(ended(5, slo_outcome=""), ended(6, "client_gone", ""), ended(7, "preempted", "")),
     )
     assert ids(recent_rows(explained, RecentQuery(problems=True))) == [
         "req_6",
@@ -69,6 +69,7 @@ def test_problems_are_failures_rejections_and_missed_slos() -> None:
         "req_2",
     ]
     assert [row["problem"] for row in recent_rows(explained, RecentQuery())["requests"]] == [
+        False,
         True,
         False,
         True,

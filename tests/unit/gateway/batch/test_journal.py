@@ -47,6 +47,19 @@ def test_a_journal_cut_anywhere_reads_as_its_complete_entries(
     assert results == read(whole)[1]
 
 
+@given(st.lists(entries, max_size=8), st.lists(entries, max_size=8), st.integers(1, 60))
+def test_a_damaged_line_loses_no_entry_before_or_after_it(
+    before: list[JournalEntry], after: list[JournalEntry], length: int
+) -> None:
+    partial = encode_entry(JournalEntry(0, True, "x" * 80))[:length]
+    first, second = (b"".join(map(encode_entry, written)) for written in (before, after))
+    reader, results = read(first + partial + b"\n" + second)
+    expected, expected_results = read(first + second)
+    assert results == expected_results
+    assert reader.has_result == expected.has_result
+    assert reader.size == len(first + partial + b"\n" + second)
+
+
 @given(st.lists(entries, max_size=24))
 def test_each_request_has_one_result_and_only_the_others_are_missing(
     written: list[JournalEntry],

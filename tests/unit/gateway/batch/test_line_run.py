@@ -12,6 +12,7 @@ import pytest
 
 from gateway.batch.answers import LineClient
 from gateway.batch.input_lines import InputLine
+from gateway.batch.journal import KeptAnswer
 from gateway.batch.line_run import MANY_TOKENS, MAX_FAILURES, LineRun
 from gateway.protocol.apis import Api
 from gateway.protocol.errors import Failure, GatewayError
@@ -21,7 +22,9 @@ BODY = {"model": "m", "messages": [{"role": "user", "content": "Hi"}]}
 HEAD = b"HTTP/1.1 200 OK\r\n\r\n"
 
 
-def run_of(failures: int = 0, **members: Any) -> tuple[LineRun, LineClient]:
+def run_of(
+    failures: int = 0, kept: KeptAnswer | None = None, **members: Any
+) -> tuple[LineRun, LineClient]:
     clients: list[LineClient] = []
 
     async def nothing() -> None:
@@ -33,7 +36,7 @@ def run_of(failures: int = 0, **members: Any) -> tuple[LineRun, LineClient]:
         return SimpleNamespace(**record, relay=None), nothing()
 
     line = InputLine("a", URL, msgspec.Raw(json.dumps(BODY | members).encode()))
-    run = LineRun(serve, "", 0, line, {}, failures=failures)  # type: ignore[arg-type]
+    run = LineRun(serve, "", 0, line, {}, kept, failures)  # type: ignore[arg-type]
     run.serving.close()
     return run, clients[0]
 
@@ -99,6 +102,34 @@ def test_what_a_preemption_loses_depends_on_what_was_sent_and_can_be_continued()
     assert (streamed.lost_tokens, streamed.ttft_s(3.0)) == (9, 0.5)
     exchange.ledger = SimpleNamespace(current_obstacle="", shown_ids=[1, 2], is_complete=False)
     assert (streamed.lost_tokens, streamed.shown_tokens) == (0, 2)
+
+
+FIRST = msgspec.Raw(b'{"id":"c-1","created":7,"model":"m"}')
+
+
+def test_an_answer_that_is_kept_up_to_its_limit_is_complete_without_an_engine() -> None:
+    kept = KeptAnswer([1, 2], [3, 4, 5], "one two three", FIRST, 2)
+    run, _ = run_of(kept=kept, max_tokens=3)
+    assert run.is_complete
+    result = run.result()
+    body = json.loads(result.body)
+    assert (result.status, result.is_retried) == (200, False)
+    assert body["choices"][0]["message"]["content"] == "one two three"
+    assert body["choices"][0]["finish_reason"] == "length"
+    assert body["usage"] == {"prompt_tokens": 2, "completion_tokens": 3, "total_tokens": 5}
+    for most in ({"max_tokens": 4}, {}):
+        assert not run_of(kept=kept, **most)[0].is_complete
+
+
+def test_nothing_is_kept_beyond_the_finish_reason() -> None:
+    run, client = run_of()
+    client.write(HEAD + b'data: {"choices": [{"index": 0, "delta": {"content": "x"}}]}\n\n')
+    state = {"current_obstacle": "", "prompt_ids": [1], "shown_ids": [2], "prompt_tokens": 1}
+    exchange: Any = run.exchange
+    exchange.ledger = SimpleNamespace(**state, finish_reason=None)
+    assert run.keep() is not None
+    exchange.ledger.finish_reason = "stop"
+    assert run.keep() is None
 
 
 def test_an_answer_that_is_too_long_fails(monkeypatch: pytest.MonkeyPatch) -> None:

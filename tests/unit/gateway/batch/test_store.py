@@ -107,6 +107,35 @@ def test_expired_files_and_leftovers_are_deleted_and_others_stay(store: BatchSto
     assert not upload.path.exists()
 
 
+def test_content_without_a_record_is_deleted_when_no_process_can_still_be_writing_it(
+    store: BatchStore,
+) -> None:
+    file = put(store, "acme", b"x")
+    content = store.content("acme", file.id)
+    content.with_suffix(".json").unlink()
+    os.utime(content, (NOW, NOW))
+    store.delete_expired(NOW, 10.0)
+    assert content.exists()
+    store.delete_expired(NOW + STALE_UPLOAD_S + 1, 10.0)
+    assert not content.exists()
+
+
+def test_a_batch_whose_creator_was_killed_runs_or_is_deleted(store: BatchStore) -> None:
+    file = put(store, "acme", b"x", NOW + STALE_UPLOAD_S + 9)
+    stored, unstored = batch_of(store, "acme", file), batch_of(store, "acme", file)
+    for record in (stored, unstored):
+        (store.folder / "open" / record.id).unlink()
+    folder = store.batch_folder("acme", unstored.id)
+    (folder / "record.json").unlink()
+    os.utime(folder, (NOW, NOW))
+    store.delete_expired(NOW, 10.0)
+    assert store.open_batches() == [stored]
+    assert folder.exists()
+    store.delete_expired(NOW + STALE_UPLOAD_S + 1, 10.0)
+    assert not folder.exists()
+    assert store.open_batches() == [stored]
+
+
 def test_a_batch_keeps_its_input_after_the_file_is_deleted(store: BatchStore) -> None:
     file = put(store, "acme", b"input")
     record = batch_of(store, "acme", file)
@@ -150,6 +179,39 @@ def test_a_journal_is_cut_to_its_complete_entries_before_it_grows(tmp_path: Path
     journal.append(b"next\n")
     journal.close()
     assert path.read_bytes() == b"whole\nnext\n"
+
+
+def test_a_write_that_fails_in_part_damages_no_other_entry(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    journal, write = JournalFile(tmp_path / "journal", 0), os.write
+    journal.append(b"one\n")
+    results = iter([4, OSError("full")])
+
+    def fail_in_part(fd: int, data: memoryview) -> int:
+        result = next(results)
+        if isinstance(result, OSError):
+            raise result
+        return write(fd, data[:result])
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "write", fail_in_part)
+        with pytest.raises(OSError, match="full"):
+            journal.append(b"two two\n")
+    journal.append(b"two two\n")
+    journal.append(b"three\n")
+    journal.close()
+    assert (tmp_path / "journal").read_bytes() == b"one\ntwo \ntwo two\nthree\n"
+
+
+def test_a_closed_journal_writes_to_no_other_file(tmp_path: Path) -> None:
+    journal = JournalFile(tmp_path / "journal", 0)
+    journal.close()
+    other = (tmp_path / "other").open("wb")  # it gets the same descriptor
+    with pytest.raises(OSError, match="closed"):
+        journal.append(b"one\n")
+    other.close()
+    assert (tmp_path / "other").read_bytes() == b""
 
 
 def test_a_result_file_is_replaced_when_it_is_written_again(store: BatchStore) -> None:

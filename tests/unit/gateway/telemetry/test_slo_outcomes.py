@@ -115,6 +115,16 @@ def test_a_broken_response_is_failed_and_a_cancelled_one_is_ignored() -> None:
     )
 
 
+def test_a_pre_empted_request_of_a_batch_is_ignored_and_has_no_status() -> None:
+    stopped = exchange(1)
+    stopped.relay = answered(0.1, 0.2, 10)
+    stopped.set_preempted()
+    stopped.set_cancelled()
+    assert (stopped.status, stopped.outcome) == (0, "preempted")
+    assert count(stopped, stopped.relay) == {}
+    assert admission_outcome(stopped).status == "ignored"
+
+
 def test_a_refused_request_is_shed_or_failed_and_a_bad_one_is_neither() -> None:
     metrics = Metrics()
     tracker = SloTracker(metrics)
