@@ -141,6 +141,8 @@ class Exchange:
     client_request_id  the client's own id of the request; "" without one
     new_translator     creates what translates an attempt's answer to the client's API; None if
                        engines serve that API themselves
+    translation_reason  why an answer is translated, or why it is not although its route splits or
+                       resumes requests; "" elsewhere
     ledger             the record of its answer's tokens, for continuing it elsewhere; None if that
                        is not possible
     """
@@ -168,6 +170,7 @@ class Exchange:
             "slo_outcome",
             "ledger",
             "new_translator",
+            "translation_reason",
         ),
         *("model", "outcome", "parsed_at", "pick", "picked_at", "predicted_tpot_s"),
         *("predicted_ttft_s", "proxy_request_id", "quota", "reason", "received_at", "relay"),
@@ -198,6 +201,7 @@ class Exchange:
         self.picked_at: float | None = None
         self.sent_at: float | None = None
         self.tenant = self.model = self.tier = self.detail = self.slo_outcome = ""
+        self.translation_reason = ""
         self.call: Call | None = None
         self.sent_request: Releasable | None = None
         self.pick: Pick | None = None

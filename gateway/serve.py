@@ -33,11 +33,11 @@ from gateway.protocol.cors import CorsLines, CorsRule
 from gateway.protocol.errors import Failure, GatewayError
 from gateway.protocol.forwarded import TrustedProxies, proxy_request_id
 from gateway.protocol.openai import Call, CallContext, parse_call
-from gateway.protocol.translate.translations import is_translated, translated
 from gateway.proxy import tier_fallback
 from gateway.proxy.attempts import attempts, end_retries
 from gateway.proxy.pair import SplitAttempts, SplitPlan
 from gateway.proxy.rest import continue_stream
+from gateway.proxy.served_api import call_for_engines
 from gateway.proxy.stored import explain_missing, pin_route, serve_stored
 from gateway.proxy.whole import UncountedPlan, WholePlan
 from gateway.route import Gateway, Route, Snapshot
@@ -190,9 +190,8 @@ async def _handle(gateway: Gateway, exchange: Exchange, client: Client) -> None:
     )
     del body  # the call owns the bytes, and releases them when no retry can need them
     route = models.routes[call.requested_model]
-    if not call.api.is_plain and is_translated(call, route.translated):
-        call, exchange.new_translator = translated(call, route, caller)
-        exchange.call = call
+    if not call.api.is_plain:
+        call = exchange.call = call_for_engines(gateway, exchange, route, call, caller)
     if gate.quotas.by_tenant:
         exchange.quota = gate.quotas.take(call.request)
     if route.canary is not None:
@@ -212,7 +211,7 @@ async def _handle(gateway: Gateway, exchange: Exchange, client: Client) -> None:
             if route.room.reads_sessions:
                 gateway.endpoints.prefixes.recognise_session(call, exchange.fingerprint)
         if call.api.keeps_answers:
-            route = pin_route(snapshot, models, exchange, route, call)
+            route = pin_route(gateway, snapshot, models, exchange, route, call)
         if route.split is None:
             problem = await attempts(WholePlan(gateway, exchange, client, route, call))
         else:

@@ -67,6 +67,9 @@ def explanation_lines(reply: Mapping[str, Any]) -> Iterator[str]:
         yield f"  admitted  {waited}"
     else:
         yield f"  rejected  {admission['reason'] or ''}: {admission['detail']}"
+    if reply["engine_api"] is not None:
+        engine_api = reply["engine_api"]
+        yield f"  sent as   {engine_api['path']} ({engine_api['reason']})"
     if reply["pick"] is not None:
         yield from _pick_lines(reply)
     yield from _outcome_lines(reply)

@@ -44,6 +44,7 @@ class LiveEndpoint:
     models_at           when its engine last sent its list, or reported that it has none (monotonic)
     has_list            its engine has sent a list; False if the list is unknown or there is none
     api_paths           paths of the APIs that its engine lists at /openapi.json; empty if unknown
+    keeps_responses     whether its engine stores responses for later requests; None if unknown
     kv_received_bytes   KV received from other engines since its start; None if not reported
     is_stalled          found stalled: /health is not trusted until it generates again
     throttled_until     end of a period with few requests, after another endpoint overtook it; else
@@ -70,6 +71,7 @@ class LiveEndpoint:
         *(
             "health",
             "hit_tokens",
+            "keeps_responses",
             "key_header",
             "kv_received_bytes",
             "is_leaving",
@@ -104,6 +106,7 @@ class LiveEndpoint:
         self.models: tuple[str, ...] = ()
         self.has_list = False
         self.api_paths: frozenset[str] = frozenset()
+        self.keeps_responses: bool | None = None
         self.models_at: float | None = None
         self.backlog_tokens = self.sent_tokens = self.hit_tokens = 0
         self.generated_tokens: int | None = None

@@ -13,6 +13,7 @@ import json
 import logging
 import traceback
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from functools import partial
 from time import monotonic
 from typing import Any
@@ -28,8 +29,9 @@ from gateway.fleet.model_list_news import ModelListNews
 from gateway.fleet.poll_plan import PollPlan
 from gateway.http.poll_client import ConnectError, ConnectionLostError, PollClient
 from gateway.http.upstream import is_local_error
-from gateway.protocol.apis import api_paths
+from gateway.protocol.apis import RESPONSES, api_paths
 from gateway.protocol.response_framing import FramingError
+from gateway.protocol.response_store import shows_store, store_request
 from kvtransfer.dialects import standalone_members
 from policies.health.health import HealthEvent, is_probe_due
 from policies.health.speed_record import Measure, Slowness
@@ -286,7 +288,7 @@ class HealthChecker:
             status = 200 if await self._keeps_pace(live) else None
         if status == 200 and is_due and live.health.state in OUT_OF_ROTATION:
             # It may have been restarted with other models, or as another version.
-            live.api_paths = frozenset()
+            live.api_paths, live.keeps_responses = frozenset(), None
             await self._list_models(live, limit_s=min(CHECK_S, timeout_s))
         self._endpoints.on_probe(live, status)
 
@@ -412,6 +414,7 @@ class HealthChecker:
             self._model_lists.on_changed()
         if not live.api_paths:
             await self._list_apis(live, limit_s)
+        await self._learn_store(live, limit_s)
 
     async def _list_apis(self, live: LiveEndpoint, limit_s: float) -> None:
         # Read the API paths that /openapi.json of the engine lists.
@@ -421,6 +424,21 @@ class HealthChecker:
         if status == 200 and (paths := api_paths(text)):
             live.api_paths = paths
             self._model_lists.on_changed()
+
+    async def _learn_store(self, live: LiveEndpoint, limit_s: float) -> None:
+        # Find out whether the engine stores responses, if it is unknown and matters to the pool.
+        #
+        # It matters where requests are split or resumed, because these are sent as chats.
+        name = _model_of(live)
+        if live.keeps_responses is not None or name is None or RESPONSES.path not in live.api_paths:
+            return
+        models = (model for model in self._config.models if model.pool == live.endpoint.pool)
+        if not any(model.split or model.resume for model in models):
+            return
+        body = store_request(name)
+        with suppress(*PROBE_ERRORS):
+            response = await self._fetch(live, RESPONSES.path, limit_s, METRICS_LIMIT, body)
+            live.keeps_responses = shows_store(*response)
 
     async def _get(
         self, live: LiveEndpoint, path: str, timeout_s: float

@@ -27,18 +27,13 @@ from gateway.protocol.event_relay import EventRelay
 from gateway.protocol.json_members import bad_request, member_value
 from gateway.protocol.openai import Call
 from gateway.protocol.relay import Relay, UpstreamError
+from gateway.protocol.response_store import shows_store, store_request
 from gateway.protocol.rewrite import ModelNameRewriter
 from gateway.route import Gateway, ModelScope, Route, Snapshot
 
 PREVIOUS = "previous_response_id"
 _TARGET = re.compile(
     r"/v1/responses/([A-Za-z0-9_-]{1,256})(/cancel)?(\?[A-Za-z0-9._~%&=+,\[\]-]{0,512})?"
-)
-# A background job about a response that cannot exist: an engine that keeps responses does not find
-# it, and one that keeps none refuses to run in the background. Neither computes anything.
-_PROBE = (
-    b'{"model":%b,"input":"x","store":true,"background":true,"max_output_tokens":1,'
-    b'"previous_response_id":"resp_0"}'
 )
 
 
@@ -48,7 +43,18 @@ class _Bytes(NamedTuple):
     body: bytes
 
 
+def may_store(gateway: Gateway, route: Route) -> bool:
+    """Return whether any endpoint of the route is not known to store no responses."""
+    slots = {candidate.load.slot for candidate in route.candidates}
+    return any(
+        live.keeps_responses is not False
+        for live in gateway.endpoints.all()
+        if live.load.slot in slots
+    )
+
+
 def pin_route(
+    gateway: Gateway,
     snapshot: Snapshot,
     models: Snapshot | ModelScope,
     exchange: Exchange,
@@ -69,6 +75,8 @@ def pin_route(
         raise bad_request(f"'{PREVIOUS}' must be a string.", PREVIOUS)
     names = [candidate.endpoint.name for candidate in route.candidates]
     kept = ids.find(previous, exchange.tenant, names)
+    if kept is None and not may_store(gateway, route):
+        raise _stores_nothing()
     if kept is None or not _is_permitted(models, kept.model):
         raise response_not_found(previous)
     exchange.stored_at = StoredAt(previous, kept.endpoint, route.name)
@@ -91,6 +99,11 @@ async def explain_missing(
     live = _live(gateway.endpoints.all(), stored.endpoint)
     if live is None or await _keeps_responses(gateway, live, stored.model):
         return error
+    return _stores_nothing()
+
+
+def _stores_nothing() -> GatewayError:
+    """Return the error for a previous response where the engines store none at all."""
     return GatewayError(
         Failure.BAD_REQUEST,
         f"The engine does not store responses, so '{PREVIOUS}' cannot be used: send the whole "
@@ -169,7 +182,7 @@ async def _keeps_responses(gateway: Gateway, live: LiveEndpoint, model: str) -> 
     """
     route = gateway.snapshot.routes.get(model)
     name = live.endpoint.name if route is None else route.resolve_name(live.endpoint)
-    body = _PROBE % msgspec.json.encode(name)
+    body = msgspec.json.encode(store_request(name))
     head = live.upstream.request_head(RESPONSES.path)
     head += b"content-length: %d\r\n\r\n" % len(body)
     relay = Relay(b"", is_http_1_0=True)
@@ -177,7 +190,7 @@ async def _keeps_responses(gateway: Gateway, live: LiveEndpoint, model: str) -> 
         await live.upstream.send(head, _Bytes(body), relay, ResponseBuffer())
     except UpstreamError:
         return True
-    return not (relay.status == 400 and b"STORE" in relay.refusal_body)
+    return shows_store(relay.status, relay.refusal_body) is not False
 
 
 def _is_permitted(models: Snapshot | ModelScope, model: str) -> bool:

@@ -129,6 +129,8 @@ def as_json(exchange: Exchange) -> dict[str, object]:
         "outcome": exchange.outcome,
         "model": exchange.model,
         "tier": exchange.tier or None,
+        "api": exchange.api.path,
+        "engine_api": _engine_api(exchange),
         "tenant": exchange.tenant,
         **_request(exchange),
         "admission": _admission(exchange),
@@ -139,6 +141,13 @@ def as_json(exchange: Exchange) -> dict[str, object]:
         "actual": {"ttft_s": exchange.ttft_s, "tpot_s": exchange.tpot_s},
         "slo_outcome": exchange.slo_outcome or None,
     }
+
+
+def _engine_api(exchange: Exchange) -> dict[str, str] | None:
+    # Return by which API engines were asked and why, where a translation was considered.
+    if exchange.call is None or not exchange.translation_reason:
+        return None
+    return {"path": exchange.call.api.path, "reason": exchange.translation_reason}
 
 
 def _request(exchange: Exchange) -> dict[str, object]:

@@ -17,7 +17,9 @@ from tests.e2e.processes import gateway_process, mock_fleet
 TEXT, NEXT = "How deep is the reservoir behind the dam?", "And how wide?"
 ACME, ZETA, LIMITED = "sk-acme-secret", "sk-zeta-secret", "sk-acme-limited"
 CONFIG = """
-models: [{{name: demo-8b, pool: main}}, {{name: renamed, served_model: demo-8b, pool: main}}]
+models:
+  - {{name: demo-8b, pool: main{2}}}
+  - {{name: renamed, served_model: demo-8b, pool: main{2}}}
 pools: {{main: {{policy: {{name: round_robin}}, endpoints: [{{url: '{0}'}}, {{url: '{1}'}}]}}}}
 tenants:
   - {{name: acme, key: '${{ACME}}', scoped_keys: [{{key: '${{LIMITED}}', models: [renamed]}}]}}
@@ -45,10 +47,11 @@ class Fleet(NamedTuple):
             return error.code, json.load(error)
 
 
-def fleet(folder: Any, *options: str) -> Iterator[Fleet]:
+def fleet(folder: Any, *options: str, more: str = "") -> Iterator[Fleet]:
+    # Start engines with `options`, and gateways with `more` members of their models.
     keys = {"ACME": ACME, "ZETA": ZETA, "LIMITED": LIMITED}
     with mock_fleet(*options) as engines:
-        text = CONFIG.format(*engines)
+        text = CONFIG.format(*engines, more)
         (folder / "a").mkdir()
         (folder / "b").mkdir()
         with (
@@ -60,14 +63,24 @@ def fleet(folder: Any, *options: str) -> Iterator[Fleet]:
                 assert "Traceback" not in running.stderr_text, running.stderr_text
 
 
-@pytest.fixture(scope="module")
-def keeping(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    yield from fleet(tmp_path_factory.mktemp("keeping"), "--responses-store")
+RESUMED = ", resume: {}"
+
+
+@pytest.fixture(scope="module", params=["", RESUMED], ids=["plain", "resume"])
+def keeping(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    folder = tmp_path_factory.mktemp("keeping")
+    yield from fleet(folder, "--responses-store", more=request.param)
 
 
 @pytest.fixture(scope="module")
 def forgetting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     yield from fleet(tmp_path_factory.mktemp("forgetting"))
+
+
+@pytest.fixture(scope="module")
+def resuming(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    """A fleet whose engines keep nothing, so that responses are sent as chats."""
+    yield from fleet(tmp_path_factory.mktemp("resuming"), more=RESUMED)
 
 
 BODY: dict[str, Any] = {"model": "demo-8b", "input": TEXT, "max_output_tokens": 8}
@@ -170,6 +183,20 @@ def test_where_engines_keep_nothing_a_previous_response_is_refused_with_the_reas
     assert forgetting.asked(f"/v1/responses/{first}", method="GET")[0] == 404
     unknown = {**BODY, "previous_response_id": "resp_1"}
     assert forgetting.asked("/v1/responses", unknown)[0] == 404
+
+
+def test_where_chats_serve_responses_a_previous_one_is_refused_with_the_reason(
+    resuming: Fleet,
+) -> None:
+    with resuming.sdk() as sdk, sdk.responses.stream(**BODY) as stream:
+        streamed = list(stream)[-1].response
+    whole = resuming.asked("/v1/responses", BODY)[1]["id"]
+    for previous in (streamed.id, whole, "resp_1"):
+        more = {**BODY, "previous_response_id": previous}
+        status, answer = resuming.asked("/v1/responses", more)
+        assert (status, answer["error"]["param"]) == (400, "previous_response_id")
+        assert "VLLM_ENABLE_RESPONSES_API_STORE" in answer["error"]["message"]
+        assert resuming.asked(f"/v1/responses/{previous}", method="GET")[0] == 404
 
 
 def test_a_client_cannot_choose_the_id_of_its_response(keeping: Fleet) -> None:

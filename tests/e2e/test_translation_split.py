@@ -66,10 +66,13 @@ async def test_a_split_request_has_the_text_of_one_group_alone(dialect: str) -> 
         assert fleet.metric("penstock_split_decisions_total", decision="split") >= 2
 
 
+@pytest.mark.parametrize("pool", [TRANSLATED, {}], ids=["lacking", "native"])
 @pytest.mark.parametrize("fault", ["die-mid-decode:after=7", "cut:after=7"])
-async def test_a_stream_whose_decoder_dies_is_continued_word_for_word(fault: str) -> None:
+async def test_a_stream_whose_decoder_dies_is_continued_word_for_word(
+    fault: str, pool: dict[str, Any]
+) -> None:
     options = {"kv": FAST, "models": models("vllm_nixl"), "health": {"failures": 1000}}
-    async with split_fleet("vllm_nixl", pool=TRANSLATED, **options) as fleet:
+    async with split_fleet("vllm_nixl", pool=pool, **options) as fleet:
         fleet.decode[0].faults.apply(fault)
         asks = [(ask, number) for number in range(5) for ask in (message, response)]
         answers = await asyncio.gather(*(ask(fleet, number, stream=True) for ask, number in asks))

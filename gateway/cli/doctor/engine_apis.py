@@ -7,9 +7,7 @@ from collections.abc import Iterator
 from gateway.cli.doctor.findings import CheckFinding, pass_finding, unknown_finding
 from gateway.cli.doctor.probe import ProbeResult, listed_paths
 from gateway.protocol.apis import APIS, RESPONSES
-
-NO_STORE = b"STORE"
-"""Part of the variable that vLLM's refusal names when it keeps no responses."""
+from gateway.protocol.response_store import shows_store
 
 
 def check_apis(responses: ProbeResult, name: str) -> Iterator[CheckFinding]:
@@ -29,9 +27,10 @@ def check_apis(responses: ProbeResult, name: str) -> Iterator[CheckFinding]:
 
 def _store(status: int, text: bytes, name: str) -> CheckFinding:
     check = "stored responses"
-    if status == 404:
+    keeps = shows_store(status, text)
+    if keeps:
         return pass_finding(name, check, "it keeps responses: previous_response_id can be used")
-    if status == 400 and NO_STORE in text:
+    if keeps is False:
         seen = (
             "it keeps none, so previous_response_id gets 400 "
             "(vLLM keeps them with VLLM_ENABLE_RESPONSES_API_STORE=1)"

@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from gateway.protocol.response_store import store_request
 from gateway.util.tls import Encryption
 
 TIMEOUT_S = 10.0
@@ -205,16 +206,6 @@ def token_request(model: str, tokens: int = 1) -> dict[str, Any]:
     """Return a completion request for `tokens` tokens that also asks for token ids."""
     body = {"model": model, "prompt": PROMPT, "max_tokens": tokens, "temperature": 0}
     return body | {"return_token_ids": True, "ignore_eos": True}
-
-
-def store_request(model: str) -> dict[str, Any]:
-    """Return a request that shows whether an engine stores responses, and computes nothing.
-
-    An engine that stores some does not find the previous one (404). An engine that stores none
-    refuses to run in the background (400).
-    """
-    body = {"model": model, "input": "x", "store": True, "background": True}
-    return body | {"max_output_tokens": 1, "previous_response_id": "resp_0"}
 
 
 def listed_paths(result: ProbeResult) -> frozenset[str]:

@@ -54,6 +54,23 @@ def to_chat(body: bytes) -> bytes:
     return encode(_chat(members))
 
 
+def lost_member(body: bytes) -> str:
+    """Return the member of a body that a translation changes or leaves out; "" if there is none.
+
+    Members that engines ignore do not count. System messages in the conversation do: the
+    translation moves their text.
+    """
+    members = read_object(body)
+    thinking = members.get("thinking")
+    if thinking is not None and mapping_of(thinking, "thinking").get("type") != "disabled":
+        return "thinking"
+    if members.get("context_management"):
+        return "context_management"
+    messages = list_of(members.get("messages"), "messages")
+    roles = (message.get("role") for message in messages if isinstance(message, dict))
+    return "messages" if "system" in roles else ""
+
+
 def to_tokenize(body: bytes) -> bytes:
     """Translate the body of /v1/messages/count_tokens to one for vLLM's /tokenize.
 
@@ -126,7 +143,7 @@ def _tool_choice(value: Any, name: str, chat: dict[str, Any]) -> None:
     if kind == "tool":
         chosen = text_of(choice.get("name"), f"{name}.name")
         chat[name] = {"type": "function", "function": {"name": chosen}}
-    elif kind in _CHOICES:
+    elif str(kind) in _CHOICES:
         chat[name] = _CHOICES[str(kind)]
     else:
         raise untranslatable(f"{name}.type", str(kind))

@@ -107,7 +107,7 @@ def _parts(content: Any, path: str) -> list[dict[str, Any]]:
 
 def _part(part: Mapping[str, Any], path: str) -> dict[str, Any]:
     kind = part.get("type")
-    if kind in _TEXTS:
+    if str(kind) in _TEXTS:
         return {"type": "text", "text": text_of(part.get("text"), f"{path}.text")}
     if kind == "refusal":
         return {"type": "text", "text": text_of(part.get("refusal"), f"{path}.refusal")}

@@ -51,6 +51,25 @@ def to_chat(body: bytes) -> bytes:
     return encode(chat)
 
 
+def lost_member(body: bytes) -> str:
+    """Return the member of a body that a translation changes or leaves out; "" if there is none.
+
+    Members that engines ignore do not count. `store` does, unless it is false: the engine of a
+    translated request stores nothing. The role `developer` does: engines may render it as such.
+    """
+    members = read_object(body)
+    tools = list_of(members.get("tools") or [], "tools")
+    if any(isinstance(tool, dict) and str(tool.get("type")) in _LEFT_OUT for tool in tools):
+        return "tools"
+    value = members.get("input") or []
+    items = [] if isinstance(value, str) else list_of(value, "input")
+    if any(isinstance(item, dict) and item.get("role") == "developer" for item in items):
+        return "input"
+    if members.get("moderation"):
+        return "moderation"
+    return "" if members.get("store") is False else "store"
+
+
 def _input(value: Any, name: str, chat: dict[str, Any]) -> None:
     chat["messages"] = input_messages(value)
 
@@ -64,7 +83,7 @@ def _tools(value: Any, name: str, chat: dict[str, Any]) -> None:
             tools += _namespace(tool, path)
         elif kind == "function":
             tools.append(_function(tool, path))
-        elif kind not in _LEFT_OUT:
+        elif str(kind) not in _LEFT_OUT:
             raise untranslatable(f"{path}.type", str(kind))
     if tools:
         chat["tools"] = tools

@@ -10,6 +10,7 @@ import msgspec
 from msgspec.structs import replace
 
 from gateway.protocol.apis import CHAT, TOKENIZE, Api
+from gateway.protocol.errors import GatewayError
 from gateway.protocol.openai import Call, CallContext, ModelInfo, parse_call
 from gateway.protocol.translate import (
     messages_answer,
@@ -31,11 +32,14 @@ class Translation(msgspec.Struct, frozen=True):
     target       the API that engines are asked by
     request      translates the body; raises GatewayError (400) that names a member
     answers      takes a body and the client's name of the model; returns what creates a translator
+    lost_member  returns the member of a body that is lost in translation, "" if none is; raises
+                 GatewayError for an invalid body
     """
 
     target: Api
     request: Callable[[bytes], bytes]
     answers: Callable[[bytes, str], NewTranslator]
+    lost_member: Callable[[bytes], str] = lambda body: ""
 
 
 def _messages(body: bytes, model: str) -> NewTranslator:
@@ -55,9 +59,13 @@ def _count(body: bytes, model: str) -> NewTranslator:
 
 TRANSLATIONS: Mapping[str, Translation] = MappingProxyType(
     {
-        "/v1/messages": Translation(CHAT, messages_request.to_chat, _messages),
+        "/v1/messages": Translation(
+            CHAT, messages_request.to_chat, _messages, messages_request.lost_member
+        ),
         "/v1/messages/count_tokens": Translation(TOKENIZE, messages_request.to_tokenize, _count),
-        "/v1/responses": Translation(CHAT, responses_request.to_chat, _responses),
+        "/v1/responses": Translation(
+            CHAT, responses_request.to_chat, _responses, responses_request.lost_member
+        ),
     }
 )
 """Translations by path."""
@@ -101,6 +109,22 @@ def translated(call: Call, model: ModelInfo, context: CallContext) -> tuple[Call
     other = parse_call(body, translation.target, {request.model: model}, context)
     other.requested_model = call.requested_model
     return other, translation.answers(call.body, call.requested_model)
+
+
+def translated_losslessly(
+    call: Call, model: ModelInfo, context: CallContext, *, stores_answers: bool
+) -> tuple[Call, NewTranslator] | str:
+    """Return what translated() returns, or the member because of which something would be lost.
+
+    stores_answers  an engine may store the answer to this request for later ones
+    """
+    try:
+        lost = TRANSLATIONS[call.api.path].lost_member(call.body)
+        if lost and (lost != "store" or stores_answers):
+            return lost
+        return translated(call, model, context)
+    except GatewayError as error:
+        return error.param or "body"
 
 
 def translated_paths(

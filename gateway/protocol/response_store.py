@@ -1,0 +1,26 @@
+"""Finds out whether an engine stores responses, by a request that computes nothing. No I/O.
+
+The request asks for a background job that continues a response which cannot exist. An engine that
+stores responses does not find it, and one that stores none refuses to run in the background.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def store_request(model: str) -> dict[str, Any]:
+    """Return the request body for shows_store(); `model` is the engine's name of a model."""
+    body = {"model": model, "input": "x", "store": True, "background": True}
+    return body | {"max_output_tokens": 1, "previous_response_id": "resp_0"}
+
+
+def shows_store(status: int, body: bytes) -> bool | None:
+    """Return whether an engine stores responses by its response to store_request().
+
+    Return None if the response does not show it. vLLM's refusal names the environment variable that
+    turns the store on.
+    """
+    if status == 404:
+        return True
+    return False if status == 400 and b"STORE" in body else None

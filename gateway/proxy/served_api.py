@@ -1,0 +1,49 @@
+"""Decides by which API engines are asked: the client's own, or chat completions for it.
+
+Engines transfer KV between prefill and decode, and report token ids, for chat completions and
+completions only. So where a route splits or resumes requests, those of other APIs are sent as
+chats, if nothing is lost in translation.
+"""
+
+from __future__ import annotations
+
+from gateway.exchange import Exchange
+from gateway.protocol.apis import RESPONSES
+from gateway.protocol.openai import Call, CallContext
+from gateway.protocol.resume_terms import continuation_terms
+from gateway.protocol.translate.translations import (
+    TRANSLATIONS,
+    is_translated,
+    translated,
+    translated_losslessly,
+)
+from gateway.proxy.stored import may_store
+from gateway.route import Gateway, Route
+
+
+def call_for_engines(
+    gateway: Gateway, exchange: Exchange, route: Route, call: Call, context: CallContext
+) -> Call:
+    """Return the call as engines get it, and set what translates its answer on the exchange.
+
+    Raises GatewayError for a request that has to be translated and cannot be.
+    """
+    if is_translated(call, route.translated):
+        lacks = call.api.path in route.translated
+        exchange.translation_reason = "engines lack the API" if lacks else "cache salt"
+        call, exchange.new_translator = translated(call, route, context)
+        return call
+    purpose = "split" if route.split is not None else "resume" if route.resume is not None else ""
+    if not purpose or not call.api.generates or call.api.path not in TRANSLATIONS:
+        return call
+    stores = call.api is RESPONSES and may_store(gateway, route)
+    result = translated_losslessly(call, route, context, stores_answers=stores)
+    if isinstance(result, str):
+        exchange.translation_reason = f"not translated: {result}"
+        return call
+    chat, new_translator = result
+    if purpose == "resume" and continuation_terms(chat) is None:
+        exchange.translation_reason = "not translated: its answer could not be resumed"
+        return call
+    exchange.translation_reason, exchange.new_translator = purpose, new_translator
+    return chat
