@@ -34,8 +34,9 @@ COHORTS_AT_ONCE = 4
 class _Cohort:
     # Endpoints of one pool that are reviewed together; a large pool has several cohorts.
     #
-    # index number of the cohort in its pool events events of each endpoint's streams so far, at the
-    # last review is_partial the pool has other cohorts
+    # index       number of the cohort in its pool
+    # events      events of each endpoint's streams so far, at the last review
+    # is_partial  the pool has other cohorts
 
     __slots__ = ("events", "index", "is_partial", "lives", "pool", "reviewed_at")
 

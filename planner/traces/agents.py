@@ -106,9 +106,11 @@ def _within(requests: Sequence[_Request], most_context: int) -> Iterator[_Reques
 class _Blocks(msgspec.Struct, frozen=True):
     # Maps a session's own block ids to those of the trace.
     #
-    # size tokens of one of the file's blocks first_id start of the session's own range of ids
-    # shared ids of the 512-token blocks at the start of its prompts that other sessions may share
-    # where file and line, for errors
+    # size      tokens of one of the file's blocks
+    # first_id  start of the session's own range of ids
+    # shared    ids of the 512-token blocks at the start of its prompts that other sessions may
+    #           share
+    # where     file and line, for errors
 
     size: int
     first_id: int

@@ -144,8 +144,10 @@ async def gateway_fleet(
 ) -> AsyncIterator[GatewayFleet]:
     # Start a gateway with `groups` mock engines during an `async with` block.
     #
-    # speed speed-up of the engines concurrency concurrent requests per engine pool further settings
-    # of the pool sections further sections of the configuration
+    # speed        speed-up of the engines
+    # concurrency  concurrent requests per engine
+    # pool         further settings of the pool
+    # sections     further sections of the configuration
     spec = GroupSpec(
         "demo-8b", model_named("demo-8b"), gpu_named("h100"), speed=speed, kv_tokens=kv_tokens
     )

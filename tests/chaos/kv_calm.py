@@ -6,7 +6,7 @@ import time
 
 from kvtransfer.transports.inproc import InprocWire
 from kvtransfer.util.clock import ThreadClock
-from tests.chaos.kv_trials import BASE, TrialEngine
+from tests.chaos.kv_trial_engine import BASE, TrialEngine
 from tests.contract.kvtransfer.links import make
 
 _PATIENCE = 100.0  # no time may run out here

@@ -83,8 +83,9 @@ def attacked_gateway(
 ) -> Iterator[Attacked]:
     # Run a gateway in front of two pools of engines.
     #
-    # calm URLs of the engines that serve `model` to regular clients hostile port of the attacker's
-    # engine prefix command that runs the gateway's command, such as taskset or nice
+    # calm     URLs of the engines that serve `model` to regular clients
+    # hostile  port of the attacker's engine
+    # prefix   command that runs the gateway's command, such as taskset or nice
     urls = ", ".join(f"{{url: '{url}', max_concurrency: 8192}}" for url in calm)
     file = folder / "gateway.yaml"
     file.write_text(complete_config(CONFIG.format(calm=urls, hostile=hostile, model=model)))

@@ -99,8 +99,9 @@ def gateway_process(
 ) -> Iterator[GatewayProcess]:
     # Run a gateway with this YAML configuration, written to `folder / FILE`.
     #
-    # complete whether to add the parts that all these tests share patience YAML with long health
-    # and scrape timeouts; "" for the default ones env additional environment variables
+    # complete    whether to add the parts that all these tests share
+    # patience    YAML with long health and scrape timeouts; "" for the default ones
+    # env         additional environment variables
     file = folder / FILE
     file.write_text((complete_config(config, observability) if complete else config) + patience)
     command = [sys.executable, "-m", "gateway", "serve", "--config", str(file)]

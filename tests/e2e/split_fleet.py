@@ -150,9 +150,11 @@ async def split_fleet(
 ) -> AsyncIterator[SplitFleet]:
     # Start engines and a gateway that splits prompts of 64 uncached tokens or more.
     #
-    # dialect handoff protocol of the engines tps TP size of the prefill and of the decode engines
-    # groups number of prefill and of decode engines kv options of KV transfer pool further settings
-    # of the pool
+    # dialect   handoff protocol of the engines
+    # tps       TP size of the prefill and of the decode engines
+    # groups    number of prefill and of decode engines
+    # kv        options of KV transfer
+    # pool      further settings of the pool
     transfer = TransferSpec(**({"dialect": dialect, "transport": "inproc"} | dict(kv or {})))
     shape, gpu = model_named(model), gpu_named("h100")
     specs = [

@@ -49,8 +49,8 @@ async def running_gateway(
 ) -> AsyncIterator[GatewayHarness]:
     # Run a gateway with one mock engine in each pool.
     #
-    # pools settings of the pools `main`, `pool1`, ...; endpoints are filled in sections further
-    # sections of the configuration
+    # pools       settings of the pools `main`, `pool1`, ...; endpoints are filled in
+    # sections    further sections of the configuration
     spec = GroupSpec("demo-8b", model_named("demo-8b"), gpu_named("h100"), speed=speed)
     async with run_fleet([spec] * max(1, len(pools))) as members, aiohttp.ClientSession() as http:
         pool_sections = {}

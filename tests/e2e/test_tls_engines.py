@@ -45,7 +45,7 @@ def engine_context(
 ) -> ssl.SSLContext:
     # Return the TLS context of an engine, which appends requested server names to `names`.
     #
-    # requires_client_certificate whether to require a client certificate
+    # requires_client_certificate    whether to require a client certificate
     folder = authority.ca.parent
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=str(authority.ca))
     context.load_cert_chain(folder / "engine.pem", folder / "engine.key")

@@ -68,8 +68,8 @@ class InboundListener(Protocol):
 class _Arrival:
     # A payload that is being received.
     #
-    # window where a window is written; None: its bytes are discarded head header of a window; None
-    # for a large message
+    # window  where a window is written; None: its bytes are discarded
+    # head    header of a window; None for a large message
 
     __slots__ = ("bounce", "digest", "head", "message", "opening", "pieces", "sealed", "window")
 

@@ -38,8 +38,9 @@ def events(
 ) -> Iterator[bytes]:
     # Yield the events of an engine that reports token ids and counts.
     #
-    # ids ids of the tokens to stream total number of tokens after which the response is complete
-    # opening whether it begins with an event without a token
+    # ids      ids of the tokens to stream
+    # total    number of tokens after which the response is complete
+    # opening  whether it begins with an event without a token
     members = {
         "id": "cmpl-1" if opening else "cmpl-2",
         "created": 5 if opening else 6,

@@ -18,8 +18,8 @@ async def bootstrap_server(
 ) -> AsyncIterator[tuple[str, BootstrapRequests]]:
     # Run a bootstrap server; yield its address and the requests that it receives.
     #
-    # pages response bodies, one per request; the last one repeats, an empty one sends nothing gate
-    # if set, responses wait until it is set
+    # pages    response bodies, one per request; the last one repeats, an empty one sends nothing
+    # gate     if set, responses wait until it is set
     asks, answering = BootstrapRequests(), set[asyncio.Task[None]]()
 
     async def answer(writer: asyncio.StreamWriter) -> None:

@@ -421,9 +421,10 @@ async def split_gateway(
 ) -> AsyncIterator[SplitGateway]:
     # Run a gateway that splits prompts of 100 tokens or more, with one engine per script.
     #
-    # dialect handoff protocol of the engines bootstrap address of the prefill engines' bootstrap
-    # server contexts context tokens of the decode engines reserved tenants that the decode engines
-    # serve
+    # dialect      handoff protocol of the engines
+    # bootstrap    address of the prefill engines' bootstrap server
+    # contexts     context tokens of the decode engines
+    # reserved     tenants that the decode engines serve
     async with AsyncExitStack() as stack:
         halves = [ScriptedEngine(script) for script in (*prefill, *decode)]
         for half in halves:

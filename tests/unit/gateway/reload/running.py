@@ -127,8 +127,9 @@ async def running(
 ) -> AsyncIterator[Running]:
     # Run a gateway with a configuration file.
     #
-    # more text appended to the configuration poll_s poll interval of the file watcher late (old,
-    # new): replaced in the file after it was loaded and before the gateway starts
+    # more    text appended to the configuration
+    # poll_s  poll interval of the file watcher
+    # late    (old, new): replaced in the file after it was loaded and before the gateway starts
     spec = GroupSpec("demo-8b", model_named("demo-8b"), gpu_named("h100"), speed=speed)
     connector, patience = aiohttp.TCPConnector(limit=0), aiohttp.ClientTimeout(total=3 * PATIENCE_S)
     async with (
