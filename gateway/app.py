@@ -60,7 +60,7 @@ from gateway.reload.auto_rollback import AutoRollbackMonitor, GatewayRollbackTar
 from gateway.reload.file_watcher import FileWatcher
 from gateway.reload.history import VersionHistory
 from gateway.reload.reloader import Reloader
-from gateway.reload.snapshot import build_plan
+from gateway.reload.snapshot import SnapshotPlan, build_plan
 from gateway.reload.swap import Swap, attach_metrics, reported_models
 from gateway.restart.channel import BoundListener
 from gateway.restart.predecessor import Predecessor
@@ -536,9 +536,20 @@ class App:
             self.swap.apply(plan)
 
     def _on_discovered(self) -> None:
+        """Apply newly discovered endpoints or models in the same way as a reload.
+
+        A plan for a thousand endpoints takes milliseconds to build and to apply, so it is applied
+        in the next turn of the event loop.
+        """
         snapshot, models = self.gateway.snapshot, reported_models(self.gateway)
         plan = build_plan(snapshot.config, self._endpoints, self._admission, models, snapshot)
-        self.swap.apply(plan)
+        self._loop.call_soon(self._apply_discovered, plan)
+
+    def _apply_discovered(self, plan: SnapshotPlan) -> None:
+        if self.swap.is_valid(plan):
+            self.swap.apply(plan)
+        else:
+            self._on_discovered()
 
     def _attach_gauges(self) -> None:
         metrics, prefixes = self.metrics, self._prefixes

@@ -63,8 +63,12 @@ class Endpoint(msgspec.Struct, frozen=True):
 
     @property
     def key(self) -> tuple[str, str]:
-        """The pool and the address, with the rank as its fragment: unique among endpoints."""
-        return self.pool, self.url if self.rank is None else f"{self.url}#dp{self.rank}"
+        return endpoint_key(self.pool, self.url, self.rank)
+
+
+def endpoint_key(pool: str, url: str, rank: int | None) -> tuple[str, str]:
+    """Return the pool and the address, with the rank as its fragment: unique among endpoints."""
+    return pool, url if rank is None else f"{url}#dp{rank}"
 
 
 class Candidate(msgspec.Struct, frozen=True, eq=False):

@@ -7,6 +7,7 @@ reloader.py reloads.
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Awaitable, Callable, Mapping
 from datetime import UTC, datetime
 from time import time
@@ -45,18 +46,19 @@ def add(target: AdminTarget, routes: web.UrlDispatcher) -> None:
     reloader = target.reloader
 
     async def read(_: web.Request) -> web.Response:
-        snapshot = target.gateway.snapshot
+        snapshot, running, etag = target.gateway.snapshot, reloader.running, reloader.version.etag
         state = _state(reloader) | {
             "shared": target.shared_state(),
             "file_differs": await asyncio.to_thread(reloader.file_differs),
-            "certificates": await asyncio.to_thread(_certificates, reloader.running),
+            "certificates": await asyncio.to_thread(_certificates, running),
             "generation": snapshot.generation,
             "models": sorted(snapshot.routes),
             "unlisted": dict(sorted(snapshot.unlisted.items())),
             "retiring": target.swap.retiring,
-            "config": display(reloader.running),
         }
-        return web.json_response(state, headers={"ETag": reloader.version.etag})
+        # In a thread, because the text of a thousand endpoints takes many milliseconds.
+        text = await asyncio.to_thread(lambda: json.dumps(state | {"config": display(running)}))
+        return web.json_response(text=text, headers={"ETag": etag})
 
     async def versions(_: web.Request) -> web.Response:
         newest_first = [_version(version) for version in reversed(reloader.history.all())]

@@ -66,6 +66,7 @@ def _add_health(target: AdminTarget, routes: web.UrlDispatcher) -> None:
         exemplars = wants_openmetrics(request.headers.get("Accept", ""))
         page = []
         for family in target.metrics.collect(_unix_offset() if exemplars else None):
+            await asyncio.sleep(0)
             for part in render_family_in_parts(family, exemplars=exemplars):
                 page.append(part)
                 # A page takes tens of milliseconds at 64 endpoints; let streams continue meanwhile.

@@ -25,7 +25,7 @@ from policies.engine.step_time import SpeedBelief, shape_for
 from policies.health.health import Health, HealthState
 from policies.health.speed_record import SpeedRecord
 from policies.load import EndpointLoad, LoadChanges
-from policies.model import Candidate, Endpoint, Role
+from policies.model import Candidate, Endpoint, Role, endpoint_key
 from policies.sizing.layout import Layout
 
 log = logging.getLogger("penstock")
@@ -139,6 +139,19 @@ def step_tokens(live: LiveEndpoint) -> int:
     return speed.step_tokens(load.prefill_tokens, load.belief.shape.budget_tokens, others)
 
 
+class MeteredSettings(msgspec.Struct, frozen=True):
+    """The settings of an endpoint on which its gauges and its KV capacity depend."""
+
+    name: str
+    has_kv_events: bool
+    kv_tokens: int | None
+
+    @classmethod
+    def of(cls, live: LiveEndpoint) -> MeteredSettings:
+        spec = live.spec
+        return cls(live.endpoint.name, spec.kv_events is not None, spec.kv_tokens)
+
+
 class PlannedEndpoint(msgspec.Struct, frozen=True, eq=False):
     """An endpoint of a configuration, with the live endpoint that it is or will become."""
 
@@ -248,8 +261,12 @@ class EndpointRegistry:
         discovered, conflicts = self._usable_discovered(config)
         for pool, pool_spec in config.pools.items():
             specs = (*pool_spec.endpoints, *discovered.get(pool, ()))
-            for endpoint, spec in _with_ranks(pool, specs):
-                live = known.get(endpoint.key)
+            for spec, rank in _with_ranks(specs):
+                live = known.get(endpoint_key(pool, spec.url, rank))
+                if live is not None and live.spec == spec:
+                    endpoint = live.endpoint  # of a thousand endpoints, most stay as they are
+                else:
+                    endpoint = to_endpoint(pool, spec, rank)
                 if live is None:
                     load = EndpointLoad(next(slots), prior_belief(config, endpoint))
                     encryption = self._contexts.encryption_for(spec)
@@ -268,11 +285,13 @@ class EndpointRegistry:
         #
         # Endpoints that the configuration also lists are left out. Names are unique over all pools.
         # A conflicting endpoint is added once its name is free, without a new report of its source.
+        usable: dict[str, list[EndpointSpec]] = {}
+        conflicts: list[tuple[str, EndpointSpec]] = []
+        if not any(self.discovered.values()):
+            return usable, conflicts
         used_names = {
             spec.display_name for pool in config.pools.values() for spec in pool.endpoints
         }
-        usable: dict[str, list[EndpointSpec]] = {}
-        conflicts = []
         for pool, pool_spec in config.pools.items():
             configured = {spec.url for spec in pool_spec.endpoints}
             for spec in self.discovered.get(pool, ()) if pool_spec.discover is not None else ():
@@ -346,16 +365,14 @@ class EndpointRegistry:
         self._free.add(live.load.slot)
 
 
-def _with_ranks(
-    pool: str, specs: Iterable[EndpointSpec]
-) -> Iterator[tuple[Endpoint, EndpointSpec]]:
-    # Yield each endpoint with its configuration, or each of its ranks if it pins them.
+def _with_ranks(specs: Iterable[EndpointSpec]) -> Iterator[tuple[EndpointSpec, int | None]]:
+    # Yield each endpoint's configuration with None, or with each of its ranks if it pins them.
     for spec in specs:
         if spec.pin_ranks:
             for rank in range(spec.layout.dp):
-                yield to_endpoint(pool, spec, rank), spec
+                yield spec, rank
         else:
-            yield to_endpoint(pool, spec), spec
+            yield spec, None
 
 
 def _candidates_by_pool(

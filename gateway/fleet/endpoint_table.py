@@ -16,6 +16,7 @@ from gateway.fleet.booking import Booking, Reservation
 from gateway.fleet.endpoint_registry import (
     EndpointRegistry,
     LiveEndpoint,
+    MeteredSettings,
     RegistryChanges,
     RegistryPlan,
 )
@@ -102,7 +103,7 @@ class EndpointTable:
         Removed endpoints stay until release(), because older requests may still use them.
         """
         config = plan.config
-        capacities = {id(member.live): member.live.spec.kv_tokens for member in plan.members}
+        before = {id(member.live): MeteredSettings.of(member.live) for member in plan.members}
         changes = self._registry.apply(plan)
         self._limits, self._progress_s = _health_limits(config), config.health.progress
         self._ramp_s = config.health.slow_start
@@ -110,12 +111,14 @@ class EndpointTable:
         self._pools = plan.pools
         added = {id(live) for live in changes.added}
         for member in plan.members:
-            live, kv_tokens = member.live, member.spec.kv_tokens
-            is_changed = id(live) in added or kv_tokens != capacities[id(live)]
-            if kv_tokens is not None and is_changed:
-                self.prefixes.index.set_capacity(live.load.slot, kv_tokens)
-                live.load.kv_tokens = kv_tokens
-            self._attach_gauges(live)
+            live = member.live
+            was = None if id(live) in added else before[id(live)]
+            is_now = MeteredSettings.of(live)
+            if is_now != was:
+                self._attach_gauges(live)
+            if is_now.kv_tokens is not None and (was is None or is_now.kv_tokens != was.kv_tokens):
+                self.prefixes.index.set_capacity(live.load.slot, is_now.kv_tokens)
+                live.load.kv_tokens = is_now.kv_tokens
         for pool in plan.pools:
             self._update_availability(pool)
         return changes

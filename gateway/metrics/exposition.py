@@ -31,7 +31,7 @@ _FAMILIES: Mapping[str, Callable[..., Metric]] = {
 }
 
 
-PART_SERIES, PART_HISTOGRAMS = 256, 32
+PART_SERIES, PART_HISTOGRAMS = 128, 16
 """Series, or histograms, that are rendered at a time."""
 
 _HEADER = re.compile(rb"\A(?:# [^\n]*\n)*")

@@ -106,8 +106,9 @@ async def do_nothing(_trigger: str) -> None:
 class Reloader:
     """Owns the configuration in force and its history, and makes all changes.
 
-    running     the loaded configuration behind the current snapshot
-    last_error  why the last attempt failed; None if it succeeded
+    running        the loaded configuration behind the current snapshot
+    needs_restart  the settings of it that take effect only at the next start
+    last_error     why the last attempt failed; None if it succeeded
     """
 
     def __init__(
@@ -127,6 +128,7 @@ class Reloader:
         versions  the history; by default it is read from `reload.state_dir`
         """
         self.running = loaded
+        self.needs_restart: tuple[str, ...] = ()
         self.last_error: Rejection | None = None
         self.on_applied: Callable[[str], Awaitable[None]] = do_nothing
         self._started = loaded
@@ -168,11 +170,6 @@ class Reloader:
         """All files that the configuration in force, or the last rejected one, is read from."""
         own = () if self._file is None else (self._file,)
         return tuple(dict.fromkeys((*own, *self.running.references, *self._missing)))
-
-    @property
-    def needs_restart(self) -> tuple[str, ...]:
-        """The settings of the configuration in force that take effect only at the next start."""
-        return _bound(diff(self._started, self.running))
 
     def file_differs(self) -> bool:
         """Return whether the file differs from the configuration in force. Call it in a thread.
@@ -329,6 +326,9 @@ class Reloader:
             if not options.force and (options.records_rejection or not options.dry_run):
                 await self._swap.check_reachable(loaded.config)
             plan = self._swap.plan(loaded.config)
+            await asyncio.sleep(0)  # so that the swap has a turn of the event loop of its own
+            if not self._swap.is_valid(plan):
+                plan = self._swap.plan(loaded.config)
         except ConfigRejectedError as problem:
             source = parse_yaml(loaded.text, loaded.file, self._env, read_file)
             raise ConfigError([source.problem_at(problem.path, str(problem))]) from problem
@@ -341,7 +341,7 @@ class Reloader:
         version = versions.create_version(
             self.history.next_number, time(), trigger, loaded, changed
         )
-        self.running, self.version = loaded, version
+        self.running, self.version, self.needs_restart = loaded, version, bound
         self.history.add(version)
         self._succeeded("applied")
         self._update_version_metrics(version)

@@ -80,6 +80,10 @@ class Swap:
         dry_run(plan, gateway.snapshot)
         return plan
 
+    def is_valid(self, plan: SnapshotPlan) -> bool:
+        """Return whether no other plan has been put in force since this one was built."""
+        return plan.snapshot.generation == self._gateway.snapshot.generation + 1
+
     def apply(self, plan: SnapshotPlan) -> int:
         """Put a plan in force; return the number of requests at removed endpoints or pools.
 

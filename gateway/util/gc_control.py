@@ -18,6 +18,12 @@ MAX_CALM_REQUESTS = (
 INTERVAL_S = 60.0
 MAX_INTERVAL_S = 600.0  # collect after this time even under load
 
+THRESHOLDS = 2500, 80, 50
+"""Allocations until the youngest objects are collected, and such collections until older ones are.
+
+Most objects of a page or a new configuration survive, so its collections are kept to a millisecond.
+"""
+
 # Bytes: the allocator maps larger blocks on their own, and keeps this much free memory at most.
 MMAP_THRESHOLD, TRIM_THRESHOLD = 256 * 1024, 4 * 1024 * 1024
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # from glibc's malloc.h
@@ -56,7 +62,7 @@ class GcSchedule:
         """
         return_large_blocks()
         gc.freeze()
-        gc.set_threshold(10_000, 20, 50)
+        gc.set_threshold(*THRESHOLDS)
 
     def collect_if_due(self, now: float, in_progress: int) -> None:
         """Collect garbage after INTERVAL_S if load is low, and after MAX_INTERVAL_S in any case.

@@ -70,7 +70,7 @@ async def terminate_under_load(
     begun = asyncio.Semaphore(0)
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(
-        connector=connector, timeout=aiohttp.ClientTimeout(total=100)
+        connector=connector, timeout=aiohttp.ClientTimeout(total=100 * pace())
     ) as http:
         tasks = [
             asyncio.create_task(send_streamed(http, gateway.url, begun, tokens))
@@ -106,9 +106,9 @@ def results_of_sigterm(
 
 
 def test_no_open_stream_is_truncated(tmp_path: Path) -> None:
-    assert results_of_sigterm(tmp_path, "4", "60s", streams=500, tokens=int(300 * pace())) == {
-        "complete": 500
-    }
+    shutdown = f"{60 * pace():.0f}s"
+    counts = results_of_sigterm(tmp_path, "4", shutdown, streams=500, tokens=int(300 * pace()))
+    assert counts == {"complete": 500}
 
 
 def test_requests_open_at_the_shutdown_limit_end_with_a_retryable_error(tmp_path: Path) -> None:

@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 
 from gateway.app import App
-from gateway.config import config_from_engines
+from gateway.config import Config, config_from_engines
 from gateway.config.yaml_source import MAX_FILE_BYTES
 from gateway.reload import swap
 from gateway.reload.file_watcher import POLL_S
 from gateway.reload.reloader import ChangeOptions
+from gateway.reload.snapshot import SnapshotPlan
 from gateway.restart.start_options import StartOptions
 from tests.fair_time import PATIENCE_S, Stopwatch, at_most, pace
 from tests.unit.gateway.reload.running import Running, dumped, running
@@ -494,3 +495,27 @@ async def test_a_rejected_file_stays_rejected_while_another_text_is_in_force(
         for _ in range(2):
             await harness.app.reloader.reload_changed_files()
             assert harness.app.reloader.last_error is not None
+
+
+async def test_endpoints_discovered_while_a_reload_is_planned_are_kept_with_its_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with running(tmp_path) as harness:
+        app, plan = harness.app, harness.app.swap.plan
+        generation = app.gateway.snapshot.generation
+        plans: list[int] = []
+
+        def plan_beside_a_discovery(config: Config) -> SnapshotPlan:
+            planned = plan(config)
+            plans.append(planned.snapshot.generation)
+            if len(plans) == 1:
+                app._on_discovered()
+            return planned
+
+        monkeypatch.setattr(app.swap, "plan", plan_beside_a_discovery)
+        outcome = await harness.put(harness.text().replace(*LEAST))
+        assert outcome[1]["result"] == "applied"
+        assert plans == [generation + 1, generation + 2]
+        assert app.gateway.snapshot.generation == generation + 2
+        assert app.gateway.snapshot.policies["chat"].name == "least_loaded"
+        assert await harness.ask() == "ok"
