@@ -98,55 +98,36 @@ def run_case(policy: str, options: argparse.Namespace, groups: int, case: Case) 
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         first, (port, admin_port) = _free_run(groups), _free_ports(2)
-        mock = [
-            "-m",
-            "mockgpu",
-            "--port",
-            str(first),
-            "--groups",
-            str(groups),
-            "--speed",
-            str(options.speed),
-            *MODEL,
-        ]
-        stack.enter_context(_running(mock, first, folder))
+        mock = ["-m", "mockgpu", "--port", str(first), "--groups", str(groups), *MODEL]
+        stack.enter_context(_running([*mock, "--speed", str(options.speed)], first, folder))
         urls = [f"http://127.0.0.1:{first + slot}" for slot in range(groups)]
         file, log = folder / "gateway.yaml", folder / "access.jsonl"
-        labels = [
-            ", labels: {gpu: small}" if case.declared and slot < case.slow else ""
-            for slot in range(groups)
-        ]
-        engines = ", ".join(
-            f"{{url: '{url}'{label}}}" for url, label in zip(urls, labels, strict=True)
-        )
         file.write_text(
             f"version: 1\nlisteners: {{api: {{port: {port}}}, admin: {{port: {admin_port}}}}}\n"
             f"observability: {{access_log: '{log}'}}\n"
-            f"pools: {{main: {{policy: {policy}, endpoints: [{engines}]}}}}\n"
+            f"pools: {{main: {{policy: {policy}, endpoints: [{_list_endpoints(urls, case)}]}}}}\n"
         )
-        for url in urls[: case.slow] if options.at == 0 else []:
-            _inject_fault(url, case, 0.0)
-        stack.enter_context(
-            _running(["-m", "gateway", "serve", "--config", str(file)], port, folder)
-        )
-        for url in urls[: case.slow] if options.at > 0 else []:
-            _inject_fault(url, case, options.at)
-        started = time.time()
-        plan = BenchPlan(
-            url=f"http://127.0.0.1:{port}",
-            rate=options.rate,
-            duration_s=options.seconds,
-            seed=options.seed,
-        )
-        report = asyncio.run(run(plan))
-        metrics = (
-            urllib.request.urlopen(f"http://127.0.0.1:{admin_port}/metrics", timeout=5)
-            .read()
-            .decode()
-        )
-        time.sleep(1.0)
+        if options.at == 0:
+            _inject_faults(urls, case, 0.0)
+        serve = ["-m", "gateway", "serve", "--config", str(file)]
+        stack.enter_context(_running(serve, port, folder))
+        if options.at > 0:
+            _inject_faults(urls, case, options.at)
+        started, url = time.time(), f"http://127.0.0.1:{port}"
+        plan = BenchPlan(url=url, rate=options.rate, duration_s=options.seconds, seed=options.seed)
+        errors = asyncio.run(run(plan)).errors
+        with urllib.request.urlopen(f"http://127.0.0.1:{admin_port}/metrics", timeout=5) as answer:
+            metrics = answer.read().decode()
+        time.sleep(1.0)  # the access log is written meanwhile
         slow = urls[0] if case.slow == 1 else ""
-        return _figures(log, started + options.at, slow, report.errors, metrics, folder)
+        return _figures(log, started + options.at, slow, errors, metrics, folder)
+
+
+def _list_endpoints(urls: list[str], case: Case) -> str:
+    """Return the endpoints of the configuration, in YAML's flow style."""
+    labels = [", labels: {gpu: small}" if case.declared else ""] * case.slow
+    labels += [""] * (len(urls) - case.slow)
+    return ", ".join(f"{{url: '{url}'{label}}}" for url, label in zip(urls, labels, strict=True))
 
 
 def _figures(
@@ -184,14 +165,16 @@ def _ejected(folder: Path, slow_at: float) -> list[float]:
     return [datetime.fromisoformat(line.split()[0]).timestamp() - slow_at for line in lines]
 
 
-def _inject_fault(url: str, case: Case, after_s: float) -> None:
+def _inject_faults(urls: list[str], case: Case, after_s: float) -> None:
+    """Make the slow engines of a case slow, `after_s` seconds from now."""
     only = f":{case.only}" if case.only else ""
     window = f"@{after_s:g}-" if after_s else ""
     body = json.dumps({"spec": f"slow:x={case.factor:g}{only}{window}"}).encode()
-    request = urllib.request.Request(
-        f"{url}/mock/fault", body, {"Content-Type": "application/json"}
-    )
-    urllib.request.urlopen(request, timeout=5).read()
+    for url in urls[: case.slow]:
+        request = urllib.request.Request(
+            f"{url}/mock/fault", body, {"Content-Type": "application/json"}
+        )
+        urllib.request.urlopen(request, timeout=5).read()
 
 
 @contextmanager
