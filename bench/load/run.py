@@ -19,6 +19,9 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from random import SystemRandom
+
+from tests.ports import HIGHEST, LOWEST
 
 ROOT = Path(__file__).parents[2]
 LOCUSTFILE = ROOT / "tests" / "load" / "locustfile.py"
@@ -114,7 +117,12 @@ def _free_ports(count: int) -> list[int]:
 
 
 def _free_run(count: int) -> int:
-    for first in range(21000, 30000, count):
+    """Return the first of `count` consecutive unused ports.
+
+    The search begins anywhere, so that two runs on one machine seldom choose the same.
+    """
+    firsts = range(LOWEST, HIGHEST - count, count)
+    for first in SystemRandom().sample(firsts, len(firsts)):
         try:
             with ExitStack() as stack:
                 for port in range(first, first + count):
@@ -122,7 +130,7 @@ def _free_run(count: int) -> int:
         except OSError:
             continue
         return first
-    raise SystemExit(f"there are no {count} consecutive free ports from 21000 on")
+    raise SystemExit(f"there are no {count} consecutive free ports")
 
 
 def _options() -> argparse.Namespace:

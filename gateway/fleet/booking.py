@@ -10,14 +10,13 @@ from collections.abc import Callable
 from time import monotonic
 from typing import Protocol
 
-from gateway.fleet.endpoint_registry import INITIAL_HEALTH, LiveEndpoint, step_tokens
+from gateway.fleet.endpoint_registry import INITIAL_HEALTH, LiveEndpoint
 from gateway.fleet.kv_events.endpoint_events import CacheExpectation
 from gateway.http.upstream import ConnectionPool
 from gateway.protocol.stream_scan import TokenUsage
 from gateway.protocol.upstream_error import UpstreamError
 from policies import ledger
 from policies.health.health import HealthEvent, HealthState
-from policies.health.stall import is_doubted
 from policies.ledger import LoadBooking
 from policies.load import EndpointLoad
 from policies.model import Pick, Request
@@ -29,7 +28,7 @@ class EvidenceSink(Protocol):
 
     def on_event(self, live: LiveEndpoint, event: HealthEvent, /) -> None: ...
     def on_failure(self, live: LiveEndpoint, broke: UpstreamError, /) -> None: ...
-    def throttle(self, live: LiveEndpoint, /) -> None: ...
+    def on_overtaken(self, live: LiveEndpoint, tokens: int, /) -> None: ...
     def confirm_cached_share(
         self, live: LiveEndpoint, believed: float, found: float, /
     ) -> None: ...
@@ -93,7 +92,7 @@ class Booking:
         self._awaited = 0
         if tells and self._prefills:
             self._awaited = awaited = max(1, request.prompt_tokens - pick.cached_tokens)
-            live.speed.on_sent(awaited, now)
+            live.speed.on_sent(awaited, now, is_decoding=live.load.decoding > 0)
         self.entry: LoadBooking = self._take(live.load, request, pick.cached_tokens, now, tells)
         self.queued_tokens = live.load.prefill_tokens
 
@@ -114,21 +113,16 @@ class Booking:
     def on_overtaken(self) -> None:
         """Record that the request moves, or has moved, to another endpoint.
 
-        Its wait here is evidence of the endpoint's speed.
+        Its wait here is evidence of the endpoint's speed. The endpoint gets few requests until its
+        speed has been judged.
         """
-        if self._awaited:
-            live, now = self.live, monotonic()
-            live.speed.overtaken(
-                self._awaited, step_tokens(live), now, is_doubted=is_doubted(live.load)
-            )
-            self._awaited = 0
+        awaited, self._awaited = self._awaited, 0
+        self._table.on_overtaken(self.live, awaited)
 
-    def throttle_endpoint(self) -> None:
-        """Limit the endpoint to few requests until its speed has been judged.
-
-        Call it when another endpoint was asked later and answered earlier.
-        """
-        self._table.throttle(self.live)
+    @property
+    def is_behind(self) -> bool:
+        """Whether other prompts were to be computed here before the request's own."""
+        return 0 < self._awaited < self.queued_tokens
 
     @property
     def is_ejected_as_slow(self) -> bool:

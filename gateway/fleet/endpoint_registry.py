@@ -23,7 +23,8 @@ from gateway.http.write_queue import WriteQueue
 from gateway.util.tls import Encryption
 from policies.engine.step_time import SpeedBelief, shape_for
 from policies.health.health import Health, HealthState
-from policies.health.speed_record import SpeedRecord
+from policies.health.speed_record import SpeedRecord, SpeedVerdict
+from policies.health.stall import is_doubted
 from policies.load import EndpointLoad, LoadChanges
 from policies.model import Candidate, Endpoint, Role, endpoint_key
 from policies.sizing.layout import Layout
@@ -115,6 +116,12 @@ class LiveEndpoint:
         self.throttled_until: float | None = None
         self.speed = SpeedRecord()
         self.is_stalled = self.is_leaving = self.is_drained = False
+
+    @property
+    def is_doubted(self) -> bool:
+        """Whether it gets few requests because it was late, or is suspected to be slow."""
+        is_suspect = self.speed.verdict is SpeedVerdict.SUSPECT
+        return (self.throttled_until is not None or is_suspect) and is_doubted(self.load)
 
     def reconfigure(
         self,

@@ -504,6 +504,14 @@ class EndpointTable:
             live.speed.restart()
             self.on_event(live, HealthEvent.SLOW)
 
+    def on_overtaken(self, live: LiveEndpoint, tokens: int) -> None:
+        """Record that a request leaves the endpoint before its first token, and throttle it.
+
+        `tokens` of its prompt were to be computed there; 0 without an observable first token.
+        """
+        self.speed_monitor.on_overtaken(live, tokens, monotonic())
+        self.throttle(live)
+
     def throttle(self, live: LiveEndpoint) -> None:
         """Send the endpoint no requests until its speed is reviewed, while others have capacity.
 
@@ -518,7 +526,7 @@ class EndpointTable:
         live.load.mark_changed()
 
     def glance(self, now: float) -> Sequence[LiveEndpoint]:
-        """Return the endpoints whose current prefill step is late; throttle the very late ones."""
+        """Return the endpoints whose requests may be late; throttle those that are very late."""
         self._review_speeds(now)
         stalled, doubtful = self.speed_monitor.stalled(self._pools, self._by_slot, now)
         for live in doubtful:

@@ -128,9 +128,10 @@ class SpeedMonitor:
     def stalled(
         self, pools: Mapping[str, Sequence[Candidate]], by_slot: Sequence[LiveEndpoint], now: float
     ) -> tuple[list[LiveEndpoint], list[LiveEndpoint]]:
-        """Return the endpoints whose current prefill step is late, and those to throttle for it.
+        """Return the endpoints whose requests may be late, and those to throttle.
 
-        Late means much later than at their peers. It is called every GLANCE_S and looks at
+        Requests may be late where the current prefill step is much later than at peers, and at
+        endpoints in doubt. It is called every GLANCE_S and looks at
         COHORTS_AT_ONCE cohorts in turn. After a long gap between two calls, the gateway itself was
         delayed, so the age of a step shows nothing and both results are empty.
         """
@@ -140,12 +141,15 @@ class SpeedMonitor:
         self._follow(pools, by_slot)
         late, doubtful = list[LiveEndpoint](), list[LiveEndpoint]()
         for cohort in self._take_turn():
-            if any(live.load.in_flight and _has_waited(live, now) for live in cohort.lives):
+            if any(live.load.in_flight and _may_be_late(live, now) for live in cohort.lives):
                 rated = [live for live in cohort.lives if _is_rated(live)]
                 members = [_member(live) for live in rated]
                 stalled = self._expectations_of(cohort.pool).stalled(members, now)
                 doubted = [stall.is_doubted(live.load) for live in rated]
-                late += [rated[index] for _, index in stalled]
+                indices = {index for _, index in stalled}
+                late += [
+                    live for index, live in enumerate(rated) if index in indices or live.is_doubted
+                ]
                 doubtful += [rated[index] for index in stall.choose_doubted(stalled, doubted)]
         return late, doubtful
 
@@ -165,14 +169,32 @@ class SpeedMonitor:
         return expectations.first_byte_s(_member(live), *_work(request, tokens))
 
     def predict_remaining_s(
-        self, live: LiveEndpoint, request: Request, tokens: int, waited_s: float, now: float
+        self,
+        live: LiveEndpoint,
+        request: Request,
+        tokens: int,
+        waited_s: float,
+        now: float,
+        *,
+        is_behind: bool,
     ) -> float | None:
         """Predict how many more seconds a late request will wait for its first byte.
 
-        Returns None while the request is not late.
+        `is_behind` says that other prompts are computed before its own. Returns None while the
+        request is not late.
         """
-        expectations = self._expectations_of(live.endpoint.pool)
-        return expectations.left_s(_member(live), *_work(request, tokens), waited_s, now)
+        expectations, work = self._expectations_of(live.endpoint.pool), _work(request, tokens)
+        return expectations.left_s(_member(live), *work, waited_s, now, is_behind=is_behind)
+
+    def on_overtaken(self, live: LiveEndpoint, tokens: int, now: float) -> None:
+        """Record that a prompt leaves the endpoint before its first token, which is evidence.
+
+        `tokens` of it were to be computed; 0 for an answer without an observable first token.
+        """
+        if tokens:
+            expectations = self._expectations_of(live.endpoint.pool)
+            is_late = expectations.step_ratio(_member(live), now) >= stall.LATE_FACTOR
+            live.speed.overtaken(tokens, step_tokens(live), now, is_late=is_late)
 
     def _expectations_of(self, pool: str) -> Expectations:
         expectations = self._expectations.get(pool)
@@ -193,13 +215,19 @@ def _is_rated(live: LiveEndpoint) -> bool:
     return live.health.state in IN_ROTATION and not live.is_drained
 
 
-def _has_waited(live: LiveEndpoint, now: float) -> bool:
-    return live.speed.waiting > 0 and now - live.speed.since >= stall.LEAST_LATE_S
+def _may_be_late(live: LiveEndpoint, now: float) -> bool:
+    """Return whether prompts wait in doubt, or for a step old enough to be checked for a stall."""
+    is_old = now - live.speed.since >= stall.LEAST_LATE_S
+    return live.speed.waiting > 0 and (is_old or live.is_doubted)
 
 
 def _member(live: LiveEndpoint) -> ReviewedEndpoint:
     return ReviewedEndpoint(
-        live.speed, hardware_key(live.endpoint), live.load.belief.shape, step_tokens(live)
+        live.speed,
+        hardware_key(live.endpoint),
+        live.load.belief.shape,
+        step_tokens(live),
+        live.is_doubted,
     )
 
 

@@ -1,12 +1,13 @@
 """Hedging: sends late requests to a second endpoint too, or moves them away from slow endpoints.
 
 A request costs an insertion into a dict and its removal. Four times a second, sweep() looks at the
-requests without a first byte; 20 times a second, glance() looks at those at endpoints whose prefill
-is stalled. A request is late when it has waited longer than twice what the peers of its endpoint
+requests without a first byte; 20 times a second, glance() looks at those at endpoints in doubt or
+whose prefill is stalled. A request is late when it has waited longer than twice what the peers of its endpoint
 need for the prompts ahead of it. It is hedged when another endpoint is expected to answer sooner,
 by more than the work there costs. The first endpoint to send a byte of the answer serves the
 request; the other connection is closed, which engines treat as an abort. Late requests at an
-endpoint that is suspected to be slow, and all that wait at one ejected as slow, are moved instead.
+endpoint that is suspected to be slow, those behind others at one in doubt, and all that wait at one
+ejected as slow, are moved instead.
 
 Hedges and moves take a turn of the gateway's retry budget; hedges are also limited to a share of
 all requests. The turn is released when the answer begins: it limits duplicate work, not the length
@@ -149,7 +150,6 @@ class Race:
         self.loser = self._first_name
         self.take_over()
         late.on_overtaken()
-        late.throttle_endpoint()
         self._first.fail(OVERTAKEN, "another endpoint answered first")
         self._client.set_source(self._source)
         return True
@@ -306,11 +306,18 @@ class Hedger:
         is_out, waited_s = booking.is_ejected_as_slow, now - exchange.sent_at
         if not is_out and waited_s < LEAST_LATE_S:
             return
-        moves = is_out or booking.live.speed.verdict is SpeedVerdict.SUSPECT
+        leaves_queue = booking.is_behind and booking.live.is_doubted
+        is_suspect = booking.live.speed.verdict is SpeedVerdict.SUSPECT
+        moves = is_out or is_suspect or leaves_queue
         if not moves and (not is_hedging or self.allowed < 1.0 or not may_hedge(client, route)):
             return
         left_s = self._endpoints.speed_monitor.predict_remaining_s(
-            booking.live, booking.request, booking.queued_tokens, waited_s, now
+            booking.live,
+            booking.request,
+            booking.queued_tokens,
+            waited_s,
+            now,
+            is_behind=booking.is_behind,
         )
         if left_s is None and not is_out:
             return
@@ -320,7 +327,8 @@ class Hedger:
         if best is None or connection is None:
             return
         candidate, expected_s = best
-        if not is_out and (left_s is None or left_s < SPEEDUP * expected_s):
+        speedup = 1.0 if leaves_queue else SPEEDUP
+        if not is_out and (left_s is None or left_s < speedup * expected_s):
             return
         if not self._gate.try_acquire_retry():
             return
@@ -329,7 +337,6 @@ class Hedger:
         if moves:
             self.moved += 1
             booking.on_overtaken()
-            booking.throttle_endpoint()
             connection.fail(SLOW, "the endpoint is slow")
         else:
             self._hedge(entry, connection, candidate)

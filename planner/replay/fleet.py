@@ -208,7 +208,8 @@ class Fleet:
         flight.believed_tokens = pick.cached_tokens
         flight.ahead_tokens, flight.sent_s = group.load.prefill_tokens, now
         flight.is_overtaken = False
-        group.speed.on_sent(max(1, flight.trace_request.input_tokens - flight.believed_tokens), now)
+        tokens = max(1, flight.trace_request.input_tokens - flight.believed_tokens)
+        group.speed.on_sent(tokens, now, is_decoding=group.load.decoding > 0)
         job = Job(
             flight.trace_request.input_tokens, flight.trace_request.output_tokens, flight.keys
         )

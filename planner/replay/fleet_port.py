@@ -51,8 +51,8 @@ class HedgesPort(Protocol):
 class SpeedsPort(Protocol):
     """Protocol of the review of groups' speeds, as other parts of the replay call it."""
 
-    def doubt(self, now: float, group: ReplayGroup) -> None:
-        """Send the group only few requests until the review has judged its speed."""
+    def on_overtaken(self, now: float, flight: InflightRequest, group: ReplayGroup) -> None:
+        """Record that the request leaves the group before its first token, and doubt the group."""
 
 
 class FleetPort(Protocol):

@@ -9,7 +9,6 @@ from __future__ import annotations
 from planner.replay.fleet_port import FleetPort
 from planner.replay.group import ReplayGroup
 from planner.replay.inflight import InflightRequest
-from policies.health.stall import is_doubted
 from policies.model import Pick
 
 CREDIT, MOST_SAVED = 200, 50.0  # as in gateway/legs/hedge.py
@@ -62,8 +61,7 @@ class Hedges:
         if first.is_hedge:
             own, late = other, other.group
             if late is not None:
-                note_overtaken(own, late, now)
-                fleet.speed_monitor.doubt(now, late)
+                fleet.speed_monitor.on_overtaken(now, own, late)
             fleet.withdraw(now, own)
             own.job = first.job
             own.group = first.group
@@ -89,10 +87,3 @@ class Hedges:
             other.race = None
             if other.is_hedge:
                 self._fleet.withdraw(now, other)
-
-
-def note_overtaken(flight: InflightRequest, group: ReplayGroup, now: float) -> None:
-    """Record in the group's speed samples that the request leaves it before its first token."""
-    tokens = max(1, flight.trace_request.input_tokens - flight.believed_tokens)
-    group.speed.overtaken(tokens, group.step_tokens, now, is_doubted=is_doubted(group.load))
-    flight.is_overtaken = True

@@ -13,13 +13,13 @@ from collections.abc import Hashable
 from mockgpu.job import Job
 from planner.replay.fleet_port import FleetPort
 from planner.replay.group import ReplayGroup
-from planner.replay.hedge_sim import note_overtaken
 from planner.replay.inflight import InflightRequest
 from policies.health import speed_outlier
 from policies.health.speed_outlier import ReviewedEndpoint, SlowLimits
 from policies.health.speed_record import Measure, SpeedVerdict
 from policies.health.stall import (
     DOUBT_S,
+    LATE_FACTOR,
     LEAST_LATE_S,
     RAMP_S,
     SUSPECT_CEILING,
@@ -66,7 +66,7 @@ class SpeedMonitorSim:
         self._generated = generated
         before = [group.speed.verdict for group in rated]
         self._expectations.yardsticks = speed_outlier.review(
-            [_member(group) for group in rated], now, self._limits
+            [self._member(group) for group in rated], now, self._limits
         )
         for group, verdict in zip(rated, before, strict=True):
             if group.speed.verdict is not verdict:
@@ -110,7 +110,17 @@ class SpeedMonitorSim:
         flights = self._fleet.inflight.values()
         return [flight for flight in flights if flight.group is group and _may_leave(flight)]
 
-    def doubt(self, now: float, group: ReplayGroup) -> None:
+    def on_overtaken(self, now: float, flight: InflightRequest, group: ReplayGroup) -> None:
+        """Record that the request leaves the group before its first token, and doubt the group.
+
+        It does the same as EndpointTable.on_overtaken of the gateway.
+        """
+        is_late = self._expectations.step_ratio(self._member(group), now) >= LATE_FACTOR
+        group.speed.overtaken(_awaited_tokens(flight), group.step_tokens, now, is_late=is_late)
+        flight.is_overtaken = True
+        self._doubt(now, group)
+
+    def _doubt(self, now: float, group: ReplayGroup) -> None:
         """Send the group no request until the next review, and few until its speed has been judged.
 
         It does the same as EndpointTable.doubt of the gateway.
@@ -124,11 +134,13 @@ class SpeedMonitorSim:
         fleet = self._fleet
         rated = [group for group in fleet.groups if group.is_alive and group.load.is_available]
         if any(group.speed.waiting and now - group.speed.since >= LEAST_LATE_S for group in rated):
-            stalled = self._expectations.stalled([_member(group) for group in rated], now)
+            stalled = self._expectations.stalled([self._member(group) for group in rated], now)
             for index in choose_doubted(stalled, [is_doubted(group.load) for group in rated]):
-                self.doubt(now, rated[index])
-            for _, index in stalled:
-                self._consider(now, rated[index])
+                self._doubt(now, rated[index])
+            late = {rated[index] for _, index in stalled}
+            for group in rated:
+                if group in late or self._is_in_doubt(group):
+                    self._consider(now, group)
         if fleet.running_requests:
             fleet.schedule(now + GLANCE_S, self._glance)
 
@@ -148,23 +160,26 @@ class SpeedMonitorSim:
             fleet.schedule(now + SWEEP_S, self._sweep)
 
     def _consider(self, now: float, group: ReplayGroup) -> None:
-        # Hedge the late requests at a group, or move them away if it is suspect.
-        #
-        # The time that a moved request has waited becomes a speed sample of the group.
-        fleet, moves = self._fleet, group.speed.verdict is SpeedVerdict.SUSPECT
+        """Hedge the late requests at a group, or move them away if it is suspect.
+
+        The time that a moved request has waited becomes a speed sample of the group.
+        """
+        fleet, is_suspect = self._fleet, group.speed.verdict is SpeedVerdict.SUSPECT
         for flight in self._waiting(group):
+            member, waited_s = self._member(group), now - flight.sent_s
+            is_behind = flight.ahead_tokens > _awaited_tokens(flight)
+            moves = is_suspect or (member.is_doubted and is_behind)
             if not moves and not fleet.hedges.may_send():
-                return
-            waited_s = now - flight.sent_s
+                continue
             left_s = self._expectations.left_s(
-                _member(group), Measure.TTFT, flight.ahead_tokens, waited_s, now
+                member, Measure.TTFT, flight.ahead_tokens, waited_s, now, is_behind=is_behind
             )
             best = None if left_s is None else self._best(now, flight)
-            if left_s is None or best is None or left_s < PRICE * best[0]:
+            speedup = 1.0 if is_behind and member.is_doubted else PRICE
+            if left_s is None or best is None or left_s < speedup * best[0]:
                 continue
             if moves:
-                note_overtaken(flight, group, now)
-                self.doubt(now, group)
+                self.on_overtaken(now, flight, group)
                 fleet.retry_elsewhere(now, flight, group)
             else:
                 fleet.hedges.send(now, flight, best[1])
@@ -183,10 +198,18 @@ class SpeedMonitorSim:
                 continue
             held = cached[load.slot] if load.slot < len(cached) else 0
             tokens = load.prefill_tokens + max(1, flight.trace_request.input_tokens - held)
-            expected_s = self._expectations.first_byte_s(_member(group), Measure.TTFT, tokens)
+            expected_s = self._expectations.first_byte_s(self._member(group), Measure.TTFT, tokens)
             if expected_s is not None and (best is None or expected_s < best[0]):
                 best = expected_s, group
         return best
+
+    def _member(self, group: ReplayGroup) -> ReviewedEndpoint:
+        shape, is_in_doubt = group.load.belief.shape, self._is_in_doubt(group)
+        return ReviewedEndpoint(group.speed, _kind(group), shape, group.step_tokens, is_in_doubt)
+
+    def _is_in_doubt(self, group: ReplayGroup) -> bool:
+        is_suspect = group.speed.verdict is SpeedVerdict.SUSPECT
+        return is_doubted(group.load) and (is_suspect or group in self._doubted)
 
     def _probe(self, now: float, group: ReplayGroup) -> None:
         # Simulate the gateway's timed probe of an ejected group, which returns once it is fast
@@ -215,8 +238,8 @@ def _kind(group: ReplayGroup) -> Hashable:
     return group.kind.gpu, group.kind.tp, group.kind.role, group.kind.model
 
 
-def _member(group: ReplayGroup) -> ReviewedEndpoint:
-    return ReviewedEndpoint(group.speed, _kind(group), group.load.belief.shape, group.step_tokens)
+def _awaited_tokens(flight: InflightRequest) -> int:
+    return max(1, flight.trace_request.input_tokens - flight.believed_tokens)
 
 
 def _may_leave(flight: InflightRequest) -> bool:

@@ -65,12 +65,14 @@ class ReviewedEndpoint(msgspec.Struct, frozen=True, eq=False):
     kind         key that is equal for peers
     shape        its step costs, to scale times between sizes of work
     step_tokens  most prompt tokens that its current prefill step may have to compute
+    is_doubted   it gets few requests, because it was late or is suspect
     """
 
     record: SpeedRecord
     kind: Hashable
     shape: StepCosts = NEUTRAL
     step_tokens: int = 0
+    is_doubted: bool = False
 
 
 def review(members: Sequence[ReviewedEndpoint], now: float, limits: SlowLimits) -> Yardsticks:
@@ -308,8 +310,8 @@ def _is_slow(
         limit = max(limit, limits.usual_margin * min(limit, usual))
     if not limits.factor or slowness.ratio < limit or slowness.seconds - slowness.peers_s < least_s:
         return False
-    needed = samples.least if slowness.ratio < 2.0 * limit else samples.least / 3.0
-    return samples.total >= needed - 1e-6
+    share = limit / slowness.ratio if slowness.ratio < 2.0 * limit else 1.0 / 3.0
+    return samples.total >= share * samples.least - 1e-6
 
 
 def _work_s(measure: Measure, shape: StepCosts, bin_: int) -> float:

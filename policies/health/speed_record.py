@@ -26,9 +26,9 @@ RECENT, REFERENCE = 0.76, 0.966
 """Factors per second on the weight of speed samples: half is gone after 2.5 s and after 20 s."""
 
 NEEDED = (6.0, 3.0, 6.0)
-"""Samples that a verdict of slowness needs, by measure; a third of them suffices at twice the
-ratio. This many never expire, because a quiet endpoint would have no evidence otherwise. A TPOT
-sample covers all streams over one second.
+"""Samples that a verdict of slowness needs, by measure; the more the ratio exceeds its limit, the
+fewer, down to a third at twice the limit. This many never expire, because a quiet endpoint would
+have no evidence otherwise. A TPOT sample covers all streams over one second.
 """
 
 MOST_UNCOUNTED = 64
@@ -37,9 +37,9 @@ MOST_UNCOUNTED = 64
 LEAST_SHARE_CLEAR = 0.2
 """Share of a second without prefill that is needed to measure the pace of a stream."""
 
-JOIN_S = 0.03
+JOIN_S, IDLE_JOIN_S = 0.03, 0.005
 """A prompt sent so soon after a prefill step began may be part of it: engines first end the decode
-step under way.
+step under way. An engine without streams begins at once.
 """
 
 LEAST_OVERTAKEN_S = 0.1
@@ -223,6 +223,7 @@ class SpeedRecord:
         *(
             "_begun",
             "_clear_from",
+            "_join_s",
             "_probe_at",
             "_probe_gap_s",
             "_queue",
@@ -237,6 +238,7 @@ class SpeedRecord:
         self.tracks = tuple(SampleTrack(needed) for needed in NEEDED)
         self._queue: deque[int] = deque()
         self._begun = 0  # prompts in the queue that the step under way may compute
+        self._join_s = IDLE_JOIN_S
         self.since = self.prefill_s = 0.0
         self._step_s, self._step_tokens = 0.0, 0
         self._clear_from = self.output = self._probe_at = 0.0
@@ -251,15 +253,17 @@ class SpeedRecord:
         """Number of prompts sent whose first token is observable and has not come."""
         return len(self._queue)
 
-    def on_sent(self, tokens: int, now: float) -> None:
+    def on_sent(self, tokens: int, now: float, *, is_decoding: bool = True) -> None:
         """Record that a prompt with an observable first token was sent.
 
-        `tokens` of it are not cached.
+        `tokens` of it are not cached. `is_decoding` says whether the engine has streams, whose
+        decode step it may end first.
         """
         if not self._queue:
             self.since = now
             self._begun = 1
-        elif now - self.since < JOIN_S:
+            self._join_s = JOIN_S if is_decoding else IDLE_JOIN_S
+        elif now - self.since < self._join_s:
             self._begun += 1
         self._queue.append(tokens)
 
@@ -268,12 +272,13 @@ class SpeedRecord:
         with suppress(ValueError):
             self._queue.remove(tokens)
 
-    def overtaken(self, tokens: int, work: int, now: float, *, is_doubted: bool) -> None:
+    def overtaken(self, tokens: int, work: int, now: float, *, is_late: bool) -> None:
         """Remove a prompt because another endpoint answered first, or because it was late.
 
         If it is the next prompt to be computed, its waiting time is a sample: its step takes at
-        least that long. At an endpoint in doubt (`is_doubted`), the step is expected to last as
-        long again. `work` is the most prompt tokens that the step had to compute.
+        least that long. A step that is late (`is_late`: it has taken LATE_FACTOR times as long as
+        at peers) is expected to last as long again. `work` is the most prompt tokens that the step
+        had to compute.
         """
         if not self._queue or self._queue[0] != tokens:
             self.on_dropped(tokens)
@@ -283,21 +288,20 @@ class SpeedRecord:
             self.tracks[0].add(self._step_tokens, self._step_s)
         self._step_s, self._step_tokens = 0.0, 0
         self._queue.popleft()
-        self.since, self._begun = now, len(self._queue)
+        self._begin_next_step(now)
         self.prefill_s += seconds
         if seconds >= LEAST_OVERTAKEN_S:
-            self.tracks[0].add(work, 2.0 * seconds if is_doubted else seconds)
+            self.tracks[0].add(work, 2.0 * seconds if is_late else seconds)
 
     def on_first_token(self, tokens: int, now: float) -> None:
         """Record the first token of a prompt of which `tokens` were not cached."""
         seconds = now - self.since
-        self.since = now
         queue = self._queue
         if queue and queue[0] == tokens:
             queue.popleft()
         else:
             self.on_dropped(tokens)
-        self._begun = len(queue)
+        self._begin_next_step(now)
         self.prefill_s += seconds
         if seconds <= SAME_STEP_S + SAME_STEP_SHARE * self._step_s:
             self._step_s += seconds
@@ -306,6 +310,10 @@ class SpeedRecord:
         if self._step_tokens:
             self.tracks[0].add(self._step_tokens, self._step_s)
         self._step_s, self._step_tokens = seconds, tokens
+
+    def _begin_next_step(self, now: float) -> None:
+        """Let a prefill step of all waiting prompts begin now."""
+        self.since, self._begun, self._join_s = now, len(self._queue), IDLE_JOIN_S
 
     def record_streams(self, streams: int, tokens: int, seconds: float, now: float) -> None:
         clear_from = self.prefill_s + (now - self.since if self.waiting else 0.0)

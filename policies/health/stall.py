@@ -23,8 +23,10 @@ pace, a hedge or move must also gain at least this.
 UNPROVEN_RATIO, PROVEN_RATIO = 2.0, 2.5
 """A step is a stall from this multiple of the peers' time on."""
 
-LATE_FACTOR = 2.0
-"""A request is late from this multiple of its expected time on."""
+LATE_FACTOR, DOUBTED_FACTOR = 2.0, 1.2
+"""A request is late from these multiples of its expected time on: usually, and at an endpoint in
+doubt.
+"""
 
 DOUBT_RATIO, DOUBT_S = 3.0, 2.0
 """From this multiple of the expected time on an endpoint is in doubt: for DOUBT_S, two reviews, it
@@ -60,21 +62,32 @@ class Expectations:
         measured = sum(member.record.tracks[0].reference.total > 0.0 for member in members)
         if measured < min(LEAST_PEERS, len(members)):
             self.yardsticks = speed_outlier.yardsticks(members, now)
-        ratios = [(self._step_ratio(member, now), index) for index, member in enumerate(members)]
+        ratios = [(self._stall_ratio(member, now), index) for index, member in enumerate(members)]
         return [stall for stall in sorted(ratios, reverse=True) if stall[0] > 0.0]
 
     def left_s(
-        self, member: ReviewedEndpoint, measure: Measure, work: int, waited_s: float, now: float
+        self,
+        member: ReviewedEndpoint,
+        measure: Measure,
+        work: int,
+        waited_s: float,
+        now: float,
+        *,
+        is_behind: bool = False,
     ) -> float | None:
         """Return the seconds that a request will probably still wait for its first byte.
 
-        Return None while the request is not late. `waited_s` is how long it has waited.
+        Return None while the request is not late. `waited_s` is how long it has waited;
+        `is_behind` says that other prompts are computed before its own.
         """
         yardstick = self.yardsticks.get((member.kind, measure))
         if yardstick is None:
             return None
         expected_s = _usual_s(member, yardstick, measure, work)
-        ratio = self._step_ratio(member, now) if measure is Measure.TTFT else 0.0
+        ratio = self._stall_ratio(member, now) if measure is Measure.TTFT else 0.0
+        is_suspect = member.record.verdict is SpeedVerdict.SUSPECT
+        if member.is_doubted and measure is Measure.TTFT and (is_behind or not is_suspect):
+            return left_in_doubt_s(member.record, expected_s, waited_s, is_behind=is_behind)
         return left_s(member.record, expected_s, waited_s, ratio)
 
     def first_byte_s(self, member: ReviewedEndpoint, measure: Measure, work: int) -> float | None:
@@ -91,18 +104,26 @@ class Expectations:
             usual_s * (1.0 if own_s or record.slowness is None else record.slowness.ratio) or None
         )
 
-    def _step_ratio(self, member: ReviewedEndpoint, now: float) -> float:
-        # Return the running prefill step's age divided by the time that its endpoint's peers need
-        # for it.
-        #
-        # Return 0 if the step is not late enough to be a stall.
+    def step_ratio(self, member: ReviewedEndpoint, now: float) -> float:
+        """Return the running prefill step's age divided by the time that its endpoint's peers need
+        for it.
+
+        Return 0 if that is unknown.
+        """
         record = member.record
         age_s, yardstick = now - record.since, self.yardsticks.get((member.kind, Measure.TTFT))
-        if not record.waiting or age_s < LEAST_LATE_S or yardstick is None:
+        if not record.waiting or yardstick is None:
             return 0.0
         usual_s = _usual_s(member, yardstick, Measure.TTFT, record.begun_tokens(member.step_tokens))
-        is_stall = age_s >= (PROVEN_RATIO if is_proven(record) else UNPROVEN_RATIO) * usual_s
-        return age_s / usual_s if usual_s and is_stall else 0.0
+        return age_s / usual_s if usual_s else 0.0
+
+    def _stall_ratio(self, member: ReviewedEndpoint, now: float) -> float:
+        """Return the same if the step is late enough to be a stall, otherwise 0."""
+        record = member.record
+        if not record.waiting or now - record.since < LEAST_LATE_S:
+            return 0.0
+        ratio = self.step_ratio(member, now)
+        return ratio if ratio >= (PROVEN_RATIO if is_proven(record) else UNPROVEN_RATIO) else 0.0
 
 
 def choose_doubted(stalled: Sequence[tuple[float, int]], doubted: Sequence[bool]) -> list[int]:
@@ -166,6 +187,21 @@ def left_s(
         return max(waited_s, max(ratio, 2.0 * step_ratio) * expected_s - waited_s)
     ratio = max(ratio, 2.0 * step_ratio - 1.0)
     return max(waited_s - expected_s, ratio * expected_s - waited_s) - LEAST_LATE_S
+
+
+def left_in_doubt_s(
+    record: SpeedRecord, expected_s: float, waited_s: float, *, is_behind: bool
+) -> float | None:
+    """Return the same as left_s for an endpoint in doubt, which has been found slow already.
+
+    It is expected to take DOUBT_RATIO times as long at least. A request whose prompt is behind
+    others there is late at once.
+    """
+    is_late = is_behind or waited_s >= DOUBTED_FACTOR * expected_s
+    if expected_s <= 0.0 or waited_s < LEAST_LATE_S or not is_late:
+        return None
+    ratio = DOUBT_RATIO if record.slowness is None else record.slowness.ratio
+    return max(waited_s, max(DOUBT_RATIO, ratio) * expected_s - waited_s)
 
 
 def _usual_s(member: ReviewedEndpoint, yardstick: PeerTimes, measure: Measure, work: int) -> float:

@@ -250,6 +250,25 @@ async def test_an_endpoint_that_was_overtaken_gets_few_requests_until_it_is_judg
         assert ceilings == [2 * SUSPECT_CEILING, 4, 8, 16, 32, 64, NO_SOFT_CAP, NO_SOFT_CAP]
 
 
+async def test_requests_behind_others_at_an_endpoint_in_doubt_are_moved() -> None:
+    script = in_turn(never_answers, decodes, never_answers, decodes)
+    async with pool(script, script, saved=0.0, health={"slow_factor": 100.0}) as running:
+        waiting = asyncio.ensure_future(running.ask(stream=True))
+        first, _ = await engines_asked(running, 1)
+        assert (await running.ask(stream=True)).text == WHOLE
+        behind = asyncio.ensure_future(running.ask(stream=True))
+        await engines_asked(running, 3)
+        live = running.app.gateway.endpoints.all()[running.decode.index(first)]
+        live.load.soft_cap, live.throttled_until = SUSPECT_CEILING, monotonic() + PATIENCE_S
+        assert (await behind).text == WHOLE
+        assert counted(running)[0] == 0
+        running.app.gateway.hedger.allowed = 1.0
+        assert (await waiting).text == WHOLE
+        await running.at_rest()
+        assert running.metric("penstock_retries_total", kind="slow") == 1
+        assert counted(running)[:2] == (1, 3)
+
+
 async def test_the_first_requests_of_a_gateway_may_be_hedged_and_later_ones_pay_for_it() -> None:
     async with pool(decodes, decodes, saved=None) as running:
         hedger = running.app.gateway.hedger

@@ -23,10 +23,11 @@ SHAPE = shape_for("h200", 4)
 STEP_S = 0.08
 
 
-def member(record: SpeedRecord, kind: str = "h200") -> ReviewedEndpoint:
-    return ReviewedEndpoint(
-        record, kind, SHAPE, record.step_tokens(1500 * record.waiting, SHAPE.budget_tokens, 0)
-    )
+def member(
+    record: SpeedRecord, kind: str = "h200", *, is_doubted: bool = False
+) -> ReviewedEndpoint:
+    tokens = record.step_tokens(1500 * record.waiting, SHAPE.budget_tokens, 0)
+    return ReviewedEndpoint(record, kind, SHAPE, tokens, is_doubted)
 
 
 def speed_record(times: int = 1, seconds: float = STEP_S) -> SpeedRecord:
@@ -70,6 +71,17 @@ def test_prompts_that_came_together_are_one_step() -> None:
     for _ in range(4):
         record.on_sent(1500, 0.0)
     assert Expectations().stalled([member(record), member(speed_record())], 2.1 * STEP_S) == []
+
+
+@pytest.mark.parametrize(("is_decoding", "stalls"), [(True, []), (False, [0])])
+def test_an_engine_without_streams_begins_with_the_first_prompt(
+    is_decoding: bool, stalls: list[int]
+) -> None:
+    record = SpeedRecord()
+    for number in range(3):
+        record.on_sent(1500, 0.01 * number, is_decoding=is_decoding)
+    members = [member(record), member(speed_record())]
+    assert [index for _, index in Expectations().stalled(members, 2.5 * STEP_S)] == stalls
 
 
 def test_peers_of_another_kind_prove_nothing() -> None:
@@ -137,6 +149,29 @@ def test_requests_behind_a_stalled_prompt_are_late_with_it() -> None:
     assert left == pytest.approx(4.0 * 5 * STEP_S - 0.12)
 
 
+def expected_left_s(waited_s: float, *, is_doubted: bool, is_behind: bool) -> float | None:
+    """Return how long a request still waits at an endpoint that runs 1,500 tokens since time 0.
+
+    Its own prompt and those before it have 3,000 tokens, which take about two steps.
+    """
+    doubted = member(waiting(SpeedRecord()), is_doubted=is_doubted)
+    expectations = Expectations()
+    expectations.stalled([doubted, member(speed_record())], waited_s)
+    return expectations.left_s(doubted, Measure.TTFT, 3000, waited_s, waited_s, is_behind=is_behind)
+
+
+def test_requests_behind_others_at_an_endpoint_in_doubt_are_late_at_once() -> None:
+    assert expected_left_s(0.1, is_doubted=False, is_behind=True) is None
+    left = expected_left_s(0.1, is_doubted=True, is_behind=True)
+    assert left is not None
+    assert left > 2.0 * 2.0 * STEP_S
+
+
+def test_the_next_request_at_an_endpoint_in_doubt_is_late_after_little_more_than_usual() -> None:
+    assert expected_left_s(1.1 * 2.0 * STEP_S, is_doubted=True, is_behind=False) is None
+    assert expected_left_s(1.5 * 2.0 * STEP_S, is_doubted=True, is_behind=False) is not None
+
+
 def test_the_ratio_that_a_review_found_counts() -> None:
     record = kept_pace()
     record.slowness = Slowness(Measure.TTFT, 10.0, 0.8, STEP_S)
@@ -155,16 +190,16 @@ def test_overtaken_prompts_are_evidence_once() -> None:
     # The first prompt shows how long the step took; those behind it show nothing.
     record = waiting(SpeedRecord(), prompts=3)
     for _ in range(3):
-        record.overtaken(1500, 1500, 0.4, is_doubted=False)
+        record.overtaken(1500, 1500, 0.4, is_late=False)
     record.prepare(1.0)
     assert record.waiting == 0
     assert record.tracks[0].recent.total == 1.0
     assert sum(record.tracks[0].recent.seconds) == pytest.approx(0.4)
 
 
-def test_a_delay_at_an_endpoint_in_doubt_is_expected_to_double() -> None:
+def test_a_delay_beyond_twice_the_usual_time_is_expected_to_double() -> None:
     record = waiting(SpeedRecord())
-    record.overtaken(1500, 1500, 0.4, is_doubted=True)
+    record.overtaken(1500, 1500, 0.4, is_late=True)
     record.prepare(1.0)
     assert sum(record.tracks[0].recent.seconds) == pytest.approx(0.8)
 
@@ -173,7 +208,7 @@ def test_an_overtaken_prompt_behind_others_leaves_the_step_under_way() -> None:
     record = SpeedRecord()
     record.on_sent(1000, 0.0)
     record.on_sent(2000, 0.2)
-    record.overtaken(2000, 1000, 0.4, is_doubted=False)
+    record.overtaken(2000, 1000, 0.4, is_late=False)
     assert (record.waiting, record.since) == (1, 0.0)
 
 
