@@ -46,6 +46,7 @@ class InputBody(msgspec.Struct, frozen=True):
     messages: list[dict[str, Any]] | None = None
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: Annotated[int, Meta(ge=1, le=DIMENSIONS)] | None = None
+    cache_salt: str | None = None
 
 
 class PairBody(msgspec.Struct, frozen=True):
@@ -59,6 +60,7 @@ class PairBody(msgspec.Struct, frozen=True):
     text_1: Document | list[Document] | None = None
     text_2: Document | list[Document] | None = None
     top_n: int = 0
+    cache_salt: str | None = None
 
 
 class DetokenizeBody(msgspec.Struct, frozen=True):
@@ -100,8 +102,8 @@ def read_moderations(
     raw: bytes, headers: Mapping[str, str], served: str, name: str
 ) -> PoolingRequest:
     """Parse the body of POST /v1/moderations. The response flags no text."""
-    _, prompts = _inputs(raw, headers, served)
-    ask = _job(f"modr-{name}", served, prompts)
+    body, prompts = _inputs(raw, headers, served)
+    ask = _job(f"modr-{name}", served, prompts, body.cache_salt)
 
     def build(_: int) -> dict[str, Any]:
         return {"id": ask.id, "model": served, "results": [_verdict(prompt) for prompt in prompts]}
@@ -116,7 +118,7 @@ def read_rerank(raw: bytes, headers: Mapping[str, str], served: str, name: str) 
     if body.query is None or body.documents is None:
         raise ApiError(400, "1 validation error: query and documents are required", "documents")
     query, documents = _document(body.query), [_document(part) for part in _listed(body.documents)]
-    ask = _job(f"rerank-{name}", served, [query + text for text in documents])
+    ask = _job(f"rerank-{name}", served, [query + text for text in documents], body.cache_salt)
 
     def build(created: int) -> dict[str, Any]:
         results = _ranked(query, documents)[: body.top_n or len(documents)]
@@ -150,7 +152,7 @@ def read_score(raw: bytes, headers: Mapping[str, str], served: str, name: str) -
         raise ApiError(400, "Input lengths must be either 1:1, 1:N or N:N", "text_2")
     firsts = firsts * (len(seconds) // len(firsts))
     pairs = [(_document(a), _document(b)) for a, b in zip(firsts, seconds, strict=True)]
-    ask = _job(f"score-{name}", served, [a + b for a, b in pairs])
+    ask = _job(f"score-{name}", served, [a + b for a, b in pairs], body.cache_salt)
 
     def build(created: int) -> dict[str, Any]:
         data = [
@@ -194,7 +196,7 @@ def _about_inputs(
     build_one: Callable[[bytes, InputBody], dict[str, Any]],
 ) -> PoolingRequest:
     body, prompts = _inputs(raw, headers, served)
-    ask = _job(name, served, prompts)
+    ask = _job(name, served, prompts, body.cache_salt)
 
     def build(created: int) -> dict[str, Any]:
         objects = {} if kind is None else {"object": kind}
@@ -278,8 +280,9 @@ def _document(part: Document) -> bytes:
     return token_bytes(text) if isinstance(text, str) else token_bytes(str(part))
 
 
-def _job(name: str, served: str, prompts: list[bytes]) -> ParsedRequest:
-    return ParsedRequest(name, False, served, prompts, 1, 1, False, RequestBody(), (), FREE_TEXT)
+def _job(name: str, served: str, prompts: list[bytes], salt: str | None) -> ParsedRequest:
+    body = RequestBody(cache_salt=salt)
+    return ParsedRequest(name, False, served, prompts, 1, 1, False, body, (), FREE_TEXT)
 
 
 def _usage(ask: ParsedRequest) -> dict[str, int]:
