@@ -265,9 +265,13 @@ class ExactPrefixes:
         while len(self.unread) > MAX_UNREAD or self._unread_bytes > MAX_UNREAD_BYTES:
             self.take_unread()
 
-    def take_unread(self) -> UnreadPrompt:
-        """Remove the oldest unread prompt and return it. Raises IndexError if there is none."""
-        prompt = self.unread.popleft()
+    def take_unread(self, index: int = 0) -> UnreadPrompt:
+        """Remove an unread prompt, by default the oldest, and return it.
+
+        Raises IndexError if there is none at `index`.
+        """
+        prompt = self.unread[index]
+        del self.unread[index]
         self._unread_bytes -= prompt.fingerprint.n_bytes
         return prompt
 

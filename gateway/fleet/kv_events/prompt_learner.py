@@ -87,16 +87,14 @@ class PromptLearner:
                     await asyncio.sleep(FAILURE_PAUSE_S)
 
     async def _learn_oldest(self) -> bool | None:
-        # Learn the oldest prompt; return whether that worked. None: blocks' size is not known.
-        exact = self._exact
-        tokenizer = self._resolve(exact.unread[0].model)
-        if tokenizer is None:
-            exact.take_unread()
-            return True
-        sizes = exact.block_sizes([live.load.slot for live in tokenizer.endpoints])
-        if not sizes:
+        # Learn the oldest prompt that can be; return whether that worked, None if none can be.
+        exact, found = self._exact, self._find_oldest()
+        if found is None:
             return None
-        prompt = exact.take_unread()
+        index, tokenizer, sizes = found
+        prompt = exact.take_unread(index)
+        if tokenizer is None:
+            return True
         if exact.prompts.has(prompt.fingerprint):
             return True
         tokens = given_tokens(prompt)
@@ -109,6 +107,22 @@ class PromptLearner:
         salt = prompt.salt.decode() if live.endpoint.salt_member else ""
         exact.learn(prompt.fingerprint, tokens, sizes, tokenizer.engine_model, salt)
         return True
+
+    def _find_oldest(self) -> tuple[int, Tokenizer | None, set[int]] | None:
+        # Return the index of the oldest prompt that can be learned, who tokenizes it, and the sizes
+        # of blocks to learn it for. Prompts of models whose sizes are not known yet wait.
+        waiting: set[str] = set()
+        for index, prompt in enumerate(self._exact.unread):
+            if prompt.model in waiting:
+                continue
+            tokenizer = self._resolve(prompt.model)
+            if tokenizer is None:
+                return index, None, set()
+            slots = [live.load.slot for live in tokenizer.endpoints]
+            if sizes := self._exact.block_sizes(slots):
+                return index, tokenizer, sizes
+            waiting.add(prompt.model)
+        return None
 
     def _drop_old_clients(self) -> None:
         for live in [live for live in self._clients if live.is_leaving]:

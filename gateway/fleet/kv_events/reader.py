@@ -65,6 +65,8 @@ class KvEventReader:
     def __init__(self, endpoints: EndpointTable, exact: ExactPrefixes, metrics: Metrics) -> None:
         self._endpoints, self._exact, self._metrics = endpoints, exact, metrics
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        # The default, 1023, is for 341 sources: each has a subscription, its monitor and a replay.
+        self._context.set(zmq.MAX_SOCKETS, self._context.get(zmq.SOCKET_LIMIT))
         self._watched: dict[LiveEndpoint, _Watched] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._next = 0
@@ -144,7 +146,7 @@ class KvEventReader:
         if live.load.slot not in self._exact.endpoints and not entry.subscriptions:
             self._exact.endpoints[live.load.slot] = EndpointEvents(problem="looking for its source")
         if spec.publisher is not None:
-            if not entry.subscriptions:
+            if not entry.addresses:
                 ranks = live.endpoint.layout.dp
                 addresses = configured_addresses(spec, live.spec.url, ranks)
                 self._subscribe(entry, of_rank(addresses, live.endpoint.rank))
@@ -180,13 +182,14 @@ class KvEventReader:
         slot = entry.live.load.slot
         self._exact.remove(slot)
         entry.addresses = addresses
-        entry.subscriptions = [
-            Subscription(
-                self._context, address, self._exact.new_source(has_replay=bool(address.replay))
-            )
-            for address in addresses
-        ]
-        sources = [subscription.source for subscription in entry.subscriptions]
+        sources = []
+        for address in addresses:
+            source = self._exact.new_source(has_replay=bool(address.replay))
+            sources.append(source)
+            try:
+                entry.subscriptions.append(Subscription(self._context, address, source))
+            except zmq.ZMQError as error:  # a malformed address, or no descriptor is left
+                source.fail(f"cannot subscribe to {address.events}: {error}")
         self._exact.endpoints[slot] = EndpointEvents(sources)
 
     def _unwatch(self, live: LiveEndpoint) -> None:

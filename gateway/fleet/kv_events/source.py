@@ -131,6 +131,11 @@ class EventSource:
         if self._has_replay and self.is_connected:
             self._ask(0, now)
 
+    def fail(self, problem: str) -> None:
+        """Give up on the events, because they cannot be read; `problem` says why."""
+        self.reset()
+        self.problem = problem
+
     # Messages
 
     def on_message(self, number: int, payload: bytes, now: float) -> None:
@@ -197,9 +202,11 @@ class EventSource:
         """
         if self._checks_at is not None and now >= self._checks_at:
             self._checks_at = None
-            if self._has_replay and self.is_connected and not self._is_replaying and self._next:
-                self._verified = self._next - 1, self._published_at
-                self._ask(self._next - 1, now)
+            can_check = self._has_replay and self.is_connected and not self._is_replaying
+            if can_check and self._next is not None:
+                if self._next:
+                    self._verified = self._next - 1, self._published_at
+                self._ask(max(0, self._next - 1), now)
                 self._is_check = True
         if not self._is_replaying or now - self._replay_began_at <= REPLAY_TIMEOUT_S:
             return
@@ -230,7 +237,7 @@ class EventSource:
             if self._has_replay and self._replays < MAX_REPLAYS:
                 self._replays += 1
                 self._hold(number, payload)
-                self._ask(self._next, now)
+                self._ask(self._next or 0, now)  # None: it was too long to be held
                 return
             self._forget()
         self._apply(number, batch)
@@ -269,12 +276,8 @@ class EventSource:
         try:
             return decode_batch(payload)
         except EventError as error:
-            self._fail(str(error))
+            self.fail(str(error))
             return None
-
-    def _fail(self, problem: str) -> None:
-        self.reset()
-        self.problem = problem
 
     # Events
 
@@ -293,10 +296,10 @@ class EventSource:
                     self.blocks.clear()
                     self.is_complete = True
         except (OverflowError, TypeError) as error:
-            self._fail(f"an event has invalid tokens: {error}")
+            self.fail(f"an event has invalid tokens: {error}")
             return
         if self._index.is_full:
-            self._fail("more blocks than prefix.events is for")
+            self.fail("more blocks than prefix.events is for")
         elif not self.is_complete and self.kv_tokens is not None:
             # Whatever was cached before the first event has been evicted by now.
             self.is_complete = self._stored_tokens >= self.kv_tokens

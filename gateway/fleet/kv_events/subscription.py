@@ -36,8 +36,12 @@ class Subscription:
         self._monitor = self._subscriber.get_monitor_socket(
             zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
         )
-        self._subscriber.connect(address.events)
         self._replayer: zmq.Socket[bytes] | None = None
+        try:
+            self._subscriber.connect(address.events)
+        except zmq.ZMQError:
+            self.close()
+            raise
 
     def _connectable(self, kind: int) -> zmq.Socket[bytes]:
         # Return a new socket that reconnects by itself and notices a silent loss in 3 s.
@@ -83,9 +87,13 @@ class Subscription:
         if start is None:
             return
         self._end_replay()
-        self._replayer = self._connectable(zmq.DEALER)
-        self._replayer.connect(self.address.replay)
-        self._replayer.send_multipart([b"", start.to_bytes(8, "big")], zmq.NOBLOCK)
+        try:
+            self._replayer = self._connectable(zmq.DEALER)
+            self._replayer.connect(self.address.replay)
+            self._replayer.send_multipart([b"", start.to_bytes(8, "big")], zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            self._end_replay()
+            self.source.fail(f"cannot ask {self.address.replay} for a replay: {error}")
 
     def _on_replay_frames(self, frames: list[bytes], now: float) -> None:
         if len(frames) != 4:

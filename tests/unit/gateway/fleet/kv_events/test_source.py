@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import msgpack
+import pytest
 
 from gateway.fleet.kv_events import source as source_module
-from gateway.fleet.kv_events.source import REPLAY_TIMEOUT_S, EventSource
+from gateway.fleet.kv_events.source import CHECK_S, REPLAY_TIMEOUT_S, EventSource
 from policies.prefix.cached_blocks import CachedBlocks
 
 
@@ -43,6 +44,37 @@ def test_a_stream_from_its_first_message_on_is_complete() -> None:
     source = connected()
     source.on_message(0, payload(store(1), store(2, 1)), 1.0)
     assert (source.is_current, source.blocks.hashes()) == (True, {1, 2})
+
+
+def test_the_first_event_of_a_cold_engine_is_replayed_if_it_came_before_the_subscription() -> None:
+    source = connected(has_replay=True)
+    assert source.is_current
+    source.tick(CHECK_S)
+    assert source.replay_from == 0
+    source.replay_from = None
+    source.on_replayed(0, payload(store(1)), CHECK_S)
+    source.on_replay_end(CHECK_S)
+    assert (source.is_current, source.gaps, source.blocks.hashes()) == (True, 1, {1})
+
+
+def test_a_check_that_finds_nothing_leaves_a_cold_engine_complete() -> None:
+    source = connected(has_replay=True)
+    source.tick(CHECK_S)
+    source.replay_from = None
+    source.on_replay_end(CHECK_S)
+    assert (source.is_current, source.gaps, source.restarts) == (True, 0, 0)
+    source.on_message(0, payload(store(1)), 2.0)
+    assert source.blocks.hashes() == {1}
+
+
+def test_a_message_that_is_too_long_to_be_held_is_replayed_from_the_beginning(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    source = connected(has_replay=True)
+    source.on_message(0, payload(store(1)), 1.0)
+    monkeypatch.setattr(source_module, "MAX_HELD_BYTES", 10)
+    source.on_message(2, payload(store(3)), 1.0)
+    assert source.replay_from == 0
 
 
 def test_a_stream_joined_late_is_complete_once_the_cache_has_turned_over() -> None:
