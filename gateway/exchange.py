@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-import msgspec
+from msgspec.structs import replace
 
 from policies.model import Candidate, Pick, RoutingQuery
 
@@ -301,8 +301,8 @@ class Exchange:
         self.sent_request = self.booking = self.relay = self.room = None
         self.fingerprint = self.ledger = self.hedge = None
         # The fingerprint of a long prompt takes 128 KiB.
-        if self.first_ask is not None and self.first_ask.fingerprint is not None:
-            self.first_ask = msgspec.structs.replace(self.first_ask, fingerprint=None)
+        if (ask := self.first_ask) is not None and ask.fingerprint is not None:
+            self.first_ask = replace(ask, fingerprint=None)
 
     def set_client_gone(self) -> None:
         """Record that the client disconnected before the end of the answer.

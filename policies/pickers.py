@@ -20,8 +20,10 @@ def best(query: RoutingQuery, candidates: Sequence[Candidate], scores: Sequence[
     Ties are broken at random, so that gateways with equal views do not all choose the first one.
     """
     top = max(scores)
+    if scores.count(top) == 1:
+        return scores.index(top)
     ties = [index for index, score in enumerate(scores) if score == top]
-    return ties[0] if len(ties) == 1 else ties[int(query.rng.random() * len(ties))]
+    return ties[int(query.rng.random() * len(ties))]
 
 
 def best_with_tie_breakers(*costs: Callable[[EndpointLoad], float]) -> Picker:

@@ -141,9 +141,8 @@ def uncached_work(
                 + decode_weight * (load.decode_tokens + load.expected_tokens)
             )
             if cached_here < most_cached:
-                cost += min(
-                    patience_tokens, harm_weight * load.in_flight * (most_cached - cached_here)
-                )
+                harm = harm_weight * load.in_flight * (most_cached - cached_here)
+                cost += harm if harm < patience_tokens else patience_tokens
             if load.scraped_at is not None and load.scraped_at >= oldest:
                 cost += prompt * (load.external_requests + _pressure(load))
             scores.append(-cost)

@@ -45,10 +45,12 @@ class PrefixCacheView:
         Requests for different models, or with different cache salts, never share a key, because
         engines share no cached prompt between them either.
         """
-        salt = b"%b\0%b" % (call.salt, model.encode())
-        fingerprint = self._fingerprinter.fingerprint(
-            salt, *[memoryview(part) for part in call.prompt]
-        )
+        salt, prompt = b"%b\0%b" % (call.salt, model.encode()), call.prompt
+        if len(prompt) == 1:
+            fingerprint = self._fingerprinter.fingerprint(salt, memoryview(prompt[0]))
+        else:
+            parts = [memoryview(part) for part in prompt]
+            fingerprint = self._fingerprinter.fingerprint(salt, *parts)
         if self.exact.endpoints and not self.exact.prompts.has(fingerprint):
             self._note_unread(call, model, fingerprint)
         return fingerprint

@@ -178,7 +178,7 @@ def request_headers(
     """
     if exchange.trace is not None:
         passed = client_lines(headers) + exchange.trace.add_leg("whole", endpoint, monotonic())
-    elif not isinstance(headers, HeaderFields):
+    elif type(headers) is not HeaderFields:
         passed = client_lines(headers) + propagated_headers(headers)
     else:  # one object for most requests of a connection, which caches the lines
         lines = headers.forwarded_lines
@@ -186,7 +186,7 @@ def request_headers(
             lines = headers.forwarded_lines = client_lines(headers) + propagated_headers(headers)
         passed = lines
     head = f"x-request-id: {exchange.id}\r\ncontent-length: {length}\r\n{passed}\r\n"
-    return head.encode("utf-8", "surrogateescape")
+    return head.encode() if head.isascii() else head.encode("utf-8", "surrogateescape")
 
 
 def client_lines(headers: Mapping[str, str]) -> str:

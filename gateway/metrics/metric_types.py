@@ -12,7 +12,7 @@ from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from enum import StrEnum
-from math import ceil, log
+from math import log
 from typing import Generic, TypeVar
 
 import msgspec
@@ -187,7 +187,7 @@ class Histogram:
         self.counts[index] += 1
         self.sum += value
         clamped = MIN_VALUE if value < MIN_VALUE else value if value < MAX_VALUE else MAX_VALUE
-        self.sketch[ceil(log(clamped) * PER_LOG)] += 1
+        self.sketch[(log(clamped) * PER_LOG).__ceil__()] += 1  # half the time of math.ceil()
         if not self.exemplars:
             self.exemplars = [None] * len(self.counts)
         self.exemplars[index] = mark

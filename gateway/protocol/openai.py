@@ -311,12 +311,14 @@ def _build_call(
     slo = model.slo if wish.is_default else wish.resolve_slo(model.slo)
     if output_tokens is None:
         output_tokens = _expected_tokens(context, served, slo)
+    if output_tokens > MAX_EXPECTED_TOKENS:
+        output_tokens = MAX_EXPECTED_TOKENS
     request = Request(
         context.request_id,
         served,
         context.tenant,
         ids,
-        min(output_tokens, MAX_EXPECTED_TOKENS) * shape.choices,
+        output_tokens * shape.choices,
         shape.is_stream,
         slo,
         wish.default_priority
@@ -380,7 +382,8 @@ def _estimate(
 
     `served` is the engines' name of the model.
     """
-    estimated = sum(map(len, prompt)) // BYTES_PER_TOKEN + 1
+    length = len(prompt[0]) if len(prompt) == 1 else sum(map(len, prompt))
+    estimated = length // BYTES_PER_TOKEN + 1
     if caller.prompt_lengths is None or not caller.prompt_lengths.ratios:
         return estimated, estimated
     return estimated, caller.prompt_lengths.correct(served, media.parts > 0, estimated)

@@ -55,26 +55,34 @@ class RequestHead:
     comparing these bytes, without parsing.
     """
 
-    __slots__ = ("_after", "_before", "api", "headers")
+    __slots__ = ("_after", "_before", "_digits_at", "_ending", "_length", "api", "headers")
 
     def __init__(self, api: Api, headers: Mapping[str, str], before: bytes, after: bytes) -> None:
         self.api = api
         self.headers = headers
         self._before = before
         self._after = after
+        self._digits_at = len(before)
+        self._ending, self._length = b"", 0  # the newest digits with what follows; the body's bytes
 
     def body_span(self, data: bytes, offset: int) -> tuple[int, int] | None:
         """Return the offsets in `data` at which this head's body begins and ends.
 
         Return None if another head begins at `offset`. The body may extend beyond `data`.
         """
-        if not data.startswith(self._before, offset):
+        # Comparing a slice takes fewer instructions than startswith() with an offset.
+        digits_at = offset + self._digits_at
+        if data[offset:digits_at] != self._before:
             return None
-        digits = _DIGITS.match(data, offset + len(self._before))
+        start = digits_at + len(self._ending)
+        if start > digits_at and data[digits_at:start] == self._ending:
+            return start, start + self._length
+        digits = _DIGITS.match(data, digits_at)
         if digits is None or not data.startswith(self._after, digits.end()):
             return None
         start = digits.end() + len(self._after)
-        return start, start + int(digits[0])
+        self._ending, self._length = data[digits_at:start], int(digits[0])
+        return start, start + self._length
 
 
 def is_partial_head(data: bytes) -> bool:

@@ -41,6 +41,24 @@ BUFFER_CAP_BYTES = (
 )  # buffer for a blocked sink; lines beyond it are dropped and counted
 
 
+LINES_PER_BLOCK = 32
+"""Lines that are encoded together, which takes two thirds of the time of one by one."""
+
+
+Microseconds = int | None
+StageTimes = tuple[
+    Microseconds,
+    Microseconds,
+    Microseconds,
+    Microseconds,
+    Microseconds,
+    Microseconds,
+    Microseconds,
+    Microseconds,
+]
+"""The fields `received_us` to `last_us` of an access log line."""
+
+
 class AccessLine(msgspec.Struct, omit_defaults=True):
     """One request in the access log; times in us are microseconds since its head was parsed.
 
@@ -110,8 +128,8 @@ class AccessLog:
     """A buffered log file; a thread writes it, so that a slow disk never delays a request."""
 
     __slots__ = (
-        *("_dropped", "_encode", "_file", "_flush_s", "_lines", "_loop", "_size", "_timer"),
-        *("_writing", "has_blocks", "is_enabled"),
+        *("_blocks", "_dropped", "_encoder", "_file", "_flush_s", "_lines", "_loop", "_size"),
+        *("_timer", "_writing", "has_blocks", "is_enabled"),
     )
 
     def __init__(
@@ -129,21 +147,41 @@ class AccessLog:
         self.has_blocks = config.access_blocks is not False
         self._flush_s = config.access_flush
         self._loop = loop
-        self._encode = msgspec.json.Encoder().encode
-        self._lines: list[bytes] = []
+        self._encoder = msgspec.json.Encoder()
+        self._lines: list[AccessLine] = []  # not encoded yet
+        self._blocks: list[bytes] = []  # encoded lines, `_size` bytes in all
         self._size = 0
         self._timer: asyncio.TimerHandle | None = None
         self._writing: asyncio.Future[None] | None = None
 
     def write(self, line: AccessLine) -> None:
-        encoded = self._encode(line)
+        """Append a line, which must not change any more; it is encoded later, with others."""
         if self._size > BUFFER_CAP_BYTES:
             self._dropped.inc()
             return
-        self._lines.append(encoded)
-        self._size += len(encoded)
+        self._lines.append(line)
+        if len(self._lines) >= LINES_PER_BLOCK:
+            self._encode()
         if self._timer is None:
             self._timer = self._loop.call_later(self._flush_s, self._flush)
+
+    def _encode(self) -> None:
+        """Encode the new lines; a line that cannot be encoded does not lose the others."""
+        lines, self._lines = self._lines, []
+        try:
+            block = self._encoder.encode_lines(lines)
+        except Exception:
+            block = b"".join(map(self._encode_one, lines))
+        self._blocks.append(block)
+        self._size += len(block)
+
+    def _encode_one(self, line: AccessLine) -> bytes:
+        try:
+            return self._encoder.encode(line) + b"\n"
+        except Exception:
+            log.exception("the access log line of request %s could not be written", line.id)
+            self._dropped.inc()
+            return b""
 
     def reopen(self) -> None:
         """Open the path again if it leads to another file now; the writing thread does so."""
@@ -158,7 +196,7 @@ class AccessLog:
         self._timer = None
         if self._writing is not None:
             self._timer = self._loop.call_later(self._flush_s, self._flush)
-        elif self._lines:
+        elif self._lines or self._blocks:
             self._begin()
 
     def _begin(self) -> None:
@@ -186,10 +224,10 @@ class AccessLog:
             writing.set_result(None)
 
     def _take(self) -> bytes:
-        block = b"\n".join([*self._lines, b""])
-        self._lines.clear()
-        self._size = 0
-        return block
+        if self._lines:
+            self._encode()
+        blocks, self._blocks, self._size = self._blocks, [], 0
+        return b"".join(blocks)
 
     async def close(self) -> None:
         """Write the remaining lines, waiting at most two seconds for a slow disk. Call it once."""
@@ -198,7 +236,7 @@ class AccessLog:
         for _ in range(2):  # the write in progress, then the remaining lines
             if self._writing is not None:
                 await asyncio.wait([self._writing], timeout=1)
-            if self._file is not None and self._writing is None and self._lines:
+            if self._file is not None and self._writing is None and (self._lines or self._blocks):
                 self._begin()
         if self._file is not None and self._writing is None:
             self._file.close()
@@ -432,22 +470,39 @@ class Accounting:
         return children
 
 
+def _stage_times(exchange: Exchange, relay: Relay) -> StageTimes:
+    """Return the stages from `received_us` to `last_us` of an access log line.
+
+    float.__trunc__() takes a third of the time of int().
+    """
+    start, stamp = exchange.accepted_at, exchange.parsed_at
+    # Stages without a wait between them share one time object, which is converted once.
+    parsed_us = admitted_us = None if stamp is None else ((stamp - start) * 1e6).__trunc__()
+    if (admitted := exchange.admitted_at) is not stamp:
+        admitted_us = None if admitted is None else ((admitted - start) * 1e6).__trunc__()
+    stamp = relay.first_byte_at
+    first_us = token_us = last_us = None if stamp is None else ((stamp - start) * 1e6).__trunc__()
+    if (token := relay.first_token_at) is not stamp:
+        token_us = None if token is None else ((token - start) * 1e6).__trunc__()
+    if (last := relay.last_data_at) is not stamp:
+        last_us = None if last is None else ((last - start) * 1e6).__trunc__()
+    return (
+        None if (stamp := exchange.received_at) is None else ((stamp - start) * 1e6).__trunc__(),
+        parsed_us,
+        admitted_us,
+        None if (stamp := exchange.picked_at) is None else ((stamp - start) * 1e6).__trunc__(),
+        None if (stamp := exchange.sent_at) is None else ((stamp - start) * 1e6).__trunc__(),
+        first_us,
+        token_us,
+        last_us,
+    )
+
+
 def _line(
     exchange: Exchange, relay: Relay, usage: TokenUsage, now: float, unix_offset: float
 ) -> AccessLine:
     """Return the access log line of a request; keyword arguments would take twice as long."""
     start, call, pick = exchange.accepted_at, exchange.call, exchange.pick
-    # Stages without a wait between them share one time object, which is converted once.
-    stamp = exchange.parsed_at
-    parsed_us = admitted_us = None if stamp is None else int((stamp - start) * 1e6)
-    if (admitted := exchange.admitted_at) is not stamp:
-        admitted_us = None if admitted is None else int((admitted - start) * 1e6)
-    stamp = relay.first_byte_at
-    first_byte_us = first_token_us = last_us = None if stamp is None else int((stamp - start) * 1e6)
-    if (token := relay.first_token_at) is not stamp:
-        first_token_us = None if token is None else int((token - start) * 1e6)
-    if (last := relay.last_data_at) is not stamp:
-        last_us = None if last is None else int((last - start) * 1e6)
     line = AccessLine(
         unix_offset + start,
         exchange.id,
@@ -455,20 +510,13 @@ def _line(
         exchange.api.path,
         exchange.status,
         exchange.outcome,
-        int((now - start) * 1e6),
+        ((now - start) * 1e6).__trunc__(),
         exchange.reason,
         exchange.tenant,
         exchange.model,
         "" if pick is None else pick.candidate.endpoint.name,
         call is not None and call.request.stream,
-        None if (stamp := exchange.received_at) is None else int((stamp - start) * 1e6),
-        parsed_us,
-        admitted_us,
-        None if (stamp := exchange.picked_at) is None else int((stamp - start) * 1e6),
-        None if (stamp := exchange.sent_at) is None else int((stamp - start) * 1e6),
-        first_byte_us,
-        first_token_us,
-        last_us,
+        *_stage_times(exchange, relay),
         exchange.body_bytes,
         relay.bytes_sent,
         relay.event_count,

@@ -103,7 +103,7 @@ def whole_outcome(slo: Slo, ttft_s: float, tokens: int) -> str:
 
     It is met if all tokens arrive within the TTFT budget plus the TPOT budget per further token.
     """
-    budget_s = slo.ttft_s + slo.tpot_s * max(0, tokens - 1)
+    budget_s = slo.ttft_s + slo.tpot_s * (tokens - 1 if tokens > 1 else 0)
     return "met" if ttft_s <= budget_s else "ttft_missed"
 
 
@@ -295,7 +295,9 @@ class SloTracker:
         evicted     believed to be cached at the picked endpoint, which no longer had them
         """
         prompt, longest = query.request.prompt_tokens, longest_match(query.cached_by_slot)
-        self._never_seen.value += max(0, prompt - longest)
-        self._spread.value += max(0, longest - believed)
+        if prompt > longest:  # calls of max() would cost more than the rest of this function
+            self._never_seen.value += prompt - longest
+        if longest > believed:
+            self._spread.value += longest - believed
         if usage.cached_tokens is not None and usage.cached_tokens < believed:
             self._evicted.value += believed - usage.cached_tokens

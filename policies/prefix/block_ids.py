@@ -34,8 +34,10 @@ class BlockIds:
         Blocks are at least as large as the fingerprint's own. Every id stands for the prompt from
         its beginning to the end of the block.
         """
+        step = ID_BLOCK_BYTES // fingerprint.block_bytes or 1
+        if len(fingerprint.keys) < step:  # most prompts of a chat's first turn
+            return []
         offset, factor = self._numbers.get(tenant) or self._draw(tenant)
-        step = max(1, ID_BLOCK_BYTES // fingerprint.block_bytes)
         return [
             ((key ^ offset) * factor & _MASK) >> 16 for key in fingerprint.keys[step - 1 :: step]
         ]

@@ -15,6 +15,7 @@ from policies.prefix import block_hash
 from policies.prefix.sampled_keys import MAX_BLOCKS, Keys, sample_keys
 
 _MAX_SEEDS = 1024
+_NO_KEYS: Keys = array("Q")
 
 
 class Fingerprint:
@@ -104,9 +105,12 @@ class Fingerprinter:
         return seed
 
     def _chain(self, seed: int, data: bytes | memoryview) -> Fingerprint:
-        blocks = min(len(data) // self.block_bytes, MAX_BLOCKS)
-        keys = self._arithmetic.chain_keys(seed, data, blocks) if blocks else array("Q")
-        return Fingerprint(keys, self.block_bytes, len(data))
+        length = len(data)
+        blocks = length // self.block_bytes
+        if blocks > MAX_BLOCKS:
+            blocks = MAX_BLOCKS
+        keys = self._arithmetic.chain_keys(seed, data, blocks) if blocks else _NO_KEYS
+        return Fingerprint(keys, self.block_bytes, length)
 
 
 def default_arithmetic() -> type[block_hash.KeyArithmetic]:

@@ -79,6 +79,7 @@ class PrefixMatch(Sequence[int]):
 
 def longest_match(cached_by_slot: Sequence[int]) -> int:
     """Return the most prompt tokens that any slot holds; 0 if none holds any."""
-    if isinstance(cached_by_slot, PrefixMatch):
+    # The type is compared first, because isinstance() of an abstract class costs more than max().
+    if type(cached_by_slot) is not list and isinstance(cached_by_slot, PrefixMatch):
         return cached_by_slot.longest
-    return max(cached_by_slot, default=0)
+    return max(cached_by_slot) if cached_by_slot else 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 
 import pytest
 from aiohttp.base_protocol import BaseProtocol
@@ -188,6 +189,34 @@ def test_a_head_that_differs_only_in_its_length_is_recognised() -> None:
         (b": 7\r", b": 7"),
     ):
         assert head.body_span(first.replace(old, new), 0) is None
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(
+                [b"0", b"7", b"12", b"99", b"07", b"1234", b"+1", b"", b"12 ", b"1" * 10]
+            ),
+            st.sampled_from([b"\r\nX: 1\r\n\r\n", b"\r\nX: 2\r\n\r\n", b"\r\nX: 1\r\n", b"\n"]),
+            st.sampled_from([b"", b"{}", b"0\r\nX: 1\r\n\r\n"]),
+            st.integers(0, 3),
+        ),
+        max_size=12,
+    )
+)
+def test_heads_in_any_order_have_the_span_that_a_pattern_finds(
+    heads: list[tuple[bytes, bytes, bytes, int]],
+) -> None:
+    before = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: "
+    after = b"\r\nX: 1\r\n\r\n"
+    head = read_head(before + b"7" + after, 0)
+    assert head is not None
+    pattern = re.compile(re.escape(before) + rb"(0|[1-9][0-9]{0,8})" + re.escape(after))
+    for digits, ending, body, offset in heads:
+        data = b"x" * offset + before + digits + ending + body
+        match = pattern.match(data, offset)
+        span = None if match is None else (match.end(), match.end() + int(match[1]))
+        assert head.body_span(data, offset) == span
 
 
 def test_a_head_longer_than_the_limit_is_not_ordinary() -> None:

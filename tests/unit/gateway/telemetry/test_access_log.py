@@ -7,12 +7,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from gateway.config import Observability
 from gateway.metrics.metric_types import Counter
 from gateway.telemetry import accounting
-from gateway.telemetry.accounting import AccessLine, AccessLog
+from gateway.telemetry.accounting import LINES_PER_BLOCK, AccessLine, AccessLog
 
 
 def to(file: Path, **settings: Any) -> Observability:
@@ -75,3 +76,21 @@ async def test_a_moved_file_is_closed_without_a_new_line(tmp_path: Path) -> None
     log.write(LINE)
     await log.close()
     assert [file.read_bytes().count(b'"req_1"') for file in sorted(tmp_path.iterdir())] == [1, 1]
+
+
+async def test_lines_stay_in_order_over_blocks_and_one_bad_line_loses_no_other(
+    tmp_path: Path,
+) -> None:
+    file, dropped = tmp_path / "access.jsonl", Counter()
+    log = AccessLog(to(file, access_flush="1m"), asyncio.get_running_loop(), dropped)
+    names = [f"req_{number}" for number in range(3 * LINES_PER_BLOCK + 5)]
+    for name in names:
+        line = msgspec.structs.replace(LINE, id=name)
+        if name == "req_40":
+            line.tenant = "\ud800"  # no text that can be encoded
+        log.write(line)
+    await log.close()
+    lines = [msgspec.json.decode(line, type=AccessLine) for line in file.read_bytes().splitlines()]
+    assert [line.id for line in lines] == [name for name in names if name != "req_40"]
+    assert lines[0] == msgspec.structs.replace(LINE, id="req_0")
+    assert dropped.value == 1
