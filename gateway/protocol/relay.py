@@ -17,16 +17,15 @@ from gateway.protocol.errors import Failure, error_event
 from gateway.protocol.response_framing import (
     COMPLETE,
     LAST_CHUNK,
-    MAX_HEAD_BYTES,
     NOT_STARTED,
     ChunkedBody,
     FramingError,
     RawBody,
     ResponseBody,
     ResponseHead,
+    ResponseHeadReader,
     encode_chunk,
     new_body,
-    parse_head,
 )
 from gateway.protocol.rewrite import ModelNameRewriter
 from gateway.protocol.stream_scan import (
@@ -59,6 +58,7 @@ TAIL_BYTES = 16 * 1024  # bytes of a plain response that are kept for scanning
 
 _CHUNKED = b"transfer-encoding: chunked\r\n\r\n"
 _CLOSED = b"connection: close\r\n\r\n"
+read_head = ResponseHeadReader().read  # one for all relays: engines of a kind send equal heads
 EVENT_MARKER, _ERROR = b"\ndata:", b'"error"'
 
 
@@ -281,17 +281,14 @@ class Relay:
             data, self._pending = self._pending + data, b""
         offset = 0
         while self.head is None:  # interim 1xx responses leave it None
-            end = data.find(b"\r\n\r\n", offset, offset + MAX_HEAD_BYTES)
-            if end < 0:
-                self._pending = data = data[offset:]
-                if len(data) >= MAX_HEAD_BYTES:
-                    raise UpstreamError("framing", "the engine's response head is too long")
-                return b""
             try:
-                head = parse_head(data[offset : end + 2])
+                read = read_head(data, offset)
             except FramingError as error:
                 raise UpstreamError("framing", str(error)) from error
-            offset = end + 4
+            if read is None:
+                self._pending = data[offset:]
+                return b""
+            head, offset = read
             if (
                 head.is_plain
                 and head.length == len(data) - offset

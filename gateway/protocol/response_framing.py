@@ -10,6 +10,7 @@ from functools import lru_cache
 from typing import Protocol
 
 import msgspec
+from msgspec.structs import replace
 
 MAX_HEAD_BYTES = 64 * 1024
 MAX_SIZE_LINE = 288
@@ -20,6 +21,8 @@ _FIELDS = re.compile(
     rb"\n(content-type|content-length|content-encoding|transfer-encoding|connection)"
     rb"[ \t]*:([^\r\n]*)\r"
 )
+_LENGTH = re.compile(rb"[1-9][0-9]{0,8}")
+_LENGTH_LINE = re.compile(rb"\r\ncontent-length: ?([1-9][0-9]{0,8})\r\n", re.IGNORECASE)
 _CONTROL = re.compile(rb"[\x00-\x08\x0a-\x1f\x7f]")
 _ONCE = frozenset((b"content-length", b"content-encoding", b"transfer-encoding"))
 
@@ -95,6 +98,60 @@ def parse_head(head: bytes) -> ResponseHead:
         b"HTTP/1.1 200 OK\r\ncontent-type: %b\r\n" % content_type,
         b"content-length: %d\r\n\r\n" % (size or 0),
     )
+
+
+class ResponseHeadReader:
+    """Reads response heads, by comparing them with the newest one where possible.
+
+    Until the second of `Date` changes, an engine's heads differ in their Content-Length alone.
+    """
+
+    __slots__ = ("_after", "_before", "_ending", "_head", "_length_at")
+
+    def __init__(self) -> None:
+        self._head: ResponseHead | None = None
+        self._before = self._after = self._ending = b""
+        self._length_at = 0
+
+    def read(self, data: bytes, offset: int) -> tuple[ResponseHead, int] | None:
+        """Return the head at `offset` and where its body begins; None if it is incomplete.
+
+        Raises FramingError if the head is malformed, ambiguous or too long.
+        """
+        head, length_at = self._head, offset + self._length_at
+        if head is not None and data[offset:length_at] == self._before:
+            start = length_at + len(self._ending)
+            if data[length_at:start] == self._ending:
+                return head, start
+            digits = _LENGTH.match(data, length_at)
+            if digits is not None and data.startswith(self._after, digits.end()):
+                return self._read_length(head, data, length_at, digits)
+        end = data.find(b"\r\n\r\n", offset, offset + MAX_HEAD_BYTES)
+        if end < 0:
+            if len(data) - offset >= MAX_HEAD_BYTES:
+                raise FramingError("the engine's response head is too long")
+            return None
+        text = data[offset : end + 2]
+        head = parse_head(text)
+        if head.is_plain or head.is_sse:
+            self._remember(head, text + b"\r\n")
+        return head, end + 4
+
+    def _remember(self, head: ResponseHead, text: bytes) -> None:
+        length = _LENGTH_LINE.search(text)
+        if length is not None or head.length is None:
+            at, after = (len(text), len(text)) if length is None else length.span(1)
+            self._head, self._length_at = head, at
+            self._before, self._ending, self._after = text[:at], text[at:], text[after:]
+
+    def _read_length(
+        self, head: ResponseHead, data: bytes, length_at: int, digits: re.Match[bytes]
+    ) -> tuple[ResponseHead, int]:
+        start = digits.end() + len(self._after)
+        self._ending = data[length_at:start]
+        line = b"content-length: %b\r\n\r\n" % digits[0]
+        self._head = head = replace(head, length=int(digits[0]), length_line=line)
+        return head, start
 
 
 class ResponseBody(Protocol):
