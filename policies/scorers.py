@@ -12,6 +12,9 @@ from policies.contract import Scorer
 from policies.load import EndpointLoad
 from policies.model import Candidate, RoutingQuery
 
+FULL_KV = 0.9
+"""The share of KV memory in use above which a new request may have to wait for memory."""
+
 _TYPICAL_PROMPT = 1000.0
 """Tokens that a ranking assumes for a request, where a score multiplies by its prompt."""
 
@@ -122,18 +125,18 @@ def uncached_work(
     """
 
     def score(query: RoutingQuery, candidates: Sequence[Candidate]) -> list[float]:
-        prompt = query.request.prompt_tokens
-        cached = query.cached_by_slot
-        slots = len(query.cached_by_slot)
-        loads = [candidate.load for candidate in candidates]
-        cached_tokens = [cached[load.slot] if load.slot < slots else 0 for load in loads]
-        most_cached, oldest = max(cached_tokens), query.now - fresh_s
-        scores = []
-        load: EndpointLoad
-        for index, load in enumerate(loads):
-            cached_here = cached_tokens[
-                index
-            ]  # zip(strict=True) would be a Python call in the compiled module.
+        prompt, cached = query.request.prompt_tokens, query.cached_by_slot
+        slots, oldest, most_cached = len(cached), query.now - fresh_s, 0
+        held, scores = [], []
+        for candidate in candidates:
+            slot = candidate.load.slot
+            tokens = cached[slot] if slot < slots else 0
+            held.append(tokens)
+            if tokens > most_cached:  # max() takes longer for the few candidates of most pools
+                most_cached = tokens
+        for index, candidate in enumerate(candidates):
+            load: EndpointLoad = candidate.load
+            cached_here = held[index]  # zip(strict=True) is a Python call in the compiled module
             cost = (
                 load.prefill_tokens
                 + prompt
@@ -144,7 +147,9 @@ def uncached_work(
                 harm = harm_weight * load.in_flight * (most_cached - cached_here)
                 cost += harm if harm < patience_tokens else patience_tokens
             if load.scraped_at is not None and load.scraped_at >= oldest:
-                cost += prompt * (load.external_requests + _pressure(load))
+                usage = load.kv_usage
+                pressure = 0.0 if usage is None or usage < FULL_KV else _pressure(load)
+                cost += prompt * (load.external_requests + pressure)
             scores.append(-cost)
         return scores
 
@@ -166,7 +171,9 @@ def _pressure(load: EndpointLoad) -> float:
     # Return how full the KV memory was at the last scrape, 0 to 1.
     #
     # It is 0 up to 90 % in use and rises linearly to 1 at 100 %; 0 also if unknown.
-    return 0.0 if load.kv_usage is None or load.kv_usage < 0.9 else (load.kv_usage - 0.9) * 10.0
+    if load.kv_usage is None or load.kv_usage < FULL_KV:
+        return 0.0
+    return (load.kv_usage - FULL_KV) * 10.0
 
 
 def has_room_and_own_requests_only(load: EndpointLoad) -> bool:

@@ -253,8 +253,7 @@ class PoolQueue:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._queue.free_place(monotonic())
-        if self._queue.waiting:
+        if self._queue.free_place(monotonic()):
             self._settle()
 
     def _settle(self) -> None:

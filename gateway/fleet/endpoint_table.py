@@ -237,8 +237,9 @@ class EndpointTable:
         self, fingerprint: Fingerprint, load: EndpointLoad, prompt_tokens: int
     ) -> None:
         """Record in the prefix index that a prompt was sent to the endpoint."""
-        self.prefixes.index.insert(fingerprint, load.slot, prompt_tokens)
-        self._update_index_figures(load)
+        if fingerprint.sampled_keys:  # else it is shorter than one block, and changes nothing
+            self.prefixes.index.insert(fingerprint, load.slot, prompt_tokens)
+            self._update_index_figures(load)
 
     def _update_index_figures(self, load: EndpointLoad) -> None:
         index = self.prefixes.index

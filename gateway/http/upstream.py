@@ -23,6 +23,7 @@ from gateway.protocol.relay import DONE, Relay, UpstreamError
 from gateway.util.tls import WRITE_BUFFER_BYTES, Encryption
 
 MAX_IDLE_S = 4.0  # below the 5 s after which vLLM's server closes idle connections (engines.md A.9)
+MAX_HEADS = 64  # cached beginnings of requests, one for each path
 MAX_IDLE = 256  # idle connections kept per engine
 TLS_SHUTDOWN_S = 1.0  # how long an engine may take to complete a TLS shutdown
 
@@ -349,6 +350,7 @@ class ConnectionPool:
     __slots__ = (
         "_encryption",
         "_headers",
+        "_heads",
         "_host",
         "_idle",
         "_netloc",
@@ -405,6 +407,7 @@ class ConnectionPool:
             f" HTTP/1.1\r\nhost: {self._netloc}\r\ncontent-type: application/json\r\n"
             f"accept: */*\r\naccept-encoding: identity\r\nuser-agent: penstock\r\n{authorization}"
         ).encode()
+        self._heads: dict[str, bytes] = {}
         self.timeouts = timeouts
 
     def request_head(self, path: str) -> bytes:
@@ -412,7 +415,12 @@ class ConnectionPool:
 
         The caller appends its own header lines and the blank line.
         """
-        return self._request_line + path.encode() + self._headers
+        head = self._heads.get(path)
+        if head is None:
+            if len(self._heads) >= MAX_HEADS:
+                self._heads.clear()
+            head = self._heads[path] = self._request_line + path.encode() + self._headers
+        return head
 
     async def send(
         self, head: bytes, payload: RequestPayload, relay: Relay, downstream: Downstream

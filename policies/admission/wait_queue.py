@@ -335,10 +335,14 @@ class WaitQueue(Generic[T]):
         self.free_place(outcome.now)
         self.on_ended(request, outcome)
 
-    def free_place(self, now: float) -> None:
-        """Release the permit of a request whose outcome is passed to `on_ended` separately."""
+    def free_place(self, now: float) -> bool:
+        """Release a permit; return whether requests wait for one.
+
+        The outcome of the request that had it is passed to `on_ended` separately.
+        """
         self.in_flight -= 1
         self.drain_rate.record(now)
+        return bool(self._tickets)
 
     def undo_admit(self) -> None:
         """Release a permit that no request used; call `take_verdicts` afterwards."""
