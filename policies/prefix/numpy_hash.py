@@ -16,18 +16,20 @@ Numbers = npt.NDArray[np.uint64]
 
 _SLAB_BLOCKS = 256
 _FEW_BLOCKS = 64  # up to this size a plain product is cheaper than einsum
+_MOST_SEEDS = 64  # kept as arrays, which numpy adds in half the time of a scalar
 _HALF = np.array(32, np.uint64)  # zero-dimensional arrays are faster for numpy than scalars
 
 
 class NumpyArithmetic:
     """KeyArithmetic with numpy: each step of the hash runs over all words of the prompt at once."""
 
-    __slots__ = ("_fold", "_folded", "_mix", "_places", "_upper", "_word_keys")
+    __slots__ = ("_fold", "_folded", "_mix", "_places", "_seeds", "_upper", "_word_keys")
 
     def __init__(self, word_keys: Keys, places: Keys, fold: int, mix: int) -> None:
         self._word_keys = np.frombuffer(word_keys, np.uint64)
         self._places = np.frombuffer(places, np.uint64)
         self._fold, self._mix = np.array(fold, np.uint64), np.array(mix, np.uint64)
+        self._seeds: dict[int, Numbers] = {}
         self._folded, self._upper = np.empty((2, _SLAB_BLOCKS, len(word_keys)), np.uint64)
 
     def chain_keys(self, seed: int, data: bytes | memoryview, blocks: int) -> Keys:
@@ -39,7 +41,12 @@ class NumpyArithmetic:
         np.bitwise_xor(keys, np.right_shift(keys, _HALF), keys)
         np.multiply(keys, self._mix, keys)
         np.add.accumulate(keys, 0, None, keys)
-        np.add(keys, np.uint64(seed), keys)
+        start = self._seeds.get(seed)
+        if start is None:
+            if len(self._seeds) >= _MOST_SEEDS:
+                self._seeds.clear()
+            start = self._seeds[seed] = np.array(seed, np.uint64)
+        np.add(keys, start, keys)
         return array("Q", keys.tobytes())
 
     def _block_hashes(self, words: Numbers) -> Numbers:

@@ -214,9 +214,13 @@ class PrefixIndex:
         Bytes are converted to tokens by `prompt_tokens / fingerprint.n_bytes`. Slots never used are
         beyond the end of the list.
         """
-        tokens = [0] * len(self._holders)
-        for slot, count in self._tokens_by_holder(fingerprint, prompt_tokens).items():
-            tokens[slot] = count
+        tokens, keys = [0] * len(self._holders), fingerprint.sampled_keys
+        known = self._count_known(keys) if keys else 0
+        if known:
+            scale = prompt_tokens * fingerprint.block_bytes / fingerprint.n_bytes
+            for slot, blocks in self._measure_reach(keys, known - 1).items():
+                # float.__trunc__() takes a third of the time of int().
+                tokens[slot] = (blocks * scale).__trunc__()
         return tokens
 
     def match_holders(self, fingerprint: Fingerprint, prompt_tokens: int) -> PrefixMatch:
@@ -285,15 +289,6 @@ class PrefixIndex:
             return self._stamps_by_slot(holders).get(stamp & _SLOT) == stamp
         return holders == stamp or (holders > _LANE and stamp in _stamps(holders))
 
-    def _tokens_by_holder(self, fingerprint: Fingerprint, prompt_tokens: int) -> dict[int, int]:
-        # Return, by slot, the prompt tokens that it holds; slots that hold none are left out.
-        known = self._count_known(fingerprint.sampled_keys)
-        if not known:
-            return {}
-        scale = prompt_tokens * fingerprint.block_bytes / fingerprint.n_bytes
-        reach = self._measure_reach(fingerprint.sampled_keys, known - 1)
-        return {slot: int(blocks * scale) for slot, blocks in reach.items()}
-
     def cached_tokens(self, slot: int) -> float:
         """Return the tokens that the endpoint in this slot is believed to hold, over all
         prompts.
@@ -314,8 +309,11 @@ class PrefixIndex:
         #
         # Bisects only where the holders of blocks change.
         first_holders, last_holders = self._holders_of(keys[0]), self._holders_of(keys[last])
-        alive = {first_holders: self._alive(first_holders), last_holders: self._alive(last_holders)}
-        reach = dict.fromkeys(alive[last_holders], SAMPLE_LENGTHS[last])
+        at_end = self._alive(last_holders)
+        reach = dict.fromkeys(at_end, SAMPLE_LENGTHS[last])
+        if first_holders == last_holders:  # the same endpoints hold all of it
+            return reach
+        alive = {first_holders: self._alive(first_holders), last_holders: at_end}
         pending = [(0, first_holders, last, last_holders)]
         while pending:
             low, at_low, high, at_high = pending.pop()
