@@ -67,10 +67,10 @@ class Figures(msgspec.Struct, frozen=True):
     """The results with or without isolation: both AUCs, and the cached share of prompt tokens."""
 
     isolate: str
-    run_probes: int
+    probes: int
     by_usage: Area
     by_ttft: Area
-    measure_hits: float
+    cached_share: float
 
 
 def area(sent: Sequence[float], unsent: Sequence[float]) -> Area:
@@ -213,13 +213,13 @@ async def real_engine() -> AsyncIterator[list[str]]:
 
 async def run(options: argparse.Namespace, engines: Sequence[str]) -> int:
     figures = [
-        await measure_mode(engines, options, "on", options.run_probes),
-        await measure_mode(engines, options, "off", max(50, options.run_probes // 10)),
+        await measure_mode(engines, options, "on", options.probes),
+        await measure_mode(engines, options, "off", max(50, options.probes // 10)),
     ]
     for mode in figures:
         print_mode(mode)
     on, off = figures
-    difference = abs(on.measure_hits / off.measure_hits - 1.0) if off.measure_hits else math.inf
+    difference = abs(on.cached_share / off.cached_share - 1.0) if off.cached_share else math.inf
     print(f"hits within a tenant differ by {difference:.2%} (at most {MAX_HITS_DIFFERENCE:.0%})")
     if options.json:
         Path(options.json).write_bytes(msgspec.json.format(msgspec.json.encode(figures)))
@@ -230,12 +230,12 @@ async def run(options: argparse.Namespace, engines: Sequence[str]) -> int:
 
 def print_mode(mode: Figures) -> None:
     print(
-        f"isolate {mode.isolate}: {mode.run_probes} probes per side; "
+        f"isolate {mode.isolate}: {mode.probes} probes per side; "
         f"load average {os.getloadavg()[0]:.1f}"
     )
     for name, auc in (("usage", mode.by_usage), ("time to first token", mode.by_ttft)):
         print(f"  AUC by {name}: {auc.auc:.4f} (95 % interval {auc.low:.4f} to {auc.high:.4f})")
-    print(f"  prompt tokens cached within a tenant: {mode.measure_hits:.4f}")
+    print(f"  prompt tokens cached within a tenant: {mode.cached_share:.4f}")
 
 
 def _options() -> argparse.Namespace:

@@ -59,7 +59,7 @@ ENV = {
 
 
 class Engine:
-    """A vLLM server with a KV connector.
+    """A vLLM server of the model in a folder of REAL, with a KV connector or without.
 
     If it is killed and started again, it has the same ports and a new engine id.
     """
@@ -70,11 +70,14 @@ class Engine:
         port: int,
         side_port: int,
         place: int,
-        connector: Mapping[str, object] = CONNECTOR,
+        connector: Mapping[str, object] | None = CONNECTOR,
         tp: int = 1,
         options: Sequence[str] = (),
+        model: str = "model",
+        env: Mapping[str, str] = {},
     ) -> None:
         self._connector, self._tp, self._options = connector, tp, options
+        self._model, self._env = REAL / model, env
         self.name, self.port, self.side_port, self._place = name, port, side_port, place
         self.url = f"http://127.0.0.1:{port}"
         self.log = REAL / f"{name}.log"
@@ -89,6 +92,7 @@ class Engine:
             env={
                 **os.environ,
                 **ENV,
+                **self._env,
                 "VLLM_NIXL_SIDE_CHANNEL_PORT": str(self.side_port),
                 "PYTHONPATH": str(ROOT),
             },
@@ -104,14 +108,14 @@ class Engine:
             *(
                 str(REAL / "venv" / "bin" / "vllm"),
                 "serve",
-                str(REAL / "model"),
+                str(self._model),
                 "--served-model-name",
                 MODEL,
             ),
             *("--host", "127.0.0.1", "--port", str(self.port), "--seed", "7", "--dtype", DTYPE),
             *("--max-model-len", "4096", "--num-gpu-blocks-override", str(BLOCKS)),
             *("--enforce-eager", "--enable-prompt-tokens-details"),
-            *("--kv-transfer-config", json.dumps(self._connector)),
+            *(("--kv-transfer-config", json.dumps(self._connector)) if self._connector else ()),
             *("--tensor-parallel-size", str(self._tp)),
             *self._options,
         ]

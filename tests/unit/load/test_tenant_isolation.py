@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import argparse
+import sys
+from collections.abc import Sequence
 from random import Random
 
 import pytest
 
-from bench.load.tenant_isolation import Area, area
+from bench.load import tenant_isolation
+from bench.load.tenant_isolation import Area, Figures, area
 
 
 def test_the_area_counts_ordered_pairs_and_half_of_the_ties() -> None:
@@ -29,3 +33,24 @@ def test_different_distributions_are_distinguishable_and_equal_ones_are_not() ->
     sides = [[rng.gauss(mean, 1) for _ in range(1000)] for mean in (0.3, 0.0, 0.0)]
     assert not area(sides[0], sides[1]).is_a_guess
     assert area(sides[1], sides[2]).is_a_guess
+
+
+async def test_the_probes_of_the_command_line_are_sent_and_judged(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    guess, cached = Area(0.5, 0.49, 0.51), {"on": 0.48, "off": 0.48}
+
+    async def measure_mode(
+        engines: Sequence[str], options: argparse.Namespace, isolate: str, probes_a_side: int
+    ) -> Figures:
+        return Figures(isolate, probes_a_side, guess, guess, cached[isolate])
+
+    monkeypatch.setattr(tenant_isolation, "measure_mode", measure_mode)
+    monkeypatch.setattr(sys, "argv", ["tenant_isolation", "--probes", "600"])
+    options = tenant_isolation._options()
+    assert await tenant_isolation.run(options, []) == 0
+    printed = capsys.readouterr().out
+    assert "isolate on: 600 probes per side" in printed
+    assert "isolate off: 60 probes per side" in printed
+    cached["on"] = 0.46
+    assert await tenant_isolation.run(options, []) == 1
