@@ -12,6 +12,10 @@ from types import MappingProxyType
 
 import msgspec
 
+MAX_GROUP_PADDING = 1.5
+"""vLLM pads the smaller of two kinds of layers to the larger one if that is less than this times
+as large; otherwise it divides the larger kind into groups."""
+
 
 class Llm(msgspec.Struct, frozen=True):
     """The shape of a decoder-only model; numbers of parameters are over all layers.
@@ -108,16 +112,25 @@ class Llm(msgspec.Struct, frozen=True):
         """
         return self.kv_token_bytes * self.kv_share(tp)
 
-    def cached_tokens(self, context: int) -> float:
-        """Return the tokens whose KV a request of `context` tokens keeps, as the mean over its
-        layers.
+    def cached_tokens(self, context: int, step_tokens: int = 2048, block_tokens: int = 16) -> float:
+        """Return the tokens of KV that a request of `context` tokens reserves, as the mean over
+        its layers.
 
-        Layers with window attention keep fewer.
+        A layer with window attention keeps its window and the tokens of one step, in whole blocks
+        and one more. Such layers share block tables in groups as large as the number of layers
+        with full attention, and the last group is padded: vLLM 0.32, SlidingWindowSpec and
+        `get_kv_cache_groups` (v1/core/kv_cache_utils.py).
         """
         if not self.kv_layers:
             return 0.0
-        in_windows = self.window_layers * min(context, self.window)
-        return ((self.kv_layers - self.window_layers) * context + in_windows) / self.kv_layers
+        full = self.kv_layers - self.window_layers
+        blocks = -(-min(context, self.window - 1 + step_tokens) // block_tokens) + 1
+        in_window = min(context, blocks * block_tokens)
+        layers = [(full, context), (self.window_layers, in_window)]
+        least, most = sorted((full or self.window_layers, self.window_layers or full))
+        group = most if most < MAX_GROUP_PADDING * least else least
+        kept = sum(-(-count // group) * group * tokens for count, tokens in layers)
+        return kept / self.kv_layers
 
 
 def gqa(

@@ -273,3 +273,11 @@ def test_bits_are_looked_for_in_four_levels_and_no_deeper() -> None:
     assert shape_from_config(config | {"quantization_config": section}, "q").weight_bytes == 1.0
     with pytest.raises(ConfigError, match="quant_method"):
         shape_from_config(config | {"quantization_config": {"part": section}}, "q")
+
+
+@pytest.mark.parametrize(("name", "tokens"), [("gemma-3-27b", 125_406), ("gpt-oss-120b", 727_389)])
+def test_layers_with_windows_hold_as_many_tokens_as_vllm_computes(name: str, tokens: int) -> None:
+    """vLLM 0.32's own kv_cache_size_tokens in 32 GiB, at 8192 tokens a request, blocks of 128."""
+    model, context = shape(name), 8192
+    kept = model.cached_tokens(context, step_tokens=2048, block_tokens=128) * model.kv_token_bytes
+    assert 32 * 2**30 * context / kept == pytest.approx(tokens, rel=0.01)
