@@ -5,9 +5,9 @@ requests without a first byte; 20 times a second, glance() looks at those at end
 whose prefill is stalled. A request is late when it has waited longer than twice what the peers of
 its endpoint need for the prompts ahead of it. It is hedged when another endpoint is expected to
 answer sooner, by more than the work there costs. The first endpoint to send a byte of the answer
-serves the request; the other connection is closed, which engines treat as an abort. Late requests at an
-endpoint that is suspected to be slow, those behind others at one in doubt, and all that wait at one
-ejected as slow, are moved instead.
+serves the request; the other connection is closed, which engines treat as an abort. Late requests
+at an endpoint that is suspected to be slow, those behind others at one in doubt, and all that wait
+at one ejected as slow, are moved instead.
 
 Hedges and moves take a turn of the gateway's retry budget; hedges are also limited to a share of
 all requests. The turn is released when the answer begins: it limits duplicate work, not the length
