@@ -87,7 +87,7 @@ class _Process:
             add(signal.SIGHUP, self._app.reopen_log)
             add(signal.SIGUSR2, self._begin, self._retire)
         elif hangup_reloads:
-            add(signal.SIGHUP, self._begin, self._hang_up)
+            add(signal.SIGHUP, self._begin, self._handle_sighup)
             add(signal.SIGUSR2, self._begin, self._restart)
 
     async def until_end(self) -> None:
@@ -119,7 +119,7 @@ class _Process:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _hang_up(self) -> None:
+    async def _handle_sighup(self) -> None:
         self._app.reopen_log()
         if self._successor is not None:
             return  # the successor owns the configuration now

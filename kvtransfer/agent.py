@@ -461,7 +461,7 @@ class Agent:
             case DialPeer(address):
                 self._board.dial(address)
             case ComputePlan(work):
-                self._lock.defer(lambda: self._reckon(work))
+                self._lock.defer(lambda: self._finish_deferred_plan(work))
             case BumpGenerations() | ReportLayers() | ResolveHandle():
                 self._notify_engine(command)
 
@@ -490,7 +490,7 @@ class Agent:
             )
         )
 
-    def _reckon(self, work: Callable[[], Callable[[float], list[Command]]]) -> None:
+    def _finish_deferred_plan(self, work: Callable[[], Callable[[float], list[Command]]]) -> None:
         finish = work()
         with self._lock:
             self._do(finish(self._clock.now()))

@@ -206,7 +206,7 @@ class MockServer:
         answer = PendingResponse(len(choices), asyncio.get_running_loop())
         if ask.is_stream:
             return await self._stream(request, ask, choices, answer, fault)
-        return await self._whole(request, ask, choices, answer, fault)
+        return await self._serve_whole(request, ask, choices, answer, fault)
 
     def _pick_fault(self, request: web.Request) -> InjectedFault | None:
         # Return the fault of this request; apply it now if it precedes the response.
@@ -310,7 +310,7 @@ class MockServer:
         chat = messages_format.count_body(read_members(await request.read()))
         return json_answer({"input_tokens": token_count(chat_prompt(chat))})
 
-    async def _whole(
+    async def _serve_whole(
         self,
         request: web.Request,
         ask: ParsedRequest,

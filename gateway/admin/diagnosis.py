@@ -128,7 +128,7 @@ def diagnose(minute: MinuteCounts) -> list[DiagnosisLine]:
         *_retried(minute),
         *_priced(minute),
         *_recomputed(minute),
-        *_whole(minute),
+        *_unsplit_requests(minute),
     ]
     return sorted(reasons, key=lambda reason: GRADES.index(reason.grade))
 
@@ -283,7 +283,7 @@ def _recomputed(minute: MinuteCounts) -> Iterator[DiagnosisLine]:
             )
 
 
-def _whole(minute: MinuteCounts) -> Iterator[DiagnosisLine]:
+def _unsplit_requests(minute: MinuteCounts) -> Iterator[DiagnosisLine]:
     total = minute.split_count + sum(minute.whole_reasons.values())
     for reason, count in sorted(minute.whole_reasons.items(), key=lambda item: -item[1])[:1]:
         if count >= 0.1 * total:

@@ -83,8 +83,8 @@ def take_sample(
         computed_tokens=_sum_by_label(metrics.prefill_tokens_total, 0),
         split_decisions=_sum_by_two_labels(metrics.split_decisions_total, 0, 1),
         costs={
-            **_named("tenant", _sum_by_label(metrics.cost_usd_total, 2)),
-            **_named("idle", _sum_by_label(metrics.idle_cost_usd_total, 0)),
+            **_with_kind("tenant", _sum_by_label(metrics.cost_usd_total, 2)),
+            **_with_kind("idle", _sum_by_label(metrics.idle_cost_usd_total, 0)),
         },
         tokens=_total(metrics.completion_tokens_total),
         engine=(_total(metrics.prompt_tokens_total), _total(metrics.cached_tokens_total)),
@@ -106,7 +106,7 @@ def take_sample(
     )
 
 
-def _named(kind: str, sums: Mapping[str, float]) -> dict[tuple[str, str], float]:
+def _with_kind(kind: str, sums: Mapping[str, float]) -> dict[tuple[str, str], float]:
     return {(kind, name): value for name, value in sums.items()}
 
 

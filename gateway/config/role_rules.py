@@ -30,7 +30,7 @@ def errors(data: Any) -> Iterator[RuleFinding]:
             yield RuleFinding((*path, "pool"), text)
         dialect = dialects.DIALECTS.get(str(get_member(split, "dialect")))
         if specs and dialect is not None:
-            yield from _once(_dialect_errors(dialect, specs), reported)
+            yield from _without_repeats(_dialect_errors(dialect, specs), reported)
             is_clear = len(unnamed_models(data, get_member(model, "pool"))) < 2
             yield from _pair_errors((*path, "split"), model, dialect, specs, is_clear=is_clear)
     if not get_member(data, "models"):
@@ -69,7 +69,7 @@ def warnings(data: Any) -> Iterator[RuleFinding]:
             )
 
 
-def _once(findings: Iterator[RuleFinding], reported: set[Path]) -> Iterator[RuleFinding]:
+def _without_repeats(findings: Iterator[RuleFinding], reported: set[Path]) -> Iterator[RuleFinding]:
     # Yield only findings at new paths, since models may share a pool.
     for finding in findings:
         if finding.path not in reported:

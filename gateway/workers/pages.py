@@ -77,7 +77,7 @@ def _add_merged(group: WorkerGroup, routes: web.UrlDispatcher) -> None:
     async def readyz(_: web.Request) -> web.Response:
         if group.is_draining:
             return web.Response(status=503, text="draining\n")
-        responses = await _ask_all(group.ready_workers(), "/readyz")
+        responses = await _request_all(group.ready_workers(), "/readyz")
         if any(response.status == 200 for response in responses):
             return web.Response(text="ready\n")
         return web.Response(
@@ -90,7 +90,7 @@ def _add_merged(group: WorkerGroup, routes: web.UrlDispatcher) -> None:
         return web.Response(body=page, headers={"Content-Type": content_type(exemplars=exemplars)})
 
     async def requests(query: RecentQuery) -> dict[str, Any]:
-        responses = await _ask_all(group.ready_workers(), query.path)
+        responses = await _request_all(group.ready_workers(), query.path)
         return merge_recent(
             (json.loads(response.body) for response in responses if response.status == 200), query
         )
@@ -116,7 +116,7 @@ def _merged_handler(
     #
     # `merge_pages` merges the decoded pages.
     async def page(_: web.Request) -> web.Response:
-        responses = await _ask_all(group.ready_workers(), path)
+        responses = await _request_all(group.ready_workers(), path)
         return web.json_response(
             merge_pages(
                 json.loads(response.body) for response in responses if response.status == 200
@@ -141,7 +141,9 @@ def _add_changes(group: WorkerGroup, routes: web.UrlDispatcher) -> None:
     async def drain(request: web.Request) -> web.Response:
         key = {name: value for name, value in request.headers.items() if name == "Authorization"}
         async with configured.lock:
-            responses = await _ask_all(group.ready_workers(), request.rel_url.raw_path, "POST", key)
+            responses = await _request_all(
+                group.ready_workers(), request.rel_url.raw_path, "POST", key
+            )
         return (
             _forward(responses[0])
             if responses
@@ -152,7 +154,7 @@ def _add_changes(group: WorkerGroup, routes: web.UrlDispatcher) -> None:
     routes.add_post("/endpoints/{name}/{what:drain|undrain}", drain)
 
 
-async def _ask_all(
+async def _request_all(
     workers: Iterable[Worker], path: str, method: str = "GET", headers: dict[str, str] | None = None
 ) -> list[WorkerResponse]:
     # Send a request to all workers; return the responses of those that respond in time.

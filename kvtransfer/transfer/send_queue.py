@@ -194,7 +194,7 @@ class SendQueue:
         self.claimed[transfer] = offer
         offer.link, offer.transfer = self._link, transfer
 
-    def untake(self, offer: LeasedOffer) -> None:
+    def undo_take(self, offer: LeasedOffer) -> None:
         """Undo `take` because the claim failed, so that the offer is available again."""
         del self.claimed[offer.transfer]
         offer.link, offer.transfer = None, 0

@@ -410,7 +410,7 @@ class TransferSource:
         outlet = self._outlets.get(link)
         if outlet is None or outlet.claimed.get(invite.transfer) is not offer:
             return []
-        outlet.untake(offer)
+        outlet.undo_take(offer)
         if isinstance(plan_or_error, str):
             return self._refuse(link, invite.transfer, EndReason.LAYOUT, plan_or_error)
         try:

@@ -51,7 +51,7 @@ async def run(plan: BenchPlan, watch: Watch | None = None) -> BenchReport:
                 session.turns[0].output_tokens,
             )
         bench = _Run(plan, client)
-        interrupted = await bench.carry_out(watch)
+        interrupted = await bench.run_to_end(watch)
     return BenchReport(
         msgspec.structs.replace(plan, model=model),
         bench.progress.records,
@@ -67,7 +67,7 @@ class _Run:
         self._tasks: set[asyncio.Task[None]] = set()
         self.progress = RunProgress(plan)
 
-    async def carry_out(self, watch: Watch | None) -> bool:
+    async def run_to_end(self, watch: Watch | None) -> bool:
         # Execute the run; return True if it was interrupted.
         self.progress.started_s = time.perf_counter()
         watching = asyncio.create_task(self._show(watch)) if watch else None
@@ -125,14 +125,14 @@ class _Run:
         for number, turn in enumerate(session.turns):
             if not self._may_start(due_s):
                 return
-            record, answer = await self._ask(session, number, turn, messages, due_s)
+            record, answer = await self._send_request(session, number, turn, messages, due_s)
             if record.error is not None or number + 1 == len(session.turns):
                 return
             messages.append({"role": "assistant", "content": answer})
             due_s = record.ended_s + turn.think_s * self._plan.think
             await _sleep_until(due_s)
 
-    async def _ask(
+    async def _send_request(
         self,
         session: WorkloadSession,
         number: int,

@@ -73,7 +73,9 @@ def golden(
     try:
         with Progress(console=Console(stderr=True), transient=True, disable=as_json) as bar:
             task = bar.add_task("prompts", total=1.0)
-            asked = _asked(prompts, (base, candidate), (model, key), (max_tokens, concurrency))
+            asked = _answers_of_engines(
+                prompts, (base, candidate), (model, key), (max_tokens, concurrency)
+            )
             first, other, again = asyncio.run(
                 asked(lambda share: bar.update(task, completed=share))
             )
@@ -85,7 +87,7 @@ def golden(
     raise typer.Exit(3 if report.is_worse else 0)
 
 
-def _asked(
+def _answers_of_engines(
     prompts: list[dict[str, Any]],
     urls: tuple[str, str],
     access: tuple[str | None, str],

@@ -48,7 +48,9 @@ async def ask_all(
             nonlocal done
             async with slots:
                 for number, engine in enumerate(engines):
-                    answers[number][place] = await _ask(session, engine, prompts[place], max_tokens)
+                    answers[number][place] = await _request_answer(
+                        session, engine, prompts[place], max_tokens
+                    )
             done += 1
             tell(done / len(prompts))
 
@@ -59,7 +61,7 @@ async def ask_all(
     return answers
 
 
-async def _ask(
+async def _request_answer(
     session: aiohttp.ClientSession,
     engine: AskedEngine,
     prompt: Mapping[str, Any],

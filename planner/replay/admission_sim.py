@@ -50,7 +50,7 @@ class AdmissionSim:
         """Update the queue's capacity after groups were added, removed or failed."""
         if self._room is not None:
             self._room.refresh(self._fleet.gateway.candidates)
-            self._settle(now)
+            self._apply_verdicts(now)
 
     def on_booked(self, query: RoutingQuery, pick: Pick) -> None:
         """Charge the tenant of a request that was assigned to a group, if there is a wait queue."""
@@ -64,14 +64,14 @@ class AdmissionSim:
         if self._returns_permit(flight):
             assert self._room is not None
             self._room.release(flight.request, _outcome(now, flight.record))
-            self._fleet.schedule(now, self._settle)
+            self._fleet.schedule(now, self._apply_verdicts)
 
     def on_not_routed(self, now: float, flight: InflightRequest) -> None:
         """Refuse an admitted request that no group can serve, and release its permit."""
         if self._returns_permit(flight):
             assert self._room is not None
             self._room.free_place(now)
-            self._fleet.schedule(now, self._settle)
+            self._fleet.schedule(now, self._apply_verdicts)
         if flight.failed_endpoints:
             self._fleet.end(now, flight, RequestEnd.LOST, "no_capacity")
         else:
@@ -104,13 +104,13 @@ class AdmissionSim:
             self._refuse(now, flight, verdict)
         else:
             self._waiting[number] = flight
-            fleet.schedule(now + verdict.timeout_s, self._settle)
+            fleet.schedule(now + verdict.timeout_s, self._apply_verdicts)
 
     def _admit(self, now: float, flight: InflightRequest) -> None:
         flight.has_permit = True
         self._fleet.serve(now, flight, self._fleet.gateway.query(flight, now))
 
-    def _settle(self, now: float, _: object = None) -> None:
+    def _apply_verdicts(self, now: float, _: object = None) -> None:
         room = self._room
         if room is None:
             return
@@ -124,7 +124,7 @@ class AdmissionSim:
     def _tick(self, now: float, _: object) -> None:
         assert self._room is not None
         self._room.tick(now)
-        self._settle(now)
+        self._apply_verdicts(now)
         if self._fleet.running_requests:
             self._fleet.schedule(now + TICK_S, self._tick)
 

@@ -55,7 +55,7 @@ class SpeedMonitorSim:
         if self._limits.factor:
             self._fleet.schedule(REVIEW_S, self._review)
             self._fleet.schedule(SWEEP_S, self._sweep)
-            self._fleet.schedule(GLANCE_S, self._glance)
+            self._fleet.schedule(GLANCE_S, self._check_long_prefills)
 
     def _review(self, now: float, _: object) -> None:
         fleet = self._fleet
@@ -130,7 +130,7 @@ class SpeedMonitorSim:
         elif group.load.soft_cap == NO_SOFT_CAP or group in self._doubted:
             group.load.soft_cap, self._doubted[group] = 0, now + DOUBT_S
 
-    def _glance(self, now: float, _: object) -> None:
+    def _check_long_prefills(self, now: float, _: object) -> None:
         fleet = self._fleet
         rated = [group for group in fleet.groups if group.is_alive and group.load.is_available]
         if any(group.speed.waiting and now - group.speed.since >= LEAST_LATE_S for group in rated):
@@ -142,7 +142,7 @@ class SpeedMonitorSim:
                 if group in late or self._is_in_doubt(group):
                     self._consider(now, group)
         if fleet.running_requests:
-            fleet.schedule(now + GLANCE_S, self._glance)
+            fleet.schedule(now + GLANCE_S, self._check_long_prefills)
 
     def _sweep(self, now: float, _: object) -> None:
         # Move or hedge late requests at all groups, and raise the limits of doubted groups.

@@ -421,7 +421,7 @@ class PrefixIndex:
                 tokens = (lengths[end - 1] - covered) * tokens_per_block
                 holder.lose(previous, tokens)
                 if not others and previous < oldest:
-                    self._regret(holders, tokens)
+                    self._count_missed(holders, tokens)
                 if holders > _ROOM_FOR_ONE:
                     self._extra_holders += (end - low) * (
                         _count_extra(others << _LANE_BITS) - _count_extra(holders)
@@ -430,7 +430,7 @@ class PrefixIndex:
                 self._blocks += end - low
             low, covered = end, lengths[end - 1]
 
-    def _regret(self, holders: int, tokens: float) -> None:
+    def _count_missed(self, holders: int, tokens: float) -> None:
         for stamp in _stamps(holders):
             holder = self._holders[stamp & _SLOT]
             if stamp >= holder.reborn:

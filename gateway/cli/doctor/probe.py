@@ -105,7 +105,7 @@ class EngineConnection:
         self.opened = 0
         self.skew_s: float | None = None
 
-    def ask(self, method: str, path: str, body: object = None) -> ProbeResponse:
+    def request(self, method: str, path: str, body: object = None) -> ProbeResponse:
         """Send one request and return the response. Raises OSError or HTTPException.
 
         An engine may close an idle connection at any time, so a request that fails on a reused
@@ -113,14 +113,14 @@ class EngineConnection:
         """
         reused = self._connection.sock is not None
         try:
-            return self._ask_once(method, path, body)
+            return self._request_once(method, path, body)
         except ConnectionError:  # RemoteDisconnected is one
             self._connection.close()
             if not reused:
                 raise
-            return self._ask_once(method, path, body)
+            return self._request_once(method, path, body)
 
-    def _ask_once(self, method: str, path: str, body: object) -> ProbeResponse:
+    def _request_once(self, method: str, path: str, body: object) -> ProbeResponse:
         started_at = time.monotonic()
         if self._connection.sock is None:
             self._connection.connect()
@@ -168,22 +168,22 @@ def probe_engine(
     """
     result, connection = ProbeResult(url), EngineConnection(url, key, encryption=encryption)
     try:
-        result.health = connection.ask("GET", health_path)
-        result.models = connection.ask("GET", "/v1/models")
-        result.version = connection.ask("GET", "/version")
-        result.schema = connection.ask("GET", "/openapi.json")
+        result.health = connection.request("GET", health_path)
+        result.models = connection.request("GET", "/v1/models")
+        result.version = connection.request("GET", "/version")
+        result.schema = connection.request("GET", "/openapi.json")
         for path in METRICS_PATHS:
-            result.metrics = connection.ask("GET", path)
+            result.metrics = connection.request("GET", path)
             if result.metrics.status == 200:
                 break
         if events_path:
-            result.events = connection.ask("GET", events_path)
+            result.events = connection.request("GET", events_path)
         result.connection_count, result.skew_s = connection.opened, connection.skew_s
         model = next(iter(listed_models(result)), None)
         if more is not None and model is not None:
             result.token = _token(connection, token_request(model), more)
             if RESPONSES in listed_paths(result):
-                result.store = connection.ask("POST", RESPONSES, store_request(model))
+                result.store = connection.request("POST", RESPONSES, store_request(model))
     except (OSError, http.client.HTTPException) as error:
         result.problem = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
     finally:
@@ -195,11 +195,11 @@ def _token(
     connection: EngineConnection, body: Mapping[str, Any], more: Mapping[str, object]
 ) -> ProbeResponse:
     # Request one token, with its token ids if the engine accepts that member.
-    response = connection.ask("POST", "/v1/completions", {**body, **more})
+    response = connection.request("POST", "/v1/completions", {**body, **more})
     if response.status not in (400, 422):
         return response
     plain = {name: value for name, value in body.items() if name not in VLLM_EXTENSIONS}
-    return connection.ask("POST", "/v1/completions", {**plain, **more})
+    return connection.request("POST", "/v1/completions", {**plain, **more})
 
 
 def token_request(model: str, tokens: int = 1) -> dict[str, Any]:
@@ -238,7 +238,7 @@ def measure_decode_s(
     connection = EngineConnection(url, key, timeout_s=120.0, encryption=encryption)
     try:
         short, long = (
-            connection.ask("POST", "/v1/completions", token_request(model, length))
+            connection.request("POST", "/v1/completions", token_request(model, length))
             for length in (1, 1 + tokens)
         )
     finally:

@@ -202,7 +202,7 @@ class TopApp(App[None]):
         )
 
     def _change(self, name: str, action: str) -> None:
-        self._ask(
+        self._send_request(
             "POST",
             f"/endpoints/{quote(name, safe='')}/{action}",
             partial(self._on_drain_reply, name),
@@ -212,7 +212,9 @@ class TopApp(App[None]):
         effect = "receives no new requests" if reply.get("drained") else "receives requests again"
         self.notify(reply.get("message") or f"{name} {effect}")
 
-    def _ask(self, method: str, path: str, on_reply: Callable[[Mapping[str, Any]], None]) -> None:
+    def _send_request(
+        self, method: str, path: str, on_reply: Callable[[Mapping[str, Any]], None]
+    ) -> None:
         # Send a request in a thread, and call `on_reply` with the reply, or show the error.
         def send_request() -> None:
             try:
@@ -231,7 +233,9 @@ class TopApp(App[None]):
         """Show the selected endpoint in full, and why the newest request was routed as it was."""
         row = self._selected_row()
         if row is not None:
-            self._ask("GET", f"/explain/{NEWEST_REQUEST}", partial(self._show_details, row))
+            self._send_request(
+                "GET", f"/explain/{NEWEST_REQUEST}", partial(self._show_details, row)
+            )
 
     def _show_details(self, row: Mapping[str, Any], newest: Mapping[str, Any]) -> None:
         labels = " ".join(f"{name}={value}" for name, value in row["labels"].items())

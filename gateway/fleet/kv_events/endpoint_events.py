@@ -109,9 +109,9 @@ class EndpointEvents:
         if self._recent_audits >= AUDITS_KEPT and self._error_share < MAX_ERROR_SHARE / 4:
             self._backoff_s = FIRST_DISTRUST_S
         if self._recent_audits >= LEAST_AUDITS and self._error_share > MAX_ERROR_SHARE:
-            self._distrust(now)
+            self._return_to_estimates(now)
 
-    def _distrust(self, now: float) -> None:
+    def _return_to_estimates(self, now: float) -> None:
         self._trusted_from = now + self._backoff_s
         self._backoff_s = min(MAX_DISTRUST_S, 2 * self._backoff_s)
         self._error_share, self._recent_audits = 0.0, 0

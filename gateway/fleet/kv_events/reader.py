@@ -49,14 +49,14 @@ MAX_DESCRIPTION_BYTES = 4 * 1024 * 1024
 
 
 class _Watched:
-    __slots__ = ("addresses", "asked_at", "asking", "live", "spec", "subscriptions")
+    __slots__ = ("addresses", "live", "queried_at", "source_query", "spec", "subscriptions")
 
     def __init__(self, live: LiveEndpoint, spec: KvEvents) -> None:
         self.live, self.spec = live, spec
         self.addresses: list[SourceAddress] = []
         self.subscriptions: list[Subscription] = []
-        self.asking: asyncio.Task[None] | None = None
-        self.asked_at = float("-inf")
+        self.source_query: asyncio.Task[None] | None = None
+        self.queried_at = float("-inf")
 
 
 class KvEventReader:
@@ -80,10 +80,12 @@ class KvEventReader:
     async def stop(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        asking = [entry.asking for entry in self._watched.values() if entry.asking is not None]
+        source_query = [
+            entry.source_query for entry in self._watched.values() if entry.source_query is not None
+        ]
         for live in list(self._watched):
             self._unwatch(live)
-        await asyncio.gather(*asking, return_exceptions=True)
+        await asyncio.gather(*source_query, return_exceptions=True)
         self._context.destroy(linger=0)
 
     def _run(self) -> None:
@@ -150,12 +152,12 @@ class KvEventReader:
                 ranks = live.endpoint.layout.dp
                 addresses = configured_addresses(spec, live.spec.url, ranks)
                 self._subscribe(entry, of_rank(addresses, live.endpoint.rank))
-        elif entry.asking is None and now - entry.asked_at >= ASK_AGAIN_S:
-            entry.asked_at = now
+        elif entry.source_query is None and now - entry.queried_at >= ASK_AGAIN_S:
+            entry.queried_at = now
             name = f"find KV events of {live.endpoint.name}"
-            entry.asking = asyncio.create_task(self._ask(entry), name=name)
+            entry.source_query = asyncio.create_task(self._query_sources(entry), name=name)
 
-    async def _ask(self, entry: _Watched) -> None:
+    async def _query_sources(self, entry: _Watched) -> None:
         live = entry.live
         is_sglang = live.endpoint.engine is EngineKind.SGLANG
         client = PollClient(live.spec.url)
@@ -173,7 +175,7 @@ class KvEventReader:
             return
         finally:
             client.close()
-            entry.asking = None
+            entry.source_query = None
         if self._watched.get(live) is entry and addresses != entry.addresses:
             self._subscribe(entry, addresses)
 
@@ -194,8 +196,8 @@ class KvEventReader:
 
     def _unwatch(self, live: LiveEndpoint) -> None:
         entry = self._watched.pop(live)
-        if entry.asking is not None:
-            entry.asking.cancel()
+        if entry.source_query is not None:
+            entry.source_query.cancel()
         self._close(entry)
         self._exact.remove(live.load.slot)
 

@@ -106,9 +106,9 @@ class EventSource:
             self.reset()
         elif self._next:
             self._verified = self._next - 1, self._published_at
-            self._ask(self._next - 1, now)
+            self._request_replay(self._next - 1, now)
         else:
-            self._ask(0, now)
+            self._request_replay(0, now)
 
     def on_disconnected(self) -> None:
         """Record that the subscription is lost. The blocks stay until it is known what happened."""
@@ -129,7 +129,7 @@ class EventSource:
         """Forget all blocks, and have everything replayed that the engine still has."""
         self.reset()
         if self._has_replay and self.is_connected:
-            self._ask(0, now)
+            self._request_replay(0, now)
 
     def fail(self, problem: str) -> None:
         """Give up on the events, because they cannot be read; `problem` says why."""
@@ -146,9 +146,9 @@ class EventSource:
         if self._is_replaying or (self._next is None and self._has_replay):
             self._hold(number, payload)
             if not self._is_replaying and not self.problem:
-                self._ask(0, now)
+                self._request_replay(0, now)
         else:
-            self._take(number, payload, now)
+            self._apply_in_order(number, payload, now)
 
     def on_replayed(self, number: int, payload: bytes, now: float) -> None:
         if not self._awaits_replay or (batch := self._decode(payload)) is None:
@@ -185,7 +185,7 @@ class EventSource:
         # Apply the messages that waited; keep the rest if one of them needs another replay.
         held, self._held, self._held_bytes = self._held, deque(), 0
         while held and not self._is_replaying and not self.problem:
-            self._take(*held.popleft(), now)
+            self._apply_in_order(*held.popleft(), now)
         for number, payload in held:
             self._hold(number, payload)
         if not self._is_replaying:
@@ -206,7 +206,7 @@ class EventSource:
             if can_check and self._next is not None:
                 if self._next:
                     self._verified = self._next - 1, self._published_at
-                self._ask(max(0, self._next - 1), now)
+                self._request_replay(max(0, self._next - 1), now)
                 self._is_check = True
         if not self._is_replaying or now - self._replay_began_at <= REPLAY_TIMEOUT_S:
             return
@@ -216,7 +216,7 @@ class EventSource:
             self._next, self._replays = None, MAX_REPLAYS
         self._apply_held(now)
 
-    def _take(self, number: int, payload: bytes, now: float) -> None:
+    def _apply_in_order(self, number: int, payload: bytes, now: float) -> None:
         # Apply a message if it is the next one; otherwise find out what is missing.
         batch = self._decode(payload)
         if batch is None:
@@ -237,7 +237,7 @@ class EventSource:
             if self._has_replay and self._replays < MAX_REPLAYS:
                 self._replays += 1
                 self._hold(number, payload)
-                self._ask(self._next or 0, now)  # None: it was too long to be held
+                self._request_replay(self._next or 0, now)  # None: it was too long to be held
                 return
             self._forget()
         self._apply(number, batch)
@@ -249,9 +249,9 @@ class EventSource:
         self.reset()
         self._replays = replays
         if self._has_replay:
-            self._ask(0, now)
+            self._request_replay(0, now)
 
-    def _ask(self, number: int, now: float) -> None:
+    def _request_replay(self, number: int, now: float) -> None:
         self.replay_from, self._is_replaying = number, True
         self._is_check = False
         self._replay_began_at = now

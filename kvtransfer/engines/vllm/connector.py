@@ -214,7 +214,7 @@ class PenstockConnector(KVConnectorBase_V1):
         assert self._worker is not None
         orders = self._get_connector_metadata().orders
         self._changed.clear()
-        self._worker.carry_out(orders)
+        self._worker.execute(orders)
         if not orders.has_work and not self._worker.is_idle:
             self._changed.wait(_IDLE_STEP_S)
 

@@ -52,7 +52,7 @@ class TransferWorker:
     def is_idle(self) -> bool:
         return not (self._offers or self._landings or self._unstarted)
 
-    def carry_out(self, orders: StepOrders) -> None:
+    def execute(self, orders: StepOrders) -> None:
         if len(orders.members) > 1:
             own = self._agent.address
             self._agent.join_group([address for address in orders.members if address != own])

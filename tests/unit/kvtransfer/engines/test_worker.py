@@ -50,7 +50,7 @@ class Engine:
         self.scheduler.set_workers([address], LAYOUT)
 
     def step(self) -> FinishedTransfers:
-        self.worker.carry_out(self.scheduler.take_orders(False))
+        self.worker.execute(self.scheduler.take_orders(False))
         done = self.worker.take_finished()
         self.scheduler.on_ended(list(done.sent), list(done.received))
         return done
@@ -99,7 +99,7 @@ def test_kv_moves_from_worker_to_worker_and_each_end_is_reported_once(
     d.scheduler.begin_load("d1", [4, 5, 6], 11)
     orders = d.scheduler.take_orders(False)
     orders.loads = [without_port(order) for order in orders.loads]
-    d.worker.carry_out(orders)
+    d.worker.execute(orders)
     assert clock.run(5, finished(clock, d, "received"))
     assert clock.run(5, finished(clock, p, "sent"))
     assert sum(d.memory) == 7 * len(d.memory) * 3 // 9
@@ -123,7 +123,7 @@ def test_a_load_that_fails_is_reported_as_failed_behind_its_fence(
     orders = d.scheduler.take_orders(False)
     (load,) = (without_port(order) for order in orders.loads)
     wrong = [replace(load.sources[0], ticket="forged")]
-    d.worker.carry_out(StepOrders(loads=[replace(load, sources=wrong)]))
+    d.worker.execute(StepOrders(loads=[replace(load, sources=wrong)]))
     seen = FinishedTransfers()
     assert clock.run(5, lambda: bool(seen.failed or _merge(seen, d.worker.take_finished())))
     assert (seen.received, seen.failed) == ({"d1"}, {"d1"})
@@ -155,7 +155,7 @@ def test_an_aborted_load_ends_and_frees_both_ends(
     d.scheduler.begin_load("d1", [4, 5, 6], 11)
     orders = d.scheduler.take_orders(False)
     orders.loads = [without_port(order) for order in orders.loads]
-    d.worker.carry_out(orders)
+    d.worker.execute(orders)
     d.scheduler.forget("d1")
     assert clock.run(5, finished(clock, d, "received"))
     assert clock.run(5, finished(clock, p, "sent"))
@@ -168,14 +168,14 @@ def test_an_unused_handoff_frees_the_source_long_before_its_lease(
     handed_over(p, d)
     d.scheduler.begin_load("d1", [4, 5, 6], 0)
     orders = d.scheduler.take_orders(False)
-    d.worker.carry_out(StepOrders(unused=[without_port(order) for order in orders.unused]))
+    d.worker.execute(StepOrders(unused=[without_port(order) for order in orders.unused]))
     assert clock.run(2, finished(clock, p, "sent"))
 
 
 def test_a_step_carries_out_several_offers(pair: tuple[VirtualClock, Engine, Engine]) -> None:
     _, p, _ = pair
     offers = [OfferOrder(f"r{i}", f"r{i}/x", [i], 4, 1.0, [bytes([i]) * 16]) for i in range(3)]
-    p.worker.carry_out(StepOrders(offers=offers))
+    p.worker.execute(StepOrders(offers=offers))
     assert not p.worker.is_idle
     assert p.agent.stats()["leases"]["offered"] == 3
 

@@ -337,7 +337,7 @@ def test_an_idle_connection_closed_by_the_engine_is_reopened() -> None:
         thread = threading.Thread(target=serve, args=(listener,), daemon=True)
         thread.start()
         line = EngineConnection(f"http://127.0.0.1:{listener.getsockname()[1]}", None)
-        assert [line.ask("GET", path).status for path in ("/health", "/version")] == [200, 200]
+        assert [line.request("GET", path).status for path in ("/health", "/version")] == [200, 200]
         line.close()
         thread.join(20)
     assert requests == ["GET /health HTTP/1.1", "GET /version HTTP/1.1"]
