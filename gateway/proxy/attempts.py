@@ -255,9 +255,13 @@ def least_tokens(call: Call) -> int:
         text_tokens = max(0, call.estimated_tokens - call.media_size.tokens)
         text_bytes = text_tokens * BYTES_PER_TOKEN
         prompt_tokens = min(prompt_tokens, text_bytes // MOST_BYTES_PER_TOKEN)
-    is_limited = not _OUTPUT_LIMITS.isdisjoint(call.members)
-    output_tokens = request.output_tokens // request.choices if is_limited else 1
+    output_tokens = request.output_tokens // request.choices if limits_output(call) else 1
     return prompt_tokens // request.prompts + output_tokens
+
+
+def limits_output(call: Call) -> bool:
+    """Return whether the client limited the answer's length, so that it is no estimate."""
+    return not _OUTPUT_LIMITS.isdisjoint(call.members)
 
 
 def _too_long(request: Request) -> GatewayError:

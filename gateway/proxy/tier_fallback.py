@@ -12,9 +12,13 @@ from msgspec.structs import replace
 
 from gateway.fleet.endpoint_table import EndpointTable
 from gateway.protocol.openai import Call
+from gateway.proxy.attempts import limits_output
 from gateway.route import Route
 from policies.model import RoutingQuery
 from policies.pricing.model_tiers import ModelTier, alternatives
+
+# Estimated tokens may be this many percent of the context that exact counts leave free.
+_ESTIMATE_PERCENT = 115
 
 
 def pick_tier(
@@ -37,13 +41,22 @@ def pick_tier(
 
 
 def _can_serve(route: Route, call: Call) -> bool:
-    """Return whether a smaller model's engines serve the API and have enough context length."""
-    request = call.request
-    prompt_tokens = request.prompt_tokens // request.prompts
-    needed_tokens = prompt_tokens + request.output_tokens // request.choices
+    """Return whether a smaller model's engines serve the API and have enough context length.
+
+    Estimates of tokens that exceed the context by up to 15 % do not exclude the model: its engine
+    counts the tokens. Token ids and a limit of the answer's length are no estimates.
+    """
     if call.api.path in route.translated:  # it was parsed for engines that have this API
         return False
-    return route.context_tokens is None or needed_tokens <= route.context_tokens
+    if route.context_tokens is None:
+        return True
+    request = call.request
+    prompt_tokens = request.prompt_tokens // request.prompts
+    output_tokens = request.output_tokens // request.choices
+    estimated_tokens = prompt_tokens if call.estimated_tokens else 0
+    estimated_tokens += 0 if limits_output(call) else output_tokens
+    free_tokens = route.context_tokens - (prompt_tokens + output_tokens - estimated_tokens)
+    return 100 * estimated_tokens <= _ESTIMATE_PERCENT * free_tokens
 
 
 def _discount(ask: RoutingQuery, tier: ModelTier) -> RoutingQuery:

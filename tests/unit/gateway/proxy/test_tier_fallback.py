@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any, cast
 
+import pytest
 from msgspec.structs import replace
 
 from gateway.admission.controller import PoolQueue
@@ -59,3 +60,33 @@ def test_a_smaller_model_is_asked_for_less_worth_and_without_a_client_that_retur
     expected = replace(question, request=replace(question.request, slo=slo), can_return=False)
     assert [recording.asks[0], recording.asks[1]] == [expected, expected]
     assert question.can_return
+
+
+@pytest.mark.parametrize(
+    ("prompt_tokens", "is_estimated", "members", "fits"),
+    [
+        pytest.param(900, False, {"max_tokens"}, True, id="exact, at the limit"),
+        pytest.param(901, False, {"max_tokens"}, False, id="exact, one above"),
+        pytest.param(1035, True, {"max_tokens"}, True, id="estimated prompt, 15 % above"),
+        pytest.param(1036, True, {"max_tokens"}, False, id="estimated prompt, more than 15 %"),
+        pytest.param(913, False, set(), True, id="exact prompt, expected answer"),
+        pytest.param(914, False, set(), False, id="exact prompt, expected answer, above"),
+        pytest.param(1050, True, set(), True, id="both estimated, 15 % above"),
+        pytest.param(1051, True, set(), False, id="both estimated, more than 15 %"),
+    ],
+)
+def test_estimates_within_15_percent_of_a_context_leave_the_decision_to_the_engine(
+    prompt_tokens: int, is_estimated: bool, members: set[str], fits: bool
+) -> None:
+    question = ask()
+    request = replace(question.request, prompt_tokens=prompt_tokens, output_tokens=100)
+    question = replace(question, request=request)
+    small = replace(route("small", CapAdmission()), context_tokens=1000)
+    big = route("big", CapAdmission(), overflow=(("small", 0.4),))
+    endpoints = stand_in(EndpointTable, SimpleNamespace(build_query=lambda *_: question))
+    estimated = prompt_tokens if is_estimated else 0
+    call = SimpleNamespace(
+        request=request, api=CHAT, members=dict.fromkeys(members), estimated_tokens=estimated
+    )
+    picked = pick_tier(endpoints, {"small": small, "big": big}, big, cast(Call, call))
+    assert (picked is small) == fits
