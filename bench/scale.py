@@ -195,7 +195,7 @@ async def measure_stalls(size: int, base: int, work: Path) -> None:
 
 async def _discover(app: App) -> None:
     # Apply the endpoints again, as after a discovery update or a configuration reload.
-    app._on_discovered()
+    app.swap.rebuild()
 
 
 async def _open(port: int, count: int) -> list[asyncio.StreamWriter]:

@@ -19,6 +19,8 @@ from aiohttp import web
 from gateway.admin import server as admin
 from gateway.admin.drain import end_connections
 from gateway.admission.controller import AdmissionController
+from gateway.auto.controller import AutoPolicyController
+from gateway.auto.gateway_target import GatewayAutoTarget
 from gateway.batch.pages import BatchPages
 from gateway.batch.runner import BatchRunner
 from gateway.config import Config, Listener, LoadedConfig
@@ -60,8 +62,8 @@ from gateway.reload.auto_rollback import AutoRollbackMonitor, GatewayRollbackTar
 from gateway.reload.file_watcher import FileWatcher
 from gateway.reload.history import VersionHistory
 from gateway.reload.reloader import Reloader
-from gateway.reload.snapshot import SnapshotPlan, build_plan
-from gateway.reload.swap import Swap, attach_metrics, reported_models
+from gateway.reload.snapshot import build_plan
+from gateway.reload.swap import Swap, attach_metrics
 from gateway.restart.channel import BoundListener
 from gateway.restart.predecessor import Predecessor
 from gateway.restart.start_options import StartOptions, WorkerSettings
@@ -172,7 +174,7 @@ class App:
         history = None if origin.local is None else _versions(self.config, origin.local)
         folder = Path(origin.loaded.file).parent  # relative paths of all configurations start here
         self._discovery = Discovery(
-            self._endpoints.discovered, self._on_discovered, rng, partial(create_source, folder)
+            self._endpoints.discovered, self.swap.rebuild, rng, partial(create_source, folder)
         )
         self.swap.start_discovery = self._discovery.reconfigure
         self.reloader = Reloader(
@@ -182,12 +184,21 @@ class App:
         self._trial = AutoRollbackMonitor(
             GatewayRollbackTarget(self.reloader, self.metrics), origin.say
         )
+        self.auto = self._create_auto() if origin.local is None else None
         self.reloader.on_applied = self._applied
+
+    def _create_auto(self) -> AutoPolicyController:
+        """Create what chooses policies; in a worker, the supervisor does."""
+        rows = partial(admin.endpoint_rows, self.gateway)
+        target = GatewayAutoTarget(self.reloader, rows, lambda: self.is_draining)
+        return AutoPolicyController(target, self.metrics.auto_metrics)
 
     async def _applied(self, trigger: str) -> None:
         config = self.reloader.running.config
         self._tls.update(config.listeners)
         limit_send_buffers(chain(*self.sockets.values()), config.limits.send_buffer)
+        if self.auto is not None:
+            self.auto.on_applied(trigger)
         await self._trial.on_applied(trigger)
 
     async def start(self) -> None:
@@ -206,6 +217,8 @@ class App:
         if self._local is None:  # the supervisor watches the file for all workers
             await self._file_watcher.start()
             self._trial.start()
+        if self.auto is not None:
+            self.auto.start()
         if self._predecessor is not None:
             await self._predecessor.restore_state(self.gateway, self.config, self.secret)
         listeners = self.config.listeners
@@ -253,7 +266,7 @@ class App:
             active,
             limit_s,
         )
-        await self._file_watcher.stop()
+        await self._stop_changes()
         if self._batches is not None:
             await self._batches.stop()
         for server in chain(*self._servers.values()):
@@ -267,6 +280,12 @@ class App:
         while monotonic() < ends and not self._has_handed_over():  # noqa: ASYNC110
             await asyncio.sleep(SWEEP_S)
 
+    async def _stop_changes(self) -> None:
+        """Stop what changes the configuration without an operator's command."""
+        await self._file_watcher.stop()
+        if self.auto is not None:
+            await self.auto.stop()
+
     def _has_handed_over(self) -> bool:
         has_predecessor = self._predecessor is not None and self._predecessor.is_alive
         return not len(self.connections) and not has_predecessor
@@ -277,7 +296,7 @@ class App:
         predecessor_stop = None
         if self._predecessor is not None:
             predecessor_stop = asyncio.create_task(self._predecessor.stop(self._longest_stop_s))
-        await self._file_watcher.stop()
+        await self._stop_changes()
         await self._discovery.stop()
         await self._trial.stop()
         if self._batches is not None:
@@ -523,33 +542,7 @@ class App:
         return self._kv_events.find_tokenizer(slots, route.resolve_name)
 
     def _on_models_changed(self) -> None:
-        # Rebuild the routes after an engine's list of models or APIs has changed.
-        #
-        # With configured models, the snapshot is replaced only if models gained or lost endpoints,
-        # or their engines an API.
-        before, models = self.gateway.snapshot, reported_models(self.gateway)
-        plan = build_plan(before.config, self._endpoints, self._admission, models, before)
-        after = plan.snapshot
-        is_same = (after.able, after.unlisted) == (before.able, before.unlisted)
-        is_same = is_same and after.translated == before.translated
-        if not before.config.models or not is_same:
-            self.swap.apply(plan)
-
-    def _on_discovered(self) -> None:
-        """Apply newly discovered endpoints or models in the same way as a reload.
-
-        A plan for a thousand endpoints takes milliseconds to build and to apply, so it is applied
-        in the next turn of the event loop.
-        """
-        snapshot, models = self.gateway.snapshot, reported_models(self.gateway)
-        plan = build_plan(snapshot.config, self._endpoints, self._admission, models, snapshot)
-        self._loop.call_soon(self._apply_discovered, plan)
-
-    def _apply_discovered(self, plan: SnapshotPlan) -> None:
-        if self.swap.is_valid(plan):
-            self.swap.apply(plan)
-        else:
-            self._on_discovered()
+        self.swap.rebuild_after_model_news()
 
     def _attach_gauges(self) -> None:
         metrics, prefixes = self.metrics, self._prefixes

@@ -99,7 +99,10 @@ class Case(msgspec.Struct, frozen=True):
 
 @lru_cache(4)
 def build_case(seed: str, number: int, arrivals: int) -> Case:
-    workload = draw(seed, number)
+    return build_case_of(draw(seed, number), arrivals)
+
+
+def build_case_of(workload: Workload, arrivals: int) -> Case:
     fleet = build_fleet(workload)
     generated, rate_s = _fit_prompts(workload, fleet, arrivals)
     requests = generated.requests

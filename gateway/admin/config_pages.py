@@ -71,7 +71,8 @@ def add(target: AdminTarget, routes: web.UrlDispatcher) -> None:
 
     async def put(text: bytes, headers: Mapping[str, str], options: ChangeOptions) -> web.Response:
         if_match = headers.get("If-Match")
-        return _response(await reloader.put(text, "admin", if_match=if_match, options=options))
+        trigger = options.trigger or "admin"
+        return _response(await reloader.put(text, trigger, if_match=if_match, options=options))
 
     async def reload(options: ChangeOptions) -> web.Response:
         return _response(await reloader.reload("command", options))
@@ -133,11 +134,14 @@ def _malformed(message: str, status: int = 400) -> web.Response:
 
 
 def _options(request: web.Request) -> ChangeOptions:
+    is_trusted = is_supervisor(request)
     return ChangeOptions(
         dry_run=_has_flag(request, "dry_run"),
         records_rejection=_has_flag(request, "record_rejection"),
         force=_has_flag(request, "force"),
-        was_in_force=_has_flag(request, "was_in_force") and is_supervisor(request),
+        was_in_force=_has_flag(request, "was_in_force") and is_trusted,
+        trigger=request.query.get("trigger", "") if is_trusted else "",
+        reason=request.query.get("reason", "") if is_trusted else "",
     )
 
 
@@ -192,6 +196,7 @@ def _version(version: Version) -> dict[str, Any]:
         "etag": version.etag,
         "at": _time(version.at),
         "source": version.trigger,
+        "reason": version.reason,
         "file": version.file,
         "changes": [_change(change) for change in version.changes],
     }

@@ -15,12 +15,14 @@ from aiohttp import web
 
 from gateway.admin import config_pages, live_pages
 from gateway.admin.auth import access_middleware
+from gateway.admin.auto_pages import add_auto
 from gateway.admin.drain import announce_close
 from gateway.admin.fleet_status import endpoint_state, in_turns
 from gateway.admin.readiness import not_ready_reason
 from gateway.admin.recent_requests import RecentQuery, add_requests, recent_rows
 from gateway.config.yaml_source import MAX_FILE_BYTES
 from gateway.fleet.kv_events.exact_prefixes import ExactPrefixes
+from gateway.fleet.name_table import find
 from gateway.metrics.exposition import (
     content_type,
     page_end,
@@ -31,6 +33,7 @@ from gateway.metrics.exposition import (
 if TYPE_CHECKING:
     from gateway.fleet.endpoint_registry import LiveEndpoint
     from gateway.live.target import AdminTarget
+    from gateway.route import Gateway
 
 
 def admin_application(target: AdminTarget) -> web.Application:
@@ -46,6 +49,7 @@ def admin_application(target: AdminTarget) -> web.Application:
     _add_health(target, server.router)
     _add_state(target, server.router)
     config_pages.add(target, server.router)
+    add_auto(server.router, lambda: target.auto)
     live_pages.add_process_view(target, server)
     return server
 
@@ -99,12 +103,7 @@ def _unix_offset() -> float:
 
 def _add_state(target: AdminTarget, routes: web.UrlDispatcher) -> None:
     async def endpoints(_: web.Request) -> web.Response:
-        now = monotonic()
-        lives = target.gateway.endpoints.all()
-        exact = target.gateway.endpoints.prefixes.exact
-        rows = await in_turns(
-            lives, lambda live: _endpoint_row(live, now) | _event_row(exact, live, now)
-        )
+        rows = await endpoint_rows(target.gateway)
         content = {"endpoints": rows, "splits": _splits(target), "pairs": _pairs(target)}
         return web.Response(body=msgspec.json.encode(content), content_type="application/json")
 
@@ -131,7 +130,7 @@ def _add_state(target: AdminTarget, routes: web.UrlDispatcher) -> None:
             return web.json_response(
                 {"message": "no such request among the most recently finished ones"}, status=404
             )
-        return web.json_response(page)
+        return web.json_response(page | {"auto": _policy_choice(target, str(page["model"]))})
 
     async def requests(query: RecentQuery) -> dict[str, object]:
         return recent_rows(target.gateway.accounts.recent_exchanges, query)
@@ -141,6 +140,31 @@ def _add_state(target: AdminTarget, routes: web.UrlDispatcher) -> None:
     add_requests(routes, requests)
     routes.add_get("/shadow", shadow)
     routes.add_get("/canary", canary)
+
+
+def _policy_choice(target: AdminTarget, model: str) -> dict[str, object] | None:
+    """Return the version in which the policy of the model's pool was chosen, and why.
+
+    None if the pool does not choose its policy, or has not changed it.
+    """
+    route = find(target.gateway.snapshot.routes, model)
+    if route is None or target.gateway.snapshot.config.pools[route.pool].auto is None:
+        return None
+    path = f"pools.{route.pool}.policy"
+    for version in reversed(target.reloader.history.all()):
+        if any(change.path.startswith(path) for change in version.changes):
+            chosen = {"version": version.number, "reason": version.reason}
+            return chosen if version.trigger == "auto" else None
+    return None
+
+
+async def endpoint_rows(gateway: Gateway) -> list[dict[str, object]]:
+    """Return all endpoints with their state, as on the page /endpoints."""
+    now, exact = monotonic(), gateway.endpoints.prefixes.exact
+    return await in_turns(
+        gateway.endpoints.all(),
+        lambda live: _endpoint_row(live, now) | _event_row(exact, live, now),
+    )
 
 
 def _endpoint_row(live: LiveEndpoint, now: float) -> dict[str, object]:

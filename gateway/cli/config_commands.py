@@ -168,6 +168,8 @@ def history(admin: AdminAddress, as_json: JsonOption = False) -> None:
         mark = "*" if version["version"] == reply["applied"] else " "
         number, file = f"{mark} v{version['version']}", Path(version["file"]).name
         print_line("  ".join((number, version["at"], version["source"], version["hash"], file)))
+        if version.get("reason"):
+            print_line(f"      because {version['reason']}")
         _print_changes(version["changes"], indent="      ")
 
 
@@ -245,6 +247,8 @@ def _exit_if_rejected(reply: dict[str, Any]) -> None:
 def _print_last_change(version: dict[str, Any] | None) -> None:
     if version is not None and version["changes"]:
         print_line(f"v{version['version']} changed ({version['source']}, {version['at']}):")
+        if version.get("reason"):
+            print_line(f"  because {version['reason']}")
         _print_changes(version["changes"])
 
 

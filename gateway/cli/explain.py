@@ -81,6 +81,8 @@ def _pick_lines(reply: Mapping[str, Any]) -> Iterator[str]:
     yield f"  picked    {pick['endpoint']} of {others} by {pick['policy']}" + (
         f"; next best {pick['runner_up']}" if pick["runner_up"] else ""
     )
+    if reply.get("auto"):
+        yield f"  policy    chosen in v{reply['auto']['version']}: {reply['auto']['reason']}"
     if reply["split"] is not None and reply["split"]["prefill"]:
         reason = reply["split"]["reason"].replace("_", " ")
         yield f"  split     prefilled by {reply['split']['prefill']} ({reason})"

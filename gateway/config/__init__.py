@@ -5,6 +5,7 @@ tree.py and the section modules are the types. gateway/config/cross_checks.py an
 compare values. load.py puts all of it together.
 """
 
+from gateway.config.auto_section import AutoPolicy
 from gateway.config.batch_section import BatchApi
 from gateway.config.isolation_rules import salt_member
 from gateway.config.limits import Limits
@@ -22,12 +23,12 @@ from gateway.config.model_sections import Model, Overflow, Resume, Split
 from gateway.config.observability import Observability, OperatorLog, Traces
 from gateway.config.policy_choice import AdmissionSpec, Canary, PolicySpec
 from gateway.config.problems import ConfigError, Problem
+from gateway.config.reload_section import AutoRollback, Reload
 from gateway.config.tenant_sections import Cache, Tenant
 from gateway.config.tls_sections import ClientTls, EngineTls, ListenerTls
 from gateway.config.tree import (
     Admin,
     AdminListener,
-    AutoRollback,
     Config,
     EndpointSpec,
     Hardware,
@@ -37,7 +38,6 @@ from gateway.config.tree import (
     Listeners,
     Pool,
     Prefix,
-    Reload,
     Retries,
     Scrape,
     SloClass,
@@ -53,6 +53,7 @@ __all__ = [
     "Admin",
     "AdminListener",
     "AdmissionSpec",
+    "AutoPolicy",
     "AutoRollback",
     "BatchApi",
     "Cache",

@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from gateway.config import alias_rules, isolation_rules, layout_rules, role_rules
+from gateway.config.auto_section import AUTO, auto_errors
 from gateway.config.problems import Path, did_you_mean, show_path
 from gateway.config.rule_findings import RuleFinding, get_member, iter_mappings
 from gateway.config.tree import Slos
@@ -38,8 +39,9 @@ def errors(data: Any) -> Iterator[RuleFinding]:
     yield from _overflows(data)
     yield from _classes(data)
     yield from _rotation(data)
+    yield from auto_errors(data)
     for path, spec in iter_mappings(get_member(data, "pools"), ("pools",)):
-        yield from _registered(_POLICIES, get_member(spec, "policy"), (*path, "policy"))
+        yield from _pool_policies(spec, path)
         yield from _trials(data, spec, path)
         yield from _registered(_ADMISSIONS, get_member(spec, "admission"), (*path, "admission"))
 
@@ -437,6 +439,19 @@ def _registered(registry: _Registry, spec: Any, path: Path) -> Iterator[RuleFind
         for finding in _parameter(name, key, value, fields, (*path, "parameters", key))
     ]
     yield from findings or _combination(params_type, parameters, (*path, "parameters"))
+
+
+def _pool_policies(pool: Any, path: Path) -> Iterator[RuleFinding]:
+    """Yield errors in a pool's policy, and in the portfolio of its section `auto`."""
+    policy = get_member(pool, "policy")
+    if get_member(policy, "name") == AUTO:
+        text = "write `policy: auto`, and its settings in the pool's section `auto`"
+        yield RuleFinding((*path, "policy", "name"), text)
+    elif policy != AUTO:
+        yield from _registered(_POLICIES, policy, (*path, "policy"))
+    portfolio = get_member(get_member(pool, AUTO), "portfolio")
+    for index, spec in enumerate(portfolio if isinstance(portfolio, list) else ()):
+        yield from _registered(_POLICIES, spec, (*path, AUTO, "portfolio", index))
 
 
 def _trials(data: Any, pool: Any, path: Path) -> Iterator[RuleFinding]:

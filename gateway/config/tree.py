@@ -18,6 +18,7 @@ from pydantic import (
     model_validator,
 )
 
+from gateway.config.auto_section import AutoPolicy, without_auto_name
 from gateway.config.batch_section import BatchApi
 from gateway.config.discovery_sections import Kubernetes
 from gateway.config.kv_event_sections import KvEvents, own_host
@@ -26,6 +27,7 @@ from gateway.config.model_sections import Model
 from gateway.config.observability import Observability
 from gateway.config.peer_sections import Shared
 from gateway.config.policy_choice import AdmissionChoice, Canary, PolicyChoice
+from gateway.config.reload_section import Reload
 from gateway.config.tenant_sections import Cache, Tenant
 from gateway.config.tls_sections import EngineTls, ListenerTls
 from gateway.config.values import (
@@ -256,7 +258,14 @@ class Pool(Section):
     """Endpoints that serve the same models, and the policy that picks among them."""
 
     policy: PolicyChoice = setting(
-        "prefix_aware", "The policy's name, or a mapping of name and parameters."
+        "prefix_aware",
+        "The policy's name, or a mapping of name and parameters. `auto` is the default policy with "
+        "the section `auto`.",
+    )
+    auto: AutoPolicy | None = setting(
+        None,
+        "Choose the policy by replaying recent requests through a portfolio of policies; not by "
+        "default.",
     )
     shadow: Annotated[tuple[PolicyChoice, ...], Field(max_length=8)] = setting(
         (),
@@ -279,6 +288,8 @@ class Pool(Section):
         "Which of messages and responses all engines of the pool serve themselves; the others are "
         "translated to chat completions. By default engines' /openapi.json decides.",
     )
+
+    _auto_name = model_validator(mode="before")(without_auto_name)
 
 
 class Timeouts(Section):
@@ -462,38 +473,6 @@ class Admin(Section):
     )
 
     _sendable_key = field_validator("key")(check_sendable)
-
-
-class AutoRollback(Section):
-    """Settings for automatically undoing a configuration change after which more requests fail."""
-
-    window: Duration = setting(
-        "60s",
-        "Time after a change during which failures are compared with those of the same time "
-        "before it.",
-    )
-    error_ratio: Annotated[float, Field(gt=0, le=1)] = setting(
-        0.05,
-        "Allowed increase of the share of failed requests: 0.05 is five of a hundred.",
-    )
-    requests: Count = setting(
-        50, "Minimum number of requests since the change before the change is judged."
-    )
-
-
-class Reload(Section):
-    """Settings for reloading this file: when to reload, and what to check and keep."""
-
-    watch: Annotated[bool, Field(strict=True)] = setting(
-        True, "Whether changes of the file, and of files that it names, take effect automatically."
-    )
-    state_dir: Annotated[str, StringConstraints(min_length=1, max_length=4096)] | None = setting(
-        None,
-        "Folder that keeps the last 20 versions over restarts; by default they are in memory only.",
-    )
-    auto_rollback: AutoRollback | None = setting(
-        None, "When to undo a change automatically; never by default."
-    )
 
 
 class LinkDomain(Section):

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
+    from gateway.auto.controller import AutoPolicyController
     from gateway.metrics.catalogue import Metrics
     from gateway.reload.reloader import Reloader
     from gateway.reload.swap import Swap
@@ -30,6 +31,10 @@ class AdminTarget(Protocol):
 
     @property
     def swap(self) -> Swap: ...
+
+    @property
+    def auto(self) -> AutoPolicyController | None:
+        """What chooses the policies of pools; None in a worker, whose supervisor does."""
 
     def shared_state(self) -> dict[str, object] | None:
         """Return the status of state sharing with other gateways, or None if there is none."""

@@ -28,10 +28,11 @@ class Version(msgspec.Struct, frozen=True):
     number   counts up, also for a rollback
     at       Unix time in seconds
     trigger  start, file, secret (referenced by the text), signal, command, admin, rollback,
-             auto_rollback
+             auto_rollback, auto (a choice among policies)
     file     name of the text's source
     changes  differences from the version before
     text     as written; None if it was not stored
+    reason   why it was applied; empty if only its author knows
     """
 
     number: int
@@ -41,6 +42,7 @@ class Version(msgspec.Struct, frozen=True):
     hash: str
     changes: tuple[ConfigChange, ...] = ()
     text: str | None = None
+    reason: str = ""
 
     @property
     def etag(self) -> str:
@@ -49,12 +51,17 @@ class Version(msgspec.Struct, frozen=True):
 
 
 def create_version(
-    number: int, at: float, trigger: str, loaded: LoadedConfig, changes: tuple[ConfigChange, ...]
+    number: int,
+    at: float,
+    trigger: str,
+    loaded: LoadedConfig,
+    changes: tuple[ConfigChange, ...],
+    reason: str = "",
 ) -> Version:
     """Create the version for a loaded configuration; `at` is the Unix time in seconds."""
     digest = hashlib.sha256(loaded.text).hexdigest()[:12]
     text = loaded.text.decode("utf-8-sig") or None
-    return Version(number, at, trigger, loaded.file, digest, changes, text)
+    return Version(number, at, trigger, loaded.file, digest, changes, text, reason)
 
 
 class VersionHistory:

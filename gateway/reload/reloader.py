@@ -59,12 +59,17 @@ class ChangeOptions(msgspec.Struct, frozen=True):
                          change in all its workers before the first one applies it
     force                apply it even if none of a pool's endpoints can be reached
     was_in_force         the text was in force before, so its references may be resolved anywhere
+    trigger              the trigger of the version, where a supervisor makes the change; empty: the
+                         caller's own
+    reason               why the change is made, for the version; empty if only its author knows
     """
 
     dry_run: bool = False
     records_rejection: bool = False
     force: bool = False
     was_in_force: bool = False
+    trigger: str = ""
+    reason: str = ""
 
 
 DEFAULT_OPTIONS = ChangeOptions()
@@ -339,7 +344,7 @@ class Reloader:
         affected = self._swap.apply(plan)
         self._metrics.config_swap_seconds.observe(perf_counter() - swap_began)
         version = versions.create_version(
-            self.history.next_number, time(), trigger, loaded, changed
+            self.history.next_number, time(), trigger, loaded, changed, options.reason
         )
         self.running, self.version, self.needs_restart = loaded, version, bound
         self.history.add(version)

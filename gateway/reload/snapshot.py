@@ -149,7 +149,7 @@ def _route(
         members,
         opening.room,
         forward.prepare if model.resume is None else partial(prepare_recorded, model.resume),
-        policy.reads_prefix or bool(config.observability.access_blocks),
+        policy.reads_prefix or _logs_blocks(config, model.pool),
         opening.uses_predictions,
         slo,
         any(candidate.endpoint.engine is EngineKind.VLLM for candidate in members),
@@ -162,6 +162,14 @@ def _route(
         is_partial=len(members) < len(opening.serving),
     )
     return _with_canary(route, config, model, trials, listing)
+
+
+def _logs_blocks(config: Config, pool: str) -> bool:
+    """Return whether the access log has the block ids of prompts that no policy reads.
+
+    A pool that chooses its policy by replays needs them, to judge policies that read prefixes.
+    """
+    return bool(config.observability.access_blocks) or config.pools[pool].auto is not None
 
 
 def _with_translations(
@@ -294,7 +302,7 @@ def _with_canary(
     second = replace(
         route,
         policy=_with_applicable_filters(trials.canary, members),
-        fingerprints=trials.canary.reads_prefix or bool(config.observability.access_blocks),
+        fingerprints=trials.canary.reads_prefix or _logs_blocks(config, route.pool),
         split=split,
         shadows=None,
     )

@@ -6,6 +6,7 @@ freed once no request holds it.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -106,6 +107,38 @@ class Swap:
         self._watcher.reconfigure(config)
         self._retire(generation, changes.removed, changes.unused_names, removed)
         return affected
+
+    def rebuild(self) -> None:
+        """Apply newly discovered endpoints or models in the same way as a reload.
+
+        A plan for a thousand endpoints takes milliseconds to build and to apply, so it is applied
+        in the next turn of the event loop.
+        """
+        asyncio.get_running_loop().call_soon(self._apply_rebuilt, self._plan_again())
+
+    def _apply_rebuilt(self, plan: SnapshotPlan) -> None:
+        if self.is_valid(plan):
+            self.apply(plan)
+        else:
+            self.rebuild()
+
+    def rebuild_after_model_news(self) -> None:
+        """Rebuild the routes after an engine's list of models or APIs has changed.
+
+        With configured models, the snapshot is replaced only if models gained or lost endpoints, or
+        their engines an API.
+        """
+        before, plan = self._gateway.snapshot, self._plan_again()
+        after = plan.snapshot
+        is_same = (after.able, after.unlisted) == (before.able, before.unlisted)
+        is_same = is_same and after.translated == before.translated
+        if not before.config.models or not is_same:
+            self.apply(plan)
+
+    def _plan_again(self) -> SnapshotPlan:
+        gateway = self._gateway
+        before, models = gateway.snapshot, reported_models(gateway)
+        return build_plan(before.config, gateway.endpoints, gateway.gate, models, before)
 
     def _retire(
         self,

@@ -12,6 +12,7 @@ import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from time import time
+from urllib.parse import urlencode
 
 import msgspec
 
@@ -246,9 +247,13 @@ class ConfigRollout:
         loaded: LoadedConfig,
         options: ChangeOptions,
     ) -> WorkerResponse:
-        in_force = "&was_in_force=1" if options.was_in_force else ""
+        query = {"force": "1"}
+        if options.was_in_force:
+            query["was_in_force"] = "1"
+        if options.trigger:
+            query |= {"trigger": options.trigger, "reason": options.reason}
         # The dry run has checked already whether the endpoints can be reached.
-        by_worker = await self._send_to(workers, f"{path}?force=1{in_force}", text, {})
+        by_worker = await self._send_to(workers, f"{path}?{urlencode(query)}", text, {})
         responses = list(by_worker.values())
         failed = [
             response for response in responses if response_result(response) not in SUCCESS_RESULTS

@@ -15,8 +15,10 @@ from aiohttp import web
 
 from gateway.admin import live_pages
 from gateway.admin.auth import access_middleware
+from gateway.admin.auto_pages import add_auto
 from gateway.admin.config_pages import add_changes
 from gateway.admin.recent_requests import RecentQuery, add_requests, merge_recent
+from gateway.auto.controller import AutoPolicyController
 from gateway.config.yaml_source import MAX_FILE_BYTES
 from gateway.metrics.exposition import content_type, wants_openmetrics
 from gateway.reload.reloader import ChangeOptions
@@ -39,6 +41,9 @@ class WorkerGroup(Protocol):
     def config_rollout(self) -> ConfigRollout: ...
 
     @property
+    def auto(self) -> AutoPolicyController: ...
+
+    @property
     def metrics(self) -> SupervisorMetrics: ...
 
     def ready_workers(self) -> list[Worker]:
@@ -57,6 +62,7 @@ def workers_application(group: WorkerGroup) -> web.Application:
     )
     _add_merged(group, server.router)
     _add_changes(group, server.router)
+    add_auto(server.router, lambda: group.auto)
     live_pages.add_view(
         server, LiveViewMerger(group.ready_workers).take_sample, lambda: group.is_draining
     )
@@ -152,6 +158,16 @@ def _add_changes(group: WorkerGroup, routes: web.UrlDispatcher) -> None:
 
     add_changes(routes, put, reload, rollback)
     routes.add_post("/endpoints/{name}/{what:drain|undrain}", drain)
+
+
+async def endpoint_rows(workers: Iterable[Worker]) -> list[dict[str, Any]]:
+    """Return all endpoints with their state, merged from the pages /endpoints of the workers."""
+    responses = await _request_all(workers, "/endpoints")
+    merged = metrics_merge.merge_endpoints(
+        json.loads(response.body) for response in responses if response.status == 200
+    )
+    rows: list[dict[str, Any]] = merged["endpoints"]
+    return rows
 
 
 async def _request_all(

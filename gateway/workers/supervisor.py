@@ -23,6 +23,7 @@ from typing import Any
 from aiohttp import web
 
 from gateway.admin.fleet_status import DRAINED_STATES
+from gateway.auto.controller import AutoPolicyController
 from gateway.config import AdminListener, LoadedConfig
 from gateway.http.listener_sockets import (
     ADMIN,
@@ -44,6 +45,7 @@ from gateway.restart.predecessor import Predecessor
 from gateway.util.addresses import http_url, naming_config_key
 from gateway.workers import pages
 from gateway.workers.auto_rollback import WorkersRollbackTarget
+from gateway.workers.auto_target import WorkersAutoTarget
 from gateway.workers.config_rollout import ConfigRollout
 from gateway.workers.settings import WorkerLaunchSettings
 from gateway.workers.supervisor_metrics import SupervisorMetrics
@@ -115,6 +117,14 @@ class Supervisor:
             ),
             say,
         )
+        self.auto = AutoPolicyController(
+            WorkersAutoTarget(
+                self.config_rollout,
+                lambda: pages.endpoint_rows(self.ready_workers()),
+                lambda: self.is_draining,
+            ),
+            self.metrics.auto_metrics,
+        )
         self._admin_tls: TlsListener | None = None
         self.config_rollout.on_applied = self._on_applied
         self._started = 0
@@ -123,6 +133,7 @@ class Supervisor:
     async def _on_applied(self, trigger: str) -> None:
         if self._admin_tls is not None:
             self._admin_tls.update(self.config_rollout.running.config.listeners.admin.tls)
+        self.auto.on_applied(trigger)
         await self._trial.on_applied(trigger)
 
     def ready_workers(self) -> list[Worker]:
@@ -167,6 +178,7 @@ class Supervisor:
             await self._listen_admin(self._runner, admin)
         await self._follow.start()
         self._trial.start()
+        self.auto.start()
 
     async def _listen_admin(self, runner: web.AppRunner, admin: AdminListener) -> None:
         sockets = self._sockets.get(ADMIN) or bind(admin.host, admin.port)
@@ -220,6 +232,7 @@ class Supervisor:
         log.info("drain begins: %d workers finish their requests", len(self.ready_workers()))
         await self._follow.stop()
         await self._trial.stop()
+        await self.auto.stop()
         for task in (*self._rolls, *(place.task for place in self._places)):
             if task is not None:
                 task.cancel()

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from gateway.config.values import MAX_WORKERS
+from gateway.metrics.auto_metrics import AutoMetrics
 from gateway.metrics.labels import Row
 from gateway.metrics.metric_types import (
     Counter,
@@ -26,13 +27,16 @@ class SupervisorMetrics:
     """The metric families of the supervisor process, apart from those of its workers."""
 
     __slots__ = (
-        *("_meters", "_process", "connections", "deaths_total", "frames_dropped_total", "inflight"),
-        "workers",
+        *("_auto_meters", "_meters", "_process", "auto_metrics", "connections", "deaths_total"),
+        *("frames_dropped_total", "inflight", "workers"),
     )
 
     def __init__(self) -> None:
         meters = self._meters = MetricRegistry()
         self._process = ProcessMetrics()
+        # The supervisor chooses policies for its workers, whose own families stay empty.
+        self._auto_meters = MetricRegistry()
+        self.auto_metrics = AutoMetrics(self._auto_meters)
         own = meters.section(Row.PROCESS, "workers/supervisor.py")
         self.workers: Gauge = own.gauge(
             "penstock_workers", "Workers that serve requests now."
@@ -71,7 +75,11 @@ class SupervisorMetrics:
             family.clear()
             for number, readings in workers.items():
                 family.labels(str(number)).set(_total(name, readings))
-        return [*self._meters.collect({}), *self._process.collect()]
+        return [
+            *self._meters.collect({}),
+            *self._auto_meters.collect({}),
+            *self._process.collect(),
+        ]
 
 
 def _total(name: str, readings: Sequence[FamilyReading]) -> float:

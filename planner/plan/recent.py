@@ -41,7 +41,11 @@ class RecentTraffic(msgspec.Struct, frozen=True):
         return self.from_s - self.begins_s
 
     def requests(self, models: Collection[str] | None) -> list[TraceRequest]:
-        """Return the requests for these models, or for all models if None.
+        """Return the requests for these models, or for all models if None."""
+        return [request for _, request in self.pairs(models)]
+
+    def pairs(self, models: Collection[str] | None) -> list[tuple[LoggedRequest, TraceRequest]]:
+        """Return the lines for these models, or for all models if None, with their requests.
 
         A refused request is assumed to have wanted an answer of median length. A request that
         failed for another reason is left out.
@@ -49,20 +53,22 @@ class RecentTraffic(msgspec.Struct, frozen=True):
         lines = [line for line in self.lines if models is None or line.model in models]
         lengths = [line.completion_tokens for line in lines if line.completion_tokens]
         usual = round(median(lengths)) if lengths else USUAL_TOKENS
-        requests = [
-            request_of(line, self.begins_s, usual if line.status == SHED else None)
+        pairs = [
+            (line, request_of(line, self.begins_s, usual if line.status == SHED else None))
             for line in lines
         ]
-        return [request for request in requests if request.input_tokens]
+        return [(line, request) for line, request in pairs if request.input_tokens]
 
 
-def recent(path: Path, last_s: float) -> RecentTraffic:
+def recent(path: Path, last_s: float, tail_bytes: int = TAIL_BYTES) -> RecentTraffic:
     """Read the last `last_s` seconds of a log, and as much before them to warm caches.
+
+    Only the last `tail_bytes` of the log are read.
 
     Raises TraceError if the log cannot be read or has no such lines.
     """
     with open_lines(path) as lines:
-        source = lines if path.suffix == ".gz" else _tail(path)
+        source = lines if path.suffix == ".gz" else _tail(path, tail_bytes)
         rows = [
             row
             for _, row in parse_lines(LoggedRequest, source, str(path))
@@ -76,11 +82,11 @@ def recent(path: Path, last_s: float) -> RecentTraffic:
     return RecentTraffic(rows, begins_s, max(from_s, begins_s))
 
 
-def _tail(path: Path) -> Iterator[bytes]:
+def _tail(path: Path, tail_bytes: int) -> Iterator[bytes]:
     size = path.stat().st_size
     with path.open("rb") as file:
-        if size > TAIL_BYTES:
-            file.seek(size - TAIL_BYTES)
+        if size > tail_bytes:
+            file.seek(size - tail_bytes)
             file.readline()
         for line in file:
             if line.endswith(b"\n"):  # the last one may be incomplete

@@ -27,6 +27,8 @@ class LoggedRequest(msgspec.Struct):
 
     time         Unix time at which the request's head was received
     received_us  microseconds from then to its last byte; None if unknown
+    first_token_us, last_us  microseconds from then to the first token and the end of the response
+    slo_outcome  whether it met its budgets: met, or what was missed; empty if unknown
     """
 
     time: float
@@ -34,12 +36,16 @@ class LoggedRequest(msgspec.Struct):
     id: str = ""
     tenant: str = ""
     model: str = ""
+    endpoint: str = ""
     received_us: int | None = None
     body_bytes: Annotated[int, Meta(ge=0)] = 0
     events: int = 0
     prompt_tokens: Tokens | None = None
     completion_tokens: Tokens | None = None
+    first_token_us: int | None = None
+    last_us: int | None = None
     slo: str = ""
+    slo_outcome: str = ""
     session: str = ""
     priority: int = 0
     blocks: tuple[BlockId, ...] = ()

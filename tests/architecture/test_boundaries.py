@@ -64,7 +64,14 @@ MAY_NEED_TASK = {
 }
 # Not on a request's path.
 OTHER_PACKAGES = (
-    *("gateway.admin", "gateway.app", "gateway.batch", "gateway.cli", "gateway.config"),
+    *(
+        "gateway.admin",
+        "gateway.app",
+        "gateway.auto",
+        "gateway.batch",
+        "gateway.cli",
+        "gateway.config",
+    ),
     "gateway.lifecycle",
     *("gateway.reload", "gateway.restart", "gateway.peers", "gateway.workers"),
     *("gateway.fleet.discovery", "gateway.fleet.health_checks", "gateway.fleet.scrape"),

@@ -56,6 +56,11 @@ TITLES: Mapping[str, str] = MappingProxyType(
         "penstock_config_last_reload_successful": "Last configuration reload succeeded",
         "penstock_config_applied_timestamp_seconds": "Time of the last configuration change",
         "penstock_config_swap_seconds": "Duration of configuration changes",
+        "penstock_auto_comparisons_total": "Policies compared by replay: results",
+        "penstock_auto_switches_total": "Changes of a policy after a comparison",
+        "penstock_auto_gain_ratio": "Gain of the best other policy in the last comparison",
+        "penstock_auto_gain_error_ratio": "Error of that gain",
+        "penstock_auto_replay_cpu_seconds_total": "Replay processes: CPU time",
         "penstock_shadow_picks_total": "Shadow policies: decisions by result",
         "penstock_shadow_ttft_seconds_total": "Shadow policies: difference in time to first token",
         "penstock_shadow_cached_tokens_total": "Shadow policies: "

@@ -509,7 +509,7 @@ async def test_endpoints_discovered_while_a_reload_is_planned_are_kept_with_its_
             planned = plan(config)
             plans.append(planned.snapshot.generation)
             if len(plans) == 1:
-                app._on_discovered()
+                app.swap.rebuild()
             return planned
 
         monkeypatch.setattr(app.swap, "plan", plan_beside_a_discovery)

@@ -1,0 +1,33 @@
+"""The admin server's pages for pools that choose their policy: state, pin and unpin."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from aiohttp import web
+
+from gateway.auto.controller import AutoPolicyController, UnknownPoolError
+
+STATUS = {"applied": 200, "unchanged": 200, "rejected": 400, "nothing": 409, "conflict": 412}
+
+
+def add_auto(routes: web.UrlDispatcher, find: Callable[[], AutoPolicyController | None]) -> None:
+    """Add the routes below /auto; `find` returns what chooses policies in this process, if any."""
+
+    async def read(_: web.Request) -> web.Response:
+        controller = find()
+        return web.json_response({"pools": []} if controller is None else controller.as_json())
+
+    async def change(request: web.Request) -> web.Response:
+        controller, pool = find(), request.match_info["pool"]
+        try:
+            if controller is None:
+                raise UnknownPoolError("this process chooses no policies")
+            outcome = await controller.set_pin(pool, is_pinned=request.match_info["what"] == "pin")
+        except UnknownPoolError as error:
+            return web.json_response({"result": "nothing", "message": str(error)}, status=404)
+        reply = {"result": outcome.result, "message": outcome.message, "version": outcome.version}
+        return web.json_response(reply, status=STATUS.get(outcome.result, 503))
+
+    routes.add_get("/auto", read)
+    routes.add_post("/auto/{pool}/{what:pin|unpin}", change)

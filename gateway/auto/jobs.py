@@ -1,0 +1,66 @@
+"""Builds the job of a replay process from the configuration in force."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from gateway.auto.pool_state import PoolState, member_of
+from gateway.config import AutoPolicy, Config
+from policies.auto.job import PoolJob, ReplayJob
+
+ENDPOINT_FIELDS = ("role", "layout", "labels", "max_concurrency")
+
+
+def build_job(
+    config: Config,
+    states: Mapping[str, PoolState],
+    rows: Sequence[Mapping[str, Any]],
+    now_s: float,
+) -> ReplayJob:
+    """Return the job that compares these pools; `rows` are the endpoints of /endpoints."""
+    tree = config.model_dump(mode="json", by_alias=True, include={"pools", "slo", "models"})
+    tree["tenants"] = [{"name": tenant.name, "weight": tenant.weight} for tenant in config.tenants]
+    for name, pool in config.pools.items():
+        if pool.discover is not None:
+            tree["pools"][name]["endpoints"] = [
+                {field: row[field] for field in ENDPOINT_FIELDS}
+                for row in rows
+                if row["pool"] == name
+            ]
+    tree["pools"] = {name: pool for name, pool in tree["pools"].items() if name in states}
+    return ReplayJob(
+        tree,
+        config.observability.access_log,
+        now_s,
+        min(_section(config, name).cpu_percent for name in states) / 100,
+        tuple(_pool_job(config, name, state, rows) for name, state in states.items()),
+    )
+
+
+def _pool_job(
+    config: Config, name: str, state: PoolState, rows: Sequence[Mapping[str, Any]]
+) -> PoolJob:
+    pool = config.pools[name]
+    endpoints = (
+        [spec.display_name for spec in pool.endpoints]
+        if pool.discover is None
+        else [row["name"] for row in rows if row["pool"] == name]
+    )
+    auto = _section(config, name)
+    others = (member_of(spec) for spec in auto.portfolio)
+    members = {member.label: member for member in (state.policy, *others)}
+    return PoolJob(
+        name,
+        tuple(endpoints),
+        tuple(members.values()),
+        auto.window,
+        state.counts_from_s,
+        state.in_force_since_s,
+    )
+
+
+def _section(config: Config, pool: str) -> AutoPolicy:
+    auto = config.pools[pool].auto
+    assert auto is not None
+    return auto

@@ -1,0 +1,68 @@
+"""What the choice of policies remembers of one pool."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from gateway.config import PolicySpec
+from policies.auto.decider import PolicyDecider, PolicyDecision
+from policies.auto.estimates import PolicyMember, PoolEstimate
+
+
+class SwitchRecord(msgspec.Struct, frozen=True):
+    """One change of a pool's policy that followed from a comparison; `at_s` is Unix time."""
+
+    at_s: float
+    version: int
+    before: str
+    after: str
+    reason: str
+
+
+class PoolState:
+    """One pool that chooses its policy. Unix times in seconds, unless said otherwise.
+
+    policy            the policy in force
+    due_at            monotonic time of the next comparison
+    counts_from_s     requests that arrived before do not count in comparisons
+    in_force_since_s  since when the policy serves the pool
+    held              why no change is made until an operator permits it; empty if nothing is
+    trouble           why no comparison is made now; empty if nothing is in the way
+    failures          comparisons in a row that gave no estimate, and the last one's reason
+    """
+
+    def __init__(self, policy: PolicyMember, due_at: float, now_s: float) -> None:
+        self.policy = policy
+        self.due_at = due_at
+        self.counts_from_s = 0.0
+        self.in_force_since_s = now_s
+        self.decider = PolicyDecider()
+        self.held = self.trouble = self.failure = ""
+        self.failures = 0
+        self.compared_at_s: float | None = None
+        self.estimate: PoolEstimate | None = None
+        self.decision: PolicyDecision | None = None
+        self.switches: list[SwitchRecord] = []
+
+    def on_policy_changed(self, policy: PolicyMember, now_s: float) -> None:
+        self.policy, self.in_force_since_s = policy, now_s
+        self.decider.forget_leader()
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "policy": self.policy.label,
+            "in_force_since": self.in_force_since_s,
+            "held": self.held,
+            "trouble": self.trouble,
+            "failure": self.failure,
+            "compared_at": self.compared_at_s,
+            "decision": msgspec.to_builtins(self.decision),
+            "estimate": msgspec.to_builtins(self.estimate),
+            "switches": msgspec.to_builtins(self.switches),
+        }
+
+
+def member_of(spec: PolicySpec) -> PolicyMember:
+    return PolicyMember(spec.name, dict(spec.params))

@@ -1,0 +1,63 @@
+"""The process that replays the access log beside the gateway: one for each comparison.
+
+It limits itself (planner/auto/cpu_budget.py). It ends when its stdin closes, so also when the
+gateway is killed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from asyncio.subprocess import DEVNULL, PIPE
+
+import msgspec
+
+from policies.auto.job import ReplayAnswer, ReplayJob
+
+LIMIT_S = 3600.0
+"""A comparison that takes longer is given up."""
+
+MOST_ANSWER_BYTES = 1 << 20
+
+
+class ReplayError(Exception):
+    """Raised when the replay process gave no answer; the message says why."""
+
+
+async def run_replay(job: ReplayJob) -> ReplayAnswer:
+    """Run a replay process for one job, and return its answer.
+
+    Raises ReplayError. If the caller is cancelled, the process is killed.
+    """
+    try:
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "planner.auto"),
+            stdin=PIPE,
+            stdout=PIPE,
+            stderr=DEVNULL,
+            limit=MOST_ANSWER_BYTES,
+            start_new_session=True,  # so that Ctrl-C reaches only the gateway
+        )
+    except OSError as error:
+        raise ReplayError(f"the replay process could not be started: {error}") from error
+    assert process.stdin is not None
+    assert process.stdout is not None
+    try:
+        process.stdin.write(msgspec.json.encode(job) + b"\n")
+        async with asyncio.timeout(LIMIT_S):
+            answer = await process.stdout.read(MOST_ANSWER_BYTES)
+            while part := await process.stdout.read(MOST_ANSWER_BYTES - len(answer)):
+                answer += part
+            status = await process.wait()
+        if status:
+            raise ReplayError(f"the replay process ended with status {status}")
+        return msgspec.json.decode(answer, type=ReplayAnswer)
+    except TimeoutError:
+        raise ReplayError(f"the replay process took longer than {LIMIT_S:.0f} s") from None
+    except (msgspec.DecodeError, OSError) as error:
+        raise ReplayError(f"the replay process gave no answer: {error}") from error
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+        process.stdin.close()

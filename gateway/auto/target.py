@@ -1,0 +1,45 @@
+"""What the choice of policies needs of the process that it runs in: a gateway, or a supervisor."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import msgspec
+
+from gateway.config import LoadedConfig
+
+
+class ChangeResult(msgspec.Struct, frozen=True):
+    """The result of a configuration change, as of a ReloadOutcome.
+
+    changed  paths of the settings that it changes
+    """
+
+    result: str
+    message: str
+    version: int
+    changed: tuple[str, ...] = ()
+
+
+class AutoTarget(Protocol):
+    """One gateway process, or all workers of one; the configuration of both can be changed."""
+
+    @property
+    def running(self) -> LoadedConfig:
+        """The configuration in force."""
+        ...
+
+    @property
+    def version(self) -> int: ...
+
+    @property
+    def is_draining(self) -> bool: ...
+
+    async def endpoint_rows(self) -> Sequence[Mapping[str, Any]]:
+        """Return the endpoints as on the admin server's page /endpoints."""
+        ...
+
+    async def change(self, text: bytes, reason: str, *, dry_run: bool) -> ChangeResult:
+        """Apply a text in place of the configuration in force, or only try it."""
+        ...

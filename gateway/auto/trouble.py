@@ -1,0 +1,29 @@
+"""Conditions of a pool under which its policies are neither compared nor changed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from gateway.config import Config
+
+HEALTHY = "up"
+
+
+def find_trouble(config: Config, pool: str, rows: Iterable[Mapping[str, Any]]) -> str:
+    """Return why now is no time to change the pool's policy; empty if nothing is in the way.
+
+    `rows` are the endpoints of the page /endpoints.
+    """
+    own = [row for row in rows if row["pool"] == pool]
+    if not own:
+        return "the pool has no endpoint"
+    for row in own:
+        if row["state"] != HEALTHY or not row["available"]:
+            return f"endpoint {row['name']} is {row['state']}"
+        if row.get("slow") is not None:
+            return f"endpoint {row['name']} is slow"
+    spec = config.pools[pool]
+    if spec.canary is not None:
+        return "the pool has a canary"
+    return "the pool has shadow policies" if spec.shadow else ""

@@ -1,0 +1,79 @@
+"""The configuration section of a pool whose routing policy is chosen by replays of its requests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field
+
+from gateway.config.policy_choice import PolicyChoice
+from gateway.config.problems import Path
+from gateway.config.rule_findings import RuleFinding, get_member, iter_mappings
+from gateway.config.values import Duration, Section, setting
+from gateway.config.yaml_source import number_if_substituted
+
+AUTO = "auto"
+"""In place of a policy's name: the pool begins with the default policy, and the section `auto`."""
+
+DEFAULT_PORTFOLIO = ("prefix_aware", "priced", "llmd_blend", "lmetric")
+LEAST_INTERVAL_S = 2.0
+
+
+class AutoPolicy(Section):
+    """Replays of the pool's recent requests through other policies, and what follows from them."""
+
+    mode: Literal["switch", "advise"] = setting(
+        "switch",
+        "What to do with a policy that would serve more requests within their budgets: switch to "
+        "it, or only advise it.",
+    )
+    portfolio: Annotated[tuple[PolicyChoice, ...], Field(min_length=1, max_length=8)] = setting(
+        DEFAULT_PORTFOLIO, "The policies that are compared, besides the one in force."
+    )
+    interval: Annotated[Duration, Field(ge=LEAST_INTERVAL_S)] = setting(
+        "5m", "Time between two comparisons; at least 2s."
+    )
+    window: Annotated[Duration, Field(ge=LEAST_INTERVAL_S)] = setting(
+        "10m", "The newest part of the access log that a comparison replays; at least 2s."
+    )
+    cpu_percent: Annotated[float, Field(gt=0, le=50), BeforeValidator(number_if_substituted)] = (
+        setting(5, "Share of one core that the replay process may use, in percent; at most 50.")
+    )
+    pinned: Annotated[bool, Field(strict=True)] = setting(
+        False, "Whether the pool keeps its policy, whatever the comparisons say."
+    )
+
+
+def without_auto_name(data: Any) -> Any:
+    """Return a pool's plain data with the section `auto` in place of `policy: auto`."""
+    if get_member(data, "policy") != AUTO:
+        return data
+    rest = {key: value for key, value in data.items() if key != "policy"}
+    return {AUTO: {}, **rest}
+
+
+def auto_errors(data: Any) -> Iterator[RuleFinding]:
+    """Yield what pools with the section `auto` lack elsewhere in the configuration."""
+    logs = get_member(data, "observability")
+    target, blocks = get_member(logs, "access_log"), get_member(logs, "access_blocks")
+    for path, pool in iter_mappings(get_member(data, "pools"), ("pools",)):
+        place = auto_path(pool, path)
+        if place is None:
+            continue
+        if target in (None, "stdout", "off"):
+            text = "auto replays the access log, so observability.access_log must name a file"
+            yield RuleFinding(place, text)
+        if blocks is False:
+            text = f"pool {path[-1]} with auto needs the ids of prompt blocks in the access log"
+            yield RuleFinding(("observability", "access_blocks"), text)
+        if get_member(data, "shared") is not None:
+            text = "auto works with one gateway or its workers, not with several that are `shared`"
+            yield RuleFinding(place, text)
+
+
+def auto_path(pool: Any, path: Path) -> Path | None:
+    """Return the path of what makes the pool at `path` choose its policy, or None."""
+    if get_member(pool, "policy") == AUTO:
+        return (*path, "policy")
+    return (*path, AUTO) if get_member(pool, AUTO) is not None else None

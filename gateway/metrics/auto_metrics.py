@@ -1,0 +1,42 @@
+"""The metrics of pools that choose their policy by replays of their requests."""
+
+from __future__ import annotations
+
+from gateway.metrics.labels import POOL, RESULT, Row
+from gateway.metrics.metric_types import Counter, Gauge, MetricFamily, MetricRegistry
+
+
+class AutoMetrics:
+    """The metric families of comparisons of policies, and of the changes that followed."""
+
+    def __init__(self, meters: MetricRegistry) -> None:
+        auto = meters.section(Row.CONFIGURATION, "auto/controller.py")
+        self.comparisons: MetricFamily[Counter] = auto.counter(
+            "penstock_auto_comparisons_total",
+            "Comparisons of a pool's policies by replay, by result: keep, advise, switch, failed.",
+            *(POOL, RESULT),
+        )
+        self.switches: MetricFamily[Counter] = auto.counter(
+            "penstock_auto_switches_total",
+            "Changes of a pool's policy that followed from a comparison.",
+            POOL,
+        )
+        self.gain: MetricFamily[Gauge] = auto.gauge(
+            "penstock_auto_gain_ratio",
+            "Share of requests by which the best other policy would have kept more promises, by "
+            "the last comparison; negative if fewer.",
+            POOL,
+        )
+        self.error: MetricFamily[Gauge] = auto.gauge(
+            "penstock_auto_gain_error_ratio",
+            "Half width of the 95 % interval of penstock_auto_gain_ratio.",
+            POOL,
+        )
+        self.replay_cpu: Counter = auto.counter(
+            "penstock_auto_replay_cpu_seconds_total", "CPU time of the replay processes."
+        ).labels()
+
+    def remove_pool(self, pool: str) -> None:
+        """Remove the series of a pool that no longer chooses its policy."""
+        for family in (self.comparisons, self.switches, self.gain, self.error):
+            family.remove_children("pool", pool)

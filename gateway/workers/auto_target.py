@@ -1,0 +1,58 @@
+"""All workers of a supervisor, as the target of the choice of policies."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from time import time
+from typing import Any
+
+from gateway.auto.target import ChangeResult
+from gateway.config import LoadedConfig
+from gateway.reload.history import create_version
+from gateway.reload.reloader import ChangeOptions
+from gateway.workers.config_rollout import ConfigRollout, response_message, response_result
+
+EndpointRows = Callable[[], Awaitable[Sequence[Mapping[str, Any]]]]
+
+
+class WorkersAutoTarget:
+    """An AutoTarget that is all workers; `rows` returns their merged page /endpoints."""
+
+    def __init__(
+        self, rollout: ConfigRollout, rows: EndpointRows, is_draining: Callable[[], bool]
+    ) -> None:
+        self._rollout, self._rows, self._is_draining = rollout, rows, is_draining
+
+    @property
+    def running(self) -> LoadedConfig:
+        return self._rollout.running
+
+    @property
+    def version(self) -> int:
+        return self._rollout.version
+
+    @property
+    def is_draining(self) -> bool:
+        return self._is_draining()
+
+    async def endpoint_rows(self) -> Sequence[Mapping[str, Any]]:
+        return await self._rows()
+
+    async def change(self, text: bytes, reason: str, *, dry_run: bool) -> ChangeResult:
+        """Apply the text to all workers, unless another change has come first."""
+        running = create_version(self.version, time(), "", self.running, ())
+        response = await self._rollout.put(
+            text,
+            {"If-Match": running.etag},
+            ChangeOptions(
+                dry_run=dry_run, force=True, was_in_force=True, trigger="auto", reason=reason
+            ),
+        )
+        changes = json.loads(response.body).get("changes", ())
+        return ChangeResult(
+            response_result(response),
+            response_message(response),
+            self.version,
+            tuple(change["path"] for change in changes),
+        )

@@ -1,0 +1,37 @@
+"""The replay process beside a gateway: one job on stdin, one answer on stdout, then it ends.
+
+It ends at once when its stdin closes, because the gateway has ended or wants no answer any more.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from threading import Thread
+
+from planner.auto.cpu_budget import CpuBudget, set_limits
+
+
+def main() -> None:
+    """Run one job. The exit status is 1 if it cannot be read."""
+    set_limits()
+    # Imported after the limits are set, because this takes most of a second.
+    from planner.auto.run_job import read_job, run_job
+
+    pipe = sys.stdin.buffer
+    job = read_job(pipe)
+    if job is None:
+        sys.exit(1)
+    Thread(target=_end_with, args=(pipe.fileno(),), daemon=True).start()
+    answer = run_job(job, CpuBudget(job.cpu_share).pause)
+    sys.stdout.buffer.write(answer)
+    sys.stdout.buffer.flush()
+
+
+def _end_with(pipe: int) -> None:
+    os.read(pipe, 1)  # not by the buffered reader, whose lock would block the end of the process
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

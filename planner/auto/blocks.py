@@ -1,0 +1,29 @@
+"""Errors of means over requests, from blocks of consecutive requests.
+
+Requests close in time meet the same queues, so single requests are not independent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from math import sqrt
+from statistics import stdev
+from typing import TypeVar
+
+Item = TypeVar("Item")
+
+BLOCKS = 8
+T_95 = 2.36
+"""Quantile of Student's t for a 95 % interval from BLOCKS values."""
+
+
+def in_blocks(items: Sequence[Item]) -> list[Sequence[Item]]:
+    """Return the items in BLOCKS consecutive parts of equal size, at least that many items."""
+    edges = [len(items) * block // BLOCKS for block in range(BLOCKS + 1)]
+    return [items[begin:end] for begin, end in pairwise(edges)]
+
+
+def error_of_mean(of_blocks: Sequence[float]) -> float:
+    """Return half of the width of the 95 % interval of the mean of BLOCKS values."""
+    return T_95 * stdev(of_blocks) / sqrt(len(of_blocks))

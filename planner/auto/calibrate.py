@@ -1,0 +1,119 @@
+"""Corrects the speeds of a pool's mock groups by what the access log says of each endpoint.
+
+The log's requests are replayed on the endpoints that served them, so that nothing but the speed of
+the engines differs from what happened. The ratio of the times per token then is the speed.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from statistics import median
+
+import msgspec
+
+from planner.auto.cpu_budget import OnProgress
+from planner.auto.reproduction import from_line, from_record
+from planner.plan.pool_case import PoolCase
+from planner.plan.recent import RecentTraffic
+from planner.replay.fleet import replay
+from planner.replay.options import ReplayOptions
+from planner.replay.record import ReplayRecord
+from planner.replay.traffic import Traffic
+from planner.traces.access import LoggedRequest
+from policies.contract import Picker, Policy, WeightedScorer
+from policies.model import Candidate, Role, RoutingQuery
+from policies.scorers import constant
+
+LEAST_SAMPLES = 20
+"""Requests of an endpoint that say how fast it is; with fewer it is as fast as the median one."""
+
+SLOWEST, FASTEST = 10.0, 0.1
+CLOSE = 0.05
+"""A correction below this is not worth a further replay."""
+
+ROUNDS = 3
+"""Replays at most: a slower engine has more requests at once, which makes it slower again."""
+
+
+def calibrate(
+    case: PoolCase,
+    endpoints: Sequence[str],
+    lately: RecentTraffic,
+    on_progress: OnProgress | None = None,
+) -> PoolCase:
+    """Return the case with the speeds of its groups corrected by the log.
+
+    `endpoints` are the names of the groups in the log, in order. A case with separate prefill and
+    decode groups is returned unchanged.
+    """
+    kinds = case.fleet.groups
+    is_split = case.fleet.pairs or any(kind.role is not Role.BOTH for kind in kinds)
+    if is_split or len(endpoints) != len(kinds):
+        return case
+    pairs = lately.pairs(case.models)
+    slots = {name: slot for slot, name in enumerate(endpoints)}
+    slowness = [kind.slowness for kind in kinds]
+    for _ in range(ROUNDS):
+        corrected = _with_slowness(case, slowness)
+        places = [slots.get(line.endpoint) for line, _ in pairs]
+        run = replay(
+            corrected.fleet,
+            Traffic(arrivals=[request for _, request in pairs]),
+            _as_logged(places),
+            None,
+            ReplayOptions(learns_lengths=True, standard=case.standard, classes=case.classes),
+            watch=on_progress,
+        )
+        factors = _factors(case, [line for line, _ in pairs], run.records, places, len(kinds))
+        slowness = [
+            min(SLOWEST, max(FASTEST, old * factor))
+            for old, factor in zip(slowness, factors, strict=True)
+        ]
+        if all(abs(factor - 1) <= CLOSE for factor in factors):
+            break
+    return _with_slowness(case, slowness)
+
+
+def _factors(
+    case: PoolCase,
+    lines: Sequence[LoggedRequest],
+    records: Sequence[ReplayRecord],
+    places: Sequence[int | None],
+    count: int,
+) -> list[float]:
+    # Return the ratio of logged to replayed time per token of each endpoint.
+    ratios: Mapping[int, list[float]] = defaultdict(list)
+    for line, record, slot in zip(lines, records, places, strict=False):
+        logged = from_line(line, case.standard)
+        replayed = from_record(record)
+        if slot is not None and logged is not None and logged.tpot_s and replayed.tpot_s:
+            ratios[slot].append(logged.tpot_s / replayed.tpot_s)
+    known = {
+        slot: median(of_slot) for slot, of_slot in ratios.items() if len(of_slot) >= LEAST_SAMPLES
+    }
+    usual = median(known.values()) if known else 1.0
+    return [known.get(slot, usual) for slot in range(count)]
+
+
+def _with_slowness(case: PoolCase, slowness: Sequence[float]) -> PoolCase:
+    change = msgspec.structs.replace
+    kinds = tuple(
+        change(kind, slowness=factor)
+        for kind, factor in zip(case.fleet.groups, slowness, strict=True)
+    )
+    return change(case, fleet=change(case.fleet, kinds=kinds))
+
+
+def _as_logged(places: Sequence[int | None]) -> Policy:
+    """Return the policy that sends each request where the log says it was served."""
+
+    def pick(query: RoutingQuery, candidates: Sequence[Candidate], scores: Sequence[float]) -> int:
+        place = places[int(query.request.id)]
+        for index, candidate in enumerate(candidates):
+            if candidate.load.slot == place:
+                return index
+        return min(range(len(scores)), key=lambda index: candidates[index].load.in_flight)
+
+    picker: Picker = pick
+    return Policy("as_logged", (), (WeightedScorer(constant()),), picker)

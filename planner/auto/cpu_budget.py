@@ -1,0 +1,51 @@
+"""The limits of a replay process beside a gateway: idle priority, CPU time and memory."""
+
+from __future__ import annotations
+
+import os
+import resource
+import time
+from collections.abc import Callable
+from contextlib import suppress
+
+SLICE_S = 0.02
+"""CPU time after which the process pauses."""
+
+MEMORY_BYTES = 2 << 30
+"""Address space of the process; an allocation beyond it fails, and the process ends."""
+
+NICE = 19
+
+OnProgress = Callable[[float, int], None]
+"""Called during a replay, so that its process can pause; see planner.replay.fleet.replay()."""
+
+
+def set_limits() -> None:
+    """Give this process the lowest priority, and limit its memory."""
+    with suppress(OSError):
+        os.nice(NICE)
+    if hasattr(os, "SCHED_IDLE"):  # Linux
+        with suppress(OSError):
+            os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+    with suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+
+
+class CpuBudget:
+    """Pauses this process so that it uses at most a share of a core. Call pause() often."""
+
+    def __init__(
+        self,
+        share: float,
+        cpu_s: Callable[[], float] = time.process_time,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self._share, self._cpu_s, self._sleep = share, cpu_s, sleep
+        self._paused_at_s = 0.0  # so that the CPU time of the start counts as well
+
+    def pause(self, _clock_s: float = 0.0, _ended: int = 0) -> None:
+        """Sleep as long as the share requires for the CPU time used since the last pause."""
+        used_s = self._cpu_s() - self._paused_at_s
+        if used_s >= SLICE_S:
+            self._sleep(used_s * (1 - self._share) / self._share)
+            self._paused_at_s = self._cpu_s()

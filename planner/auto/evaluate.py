@@ -1,0 +1,191 @@
+"""Estimates what the policies of a portfolio would have made of the last minutes of an access log.
+
+All policies are replayed on the same arrivals, so that differences are those of the policies. The
+error of a difference comes from blocks of consecutive requests; the best policies are replayed a
+second time with arrivals moved by milliseconds, because routing amplifies these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from random import Random
+from statistics import fmean
+
+import msgspec
+
+from planner.auto.blocks import error_of_mean, in_blocks
+from planner.auto.calibrate import calibrate
+from planner.auto.cpu_budget import OnProgress
+from planner.auto.reproduction import ServedRequest, find_doubt, from_line, from_record
+from planner.plan.pool_case import PoolCase
+from planner.plan.recent import RecentTraffic
+from planner.replay.fleet import replay
+from planner.replay.options import ReplayOptions
+from planner.replay.record import ReplayRecord
+from planner.replay.traffic import Traffic
+from planner.traces.access import LoggedRequest, arrived_s
+from planner.traces.shape import TraceRequest
+from policies import registry
+from policies.auto.estimates import MemberEstimate, PolicyMember, PoolEstimate
+
+JITTER_S = 0.005
+"""Standard deviation by which arrivals are moved in the second replay."""
+
+
+def evaluate(
+    case: PoolCase,
+    members: Sequence[PolicyMember],
+    endpoints: Sequence[str],
+    lately: RecentTraffic,
+    in_force_since_s: float = 0.0,
+    on_progress: OnProgress | None = None,
+) -> PoolEstimate:
+    """Return the estimates of `members`, the first of which is the policy in force.
+
+    endpoints         names of the case's groups in the log, in order
+    in_force_since_s  Unix time since when it has served all requests; only later requests show
+                      whether its replay reproduces the log
+    """
+    requests = lately.requests(case.models)
+    case = calibrate(case, endpoints, lately, on_progress)
+    runs = _Runs(case, requests, lately.warmup_s, on_progress)
+    incumbent = members[0]
+    labels = [member.label for member in members]
+    if not requests or not runs.records(incumbent, 0):
+        empty = tuple(MemberEstimate(label, 0.0) for label in labels)
+        return PoolEstimate(case.pool, labels[0], 0, 0.0, "", empty)
+    records = runs.records(incumbent, 0)
+    doubt = _doubt(case, lately, records, in_force_since_s)
+    span_s = records[-1].arrived_s - records[0].arrived_s
+    # With a doubt nothing will be decided, so the others need not be replayed.
+    alone = [MemberEstimate(labels[0], _goodput(records))]
+    estimates = alone if doubt else _compare(runs, members)
+    return PoolEstimate(case.pool, labels[0], len(records), span_s, doubt, tuple(estimates))
+
+
+def _compare(runs: _Runs, members: Sequence[PolicyMember]) -> list[MemberEstimate]:
+    incumbent, others = members[0], members[1:]
+    by_label = {member.label: member for member in others}
+    estimates = [_estimate(runs, member, incumbent, (0,)) for member in others]
+    best = max(estimates, key=lambda estimate: estimate.gain, default=None)
+    if best is not None and best.gain > 0:
+        again = _estimate(runs, by_label[best.member], incumbent, (0, 1))
+        estimates = [again if estimate is best else estimate for estimate in estimates]
+    goodput = _goodput(runs.records(incumbent, 0))
+    return [MemberEstimate(incumbent.label, goodput), *estimates]
+
+
+def _estimate(
+    runs: _Runs, member: PolicyMember, incumbent: PolicyMember, seeds: Sequence[int]
+) -> MemberEstimate:
+    own = [runs.records(member, seed) for seed in seeds]
+    other = [runs.records(incumbent, seed) for seed in seeds]
+    differences = [
+        fmean(of_seeds)
+        for of_seeds in zip(
+            *(_block_gains(mine, theirs) for mine, theirs in zip(own, other, strict=True)),
+            strict=True,
+        )
+    ]
+    gain = fmean(map(_goodput, own)) - fmean(map(_goodput, other))
+    error = error_of_mean(differences)
+    return MemberEstimate(member.label, fmean(map(_goodput, own)), gain, error)
+
+
+class _Runs:
+    """Replays of one pool's requests, each made when it is first needed."""
+
+    def __init__(
+        self,
+        case: PoolCase,
+        requests: Sequence[TraceRequest],
+        warmup_s: float,
+        on_progress: OnProgress | None,
+    ) -> None:
+        self._case, self._requests, self._warmup_s = case, requests, warmup_s
+        self._on_progress = on_progress
+        self._known: dict[tuple[str, int], list[ReplayRecord]] = {}
+
+    def records(self, member: PolicyMember, seed: int) -> list[ReplayRecord]:
+        """Return the records that count, in order of arrival; the same requests for all members."""
+        key = member.label, seed
+        if key not in self._known:
+            case = self._case
+            run = replay(
+                case.fleet,
+                Traffic(arrivals=self._arrivals(seed)),
+                registry.build(member.policy, member.parameters),
+                case.admission(),
+                ReplayOptions(
+                    seed, learns_lengths=True, standard=case.standard, classes=case.classes
+                ),
+                case.limits,
+                case.shares,
+                self._on_progress,
+            )
+            self._known[key] = [
+                record for record in run.records if record.arrived_s >= self._warmup_s
+            ]
+        return self._known[key]
+
+    def _arrivals(self, seed: int) -> list[TraceRequest]:
+        if not seed:
+            return list(self._requests)
+        rng = Random(f"auto {seed}")
+        return [
+            msgspec.structs.replace(
+                request, arrival_s=max(0.0, request.arrival_s + rng.gauss(0.0, JITTER_S))
+            )
+            for request in self._requests
+        ]
+
+
+def _block_gains(own: Sequence[ReplayRecord], other: Sequence[ReplayRecord]) -> list[float]:
+    # Return the differences in goodput of blocks of consecutive requests.
+    return [
+        _goodput(mine) - _goodput(theirs)
+        for mine, theirs in zip(in_blocks(own), in_blocks(other), strict=True)
+    ]
+
+
+def _goodput(records: Sequence[ReplayRecord]) -> float:
+    total = sum(record.slo.weight for record in records)
+    good = sum(record.slo.weight for record in records if record.is_good)
+    return good / total if total else 0.0
+
+
+def _doubt(
+    case: PoolCase,
+    lately: RecentTraffic,
+    records: Sequence[ReplayRecord],
+    in_force_since_s: float,
+) -> str:
+    from_s = max(lately.from_s, in_force_since_s)
+    lines = [
+        line
+        for line in lately.lines
+        if arrived_s(line) >= from_s and (case.models is None or line.model in case.models)
+    ]
+    logged = [served for line in lines if (served := _served(line, case)) is not None]
+    replayed = [
+        from_record(record) for record in records if record.arrived_s >= from_s - lately.begins_s
+    ]
+    return find_doubt(logged, replayed)
+
+
+def _served(line: LoggedRequest, case: PoolCase) -> ServedRequest | None:
+    return from_line(line, case.classes.get(line.slo, case.standard))
+
+
+def portfolio(incumbent: PolicyMember, members: Sequence[PolicyMember]) -> tuple[PolicyMember, ...]:
+    """Return the policies to compare: the one in force, then the others of the portfolio."""
+    return (incumbent, *(member for member in members if member.label != incumbent.label))
+
+
+def limit_traffic(lately: RecentTraffic, from_s: float, most: int) -> RecentTraffic:
+    """Return the newest `most` requests; those that arrived before `from_s` only warm caches."""
+    lines = lately.lines[-most:]
+    begins_s = arrived_s(lines[0])
+    if len(lines) < len(lately.lines):
+        from_s = max(from_s, arrived_s(lines[len(lines) // 3]))
+    return RecentTraffic(lines, begins_s, max(from_s, lately.from_s, begins_s))

@@ -1,0 +1,112 @@
+"""Whether a replay of the policy in force reproduces what the access log says really happened.
+
+A fleet model that is wrong about the engines must not choose their policy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import median
+
+import msgspec
+
+from planner.auto.blocks import error_of_mean, in_blocks
+from planner.replay.record import ReplayRecord
+from planner.traces.access import LoggedRequest
+from policies.model import Slo
+
+LEAST_LINES = 50
+"""Number of logged requests below which nothing can be said."""
+
+GOODPUT_TOLERANCE = 0.1
+"""Allowed difference of the share of good requests, beyond the error of its mean."""
+
+TPOT_RATIO, TTFT_RATIO = 1.25, 1.5
+"""Allowed ratio of the medians of the log and of the replay, either way."""
+
+SLACK = 0.1
+"""Differences of medians below this share of the budget are no doubt, whatever their ratio."""
+
+MET = "met"
+
+
+class ServedRequest(msgspec.Struct, frozen=True):
+    """How one request was served, in the log or in the replay; None where it is not known."""
+
+    slo: Slo
+    is_good: bool
+    ttft_s: float | None
+    tpot_s: float | None
+
+
+def from_line(line: LoggedRequest, slo: Slo) -> ServedRequest | None:
+    """Return how a logged request was served; None if its outcome is not known.
+
+    A refused request counts as one that missed its budgets.
+    """
+    if line.status >= 400:
+        return ServedRequest(slo, False, None, None)
+    if not line.slo_outcome:
+        return None
+    received_us, first_us, last_us = line.received_us, line.first_token_us, line.last_us
+    tokens = line.completion_tokens or max(0, line.events - 2)
+    ttft_s = None if first_us is None or received_us is None else (first_us - received_us) / 1e6
+    has_pace = first_us is not None and last_us is not None and tokens > 1 and line.events > 0
+    tpot_s = (last_us - first_us) / 1e6 / (tokens - 1) if has_pace else None  # type: ignore[operator]
+    return ServedRequest(slo, line.slo_outcome == MET, ttft_s, tpot_s)
+
+
+def from_record(record: ReplayRecord) -> ServedRequest:
+    return ServedRequest(record.slo, record.is_good, record.ttft_s, record.tpot_s)
+
+
+def find_doubt(logged: Sequence[ServedRequest], replayed: Sequence[ServedRequest]) -> str:
+    """Return how the replay differs from the log by more than the tolerance, or "".
+
+    Both are of the same requests. Fewer than LEAST_LINES of them are a doubt as well.
+    """
+    if len(logged) < LEAST_LINES or not replayed:
+        return f"the log has only {len(logged)} comparable requests of the policy in force"
+    real, simulated = _goodput(logged), _goodput(replayed)
+    gaps = [
+        _goodput(mine) - _goodput(theirs)
+        for mine, theirs in zip(in_blocks(logged), in_blocks(replayed), strict=True)
+    ]
+    if abs(real - simulated) > GOODPUT_TOLERANCE + error_of_mean(gaps):
+        return f"{real:.0%} of requests were good, {simulated:.0%} in the replay"
+    slo = logged[0].slo
+    return _median_doubt(
+        "TPOT",
+        [request.tpot_s for request in logged],
+        [request.tpot_s for request in replayed],
+        TPOT_RATIO,
+        SLACK * slo.tpot_s,
+    ) or _median_doubt(
+        "TTFT",
+        [request.ttft_s for request in logged],
+        [request.ttft_s for request in replayed],
+        TTFT_RATIO,
+        SLACK * slo.ttft_s,
+    )
+
+
+def _goodput(requests: Sequence[ServedRequest]) -> float:
+    return sum(request.is_good for request in requests) / len(requests)
+
+
+def _median_doubt(
+    name: str,
+    logged: Sequence[float | None],
+    replayed: Sequence[float | None],
+    ratio: float,
+    slack_s: float,
+) -> str:
+    real = [value for value in logged if value is not None]
+    simulated = [value for value in replayed if value is not None]
+    if len(real) < LEAST_LINES or not simulated:
+        return ""
+    real_s, simulated_s = median(real), median(simulated)
+    is_near = abs(real_s - simulated_s) <= slack_s
+    if is_near or max(real_s, simulated_s) <= ratio * min(real_s, simulated_s):
+        return ""
+    return f"the median {name} was {real_s:.3g} s, in the replay {simulated_s:.3g} s"

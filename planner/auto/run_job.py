@@ -1,0 +1,56 @@
+"""Runs one comparison that the gateway asks for: reads the log, and evaluates every pool."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import BinaryIO
+
+import msgspec
+
+from planner.auto.cpu_budget import OnProgress
+from planner.auto.evaluate import evaluate, limit_traffic
+from planner.plan.pool_case import PoolCaseError, cases
+from planner.plan.recent import RecentTraffic, recent
+from planner.traces.shape import TraceError
+from policies.auto.estimates import PoolEstimate
+from policies.auto.job import PoolJob, ReplayAnswer, ReplayJob
+
+TAIL_BYTES = 32 << 20
+"""Maximum amount of the log that is read, from its end."""
+
+MOST_REQUESTS = 4_000
+"""Maximum number of requests that one pool's replays have, the newest ones."""
+
+
+def read_job(pipe: BinaryIO) -> ReplayJob | None:
+    """Return the job that is one line of JSON; None at the end of the pipe."""
+    line = pipe.readline()
+    return msgspec.json.decode(line, type=ReplayJob) if line.endswith(b"\n") else None
+
+
+def run_job(job: ReplayJob, on_progress: OnProgress | None = None) -> bytes:
+    """Return the answer to a job as JSON."""
+    estimates: list[PoolEstimate] = []
+    failed: dict[str, str] = {}
+    for pool in job.pools:
+        try:
+            estimates.append(_evaluate(job, pool, on_progress))
+        except (PoolCaseError, TraceError) as error:
+            failed[pool.pool] = str(error)
+        except MemoryError:
+            failed[pool.pool] = "the replay needs more memory than it may use"
+    answer = ReplayAnswer(tuple(estimates), failed, time.process_time())
+    return msgspec.json.encode(answer)
+
+
+def _evaluate(job: ReplayJob, pool: PoolJob, on_progress: OnProgress | None) -> PoolEstimate:
+    case = cases(job.config)[pool.pool]
+    lately = recent(Path(job.log), pool.window_s, TAIL_BYTES)
+    lines = [line for line in lately.lines if case.models is None or line.model in case.models]
+    if not lines:
+        raise TraceError(f"{job.log} contains no request for the pool")
+    from_s = max(pool.counts_from_s, job.now_s - pool.window_s)
+    lately = RecentTraffic(lines, lately.begins_s, max(lately.from_s, from_s))
+    lately = limit_traffic(lately, from_s, MOST_REQUESTS)
+    return evaluate(case, pool.members, pool.endpoints, lately, pool.in_force_since_s, on_progress)

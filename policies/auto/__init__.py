@@ -1,0 +1,1 @@
+"""Choice among routing policies by estimates of their goodput on recent requests."""

@@ -1,0 +1,123 @@
+"""Decides whether a pool changes its routing policy, from estimates of the policies' goodput.
+
+A change needs a gain that exceeds its error, seen twice unless it is large, and is limited to three
+per hour. `now` is any clock in seconds that does not jump back.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from enum import StrEnum
+
+import msgspec
+
+from policies.auto.estimates import MemberEstimate, PoolEstimate
+
+LEAST_GAIN = 0.01
+"""Gain in goodput beyond its error below which a change is not worth the caches that it moves."""
+
+LEAST_REQUESTS = 200
+MOST_SWITCHES, HOUR_S = 3, 3600.0
+SURE = 2.0
+"""A gain of so many times the required one is enough without a second estimate."""
+
+RETURN = 2.0
+"""A policy that was left within the last hour needs so many times the required gain to return."""
+
+
+class Action(StrEnum):
+    """What follows from an estimate: keep the policy, switch to another, or only advise it."""
+
+    KEEP = "keep"
+    SWITCH = "switch"
+    ADVISE = "advise"
+
+
+class PolicyDecision(msgspec.Struct, frozen=True):
+    """A decision with its reason in one sentence; `member` is the best other policy, or empty."""
+
+    action: Action
+    reason: str
+    member: str = ""
+    gain: float = 0.0
+    error: float = 0.0
+
+
+class PolicyDecider:
+    """The memory of one pool's decisions: past switches, and the policy that led last time."""
+
+    def __init__(self) -> None:
+        self._switched_at: deque[float] = deque(maxlen=MOST_SWITCHES)
+        self._left_at: dict[str, float] = {}
+        self._leader = ""
+
+    def decide(self, now: float, estimate: PoolEstimate, *, may_switch: bool) -> PolicyDecision:
+        """Return the decision for one estimate.
+
+        Without `may_switch`, a switch that would be made becomes advice.
+        """
+        if estimate.requests < LEAST_REQUESTS:
+            return _keep(
+                f"only {estimate.requests} requests were compared, of {LEAST_REQUESTS} needed"
+            )
+        if estimate.doubt:
+            return _keep(f"the replay does not reproduce the log: {estimate.doubt}")
+        leader, self._leader = self._leader, ""
+        best = _best_other(estimate)
+        if best is None:
+            return _keep("the portfolio has no other policy")
+        required = self._required_gain(now, best)
+        if best.gain <= required:
+            return _keep(
+                f"{best.member} would serve {_points(best.gain)} more, "
+                f"which does not exceed the {_points(required)} that a change needs",
+                best,
+            )
+        self._leader = best.member
+        evidence = (
+            f"{best.member} would have served {_points(best.gain)} more "
+            f"(error {_points(best.error)}) of {estimate.requests} requests"
+        )
+        if best.member != leader and best.gain < SURE * required:
+            return _keep(f"{evidence}; the next estimate must confirm this", best)
+        if not may_switch:
+            return PolicyDecision(Action.ADVISE, evidence, best.member, best.gain, best.error)
+        if self._recent_switches(now) >= MOST_SWITCHES:
+            return _keep(f"{evidence}, but {MOST_SWITCHES} changes were made within an hour", best)
+        return PolicyDecision(Action.SWITCH, evidence, best.member, best.gain, best.error)
+
+    def on_switched(self, now: float, left: str) -> None:
+        """Record that the pool has changed its policy by a decision; `left` is the old one."""
+        self._switched_at.append(now)
+        self._left_at = {
+            member: left_at for member, left_at in self._left_at.items() if now - left_at < HOUR_S
+        }
+        self._left_at[left] = now
+        self._leader = ""
+
+    def forget_leader(self) -> None:
+        """Start the confirmation again, because the configuration or the fleet has changed."""
+        self._leader = ""
+
+    def _required_gain(self, now: float, best: MemberEstimate) -> float:
+        left_at = self._left_at.get(best.member)
+        is_return = left_at is not None and now - left_at < HOUR_S
+        return (best.error + LEAST_GAIN) * (RETURN if is_return else 1.0)
+
+    def _recent_switches(self, now: float) -> int:
+        return sum(now - switched_at < HOUR_S for switched_at in self._switched_at)
+
+
+def _best_other(estimate: PoolEstimate) -> MemberEstimate | None:
+    others = [member for member in estimate.members if member.member != estimate.incumbent]
+    return max(others, key=lambda member: member.gain - member.error, default=None)
+
+
+def _keep(reason: str, best: MemberEstimate | None = None) -> PolicyDecision:
+    if best is None:
+        return PolicyDecision(Action.KEEP, reason)
+    return PolicyDecision(Action.KEEP, reason, best.member, best.gain, best.error)
+
+
+def _points(share: float) -> str:
+    return f"{100 * share:.1f} points"

@@ -1,0 +1,56 @@
+"""Estimates of how routing policies would have served the recent requests of one pool."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+
+class PolicyMember(msgspec.Struct, frozen=True):
+    """A policy of a portfolio: the name of the policy, and its parameters."""
+
+    policy: str
+    parameters: Mapping[str, Any] = {}
+
+    @property
+    def label(self) -> str:
+        """Return the policy's name, with its parameters if there are any."""
+        if not self.parameters:
+            return self.policy
+        texts = (f"{key}={value}" for key, value in sorted(self.parameters.items()))
+        return f"{self.policy}({','.join(texts)})"
+
+
+class MemberEstimate(msgspec.Struct, frozen=True):
+    """The estimated goodput of one policy on the requests of the window.
+
+    member   the policy's label
+    goodput  share of requests within the budgets of their service class, weighted by the class
+    gain     goodput minus that of the policy in force, on the same arrivals
+    error    half of the width of the 95 % interval of the gain
+    """
+
+    member: str
+    goodput: float
+    gain: float = 0.0
+    error: float = 0.0
+
+
+class PoolEstimate(msgspec.Struct, frozen=True):
+    """The estimates of one pool.
+
+    incumbent  label of the policy in force
+    requests   number of requests that were compared
+    span_s     seconds in which they arrived
+    doubt      why the replay of the policy in force does not reproduce the log; empty if it does
+    members    the policies, with the one in force first
+    """
+
+    pool: str
+    incumbent: str
+    requests: int
+    span_s: float
+    doubt: str
+    members: tuple[MemberEstimate, ...]

@@ -1,0 +1,54 @@
+"""What the gateway asks its replay process, and what that process answers, as JSON on its pipes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from policies.auto.estimates import PolicyMember, PoolEstimate
+
+
+class PoolJob(msgspec.Struct, frozen=True):
+    """One pool whose portfolio is to be compared; times are Unix times in seconds.
+
+    endpoints         names of its endpoints, in the order of the configuration
+    members           the policies, with the one in force first
+    counts_from_s     requests that arrived before do not count: the fleet was in trouble
+    in_force_since_s  since when the policy in force has served all requests
+    """
+
+    pool: str
+    endpoints: tuple[str, ...]
+    members: tuple[PolicyMember, ...]
+    window_s: float
+    counts_from_s: float
+    in_force_since_s: float
+
+
+class ReplayJob(msgspec.Struct, frozen=True):
+    """One comparison of all pools that are due.
+
+    config  the gateway's configuration as plain values, with durations in seconds
+    log     path of the access log
+    now_s   Unix time in seconds
+    cpu_share  share of one core that the process may use
+    """
+
+    config: Mapping[str, Any]
+    log: str
+    now_s: float
+    cpu_share: float
+    pools: tuple[PoolJob, ...]
+
+
+class ReplayAnswer(msgspec.Struct, frozen=True):
+    """The estimates of the pools, and why others could not be replayed.
+
+    cpu_s  CPU time in seconds that the process has used
+    """
+
+    estimates: tuple[PoolEstimate, ...]
+    failed: Mapping[str, str]
+    cpu_s: float
