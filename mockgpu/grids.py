@@ -125,7 +125,7 @@ class GridCorrection:
         """Return the factor for a prefill-only step of `tokens` prompt tokens."""
         return self._prefill.value(tokens)
 
-    def decode(self, seqs: int, context: int) -> float:
+    def decode(self, seqs: float, context: float) -> float:
         """Return the factor for a decode-only step.
 
         `context` is the sum over all sequences, in tokens.

@@ -23,14 +23,14 @@ class StepWork(NamedTuple):
     prefill_tokens   prompt tokens computed, summed over all chunks
     attention_area   query-key pairs of the prompts: the sum over chunks of chunk x (start + chunk /
                      2)
-    decode_seqs      sequences that generate one token each
+    decode_seqs      sequences that generate one token each; a mean over steps has a fraction
     decode_context   tokens of KV that these sequences read, in total
     """
 
     prefill_tokens: int = 0
     attention_area: float = 0.0
-    decode_seqs: int = 0
-    decode_context: int = 0
+    decode_seqs: float = 0
+    decode_context: float = 0
 
 
 class Profile(msgspec.Struct, frozen=True):
@@ -103,7 +103,7 @@ class Correction(Protocol):
         """Return the factor for a prefill-only step of `tokens` prompt tokens."""
         ...
 
-    def decode(self, seqs: int, context: int) -> float:
+    def decode(self, seqs: float, context: float) -> float:
         """Return the factor for a decode-only step.
 
         `context` is the sum over all sequences, in tokens.

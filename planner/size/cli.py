@@ -105,7 +105,22 @@ From = Annotated[
     ),
 ]
 Last = Annotated[
-    str, typer.Option("--last", metavar="TIME", help="With --from: only the end of the log.")
+    str,
+    typer.Option(
+        "--last", metavar="TIME", help="Of the log in --from or --calibrate, only the end."
+    ),
+]
+Calibrate = Annotated[
+    Path | None,
+    typer.Option(
+        "--calibrate",
+        exists=True,
+        dir_okay=False,
+        help="Fit the GPU's constants to this access log of MODEL, and plan with them.",
+    ),
+]
+MeasuredTp = Annotated[
+    int | None, typer.Option("--measured-tp", help="With --calibrate: TP of the log's engines.")
 ]
 Report = Annotated[
     Path | None,
@@ -160,6 +175,8 @@ def size(
     first_port: FirstPort = 9000,
     from_: From = None,
     last: Last = "60m",
+    calibrate: Calibrate = None,
+    measured_tp: MeasuredTp = None,
     report: Report = None,
     as_json: AsJson = False,
 ) -> None:
@@ -170,6 +187,10 @@ def size(
         best_effort,
     )
     try:
+        if calibrate is not None or measured_tp is not None:
+            if from_ is not None:
+                raise SizingError("--calibrate with --from, whose replays are not calibrated")
+            options = _calibrated(options, calibrate, measured_tp, last)
         raise typer.Exit(
             _run(
                 options,
@@ -181,6 +202,19 @@ def size(
     except SizingError as error:
         typer.echo(f"penstock size: {error}", err=True)
         raise typer.Exit(2) from None
+
+
+def _calibrated(options: SizeOptions, log: Path | None, tp: int | None, last: str) -> SizeOptions:
+    # Return the options with a GPU whose constants are fitted to the log; says so on stderr.
+    from planner.size.calibration import calibrate_from, calibration_lines
+
+    hardware = hardware_of(options)
+    if log is None or tp is None or len(hardware) > 1:
+        raise SizingError("--calibrate needs one --gpu and --measured-tp; valid: both, or neither")
+    model = variants(model_of(options), options.quant)[0]
+    found = calibrate_from(model, hardware[0].gpu, tp, log, last)
+    typer.echo("\n".join(calibration_lines(found, tp, log)), err=True)
+    return msgspec.structs.replace(options, calibrated=found.gpu)
 
 
 def _run(options: SizeOptions, output: SizeOutput) -> int:

@@ -21,7 +21,10 @@ QUANTS = ("auto", "bf16", "fp8")
 
 
 class SizeOptions(msgspec.Struct, frozen=True):
-    """The options of `penstock size` as given on the command line."""
+    """The options of `penstock size` as given on the command line.
+
+    calibrated   the GPU of `gpu` with constants fitted to a log (--calibrate)
+    """
 
     model: str
     gpu: str
@@ -43,6 +46,7 @@ class SizeOptions(msgspec.Struct, frozen=True):
     domain: int | None
     price: str
     is_best_effort: bool
+    calibrated: Gpu | None = None
 
 
 def model_of(options: SizeOptions) -> Llm:
@@ -103,7 +107,7 @@ def hardware_of(options: SizeOptions) -> list[PlanHardware]:
             prices.get(gpu.name, prices.get("", 2.5)),
             options.is_best_effort,
         )
-        for gpu in map(_gpu, names)
+        for gpu in ([options.calibrated] if options.calibrated else map(_gpu, names))
     ]
 
 

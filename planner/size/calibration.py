@@ -1,0 +1,232 @@
+"""Fit of a GPU's eight constants to the times of recorded answers.
+
+The equation is that of mockgpu/roofline.py. Its constants are fitted by damped least squares on the
+logarithms of times, with Huber weights against outliers. Constants that the log does not determine
+stay near their prior, so a plan for another TP size changes less than one for the measured size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from math import exp, log
+from pathlib import Path
+
+import msgspec
+
+from mockgpu.roofline import PROFILES, Roofline, StepWork
+from planner.replay.arguments import ArgumentError, parse_seconds
+from planner.size.draft import SizingError
+from planner.size.measured import DecodePhase, PrefillPhase, phases_of, read_answers
+from planner.size.units import ms
+from policies.sizing.gpus import Fit, Gpu
+from policies.sizing.known_models import facts_of
+from policies.sizing.model_shapes import Llm
+from policies.sizing.rules import valid_tp_sizes
+
+LEAST_PHASES = 50
+BOUND = log(4.0)  # a constant is at most four times its prior, and at least a quarter of it
+PRIOR_SIGMA = 0.5  # of the logarithm of a constant
+TIME_SIGMA = 0.05  # of the logarithm of a measured time; residuals beyond twice it are outliers
+MOST_ROUNDS = 30
+HELD_OUT = 5  # every fifth phase only measures the error
+
+Phase = PrefillPhase | DecodePhase
+Residuals = Callable[[Sequence[float]], list[float]]
+
+
+class Calibration(msgspec.Struct, frozen=True):
+    """Fitted constants, and their errors on phases that the fit has not seen.
+
+    gpu             the GPU with fitted constants; its `errors` are the 90th percentiles
+    prior_errors    the same percentiles with the constants before the fit
+    api_s           seconds of a request outside of engine steps
+    prefills, decodes  number of phases, for the fit and the errors together
+    """
+
+    gpu: Gpu
+    prior_errors: tuple[float, float]
+    api_s: float
+    prefills: int
+    decodes: int
+
+
+def calibrate_from(model: Llm, gpu: Gpu, tp: int, log_file: Path, last: str) -> Calibration:
+    """Fit the GPU's constants to the end of an access log. Raises SizingError for wrong input."""
+    sizes = valid_tp_sizes(facts_of(model), gpu.domain_gpus)
+    if tp not in sizes:
+        valid = ", ".join(map(str, sizes))
+        raise SizingError(f"--measured-tp {tp}; valid for {model.name}: {valid}")
+    try:
+        last_s = parse_seconds(last)
+    except ArgumentError as error:
+        raise SizingError(f"--last: {error}") from None
+    return calibrate(model, gpu, tp, phases_of(read_answers(log_file, last_s), model))
+
+
+def calibration_lines(found: Calibration, tp: int, log_file: Path) -> Iterator[str]:
+    """Yield the fit as text: its errors before and after, and each constant."""
+    gpu, before = found.gpu, found.prior_errors
+    yield (
+        f"{gpu.name}: constants fitted to {found.prefills} prefills and {found.decodes} answers of "
+        f"{log_file} at TP {tp}"
+    )
+    for place, kind in enumerate(("prefill", "decode")):
+        yield (
+            f"  90 % of {kind} times that the fit did not see are within {gpu.errors[place]:.1%}, "
+            f"before it {before[place]:.1%}"
+        )
+    constants = msgspec.structs.asdict(gpu.fit).items()
+    yield "  " + ", ".join(f"{name} {value:.3g}" for name, value in constants)
+    yield f"  outside of steps: {ms(found.api_s)} per request"
+
+
+def calibrate(model: Llm, gpu: Gpu, tp: int, phases: Sequence[Phase]) -> Calibration:
+    """Fit the GPU's constants to phases measured on TP groups of `tp` of these GPUs.
+
+    Raises SizingError if there are fewer than LEAST_PHASES phases of a kind.
+    """
+    prefills = sum(isinstance(phase, PrefillPhase) for phase in phases)
+    decodes = len(phases) - prefills
+    if min(prefills, decodes) < LEAST_PHASES:
+        raise SizingError(
+            f"--calibrate: the log has {prefills} prefills without another beside them and "
+            f"{decodes} answers of usable length; valid: {LEAST_PHASES} of each"
+        )
+    held_out = phases[::HELD_OUT]
+    kept = [phase for place, phase in enumerate(phases) if place % HELD_OUT]
+    # Weights of the kinds are equal, however many phases each has.
+    shares: dict[type[Phase], float] = {
+        PrefillPhase: (2 * prefills / len(phases)) ** -0.5,
+        DecodePhase: (2 * decodes / len(phases)) ** -0.5,
+    }
+
+    def residuals(logs: Sequence[float]) -> list[float]:
+        errors = _errors(model, _scaled(gpu, logs), tp, _api_s(logs), kept)
+        weighed = [
+            _huber(error / TIME_SIGMA) * shares[type(phase)]
+            for error, phase in zip(errors, kept, strict=True)
+        ]
+        return weighed + [value / PRIOR_SIGMA for value in logs]
+
+    start = [0.0] * (len(Fit.__struct_fields__) + 1)
+    logs = least_squares(residuals, start, BOUND)
+    fitted, prior = _scaled(gpu, logs), _scaled(gpu, start)
+    errors = _tails(model, fitted, tp, _api_s(logs), held_out)
+    fitted = msgspec.structs.replace(fitted, errors=errors)
+    before = _tails(model, prior, tp, _api_s(start), held_out)
+    return Calibration(fitted, before, _api_s(logs), prefills, decodes)
+
+
+def _scaled(gpu: Gpu, logs: Sequence[float]) -> Gpu:
+    # Without the measured grid: it would undo the fit at every point that it has.
+    names = Fit.__struct_fields__
+    values = {name: getattr(gpu.fit, name) * exp(logs[i]) for i, name in enumerate(names)}
+    return msgspec.structs.replace(gpu, fit=Fit(**values), grid_name="", fit_of="")
+
+
+def _api_s(logs: Sequence[float]) -> float:
+    return PROFILES["2026"].request_s * exp(logs[-1])
+
+
+def _errors(
+    model: Llm, gpu: Gpu, tp: int, api_s: float, phases: Sequence[Phase]
+) -> Iterator[float]:
+    # Yield the logarithm of predicted / measured time of each phase.
+    line = Roofline(model, gpu, tp, PROFILES["2026"])
+    for phase in phases:
+        yield log(_predicted_s(line, phase, api_s) / phase.seconds)
+
+
+def _predicted_s(line: Roofline, phase: Phase, api_s: float) -> float:
+    beside = StepWork(0, 0.0, phase.seqs, phase.context)
+    beside_s = line.equation_s(beside) if phase.seqs else 0.0
+    if isinstance(phase, PrefillPhase):
+        # A prompt arrives half a step before the end of a decode step, on average.
+        chunks = (
+            beside._replace(prefill_tokens=tokens, attention_area=area)
+            for tokens, area in phase.chunks
+        )
+        return api_s + beside_s / 2 + sum(map(line.equation_s, chunks))
+    total_s = beside_s * phase.steps
+    for tokens, area in phase.chunks:
+        work = beside._replace(prefill_tokens=tokens, attention_area=area)
+        total_s += line.equation_s(work) - beside_s
+    return total_s
+
+
+def _tails(
+    model: Llm, gpu: Gpu, tp: int, api_s: float, phases: Sequence[Phase]
+) -> tuple[float, float]:
+    errors = list(_errors(model, gpu, tp, api_s, phases))
+    tails = []
+    for kind in (PrefillPhase, DecodePhase):
+        sizes = sorted(
+            abs(exp(error) - 1)
+            for error, phase in zip(errors, phases, strict=True)
+            if isinstance(phase, kind)
+        )
+        tails.append(sizes[int(0.9 * len(sizes))] if sizes else 0.0)
+    return tails[0], tails[1]
+
+
+def _huber(value: float) -> float:
+    # The square of the result is Huber's loss with its knee at two standard deviations.
+    size = abs(value)
+    root = size if size <= 2 else (4 * size - 4) ** 0.5
+    return root if value >= 0 else -root
+
+
+def least_squares(residuals: Residuals, start: Sequence[float], bound: float) -> list[float]:
+    """Return values that minimise the sum of squared residuals, each within -bound to bound.
+
+    Levenberg and Marquardt's method with a numeric Jacobian.
+    """
+    values, damping = list(start), 1e-2
+    found = residuals(values)
+    loss = _squares(found)
+    for _ in range(MOST_ROUNDS):
+        columns = []
+        for place in range(len(values)):
+            moved = list(values)
+            moved[place] += 1e-4
+            pairs = zip(residuals(moved), found, strict=True)
+            columns.append([(after - before) / 1e-4 for after, before in pairs])
+        normal = [[sum(map(float.__mul__, a, b)) for b in columns] for a in columns]
+        slope = [-sum(map(float.__mul__, column, found)) for column in columns]
+        gain = 0.0
+        while damping < 1e8:
+            damped = [
+                [value * (1 + damping * (row == column)) for column, value in enumerate(line)]
+                for row, line in enumerate(normal)
+            ]
+            step = solve(damped, slope)
+            tried = [min(bound, max(-bound, a + b)) for a, b in zip(values, step, strict=True)]
+            residue = residuals(tried)
+            gain = loss - _squares(residue)
+            if gain > 0:
+                values, found, loss, damping = tried, residue, loss - gain, damping / 5
+                break
+            damping *= 5
+        if gain <= 1e-6 * loss:
+            return values
+    return values
+
+
+def _squares(residue: Sequence[float]) -> float:
+    return sum(value * value for value in residue)
+
+
+def solve(matrix: Sequence[Sequence[float]], right: Sequence[float]) -> list[float]:
+    """Return x with matrix x = right, by elimination; the matrix is positive definite."""
+    size = len(right)
+    rows = [[*line, value] for line, value in zip(matrix, right, strict=True)]
+    for pivot in range(size):
+        for row in range(pivot + 1, size):
+            factor = rows[row][pivot] / rows[pivot][pivot]
+            for column in range(pivot, size + 1):
+                rows[row][column] -= factor * rows[pivot][column]
+    found = [0.0] * size
+    for row in reversed(range(size)):
+        known = sum(rows[row][column] * found[column] for column in range(row + 1, size))
+        found[row] = (rows[row][size] - known) / rows[row][row]
+    return found

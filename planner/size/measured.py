@@ -1,0 +1,187 @@
+"""Phases of recorded answers, with the work that their engine did meanwhile.
+
+Reads the access log. A prefill is used if no other prompt was waiting or computed on its endpoint;
+an answer's decoding is used with all sequences and prompts beside it.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import msgspec
+
+from planner.size.draft import SizingError
+from planner.traces import TraceError
+from planner.traces.access import LoggedRequest, arrived_s
+from planner.traces.shape import parse_lines
+from policies.sizing.model_shapes import Llm
+
+LEAST_OUTPUT = 16  # shorter answers measure the network rather than steps
+MOST_PHASES = 2_000  # of each kind, evenly taken from the log
+STEP_TOKENS = 8_192  # vLLM's max_num_batched_tokens
+
+
+class MeasuredAnswer(msgspec.Struct, frozen=True):
+    """One answer: when it was sent, its first and its last token (seconds), and its tokens."""
+
+    endpoint: str
+    sent_s: float
+    first_s: float
+    last_s: float
+    prompt: int
+    cached: int
+    output: int
+
+
+class PrefillPhase(msgspec.Struct, frozen=True):
+    """A prefill: its chunks as (tokens, attention area), and the mean batch decoding beside it.
+
+    context   tokens of KV that the batch reads per step, in total
+    """
+
+    seconds: float
+    chunks: tuple[tuple[int, float], ...]
+    seqs: int
+    context: int
+
+
+class DecodePhase(msgspec.Struct, frozen=True):
+    """The tokens of an answer after its first: `steps` steps, with other prompts' chunks.
+
+    seqs, context   mean batch of a step and the tokens of KV that it reads, this answer included
+    """
+
+    seconds: float
+    steps: int
+    chunks: tuple[tuple[int, float], ...]
+    seqs: float
+    context: float
+
+
+class _TimedLine(LoggedRequest):
+    endpoint: str = ""
+    sent_us: int | None = None
+    first_token_us: int | None = None
+    last_us: int | None = None
+    cached_tokens: int | None = None
+    prefill: str = ""
+    retries: tuple[str, ...] = ()
+    resumes: int = 0
+
+
+def read_answers(log: Path, last_s: float) -> list[MeasuredAnswer]:
+    """Return the complete streamed answers of the log's last `last_s` seconds.
+
+    Raises SizingError for a log that is not readable, or of several models.
+    """
+    try:
+        with log.open("rb") as file:
+            rows = [row for _, row in parse_lines(_TimedLine, file, str(log))]
+    except TraceError as error:
+        raise SizingError(str(error)) from None
+    begin_s = max(map(arrived_s, rows), default=0.0) - last_s
+    rows = [row for row in rows if row.status == 200 and arrived_s(row) >= begin_s]
+    models = sorted({row.model for row in rows})
+    if len(models) > 1:
+        raise SizingError(f"--calibrate: the log has models {', '.join(models)}; valid: one")
+    return [answer for row in rows for answer in _answer(row)]
+
+
+def _answer(row: _TimedLine) -> Iterator[MeasuredAnswer]:
+    times = row.sent_us, row.first_token_us, row.last_us
+    tokens = row.prompt_tokens, row.completion_tokens
+    if row.prefill or row.retries or row.resumes or None in times or None in tokens:
+        return
+    sent_s, first_s, last_s = (row.time + (us or 0) / 1e6 for us in times)
+    prompt, output = (count or 0 for count in tokens)
+    if sent_s < first_s <= last_s and prompt > 0 and output > 0:
+        cached = min(prompt - 1, row.cached_tokens or 0)
+        yield MeasuredAnswer(row.endpoint, sent_s, first_s, last_s, prompt, cached, output)
+
+
+def phases_of(answers: Sequence[MeasuredAnswer], model: Llm) -> list[PrefillPhase | DecodePhase]:
+    """Return the usable phases of the answers, at most MOST_PHASES of each kind."""
+    by_endpoint: dict[str, list[MeasuredAnswer]] = defaultdict(list)
+    for answer in answers:
+        by_endpoint[answer.endpoint].append(answer)
+    prefills: list[PrefillPhase] = []
+    decodes: list[DecodePhase] = []
+    for own in by_endpoint.values():
+        own.sort(key=lambda answer: answer.first_s)
+        for answer, others in _with_others(own):
+            prefills += _prefill(answer, others, model)
+            decodes += _decode(answer, others, model)
+    return [*prefills[:: _stride(len(prefills))], *decodes[:: _stride(len(decodes))]]
+
+
+def _stride(count: int) -> int:
+    return max(1, -(-count // MOST_PHASES))
+
+
+def _with_others(
+    answers: Sequence[MeasuredAnswer],
+) -> Iterator[tuple[MeasuredAnswer, list[MeasuredAnswer]]]:
+    # Yield each answer with those that were in progress at some time during it.
+    longest_s = max(answer.last_s - answer.sent_s for answer in answers)
+    firsts = [answer.first_s for answer in answers]
+    for answer in answers:
+        low = bisect_left(firsts, answer.sent_s - longest_s)
+        high = bisect_left(firsts, answer.last_s + longest_s)
+        yield (
+            answer,
+            [
+                other
+                for other in answers[low:high]
+                if other is not answer
+                and other.sent_s < answer.last_s
+                and other.last_s > answer.sent_s
+            ],
+        )
+
+
+def _prefill(
+    answer: MeasuredAnswer, others: Sequence[MeasuredAnswer], model: Llm
+) -> Iterator[PrefillPhase]:
+    begin_s, end_s = answer.sent_s, answer.first_s
+    if any(other.sent_s < end_s and other.first_s > begin_s for other in others):
+        return
+    seqs, context = _batch(others, begin_s, end_s, model)
+    yield PrefillPhase(end_s - begin_s, _chunks(answer), round(seqs), round(context))
+
+
+def _decode(
+    answer: MeasuredAnswer, others: Sequence[MeasuredAnswer], model: Llm
+) -> Iterator[DecodePhase]:
+    if answer.output < LEAST_OUTPUT or answer.last_s <= answer.first_s:
+        return
+    begin_s, end_s = answer.first_s, answer.last_s
+    seqs, context = _batch([answer, *others], begin_s, end_s, model)
+    inside = [other for other in others if begin_s < other.first_s <= end_s]
+    chunks = tuple(chunk for other in inside for chunk in _chunks(other))
+    yield DecodePhase(end_s - begin_s, answer.output - 1, chunks, seqs, context)
+
+
+def _chunks(answer: MeasuredAnswer) -> tuple[tuple[int, float], ...]:
+    # Each chunk as (tokens, attention area).
+    starts = range(answer.cached, answer.prompt, STEP_TOKENS)
+    sizes = [(start, min(STEP_TOKENS, answer.prompt - start)) for start in starts]
+    return tuple((size, size * (start + size / 2)) for start, size in sizes)
+
+
+def _batch(
+    answers: Sequence[MeasuredAnswer], begin_s: float, end_s: float, model: Llm
+) -> tuple[float, float]:
+    # The mean number of decoding sequences between two times, and of the tokens of KV they read.
+    seqs = context = 0.0
+    for answer in answers:
+        low, high = max(begin_s, answer.first_s), min(end_s, answer.last_s)
+        if low >= high:
+            continue
+        share = (high - low) / (end_s - begin_s)
+        done = ((low + high) / 2 - answer.first_s) / (answer.last_s - answer.first_s)
+        seqs += share
+        context += share * model.cached_tokens(round(answer.prompt + answer.output * done))
+    return seqs, context

@@ -1,0 +1,187 @@
+"""Tests of the fit of a GPU's constants to an hour of a mock fleet with other constants."""
+
+from __future__ import annotations
+
+import json
+from math import cos, log2, tau
+from pathlib import Path
+from random import Random
+
+import msgspec
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from mockgpu.roofline import PROFILES, Roofline, StepTimes, StepWork
+from planner.replay.fleet import replay
+from planner.replay.options import ReplayOptions
+from planner.replay.spec import FleetSpec, GroupKind
+from planner.replay.traffic import traffic
+from planner.size.calibration import calibrate, least_squares
+from planner.size.cli import size
+from planner.size.draft import SizingError
+from planner.size.measured import MeasuredAnswer, phases_of, read_answers
+from planner.size.timing import ReplicaTimes
+from planner.traces.shape import TraceRequest
+from policies import registry
+from policies.sizing.gpus import Fit, Gpu, gpu_named
+from policies.sizing.layout import Layout
+from policies.sizing.model_shapes import model_named
+
+app = typer.Typer()
+app.command()(size)
+
+NAME, TP = "llama-3.1-70b-fp8", 4
+MODEL, H100 = model_named(NAME), msgspec.structs.replace(gpu_named("h100"), grid_name="")
+
+
+class OtherTimes:
+    """Step times with other constants, jitter, and a term of the batch that the equation lacks."""
+
+    def __init__(self, seed: int, jitter: float) -> None:
+        random = Random(seed)
+        values = [getattr(H100.fit, name) for name in Fit.__struct_fields__]
+        fit = Fit(*(value * random.uniform(0.6, 1.6) for value in values))
+        gpu = msgspec.structs.replace(H100, fit=fit)
+        self._line = Roofline(MODEL, gpu, TP, PROFILES["2026"])
+        self._random, self._jitter = random, jitter
+
+    def step_s(self, work: StepWork) -> float:
+        sampling_s = 100e-6 * log2(1 + work.decode_seqs)
+        return (self._line.equation_s(work) + sampling_s) * self._random.gauss(1, self._jitter)
+
+
+class OtherKind(GroupKind, frozen=True):
+    seed: int = 0
+
+    def roofline(self) -> StepTimes:
+        return OtherTimes(self.seed, 0.05)
+
+
+def hour_of(seed: int, seconds: float = 3600.0) -> list[MeasuredAnswer]:
+    random = Random(1000 + seed)
+    requests, now = [], 0.0
+    while (now := now + random.expovariate(2 - 1.5 * cos(tau * now / 1800))) < seconds:
+        prompt, output = int(random.uniform(200, 3500)), int(random.uniform(40, 500))
+        requests.append(TraceRequest(now, prompt, output))
+    kind = OtherKind(NAME, "h100", TP, 1, kv_tokens=600_000, seed=seed)
+    fleet = FleetSpec("calibrated", (kind,))
+    run = replay(
+        fleet,
+        traffic(requests),
+        registry.build("least_loaded", {}),
+        None,
+        ReplayOptions(leaping=False),
+    )
+    return [
+        MeasuredAnswer(
+            *(record.group, record.entered_s, record.first_s, record.done_s),
+            *(record.prompt_tokens, max(0, record.cached_tokens), record.output_tokens),
+        )
+        for record in run.records
+        if record.done_s and record.first_s and record.entered_s is not None
+    ]
+
+
+def worst_errors(gpu: Gpu, seed: int) -> tuple[float, float]:
+    times, true = ReplicaTimes(MODEL, gpu, Layout(TP), ()), OtherTimes(seed, 0.0)
+    ttfts = [
+        times.prefill_s(n) / true.step_s(StepWork(n, n * n / 2)) - 1 for n in (4500, 6000, 8000)
+    ]
+    tpots = [
+        times.decode_s(b, c) / true.step_s(StepWork(0, 0.0, b, b * c)) - 1
+        for b, c in ((40, 4000), (48, 2500), (28, 5000))
+    ]
+    return max(map(abs, ttfts)), max(map(abs, tpots))
+
+
+def test_a_calibrated_plan_is_close_at_batches_and_contexts_that_the_log_lacks() -> None:
+    found = calibrate(MODEL, H100, TP, phases_of(hour_of(20, 900), MODEL))
+    before, after = worst_errors(H100, 20), worst_errors(found.gpu, 20)
+    assert after[0] <= 0.05 < before[0]
+    assert after[1] <= 0.08 < before[1]
+    assert found.gpu.errors[1] < found.prior_errors[1]
+
+
+def test_least_squares_finds_the_minimum_within_its_bounds() -> None:
+    found = least_squares(lambda x: [x[0] - 0.5, x[1] - 3.0], [0.0, 0.0], bound=1.0)
+    assert found == pytest.approx([0.5, 1.0], abs=1e-3)
+
+
+def test_too_few_answers_are_refused_with_the_number_that_is_needed() -> None:
+    answer = MeasuredAnswer("a", 0.0, 0.2, 2.2, 1000, 0, 100)
+    with pytest.raises(SizingError, match="valid: 50 of each"):
+        calibrate(MODEL, H100, TP, phases_of([answer], MODEL))
+
+
+def log_line(at_s: float, **members: object) -> str:
+    plain = {
+        "time": at_s,
+        "status": 200,
+        "endpoint": "a",
+        "model": "m",
+        "sent_us": 1_000,
+        "first_token_us": 201_000,
+        "last_us": 2_201_000,
+        "prompt_tokens": 1_000,
+        "completion_tokens": 101,
+        "cached_tokens": 400,
+    }
+    return json.dumps(plain | members)
+
+
+def test_complete_answers_of_the_log_are_measured(tmp_path: Path) -> None:
+    log = tmp_path / "access.jsonl"
+    lines = [log_line(100), log_line(200, prefill="b"), log_line(300, status=500)]
+    lines += [log_line(400, first_token_us=None), log_line(500, completion_tokens=1)]
+    log.write_text("\n".join(lines))
+    answers = read_answers(log, 1e6)
+    assert [answer.output for answer in answers] == [101, 1]
+    prefills = phases_of(answers, MODEL)[:2]
+    assert [phase.seconds for phase in prefills] == pytest.approx([0.2, 0.2])
+    assert prefills[0].chunks == ((600, 600 * 700),)
+    decode = phases_of(answers, MODEL)[-1]
+    assert (decode.seconds, decode.seqs) == pytest.approx((2.0, 1.0))
+
+
+def test_a_log_of_two_models_is_refused(tmp_path: Path) -> None:
+    log = tmp_path / "access.jsonl"
+    log.write_text("\n".join([log_line(1), log_line(2, model="n")]))
+    with pytest.raises(SizingError, match="models m, n; valid: one"):
+        read_answers(log, 1e6)
+
+
+def test_the_command_refuses_what_it_cannot_calibrate(tmp_path: Path) -> None:
+    log = tmp_path / "access.jsonl"
+    log.write_text(log_line(1))
+    for options, text in (
+        ([], "needs one --gpu and --measured-tp"),
+        (["--measured-tp", "4", "--from", str(log)], "--calibrate with --from"),
+        (["--measured-tp", "7"], "--measured-tp 7; valid for"),
+        (["--measured-tp", "4", "--last", "x"], "--last: 'x'"),
+        (["--measured-tp", "4"], "valid: 50 of each"),
+    ):
+        result = CliRunner().invoke(app, [NAME, "--calibrate", str(log), *options])
+        assert (result.exit_code, text in result.output) == (2, True), result.output
+
+
+def test_the_command_plans_with_the_fitted_constants(tmp_path: Path) -> None:
+    log = tmp_path / "access.jsonl"
+    lines = []
+    for place in range(120):
+        ttft_us, prompt = 90_000 + 50 * place * 8, 500 + place * 8
+        last_us = ttft_us + 20_000 * 100
+        lines.append(
+            log_line(
+                *(10.0 * place,),
+                prompt_tokens=prompt,
+                cached_tokens=0,
+                first_token_us=ttft_us,
+                last_us=last_us,
+            )
+        )
+    log.write_text("\n".join(lines))
+    command = [NAME, "--in", "1000", "--out", "100", "--calibrate", str(log), "--measured-tp", "4"]
+    result = CliRunner().invoke(app, command)
+    assert "constants fitted to 120 prefills and 120 answers" in result.output
+    assert "measured grid" not in result.output
