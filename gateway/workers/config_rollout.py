@@ -80,8 +80,15 @@ class ConfigRollout:
         If the configuration file was edited, it is applied. Otherwise the running configuration is
         applied again if the files that it references have changed.
         """
-        if self.file is not None and await asyncio.to_thread(self._has_file_changed, self.file):
-            await self.reload()
+        file = self.file
+        if file is not None:
+            await self._change(
+                "/config/reload",
+                None,
+                {},
+                lambda: load_with_warnings(file, self._env),
+                is_due=lambda: self._has_file_changed(file),
+            )
         if self.running.text != self._file_text and await asyncio.to_thread(
             self._has_new_references
         ):
@@ -172,11 +179,15 @@ class ConfigRollout:
         read: Callable[[], LoadedConfig],
         options: ChangeOptions = DEFAULT_OPTIONS,
         trigger: str = "change",
+        is_due: Callable[[], bool] = lambda: True,
     ) -> WorkerResponse:
         # Dry-run and apply one change; `text` is None for that of the file.
         #
-        # The workers report problems of the text, because they load it too.
+        # The workers report problems of the text, because they load it too. `is_due` is asked in a
+        # thread, after the changes that came before: one of them may have replaced the file's text.
         async with self.lock:
+            if not await asyncio.to_thread(is_due):
+                return _answer(409, "nothing", "the file has not changed")
             missing: tuple[Path, ...] = ()
             loaded: LoadedConfig | None = None
             try:

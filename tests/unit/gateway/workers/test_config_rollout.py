@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -102,6 +103,20 @@ async def test_a_touched_file_or_changed_secret_does_not_undo_a_rollback(house: 
     house.file.write_text(NEW + "# edited\n")
     await house.configured.reload_changed_files()
     assert house.agree(NEW + "# edited\n")
+
+
+async def test_a_check_of_the_files_that_waits_for_a_sent_text_does_not_undo_it(
+    house: House,
+) -> None:
+    # The first check after the start counts as a change of the files.
+    async with house.configured.lock:
+        put = asyncio.create_task(house.configured.put(NEW.encode(), {}))
+        await asyncio.sleep(0)
+        check = asyncio.create_task(house.configured.reload_changed_files())
+        for _ in range(3):
+            await asyncio.sleep(0.01)
+    await asyncio.gather(put, check)
+    assert house.agree(NEW)
 
 
 async def test_an_edit_during_a_reload_is_applied_by_the_next_check(house: House) -> None:
