@@ -121,8 +121,8 @@ class Booking:
 
     @property
     def is_behind(self) -> bool:
-        """Whether other prompts were to be computed here before the request's own."""
-        return 0 < self._awaited < self.queued_tokens
+        """Whether the step under way here is certainly without the request's prompt."""
+        return self._awaited > 0 and self.live.speed.is_behind(self._booked_at)
 
     @property
     def is_ejected_as_slow(self) -> bool:

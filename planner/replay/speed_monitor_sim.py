@@ -167,7 +167,7 @@ class SpeedMonitorSim:
         fleet, is_suspect = self._fleet, group.speed.verdict is SpeedVerdict.SUSPECT
         for flight in self._waiting(group):
             member, waited_s = self._member(group), now - flight.sent_s
-            is_behind = flight.ahead_tokens > _awaited_tokens(flight)
+            is_behind = group.speed.is_behind(flight.sent_s)
             moves = is_suspect or (member.is_doubted and is_behind)
             if not moves and not fleet.hedges.may_send():
                 continue

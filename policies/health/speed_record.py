@@ -224,6 +224,7 @@ class SpeedRecord:
             "_begun",
             "_clear_from",
             "_join_s",
+            "_running_since",
             "_probe_at",
             "_probe_gap_s",
             "_queue",
@@ -239,7 +240,7 @@ class SpeedRecord:
         self._queue: deque[int] = deque()
         self._begun = 0  # prompts in the queue that the step under way may compute
         self._join_s = IDLE_JOIN_S
-        self.since = self.prefill_s = 0.0
+        self.since = self.prefill_s = self._running_since = 0.0
         self._step_s, self._step_tokens = 0.0, 0
         self._clear_from = self.output = self._probe_at = 0.0
         self._probe_gap_s = FIRST_PROBE_GAP_S
@@ -260,12 +261,19 @@ class SpeedRecord:
         decode step it may end first.
         """
         if not self._queue:
-            self.since = now
+            self.since = self._running_since = now
             self._begun = 1
             self._join_s = JOIN_S if is_decoding else IDLE_JOIN_S
         elif now - self.since < self._join_s:
             self._begun += 1
         self._queue.append(tokens)
+
+    def is_behind(self, sent_at: float) -> bool:
+        """Return whether a waiting prompt is certainly not computed by the step under way.
+
+        A step goes on in the engine when the prompt that it was measured by is given up.
+        """
+        return sent_at - self._running_since >= JOIN_S
 
     def on_dropped(self, tokens: int) -> None:
         """Record that a prompt was cancelled before its first token."""
@@ -302,6 +310,7 @@ class SpeedRecord:
         else:
             self.on_dropped(tokens)
         self._begin_next_step(now)
+        self._running_since = now
         self.prefill_s += seconds
         if seconds <= SAME_STEP_S + SAME_STEP_SHARE * self._step_s:
             self._step_s += seconds

@@ -16,7 +16,7 @@ import pytest
 
 from gateway.legs.hedge import INITIAL_REQUESTS
 from policies.health.health import HealthEvent, HealthState
-from policies.health.speed_record import SpeedVerdict
+from policies.health.speed_record import JOIN_S, SpeedVerdict
 from policies.health.stall import DOUBT_S, SUSPECT_CEILING
 from policies.load import NO_SOFT_CAP
 from tests.fair_time import PATIENCE_S
@@ -256,6 +256,7 @@ async def test_requests_behind_others_at_an_endpoint_in_doubt_are_moved() -> Non
         waiting = asyncio.ensure_future(running.ask(stream=True))
         first, _ = await engines_asked(running, 1)
         assert (await running.ask(stream=True)).text == WHOLE
+        await asyncio.sleep(2 * JOIN_S)
         behind = asyncio.ensure_future(running.ask(stream=True))
         await engines_asked(running, 3)
         live = running.app.gateway.endpoints.all()[running.decode.index(first)]

@@ -149,6 +149,18 @@ def test_requests_behind_a_stalled_prompt_are_late_with_it() -> None:
     assert left == pytest.approx(4.0 * 5 * STEP_S - 0.12)
 
 
+def test_a_prompt_is_behind_if_the_step_under_way_began_long_before_it() -> None:
+    """The step goes on in the engine when the prompt that it was measured by is given up."""
+    record = SpeedRecord()
+    for sent_at in (0.0, 0.01, 0.2):
+        record.on_sent(1500, sent_at)
+    for _ in range(2):
+        assert [record.is_behind(sent_at) for sent_at in (0.01, 0.2)] == [False, True]
+        record.overtaken(1500, 1500, 0.4, is_late=True)
+    record.on_first_token(1500, 0.5)
+    assert not record.is_behind(0.2)
+
+
 def expected_left_s(waited_s: float, *, is_doubted: bool, is_behind: bool) -> float | None:
     """Return how long a request still waits at an endpoint that runs 1,500 tokens since time 0.
 
