@@ -7,6 +7,7 @@ measure prefill times. The pace of streams is sampled here, so that it costs not
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
+from typing import Protocol
 
 from gateway.fleet.endpoint_registry import LiveEndpoint, step_tokens
 from gateway.protocol.relay import Relay
@@ -29,6 +30,17 @@ COHORT = 64
 """Endpoints that are compared with each other; a larger pool consists of several cohorts."""
 
 COHORTS_AT_ONCE = 4
+
+
+class WaitingPrompt(Protocol):
+    """A request that waits for its first byte at an endpoint; Booking implements it."""
+
+    live: LiveEndpoint
+    request: Request
+    queued_tokens: int
+
+    @property
+    def is_behind(self) -> bool: ...
 
 
 class _Cohort:
@@ -169,22 +181,17 @@ class SpeedMonitor:
         return expectations.first_byte_s(_member(live), *_work(request, tokens))
 
     def predict_remaining_s(
-        self,
-        live: LiveEndpoint,
-        request: Request,
-        tokens: int,
-        waited_s: float,
-        now: float,
-        *,
-        is_behind: bool,
+        self, booking: WaitingPrompt, waited_s: float, now: float, *, is_doubted: bool
     ) -> float | None:
         """Predict how many more seconds a late request will wait for its first byte.
 
-        `is_behind` says that other prompts are computed before its own. Returns None while the
-        request is not late.
+        `is_doubted` says that its endpoint is expected to be slow. Returns None while the request
+        is not late.
         """
-        expectations, work = self._expectations_of(live.endpoint.pool), _work(request, tokens)
-        return expectations.left_s(_member(live), *work, waited_s, now, is_behind=is_behind)
+        live, work = booking.live, _work(booking.request, booking.queued_tokens)
+        return self._expectations_of(live.endpoint.pool).left_s(
+            _member(live), *work, waited_s, now, is_doubted=is_doubted, is_behind=booking.is_behind
+        )
 
     def on_overtaken(self, live: LiveEndpoint, tokens: int, now: float) -> None:
         """Record that a prompt leaves the endpoint before its first token, which is evidence.
@@ -227,7 +234,6 @@ def _member(live: LiveEndpoint) -> ReviewedEndpoint:
         hardware_key(live.endpoint),
         live.load.belief.shape,
         step_tokens(live),
-        live.is_doubted,
     )
 
 

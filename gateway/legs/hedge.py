@@ -25,6 +25,7 @@ from gateway.config import Resume
 from gateway.exchange import Exchange
 from gateway.fleet.booking import Booking
 from gateway.fleet.endpoint_table import EndpointTable
+from gateway.fleet.speed_monitor import hardware_key
 from gateway.http.client import Client
 from gateway.http.upstream import UpstreamConnection
 from gateway.legs import forward
@@ -306,19 +307,12 @@ class Hedger:
         is_out, waited_s = booking.is_ejected_as_slow, now - exchange.sent_at
         if not is_out and waited_s < LEAST_LATE_S:
             return
-        leaves_queue = booking.is_behind and booking.live.is_doubted
-        is_suspect = booking.live.speed.verdict is SpeedVerdict.SUSPECT
-        moves = is_out or is_suspect or leaves_queue
-        if not moves and (not is_hedging or self.allowed < 1.0 or not may_hedge(client, route)):
+        live, monitor = booking.live, self._endpoints.speed_monitor
+        can_hedge = is_hedging and self.allowed >= 1.0 and may_hedge(client, route)
+        is_suspect, is_doubted = live.speed.verdict is SpeedVerdict.SUSPECT, live.is_doubted
+        if not (is_out or is_suspect or is_doubted or can_hedge):
             return
-        left_s = self._endpoints.speed_monitor.predict_remaining_s(
-            booking.live,
-            booking.request,
-            booking.queued_tokens,
-            waited_s,
-            now,
-            is_behind=booking.is_behind,
-        )
+        left_s = monitor.predict_remaining_s(booking, waited_s, now, is_doubted=is_doubted)
         if left_s is None and not is_out:
             return
         best = self._find_soonest(exchange, booking)
@@ -327,16 +321,34 @@ class Hedger:
         if best is None or connection is None:
             return
         candidate, expected_s = best
+        if is_doubted and hardware_key(candidate.endpoint) != hardware_key(booking.endpoint):
+            is_doubted = False  # that faster hardware answers sooner proves nothing
+            left_s = monitor.predict_remaining_s(booking, waited_s, now, is_doubted=False)
+        leaves_queue = is_doubted and booking.is_behind
         speedup = 1.0 if leaves_queue else SPEEDUP
+        moves = is_out or is_suspect or leaves_queue
         if not is_out and (left_s is None or left_s < speedup * expected_s):
             return
-        if not self._gate.try_acquire_retry():
+        if moves or can_hedge:
+            self._leave(entry, connection, candidate, moves=moves)
+
+    def _leave(
+        self,
+        entry: HedgedRequest,
+        connection: UpstreamConnection,
+        candidate: Candidate,
+        *,
+        moves: bool,
+    ) -> None:
+        # Move a request, or hedge it at the candidate, if the retry budget permits it.
+        exchange = entry.exchange
+        if exchange.booking is None or not self._gate.try_acquire_retry():
             return
         exchange.holds_retry_turn = True
         self.retrying.append(exchange)
         if moves:
             self.moved += 1
-            booking.on_overtaken()
+            exchange.booking.on_overtaken()
             connection.fail(SLOW, "the endpoint is slow")
         else:
             self._hedge(entry, connection, candidate)

@@ -66,7 +66,7 @@ class SpeedMonitorSim:
         self._generated = generated
         before = [group.speed.verdict for group in rated]
         self._expectations.yardsticks = speed_outlier.review(
-            [self._member(group) for group in rated], now, self._limits
+            [_member(group) for group in rated], now, self._limits
         )
         for group, verdict in zip(rated, before, strict=True):
             if group.speed.verdict is not verdict:
@@ -115,7 +115,7 @@ class SpeedMonitorSim:
 
         It does the same as EndpointTable.on_overtaken of the gateway.
         """
-        is_late = self._expectations.step_ratio(self._member(group), now) >= LATE_FACTOR
+        is_late = self._expectations.step_ratio(_member(group), now) >= LATE_FACTOR
         group.speed.overtaken(_awaited_tokens(flight), group.step_tokens, now, is_late=is_late)
         flight.is_overtaken = True
         self._doubt(now, group)
@@ -134,7 +134,7 @@ class SpeedMonitorSim:
         fleet = self._fleet
         rated = [group for group in fleet.groups if group.is_alive and group.load.is_available]
         if any(group.speed.waiting and now - group.speed.since >= LEAST_LATE_S for group in rated):
-            stalled = self._expectations.stalled([self._member(group) for group in rated], now)
+            stalled = self._expectations.stalled([_member(group) for group in rated], now)
             for index in choose_doubted(stalled, [is_doubted(group.load) for group in rated]):
                 self._doubt(now, rated[index])
             late = {rated[index] for _, index in stalled}
@@ -166,23 +166,37 @@ class SpeedMonitorSim:
         """
         fleet, is_suspect = self._fleet, group.speed.verdict is SpeedVerdict.SUSPECT
         for flight in self._waiting(group):
-            member, waited_s = self._member(group), now - flight.sent_s
-            is_behind = group.speed.is_behind(flight.sent_s)
-            moves = is_suspect or (member.is_doubted and is_behind)
-            if not moves and not fleet.hedges.may_send():
-                continue
-            left_s = self._expectations.left_s(
-                member, Measure.TTFT, flight.ahead_tokens, waited_s, now, is_behind=is_behind
-            )
+            is_behind, is_doubted = group.speed.is_behind(flight.sent_s), self._is_in_doubt(group)
+            can_hedge = fleet.hedges.may_send()
+            left_s = self._left_s(now, flight, group, is_doubted=is_doubted)
             best = None if left_s is None else self._best(now, flight)
-            speedup = 1.0 if is_behind and member.is_doubted else PRICE
+            if best is not None and is_doubted and _kind(best[1]) != _kind(group):
+                is_doubted = False  # that faster hardware answers sooner proves nothing
+                left_s = self._left_s(now, flight, group, is_doubted=False)
+            speedup = 1.0 if is_behind and is_doubted else PRICE
+            moves = is_suspect or (is_doubted and is_behind)
             if left_s is None or best is None or left_s < speedup * best[0]:
+                continue
+            if not (moves or can_hedge):
                 continue
             if moves:
                 self.on_overtaken(now, flight, group)
                 fleet.retry_elsewhere(now, flight, group)
             else:
                 fleet.hedges.send(now, flight, best[1])
+
+    def _left_s(
+        self, now: float, flight: InflightRequest, group: ReplayGroup, *, is_doubted: bool
+    ) -> float | None:
+        return self._expectations.left_s(
+            _member(group),
+            Measure.TTFT,
+            flight.ahead_tokens,
+            now - flight.sent_s,
+            now,
+            is_doubted=is_doubted,
+            is_behind=group.speed.is_behind(flight.sent_s),
+        )
 
     def _best(self, now: float, flight: InflightRequest) -> tuple[float, ReplayGroup] | None:
         # Return the least expected seconds to a first token elsewhere, and that group; or None.
@@ -198,14 +212,10 @@ class SpeedMonitorSim:
                 continue
             held = cached[load.slot] if load.slot < len(cached) else 0
             tokens = load.prefill_tokens + max(1, flight.trace_request.input_tokens - held)
-            expected_s = self._expectations.first_byte_s(self._member(group), Measure.TTFT, tokens)
+            expected_s = self._expectations.first_byte_s(_member(group), Measure.TTFT, tokens)
             if expected_s is not None and (best is None or expected_s < best[0]):
                 best = expected_s, group
         return best
-
-    def _member(self, group: ReplayGroup) -> ReviewedEndpoint:
-        shape, is_in_doubt = group.load.belief.shape, self._is_in_doubt(group)
-        return ReviewedEndpoint(group.speed, _kind(group), shape, group.step_tokens, is_in_doubt)
 
     def _is_in_doubt(self, group: ReplayGroup) -> bool:
         is_suspect = group.speed.verdict is SpeedVerdict.SUSPECT
@@ -236,6 +246,10 @@ class SpeedMonitorSim:
 
 def _kind(group: ReplayGroup) -> Hashable:
     return group.kind.gpu, group.kind.tp, group.kind.role, group.kind.model
+
+
+def _member(group: ReplayGroup) -> ReviewedEndpoint:
+    return ReviewedEndpoint(group.speed, _kind(group), group.load.belief.shape, group.step_tokens)
 
 
 def _awaited_tokens(flight: InflightRequest) -> int:

@@ -65,14 +65,12 @@ class ReviewedEndpoint(msgspec.Struct, frozen=True, eq=False):
     kind         key that is equal for peers
     shape        its step costs, to scale times between sizes of work
     step_tokens  most prompt tokens that its current prefill step may have to compute
-    is_doubted   it gets few requests, because it was late or is suspect
     """
 
     record: SpeedRecord
     kind: Hashable
     shape: StepCosts = NEUTRAL
     step_tokens: int = 0
-    is_doubted: bool = False
 
 
 def review(members: Sequence[ReviewedEndpoint], now: float, limits: SlowLimits) -> Yardsticks:

@@ -73,12 +73,14 @@ class Expectations:
         waited_s: float,
         now: float,
         *,
+        is_doubted: bool = False,
         is_behind: bool = False,
     ) -> float | None:
         """Return the seconds that a request will probably still wait for its first byte.
 
         Return None while the request is not late. `waited_s` is how long it has waited;
-        `is_behind` says that other prompts are computed before its own.
+        `is_doubted` says that its endpoint was late before or is suspect, and `is_behind` that
+        other prompts are computed before its own.
         """
         yardstick = self.yardsticks.get((member.kind, measure))
         if yardstick is None:
@@ -86,7 +88,7 @@ class Expectations:
         expected_s = _usual_s(member, yardstick, measure, work)
         ratio = self._stall_ratio(member, now) if measure is Measure.TTFT else 0.0
         is_suspect = member.record.verdict is SpeedVerdict.SUSPECT
-        if member.is_doubted and measure is Measure.TTFT and (is_behind or not is_suspect):
+        if is_doubted and measure is Measure.TTFT and (is_behind or not is_suspect):
             return left_in_doubt_s(member.record, expected_s, waited_s, is_behind=is_behind)
         return left_s(member.record, expected_s, waited_s, ratio)
 

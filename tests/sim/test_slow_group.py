@@ -152,6 +152,23 @@ def test_unequal_groups_are_not_ejected(policy: str) -> None:
     assert hedges(kinds, policy, 2, 3.0) <= HEDGES
 
 
+@pytest.mark.parametrize(
+    ("policy", "seed"),
+    [
+        ("round_robin", 500),
+        ("round_robin", 501),
+        ("consistent_hash", 504),
+        ("consistent_hash", 507),
+    ],
+)
+def test_a_faster_kind_that_answers_sooner_is_no_evidence(policy: str, seed: int) -> None:
+    kinds = (
+        GroupKind("llama-3.1-70b-fp8", "h200", 4, kv_tokens=600_000, count=2),
+        GroupKind("llama-3.1-70b-fp8", "l40s", 4, kv_tokens=300_000, count=2),
+    )
+    hedges(kinds, policy, seed, 3.0)
+
+
 @pytest.mark.parametrize("policy", ["round_robin", "least_loaded", "prefix_aware", "priced"])
 @pytest.mark.parametrize(("slowness", "per_s"), [(1.0, 8.8), (1.0, 40.0), (10.0, 1.0)])
 def test_groups_that_are_slow_together_are_neither_hedged_much_nor_ejected(

@@ -23,11 +23,10 @@ SHAPE = shape_for("h200", 4)
 STEP_S = 0.08
 
 
-def member(
-    record: SpeedRecord, kind: str = "h200", *, is_doubted: bool = False
-) -> ReviewedEndpoint:
-    tokens = record.step_tokens(1500 * record.waiting, SHAPE.budget_tokens, 0)
-    return ReviewedEndpoint(record, kind, SHAPE, tokens, is_doubted)
+def member(record: SpeedRecord, kind: str = "h200") -> ReviewedEndpoint:
+    return ReviewedEndpoint(
+        record, kind, SHAPE, record.step_tokens(1500 * record.waiting, SHAPE.budget_tokens, 0)
+    )
 
 
 def speed_record(times: int = 1, seconds: float = STEP_S) -> SpeedRecord:
@@ -166,10 +165,12 @@ def expected_left_s(waited_s: float, *, is_doubted: bool, is_behind: bool) -> fl
 
     Its own prompt and those before it have 3,000 tokens, which take about two steps.
     """
-    doubted = member(waiting(SpeedRecord()), is_doubted=is_doubted)
+    doubted = member(waiting(SpeedRecord()))
     expectations = Expectations()
     expectations.stalled([doubted, member(speed_record())], waited_s)
-    return expectations.left_s(doubted, Measure.TTFT, 3000, waited_s, waited_s, is_behind=is_behind)
+    return expectations.left_s(
+        doubted, Measure.TTFT, 3000, waited_s, waited_s, is_doubted=is_doubted, is_behind=is_behind
+    )
 
 
 def test_requests_behind_others_at_an_endpoint_in_doubt_are_late_at_once() -> None:
