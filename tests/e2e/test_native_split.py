@@ -14,6 +14,7 @@ import pytest
 from mockgpu.text import expected_text
 from tests.chaos.fleet_processes import MockProcess
 from tests.e2e.processes import GatewayProcess, gateway_process
+from tests.e2e.resumable_mocks import config_of, resumable_mocks
 from tests.e2e.split_fleet import MODEL, SENTENCE, SplitFleet, split_fleet
 from tests.scraped import total
 from tests.unit.gateway.protocol.translate.chats import events, message_of, response_of
@@ -101,27 +102,14 @@ async def test_a_request_that_would_lose_something_goes_whole_to_an_engine_as_it
 
 
 REQUESTS = 4
-CONFIG = """
-models: [{{name: chat, served_model: demo-8b, pool: main, resume: {{}}}}]
-pools:
-  main:
-    policy: least_loaded
-    endpoints: [{{url: '{0}', max_concurrency: 400}}, {{url: '{1}', max_concurrency: 400}}]
-"""
 LENGTH = 50
 DELTAS = (b"event: content_block_delta", b"event: response.output_text.delta")
 
 
 @pytest.fixture
 def mocks() -> Iterator[list[MockProcess]]:
-    processes = [MockProcess(0.05) for _ in range(2)]  # slow, so that the clients keep up
-    try:
-        for mock in processes:
-            mock.wait_until_ready()
+    with resumable_mocks() as processes:
         yield processes
-    finally:
-        for mock in processes:
-            mock.end()
 
 
 def asked() -> list[tuple[str, dict[str, Any]]]:
@@ -217,7 +205,7 @@ def metrics(running: GatewayProcess) -> str:
 def test_answers_survive_the_death_of_their_engine_event_for_event(
     tmp_path: Path, mocks: list[MockProcess], after: int
 ) -> None:
-    with gateway_process(tmp_path, CONFIG.format(*(mock.url for mock in mocks))) as running:
+    with gateway_process(tmp_path, config_of(mocks)) as running:
         undisturbed = asyncio.run(read_all(running.url, after, None))
         answers = asyncio.run(read_all(running.url, after, mocks[0]))
         page = metrics(running)

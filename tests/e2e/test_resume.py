@@ -13,28 +13,16 @@ import pytest
 from mockgpu.text import expected_text
 from tests.chaos.fleet_processes import MockProcess
 from tests.e2e.processes import GatewayProcess, gateway_process
+from tests.e2e.resumable_mocks import config_of, resumable_mocks
 from tests.scraped import total
 
 STREAMS, TOKENS = 20, 50
-CONFIG = """
-models: [{{name: chat, served_model: demo-8b, pool: main, resume: {{}}}}]
-pools:
-  main:
-    policy: least_loaded
-    endpoints: [{{url: '{0}', max_concurrency: 400}}, {{url: '{1}', max_concurrency: 400}}]
-"""
 
 
 @pytest.fixture
 def mocks() -> Iterator[list[MockProcess]]:
-    processes = [MockProcess(0.05) for _ in range(2)]  # slow, so that the clients keep up
-    try:
-        for mock in processes:
-            mock.wait_until_ready()
+    with resumable_mocks() as processes:
         yield processes
-    finally:
-        for mock in processes:
-            mock.end()
 
 
 async def read_stream(sdk: openai.AsyncOpenAI, number: int, begun: asyncio.Semaphore) -> int:
@@ -90,7 +78,7 @@ async def kill_during_streams(
 def test_streams_survive_the_death_of_their_group_word_for_word(
     tmp_path: Path, mocks: list[MockProcess]
 ) -> None:
-    with gateway_process(tmp_path, CONFIG.format(*(mock.url for mock in mocks))) as gateway:
+    with gateway_process(tmp_path, config_of(mocks)) as gateway:
         counted, page = asyncio.run(kill_during_streams(gateway, mocks[0]))
     assert counted == [TOKENS] * STREAMS
     assert total(page, "penstock_resumes_total", result="resumed") == STREAMS / 2
