@@ -18,7 +18,7 @@ from gateway.auto.pool_state import PoolState, SwitchRecord, member_of
 from gateway.auto.replay_process import ReplayError, run_replay
 from gateway.auto.target import AutoTarget, ChangeResult
 from gateway.auto.text_edit import with_pin, with_policy
-from gateway.auto.trouble import find_trouble
+from gateway.auto.trouble import find_failure, find_trial
 from gateway.config import AutoPolicy
 from gateway.metrics.auto_metrics import AutoMetrics
 from policies.auto.decider import Action, PolicyDecision
@@ -109,17 +109,20 @@ class AutoPolicyController:
         if not self._states:
             return
         rows, config = await self._target.endpoint_rows(), self._target.running.config
+        is_disturbed = self._target.is_draining()
         for name, state in self._states.items():
-            state.trouble = find_trouble(config, name, rows)
+            failure = find_failure(name, rows)
+            state.trouble = failure or find_trial(config.pools[name])
+            is_disturbed |= bool(failure)  # a replay takes no CPU while any pool needs it
             if state.trouble:
                 state.counts_from_s = time()
                 state.decider.forget_leader()
         is_idle = self._comparison is None or self._comparison.done()
-        is_troubled = any(state.trouble for state in self._states.values())
-        if (is_troubled or self._target.is_draining) and self._comparison and not is_idle:
+        if is_disturbed and self._comparison and not is_idle:
             self._comparison.cancel()
-        due = [name for name, state in self._states.items() if state.due_at <= now]
-        if due and is_idle and not is_troubled and not self._target.is_draining:
+        states = self._states.items()
+        due = [name for name, state in states if state.due_at <= now and not state.trouble]
+        if due and is_idle and not is_disturbed:
             self._comparison = asyncio.create_task(
                 self._compare(due, rows), name="compare policies"
             )

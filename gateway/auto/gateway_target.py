@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable
 
-from gateway.auto.target import ChangeResult
+from gateway.auto.target import ChangeResult, EndpointRows
 from gateway.config import LoadedConfig
 from gateway.reload.reloader import ChangeOptions, Reloader
 
 TRIGGER = "auto"
-
-EndpointRows = Callable[[], Awaitable[Sequence[Mapping[str, Any]]]]
 
 
 class GatewayAutoTarget:
@@ -20,7 +17,7 @@ class GatewayAutoTarget:
     def __init__(
         self, reloader: Reloader, rows: EndpointRows, is_draining: Callable[[], bool]
     ) -> None:
-        self._reloader, self._rows, self._is_draining = reloader, rows, is_draining
+        self._reloader, self.endpoint_rows, self.is_draining = reloader, rows, is_draining
 
     @property
     def running(self) -> LoadedConfig:
@@ -29,13 +26,6 @@ class GatewayAutoTarget:
     @property
     def version(self) -> int:
         return self._reloader.version.number
-
-    @property
-    def is_draining(self) -> bool:
-        return self._is_draining()
-
-    async def endpoint_rows(self) -> Sequence[Mapping[str, Any]]:
-        return await self._rows()
 
     async def change(self, text: bytes, reason: str, *, dry_run: bool) -> ChangeResult:
         """Apply the text unless another change has come first.

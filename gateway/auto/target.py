@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import msgspec
 
 from gateway.config import LoadedConfig
+
+EndpointRows = Callable[[], Awaitable[Sequence[Mapping[str, Any]]]]
+"""Returns the endpoints as on the admin server's page /endpoints."""
 
 
 class ChangeResult(msgspec.Struct, frozen=True):
@@ -33,10 +36,9 @@ class AutoTarget(Protocol):
     @property
     def version(self) -> int: ...
 
-    @property
     def is_draining(self) -> bool: ...
 
-    async def endpoint_rows(self) -> Sequence[Mapping[str, Any]]:
+    def endpoint_rows(self) -> Awaitable[Sequence[Mapping[str, Any]]]:
         """Return the endpoints as on the admin server's page /endpoints."""
         ...
 

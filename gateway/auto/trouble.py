@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from gateway.config import Config
+from gateway.config import Pool
 
 HEALTHY = "up"
 
 
-def find_trouble(config: Config, pool: str, rows: Iterable[Mapping[str, Any]]) -> str:
-    """Return why now is no time to change the pool's policy; empty if nothing is in the way.
+def find_failure(pool: str, rows: Iterable[Mapping[str, Any]]) -> str:
+    """Return which endpoint of the pool is not well; empty if all are.
 
     `rows` are the endpoints of the page /endpoints.
     """
@@ -23,7 +23,11 @@ def find_trouble(config: Config, pool: str, rows: Iterable[Mapping[str, Any]]) -
             return f"endpoint {row['name']} is {row['state']}"
         if row.get("slow") is not None:
             return f"endpoint {row['name']} is slow"
-    spec = config.pools[pool]
+    return ""
+
+
+def find_trial(spec: Pool) -> str:
+    """Return which trial of another policy the pool has already; empty if none."""
     if spec.canary is not None:
         return "the pool has a canary"
     return "the pool has shadow policies" if spec.shadow else ""

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable
 from time import time
-from typing import Any
 
-from gateway.auto.target import ChangeResult
+from gateway.auto.target import ChangeResult, EndpointRows
 from gateway.config import LoadedConfig
 from gateway.reload.history import create_version
 from gateway.reload.reloader import ChangeOptions
 from gateway.workers.config_rollout import ConfigRollout, response_message, response_result
-
-EndpointRows = Callable[[], Awaitable[Sequence[Mapping[str, Any]]]]
 
 
 class WorkersAutoTarget:
@@ -22,7 +19,7 @@ class WorkersAutoTarget:
     def __init__(
         self, rollout: ConfigRollout, rows: EndpointRows, is_draining: Callable[[], bool]
     ) -> None:
-        self._rollout, self._rows, self._is_draining = rollout, rows, is_draining
+        self._rollout, self.endpoint_rows, self.is_draining = rollout, rows, is_draining
 
     @property
     def running(self) -> LoadedConfig:
@@ -31,13 +28,6 @@ class WorkersAutoTarget:
     @property
     def version(self) -> int:
         return self._rollout.version
-
-    @property
-    def is_draining(self) -> bool:
-        return self._is_draining()
-
-    async def endpoint_rows(self) -> Sequence[Mapping[str, Any]]:
-        return await self._rows()
 
     async def change(self, text: bytes, reason: str, *, dry_run: bool) -> ChangeResult:
         """Apply the text to all workers, unless another change has come first."""

@@ -35,14 +35,16 @@ class ScriptedTarget:
     def __init__(self, text: str) -> None:
         self.running: LoadedConfig = load_text(text.encode(), "gateway.yaml", {})
         self.version = 1
-        self.is_draining = False
         self.state = "up"
         self.reasons: list[str] = []
         self.on_applied: Callable[[str], None] = lambda trigger: None
 
+    def is_draining(self) -> bool:
+        return False
+
     async def endpoint_rows(self) -> Sequence[Mapping[str, Any]]:
-        row = {"pool": "chat", "name": "e0", "state": self.state, "available": self.state == "up"}
-        return [row]
+        row = {"name": "e0", "state": self.state, "available": self.state == "up"}
+        return [{"pool": pool, **row} for pool in self.running.config.pools]
 
     async def change(self, text: bytes, reason: str, *, dry_run: bool) -> ChangeResult:
         loaded = load_text(text, "gateway.yaml", {})
@@ -185,6 +187,16 @@ async def test_a_canary_or_a_shadow_is_left_alone() -> None:
         pool = await harness.compare()
         assert pool["decision"] is None
         assert trial.partition(":")[0] in pool["trouble"]
+
+
+async def test_a_trial_in_one_pool_does_not_keep_others_from_being_compared() -> None:
+    other = TEXT.partition("pools:\n")[2].replace("chat", "other").replace("9001", "9002")
+    models = "models: [{name: a, pool: chat}, {name: b, pool: other}]\n"
+    harness = Harness(f"{TEXT}{other.replace('e0', 'e1')}    shadow: [priced]\n{models}")
+    await harness.controller.tick(monotonic() + 1000)
+    assert harness.controller._comparison is not None
+    await asyncio.wait([harness.controller._comparison])
+    assert harness.target.policy == "prefix_aware"
 
 
 async def test_a_failed_replay_changes_nothing_and_is_tried_less_and_less_often() -> None:
