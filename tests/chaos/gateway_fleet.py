@@ -66,10 +66,13 @@ class GatewayFleet:
         return amounts + [member.group.in_flight for member in self.groups]
 
     async def at_rest(self) -> None:
-        # Wait until all load counters are zero. Raises TimeoutError otherwise.
+        # Wait until all load counters are zero, and all ended requests are in the metrics.
+        #
+        # Raises TimeoutError otherwise.
         async with asyncio.timeout(PATIENCE_S):
             while any(self.loads()) or any(self.kv_usages()):
                 await asyncio.sleep(0.01)
+        self.app.gateway.accounts.account_ended()  # usually one turn of the event loop later
 
     def lose_patience(self, group: int) -> None:
         # Make every request time out now that waits for a byte of this engine.
