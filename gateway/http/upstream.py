@@ -261,12 +261,11 @@ class UpstreamConnection:
         except UpstreamError as error:
             self._finish(error)
             return
-        # Uncommitted bytes do not count: an engine could send interim heads forever.
-        if relay.is_committed:
-            self.last_activity_at = now
         if out:
-            self._pool.last_body_at = now
+            self.last_activity_at = self._pool.last_body_at = now
             self._downstream.write(out)  # type: ignore[union-attr]  # set together with _relay
+        elif relay.is_committed:  # else an engine could stay active by sending interim heads
+            self.last_activity_at = now
         if self._acks_each_chunk and relay.event_count > 1:
             self._delay_acks()
         if relay.state is DONE:

@@ -97,6 +97,7 @@ class Relay:
 
     __slots__ = (
         "_body",
+        "_event_chunks",
         "_finish_payload",
         "_finish_reason",
         "_finished_choices",
@@ -191,6 +192,12 @@ class Relay:
             self.chunk_gaps.observe(now - (self.last_data_at or now))
         self.last_data_at = now
         body = self._body
+        if self._event_chunks is not None:
+            payload = self._event_chunks.match_whole_chunk(data)
+            if payload:  # the ordinary case: it changes neither the framing nor what is held back
+                self._scan_events(payload, now)
+                self.bytes_sent += len(data)
+                return data
         try:
             payload = body.feed(data)
         except FramingError as error:
@@ -351,6 +358,10 @@ class Relay:
         self._is_sse = head.is_sse
         if isinstance(self._body, RawBody) or (self._is_sse and not head.is_chunked):
             self._must_reframe = True  # otherwise an error event could not be added
+        # The body of an event stream whose chunks are forwarded as they are, else None.
+        self._event_chunks: ChunkedBody | None = None
+        if self._is_sse and not self._must_reframe and isinstance(self._body, ChunkedBody):
+            self._event_chunks = self._body
         self.status, self.is_refused = head.status, not 200 <= head.status < 300
         self.state = REFUSED if self.is_refused else HELD
 

@@ -208,7 +208,14 @@ class ChunkedBody:
         return not (self._missing or self._expects_crlf)
 
     def feed(self, data: bytes) -> bytes:
-        # A token of a stream arrives as exactly one chunk, whose length tells its size line.
+        return self.match_whole_chunk(data) or self._feed(data)
+
+    def match_whole_chunk(self, data: bytes) -> bytes:
+        """Return the payload if `data` is exactly one chunk that begins here; b"" if it is not.
+
+        A token of a stream arrives like this. The length of `data` tells what its size line must
+        be, so the line is compared and not parsed. The state of the body does not change.
+        """
         line = _LINES.get(len(data))
         if (
             line is not None
@@ -217,7 +224,7 @@ class ChunkedBody:
             and data.endswith(b"\r\n")
         ):
             return data[len(line) : -2]
-        return self._feed(data)
+        return b""
 
     def _feed(self, data: bytes) -> bytes:
         pieces: list[bytes] = []
