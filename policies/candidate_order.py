@@ -9,14 +9,14 @@ all candidates, and so does a request for which the shortlist holds no endpoint.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import islice
 from math import inf
 
 from policies import run
 from policies.contract import Policy, Ranking
 from policies.filters import available, below_cap
-from policies.load import LoadChanges
+from policies.load import EndpointLoad, LoadChanges
 from policies.model import Candidate, Pick, RoutingQuery
 from policies.prefix.prefix_match import PrefixMatch, WideMatch
 
@@ -32,6 +32,9 @@ SHORTLIST_HOLDERS = 8
 
 SHORTLIST_UNSETTLED = 12
 """How many candidates of a group whose sort key may be outdated are scored in addition, at most."""
+
+MOST_RANKED_AGAIN = 32
+"""How many of the best entries are ranked again at most because their keys may have risen."""
 
 STEPS = 256
 """How many entries of a group are searched at most for one with a common prefix cached."""
@@ -109,12 +112,35 @@ class CandidateOrder:
             if slots is None or len(slots) > len(self._candidates):
                 slots = list(self._by_slot)
             self._count = changes.count
-            for slot in slots if len(slots) < 2 else set(slots):
+            changed = set(slots)
+            changed.discard(self._pending)
+            for slot in changed:
                 if slot in self._by_slot:
                     self._rank(slot, query)
         if self._pending >= 0:
             self._rank(self._pending, query)
             self._pending = -1
+        if self._ranking.rises is not None:
+            self._rank_risen(self._ranking.rises, query)
+
+    def _rank_risen(
+        self, rises: Callable[[EndpointLoad, float], bool], query: RoutingQuery
+    ) -> None:
+        # Rank the best entries of each group again whose keys may have risen without a change.
+        #
+        # An entry that keeps its place after that is current, so the best entries are in the end.
+        depth, by_slot, now = self._ranking.depth, self._by_slot, query.now
+        again: set[int] = set()
+        for number in tuple(self._numbers):
+            while len(again) < MOST_RANKED_AGAIN:
+                for entry in self._groups.get(number, ())[:depth]:
+                    slot = entry[2]
+                    if slot not in again and rises(by_slot[slot].load, now):
+                        again.add(slot)
+                        self._rank(slot, query)
+                        break
+                else:
+                    break
 
     def _build(self, query: RoutingQuery) -> None:
         self._count = self._changes.count

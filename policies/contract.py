@@ -92,12 +92,17 @@ class Ranking(msgspec.Struct, frozen=True):
     is_settled  function of a load: whether rule 2 holds exactly for it; None if it always does.
                 Other candidates are scored in addition, at most SHORTLIST_UNSETTLED per group
     depth       settled candidates to score per group and number of cached tokens
+    rises       function of a load and `now`: whether its key may have risen since it was ranked
+                although nothing was recorded, as that of an engine whose first token is late. Such
+                entries are ranked again when they are among the best. None if no key rises so. A
+                key that falls with time needs no such care: it is only found later
     """
 
     key: Callable[[Candidate, float], float]
     group: Callable[[EndpointLoad], int] | None = None
     is_settled: Callable[[EndpointLoad], bool] | None = None
     depth: int = 1
+    rises: Callable[[EndpointLoad, float], bool] | None = None
 
 
 class WeightedScorer(msgspec.Struct, frozen=True):

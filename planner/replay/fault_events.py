@@ -38,6 +38,7 @@ class FaultEvents:
                 self._fleet.schedule(now + fault.for_s, self._set_pace, group)
         elif fault.trouble is GroupFaultKind.DRAIN:
             group.load.is_available = False
+            group.load.mark_changed()
             self._fleet.admission.refresh(now)
             if fault.for_s is not None:
                 self._fleet.schedule(now + fault.for_s, self._bring_back, group)
@@ -52,6 +53,7 @@ class FaultEvents:
         # Its requests without a first token are retried elsewhere.
         fleet = self._fleet
         group.is_alive = group.load.is_available = False
+        group.load.mark_changed()
         group.engine.stop()
         group.add_totals()
         fleet.gateway.forget_group(group)
@@ -87,6 +89,7 @@ class FaultEvents:
         group, since = event
         ramp_s, cap = self._fleet.options.slow_start_s, group.kind.max_concurrency
         group.load.soft_cap = soft_cap(cap, now - since, ramp_s)
+        group.load.mark_changed()
         if group.load.soft_cap < cap:
             self._fleet.schedule(now + SWEEP_S, self._raise_soft_cap, event)
 

@@ -18,8 +18,10 @@ from planner.replay.trace_fingerprint import fingerprint_of_chain
 from planner.text_generator import BYTES_PER_TOKEN
 from planner.traces.shape import TraceRequest
 from policies import run
+from policies.candidate_order import create_order
 from policies.contract import Policy
 from policies.engine.output_length import DEFAULT_OUTPUT_TOKENS, OutputLengths
+from policies.load import LoadChanges
 from policies.model import Candidate, Pick, Request, RoutingQuery
 from policies.prefix.fingerprint import Fingerprint
 from policies.prefix.prefix_index import PrefixIndex
@@ -53,6 +55,7 @@ class GatewaySim:
         for group in groups:
             self.index.set_capacity(group.load.slot, group.kind.capacity_tokens)
         self.candidates = tuple(group.candidate for group in groups)
+        self._order = create_order(policy, self.candidates, LoadChanges())
         self._kv_blocks = [group.engine.scheduler.pool.total for group in groups]
         self._least_kv_blocks = min(self._kv_blocks)
         self.output_lengths = OutputLengths()
@@ -110,7 +113,8 @@ class GatewaySim:
             limit = min(len(keys), (request.prompt_tokens - 1) // size)
             cached = [group.count_cached(keys, limit) * size for group in self.groups]
         elif fingerprint is not None:
-            cached = self.index.match(fingerprint, request.prompt_tokens)
+            match = self.index.match if self._order is None else self.index.match_holders
+            cached = match(fingerprint, request.prompt_tokens)
         return RoutingQuery(request, now, self.rng, cached, flight.failed_endpoints, fingerprint)
 
     def fitting(self, request: TraceRequest) -> Sequence[Candidate]:
@@ -136,7 +140,10 @@ class GatewaySim:
     def pick(self, query: RoutingQuery, candidates: Sequence[Candidate]) -> Pick | None:
         """Return the policy's choice or None, and measure the time that it takes."""
         began = self.clock()
-        pick = run.pick(self.policy, query, candidates)
+        if self._order is not None and candidates is self.candidates:
+            pick = self._order.pick(query)
+        else:
+            pick = run.pick(self.policy, query, candidates)
         self.pick_s += self.clock() - began
         self.picks += 1
         return pick

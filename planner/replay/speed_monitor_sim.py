@@ -74,6 +74,7 @@ class SpeedMonitorSim:
         for group in fleet.groups:
             if group.load.soft_cap == 0:
                 group.load.soft_cap = SUSPECT_CEILING
+                group.load.mark_changed()
         if fleet.running_requests:
             fleet.schedule(now + REVIEW_S, self._review)
 
@@ -94,11 +95,13 @@ class SpeedMonitorSim:
         verdict, fleet = group.speed.verdict, self._fleet
         self._doubted.pop(group, None)
         group.load.soft_cap = NO_SOFT_CAP if verdict is SpeedVerdict.NORMAL else SUSPECT_CEILING
+        group.load.mark_changed()
         others = sum(other.load.is_available for other in fleet.groups if other is not group)
         if verdict is not SpeedVerdict.SLOW or others < len(fleet.groups) / 2:
             return
         self.ejected.append((now, group.load.slot))
         group.load.is_available = False
+        group.load.mark_changed()
         group.speed.restart()
         fleet.admission.refresh(now)
         for flight in self._waiting(group):
@@ -129,6 +132,7 @@ class SpeedMonitorSim:
             group.load.soft_cap = 0
         elif group.load.soft_cap == NO_SOFT_CAP or group in self._doubted:
             group.load.soft_cap, self._doubted[group] = 0, now + DOUBT_S
+        group.load.mark_changed()
 
     def _check_long_prefills(self, now: float, _: object) -> None:
         fleet = self._fleet
@@ -150,6 +154,7 @@ class SpeedMonitorSim:
         for group, until_s in tuple(self._doubted.items()):
             if now >= until_s:
                 group.load.soft_cap = raised_ceiling(group.load.soft_cap)
+                group.load.mark_changed()
                 self._doubted[group] = now + RAMP_S
                 if group.load.soft_cap == NO_SOFT_CAP:
                     del self._doubted[group]
@@ -241,6 +246,7 @@ class SpeedMonitorSim:
         group.speed.accept()
         group.load.soft_cap = NO_SOFT_CAP
         group.load.is_available = group.is_alive
+        group.load.mark_changed()
         self._fleet.admission.refresh(now)
 
 

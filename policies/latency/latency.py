@@ -26,6 +26,11 @@ def backlog_s(load: EngineLoad, now: float) -> float:
     return max(0.0, load.prefill_done_at - now)
 
 
+def is_first_token_late(load: EngineLoad, now: float) -> bool:
+    """Return whether a first token is later than forecast, so that `backlog_s` rises with time."""
+    return now > load.next_first_token_at
+
+
 def room_s(load: EngineLoad, prompt_tokens: float) -> float:
     """Return the seconds until ending requests have freed KV for `prompt_tokens`.
 

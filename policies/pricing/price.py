@@ -10,13 +10,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from math import exp, inf, sqrt
 from operator import attrgetter
+from random import Random
 
 import msgspec
 
 from policies import pickers
-from policies.contract import WHOLE_REQUEST, PhaseShare, Policy, WeightedScorer
+from policies.contract import WHOLE_REQUEST, PhaseShare, Policy, Ranking, WeightedScorer
 from policies.engine.step_time import SpeedFactor
-from policies.latency.latency import backlog_s, room_s
+from policies.latency.latency import backlog_s, is_first_token_late, room_s
 from policies.load import EndpointLoad
 from policies.model import Candidate, Request, RoutingQuery
 from policies.param_types import Factor, NonNegative
@@ -39,6 +40,14 @@ FULLEST = 1.5
 SIGMAS = 2.0
 """Differences of the learned speed up to this many standard deviations count as noise."""
 
+
+USUAL_REQUEST = Request("", "", "", prompt_tokens=1000, output_tokens=256)
+"""The request whose price ranks the candidates of a large pool."""
+
+RANKED = 4
+"""Candidates of a large pool that are priced for a request, besides those with its prefix."""
+
+_AS_LEARNED = ([1.0], [1.0], [1.0])
 
 # Every request reads these of all candidates: one call in C each, in place of a loop.
 _PREFILL, _PAIRS = attrgetter("load.belief.prefill"), attrgetter("load.belief.pairs")
@@ -109,6 +118,7 @@ class PricedPolicy(PolicyParams, frozen=True):
             reads_forecast=True,
             price_terms=prices.terms,
             phase_prices=prices.prices,
+            ranking=Ranking(prices.usual_price, depth=RANKED, rises=is_first_token_late),
         )
 
 
@@ -139,10 +149,12 @@ class PriceScorer:
     `prices` runs on the path of every request.
     """
 
-    __slots__ = ("weights",)
+    __slots__ = ("_usual", "weights")
 
     def __init__(self, weights: PricedPolicy) -> None:
         self.weights = weights
+        usual = RoutingQuery(USUAL_REQUEST, 0.0, Random(0))
+        self._usual = _RequestTerms(weights, usual, WHOLE_REQUEST)
 
     def scores(self, query: RoutingQuery, candidates: Sequence[Candidate]) -> list[float]:
         """Return the negative price of the whole request at each candidate, in order."""
@@ -163,6 +175,13 @@ class PriceScorer:
         return _RequestTerms(self.weights, query, part).prices(
             candidates, query.cached_by_slot, self.speeds(candidates)
         )
+
+    def usual_price(self, candidate: Candidate, now: float) -> float:
+        """Return the price of a usual request without cached tokens, to rank the candidate.
+
+        The candidate's speed is not equalized with that of others: the shortlist's speeds are.
+        """
+        return self._usual.price_at(candidate, now)
 
     def explain(
         self,
@@ -250,6 +269,7 @@ class _RequestTerms:
         *(
             "_beyond",
             "_decoded",
+            "_fresh_s",
             "_kv_weight",
             "_late",
             "_later",
@@ -277,6 +297,7 @@ class _RequestTerms:
         request, slo = query.request, query.request.slo
         self._late, self._overdue = weights.late, weights.overdue
         self._beyond = weights.late**3 - weights.overdue * weights.late
+        self._fresh_s = weights.fresh_s
         self._now, self._oldest = query.now, query.now - weights.fresh_s
         self._prompt, self._later = request.prompt_tokens, part.decodes * request.output_tokens
         self._prefills, self._transfer_s = part.prefills, part.transfer_s
@@ -286,6 +307,12 @@ class _RequestTerms:
         self._others, self._stall = 3.0 * weights.others_weight * slo.tpot_s, weights.stall
         self._work, self._regretted = weights.work_weight / slo.ttft_s, weights.regret_weight
         self._kv_weight, self._lumps = weights.kv_weight, weights.lumps - 1.0
+
+    def price_at(self, candidate: Candidate, now: float) -> float:
+        # Return the price of this request at one candidate that has none of its prompt, if it
+        # came now.
+        self._now, self._oldest = now, now - self._fresh_s
+        return self.prices((candidate,), (), _AS_LEARNED)[0]
 
     def prices(
         self, candidates: Sequence[Candidate], cached: Sequence[int], factors: SpeedFactors

@@ -127,7 +127,9 @@ def test_a_rotation_in_order_gives_the_turn_to_whom_it_is_due(seed: int, size: i
                 pool.book(pick, query.request, fingerprint)
 
 
-@pytest.mark.parametrize(("name", "has_external"), [(name, True) for name in EXACT])
+@pytest.mark.parametrize(
+    ("name", "has_external"), [("priced", False), *((name, True) for name in (*EXACT, "priced"))]
+)
 def test_picks_in_order_are_as_good_as_those_of_scans_but_for_noise(
     name: str, has_external: bool
 ) -> None:
@@ -149,7 +151,29 @@ def test_picks_in_order_are_as_good_as_those_of_scans_but_for_noise(
     assert 0.0 <= lost <= 0.02 * paid, lost / paid
 
 
-@pytest.mark.parametrize("name", [*EXACT, "round_robin"])
+def test_engines_whose_first_token_is_late_lose_their_place_without_an_event() -> None:
+    pool = Pool(registry.build("priced", {}), 60, Random(2))
+    now, request = pool.now, Request("id", "m", "t", 400, 400, stream=True)
+    waiting, decoding = pool.candidates[:20], pool.candidates[20:]
+    for member in decoding:
+        for _ in range(2):
+            ledger.book(member.load, request, 0, now).on_first_token(now + 0.01)
+    for member in waiting:
+        ledger.book(member.load, request, 0, now)
+    now += 0.02
+    first = pool.order.pick(RoutingQuery(request, now, pool.rng))
+    assert first is not None
+    assert first.candidate in waiting
+    later = RoutingQuery(request, now + 10.0, pool.rng)
+    scan, pick = run.pick(pool.policy, later, pool.candidates), pool.order.pick(later)
+    assert scan is not None
+    assert scan.candidate in decoding
+    assert pick is not None
+    assert pick.candidate in decoding
+    assert pick.score == pytest.approx(scan.score)
+
+
+@pytest.mark.parametrize("name", [*EXACT, "round_robin", "priced"])
 def test_a_retry_scans_all_endpoints_that_have_not_failed(name: str) -> None:
     pool = Pool(registry.build(name, {}), 30, Random(1))
     query, _, _ = pool.ask()
