@@ -152,7 +152,7 @@ class Exchange:
             "accepted_at",
             "admitted_at",
             "api",
-            "first_ask",
+            "first_query",
             "pick_snapshot",
             "body_bytes",
             "booking",
@@ -214,7 +214,7 @@ class Exchange:
         self.outcome = "served"
         self.reason: str | None = None
         self.room: PoolQueue | None = None
-        self.first_ask: RoutingQuery | None = None
+        self.first_query: RoutingQuery | None = None
         self.ttft_s: float | None = None
         self.tpot_s: float | None = None
         self.predicted_ttft_s: float | None = None
@@ -237,16 +237,16 @@ class Exchange:
         """The number of endpoints that failed after the request was sent to them."""
         return len(self.retries) - self.unsent_attempts
 
-    def note_booking(self, room: PoolQueue, ask: RoutingQuery, pick: Pick) -> None:
+    def note_booking(self, room: PoolQueue, query: RoutingQuery, pick: Pick) -> None:
         """Record that capacity was reserved; report the first reservation to the admission queue.
 
         It is reported only if the queue wants feedback.
         """
-        if self.first_ask is None:
-            self.first_ask = ask
+        if self.first_query is None:
+            self.first_query = query
             if room.wants_feedback:
                 self.room = room
-                room.on_booked(ask, pick)
+                room.on_booked(query, pick)
 
     def take_memory(self, gate: AdmissionController, body_bytes: int) -> None:
         """Reserve memory for `body_bytes` bytes of body, including what was reserved before.
@@ -301,8 +301,8 @@ class Exchange:
         self.sent_request = self.booking = self.relay = self.room = None
         self.fingerprint = self.ledger = self.hedge = None
         # The fingerprint of a long prompt takes 128 KiB.
-        if (ask := self.first_ask) is not None and ask.fingerprint is not None:
-            self.first_ask = replace(ask, fingerprint=None)
+        if (query := self.first_query) is not None and query.fingerprint is not None:
+            self.first_query = replace(query, fingerprint=None)
 
     def set_client_gone(self) -> None:
         """Record that the client disconnected before the end of the answer.

@@ -256,9 +256,11 @@ async def _admit(
         gateway.endpoints.prefixes.recognise_session(call, fingerprint)
     # No closure: in a compiled module it would form a reference cycle with this coroutine, and keep
     # an old snapshot.
-    ask = partial(_ask, gateway.endpoints, call.request, fingerprint)
+    build_query = partial(_build_query, gateway.endpoints, call.request, fingerprint)
     try:
-        exchange.room = await route.room.enter(ask(0.0), None if fingerprint is None else ask)
+        exchange.room = await route.room.enter(
+            build_query(0.0), None if fingerprint is None else build_query
+        )
     except GatewayError:
         tier = tier_fallback.pick_tier(gateway.endpoints, snapshot.routes, route, call)
         if tier is None:
@@ -279,7 +281,7 @@ def _fingerprint(gateway: Gateway, route: Route, call: Call) -> Fingerprint | No
     return gateway.endpoints.prefixes.fingerprint(call, route.name)
 
 
-def _ask(
+def _build_query(
     endpoints: EndpointTable, request: Request, fingerprint: Fingerprint | None, _: float
 ) -> RoutingQuery:
     """Return the routing query of a waiting request, with the present state of the prefix index."""
@@ -318,7 +320,7 @@ def _report_outcome(gateway: Gateway, exchange: Exchange) -> None:
         gateway.gate.quotas.settle(exchange.quota, request, output_tokens, prompt_tokens)
     if exchange.room is None:
         return
-    if exchange.first_ask is not None:
+    if exchange.first_query is not None:
         exchange.room.on_finished(request, partial(admission_outcome, exchange))
     else:
         exchange.room.on_not_routed(request)

@@ -33,19 +33,19 @@ def read_audio(fields: dict[str, Any]) -> RequestBody:
     return chat_of(text, fields.get("model"), max_tokens=tokens, stream=is_stream)
 
 
-def transcription(ask: ParsedRequest, choice: Choice) -> dict[str, Any]:
+def transcription(parsed: ParsedRequest, choice: Choice) -> dict[str, Any]:
     """Return the JSON object of a non-streaming transcription: text and usage."""
-    usage = {"type": "duration", "seconds": max(1, ask.limit // 4)}
+    usage = {"type": "duration", "seconds": max(1, parsed.limit // 4)}
     return {"text": choice.text.strip(), "usage": usage}
 
 
 class AudioChunks:
     """Builds the server-sent events of one streamed transcription."""
 
-    __slots__ = ("_ask", "_choice", "_created", "_made")
+    __slots__ = ("_choice", "_created", "_made", "_parsed")
 
-    def __init__(self, ask: ParsedRequest, choice: Choice, created: int) -> None:
-        self._ask, self._choice, self._created = ask, choice, created
+    def __init__(self, parsed: ParsedRequest, choice: Choice, created: int) -> None:
+        self._parsed, self._choice, self._created = parsed, choice, created
         self._made = 0
 
     def begin(self) -> bytes:
@@ -66,10 +66,10 @@ class AudioChunks:
         return http_chunk(
             event(
                 {
-                    "id": self._ask.id,
+                    "id": self._parsed.id,
                     "object": "transcription.chunk",
                     "created": self._created,
-                    "model": self._ask.model,
+                    "model": self._parsed.model,
                     "choices": [choice],
                 }
             )

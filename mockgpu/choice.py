@@ -111,41 +111,43 @@ class Choice(msgspec.Struct, eq=False):
         self.job.tokens, self.job.salt = self.prompt + self.tokens, self.salt
 
 
-def build_choices(ask: ParsedRequest) -> list[Choice]:
+def build_choices(parsed: ParsedRequest) -> list[Choice]:
     """Build `n` choices for each prompt of a request, in the order of the prompts."""
     choices: list[Choice] = []
-    for first, prompt in zip(range(0, len(ask.prompts) * ask.n, ask.n), ask.prompts, strict=True):
+    for first, prompt in zip(
+        range(0, len(parsed.prompts) * parsed.n, parsed.n), parsed.prompts, strict=True
+    ):
         keys = block_keys(prompt)
-        choices.extend(_choice(ask, prompt, keys, first + i, i) for i in range(ask.n))
+        choices.extend(_choice(parsed, prompt, keys, first + i, i) for i in range(parsed.n))
     return choices
 
 
 def _choice(
-    ask: ParsedRequest, prompt: bytes, prompt_keys: Sequence[int], index: int, variant: int
+    parsed: ParsedRequest, prompt: bytes, prompt_keys: Sequence[int], index: int, variant: int
 ) -> Choice:
-    vary = variation(ask.body.seed, variant)
-    speech = _generate(ask, prompt, prompt_keys, vary)
+    vary = variation(parsed.body.seed, variant)
+    speech = _generate(parsed, prompt, prompt_keys, vary)
     tokens, text, stop = speech.tokens, speech.text, None
-    match = _first_stop(text, ask.stops, ask.body.min_tokens)
+    match = _first_stop(text, parsed.stops, parsed.body.min_tokens)
     if match is not None:
         position, stop = match
         end = position + len(stop)
         tokens = tokens[: -(-end // TOKEN_BYTES) * TOKEN_BYTES]
-        text = text[: end if ask.body.include_stop_str_in_output else position]
+        text = text[: end if parsed.body.include_stop_str_in_output else position]
     reason = "stop" if stop is not None or speech.has_ended else "length"
-    frame = ask.form.frame
+    frame = parsed.form.frame
     if frame is not None:
-        reason = "stop" if ask.tool is None else "tool_calls"
+        reason = "stop" if parsed.tool is None else "tool_calls"
         text = text if frame.has_words else ""
-    salt = ask.body.cache_salt or ""
-    keep = isinstance(ask.leg, PrefillLeg) and (
-        ask.leg.if_ended or not (stop is not None or speech.has_ended)
+    salt = parsed.body.cache_salt or ""
+    keep = isinstance(parsed.leg, PrefillLeg) and (
+        parsed.leg.if_ended or not (stop is not None or speech.has_ended)
     )
     job = Job(
         token_count(prompt),
         token_count(tokens),
         salt_keys(speech.keys, salt),
-        leg=ask.leg,
+        leg=parsed.leg,
         keeps_blocks=keep,
     )
     rest = (speech.keys, vary, salt)
@@ -153,16 +155,18 @@ def _choice(
 
 
 def _generate(
-    ask: ParsedRequest, prompt: bytes, prompt_keys: Sequence[int], vary: int
+    parsed: ParsedRequest, prompt: bytes, prompt_keys: Sequence[int], vary: int
 ) -> GeneratedText:
     # Generate the answer, starting with the tokens that a prefill group has already made.
-    given_bytes = ask.leg.first if isinstance(ask.leg, DecodeLeg) else b""
+    given_bytes = parsed.leg.first if isinstance(parsed.leg, DecodeLeg) else b""
     if not given_bytes:
-        return generate(prompt, prompt_keys, ask.limit, ask.can_end, vary, ask.body.min_tokens)
+        return generate(
+            prompt, prompt_keys, parsed.limit, parsed.can_end, vary, parsed.body.min_tokens
+        )
     context, given_tokens = prompt + given_bytes, token_count(given_bytes)
-    least = max(1, ask.body.min_tokens - given_tokens)
+    least = max(1, parsed.body.min_tokens - given_tokens)
     remaining = generate(
-        context, block_keys(context), ask.limit - given_tokens, ask.can_end, vary, least
+        context, block_keys(context), parsed.limit - given_tokens, parsed.can_end, vary, least
     )
     return GeneratedText(given_bytes + remaining.tokens, remaining.keys, remaining.has_ended)
 

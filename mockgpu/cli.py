@@ -282,7 +282,7 @@ def _publishing(
     if port and last > 65535:
         raise ValueError(f"--kv-events-port {port}: {groups} groups need ports up to {last}")
     form = "sglang" if dialect == "sglang" else "array" if version < (0, 24) else "map"
-    firsts = [port + 2 * spec.ranks * place if port else 0 for place in range(groups)]
+    firsts = [port + 2 * spec.ranks * index if port else 0 for index in range(groups)]
     return [
         msgspec.structs.replace(
             spec, kv_events=KvEventSpec(first, first + 1 if first else 0, form=form)

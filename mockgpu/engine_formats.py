@@ -46,14 +46,14 @@ def error_body(error: ApiError, engine: EngineFormat, streaming: bool = False) -
     )
 
 
-def with_extra_key(ask: ParsedRequest) -> ParsedRequest:
+def with_extra_key(parsed: ParsedRequest) -> ParsedRequest:
     """Return the request with SGLang's `extra_key` merged into its cache salt.
 
     Requests then share cached blocks only if both `cache_salt` and `extra_key` are equal.
     """
-    salt = (ask.body.cache_salt or "") + (ask.body.extra_key or "")
+    salt = (parsed.body.cache_salt or "") + (parsed.body.extra_key or "")
     return msgspec.structs.replace(
-        ask, body=msgspec.structs.replace(ask.body, cache_salt=salt or None)
+        parsed, body=msgspec.structs.replace(parsed.body, cache_salt=salt or None)
     )
 
 

@@ -77,13 +77,13 @@ class KvEventStream:
         """Return the block hash that events use for a block key. SGLang's hashes are signed."""
         return key - (1 << 64) if self._spec.form == "sglang" and key >> 63 else key
 
-    def on_stored(self, job: Job, place: int) -> None:
-        """Record that block number `place` of a job is now in the prefix cache."""
+    def on_stored(self, job: Job, index: int) -> None:
+        """Record that block number `index` of a job is now in the prefix cache."""
         size, keys = self._block_tokens, job.keys
-        data = job.tokens[place * size * _TOKEN_BYTES : (place + 1) * size * _TOKEN_BYTES]
-        parent = self.hash_of(keys[place - 1]) if place else None
-        names, tokens = [self.hash_of(keys[place])], array("I", data).tolist()
-        extra = [[job.salt]] if job.salt and not place else None
+        data = job.tokens[index * size * _TOKEN_BYTES : (index + 1) * size * _TOKEN_BYTES]
+        parent = self.hash_of(keys[index - 1]) if index else None
+        names, tokens = [self.hash_of(keys[index])], array("I", data).tolist()
+        extra = [[job.salt]] if job.salt and not index else None
         if self._spec.form == "array":
             members = ["BlockStored", names, parent, tokens, size, None, "GPU", None, extra]
             self._events.append(members if extra else members[:7])

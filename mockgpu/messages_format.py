@@ -29,13 +29,13 @@ class MessagesFormat:
         return count_body(members)
 
     def chunks(
-        self, ask: ParsedRequest, choice: Choice, created: int, members: Mapping[str, Any]
+        self, parsed: ParsedRequest, choice: Choice, created: int, members: Mapping[str, Any]
     ) -> MessagesChunks:
-        return MessagesChunks(ask, choice)
+        return MessagesChunks(parsed, choice)
 
     def whole(
         self,
-        ask: ParsedRequest,
+        parsed: ParsedRequest,
         choice: Choice,
         created: int,
         cached: int | None,
@@ -43,10 +43,10 @@ class MessagesFormat:
     ) -> dict[str, Any]:
         """Return the complete message object of a non-streaming response."""
         block: dict[str, Any] = {"type": "text", "text": choice.whole_text}
-        if ask.tool is not None:
-            block = _tool_use(ask, msgspec.json.decode(choice.whole_text))
-        usage = _usage(ask, choice.output_tokens, cached)
-        return _message(ask, [block], usage) | _ending(choice)
+        if parsed.tool is not None:
+            block = _tool_use(parsed, msgspec.json.decode(choice.whole_text))
+        usage = _usage(parsed, choice.output_tokens, cached)
+        return _message(parsed, [block], usage) | _ending(choice)
 
     def error(self, error: ApiError) -> bytes:
         detail = {"type": error.kind, "message": error.message}
@@ -61,10 +61,10 @@ class MessagesFormat:
 class MessagesChunks:
     """Builds the events of one streamed message: one content block, one delta per token."""
 
-    __slots__ = ("_ask", "_choice", "_made")
+    __slots__ = ("_choice", "_made", "_parsed")
 
-    def __init__(self, ask: ParsedRequest, choice: Choice) -> None:
-        self._ask, self._choice = ask, choice
+    def __init__(self, parsed: ParsedRequest, choice: Choice) -> None:
+        self._parsed, self._choice = parsed, choice
         self._made = 0
 
     def begin(self) -> bytes:
@@ -79,7 +79,7 @@ class MessagesChunks:
 
     def end(self, cached: int | None) -> bytes:
         """Return the events that end the content block and the message."""
-        usage = _usage(self._ask, self._choice.output_tokens, cached)
+        usage = _usage(self._parsed, self._choice.output_tokens, cached)
         delta = {"type": "message_delta", "delta": _ending(self._choice), "usage": usage}
         return http_chunk(
             named_event("content_block_stop", {"type": "content_block_stop", "index": 0})
@@ -88,18 +88,18 @@ class MessagesChunks:
         )
 
     def _opening(self, cached: int | None) -> bytes:
-        message = _message(self._ask, [], _usage(self._ask, 0, cached))
+        message = _message(self._parsed, [], _usage(self._parsed, 0, cached))
         start = named_event("message_start", {"type": "message_start", "message": message})
         block: dict[str, Any] = {"type": "text", "text": ""}
-        if self._ask.tool is not None:
-            block = _tool_use(self._ask, {})
+        if self._parsed.tool is not None:
+            block = _tool_use(self._parsed, {})
         data = {"type": "content_block_start", "index": 0, "content_block": block}
         return start + named_event("content_block_start", data)
 
     def _delta(self, piece: str) -> bytes:
         delta = (
             {"type": "input_json_delta", "partial_json": piece}
-            if self._ask.tool is not None
+            if self._parsed.tool is not None
             else {"type": "text_delta", "text": piece}
         )
         data = {"type": "content_block_delta", "index": 0, "delta": delta}
@@ -201,14 +201,14 @@ def _tool_choice(choice: object) -> Any:
 
 
 def _message(
-    ask: ParsedRequest, content: list[dict[str, Any]], usage: dict[str, int]
+    parsed: ParsedRequest, content: list[dict[str, Any]], usage: dict[str, int]
 ) -> dict[str, Any]:
     return {
-        "id": ask.id,
+        "id": parsed.id,
         "type": "message",
         "role": "assistant",
         "content": content,
-        "model": ask.model,
+        "model": parsed.model,
         "stop_reason": None,
         "stop_sequence": None,
         "usage": usage,
@@ -222,12 +222,12 @@ def _ending(choice: Choice) -> dict[str, Any]:
     return {"stop_reason": reason, "stop_sequence": choice.stop_reason}
 
 
-def _tool_use(ask: ParsedRequest, arguments: dict[str, Any]) -> dict[str, Any]:
-    return {"type": "tool_use", "id": f"toolu_{ask.id}", "name": ask.tool, "input": arguments}
+def _tool_use(parsed: ParsedRequest, arguments: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "tool_use", "id": f"toolu_{parsed.id}", "name": parsed.tool, "input": arguments}
 
 
-def _usage(ask: ParsedRequest, output_tokens: int, cached: int | None) -> dict[str, int]:
-    usage = {"input_tokens": ask.prompt_tokens, "output_tokens": output_tokens}
+def _usage(parsed: ParsedRequest, output_tokens: int, cached: int | None) -> dict[str, int]:
+    usage = {"input_tokens": parsed.prompt_tokens, "output_tokens": output_tokens}
     if cached is not None:
         usage["input_tokens"] -= max(0, cached)
         usage["cache_read_input_tokens"] = max(0, cached)

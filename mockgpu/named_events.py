@@ -42,12 +42,12 @@ class NamedEventFormat(Protocol):
         ...
 
     def chunks(
-        self, ask: ParsedRequest, choice: Choice, created: int, members: Mapping[str, Any]
+        self, parsed: ParsedRequest, choice: Choice, created: int, members: Mapping[str, Any]
     ) -> EventChunks: ...
 
     def whole(
         self,
-        ask: ParsedRequest,
+        parsed: ParsedRequest,
         choice: Choice,
         created: int,
         cached: int | None,

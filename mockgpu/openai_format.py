@@ -31,15 +31,15 @@ def http_chunk(data: bytes) -> bytes:
     return b"%x\r\n%s\r\n" % (len(data), data) if data else b""
 
 
-def usage(ask: ParsedRequest, output_tokens: int, cached: int | None) -> dict[str, Any]:
+def usage(parsed: ParsedRequest, output_tokens: int, cached: int | None) -> dict[str, Any]:
     """Return the usage object.
 
     `cached` is the number of cached prompt tokens, or None if the engine does not report it.
     """
     details = None if cached is None else {"cached_tokens": cached}
     return {
-        "prompt_tokens": ask.prompt_tokens,
-        "total_tokens": ask.prompt_tokens + output_tokens,
+        "prompt_tokens": parsed.prompt_tokens,
+        "total_tokens": parsed.prompt_tokens + output_tokens,
         "completion_tokens": output_tokens,
         "prompt_tokens_details": details,
     }
@@ -61,18 +61,20 @@ def _token_logprob(token: bytes) -> dict[str, Any]:
     }
 
 
-def _chat_logprobs(ask: ParsedRequest, tokens: bytes) -> dict[str, Any] | None:
-    if not ask.wants_logprobs:
+def _chat_logprobs(parsed: ParsedRequest, tokens: bytes) -> dict[str, Any] | None:
+    if not parsed.wants_logprobs:
         return None
     content = []
     for i in range(0, len(tokens), TOKEN_BYTES):
         entry = _token_logprob(tokens[i : i + TOKEN_BYTES])
-        content.append(entry | {"top_logprobs": [entry] * min(1, ask.body.top_logprobs or 0)})
+        content.append(entry | {"top_logprobs": [entry] * min(1, parsed.body.top_logprobs or 0)})
     return {"content": content}
 
 
-def _completion_logprobs(ask: ParsedRequest, tokens: bytes, offset: int) -> dict[str, Any] | None:
-    if not ask.wants_logprobs:
+def _completion_logprobs(
+    parsed: ParsedRequest, tokens: bytes, offset: int
+) -> dict[str, Any] | None:
+    if not parsed.wants_logprobs:
         return None
     entries = [
         _token_logprob(tokens[i : i + TOKEN_BYTES]) for i in range(0, len(tokens), TOKEN_BYTES)
@@ -96,105 +98,105 @@ NO_EXTRAS = ResponseExtras()
 
 
 def full_response(
-    ask: ParsedRequest,
+    parsed: ParsedRequest,
     choices: list[Choice],
     created: int,
     cached: int | None,
     extras: ResponseExtras = NO_EXTRAS,
 ) -> bytes:
     output_tokens = sum(choice.output_tokens for choice in choices)
-    build = _whole_chat_choice if ask.chat else _whole_completion_choice
+    build = _whole_chat_choice if parsed.chat else _whole_completion_choice
     return _encode(
         {
-            "id": ask.id,
-            "object": "chat.completion" if ask.chat else "text_completion",
+            "id": parsed.id,
+            "object": "chat.completion" if parsed.chat else "text_completion",
             "created": created,
-            "model": ask.model,
-            "choices": [build(ask, choice) | extras.in_choice for choice in choices],
+            "model": parsed.model,
+            "choices": [build(parsed, choice) | extras.in_choice for choice in choices],
             "service_tier": None,
             "system_fingerprint": None,
-            "usage": usage(ask, output_tokens, cached),
+            "usage": usage(parsed, output_tokens, cached),
             "kv_transfer_params": None,
         }
-        | _prompt_ids(ask)
+        | _prompt_ids(parsed)
         | extras.top_level
     )
 
 
-def _prompt_ids(ask: ParsedRequest) -> dict[str, Any]:
+def _prompt_ids(parsed: ParsedRequest) -> dict[str, Any]:
     # Return the member with the prompt's token ids, if the chat requested it (vLLM >= 0.10).
     return (
-        {"prompt_token_ids": token_ids(ask.prompts[0])}
-        if ask.chat and ask.body.return_token_ids
+        {"prompt_token_ids": token_ids(parsed.prompts[0])}
+        if parsed.chat and parsed.body.return_token_ids
         else {}
     )
 
 
-def _whole_chat_choice(ask: ParsedRequest, choice: Choice) -> dict[str, Any]:
+def _whole_chat_choice(parsed: ParsedRequest, choice: Choice) -> dict[str, Any]:
     message: dict[str, Any] = {
         "role": "assistant",
         "content": choice.whole_text,
         "refusal": None,
         "tool_calls": [],
     }
-    if ask.tool is not None:
-        function = {"name": ask.tool, "arguments": choice.whole_text}
+    if parsed.tool is not None:
+        function = {"name": parsed.tool, "arguments": choice.whole_text}
         message["content"] = ""
         message["tool_calls"] = [
-            {"id": _call_id(ask, choice), "type": "function", "function": function}
+            {"id": _call_id(parsed, choice), "type": "function", "function": function}
         ]
     return {
         "index": choice.index,
         "message": message,
-        "logprobs": _chat_logprobs(ask, choice.tokens),
+        "logprobs": _chat_logprobs(parsed, choice.tokens),
         "finish_reason": choice.finish_reason,
         "stop_reason": choice.stop_reason,
-        "token_ids": token_ids(choice.tokens) if ask.body.return_token_ids else None,
+        "token_ids": token_ids(choice.tokens) if parsed.body.return_token_ids else None,
     }
 
 
-def _whole_completion_choice(ask: ParsedRequest, choice: Choice) -> dict[str, Any]:
-    echoed = choice.prompt.decode("utf-8", "replace") if ask.body.echo else ""
+def _whole_completion_choice(parsed: ParsedRequest, choice: Choice) -> dict[str, Any]:
+    echoed = choice.prompt.decode("utf-8", "replace") if parsed.body.echo else ""
     return {
         "index": choice.index,
         "text": echoed + choice.text,
-        "logprobs": _completion_logprobs(ask, choice.tokens, len(echoed)),
+        "logprobs": _completion_logprobs(parsed, choice.tokens, len(echoed)),
         "finish_reason": choice.finish_reason,
         "stop_reason": choice.stop_reason,
-        "token_ids": token_ids(choice.tokens) if ask.body.return_token_ids else None,
-        "prompt_token_ids": token_ids(choice.prompt) if ask.body.return_token_ids else None,
+        "token_ids": token_ids(choice.tokens) if parsed.body.return_token_ids else None,
+        "prompt_token_ids": token_ids(choice.prompt) if parsed.body.return_token_ids else None,
         "prompt_logprobs": None,
     }
 
 
-def _call_id(ask: ParsedRequest, choice: Choice) -> str:
-    return f"chatcmpl-tool-{ask.id.rpartition('-')[2][:24]}-{choice.index}"
+def _call_id(parsed: ParsedRequest, choice: Choice) -> str:
+    return f"chatcmpl-tool-{parsed.id.rpartition('-')[2][:24]}-{choice.index}"
 
 
 class StreamChunks:
     """Builds the events of one streamed choice, as HTTP chunks."""
 
     __slots__ = (
-        "_ask",
         "_choice",
         "_created",
         "_has_sent_prompt_ids",
         "_head",
+        "_parsed",
         "_plain",
         "_tail",
         "made",
     )
 
-    def __init__(self, ask: ParsedRequest, choice: Choice, created: int) -> None:
-        self._ask = ask
+    def __init__(self, parsed: ParsedRequest, choice: Choice, created: int) -> None:
+        self._parsed = parsed
         self._choice = choice
         self._created = created
         self.made = 0
         self._has_sent_prompt_ids = False
-        options = ask.body.stream_options
+        options = parsed.body.stream_options
         continuous = options is not None and options.continuous_usage_stats
-        self._plain = ask.form.frame is None and not (
-            ask.wants_logprobs or continuous or ask.body.return_token_ids
+        self._plain = parsed.form.frame is None and not (
+            parsed.wants_logprobs or continuous or parsed.body.return_token_ids
         )
         self._head, self._tail = self._template() if self._plain else (b"", b"")
 
@@ -220,84 +222,86 @@ class StreamChunks:
 
     def _opening(self, cached: int | None) -> bytes:
         # Return the events before the first token: the role (chat), the echoed prompt, or none.
-        if self._ask.chat:
+        if self._parsed.chat:
             return http_chunk(self._event({"role": "assistant", "content": ""}, None, b"", cached))
-        if self._ask.body.echo:
+        if self._parsed.body.echo:
             return http_chunk(
                 self._event(self._choice.prompt.decode("utf-8", "replace"), None, b"", cached)
             )
         return b""
 
     def _delta(self, piece: str) -> dict[str, Any] | str:
-        if not self._ask.chat:
+        if not self._parsed.chat:
             return piece
-        if self._ask.tool is None:
+        if self._parsed.tool is None:
             return {"content": piece}
         first = self.made <= 1
         call: dict[str, Any] = {"index": 0, "function": {"arguments": piece}}
         if first:
-            call |= {"id": _call_id(self._ask, self._choice), "type": "function"}
-            call["function"]["name"] = self._ask.tool
+            call |= {"id": _call_id(self._parsed, self._choice), "type": "function"}
+            call["function"]["name"] = self._parsed.tool
         return {"tool_calls": [call]}
 
     def _event(
         self, delta: dict[str, Any] | str, reason: str | None, token: bytes, cached: int | None
     ) -> bytes:
-        ask, offset = self._ask, max(0, self.made - 1) * TOKEN_BYTES
+        parsed, offset = self._parsed, max(0, self.made - 1) * TOKEN_BYTES
         part: dict[str, Any] = {"index": self._choice.index}
         beside: dict[str, Any] = {}
-        if ask.body.return_token_ids:
+        if parsed.body.return_token_ids:
             part["token_ids"] = token_ids(token) or None
             if not self._has_sent_prompt_ids:
                 self._has_sent_prompt_ids = True
-                (beside if ask.chat else part)["prompt_token_ids"] = token_ids(self._choice.prompt)
-        if ask.chat:
-            part |= {"delta": delta, "logprobs": _chat_logprobs(ask, token) if token else None}
+                (beside if parsed.chat else part)["prompt_token_ids"] = token_ids(
+                    self._choice.prompt
+                )
+        if parsed.chat:
+            part |= {"delta": delta, "logprobs": _chat_logprobs(parsed, token) if token else None}
         else:
-            logprobs = _completion_logprobs(ask, token, offset) if token else None
+            logprobs = _completion_logprobs(parsed, token, offset) if token else None
             part |= {"text": delta, "logprobs": logprobs}
         part["finish_reason"] = reason
         if reason is not None:
             part["stop_reason"] = self._choice.stop_reason
         return event(
-            chunk(ask, self._created, [part])
+            chunk(parsed, self._created, [part])
             | beside
             | self._running_usage(self.made if token else 0, cached)
         )
 
     def _running_usage(self, output_tokens: int, cached: int | None) -> dict[str, Any]:
-        options = self._ask.body.stream_options
+        options = self._parsed.body.stream_options
         if options is None or not options.include_usage:
             return {}
         return {
-            "usage": usage(self._ask, output_tokens, cached)
+            "usage": usage(self._parsed, output_tokens, cached)
             if options.continuous_usage_stats
             else None
         }
 
 
-def chunk(ask: ParsedRequest, created: int, choices: list[dict[str, Any]]) -> dict[str, Any]:
+def chunk(parsed: ParsedRequest, created: int, choices: list[dict[str, Any]]) -> dict[str, Any]:
     """Return one chunk object of a stream, with these choices."""
-    kind = "chat.completion.chunk" if ask.chat else "text_completion"
+    kind = "chat.completion.chunk" if parsed.chat else "text_completion"
     return {
-        "id": ask.id,
+        "id": parsed.id,
         "object": kind,
         "created": created,
-        "model": ask.model,
+        "model": parsed.model,
         "choices": choices,
     }
 
 
 def stream_end(
-    ask: ParsedRequest, choices: list[Choice], created: int, cached: int | None
+    parsed: ParsedRequest, choices: list[Choice], created: int, cached: int | None
 ) -> bytes:
     """Return the end of a successful stream: usage if requested, then [DONE], as HTTP chunks."""
-    options = ask.body.stream_options
+    options = parsed.body.stream_options
     if options is None or not options.include_usage:
         return http_chunk(DONE)
     output_tokens = sum(choice.output_tokens for choice in choices)
     return http_chunk(
-        event(chunk(ask, created, []) | {"usage": usage(ask, output_tokens, cached)})
+        event(chunk(parsed, created, []) | {"usage": usage(parsed, output_tokens, cached)})
     ) + http_chunk(DONE)
 
 

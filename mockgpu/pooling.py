@@ -73,7 +73,7 @@ class DetokenizeBody(msgspec.Struct, frozen=True):
 class PoolingRequest(msgspec.Struct, frozen=True):
     """A checked request: its prompts as an engine job, and a function that builds the response."""
 
-    ask: ParsedRequest
+    parsed: ParsedRequest
     build: Callable[[int], dict[str, Any]]
 
 
@@ -103,12 +103,16 @@ def read_moderations(
 ) -> PoolingRequest:
     """Parse the body of POST /v1/moderations. The response flags no text."""
     body, prompts = _inputs(raw, headers, served)
-    ask = _job(f"modr-{name}", served, prompts, body.cache_salt)
+    parsed = _job(f"modr-{name}", served, prompts, body.cache_salt)
 
     def build(_: int) -> dict[str, Any]:
-        return {"id": ask.id, "model": served, "results": [_verdict(prompt) for prompt in prompts]}
+        return {
+            "id": parsed.id,
+            "model": served,
+            "results": [_verdict(prompt) for prompt in prompts],
+        }
 
-    return PoolingRequest(ask, build)
+    return PoolingRequest(parsed, build)
 
 
 def read_rerank(raw: bytes, headers: Mapping[str, str], served: str, name: str) -> PoolingRequest:
@@ -118,13 +122,13 @@ def read_rerank(raw: bytes, headers: Mapping[str, str], served: str, name: str) 
     if body.query is None or body.documents is None:
         raise ApiError(400, "1 validation error: query and documents are required", "documents")
     query, documents = _document(body.query), [_document(part) for part in _listed(body.documents)]
-    ask = _job(f"rerank-{name}", served, [query + text for text in documents], body.cache_salt)
+    parsed = _job(f"rerank-{name}", served, [query + text for text in documents], body.cache_salt)
 
     def build(created: int) -> dict[str, Any]:
         results = _ranked(query, documents)[: body.top_n or len(documents)]
-        return {"id": ask.id, "model": served, "usage": _usage(ask), "results": results}
+        return {"id": parsed.id, "model": served, "usage": _usage(parsed), "results": results}
 
-    return PoolingRequest(ask, build)
+    return PoolingRequest(parsed, build)
 
 
 def _ranked(query: bytes, documents: Sequence[bytes]) -> list[dict[str, Any]]:
@@ -152,16 +156,16 @@ def read_score(raw: bytes, headers: Mapping[str, str], served: str, name: str) -
         raise ApiError(400, "Input lengths must be either 1:1, 1:N or N:N", "text_2")
     firsts = firsts * (len(seconds) // len(firsts))
     pairs = [(_document(a), _document(b)) for a, b in zip(firsts, seconds, strict=True)]
-    ask = _job(f"score-{name}", served, [a + b for a, b in pairs], body.cache_salt)
+    parsed = _job(f"score-{name}", served, [a + b for a, b in pairs], body.cache_salt)
 
     def build(created: int) -> dict[str, Any]:
         data = [
             {"index": index, "object": "score", "score": similarity(a, b)}
             for index, (a, b) in enumerate(pairs)
         ]
-        return _listing(ask, created, served, data)
+        return _listing(parsed, created, served, data)
 
-    return PoolingRequest(ask, build)
+    return PoolingRequest(parsed, build)
 
 
 def detokenize(raw: bytes) -> dict[str, Any]:
@@ -196,7 +200,7 @@ def _about_inputs(
     build_one: Callable[[bytes, InputBody], dict[str, Any]],
 ) -> PoolingRequest:
     body, prompts = _inputs(raw, headers, served)
-    ask = _job(name, served, prompts, body.cache_salt)
+    parsed = _job(name, served, prompts, body.cache_salt)
 
     def build(created: int) -> dict[str, Any]:
         objects = {} if kind is None else {"object": kind}
@@ -204,9 +208,9 @@ def _about_inputs(
             {"index": index} | objects | build_one(prompt, body)
             for index, prompt in enumerate(prompts)
         ]
-        return _listing(ask, created, served, data)
+        return _listing(parsed, created, served, data)
 
-    return PoolingRequest(ask, build)
+    return PoolingRequest(parsed, build)
 
 
 def _embedding(prompt: bytes, body: InputBody) -> dict[str, Any]:
@@ -285,21 +289,21 @@ def _job(name: str, served: str, prompts: list[bytes], salt: str | None) -> Pars
     return ParsedRequest(name, False, served, prompts, 1, 1, False, body, (), FREE_TEXT)
 
 
-def _usage(ask: ParsedRequest) -> dict[str, int]:
-    tokens = sum(token_count(prompt) for prompt in ask.prompts)
+def _usage(parsed: ParsedRequest) -> dict[str, int]:
+    tokens = sum(token_count(prompt) for prompt in parsed.prompts)
     return {"prompt_tokens": tokens, "total_tokens": tokens}
 
 
 def _listing(
-    ask: ParsedRequest, created: int, served: str, data: list[dict[str, Any]]
+    parsed: ParsedRequest, created: int, served: str, data: list[dict[str, Any]]
 ) -> dict[str, Any]:
     return {
-        "id": ask.id,
+        "id": parsed.id,
         "object": "list",
         "created": created,
         "model": served,
         "data": data,
-        "usage": _usage(ask),
+        "usage": _usage(parsed),
     }
 
 

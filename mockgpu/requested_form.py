@@ -15,7 +15,7 @@ import msgspec
 
 from mockgpu.json_frame import ANY_OBJECT, JsonFrame, fixed_frame, frame_of
 
-_ASKED = re.compile(r"call the tool ([\w.-]{1,128}) with (?=\{)")
+_REQUESTED = re.compile(r"call the tool ([\w.-]{1,128}) with (?=\{)")
 _MARK = "call the tool "
 _decode_first = json.JSONDecoder().raw_decode
 
@@ -53,7 +53,7 @@ def requested_form(
         schema = function.get("parameters") if isinstance(function, dict) else None
         return RequestedForm(name, frame_of(schema or ANY_OBJECT))
     if offered and tool_choice != "none":
-        for name, arguments in _asked_calls(messages):
+        for name, arguments in _requested_calls(messages):
             if name in offered:
                 return RequestedForm(name, fixed_frame(arguments))
     return _structured(response_format, structured_outputs)
@@ -106,7 +106,7 @@ def _function_name(tool: Mapping[str, Any]) -> str | None:
     return name if isinstance(name, str) else None
 
 
-def _asked_calls(messages: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
+def _requested_calls(messages: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
     # Yield the tool calls that the user has dictated since the last answer: name, arguments.
     for message in reversed(messages):
         if message.get("role") in ("assistant", "tool"):
@@ -118,7 +118,7 @@ def _asked_calls(messages: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, s
 def _calls_in(text: str) -> Iterator[tuple[str, str]]:
     if _MARK not in text:
         return
-    for match in _ASKED.finditer(text):
+    for match in _REQUESTED.finditer(text):
         try:
             _, end = _decode_first(text, match.end())
         except (ValueError, RecursionError):

@@ -39,20 +39,20 @@ class ResponsesFormat:
         return chat_body(chat)
 
     def chunks(
-        self, ask: ParsedRequest, choice: Choice, created: int, members: Mapping[str, Any]
+        self, parsed: ParsedRequest, choice: Choice, created: int, members: Mapping[str, Any]
     ) -> ResponsesChunks:
-        return ResponsesChunks(ask, choice, created, members, self.whole)
+        return ResponsesChunks(parsed, choice, created, members, self.whole)
 
     def whole(
         self,
-        ask: ParsedRequest,
+        parsed: ParsedRequest,
         choice: Choice,
         created: int,
         cached: int | None,
         members: Mapping[str, Any],
     ) -> dict[str, Any]:
         """Return the complete response object, and store it for later requests."""
-        response = finished(ask, choice, created, cached, members)
+        response = finished(parsed, choice, created, cached, members)
         self.keep(members, response)
         return response
 
@@ -85,11 +85,11 @@ class ResponsesFormat:
 class ResponsesChunks:
     """Builds the events of one streamed response: one output item, one delta per token."""
 
-    __slots__ = ("_ask", "_choice", "_created", "_finish", "_made", "_members", "_number")
+    __slots__ = ("_choice", "_created", "_finish", "_made", "_members", "_number", "_parsed")
 
     def __init__(
         self,
-        ask: ParsedRequest,
+        parsed: ParsedRequest,
         choice: Choice,
         created: int,
         members: Mapping[str, Any],
@@ -97,12 +97,12 @@ class ResponsesChunks:
     ) -> None:
         # Prepare a stream; `finish` builds the completed response object at its end.
         self._finish = finish
-        self._ask, self._choice, self._created, self._members = ask, choice, created, members
+        self._parsed, self._choice, self._created, self._members = parsed, choice, created, members
         self._made = self._number = 0
 
     def begin(self) -> bytes:
         """Return the events that are sent before anything is computed."""
-        response = _response(self._ask, self._created, self._members)
+        response = _response(self._parsed, self._created, self._members)
         return http_chunk(
             self._event("response.created", response=response)
             + self._event("response.in_progress", response=response)
@@ -117,16 +117,16 @@ class ResponsesChunks:
 
     def end(self, cached: int | None) -> bytes:
         """Return the events that end the output item and the response."""
-        ask, choice = self._ask, self._choice
-        item = output_item(ask, choice)
-        if ask.tool is None:
+        parsed, choice = self._parsed, self._choice
+        item = output_item(parsed, choice)
+        if parsed.tool is None:
             part = item["content"][0]
             closing = self._part("response.output_text.done", text=choice.whole_text, logprobs=[])
             closing += self._part("response.content_part.done", part=part)
         else:
             name = "response.function_call_arguments"
-            closing = self._item(f"{name}.done", arguments=item["arguments"], name=ask.tool)
-        response = self._finish(ask, choice, self._created, cached, self._members)
+            closing = self._item(f"{name}.done", arguments=item["arguments"], name=parsed.tool)
+        response = self._finish(parsed, choice, self._created, cached, self._members)
         return http_chunk(
             closing
             + self._event("response.output_item.done", output_index=0, item=item)
@@ -134,15 +134,15 @@ class ResponsesChunks:
         )
 
     def _opening(self) -> bytes:
-        begun = output_item(self._ask, None)
-        opening = self._event("response.output_item.added", output_index=0, item=begun)
-        if self._ask.tool is not None:
+        opened = output_item(self._parsed, None)
+        opening = self._event("response.output_item.added", output_index=0, item=opened)
+        if self._parsed.tool is not None:
             return opening
         part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
         return opening + self._part("response.content_part.added", part=part)
 
     def _delta(self, piece: str) -> bytes:
-        if self._ask.tool is not None:
+        if self._parsed.tool is not None:
             return self._item("response.function_call_arguments.delta", delta=piece)
         return self._part("response.output_text.delta", delta=piece, logprobs=[])
 
@@ -150,7 +150,7 @@ class ResponsesChunks:
         return self._item(name, content_index=0, **data)
 
     def _item(self, name: str, /, **data: Any) -> bytes:
-        return self._event(name, output_index=0, item_id=item_id(self._ask), **data)
+        return self._event(name, output_index=0, item_id=item_id(self._parsed), **data)
 
     def _event(self, name: str, /, **data: Any) -> bytes:
         number, self._number = self._number, self._number + 1
@@ -220,22 +220,22 @@ def functions_of(members: Mapping[str, Any]) -> list[dict[str, Any]]:
     return functions
 
 
-def item_id(ask: ParsedRequest) -> str:
+def item_id(parsed: ParsedRequest) -> str:
     """Return the id of the response's only output item."""
-    return f"{'msg' if ask.tool is None else 'fc'}_{ask.id.removeprefix('resp_')}"
+    return f"{'msg' if parsed.tool is None else 'fc'}_{parsed.id.removeprefix('resp_')}"
 
 
-def output_item(ask: ParsedRequest, choice: Choice | None) -> dict[str, Any]:
+def output_item(parsed: ParsedRequest, choice: Choice | None) -> dict[str, Any]:
     """Return the response's only output item; with `choice` None, as it is before any token."""
     status = "in_progress" if choice is None else "completed"
-    item: dict[str, Any] = {"id": item_id(ask), "status": status}
-    if ask.tool is not None:
+    item: dict[str, Any] = {"id": item_id(parsed), "status": status}
+    if parsed.tool is not None:
         arguments = "" if choice is None else choice.whole_text
-        call_id = f"call_{ask.id.removeprefix('resp_')}"
+        call_id = f"call_{parsed.id.removeprefix('resp_')}"
         return item | {
             "type": "function_call",
             "call_id": call_id,
-            "name": ask.tool,
+            "name": parsed.tool,
             "arguments": arguments,
         }
     part = {"type": "output_text", "annotations": [], "logprobs": []}
@@ -244,37 +244,37 @@ def output_item(ask: ParsedRequest, choice: Choice | None) -> dict[str, Any]:
 
 
 def finished(
-    ask: ParsedRequest,
+    parsed: ParsedRequest,
     choice: Choice,
     created: int,
     cached: int | None,
     members: Mapping[str, Any],
 ) -> dict[str, Any]:
     is_cut = choice.finish_reason == "length"
-    return _response(ask, created, members) | {
-        "output": [output_item(ask, choice)],
+    return _response(parsed, created, members) | {
+        "output": [output_item(parsed, choice)],
         "status": "incomplete" if is_cut else "completed",
         "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
         "usage": {
-            "input_tokens": ask.prompt_tokens,
+            "input_tokens": parsed.prompt_tokens,
             "input_tokens_details": {"cached_tokens": max(0, cached or 0)},
             "output_tokens": choice.output_tokens,
             "output_tokens_details": {"reasoning_tokens": 0},
-            "total_tokens": ask.prompt_tokens + choice.output_tokens,
+            "total_tokens": parsed.prompt_tokens + choice.output_tokens,
         },
     }
 
 
-def _response(ask: ParsedRequest, created: int, members: Mapping[str, Any]) -> dict[str, Any]:
+def _response(parsed: ParsedRequest, created: int, members: Mapping[str, Any]) -> dict[str, Any]:
     return {
-        "id": ask.id,
+        "id": parsed.id,
         "created_at": created,
         "incomplete_details": None,
         **{name: members.get(name) for name in _ECHOED},
         "tools": members.get("tools") or [],
         "tool_choice": members.get("tool_choice") or "auto",
         "parallel_tool_calls": members.get("parallel_tool_calls", True),
-        "model": ask.model,
+        "model": parsed.model,
         "object": "response",
         "output": [],
         "previous_response_id": members.get("previous_response_id"),

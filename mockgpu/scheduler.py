@@ -286,10 +286,10 @@ class Scheduler:
         for i in range(start // size, min(end // size, len(job.keys))):
             self._share(job, i)
 
-    def _share(self, job: Job, place: int) -> None:
-        is_new = self.pool.register(job.blocks[place], job.keys[place])
+    def _share(self, job: Job, index: int) -> None:
+        is_new = self.pool.register(job.blocks[index], job.keys[index])
         if is_new and self.on_shared is not None:
-            self.on_shared(job, place)
+            self.on_shared(job, index)
 
     def _begin(self, job: Job) -> None:
         # Move a job from prefill to decode, and count its first output token.

@@ -196,17 +196,17 @@ class MockServer:
 
     async def _generate(self, request: web.Request, chat: bool) -> web.StreamResponse:
         fault = self._pick_fault(request)
-        ask = await self._read(request, chat)
+        parsed = await self._read(request, chat)
         if fault is not None and fault.kind is FaultKind.ERROR:
             raise ApiError(fault.status, "Injected fault")
-        choices = build_choices(ask)
-        if ask.leg is not None and len(choices) > 1:
+        choices = build_choices(parsed)
+        if parsed.leg is not None and len(choices) > 1:
             self.group.metrics.malformed_handoffs += 1
             raise MalformedHandoffError(f"{len(choices)} sequences in one leg")
         answer = PendingResponse(len(choices), asyncio.get_running_loop())
-        if ask.is_stream:
-            return await self._stream(request, ask, choices, answer, fault)
-        return await self._serve_whole(request, ask, choices, answer, fault)
+        if parsed.is_stream:
+            return await self._stream(request, parsed, choices, answer, fault)
+        return await self._serve_whole(request, parsed, choices, answer, fault)
 
     def _pick_fault(self, request: web.Request) -> InjectedFault | None:
         # Return the fault of this request; apply it now if it precedes the response.
@@ -223,19 +223,19 @@ class MockServer:
         members = read_members(raw)
         name = client_request_id(request.headers) or uuid.uuid4().hex
         request_id = str(members.get("request_id") or form.prefix + name)
-        ask = self._parse(raw, form.read(members), request, request_id, True)
+        parsed = self._parse(raw, form.read(members), request, request_id, True)
         if fault is not None and fault.kind is FaultKind.ERROR:
             raise ApiError(fault.status, "Injected fault")
-        (choice,) = build_choices(ask)
-        if ask.is_stream:
-            chunks = form.chunks(ask, choice, int(time.time()), members)
+        (choice,) = build_choices(parsed)
+        if parsed.is_stream:
+            chunks = form.chunks(parsed, choice, int(time.time()), members)
             return await self._stream_events(request, form, chunks, choice, fault)
         answer = PendingResponse(1, asyncio.get_running_loop())
         with self._submitted([choice], [WholeSink(answer)], fault):
             error = await answer.done
         if error is not None:
             raise error
-        body = form.whole(ask, choice, int(time.time()), self._cached(ask, [choice]), members)
+        body = form.whole(parsed, choice, int(time.time()), self._cached(parsed, [choice]), members)
         if fault is not None and fault.kind in BREAKING_FAULTS:
             await break_whole(request, msgspec.json.encode(body), fault.kind)
         return json_answer(body)
@@ -245,19 +245,19 @@ class MockServer:
         fault = self._pick_fault(request)
         fields = await form_fields(request)
         name = client_request_id(request.headers) or uuid.uuid4().hex
-        ask = self._parse(b"{}", audio_format.read_audio(fields), request, f"trsc-{name}", True)
+        parsed = self._parse(b"{}", audio_format.read_audio(fields), request, f"trsc-{name}", True)
         if fault is not None and fault.kind is FaultKind.ERROR:
             raise ApiError(fault.status, "Injected fault")
-        (choice,) = build_choices(ask)
-        if ask.is_stream:
-            chunks = audio_format.AudioChunks(ask, choice, int(time.time()))
+        (choice,) = build_choices(parsed)
+        if parsed.is_stream:
+            chunks = audio_format.AudioChunks(parsed, choice, int(time.time()))
             return await self._stream_events(request, None, chunks, choice, fault)
         answer = PendingResponse(1, asyncio.get_running_loop())
         with self._submitted([choice], [WholeSink(answer)], fault):
             error = await answer.done
         if error is not None:
             raise error
-        return json_answer(audio_format.transcription(ask, choice))
+        return json_answer(audio_format.transcription(parsed, choice))
 
     async def _stream_events(
         self,
@@ -313,7 +313,7 @@ class MockServer:
     async def _serve_whole(
         self,
         request: web.Request,
-        ask: ParsedRequest,
+        parsed: ParsedRequest,
         choices: list[Choice],
         answer: PendingResponse,
         fault: InjectedFault | None,
@@ -324,11 +324,11 @@ class MockServer:
         if error is not None:
             raise error
         body = openai_format.full_response(
-            ask,
+            parsed,
             choices,
             int(time.time()),
-            self._cached(ask, choices),
-            self._extras(ask, choices[0]),
+            self._cached(parsed, choices),
+            self._extras(parsed, choices[0]),
         )
         if fault is not None and fault.kind in BREAKING_FAULTS:
             await break_whole(request, body, fault.kind)
@@ -370,12 +370,12 @@ class MockServer:
         reading = self._reading(raw, body, request, request_id)
         spec = self.group.spec
         try:
-            ask = parse_request(
+            parsed = parse_request(
                 *(body, request.headers, chat, spec.served_name, spec.context, request_id),
                 reading,
                 spec.may_end_from,
             )
-            return with_extra_key(ask) if self._engine is EngineFormat.SGLANG else ask
+            return with_extra_key(parsed) if self._engine is EngineFormat.SGLANG else parsed
         except ApiError:
             if isinstance(reading.leg, DecodeLeg) and self.group.kv_handoff is not None:
                 self.group.kv_handoff.decline(reading.leg)
@@ -394,26 +394,28 @@ class MockServer:
             raise
         return NO_LEG
 
-    def _extras(self, ask: ParsedRequest, choice: Choice) -> openai_format.ResponseExtras:
-        if self.pd_role is None or not isinstance(ask.leg, PrefillLeg):
+    def _extras(self, parsed: ParsedRequest, choice: Choice) -> openai_format.ResponseExtras:
+        if self.pd_role is None or not isinstance(parsed.leg, PrefillLeg):
             return openai_format.NO_EXTRAS
         offered, speaks, here = choice.job.offered, self.pd_role.dialect, self.pd_role.identity
-        inside = speaks.choice_members(ask, offered, choice.tokens, here)
+        inside = speaks.choice_members(parsed, offered, choice.tokens, here)
         return openai_format.ResponseExtras(
-            speaks.response_members(ask, ask.leg, offered, here), inside
+            speaks.response_members(parsed, parsed.leg, offered, here), inside
         )
 
     async def _stream(
         self,
         request: web.Request,
-        ask: ParsedRequest,
+        parsed: ParsedRequest,
         choices: list[Choice],
         answer: PendingResponse,
         fault: InjectedFault | None,
     ) -> web.StreamResponse:
         created = int(time.time())
         transport = transport_of(request)
-        sinks = [self._sink(ask, choice, created, answer, transport, fault) for choice in choices]
+        sinks = [
+            self._sink(parsed, choice, created, answer, transport, fault) for choice in choices
+        ]
         response = web.StreamResponse(headers={"Content-Type": EVENT_STREAM})
         response.enable_chunked_encoding()
         with self._submitted(choices, sinks, fault):
@@ -425,7 +427,7 @@ class MockServer:
             raise asyncio.CancelledError
         if error is None:
             transport.write(
-                openai_format.stream_end(ask, choices, created, self._cached(ask, choices))
+                openai_format.stream_end(parsed, choices, created, self._cached(parsed, choices))
             )
         else:
             transport.write(
@@ -436,23 +438,25 @@ class MockServer:
 
     def _sink(
         self,
-        ask: ParsedRequest,
+        parsed: ParsedRequest,
         choice: Choice,
         created: int,
         answer: PendingResponse,
         transport: asyncio.Transport,
         fault: InjectedFault | None,
     ) -> StreamSink:
-        chunks = openai_format.StreamChunks(ask, choice, created)
+        chunks = openai_format.StreamChunks(parsed, choice, created)
         details = self.group.spec.cached_details
         if fault is not None and fault.kind in STREAM_FAULTS:
             return FaultySink(answer, chunks, choice.job, transport, details, fault)
         return StreamSink(answer, chunks, choice.job, transport, details)
 
-    def _cached(self, ask: ParsedRequest, choices: list[Choice]) -> int | None:
+    def _cached(self, parsed: ParsedRequest, choices: list[Choice]) -> int | None:
         # Return the cached prompt tokens for `usage`; None if the engine reports none.
         return (
-            openai_format.cached_tokens(choices, ask.n) if self.group.spec.cached_details else None
+            openai_format.cached_tokens(choices, parsed.n)
+            if self.group.spec.cached_details
+            else None
         )
 
     async def models(self, _: web.Request) -> web.Response:
@@ -490,8 +494,8 @@ class MockServer:
         job = read(await request.read(), request.headers, self.group.spec.served_name, name)
         if fault is not None and fault.kind is FaultKind.ERROR:
             raise ApiError(fault.status, "Injected fault")
-        check_context(job.ask.prompts, self.group.spec.context)
-        choices = build_choices(job.ask)
+        check_context(job.parsed.prompts, self.group.spec.context)
+        choices = build_choices(job.parsed)
         answer = PendingResponse(len(choices), asyncio.get_running_loop())
         with self._submitted(choices, [WholeSink(answer) for _ in choices], fault):
             error = await answer.done

@@ -139,32 +139,32 @@ class BatchPages:
 
     async def _create_batch(self, request: web.Request) -> web.StreamResponse:
         tenant, section = self._tenant(request), self._section
-        asked = read_batch_request(await _read_body(request), section.window, BATCH_APIS)
-        file = await self._run(self._store.file, tenant, asked.input_file_id)
+        batch_request = read_batch_request(await _read_body(request), section.window, BATCH_APIS)
+        file = await self._run(self._store.file, tenant, batch_request.input_file_id)
         if file is None:
-            raise file_not_found(asked.input_file_id)
+            raise file_not_found(batch_request.input_file_id)
         check_purpose(file)
         batches = await self._run(self._store.batches, tenant)
         if sum(not batch.is_final for batch in batches) >= section.batches:
             message = f"The tenant has {section.batches} unfinished batches, the most it may have."
             raise GatewayError(Failure.TENANT_RATE_LIMITED, message)
-        record = self._new_record(asked, tenant, self._scope(request))
+        record = self._new_record(batch_request, tenant, self._scope(request))
         await self._run(self._store.create_batch, record)
         self._runner.wake()
         return _ok(record.as_object())
 
-    def _new_record(self, asked: BatchRequest, tenant: str, scope: str) -> BatchRecord:
+    def _new_record(self, batch_request: BatchRequest, tenant: str, scope: str) -> BatchRecord:
         now = int(time())
         return BatchRecord(
             new_id("batch_"),
             tenant,
             scope,
-            asked.endpoint,
-            asked.input_file_id,
-            asked.completion_window,
+            batch_request.endpoint,
+            batch_request.input_file_id,
+            batch_request.completion_window,
             now,
-            now + int(asked.window_s),
-            asked.metadata,
+            now + int(batch_request.window_s),
+            batch_request.metadata,
         )
 
     async def _list_batches(self, request: web.Request) -> web.StreamResponse:
@@ -197,8 +197,10 @@ class BatchPages:
     def _as_shown(self, batches: list[BatchRecord]) -> list[BatchRecord]:
         shown = []
         for batch in batches:
-            asked = None if batch.is_final else self._store.cancelled_at(batch)
-            shown.append(batch if asked is None else batch.enter(BatchState.CANCELLING, asked))
+            cancelled_at = None if batch.is_final else self._store.cancelled_at(batch)
+            shown.append(
+                batch if cancelled_at is None else batch.enter(BatchState.CANCELLING, cancelled_at)
+            )
         return shown
 
     # Common

@@ -32,9 +32,10 @@ def warnings(data: Any) -> Iterator[RuleFinding]:
         for other_path, other in seen:
             if path[1] != other_path[1] and pattern != other and pattern.overlaps(other):
                 winner = max(pattern, other, key=lambda one: one.rank)
-                place = show_path(other_path)
+                other_key = show_path(other_path)
                 yield RuleFinding(
-                    path, f"overlaps {str(other)!r} ({place}): {str(winner)!r} gets what both match"
+                    path,
+                    f"overlaps {str(other)!r} ({other_key}): {str(winner)!r} gets what both match",
                 )
         seen.append((path, pattern))
 

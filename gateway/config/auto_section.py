@@ -58,18 +58,18 @@ def auto_errors(data: Any) -> Iterator[RuleFinding]:
     logs = get_member(data, "observability")
     target, blocks = get_member(logs, "access_log"), get_member(logs, "access_blocks")
     for path, pool in iter_mappings(get_member(data, "pools"), ("pools",)):
-        place = auto_path(pool, path)
-        if place is None:
+        auto_key = auto_path(pool, path)
+        if auto_key is None:
             continue
         if target in (None, "stdout", "off"):
             text = "auto replays the access log, so observability.access_log must name a file"
-            yield RuleFinding(place, text)
+            yield RuleFinding(auto_key, text)
         if blocks is False:
             text = f"pool {path[-1]} with auto needs the ids of prompt blocks in the access log"
             yield RuleFinding(("observability", "access_blocks"), text)
         if get_member(data, "shared") is not None:
             text = "auto works with one gateway or its workers, not with several that are `shared`"
-            yield RuleFinding(place, text)
+            yield RuleFinding(auto_key, text)
 
 
 def auto_path(pool: Any, path: Path) -> Path | None:

@@ -82,8 +82,8 @@ def _misplaced(data: Any) -> Iterator[RuleFinding]:
         if layout is not None and domains:
             paths.append((*path, "layout", "domains"))
             groups.append(PlacedGroup(layout, domains))
-    for place, text in placement_problems(_domain_sizes(data), groups):
-        yield RuleFinding(paths[place], text)
+    for index, text in placement_problems(_domain_sizes(data), groups):
+        yield RuleFinding(paths[index], text)
 
 
 def _domains(spec: Any) -> list[str]:
@@ -115,8 +115,8 @@ def _endpoints(data: Any) -> Iterator[tuple[Path, list[str], Any]]:
             yield spec_path, _served_names(spec, names), spec
         discovered = get_member(get_member(pool, "discover"), "endpoint")
         if get_member(discovered, "layout") is not None:
-            place = (*path, "discover", "endpoint")
-            yield place, _served_names(discovered, names), discovered
+            index = (*path, "discover", "endpoint")
+            yield index, _served_names(discovered, names), discovered
 
 
 def _layout(layout: Any) -> Layout | None:

@@ -261,8 +261,8 @@ def _compose(text: str, file: str) -> Node | None:
     try:
         node: Node | None = YAML(typ="safe", pure=True).compose(text)
     except MarkedYAMLError as error:
-        place, problem = _syntax_error(error)
-        raise invalid_file(file, problem, place) from None
+        position, problem = _syntax_error(error)
+        raise invalid_file(file, problem, position) from None
     except ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
         column = error.position - text.rfind("\n", 0, error.position)
@@ -283,10 +283,10 @@ def _syntax_error(error: MarkedYAMLError) -> tuple[SourcePosition, str]:
     unclosed = opened is not None and mark is not None and opened.line < mark.line
     for context, what in _OPENED.items():
         if unclosed and context in str(error.context):
-            place = SourcePosition(opened.line + 1, opened.column + 1)
-            return place, f"is not YAML: the {what} opened here is not closed"
-    place = SourcePosition(mark.line + 1, mark.column + 1) if mark else _START
-    return place, f"is not YAML: {error.problem or error.context}"
+            position = SourcePosition(opened.line + 1, opened.column + 1)
+            return position, f"is not YAML: the {what} opened here is not closed"
+    position = SourcePosition(mark.line + 1, mark.column + 1) if mark else _START
+    return position, f"is not YAML: {error.problem or error.context}"
 
 
 class _Reader:

@@ -58,7 +58,7 @@ class PairAttempt(AttemptState):
 
     def __exit__(self, *_: object) -> None:
         self._stop_transfer_timer()
-        self._stop_asking()
+        self._leave_query()
         self._close_prefill()
         self._close_decode()
         self._leave_prefill()
@@ -69,13 +69,13 @@ class PairAttempt(AttemptState):
         split = context.split.splitter.rule, context.call.request.prompt_tokens
         self.handoffs.count_attempt(self.pair, self.figures, self.state, self.record, relay, split)
 
-    async def run(self, ask: RoutingQuery) -> UpstreamError | None:
+    async def run(self, query: RoutingQuery) -> UpstreamError | None:
         """Serve the request; return the error that broke it, or None when the client has an answer.
 
-        `ask` is the routing query that led to the pair.
+        `query` is the routing query that led to the pair.
         """
         self.begin()
-        self.exchange.note_booking(self.context.route.room, ask, self.pair.prefill)
+        self.exchange.note_booking(self.context.route.room, query, self.pair.prefill)
         try:
             self.post(self._start())
             if self.state not in END_STATES:
@@ -96,7 +96,7 @@ class PairAttempt(AttemptState):
             return Event.START_BOTH
         if dialect.needs is Prerequisite.FIRST_ANSWER:
             return _START_PREFILL
-        return Event.START_ASKING if dialect.needs is Prerequisite.QUERY else Event.START_BOTH
+        return Event.START_QUERY if dialect.needs is Prerequisite.QUERY else Event.START_BOTH
 
     # Events
 
@@ -160,12 +160,12 @@ class PairAttempt(AttemptState):
 
     # Prefill
 
-    def _ask(self) -> None:
+    def _query_bootstrap(self) -> None:
         bootstrap = self.words.terms.bootstrap
         assert bootstrap is not None
-        self._query = self.handoffs.bootstraps.ask(bootstrap, self._on_bootstrap_answer)
+        self._query = self.handoffs.bootstraps.query(bootstrap, self._on_bootstrap_answer)
 
-    def _stop_asking(self) -> None:
+    def _leave_query(self) -> None:
         if self._query is not None:
             self._query.leave(self._on_bootstrap_answer)
 
@@ -363,8 +363,8 @@ Do = Callable[[PairAttempt], None]
 
 _DO: Mapping[Act, Do] = MappingProxyType(
     {
-        Act.ASK: PairAttempt._ask,
-        Act.STOP_ASKING: PairAttempt._stop_asking,
+        Act.QUERY_BOOTSTRAP: PairAttempt._query_bootstrap,
+        Act.LEAVE_QUERY: PairAttempt._leave_query,
         Act.SEND_PREFILL: PairAttempt._send_prefill,
         Act.SEND_DECODE: PairAttempt._send_decode,
         Act.SEND_WHOLE: PairAttempt._send_whole,

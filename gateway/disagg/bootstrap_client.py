@@ -28,7 +28,7 @@ class BootstrapClient:
         self._outbox = outbox
         self._queries: dict[str, BootstrapQuery] = {}
 
-    def ask(self, server: BootstrapAddress, callback: Callback) -> BootstrapQuery:
+    def query(self, server: BootstrapAddress, callback: Callback) -> BootstrapQuery:
         """Query a server; `callback` gets the answer, or an error, within ANSWER_S seconds.
 
         The callback is not called after the caller has left the returned query.

@@ -90,8 +90,8 @@ def book_other_decode(attempt: AttemptState) -> bool:
     endpoints, request, pair = context.gateway.endpoints, context.call.request, attempt.pair
     decodes = _group_of(attempt).decodes
     others = [candidate for candidate in decodes if candidate is not pair.prefill.candidate]
-    ask = endpoints.build_query(request, context.fingerprint, exchange.retries)
-    pick = run.pick(context.split.splitter.decode, ask, others)
+    query = endpoints.build_query(request, context.fingerprint, exchange.retries)
+    pick = run.pick(context.split.splitter.decode, query, others)
     if pick is None or not context.gateway.count_unsent(exchange, problem):
         return False
     attempt.decode_place.__exit__()

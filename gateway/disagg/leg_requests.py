@@ -212,7 +212,11 @@ class LegRequests:
         engine's count of cached tokens if that counts transferred tokens.
         """
         context, record = self._context, self._record
-        exchange, client, asked = context.exchange, context.client, context.call.requested_model
+        exchange, client, requested_model = (
+            context.exchange,
+            context.client,
+            context.call.requested_model,
+        )
         served = context.route.resolve_name(endpoint)
         headers = response_headers(exchange, client, endpoint.name) + self._facts.header
         corrects = handover is not None and not handover.reports_own_cache
@@ -224,7 +228,7 @@ class LegRequests:
             if corrects:
                 self._cache_report = ledger
                 ledger.cached_tokens = record.cached_tokens
-            recorder = LedgerRecorder(ledger, ledger.render_first, served, asked)
+            recorder = LedgerRecorder(ledger, ledger.render_first, served, requested_model)
             return RecordedRelay(
                 headers,
                 None,
@@ -236,10 +240,10 @@ class LegRequests:
             )
         renamer: ModelNameRewriter | None = None
         if corrects and shows_usage(self._members):
-            renamer = corrector = self._cache_report = CachedTokensRewriter(served, asked)
+            renamer = corrector = self._cache_report = CachedTokensRewriter(served, requested_model)
             corrector.cached_tokens = record.cached_tokens
-        elif served != asked:
-            renamer = ModelNameRewriter(served, asked)
+        elif served != requested_model:
+            renamer = ModelNameRewriter(served, requested_model)
         return Relay(
             headers,
             None,

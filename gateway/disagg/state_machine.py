@@ -21,7 +21,7 @@ class State(_Word):
     """The state of an attempt; P is the prefill endpoint, D the decode endpoint."""
 
     BOOKED = "booked"  # both places are taken, nothing was sent
-    ASKING = "asking"  # P's bootstrap server was asked for P's identity
+    QUERYING = "querying"  # P's bootstrap server was asked for P's identity
     PREFILLING = "prefilling"  # P computes; D has received nothing
     PAIRED = "paired"  # both have the request, D waits for P's KV
     HANDED_OVER = (
@@ -42,7 +42,7 @@ class Event(_Word):
         "sequential dialect, or the first request to a prefill endpoint of unknown identity"
     )
     START_BOTH = "concurrent dialect"
-    START_ASKING = "concurrent dialect, and the bootstrap server was not asked yet"
+    START_QUERY = "concurrent dialect, and the bootstrap server was not asked yet"
     KNOWN = "the bootstrap server has identified P"
     PREFILLED = "the prefill answer is complete, and the KV is there for D"
     UNUSABLE = "the prefill answer contains nothing that D may be given"
@@ -63,8 +63,8 @@ class Event(_Word):
 class Act(_Word):
     """An action that an event requires; P is the prefill endpoint, D the decode endpoint."""
 
-    ASK = "ask the bootstrap server"
-    STOP_ASKING = (
+    QUERY_BOOTSTRAP = "ask the bootstrap server"
+    LEAVE_QUERY = (
         "stop waiting for the bootstrap server; the query goes on if another attempt waits"
     )
     SEND_PREFILL = "send the prefill request"
@@ -120,7 +120,7 @@ class Row(NamedTuple):
 LIVE_STATES: Mapping[State, tuple[Owner, Deadline]] = MappingProxyType(
     {
         State.BOOKED: (Owner.REQUEST, Deadline.TURN),
-        State.ASKING: (Owner.REQUEST, Deadline.BOOTSTRAP),
+        State.QUERYING: (Owner.REQUEST, Deadline.BOOTSTRAP),
         State.PREFILLING: (Owner.PREFILL, Deadline.FIRST_BYTE),
         State.PAIRED: (Owner.BOTH, Deadline.FIRST_BYTE),
         State.HANDED_OVER: (Owner.DECODE, Deadline.CONNECT),
@@ -152,10 +152,10 @@ TABLE: Mapping[tuple[State, Event], Row] = MappingProxyType(
     {
         (State.BOOKED, Event.START_PREFILL): Row(State.PREFILLING, (Act.SEND_PREFILL,)),
         (State.BOOKED, Event.START_BOTH): Row(State.PAIRED, (Act.SEND_DECODE, Act.SEND_PREFILL)),
-        (State.BOOKED, Event.START_ASKING): Row(State.ASKING, (Act.ASK,)),
-        (State.ASKING, Event.KNOWN): Row(State.PAIRED, (Act.SEND_DECODE, Act.SEND_PREFILL)),
-        (State.ASKING, Event.PREFILL_BROKE): Row(State.FAILED, (Act.BLAME_PREFILL,)),
-        (State.ASKING, Event.CLIENT_GONE): Row(State.GONE, (Act.STOP_ASKING,)),
+        (State.BOOKED, Event.START_QUERY): Row(State.QUERYING, (Act.QUERY_BOOTSTRAP,)),
+        (State.QUERYING, Event.KNOWN): Row(State.PAIRED, (Act.SEND_DECODE, Act.SEND_PREFILL)),
+        (State.QUERYING, Event.PREFILL_BROKE): Row(State.FAILED, (Act.BLAME_PREFILL,)),
+        (State.QUERYING, Event.CLIENT_GONE): Row(State.GONE, (Act.LEAVE_QUERY,)),
         # One after the other
         (State.PREFILLING, Event.PREFILLED): Row(State.HANDED_OVER, (Act.SEND_DECODE,)),
         (State.PREFILLING, Event.UNUSABLE): Row(State.RECOMPUTING, (Act.SEND_WHOLE,)),

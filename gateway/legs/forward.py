@@ -82,9 +82,9 @@ def _prepare_special(
     on_first: Callable[[], None],
     served: str,
 ) -> tuple[bytes, Call, Relay]:
-    api, asked, name = body.api, body.requested_model, booking.endpoint.name
+    api, requested_model, name = body.api, body.requested_model, booking.endpoint.name
     headers, gaps = response_headers(exchange, client, name), exchange.gaps
-    rewriter = ModelNameRewriter(served, asked) if served != asked else None
+    rewriter = ModelNameRewriter(served, requested_model) if served != requested_model else None
     is_http_1_0 = client.is_http_1_0
     if api.grammar is None:
         relay = Relay(headers, on_first, is_http_1_0, rewriter, chunk_gaps=gaps)
@@ -92,7 +92,7 @@ def _prepare_special(
         grammar, errors = api.grammar, api.errors
         relay = EventRelay(headers, on_first, is_http_1_0, rewriter, gaps, grammar, errors)
     if exchange.response_ids is not None:
-        body = _with_response_id(exchange, body, name, asked)
+        body = _with_response_id(exchange, body, name, requested_model)
     head = booking.upstream.request_head(api.path)
     if api.is_form:
         head = head.replace(b"application/json", form_type(body.body), 1)

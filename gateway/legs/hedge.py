@@ -360,7 +360,7 @@ class Hedger:
         self.allowed -= 1.0
         self.sent += 1
         self._accounts.count_hedge(candidate.endpoint.name)
-        cached = () if exchange.first_ask is None else exchange.first_ask.cached_by_slot
+        cached = () if exchange.first_query is None else exchange.first_query.cached_by_slot
         pick = repick(exchange.pick, candidate, cached)
         booking = self._endpoints.book(pick, exchange.call.request, exchange.fingerprint)
         served = entry.route.resolve_name(candidate.endpoint)
@@ -378,7 +378,7 @@ class Hedger:
         # is None if there is no other.
         assert exchange.call is not None
         request = exchange.call.request
-        cached = () if exchange.first_ask is None else exchange.first_ask.cached_by_slot
+        cached = () if exchange.first_query is None else exchange.first_query.cached_by_slot
         best: tuple[Candidate, float] | None = None
         for candidate in () if exchange.pick is None else exchange.pick.candidates:
             load, endpoint = candidate.load, candidate.endpoint

@@ -141,8 +141,8 @@ def _fallbacks(value: Any, item: str, draft: Draft) -> None:
         for model in _models(draft):
             if model["name"] == name and known:
                 model["overflow"] = [
-                    {"model": target, "penalty": min(0.9, round(0.1 * place, 1))}
-                    for place, target in enumerate(dict.fromkeys(known), start=1)
+                    {"model": target, "penalty": min(0.9, round(0.1 * index, 1))}
+                    for index, target in enumerate(dict.fromkeys(known), start=1)
                 ][:8]
     draft.differ(item, "overflow serves what the model's own pool would refuse, not its errors")
 

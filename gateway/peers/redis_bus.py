@@ -64,10 +64,10 @@ class RedisBus:
     A task per connection reconnects it after a failure.
     """
 
-    def __init__(self, place: RedisAddress, rng: Random, count_drop: DropCounter) -> None:
-        self._place = place
+    def __init__(self, address: RedisAddress, rng: Random, count_drop: DropCounter) -> None:
+        self._address = address
         self._rng = rng
-        self._all = f"{place.stream}:all".encode()
+        self._all = f"{address.stream}:all".encode()
         self._backlog = Backlog(count_drop)
         self._sending: list[tuple[bytes, bytes]] = []
         self._gaps = 0
@@ -137,17 +137,17 @@ class RedisBus:
             await asyncio.sleep(wait_s * self._rng.uniform(0.5, 1.5))
 
     def _connect(self) -> Any:
-        place = self._place
+        address = self._address
         return Redis.from_url(
-            place.url,
-            username=place.username,
-            password=place.password,
+            address.url,
+            username=address.username,
+            password=address.password,
             socket_timeout=ANSWER_S,
             socket_connect_timeout=ANSWER_S,
             retry=Retry(NoBackoff(), 0),  # _run() reconnects
             max_connections=1,
             client_name="penstock",
-            **redis_options(place.tls),
+            **redis_options(address.tls),
         )
 
     def _on_success(self, flag: str) -> None:
@@ -160,7 +160,7 @@ class RedisBus:
             self._logged.clear()
             level = logging.WARNING if is_reconnect else logging.INFO
             again = "again " if is_reconnect else ""
-            log.log(level, "shared state: connected %sto Redis at %s", again, self._place.url)
+            log.log(level, "shared state: connected %sto Redis at %s", again, self._address.url)
 
     def _on_break(self, flag: str, error: Exception) -> bool:
         # Record that a connection has broken; return whether it had worked.
@@ -173,7 +173,7 @@ class RedisBus:
             self._logged.add(problem)
             log.warning(
                 "shared state: no Redis at %s: %s. This gateway continues alone",
-                self._place.url,
+                self._address.url,
                 problem,
             )
         self._problem = problem
@@ -182,7 +182,7 @@ class RedisBus:
     # Frames
 
     def _direct_stream(self, gateway: bytes) -> bytes:
-        return f"{self._place.stream}:to:{gateway.hex()}".encode()
+        return f"{self._address.stream}:to:{gateway.hex()}".encode()
 
     async def _write(self, redis: Any) -> None:
         # Send the waiting frames, and after a reconnect also the unacknowledged ones.

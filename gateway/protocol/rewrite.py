@@ -22,8 +22,10 @@ class ModelNameRewriter:
     is_mid_event  part of an event has been released, but not its end
     """
 
-    def __init__(self, served: str, asked: str) -> None:
-        old, new = (json.dumps(name, ensure_ascii=False).encode() for name in (served, asked))
+    def __init__(self, served: str, requested_model: str) -> None:
+        old, new = (
+            json.dumps(name, ensure_ascii=False).encode() for name in (served, requested_model)
+        )
         self._model = re.compile(rb'("model":[ \t\r\n]{0,%d})%b' % (_MAX_BLANKS, re.escape(old)))
         self._replacement = lambda match: match[1] + new
         self._longest_match = len(b'"model":') + _MAX_BLANKS + len(old)
@@ -74,8 +76,8 @@ class CachedTokensRewriter(ModelNameRewriter):
 
     _CACHED = re.compile(rb'("cached_tokens":[ \t\r\n]{0,%d})\d{1,15}' % _MAX_BLANKS)
 
-    def __init__(self, served: str, asked: str) -> None:
-        super().__init__(served, asked)
+    def __init__(self, served: str, requested_model: str) -> None:
+        super().__init__(served, requested_model)
         self._longest_match = max(self._longest_match, len(b'"cached_tokens":') + _MAX_BLANKS + 15)
         self.cached_tokens: int | None = None
 

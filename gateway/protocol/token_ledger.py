@@ -291,15 +291,19 @@ class LedgerRecorder(ModelNameRewriter):
     """Passes every event of a relay through a Ledger, which records and rewrites it."""
 
     def __init__(
-        self, ledger: Ledger, show: Callable[[dict[str, Any]], bytes], served: str, asked: str
+        self,
+        ledger: Ledger,
+        show: Callable[[dict[str, Any]], bytes],
+        served: str,
+        requested_model: str,
     ) -> None:
         """Initialize; `show` is the ledger's render_first() or render_rest().
 
-        `served` is the engine's name of the model, `asked` the client's.
+        `served` is the engine's name of the model, `requested_model` the client's.
         """
-        super().__init__(served, asked)
+        super().__init__(served, requested_model)
         self.ledger = ledger
-        self._asked = asked
+        self._requested_model = requested_model
         self._show = show
         self._unfinished: list[bytes] = []  # pieces of an event
         self._unfinished_bytes = 0
@@ -362,7 +366,7 @@ class LedgerRecorder(ModelNameRewriter):
             message = f"the engine sent an event that is not JSON: {error}"
             raise UpstreamError("framing", message) from error
         if "model" in chunk:
-            chunk["model"] = self._asked
+            chunk["model"] = self._requested_model
         try:
             return self._show(chunk)
         except (TypeError, ValueError, AttributeError, LookupError, OverflowError) as error:

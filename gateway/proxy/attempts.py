@@ -143,7 +143,7 @@ class HealthScreen:
             self._confirmed = None
         elif choice is not None:
             names = [candidate.endpoint.name for candidate in _candidates(choice)]
-            if await self._ask(_candidates(choice)):
+            if await self._check_health(_candidates(choice)):
                 self._confirmed = names
                 everyone = [live.endpoint.name for live in self._gateway.endpoints.all()]
                 return [name for name in everyone if name not in names]
@@ -154,7 +154,7 @@ class HealthScreen:
             return None
         return [*self._exchange.retries, *self._silent]
 
-    async def _ask(self, candidates: Sequence[Candidate]) -> bool:
+    async def _check_health(self, candidates: Sequence[Candidate]) -> bool:
         """Check these endpoints, record those that fail, and return whether all passed."""
         exchange, endpoints = self._exchange, self._gateway.endpoints
         answers = await asyncio.gather(
@@ -207,7 +207,7 @@ def end_retries(gateway: Gateway, exchange: Exchange) -> None:
 
 
 def no_endpoint_error(
-    exchange: Exchange, route: Route, ask: RoutingQuery, problem: UpstreamError | None
+    exchange: Exchange, route: Route, query: RoutingQuery, problem: UpstreamError | None
 ) -> GatewayError:
     """Return the client's error when no endpoint can be picked for a request.
 
@@ -216,12 +216,12 @@ def no_endpoint_error(
     """
     if problem is not None and exchange.failed_attempts:
         return _given_up(exchange, problem)
-    serving = serves_tenant(ask, route.candidates)
+    serving = serves_tenant(query, route.candidates)
     if route.candidates and not serving:
         message = f"No endpoint of model '{route.name}' serves this tenant."
         return GatewayError(Failure.NO_CAPACITY, message, retry_after_s=1.0)
     if serving and exchange.call is not None and is_too_long(exchange.call, serving):
-        return _too_long(ask.request)
+        return _too_long(query.request)
     message = f"No endpoint of model '{route.name}' is available."
     return GatewayError(Failure.NO_CAPACITY, message, retry_after_s=1.0)
 

@@ -47,9 +47,9 @@ class SplitPlan:
     """
 
     __slots__ = (
-        "_ask",
         "_context",
         "_decision",
+        "_query",
         "_recompute",
         "_route",
         "_whole",
@@ -79,11 +79,11 @@ class SplitPlan:
     def choose(self, left_out: Sequence[str]) -> EndpointPair | Pick | None:
         context = self._context
         endpoints, request = context.gateway.endpoints, context.call.request
-        ask = self._ask = endpoints.build_query(request, context.fingerprint, left_out)
-        decision = self._decision = self._decide(ask)
-        return decision.pair or self._pick_alone(ask)
+        query = self._query = endpoints.build_query(request, context.fingerprint, left_out)
+        decision = self._decision = self._decide(query)
+        return decision.pair or self._pick_alone(query)
 
-    def _decide(self, ask: RoutingQuery) -> SplitDecision:
+    def _decide(self, query: RoutingQuery) -> SplitDecision:
         context = self._context
         pools, handoffs = context.split.pools, context.gateway.handoffs
         mode = handoffs.splitting.get(self._route.name, False)
@@ -93,9 +93,9 @@ class SplitPlan:
         is_whole = not call.api.can_split
         form = _WHOLE_ONLY if is_whole else shape(call.members)
         splitter, transfers = context.split.splitter, handoffs.transfer_times
-        return splitter.decide(pools, ask, form, mode, transfers)
+        return splitter.decide(pools, query, form, mode, transfers)
 
-    def _pick_alone(self, ask: RoutingQuery) -> Pick | None:
+    def _pick_alone(self, query: RoutingQuery) -> Pick | None:
         """Pick one endpoint for the whole request, or return None.
 
         A pair takes capacity at two endpoints for one admission permit, so all endpoints may be at
@@ -103,8 +103,10 @@ class SplitPlan:
         """
         context, policy = self._context, self._route.policy
         alone = context.split.pools.alone
-        pick = run.pick(policy, ask, alone) or run.pick(context.split.splitter.crowded, ask, alone)
-        return pick or pick_longest(policy, ask, alone, context.call)
+        pick = run.pick(policy, query, alone) or run.pick(
+            context.split.splitter.crowded, query, alone
+        )
+        return pick or pick_longest(policy, query, alone, context.call)
 
     async def attempt(self, choice: EndpointPair | Pick) -> UpstreamError | None:
         record, exchange = self._note_decision(), self.exchange
@@ -113,12 +115,12 @@ class SplitPlan:
             record.prefill = choice.prefill.candidate.endpoint.name
             record.dialect = self._context.split.dialect.name
             with PairAttempt(self._context, choice, record) as pair:
-                problem = await pair.run(self._ask)
+                problem = await pair.run(self._query)
             self._recompute = pair.recompute
             if problem is not None:
                 exchange.retries += pair.suspects
             return problem
-        self._whole.ask = self._ask
+        self._whole.query = self._query
         problem = await self._whole.attempt(choice)
         self._recompute = False  # that was done; a pair of other endpoints may still succeed
         if problem is not None:
@@ -151,4 +153,4 @@ class SplitPlan:
                 f"Every request of model '{self._route.name}' is split, and this one cannot be "
                 f"({self._decision.reason}).",
             )
-        raise no_endpoint_error(context.exchange, self._route, self._ask, problem)
+        raise no_endpoint_error(context.exchange, self._route, self._query, problem)

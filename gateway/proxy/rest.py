@@ -135,13 +135,13 @@ class RestPlan:
     def choose(self, left_out: Sequence[str]) -> Pick | None:
         exchange, route, split = self.exchange, self._route, self._route.split
         endpoints = self.gateway.endpoints
-        ask = endpoints.build_query(self._call.request, exchange.fingerprint, left_out)
+        query = endpoints.build_query(self._call.request, exchange.fingerprint, left_out)
         serving = route.candidates if split is None else split.pools.alone
         able = [candidate for candidate in serving if candidate.endpoint.engine is EngineKind.VLLM]
-        pick = run.pick(route.policy, ask, able)
+        pick = run.pick(route.policy, query, able)
         if pick is None and split is not None:
             # Pairs take two places for one permit, so all endpoints may be at their caps.
-            pick = run.pick(split.splitter.crowded, ask, able)
+            pick = run.pick(split.splitter.crowded, query, able)
         return pick
 
     async def attempt(self, pick: Pick) -> UpstreamError | None:
@@ -223,7 +223,7 @@ class RestPlan:
 
         Raises UpstreamError when the answer breaks again.
         """
-        exchange, ledger, asked = self.exchange, self._ledger, self._call.requested_model
+        exchange, ledger, requested_model = self.exchange, self._ledger, self._call.requested_model
         ledger.prepare_rest()
         served = self._route.resolve_name(booking.endpoint)
         member, salt = booking.endpoint.salt_member, self._call.salt.decode()
@@ -231,7 +231,7 @@ class RestPlan:
         body = _Body(ledger.terms.rest_body(served, ledger.prompt_ids, ledger.shown_ids, salts))
         # No closure: in a compiled module it would hold this coroutine, and the relay with it.
         on_first_token = partial(self._on_first_token, booking, body)
-        recorder = LedgerRecorder(ledger, ledger.render_rest, served, asked)
+        recorder = LedgerRecorder(ledger, ledger.render_rest, served, requested_model)
         relay = ContinuationRelay(
             b"",
             on_first_token,

@@ -134,7 +134,7 @@ async def serve_stored(gateway: Gateway, exchange: Exchange, client: Client) -> 
     exchange.stored_at = StoredAt(response_id, kept.endpoint, kept.model)
     relay = _relay(gateway, exchange, client, live)
     try:
-        await _ask(exchange, client, live, relay)
+        await _send(exchange, client, live, relay)
     except UpstreamError as broke:
         gateway.endpoints.on_failure(live, broke)
         if not relay.is_committed:
@@ -144,7 +144,7 @@ async def serve_stored(gateway: Gateway, exchange: Exchange, client: Client) -> 
         exchange.set_interrupted(broke.kind)
 
 
-async def _ask(exchange: Exchange, client: Client, live: LiveEndpoint, relay: Relay) -> None:
+async def _send(exchange: Exchange, client: Client, live: LiveEndpoint, relay: Relay) -> None:
     """Send the request to the engine that stores the response, and relay its answer."""
     stored, api = exchange.stored_at, exchange.api
     assert stored is not None

@@ -32,10 +32,10 @@ def pick_tier(
         return None
     overflow = [(name, penalty) for name, penalty in route.overflow if name in routes]
     tiers = [ModelTier(name, routes[name].candidates, penalty) for name, penalty in overflow]
-    ask = endpoints.build_query(call.request, None, ())
-    for tier, _ in alternatives(ask, tiers):
+    query = endpoints.build_query(call.request, None, ())
+    for tier, _ in alternatives(query, tiers):
         smaller = routes[tier.name]
-        if _can_serve(smaller, call) and smaller.room.try_enter(_discount(ask, tier)):
+        if _can_serve(smaller, call) and smaller.room.try_enter(_discount(query, tier)):
             return smaller
     return None
 
@@ -59,11 +59,11 @@ def _can_serve(route: Route, call: Call) -> bool:
     return 100 * estimated_tokens <= _ESTIMATE_PERCENT * free_tokens
 
 
-def _discount(ask: RoutingQuery, tier: ModelTier) -> RoutingQuery:
+def _discount(query: RoutingQuery, tier: ModelTier) -> RoutingQuery:
     """Return the routing query for a smaller model, where the request has a lower weight.
 
     No Retry-After is computed for it, since a refusal by a smaller model is not final.
     """
-    slo = ask.request.slo
+    slo = query.request.slo
     slo = replace(slo, weight=slo.weight * (1.0 - tier.penalty))
-    return replace(ask, request=replace(ask.request, slo=slo), can_return=False)
+    return replace(query, request=replace(query.request, slo=slo), can_return=False)

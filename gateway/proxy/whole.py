@@ -32,7 +32,7 @@ class WholePlan:
     ask  the routing query of the newest choice
     """
 
-    __slots__ = ("ask", "call", "client", "exchange", "gateway", "route")
+    __slots__ = ("call", "client", "exchange", "gateway", "query", "route")
 
     def __init__(
         self, gateway: Gateway, exchange: Exchange, client: Client, route: Route, call: Call
@@ -47,12 +47,14 @@ class WholePlan:
         route, endpoints = self.route, self.gateway.endpoints
         request, fingerprint, order = self.call.request, self.exchange.fingerprint, self.route.order
         if order is None:
-            ask = self.ask = endpoints.build_query(request, fingerprint, left_out)
-            pick = run.pick(route.policy, ask, route.candidates)
+            query = self.query = endpoints.build_query(request, fingerprint, left_out)
+            pick = run.pick(route.policy, query, route.candidates)
         else:
-            ask = self.ask = endpoints.build_query(request, fingerprint, left_out, in_order=True)
-            pick = order.pick(ask)
-        return pick or pick_over_cap(route, ask, self.call)
+            query = self.query = endpoints.build_query(
+                request, fingerprint, left_out, in_order=True
+            )
+            pick = order.pick(query)
+        return pick or pick_over_cap(route, query, self.call)
 
     async def attempt(self, pick: Pick) -> UpstreamError | None:
         exchange: Exchange = self.exchange
@@ -62,7 +64,7 @@ class WholePlan:
         if route.notes_picks:
             self._note(pick)
         with gateway.endpoints.book(pick, self.call.request, exchange.fingerprint) as booking:
-            exchange.note_booking(route.room, self.ask, pick)
+            exchange.note_booking(route.room, self.query, pick)
             waiting = gateway.hedger.waiting
             waiting[exchange] = self
             try:
@@ -98,10 +100,10 @@ class WholePlan:
 
         Shadow policies use the record too.
         """
-        exchange, route, ask = self.exchange, self.route, self.ask
-        self.gateway.accounts.on_pick(exchange, route.policy, ask, pick)
+        exchange, route, query = self.exchange, self.route, self.query
+        self.gateway.accounts.on_pick(exchange, route.policy, query, pick)
         if route.shadows is not None and route.split is None:
-            route.shadows.on_pick(exchange, route, ask, pick)
+            route.shadows.on_pick(exchange, route, query, pick)
 
     async def may_retry(self, problem: UpstreamError) -> bool:
         exchange = self.exchange
@@ -114,7 +116,7 @@ class WholePlan:
 
     def give_up(self, problem: UpstreamError | None) -> None:
         self.exchange.pick = None
-        raise no_endpoint_error(self.exchange, self.route, self.ask, problem)
+        raise no_endpoint_error(self.exchange, self.route, self.query, problem)
 
 
 class UncountedPlan(WholePlan):
@@ -124,14 +126,14 @@ class UncountedPlan(WholePlan):
 
     def choose(self, left_out: Sequence[str]) -> Pick | None:
         route, policy = self.route, self.route.policy
-        ask = self.ask = self.gateway.endpoints.build_query(self.call.request, None, left_out)
+        query = self.query = self.gateway.endpoints.build_query(self.call.request, None, left_out)
         # The queue must not count a request that it did not admit.
-        self.exchange.first_ask = ask
+        self.exchange.first_query = query
         filters = tuple(keep for keep in policy.filters if keep is not below_cap)
-        return run.pick(replace(policy, filters=filters), ask, route.candidates)
+        return run.pick(replace(policy, filters=filters), query, route.candidates)
 
 
-def pick_over_cap(route: Route, ask: RoutingQuery, call: Call) -> Pick | None:
+def pick_over_cap(route: Route, query: RoutingQuery, call: Call) -> Pick | None:
     """Pick an endpoint that is at its limit, if no endpoint below its limit can serve the request.
 
     Admission permits are counted per pool. So a request with a permit may find every endpoint full
@@ -140,30 +142,30 @@ def pick_over_cap(route: Route, ask: RoutingQuery, call: Call) -> Pick | None:
     candidate.
     """
     policy, candidates = route.policy, route.candidates
-    refusal = run.rejecting_filter(policy, ask, candidates)
+    refusal = run.rejecting_filter(policy, query, candidates)
     is_full = route.is_partial and refusal == below_cap.__name__
     if refusal not in _NOT_ABOUT_CAPACITY and not is_full:
         return None
     filters = tuple(keep for keep in policy.filters if keep is not below_cap)
-    pick = run.pick(replace(policy, filters=filters), ask, candidates)
-    return pick or pick_longest(policy, ask, candidates, call)
+    pick = run.pick(replace(policy, filters=filters), query, candidates)
+    return pick or pick_longest(policy, query, candidates, call)
 
 
 def pick_longest(
-    policy: Policy, ask: RoutingQuery, candidates: Sequence[Candidate], call: Call
+    policy: Policy, query: RoutingQuery, candidates: Sequence[Candidate], call: Call
 ) -> Pick | None:
     """Pick an endpoint with the longest context, for a prompt that only an estimate calls too long.
 
     The engine counts the tokens and decides. Return None if some endpoint's context suffices by the
     estimate, or if every endpoint's is certainly too short.
     """
-    serving = serves_tenant(ask, candidates)
-    if not serving or fits_context(ask, serving) or is_too_long(call, serving):
+    serving = serves_tenant(query, candidates)
+    if not serving or fits_context(query, serving) or is_too_long(call, serving):
         return None
     longest = max(candidate.endpoint.context_tokens or 0 for candidate in serving)
     able = [candidate for candidate in serving if candidate.endpoint.context_tokens == longest]
     filters = tuple(keep for keep in policy.filters if keep is not fits_context)
     over_cap = tuple(keep for keep in filters if keep is not below_cap)
-    return run.pick(replace(policy, filters=filters), ask, able) or run.pick(
-        replace(policy, filters=over_cap), ask, able
+    return run.pick(replace(policy, filters=filters), query, able) or run.pick(
+        replace(policy, filters=over_cap), query, able
     )

@@ -176,8 +176,8 @@ def _admission(exchange: Exchange) -> dict[str, object]:
 def _pick(exchange: Exchange, pick: Pick) -> dict[str, object]:
     other = runner_up(pick)
     terms: Mapping[str, Mapping[str, float]] = {}
-    if exchange.pick_snapshot is not None and exchange.first_ask is not None:
-        terms = exchange.pick_snapshot.score_terms(exchange.first_ask, pick.candidates)
+    if exchange.pick_snapshot is not None and exchange.first_query is not None:
+        terms = exchange.pick_snapshot.score_terms(exchange.first_query, pick.candidates)
     rows = sorted(zip(pick.scores, pick.candidates, strict=True), key=lambda row: -row[0])
     return {
         "policy": pick.reason,
@@ -194,7 +194,7 @@ def _candidate(
     terms: Mapping[str, Mapping[str, float]],
 ) -> dict[str, object]:
     row: dict[str, object] = {"endpoint": candidate.endpoint.name, "score": score}
-    query = exchange.first_ask
+    query = exchange.first_query
     if query is not None and candidate.load.slot < len(query.cached_by_slot):
         row["cached_tokens"] = query.cached_by_slot[candidate.load.slot]
     if candidate.endpoint.name in terms:

@@ -227,7 +227,7 @@ class SloTracker:
         kind.pending += 1
         if kind.pending >= kind.batch:
             self._learn(kind)
-        query = exchange.first_ask
+        query = exchange.first_query
         if query is not None and query.cached_by_slot and exchange.pick is not None:
             self._count_computed_tokens(query, exchange.pick.cached_tokens, usage)
 

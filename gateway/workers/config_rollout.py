@@ -313,7 +313,7 @@ class ConfigRollout:
         method = "POST" if text is None else "PUT"
         by_worker: dict[Worker, WorkerResponse] = {}
 
-        async def ask(worker: Worker, extra_headers: dict[str, str]) -> None:
+        async def send_to(worker: Worker, extra_headers: dict[str, str]) -> None:
             try:
                 by_worker[worker] = await worker.request(
                     method, path, text, headers | extra_headers
@@ -322,7 +322,7 @@ class ConfigRollout:
                 self._lost(worker)
 
         await asyncio.gather(
-            *(ask(worker, match if not index else {}) for index, worker in enumerate(workers))
+            *(send_to(worker, match if not index else {}) for index, worker in enumerate(workers))
         )
         return {worker: by_worker[worker] for worker in workers if worker in by_worker}
 

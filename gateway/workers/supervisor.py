@@ -105,7 +105,7 @@ class Supervisor:
         self._hub = LocalHub(self._path("hub"), lambda reason: lost.labels(reason).inc())
         self._secret = secrets.token_bytes(32)
         self._sockets, self._env = sockets, env
-        self._places: list[WorkerSlot] = []
+        self._slots: list[WorkerSlot] = []
         self._ending: dict[Worker, asyncio.Task[None]] = {}
         self._rolls: set[asyncio.Task[None]] = set()
         self._runner: web.AppRunner | None = None
@@ -137,7 +137,7 @@ class Supervisor:
         await self._trial.on_applied(trigger)
 
     def ready_workers(self) -> list[Worker]:
-        workers = [place.worker for place in self._places if place.worker is not None]
+        workers = [slot.worker for slot in self._slots if slot.worker is not None]
         return sorted(
             (worker for worker in workers if worker.ready_at is not None),
             key=lambda worker: worker.started_at,
@@ -164,13 +164,13 @@ class Supervisor:
                     else make_inheritable(inherited[0].dup())
                 )
             port = listener.getsockname()[1]
-            self._places.append(WorkerSlot(number, listener))
+            self._slots.append(WorkerSlot(number, listener))
         self.url = http_url(api.host, port, encrypted=api.tls is not None)
         async with self.config_rollout.lock:
             await self._start_all()
-        for place in self._places:
-            place.task = asyncio.create_task(
-                self._keep_running(place), name=f"look after worker {place.number}"
+        for slot in self._slots:
+            slot.task = asyncio.create_task(
+                self._keep_running(slot), name=f"look after worker {slot.number}"
             )
         self._runner = web.AppRunner(pages.workers_application(self), access_log=None)
         await self._runner.setup()
@@ -204,13 +204,13 @@ class Supervisor:
         # Start the first worker, which determines the version number, then the others.
         #
         # Raises RuntimeError when a worker does not become ready.
-        first, *others = self._places
+        first, *others = self._slots
         workers = [await self._start_worker(first, finds_version=True)]
         if workers[0] is not None:
             self.config_rollout.set_version_number(
                 json.loads((await workers[0].request("GET", "/config")).body)["version"]
             )
-            workers += await asyncio.gather(*(self._start_worker(place) for place in others))
+            workers += await asyncio.gather(*(self._start_worker(slot) for slot in others))
         if not all(workers):
             raise RuntimeError("a worker did not become ready; its messages are above")
 
@@ -233,10 +233,10 @@ class Supervisor:
         await self._follow.stop()
         await self._trial.stop()
         await self.auto.stop()
-        for task in (*self._rolls, *(place.task for place in self._places)):
+        for task in (*self._rolls, *(slot.task for slot in self._slots)):
             if task is not None:
                 task.cancel()
-        workers = [place.worker for place in self._places if place.worker is not None]
+        workers = [slot.worker for slot in self._slots if slot.worker is not None]
         for worker in (*workers, *self._ending):
             worker.drain()
         await asyncio.gather(
@@ -248,8 +248,8 @@ class Supervisor:
         for server in self._admin_servers:
             server.close()
         await self._hub.stop()
-        for place in self._places:
-            place.listener.close()
+        for slot in self._slots:
+            slot.listener.close()
         self._folder.cleanup()
         log.info("drain ended after %.1f s; the gateway stops", monotonic() - started_at)
 
@@ -266,33 +266,33 @@ class Supervisor:
     async def replace_workers(self) -> None:
         """Replace the workers one by one; each is ready before the old one stops accepting."""
         async with self._rolling:
-            for place in self._places:
-                await self._renew(place)
+            for slot in self._slots:
+                await self._renew(slot)
         log.warning("replaced all %d workers", self.worker_count)
 
     def _lost(self, worker: Worker) -> None:
         async def renew() -> None:
             async with self._rolling:
-                for place in self._places:
-                    if place.worker is worker:
-                        await self._renew(place)
+                for slot in self._slots:
+                    if slot.worker is worker:
+                        await self._renew(slot)
 
         task = asyncio.create_task(renew(), name=f"replace worker {worker.number}")
         self._rolls.add(task)
         task.add_done_callback(self._rolls.discard)
 
-    async def _renew(self, place: WorkerSlot) -> None:
-        old = place.worker
-        if place.task is not None:
-            place.task.cancel()
-            await asyncio.gather(place.task, return_exceptions=True)
-        if await self._replace(place) is None:
-            log.error("cannot replace worker %d; the old process continues", place.number)
-            place.worker = old
+    async def _renew(self, slot: WorkerSlot) -> None:
+        old = slot.worker
+        if slot.task is not None:
+            slot.task.cancel()
+            await asyncio.gather(slot.task, return_exceptions=True)
+        if await self._replace(slot) is None:
+            log.error("cannot replace worker %d; the old process continues", slot.number)
+            slot.worker = old
         elif old is not None:
             self._retire(old)
-        place.task = asyncio.create_task(
-            self._keep_running(place), name=f"look after worker {place.number}"
+        slot.task = asyncio.create_task(
+            self._keep_running(slot), name=f"look after worker {slot.number}"
         )
 
     def _retire(self, worker: Worker) -> None:
@@ -309,7 +309,7 @@ class Supervisor:
         return self.config_rollout.running.config.timeouts.shutdown + DRAIN_MARGIN_S
 
     async def _start_worker(
-        self, place: WorkerSlot, *, finds_version: bool = False
+        self, slot: WorkerSlot, *, finds_version: bool = False
     ) -> Worker | None:
         # Start a worker in this slot; return it once it is ready, or None if it does not start.
         #
@@ -317,10 +317,10 @@ class Supervisor:
         running, file = self.config_rollout.running, self.config_rollout.file
         self._started += 1
         settings = WorkerLaunchSettings(
-            place.number,
+            slot.number,
             running.file,
             running.text,
-            place.listener.fileno(),
+            slot.listener.fileno(),
             str(self._path("hub")),
             str(self._path(f"admin-{self._started}")),
             self._secret,
@@ -329,10 +329,10 @@ class Supervisor:
             await self._drained(),
         )
         try:
-            worker = await Worker.start(settings, place.listener)
+            worker = await Worker.start(settings, slot.listener)
         except OSError as error:
             # The system is out of memory, processes or descriptors; a later attempt may succeed.
-            log.error("cannot start worker %d: %s", place.number, error)
+            log.error("cannot start worker %d: %s", slot.number, error)
             return None
         is_ready = False
         try:
@@ -341,7 +341,7 @@ class Supervisor:
             if not is_ready:
                 await worker.wait_until_ended(0.0)
         if is_ready:
-            place.worker = worker
+            slot.worker = worker
         return worker if is_ready else None
 
     async def _drained(self) -> tuple[str, ...]:
@@ -352,30 +352,30 @@ class Supervisor:
         rows = json.loads(response.body)["endpoints"] if response.status == 200 else ()
         return tuple(row["name"] for row in rows if row["state"] in DRAINED_STATES)
 
-    async def _replace(self, place: WorkerSlot) -> Worker | None:
+    async def _replace(self, slot: WorkerSlot) -> Worker | None:
         async with self.config_rollout.lock:
-            return await self._start_worker(place)
+            return await self._start_worker(slot)
 
-    async def _keep_running(self, place: WorkerSlot) -> None:
+    async def _keep_running(self, slot: WorkerSlot) -> None:
         while True:
-            worker = place.worker
+            worker = slot.worker
             if worker is not None:
                 code = await worker.process.wait()
-                place.worker = None
+                slot.worker = None
                 await worker.close()
                 self.metrics.deaths_total.inc()
                 if worker.ready_at is not None and monotonic() - worker.ready_at > STABLE_AFTER_S:
-                    place.retry_s = MIN_RETRY_S
+                    slot.retry_s = MIN_RETRY_S
                 log.error(
                     "worker %d ended (status %s); restarting it in %.1f s",
-                    place.number,
+                    slot.number,
                     code,
-                    place.retry_s,
+                    slot.retry_s,
                 )
-            await asyncio.sleep(place.retry_s)
-            place.retry_s = min(MAX_RETRY_S, 2 * place.retry_s)
-            if await self._replace(place) is not None:
-                log.warning("worker %d serves again", place.number)
+            await asyncio.sleep(slot.retry_s)
+            slot.retry_s = min(MAX_RETRY_S, 2 * slot.retry_s)
+            if await self._replace(slot) is not None:
+                log.warning("worker %d serves again", slot.number)
 
     def _path(self, name: str) -> Path:
         return Path(self._folder.name) / name

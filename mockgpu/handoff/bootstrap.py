@@ -19,7 +19,7 @@ from mockgpu.leg_params import AgentPeer, BootstrapPeer, DecodeLeg
 
 PAGES = {"mooncake": "/query", "sglang": "/route"}
 ROUTE_QUERY = "prefill_dp_rank=-1&prefill_cp_rank=-1&target_tp_rank=-1&target_pp_rank=-1"
-ASKING_S = 5.0
+QUERY_S = 5.0
 
 
 class BootstrapServer:
@@ -89,29 +89,29 @@ class PeerResolver:
         self._http: aiohttp.ClientSession | None = None
         self._addresses: dict[BootstrapPeer, str] = {}
 
-    async def address(self, take: DecodeLeg) -> str:
+    async def address(self, leg: DecodeLeg) -> str:
         """Return the address of the prefill engine's agent.
 
         Raises UnknownPeerError if not found.
         """
-        if isinstance(take.peer, AgentPeer):
-            return take.peer.address
-        if take.peer not in self._addresses:
-            self._addresses[take.peer] = await self._query_bootstrap(take.peer)
-        return self._addresses[take.peer]
+        if isinstance(leg.peer, AgentPeer):
+            return leg.peer.address
+        if leg.peer not in self._addresses:
+            self._addresses[leg.peer] = await self._query_bootstrap(leg.peer)
+        return self._addresses[leg.peer]
 
-    def forget(self, take: DecodeLeg) -> None:
-        if isinstance(take.peer, BootstrapPeer):
-            self._addresses.pop(take.peer, None)
+    def forget(self, leg: DecodeLeg) -> None:
+        if isinstance(leg.peer, BootstrapPeer):
+            self._addresses.pop(leg.peer, None)
 
-    async def renew(self, take: DecodeLeg) -> str | None:
+    async def renew(self, leg: DecodeLeg) -> str | None:
         """Ask the prefill engine to keep the KV longer.
 
         Returns the new ticket, or None if it is too late.
         """
-        body = msgspec.json.encode({"name": take.name, "ticket": take.ticket})
+        body = msgspec.json.encode({"name": leg.name, "ticket": leg.ticket})
         try:
-            async with self._session().post(take.renew, data=body) as response:
+            async with self._session().post(leg.renew, data=body) as response:
                 reply = msgspec.json.decode(await response.read(), type=dict[str, Any])
                 return str(reply["ticket"]) if response.status == 200 else None
         except (aiohttp.ClientError, TimeoutError, msgspec.DecodeError, ValueError, KeyError):
@@ -123,7 +123,7 @@ class PeerResolver:
 
     def _session(self) -> aiohttp.ClientSession:
         if self._http is None:
-            self._http = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=ASKING_S))
+            self._http = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=QUERY_S))
         return self._http
 
     async def _query_bootstrap(self, peer: BootstrapPeer) -> str:

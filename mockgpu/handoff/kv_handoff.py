@@ -48,16 +48,16 @@ class HandoffOwner(Protocol):
 class PeerDirectory(Protocol):
     """Resolves the addresses of the KV transfer agents of prefill engines."""
 
-    async def address(self, take: DecodeLeg) -> str:
+    async def address(self, leg: DecodeLeg) -> str:
         """Return the address of the prefill engine's agent.
 
         Raises UnknownPeerError if not found.
         """
         ...
 
-    def forget(self, take: DecodeLeg) -> None: ...
+    def forget(self, leg: DecodeLeg) -> None: ...
 
-    async def renew(self, take: DecodeLeg) -> str | None:
+    async def renew(self, leg: DecodeLeg) -> str | None:
         """Ask the prefill engine to keep the KV longer.
 
         Returns the new ticket, or None if it is too late.
@@ -136,14 +136,14 @@ class KvHandoff:
 
     def offer(self, job: Job) -> OfferedKv:
         """Offer the prompt's KV of a finished job, whose blocks are kept, to other engines."""
-        give = job.leg
-        assert isinstance(give, PrefillLeg)
+        leg = job.leg
+        assert isinstance(leg, PrefillLeg)
         blocks = self._owner.scheduler.kept[job][: blocks_for(job.prompt_tokens)]
         offer = self._offers[job] = self.agent.offer(
-            give.name, blocks, job.prompt_tokens, ttl_s=give.hold_s, public=give.is_public
+            leg.name, blocks, job.prompt_tokens, ttl_s=leg.hold_s, public=leg.is_public
         )
-        self._spawn(self._follow_offer(job, give, offer))
-        return OfferedKv(give.name, offer.ticket, blocks, job.prompt_tokens, max(0, job.cached))
+        self._spawn(self._follow_offer(job, leg, offer))
+        return OfferedKv(leg.name, offer.ticket, blocks, job.prompt_tokens, max(0, job.cached))
 
     def renew(self, name: str, ticket: str) -> str | None:
         """Extend an offer to two thirds of a lease from now.
@@ -185,16 +185,16 @@ class KvHandoff:
 
         If all of it is already cached here, only notify the sender, which then frees it.
         """
-        take = job.leg
-        assert isinstance(take, DecodeLeg)
+        leg = job.leg
+        assert isinstance(leg, DecodeLeg)
         self._stop_renewing(job)
-        if take.is_parked:
+        if leg.is_parked:
             return
         if job.state is JobState.FETCHING:
-            self._spawn(self._follow_landing(job, take))
+            self._spawn(self._follow_landing(job, leg))
         else:
-            job.cached = job.cached if take.cached is None else take.cached
-            self.decline(take)
+            job.cached = job.cached if leg.cached is None else leg.cached
+            self.decline(leg)
 
     def on_aborted(self, job: Job) -> None:
         """Stop the transfers of an aborted job, and let the other engine free its blocks."""
@@ -213,10 +213,10 @@ class KvHandoff:
         if isinstance(job.leg, DecodeLeg) and job.leg.is_parked:
             self._free(job)
 
-    def decline(self, take: DecodeLeg) -> None:
+    def decline(self, leg: DecodeLeg) -> None:
         """Notify the sender that this KV will not be fetched, so that it frees the blocks."""
-        if not take.is_parked and not self._closed:
-            self._spawn(self._decline(take))
+        if not leg.is_parked and not self._closed:
+            self._spawn(self._decline(leg))
 
     def drop_all(self) -> None:
         """End all offers and incoming transfers, because the engine has died."""
@@ -236,7 +236,7 @@ class KvHandoff:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def _follow_offer(self, job: Job, give: PrefillLeg, offer: OfferPort) -> None:
+    async def _follow_offer(self, job: Job, leg: PrefillLeg, offer: OfferPort) -> None:
         try:
             outcome = await offer.wait_ended()
             self.stats.count_sent(outcome)
@@ -245,66 +245,66 @@ class KvHandoff:
         finally:
             del self._offers[job]
             self._free(job)
-        if give.answering is AnswerTime.WHEN_TAKEN:
+        if leg.answering is AnswerTime.WHEN_TAKEN:
             self._owner.on_blocks_taken(job, outcome)
 
-    async def _follow_landing(self, job: Job, take: DecodeLeg) -> None:
+    async def _follow_landing(self, job: Job, leg: DecodeLeg) -> None:
         # Fetch a job's KV, then continue the job, or free its blocks if it was aborted.
         started_s = asyncio.get_running_loop().time()
         try:
-            outcome = await self._fetch_and_wait(job, take)
+            outcome = await self._fetch_and_wait(job, leg)
             if outcome.has_landed:
                 await self._link.transfer(job.prompt_tokens - job.cached)
             else:
-                self._directory.forget(take)
+                self._directory.forget(leg)
             self.stats.count_received(outcome, asyncio.get_running_loop().time() - started_s)
             if job.state is JobState.FETCHING:
-                self._continue_job(job, take, outcome)
+                self._continue_job(job, leg, outcome)
         finally:
             # Free blocks that the job no longer uses: nothing writes to them now.
             self._free(job)
 
-    def _continue_job(self, job: Job, take: DecodeLeg, outcome: TransferOutcome) -> None:
+    def _continue_job(self, job: Job, leg: DecodeLeg, outcome: TransferOutcome) -> None:
         # Continue a job whose transfer ended; if it failed, recompute the KV or fail the job.
         if outcome.has_landed:
             self._owner.scheduler.on_landed(
-                job, job.prompt_tokens - 1 if take.cached is None else take.cached
+                job, job.prompt_tokens - 1 if leg.cached is None else leg.cached
             )
         elif self._recompute:
             self._owner.scheduler.recompute(job)
         else:
             self._owner.fail_job(job, f"KV load failed: {outcome.reason}")
 
-    async def _fetch_and_wait(self, job: Job, take: DecodeLeg) -> TransferOutcome:
+    async def _fetch_and_wait(self, job: Job, leg: DecodeLeg) -> TransferOutcome:
         # Fetch a job's KV and return the outcome.
         #
         # Afterwards nothing writes to the job's blocks.
         try:
-            address = await self._directory.address(take)
+            address = await self._directory.address(leg)
         except UnknownPeerError as error:
             return unreachable_outcome(str(error))
         if job.state is not JobState.FETCHING:
-            self.decline(take)
+            self.decline(leg)
             return unreachable_outcome("aborted before it began")
         if self._closed:
             return unreachable_outcome("the engine is going down")
         landing = self._landings[job] = self.agent.fetch(
             address,
-            take.name,
+            leg.name,
             job.blocks,
             job.prompt_tokens,
-            ticket=take.ticket,
+            ticket=leg.ticket,
             skip_tokens=job.cached,
-            timeout_s=take.wait_s,
+            timeout_s=leg.wait_s,
         )
         try:
             return await landing.wait_ended()
         finally:
             del self._landings[job]
 
-    async def _decline(self, take: DecodeLeg) -> None:
+    async def _decline(self, leg: DecodeLeg) -> None:
         try:
-            address = await self._directory.address(take)
+            address = await self._directory.address(leg)
         except UnknownPeerError:
             return
         if self._closed:
@@ -313,12 +313,10 @@ class KvHandoff:
         # frees the sender.
         spare_block = [self._owner.scheduler.pool.total]
         landing = self.agent.fetch(
-            address, take.name, spare_block, 1, ticket=take.ticket, timeout_s=take.wait_s
+            address, leg.name, spare_block, 1, ticket=leg.ticket, timeout_s=leg.wait_s
         )
         cancel_timer = (
-            None
-            if take.ticket
-            else asyncio.get_running_loop().call_later(DECLINE_S, landing.cancel)
+            None if leg.ticket else asyncio.get_running_loop().call_later(DECLINE_S, landing.cancel)
         )
         await landing.wait_ended()
         if cancel_timer is not None:

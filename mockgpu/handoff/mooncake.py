@@ -61,17 +61,21 @@ class MooncakeDialect:
         peer = BootstrapPeer(
             str(params.get("remote_bootstrap_addr")), str(params.get("remote_engine_id"))
         )
-        take = DecodeLeg(str(params.get("transfer_id")), peer, here.wait_s, is_parked=parked)
-        return ParsedHandoff(take, given_prompt(params, body))
+        leg = DecodeLeg(str(params.get("transfer_id")), peer, here.wait_s, is_parked=parked)
+        return ParsedHandoff(leg, given_prompt(params, body))
 
     def response_members(
-        self, ask: ParsedRequest, give: PrefillLeg, offered: OfferedKv | None, here: EngineIdentity
+        self,
+        parsed: ParsedRequest,
+        leg: PrefillLeg,
+        offered: OfferedKv | None,
+        here: EngineIdentity,
     ) -> dict[str, Any]:
         """Return no fields: the decode engine needs nothing from the prefill response."""
         return {}
 
     def choice_members(
-        self, ask: ParsedRequest, offered: OfferedKv | None, first: bytes, here: EngineIdentity
+        self, parsed: ParsedRequest, offered: OfferedKv | None, first: bytes, here: EngineIdentity
     ) -> dict[str, Any]:
         """Return no fields: Mooncake adds nothing to a choice."""
         return {}

@@ -81,13 +81,17 @@ class SglangDialect:
         return room
 
     def response_members(
-        self, ask: ParsedRequest, give: PrefillLeg, offered: OfferedKv | None, here: EngineIdentity
+        self,
+        parsed: ParsedRequest,
+        leg: PrefillLeg,
+        offered: OfferedKv | None,
+        here: EngineIdentity,
     ) -> dict[str, Any]:
         """Return no fields: both engines know the room from the request."""
         return {}
 
     def choice_members(
-        self, ask: ParsedRequest, offered: OfferedKv | None, first: bytes, here: EngineIdentity
+        self, parsed: ParsedRequest, offered: OfferedKv | None, first: bytes, here: EngineIdentity
     ) -> dict[str, Any]:
         """Return no fields: SGLang adds nothing to a choice."""
         return {}

@@ -234,19 +234,23 @@ class TrtllmDialect:
         )
 
     def response_members(
-        self, ask: ParsedRequest, give: PrefillLeg, offered: OfferedKv | None, here: EngineIdentity
+        self,
+        parsed: ParsedRequest,
+        leg: PrefillLeg,
+        offered: OfferedKv | None,
+        here: EngineIdentity,
     ) -> dict[str, Any]:
         """Return the prompt's token ids as the context server rendered them."""
-        return {"prompt_token_ids": token_ids(ask.prompts[0])}
+        return {"prompt_token_ids": token_ids(parsed.prompts[0])}
 
     def choice_members(
-        self, ask: ParsedRequest, offered: OfferedKv | None, first: bytes, here: EngineIdentity
+        self, parsed: ParsedRequest, offered: OfferedKv | None, first: bytes, here: EngineIdentity
     ) -> dict[str, Any]:
         """Return the generation server's parameters; null if the first token ended the answer."""
         if offered is None:
             return {FIELD: None}
         state = OpaqueState(here.address, offered.name, offered.ticket)
-        cut = ask.body.max_tokens == 1 or ask.body.max_completion_tokens == 1
+        cut = parsed.body.max_tokens == 1 or parsed.body.max_completion_tokens == 1
         return {
             "finish_reason": "length" if cut else "not_finished",
             FIELD: {

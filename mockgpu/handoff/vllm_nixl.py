@@ -56,13 +56,17 @@ class VllmNixlDialect:
         return ParsedHandoff(_take(params, here), given_prompt(params, body))
 
     def response_members(
-        self, ask: ParsedRequest, give: PrefillLeg, offered: OfferedKv | None, here: EngineIdentity
+        self,
+        parsed: ParsedRequest,
+        leg: PrefillLeg,
+        offered: OfferedKv | None,
+        here: EngineIdentity,
     ) -> dict[str, Any]:
         """Return the object `kv_transfer_params` of the response; null if no KV is kept."""
         return {FIELD: None if offered is None else build_object(offered, here, "pull")}
 
     def choice_members(
-        self, ask: ParsedRequest, offered: OfferedKv | None, first: bytes, here: EngineIdentity
+        self, parsed: ParsedRequest, offered: OfferedKv | None, first: bytes, here: EngineIdentity
     ) -> dict[str, Any]:
         """Return no fields: vLLM's object is at the top level of the response."""
         return {}

@@ -55,19 +55,23 @@ class VllmPushDialect:
         wanted = params.get("remote_request_id")
         peer = AgentPeer(agent_address(str(params["remote_host"]), params["remote_port"]))
         # If the ids of prefill and decode request differ, they never match: the request times out.
-        take = DecodeLeg(
+        leg = DecodeLeg(
             str(wanted or name), peer, here.wait_s, is_parked=not wanted or wanted != name
         )
-        return ParsedHandoff(take, given_prompt(params, body))
+        return ParsedHandoff(leg, given_prompt(params, body))
 
     def response_members(
-        self, ask: ParsedRequest, give: PrefillLeg, offered: OfferedKv | None, here: EngineIdentity
+        self,
+        parsed: ParsedRequest,
+        leg: PrefillLeg,
+        offered: OfferedKv | None,
+        here: EngineIdentity,
     ) -> dict[str, Any]:
         """Return `kv_transfer_params` that name this engine, in push mode without a ticket."""
         return {FIELD: None if offered is None else build_object(offered, here, "push")}
 
     def choice_members(
-        self, ask: ParsedRequest, offered: OfferedKv | None, first: bytes, here: EngineIdentity
+        self, parsed: ParsedRequest, offered: OfferedKv | None, first: bytes, here: EngineIdentity
     ) -> dict[str, Any]:
         """Return no fields: vLLM's object is at the top level of the response."""
         return {}

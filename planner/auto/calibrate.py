@@ -56,16 +56,16 @@ def calibrate(
     slowness = [kind.slowness for kind in kinds]
     for _ in range(ROUNDS):
         corrected = _with_slowness(case, slowness)
-        places = [slots.get(line.endpoint) for line, _ in pairs]
+        logged_slots = [slots.get(line.endpoint) for line, _ in pairs]
         run = replay(
             corrected.fleet,
             Traffic(arrivals=[request for _, request in pairs]),
-            _as_logged(places),
+            _as_logged(logged_slots),
             None,
             ReplayOptions(learns_lengths=True, standard=case.standard, classes=case.classes),
             watch=on_progress,
         )
-        factors = _factors(case, [line for line, _ in pairs], run.records, places, len(kinds))
+        factors = _factors(case, [line for line, _ in pairs], run.records, logged_slots, len(kinds))
         slowness = [
             min(SLOWEST, max(FASTEST, old * factor))
             for old, factor in zip(slowness, factors, strict=True)
@@ -79,12 +79,12 @@ def _factors(
     case: PoolCase,
     lines: Sequence[LoggedRequest],
     records: Sequence[ReplayRecord],
-    places: Sequence[int | None],
+    logged_slots: Sequence[int | None],
     count: int,
 ) -> list[float]:
     # Return the ratio of logged to replayed time per token of each endpoint.
     ratios: Mapping[int, list[float]] = defaultdict(list)
-    for line, record, slot in zip(lines, records, places, strict=False):
+    for line, record, slot in zip(lines, records, logged_slots, strict=False):
         logged = from_line(line, case.standard)
         replayed = from_record(record)
         if slot is not None and logged is not None and logged.tpot_s and replayed.tpot_s:
@@ -105,13 +105,13 @@ def _with_slowness(case: PoolCase, slowness: Sequence[float]) -> PoolCase:
     return change(case, fleet=change(case.fleet, kinds=kinds))
 
 
-def _as_logged(places: Sequence[int | None]) -> Policy:
+def _as_logged(logged_slots: Sequence[int | None]) -> Policy:
     """Return the policy that sends each request where the log says it was served."""
 
     def pick(query: RoutingQuery, candidates: Sequence[Candidate], scores: Sequence[float]) -> int:
-        place = places[int(query.request.id)]
+        slot = logged_slots[int(query.request.id)]
         for index, candidate in enumerate(candidates):
-            if candidate.load.slot == place:
+            if candidate.load.slot == slot:
                 return index
         return min(range(len(scores)), key=lambda index: candidates[index].load.in_flight)
 

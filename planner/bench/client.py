@@ -112,7 +112,7 @@ class BenchClient:
         except (TypeError, LookupError):
             raise BenchError(f"{self._url}/models lists no model; name one with --model") from None
 
-    async def ask(
+    async def send(
         self, record: BenchRecord, messages: Sequence[dict[str, str]], output_tokens: int
     ) -> str:
         """Send a streaming chat completion, fill in the record and return the generated text.

@@ -45,7 +45,7 @@ async def run(plan: BenchPlan, watch: Watch | None = None) -> BenchReport:
         model = await client.model()
         for session in itertools.islice(shapes()[plan.shape].sessions(plan.seed - 1), plan.warmup):
             now = time.perf_counter()
-            await client.ask(
+            await client.send(
                 BenchRecord(session.id, 0, now, now),
                 _first_messages(session),
                 session.turns[0].output_tokens,
@@ -148,7 +148,7 @@ class _Run:
         progress.peak = max(progress.peak, progress.in_flight)
         messages.append({"role": "user", "content": turn.content})
         try:
-            return record, await self._client.ask(record, messages, turn.output_tokens)
+            return record, await self._client.send(record, messages, turn.output_tokens)
         finally:
             progress.in_flight -= 1
 

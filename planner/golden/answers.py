@@ -99,10 +99,10 @@ def answer_of(body: Any, took_s: float) -> GoldenAnswer:
 
 
 def _tokens(logprobs: Mapping[str, Any]) -> Iterator[TokenChoice]:
-    for place in logprobs.get("content") or ():
-        tops = place.get("top_logprobs") or ()
+    for index in logprobs.get("content") or ():
+        tops = index.get("top_logprobs") or ()
         found = {top["token"]: exp(top["logprob"]) for top in tops}
-        yield TokenChoice(place["token"], found | {place["token"]: exp(place["logprob"])})
+        yield TokenChoice(index["token"], found | {index["token"]: exp(index["logprob"])})
     names, tops = logprobs.get("tokens") or (), logprobs.get("top_logprobs") or ()
     own = logprobs.get("token_logprobs") or ()
     for name, top, logprob in zip(names, tops, own, strict=False):

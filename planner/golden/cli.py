@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from planner.golden.answers import GoldenAnswer, GoldenError, read_prompts
-from planner.golden.client import AskedEngine, ask_all, first_model
+from planner.golden.client import ComparedEngine, first_model, send_to_all
 from planner.golden.compare import GoldenReport, compare, judge
 
 Action = Annotated[str, typer.Argument(help="run: ask both engines, and compare.")]
@@ -96,10 +96,10 @@ def _answers_of_engines(
     async def run(tell: Callable[[float], None]) -> list[list[GoldenAnswer]]:
         (model, key), (max_tokens, concurrency) = access, limits
         base, candidate = [
-            AskedEngine(url, model or await first_model(url, key), key) for url in urls
+            ComparedEngine(url, model or await first_model(url, key), key) for url in urls
         ]
         engines = (base, candidate, base)
-        return await ask_all(engines, prompts, max_tokens, concurrency, tell)
+        return await send_to_all(engines, prompts, max_tokens, concurrency, tell)
 
     return run
 

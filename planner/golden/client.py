@@ -16,7 +16,7 @@ TIMEOUT_S = 600.0
 TOP = 5
 
 
-class AskedEngine(msgspec.Struct, frozen=True):
+class ComparedEngine(msgspec.Struct, frozen=True):
     """An engine or gateway to ask. `key` is a bearer token; empty: none."""
 
     url: str
@@ -24,8 +24,8 @@ class AskedEngine(msgspec.Struct, frozen=True):
     key: str = ""
 
 
-async def ask_all(
-    engines: Sequence[AskedEngine],
+async def send_to_all(
+    engines: Sequence[ComparedEngine],
     prompts: Sequence[Mapping[str, Any]],
     max_tokens: int,
     concurrency: int,
@@ -44,17 +44,17 @@ async def ask_all(
     timeout = aiohttp.ClientTimeout(total=TIMEOUT_S)
     async with aiohttp.ClientSession(timeout=timeout) as session:
 
-        async def ask_prompt(place: int) -> None:
+        async def send_prompt(index: int) -> None:
             nonlocal done
             async with slots:
                 for number, engine in enumerate(engines):
-                    answers[number][place] = await _request_answer(
-                        session, engine, prompts[place], max_tokens
+                    answers[number][index] = await _request_answer(
+                        session, engine, prompts[index], max_tokens
                     )
             done += 1
             tell(done / len(prompts))
 
-        await asyncio.gather(*(ask_prompt(place) for place in range(len(prompts))))
+        await asyncio.gather(*(send_prompt(index) for index in range(len(prompts))))
     for engine, found in zip(engines, answers, strict=True):
         if all(answer.error for answer in found):
             raise GoldenError(f"{engine.url} answers no prompt: {found[0].error}")
@@ -63,7 +63,7 @@ async def ask_all(
 
 async def _request_answer(
     session: aiohttp.ClientSession,
-    engine: AskedEngine,
+    engine: ComparedEngine,
     prompt: Mapping[str, Any],
     max_tokens: int,
 ) -> GoldenAnswer:

@@ -47,16 +47,16 @@ class AnswerPair(msgspec.Struct, frozen=True):
 
 def compare(prompt: Mapping[str, Any], one: GoldenAnswer, other: GoldenAnswer) -> AnswerPair:
     units, others = _units(one, other)
-    place = next(
+    index = next(
         (n for n, (a, b) in enumerate(zip(units, others, strict=False)) if a != b),
         min(len(units), len(others)),
     )
     is_same = not one.error and not other.error and one.whole == other.whole
-    shared = 1.0 if is_same else place / max(1, len(units), len(others))
+    shared = 1.0 if is_same else index / max(1, len(units), len(others))
     return AnswerPair(
         same=float(is_same),
         shared=min(1.0, shared),
-        diverged_at=None if is_same else place,
+        diverged_at=None if is_same else index,
         kl=_divergence(one.tokens, other.tokens),
         valid=float(not is_valid(prompt, one) or is_valid(prompt, other)),
         length=len(other.whole) / len(one.whole) if one.whole else None,

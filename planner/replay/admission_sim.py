@@ -90,9 +90,9 @@ class AdmissionSim:
         elif self._room.try_enter():
             self._admit(now, flight)
         else:
-            self._ask_admission(now, flight, self._room)
+            self._enter_queue(now, flight, self._room)
 
-    def _ask_admission(self, now: float, flight: InflightRequest, room: WaitQueue[int]) -> None:
+    def _enter_queue(self, now: float, flight: InflightRequest, room: WaitQueue[int]) -> None:
         # Ask the admission about a request, because the fast path was not available.
         fleet, number = self._fleet, flight.record.number
         query, requery = fleet.gateway.query(flight, now), partial(fleet.gateway.query, flight)

@@ -22,7 +22,7 @@ class Series(msgspec.Struct, frozen=True):
 
     name: str
     points: Sequence[tuple[float, float]]
-    place: int
+    index: int
 
 
 class Axis(msgspec.Struct, frozen=True):
@@ -73,11 +73,11 @@ class _Scale:
         return [step * number for number in range(first, floor(self.most / step + 1e-9) + 1)]
 
 
-def ink(place: int) -> tuple[str, str]:
+def ink(index: int) -> tuple[str, str]:
     """Return the colour and dash pattern of the line at this index: solid lines first, then
     dashed.
     """
-    return INKS[place % len(INKS)], DASHES[place // len(INKS) % len(DASHES)]
+    return INKS[index % len(INKS)], DASHES[index // len(INKS) % len(DASHES)]
 
 
 def chart(
@@ -118,11 +118,11 @@ def bars(
     parts = [
         f'<svg viewBox="0 0 {WIDTH} {row * len(values) + 8}" role="img" aria-label="{escape(title)}">'
     ]
-    for number, (name, value, place) in enumerate(values):
+    for number, (name, value, index) in enumerate(values):
         top, width = number * row + 4, value / most * (WIDTH - name_width - 70)
         parts.append(
             f'<text x="{name_width - 8}" y="{top + 14}" text-anchor="end">{escape(name)}</text>'
-            f'<rect x="{name_width}" y="{top + 2}" width="{width:.1f}" height="16" rx="2" fill="{ink(place)[0]}"/>'
+            f'<rect x="{name_width}" y="{top + 2}" width="{width:.1f}" height="16" rx="2" fill="{ink(index)[0]}"/>'
             f'<text x="{name_width + width + 6:.1f}" y="{top + 14}">{escape(write(value))}</text>'
         )
     return f"<figure><figcaption>{escape(title)}</figcaption>{''.join(parts)}</svg></figure>"
@@ -130,8 +130,8 @@ def bars(
 
 def legend(names: Sequence[str]) -> str:
     keys = []
-    for place, name in enumerate(names):
-        colour, dash = ink(place)
+    for index, name in enumerate(names):
+        colour, dash = ink(index)
         stroke = f'stroke="{colour}" stroke-width="3" stroke-dasharray="{dash}"'
         sample = f'<svg width="30" height="10" aria-hidden="true"><line x1="0" y1="5" x2="30" y2="5" {stroke}/></svg>'
         keys.append(f"<span>{sample} {escape(name)}</span>")
@@ -170,7 +170,7 @@ def _rule(pixel: float, name: str) -> str:
 
 
 def _line(line: Series, across: _Scale, up: _Scale) -> str:
-    colour, dash = ink(line.place)
+    colour, dash = ink(line.index)
     places = [(across.at(x), up.at(y)) for x, y in line.points]
     path = "M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in places)
     stroke = f'fill="none" stroke="{colour}" stroke-width="2" stroke-dasharray="{dash}" stroke-linejoin="round"'

@@ -104,9 +104,9 @@ def _curves(standing: ComparisonResult, names: Sequence[str]) -> str:
             Series(
                 name,
                 sorted((load, figure) for whose, load, figure in points if whose == name),
-                place,
+                index,
             )
-            for place, name in enumerate(names)
+            for index, name in enumerate(names)
         ]
         y = Axis(label, 0.0, most, write=_thousands if write == "k" else write.format)
         return chart(title, lines, x, y, targets if rules else ())
@@ -174,18 +174,18 @@ def _shares(ordered: Sequence[float], factor: float) -> list[tuple[float, float]
     count = len(ordered)
     steps = min(200, count)
     places = [(step + 1) * count // steps - 1 for step in range(steps)]
-    return [(ordered[place] * factor, (place + 1) / count) for place in places]
+    return [(ordered[index] * factor, (index + 1) / count) for index in places]
 
 
 def _capacities(standing: ComparisonResult, names: Sequence[str]) -> str:
     charts, missing = [], []
     for number, target in enumerate(standing.contest.targets):
         results = [
-            (place, name, standing.capacities[name][number]) for place, name in enumerate(names)
+            (index, name, standing.capacities[name][number]) for index, name in enumerate(names)
         ]
         values = [
-            (name, capacity.load, place)
-            for place, name, capacity in results
+            (name, capacity.load, index)
+            for index, name, capacity in results
             if capacity.load is not None
         ]
         charts.append(bars(f"Capacity at {target:.0%} attainment", values, "{:.3g}".format))

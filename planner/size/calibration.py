@@ -70,10 +70,10 @@ def calibration_lines(found: Calibration, tp: int, log_file: Path) -> Iterator[s
         f"{gpu.name}: constants fitted to {found.prefills} prefills and {found.decodes} answers of "
         f"{log_file} at TP {tp}"
     )
-    for place, kind in enumerate(("prefill", "decode")):
+    for index, kind in enumerate(("prefill", "decode")):
         yield (
-            f"  90 % of {kind} times that the fit did not see are within {gpu.errors[place]:.1%}, "
-            f"before it {before[place]:.1%}"
+            f"  90 % of {kind} times that the fit did not see are within {gpu.errors[index]:.1%}, "
+            f"before it {before[index]:.1%}"
         )
     constants = msgspec.structs.asdict(gpu.fit).items()
     yield "  " + ", ".join(f"{name} {value:.3g}" for name, value in constants)
@@ -93,7 +93,7 @@ def calibrate(model: Llm, gpu: Gpu, tp: int, phases: Sequence[Phase]) -> Calibra
             f"{decodes} answers of usable length; valid: {LEAST_PHASES} of each"
         )
     held_out = phases[::HELD_OUT]
-    kept = [phase for place, phase in enumerate(phases) if place % HELD_OUT]
+    kept = [phase for index, phase in enumerate(phases) if index % HELD_OUT]
     # Weights of the kinds are equal, however many phases each has.
     shares: dict[type[Phase], float] = {
         PrefillPhase: (2 * prefills / len(phases)) ** -0.5,
@@ -186,9 +186,9 @@ def least_squares(residuals: Residuals, start: Sequence[float], bound: float) ->
     loss = _squares(found)
     for _ in range(MOST_ROUNDS):
         columns = []
-        for place in range(len(values)):
+        for index in range(len(values)):
             moved = list(values)
-            moved[place] += 1e-4
+            moved[index] += 1e-4
             pairs = zip(residuals(moved), found, strict=True)
             columns.append([(after - before) / 1e-4 for after, before in pairs])
         normal = [[sum(map(float.__mul__, a, b)) for b in columns] for a in columns]

@@ -60,13 +60,13 @@ def _trtllm(emission: Emission) -> str:
 
 def _gateway(emission: Emission) -> str:
     urls = [
-        f"http://127.0.0.1:{emission.first_port + place}" for place in range(emission.plan.replicas)
+        f"http://127.0.0.1:{emission.first_port + index}" for index in range(emission.plan.replicas)
     ]
     return "\n".join(["version: 1", *_config(emission, urls), ""])
 
 
 def _helm(emission: Emission) -> str:
-    urls = [f"http://engine-{place}.engine:8000" for place in range(emission.plan.replicas)]
+    urls = [f"http://engine-{index}.engine:8000" for index in range(emission.plan.replicas)]
     lines = [f"  {line}" for line in _config(emission, urls)]
     return "\n".join(["config:", *lines, ""])
 
@@ -80,9 +80,9 @@ def _config(emission: Emission, urls: list[str]) -> Iterator[str]:
     yield "pools:"
     yield "  main:"
     yield "    endpoints:"
-    for place, url in enumerate(urls):
+    for index, url in enumerate(urls):
         yield f"      - url: {url}"
-        yield f"        name: group-{place}"
+        yield f"        name: group-{index}"
         yield f"        layout: {_flow(plan.layout)}"
         yield f"        labels: {{gpu: {plan.hardware.gpu.name}}}"
         yield f"        max_concurrency: {plan.ceiling}"

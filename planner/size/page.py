@@ -97,12 +97,12 @@ def _headlines(plan: FleetPlan, points: Sequence[FleetPoint]) -> Iterator[str]:
     if given is not None:
         at = next((n for n, each in enumerate(TPOT_PROMISES_MS) if each / 1e3 >= given), at)
     yield _slider("promise", "Promised time per token", len(TPOT_PROMISES_MS) + 1, at)
-    for place, limit in enumerate((*TPOT_PROMISES_MS, None)):
+    for index, limit in enumerate((*TPOT_PROMISES_MS, None)):
         promises = () if limit is None else (Promise(tpot_s=limit / 1e3),)
         work = msgspec.structs.replace(plan.work, promises=promises)
         text = "no promise" if limit is None else f"{limit} ms"
         yield (
-            f'<p class="headline" data-of="promise" data-at="{place}">{text}: '
+            f'<p class="headline" data-of="promise" data-at="{index}">{text}: '
             f"{escape(headline(points, work))}</p>"
         )
 
@@ -111,8 +111,8 @@ def _ladders(ladders: Mapping[int, Sequence[LadderStep]]) -> Iterator[str]:
     yield "<h2>TP ladder: ideal, expected, and where a step's time goes</h2>"
     yield _slider("batch", "Batch", len(ladders), 0)
     longest = max(step.expected_s for steps in ladders.values() for step in steps)
-    for place, (batch, steps) in enumerate(ladders.items()):
-        yield f'<div data-of="batch" data-at="{place}"><p>Batch {batch}</p><table><tr>'
+    for index, (batch, steps) in enumerate(ladders.items()):
+        yield f'<div data-of="batch" data-at="{index}"><p>Batch {batch}</p><table><tr>'
         heads = ("TP", "ideal", "expected", "tok/s/GPU", "$/1M", "TP tax", "bound")
         yield "".join(f"<th>{head}</th>" for head in heads) + "<th>step</th><th></th></tr>"
         for step in steps:
@@ -150,9 +150,9 @@ def _bar(step: LadderStep, longest_s: float) -> str:
 def _tokens(steps: Sequence[LadderStep]) -> Iterator[str]:
     yield f"<h2>One decoded token: each GPU reads its part of the weights ({SLOWER}x slower)</h2>"
     yield _slider("token", "TP", len(steps), 0)
-    for place, step in enumerate(steps):
+    for index, step in enumerate(steps):
         seconds = step.parts.weights_s * SLOWER
-        yield f'<div data-of="token" data-at="{place}"><p>TP {step.tp}: {ms(step.parts.weights_s)}'
+        yield f'<div data-of="token" data-at="{index}"><p>TP {step.tp}: {ms(step.parts.weights_s)}'
         yield " to read the weights</p>"
         dot = f'<div class="lane"><i style="animation-duration:{seconds:.3f}s"></i></div>'
         yield dot * min(step.tp, MAX_LANES) + "</div>"

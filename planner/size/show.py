@@ -132,13 +132,13 @@ def ladder_lines(steps: Sequence[LadderStep], batch: int) -> Iterator[str]:
     rows = [
         (
             *(str(step.tp), ms(step.ideal_s), ms(step.expected_s)),
-            f"x{steps[place - 1].expected_s / step.expected_s:.2f}" if place else "",
+            f"x{steps[index - 1].expected_s / step.expected_s:.2f}" if index else "",
             *(ms(part) for part in (step.parts.weights_s, step.parts.kv_s, step.parts.flops_s)),
             *(ms(step.parts.collectives_s), step.parts.bound, f"{step.tokens_s_gpu:.0f}"),
             *(usd(step.usd_million), "-" if step.tax is None else f"{step.tax:+.0%}"),
             step.problem,
         )
-        for place, step in enumerate(steps)
+        for index, step in enumerate(steps)
     ]
     yield from table((*heads, "tok/s/GPU", "$/1M", "TP tax", "problem"), rows)
     yield (
@@ -188,11 +188,11 @@ def against_lines(plan: FleetPlan, other: FleetPlan) -> Iterator[str]:
 
 def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
     """Yield the rows as aligned lines; the first and the last column are left-aligned."""
-    widths = [max(len(row[place]) for row in (heads, *rows)) for place in range(len(heads))]
+    widths = [max(len(row[index]) for row in (heads, *rows)) for index in range(len(heads))]
     for row in (heads, *rows):
         cells = [
-            cell.ljust(width) if place in (0, len(heads) - 1) else cell.rjust(width)
-            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
+            cell.ljust(width) if index in (0, len(heads) - 1) else cell.rjust(width)
+            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
         ]
         yield "  ".join(cells).rstrip()
 

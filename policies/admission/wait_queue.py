@@ -40,7 +40,7 @@ from policies.pricing.cost_estimate import estimate_cost
 T = TypeVar("T", bound=Hashable)
 
 STARVED_EVERY = 4
-TENANTS_ASKED = 4
+MAX_TENANTS_TRIED = 4
 CHARGES_REMEMBERED = 4096
 
 BUSY_PER_TICK = 0.01
@@ -458,7 +458,7 @@ class WaitQueue(Generic[T]):
             return head, verdict, starved
         if len(self._queues) > 1:
             for name in nsmallest(
-                TENANTS_ASKED, self._queues, key=lambda name: self._queues[name].counter
+                MAX_TENANTS_TRIED, self._queues, key=lambda name: self._queues[name].counter
             ):
                 other = self._queues[name].first()
                 if other is not head and not isinstance(verdict := self._verdict(other, now), Wait):

@@ -45,9 +45,9 @@ class StepCosts(msgspec.Struct, frozen=True):
 
         A full step has FILLS equal parts; the tokens end in this part and fill this share of it.
         """
-        place = FILLS * tokens / self.budget_tokens
-        part = min(FILLS - 1, int(place))
-        return part, min(1.0, place - part)
+        index = FILLS * tokens / self.budget_tokens
+        part = min(FILLS - 1, int(index))
+        return part, min(1.0, index - part)
 
 
 class _Fit(msgspec.Struct, frozen=True):

@@ -103,9 +103,9 @@ def yardsticks(members: Sequence[ReviewedEndpoint], now: float) -> Yardsticks:
     for member in members:
         by_kind.setdefault(member.kind, []).append(member.record)
     return {
-        (kind, measure): PeerTimes(measure, [record.tracks[place].reference for record in records])
+        (kind, measure): PeerTimes(measure, [record.tracks[index].reference for record in records])
         for kind, records in by_kind.items()
-        for place, measure in enumerate(Measure)
+        for index, measure in enumerate(Measure)
     }
 
 

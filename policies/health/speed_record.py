@@ -107,8 +107,8 @@ class SpeedSamples:
 
     def mean_s(self, work: int) -> float:
         """Return the mean seconds of samples in the bin of `work`; 0 if there are none."""
-        place = min(BINS - 1, work.bit_length())
-        return self.seconds[place] / self.counts[place] if self.counts[place] > 1e-9 else 0.0
+        index = min(BINS - 1, work.bit_length())
+        return self.seconds[index] / self.counts[index] if self.counts[index] > 1e-9 else 0.0
 
     def copy(self) -> SpeedSamples:
         return self.minus(SpeedSamples(self.least))

@@ -217,4 +217,4 @@ def _usual_s(member: ReviewedEndpoint, yardstick: PeerTimes, measure: Measure, w
     )
 
 
-_PLACES = {measure: place for place, measure in enumerate(Measure)}
+_PLACES = {measure: index for index, measure in enumerate(Measure)}

@@ -25,7 +25,7 @@ class KeyArithmetic(Protocol):
     fold, mix   secret numbers for the first and last step of the hash
     """
 
-    def __init__(self, word_keys: Keys, places: Keys, fold: int, mix: int) -> None: ...
+    def __init__(self, word_keys: Keys, position_keys: Keys, fold: int, mix: int) -> None: ...
 
     def chain_keys(self, seed: int, data: bytes | memoryview, blocks: int) -> Keys:
         """Return the 64-bit keys of the first `blocks` blocks of the data, as an array of type "Q".
@@ -40,21 +40,21 @@ class ScalarArithmetic:
     not.
     """
 
-    __slots__ = ("_fold", "_mix", "_places", "_word_keys")
+    __slots__ = ("_fold", "_mix", "_position_keys", "_word_keys")
 
-    def __init__(self, word_keys: Keys, places: Keys, fold: int, mix: int) -> None:
-        self._word_keys, self._places = word_keys, places
+    def __init__(self, word_keys: Keys, position_keys: Keys, fold: int, mix: int) -> None:
+        self._word_keys, self._position_keys = word_keys, position_keys
         self._fold, self._mix = fold, mix
 
     def chain_keys(self, seed: int, data: bytes | memoryview, blocks: int) -> Keys:
         words = memoryview(data)[: blocks * 8 * len(self._word_keys)].cast("Q")
         keys = array("Q", bytes(8 * blocks))
-        chain_words(words, self._word_keys, self._places, self._fold, self._mix, seed, keys)
+        chain_words(words, self._word_keys, self._position_keys, self._fold, self._mix, seed, keys)
         return keys
 
 
 def chain_words(  # type: ignore[no-untyped-def]
-    words, word_keys, places, fold, mix, key, keys
+    words, word_keys, position_keys, fold, mix, key, keys
 ) -> None:
     """Compute the chained key of every block into `keys`, modulo 2**64, as in fingerprint.py."""
     index = 0
@@ -64,7 +64,7 @@ def chain_words(  # type: ignore[no-untyped-def]
             word = words[index] * fold & MASK
             total = total + (word ^ word >> 32) * word_keys[column] & MASK
             index += 1
-        total = total + places[block] & MASK
+        total = total + position_keys[block] & MASK
         key = key + (total ^ total >> 32) * mix & MASK
         keys[block] = key
 

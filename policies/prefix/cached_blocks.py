@@ -106,9 +106,9 @@ class SourceBlocks:
         known, holders, bit = self._known, self._index.holders, self.bit
         data, size = memoryview(array("I", tokens)).cast("B"), _TOKEN_BYTES * block_tokens
         begin = fresh = 0
-        for place, name in enumerate(names):
+        for index, name in enumerate(names):
             if mixed:
-                key ^= mixed[place]
+                key ^= mixed[index]
             key = xxh3_64_intdigest(data[begin : begin + size], key) & ~_MEDIA
             begin += size
             before = known.get(name)

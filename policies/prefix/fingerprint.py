@@ -79,9 +79,9 @@ class Fingerprinter:
         words = block_bytes // 8
         numbers = _secret_numbers(secret, words + MAX_BLOCKS + 2)
         word_keys = array("Q", [number | 1 for number in numbers[:words]])
-        places = numbers[words : words + MAX_BLOCKS]
+        position_keys = numbers[words : words + MAX_BLOCKS]
         arithmetic = default_arithmetic()
-        self._arithmetic = arithmetic(word_keys, places, numbers[-2] | 1, numbers[-1] | 1)
+        self._arithmetic = arithmetic(word_keys, position_keys, numbers[-2] | 1, numbers[-1] | 1)
         self._seeds: dict[bytes, int] = {}
 
     def fingerprint(self, salt: bytes, *parts: bytes | memoryview) -> Fingerprint:

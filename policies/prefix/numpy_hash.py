@@ -23,11 +23,11 @@ _HALF = np.array(32, np.uint64)  # zero-dimensional arrays are faster for numpy 
 class NumpyArithmetic:
     """KeyArithmetic with numpy: each step of the hash runs over all words of the prompt at once."""
 
-    __slots__ = ("_fold", "_folded", "_mix", "_places", "_seeds", "_upper", "_word_keys")
+    __slots__ = ("_fold", "_folded", "_mix", "_position_keys", "_seeds", "_upper", "_word_keys")
 
-    def __init__(self, word_keys: Keys, places: Keys, fold: int, mix: int) -> None:
+    def __init__(self, word_keys: Keys, position_keys: Keys, fold: int, mix: int) -> None:
         self._word_keys = np.frombuffer(word_keys, np.uint64)
-        self._places = np.frombuffer(places, np.uint64)
+        self._position_keys = np.frombuffer(position_keys, np.uint64)
         self._fold, self._mix = np.array(fold, np.uint64), np.array(mix, np.uint64)
         self._seeds: dict[int, Numbers] = {}
         self._folded, self._upper = np.empty((2, _SLAB_BLOCKS, len(word_keys)), np.uint64)
@@ -37,7 +37,7 @@ class NumpyArithmetic:
         keys = self._block_hashes(
             np.frombuffer(data, np.uint64, blocks * words).reshape(blocks, words)
         )
-        np.add(keys, self._places[:blocks], keys)
+        np.add(keys, self._position_keys[:blocks], keys)
         np.bitwise_xor(keys, np.right_shift(keys, _HALF), keys)
         np.multiply(keys, self._mix, keys)
         np.add.accumulate(keys, 0, None, keys)

@@ -69,8 +69,8 @@ class Program:
 
     __slots__ = (
         "acting_s",
-        "asked_s",
         "in_flight",
+        "last_request_s",
         "marked",
         "paused_s",
         "slot",
@@ -80,7 +80,7 @@ class Program:
 
     def __init__(self, tokens: int, now: float) -> None:
         self.tokens = tokens
-        self.asked_s = now
+        self.last_request_s = now
         self.acting_s: float | None = None
         self.paused_s: float | None = None
         self.slot: int | None = None
@@ -121,7 +121,7 @@ class SessionPauser(CapAdmission):
             program = self._programs[session] = Program(query.request.prompt_tokens, now)
         if program is not None:
             self._pause(program, now)
-            program.asked_s = now
+            program.last_request_s = now
         retry_s = max(0.0, self._next_s - now) or self._rule.scheduler_interval_s
         used, total = sum(self._used.values()), sum(self._kv.values())
         text = (
@@ -155,7 +155,7 @@ class SessionPauser(CapAdmission):
         self._unpause(program, None, query.now)
         self._count(program, -1)
         program.tokens = query.request.prompt_tokens
-        program.asked_s = query.now
+        program.last_request_s = query.now
         program.slot = pick.candidate.load.slot
         program.steps += 1
         program.in_flight += 1
@@ -202,7 +202,7 @@ class SessionPauser(CapAdmission):
     def _expire(self, now: float) -> None:
         rule = self._rule
         for session, program in list(self._programs.items()):
-            idle_s = now - max(program.asked_s, program.acting_s or 0.0)
+            idle_s = now - max(program.last_request_s, program.acting_s or 0.0)
             if not program.in_flight and idle_s > (
                 rule.session_retention_s if program.steps else rule.absent_s
             ):
@@ -290,5 +290,5 @@ class SessionPauser(CapAdmission):
 
 
 def _resume_order(program: Program) -> tuple[int, int]:
-    asks = program.paused_s is not None and program.asked_s > program.paused_s
-    return (1 if program.steps <= 1 else 0 if asks else 2), program.tokens
+    has_request = program.paused_s is not None and program.last_request_s > program.paused_s
+    return (1 if program.steps <= 1 else 0 if has_request else 2), program.tokens

@@ -1,13 +1,16 @@
 """Names that were replaced are not used again; renamed.tsv lists them.
 
 Each line has kind, qualified place, old name and new name. A renamed class or module must not exist
-under its old name anywhere. A renamed function or attribute must not exist at its place.
+under its old name anywhere. A renamed function or attribute must not exist at its place. A renamed
+variable (a parameter or a local name) must not be assigned in the modules that its place matches.
 """
 
 from __future__ import annotations
 
 import ast
 from collections import defaultdict
+from fnmatch import fnmatchcase
+from functools import cache
 from pathlib import Path
 
 from tests.architecture.sources import ROOT, SHIPPED, modules
@@ -49,7 +52,13 @@ def rows(kind: str) -> list[tuple[str, str, str]]:
 
 
 def test_the_table_has_every_kind_of_name() -> None:
-    assert {kind for kind, *_ in TABLE} == {"module", "class", "function", "attribute"}
+    assert {kind for kind, *_ in TABLE} == {
+        "module",
+        "class",
+        "function",
+        "attribute",
+        "variable",
+    }
 
 
 def test_replaced_module_paths_do_not_exist() -> None:
@@ -79,3 +88,21 @@ def test_replaced_attributes_are_not_defined_on_their_classes() -> None:
         for place, old, new in rows("attribute")
         if old in found.get(place, ())
     ] == []
+
+
+@cache
+def variables(module: str) -> frozenset[str]:
+    names: set[str] = set()
+    for node in ast.walk(MODULES[module].tree):
+        if isinstance(node, ast.arg):
+            names.add(node.arg)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+    return frozenset(names)
+
+
+def test_replaced_variables_are_not_assigned_at_their_place() -> None:
+    for place, old, new in rows("variable"):
+        matching = [name for name in MODULES if fnmatchcase(name, place)]
+        assert matching, f"{place} is gone: drop its line ({old} -> {new})"
+        assert [name for name in matching if old in variables(name)] == [], f"{old} is {new} now"

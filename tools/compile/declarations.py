@@ -35,7 +35,7 @@ NUMBERS = {
     "policies.prefix.block_hash.ScalarArithmetic": {
         "_fold": "unsigned long long",
         "_mix": "unsigned long long",
-        "_places": "const unsigned long long[::1]",
+        "_position_keys": "const unsigned long long[::1]",
         "_word_keys": "const unsigned long long[::1]",
     }
 }

@@ -90,20 +90,20 @@ def _panels(spec: Board, catalogue: Sequence[FamilySpec]) -> list[dict[str, Any]
     items: list[dict[str, Any]] = []
     y = 0
     for row, panels in complete_rows(spec, catalogue).items():
-        place = {"x": 0, "y": y, "w": COLUMNS, "h": 1}
-        header = {"type": "row", "title": str(row), "collapsed": False, "gridPos": place}
+        grid_position = {"x": 0, "y": y, "w": COLUMNS, "h": 1}
+        header = {"type": "row", "title": str(row), "collapsed": False, "gridPos": grid_position}
         items.append({"id": len(items) + 1, **header})
         y += 1
         for number, panel in enumerate(panels):
             across, down = number % (COLUMNS // WIDTH), number // (COLUMNS // WIDTH)
-            place = {"x": across * WIDTH, "y": y + down * HEIGHT, "w": WIDTH, "h": HEIGHT}
-            items.append(_panel(len(items) + 1, panel, place, catalogue))
+            grid_position = {"x": across * WIDTH, "y": y + down * HEIGHT, "w": WIDTH, "h": HEIGHT}
+            items.append(_panel(len(items) + 1, panel, grid_position, catalogue))
         y += -(-len(panels) // (COLUMNS // WIDTH)) * HEIGHT
     return items
 
 
 def _panel(
-    number: int, panel: Panel, place: dict[str, int], catalogue: Sequence[FamilySpec]
+    number: int, panel: Panel, grid_position: dict[str, int], catalogue: Sequence[FamilySpec]
 ) -> dict[str, Any]:
     is_timeseries = panel.kind == "timeseries"
     style = {"lineWidth": 1, "fillOpacity": 8, "showPoints": "never"} if is_timeseries else {}
@@ -114,7 +114,7 @@ def _panel(
         "title": panel.title,
         "description": panel.text,
         "datasource": SOURCE,
-        "gridPos": place,
+        "gridPos": grid_position,
         "fieldConfig": {"defaults": {"unit": panel.unit, "custom": style}, "overrides": []},
         "options": legend,
         "targets": [

@@ -134,13 +134,13 @@ def _as_computed(fleet: CheckedFleet) -> Iterator[CheckFinding]:
     # Only built-in models on known GPUs are compared.
     check = "KV size as computed"
     for member in fleet.members:
-        endpoint, told = member.endpoint, member.kv_tokens
+        endpoint, reported_tokens = member.endpoint, member.kv_tokens
         model, gpu = member.model, member.gpu
-        if told is None or model is None or gpu is None:
+        if reported_tokens is None or model is None or gpu is None:
             continue
         computed = check_memory(model, gpu, endpoint.layout, Demand(1)).tokens
-        text = f"the engine reports {told:,} tokens, computed are {computed:,}"
-        if abs(told - computed) > MAX_KV_DIFFERENCE * computed:
+        text = f"the engine reports {reported_tokens:,} tokens, computed are {computed:,}"
+        if abs(reported_tokens - computed) > MAX_KV_DIFFERENCE * computed:
             fix = "check --gpu-memory-utilization, the KV type, the GPU and the layout in the file"
             yield warn_finding(endpoint.name, check, text, fix)
         else:

@@ -20,22 +20,22 @@ def check_redis(config: Config) -> Iterator[CheckFinding]:
 
     from gateway.peers.redis_error import describe_redis_error
 
-    place = config.shared.redis
+    settings = config.shared.redis
     client = redis.Redis.from_url(
-        place.url,
-        username=place.username,
-        password=None if place.password is None else place.password.reveal(),
+        settings.url,
+        username=settings.username,
+        password=None if settings.password is None else settings.password.reveal(),
         socket_timeout=TIMEOUT_S,
         socket_connect_timeout=TIMEOUT_S,
-        **redis_options(redis_settings(place.url, place.tls)),
+        **redis_options(redis_settings(settings.url, settings.tls)),
     )
     try:
         client.ping()
         client.time()
     except (redis.RedisError, OSError) as error:
         fix = "until it is repaired, each gateway routes by its own state alone"
-        yield fail_finding(place.url, CHECK, describe_redis_error(error), fix)
+        yield fail_finding(settings.url, CHECK, describe_redis_error(error), fix)
     else:
-        yield pass_finding(place.url, CHECK, "it responds")
+        yield pass_finding(settings.url, CHECK, "it responds")
     finally:
         client.close()

@@ -85,8 +85,8 @@ class FileSource:
                 raise ValueError("two of its endpoints have the same name")
         except ValidationError as error:
             first = error.errors(include_url=False, include_input=False, include_context=False)[0]
-            place = ".".join(map(str, first["loc"]))
-            log.warning("%s is ignored: %s: %s", self._path, place, first["msg"])
+            path = ".".join(map(str, first["loc"]))
+            log.warning("%s is ignored: %s: %s", self._path, path, first["msg"])
         except YAMLError:
             log.warning("%s is ignored: it is not valid YAML", self._path)
         except (ValueError, RecursionError) as error:

@@ -223,11 +223,11 @@ def _split_extra_keys(
     #
     # vLLM lists the adapter's name with every block, and the salt with the first one of a chain.
     further: list[bytes] = []
-    for place, keys in enumerate(extra_keys[: len(event.block_hashes)]):
+    for index, keys in enumerate(extra_keys[: len(event.block_hashes)]):
         left = list(keys or ())
         if lora_name and lora_name in left:
             left.remove(lora_name)
-        if not place and event.parent_block_hash is None:
+        if not index and event.parent_block_hash is None:
             texts = [key for key in left if isinstance(key, str)]
             if texts:
                 salt = salt or texts[-1]

@@ -44,7 +44,7 @@ IDLE_SHARE = 0.03
 SLICE_S = 0.001
 PURGED_PER_SLICE = 1000
 SYNC_S = 0.5
-ASK_TIMEOUT_S, ASK_AGAIN_S = 2.0, 10.0
+DESCRIPTION_TIMEOUT_S, DESCRIPTION_RETRY_S = 2.0, 10.0
 MAX_DESCRIPTION_BYTES = 4 * 1024 * 1024
 
 
@@ -152,7 +152,7 @@ class KvEventReader:
                 ranks = live.endpoint.layout.dp
                 addresses = configured_addresses(spec, live.spec.url, ranks)
                 self._subscribe(entry, of_rank(addresses, live.endpoint.rank))
-        elif entry.source_query is None and now - entry.queried_at >= ASK_AGAIN_S:
+        elif entry.source_query is None and now - entry.queried_at >= DESCRIPTION_RETRY_S:
             entry.queried_at = now
             name = f"find KV events of {live.endpoint.name}"
             entry.source_query = asyncio.create_task(self._query_sources(entry), name=name)
@@ -164,7 +164,7 @@ class KvEventReader:
         client.configure(live.key_header, live.encryption)
         try:
             path = SGLANG_PATH if is_sglang else VLLM_PATH
-            status, body = await client.get(path, ASK_TIMEOUT_S, MAX_DESCRIPTION_BYTES)
+            status, body = await client.get(path, DESCRIPTION_TIMEOUT_S, MAX_DESCRIPTION_BYTES)
             describe = described_by_sglang if is_sglang else described_by_vllm
             addresses = of_rank(describe(status, body, live.spec.url), live.endpoint.rank)
         except (ConnectError, ConnectionLostError, FramingError, TimeoutError, OSError):

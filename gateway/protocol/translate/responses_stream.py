@@ -108,7 +108,7 @@ class ResponsesStream(StreamTranslator):
         event = {"output_index": len(self._output), "item": self._item_now("in_progress", None)}
         yield self._emit("response.output_item.added", event)
         if kind != "call":
-            yield self._emit("response.content_part.added", self._place(part=self._part("")))
+            yield self._emit("response.content_part.added", self._locate_part(part=self._part("")))
 
     def _close(self) -> Iterator[bytes]:
         """End the current item: yield the events that repeat its text, and the item itself."""
@@ -117,13 +117,13 @@ class ResponsesStream(StreamTranslator):
             return
         text = item.text
         if item.kind == "call":
-            place = {"item_id": item.item_id, "output_index": len(self._output)}
+            position = {"item_id": item.item_id, "output_index": len(self._output)}
             name = self._item_now("completed", text)["name"]
-            done = {**place, "name": name, "arguments": text}
+            done = {**position, "name": name, "arguments": text}
             yield self._emit("response.function_call_arguments.done", done)
         else:
             yield self._emit(*self._text_done(item.kind, text))
-            yield self._emit("response.content_part.done", self._place(part=self._part(text)))
+            yield self._emit("response.content_part.done", self._locate_part(part=self._part(text)))
         finished = self._item_now("completed", text)
         event = {"output_index": len(self._output), "item": finished}
         yield self._emit("response.output_item.done", event)
@@ -132,10 +132,10 @@ class ResponsesStream(StreamTranslator):
 
     def _text_done(self, kind: str, text: str) -> tuple[str, dict[str, Any]]:
         if kind == "reasoning":
-            return "response.reasoning_text.done", self._place(text=text)
+            return "response.reasoning_text.done", self._locate_part(text=text)
         if kind == "refusal":
-            return "response.refusal.done", self._place(refusal=text)
-        return "response.output_text.done", self._place(text=text, logprobs=[])
+            return "response.refusal.done", self._locate_part(refusal=text)
+        return "response.output_text.done", self._locate_part(text=text, logprobs=[])
 
     def _item_now(self, status: str, text: str | None) -> dict[str, Any]:
         """Return the current output item in the form that an event contains.
@@ -160,14 +160,14 @@ class ResponsesStream(StreamTranslator):
             return {"type": "reasoning_text", "text": text}
         return refusal_part(text) if kind == "refusal" else text_part(text)
 
-    def _place(self, **members: Any) -> dict[str, Any]:
+    def _locate_part(self, **members: Any) -> dict[str, Any]:
         """Return members that locate the current content part, merged with `members`.
 
         They are the item's id, the output index and the content index.
         """
         item_id = self._item.item_id if self._item is not None else ""
-        place = {"item_id": item_id, "output_index": len(self._output), "content_index": 0}
-        return place | members
+        position = {"item_id": item_id, "output_index": len(self._output), "content_index": 0}
+        return position | members
 
     def _piece(self, name: str, text: str, **members: Any) -> bytes:
         item = self._item
@@ -176,7 +176,7 @@ class ResponsesStream(StreamTranslator):
         if self._size > MAX_ANSWER_CHARS:
             raise TranslationError("The engine's answer is too long to be translated.")
         item.pieces.append(text)
-        event = self._place(delta=text, **members)
+        event = self._locate_part(delta=text, **members)
         if item.kind == "call":
             del event["content_index"]
         return self._emit(name, event)

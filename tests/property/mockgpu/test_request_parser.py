@@ -51,16 +51,16 @@ def read(raw: bytes, chat: bool = True) -> ParsedRequest | ApiError:
 def test_a_body_is_answered_or_refused(
     fields: dict[str, object], base: dict[str, object], chat: bool, mixed: bool
 ) -> None:
-    ask = read(json.dumps(base | fields if mixed else fields).encode(), chat)
-    if isinstance(ask, ApiError):
-        assert ask.status in (400, 404, 500)
-        assert json.loads(ask.body())["error"]["code"] == ask.status
+    parsed = read(json.dumps(base | fields if mixed else fields).encode(), chat)
+    if isinstance(parsed, ApiError):
+        assert parsed.status in (400, 404, 500)
+        assert json.loads(parsed.body())["error"]["code"] == parsed.status
         return
-    choices = build_choices(ask)
-    assert all(1 <= choice.job.output_tokens <= ask.limit for choice in choices)
+    choices = build_choices(parsed)
+    assert all(1 <= choice.job.output_tokens <= parsed.limit for choice in choices)
     assert all(choice.job.prompt_tokens + choice.job.output_tokens <= 512 for choice in choices)
     assert all(choice.text == choice.tokens.decode()[: len(choice.text)] for choice in choices)
-    answer = json.loads(full_response(ask, choices, 1, 0))
+    answer = json.loads(full_response(parsed, choices, 1, 0))
     assert answer["usage"]["completion_tokens"] == sum(
         token_count(choice.tokens) for choice in choices
     )

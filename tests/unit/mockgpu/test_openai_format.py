@@ -20,7 +20,7 @@ from mockgpu.request_parser import (
 )
 
 
-def ask(chat: bool = True, **fields: Any) -> ParsedRequest:
+def parsed(chat: bool = True, **fields: Any) -> ParsedRequest:
     what = (
         {"messages": [{"role": "user", "content": 'quotes " and \\ and ü'}]}
         if chat
@@ -64,7 +64,7 @@ def streamed(question: ParsedRequest) -> list[dict[str, Any]]:
 def test_a_stream_adds_up_to_the_whole_answer(chat: bool, fields: dict[str, Any]) -> None:
     if chat and "logprobs" in fields:
         fields = {"logprobs": True}
-    question = ask(chat, **({"max_tokens": 9, "stream": True} | fields))
+    question = parsed(chat, **({"max_tokens": 9, "stream": True} | fields))
     events = streamed(question)
     answer = json.loads(full_response(question, build_choices(question), 123, 0))
     parts = [event["choices"][0] for event in events]
@@ -83,7 +83,7 @@ def test_a_stream_adds_up_to_the_whole_answer(chat: bool, fields: dict[str, Any]
 
 
 def test_echo_gives_the_prompt_back_first() -> None:
-    question = ask(False, echo=True, stream=True, max_tokens=3)
+    question = parsed(False, echo=True, stream=True, max_tokens=3)
     assert streamed(question)[0]["choices"][0]["text"] == "once"
     answer = json.loads(full_response(question, build_choices(question), 1, 0))
     assert answer["choices"][0]["text"].startswith("once ")
@@ -91,8 +91,8 @@ def test_echo_gives_the_prompt_back_first() -> None:
 
 def test_a_stream_ends_with_done_after_usage_and_after_an_error() -> None:
     plain, counted = (
-        ask(stream=True),
-        ask(stream=True, stream_options={"include_usage": True}, max_tokens=4),
+        parsed(stream=True),
+        parsed(stream=True, stream_options={"include_usage": True}, max_tokens=4),
     )
     assert stream_end(plain, build_choices(plain), 1, 0) == b"e\r\n" + DONE + b"\r\n"
     usage = stream_end(counted, build_choices(counted), 1, 7)
@@ -103,7 +103,7 @@ def test_a_stream_ends_with_done_after_usage_and_after_an_error() -> None:
 
 
 def test_usage_counts_each_prompt_once_and_every_choice() -> None:
-    question = ask(False, prompt=["abcd" * 3, "abcd" * 5], n=2, max_tokens=6)
+    question = parsed(False, prompt=["abcd" * 3, "abcd" * 5], n=2, max_tokens=6)
     usage = json.loads(full_response(question, build_choices(question), 1, None))["usage"]
     assert (usage["prompt_tokens"], usage["completion_tokens"], usage["total_tokens"]) == (
         8,
@@ -120,24 +120,26 @@ def test_a_handoff_header_is_malformed(header: str) -> None:
 
 
 def test_an_absent_model_is_the_one_served_and_null_fields_are_absent() -> None:
-    question = ask(model=None, stop=None, n=None, stream=None, kv_transfer_params=None, tools=None)
+    question = parsed(
+        model=None, stop=None, n=None, stream=None, kv_transfer_params=None, tools=None
+    )
     assert (question.model, question.n, question.is_stream) == ("m", 1, False)
 
 
 def test_max_completion_tokens_wins_over_max_tokens_in_chat() -> None:
-    assert ask(max_tokens=5, max_completion_tokens=7).limit == 7
+    assert parsed(max_tokens=5, max_completion_tokens=7).limit == 7
 
 
 def test_a_completion_defaults_to_sixteen_tokens_and_a_chat_to_its_own_end() -> None:
-    assert ask(False).limit == 16
-    assert ask().can_end
-    assert not ask(ignore_eos=True).can_end
-    assert not ask(max_tokens=5).can_end
+    assert parsed(False).limit == 16
+    assert parsed().can_end
+    assert not parsed(ignore_eos=True).can_end
+    assert not parsed(max_tokens=5).can_end
 
 
 def test_a_large_limit_may_be_a_cap() -> None:
     def can_end(limit: int, **fields: Any) -> bool:
-        body = ask(max_tokens=limit, **fields).body
+        body = parsed(max_tokens=limit, **fields).body
         return parse_request(body, {}, True, "m", 4096, "id-1", may_end_from=1024).can_end
 
     assert [can_end(limit) for limit in (1023, 1024, 2000)] == [False, True, True]

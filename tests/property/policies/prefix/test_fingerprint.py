@@ -77,11 +77,11 @@ def test_different_secrets_share_no_key(prompt: bytes) -> None:
     numbers(2), numbers(300), words, words, words, st.binary(min_size=BLOCK, max_size=300 * BLOCK)
 )
 def test_word_by_word_gives_the_keys_that_whole_arrays_give(
-    word_keys: Keys, places: Keys, fold: int, mix: int, seed: int, data: bytes
+    word_keys: Keys, position_keys: Keys, fold: int, mix: int, seed: int, data: bytes
 ) -> None:
     def keys(arithmetic: type[KeyArithmetic]) -> list[int]:
         return (
-            arithmetic(word_keys, places, fold, mix)
+            arithmetic(word_keys, position_keys, fold, mix)
             .chain_keys(seed, memoryview(data), len(data) // BLOCK)
             .tolist()
         )

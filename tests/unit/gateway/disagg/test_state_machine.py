@@ -44,7 +44,7 @@ def test_a_disconnect_in_any_state_closes_every_open_leg(state: State) -> None:
     row = TABLE[state, Event.CLIENT_GONE]
     assert row.state is State.GONE
     closes = {
-        Act.STOP_ASKING,
+        Act.LEAVE_QUERY,
         Act.CLOSE_PREFILL,
         Act.ABORT_PREFILL,
         Act.CLOSE_DECODE,

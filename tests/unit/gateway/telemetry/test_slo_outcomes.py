@@ -163,7 +163,7 @@ def test_a_request_without_a_response_is_dropped_unless_its_engine_rejected_it()
 
 def test_computed_prompt_tokens_are_counted_by_cause() -> None:
     metrics, x, chosen = Metrics(), exchange(), candidate(1)
-    x.first_ask = RoutingQuery(Request("r", "demo", "", 1000, 100), 0.0, Random(1), (700, 400))
+    x.first_query = RoutingQuery(Request("r", "demo", "", 1000, 100), 0.0, Random(1), (700, 400))
     x.pick = Pick(chosen, 400, 1.0, 2, "test")
     relay = answered(0.1, 0.2, 10)
     SloTracker(metrics).on_answered(x, relay, TokenUsage(1000, 10, 250), 0.0)
@@ -209,8 +209,8 @@ def test_a_page_lists_candidates_best_first_with_the_terms_at_the_pick() -> None
         member.load.prefill_done_at = float(3 - member.load.slot)
     x, ring = exchange(stream=True), RecentExchanges(1)
     assert x.call is not None
-    x.first_ask = RoutingQuery(x.call.request, 0.0, Random(1), (0, 0, 0))
-    x.pick = run.pick(policy, x.first_ask, members)
+    x.first_query = RoutingQuery(x.call.request, 0.0, Random(1), (0, 0, 0))
+    x.pick = run.pick(policy, x.first_query, members)
     assert x.pick is not None
     x.pick_snapshot = snapshot_pick(policy, x.pick)
     x.parsed_at, x.admitted_at = 0.0, 0.5
@@ -311,7 +311,7 @@ def test_the_tenant_label_can_be_turned_on_at_run_time() -> None:
 def test_recent_exchanges_hold_no_fingerprint() -> None:
     x = exchange()
     assert x.call is not None
-    x.first_ask = RoutingQuery(
+    x.first_query = RoutingQuery(
         x.call.request,
         0.0,
         Random(0),
@@ -321,7 +321,7 @@ def test_recent_exchanges_hold_no_fingerprint() -> None:
     )
     explained = RecentExchanges(2)
     explained.add(x, TokenUsage(), 0, 1.0)
-    assert x.first_ask.fingerprint is None
+    assert x.first_query.fingerprint is None
 
 
 async def test_requests_are_accounted_at_the_end_of_the_turn_and_an_error_loses_no_other() -> None:
