@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from policies import ledger, registry
 from policies.latency.latency import ttfts
-from policies.ledger import LoadBooking
+from policies.ledger import LoadReservation
 from policies.load import EndpointLoad
 from policies.model import Candidate, Endpoint, Request, RoutingQuery, Slo
 from policies.prefix.fingerprint import Fingerprint, Fingerprinter
@@ -70,7 +70,7 @@ class Bench:
         load = EndpointLoad(slot)
         load.in_flight, load.prefill_tokens = self.rng.randrange(20), self.rng.randrange(20_000)
         load.decoding, load.decode_tokens = load.in_flight // 2, self.rng.randrange(100_000)
-        load.kv_tokens, load.kv_booked, load.prefill_done_at = (
+        load.kv_tokens, load.kv_reserved, load.prefill_done_at = (
             600_000.0,
             self.rng.randrange(500_000),
             2 * self.rng.random(),
@@ -179,8 +179,8 @@ class LedgerBench:
         self.gap_s = gap_s
         self.request = Request("id", "model", "tenant", prompt_tokens, 300)
         self.now = 1.0
-        self.decoding: list[LoadBooking] = []
-        self.entry: LoadBooking | None = None
+        self.decoding: list[LoadReservation] = []
+        self.entry: LoadReservation | None = None
         self.candidates = [
             Candidate(
                 Endpoint(f"tp{slot}", "http://127.0.0.1:9000", "pool", "model"), EndpointLoad(slot)
@@ -189,9 +189,11 @@ class LedgerBench:
         ]
         self.held = [100] * endpoints
 
-    def book(self, _: int) -> None:
+    def reserve(self, _: int) -> None:
         self.now += 0.5 * self.gap_s
-        self.entry = ledger.book(self.load, self.request, self.request.prompt_tokens // 5, self.now)
+        self.entry = ledger.reserve(
+            self.load, self.request, self.request.prompt_tokens // 5, self.now
+        )
 
     def first_token(self, _: int) -> None:
         assert self.entry is not None
@@ -203,10 +205,10 @@ class LedgerBench:
         self.decoding.pop(0).finish(self.now, 100)
 
     def measure_round(self) -> list[float]:
-        """Return the microseconds of `book`, `first_token`, `finished`, and all predictions."""
+        """Return the microseconds of `reserve`, `first_token`, `finished`, and all predictions."""
         spent: list[list[float]] = [[], [], []]
         for _ in range(PROMPTS):
-            for number, step in enumerate((self.book, self.first_token, self.finished)):
+            for number, step in enumerate((self.reserve, self.first_token, self.finished)):
                 if step == self.finished and len(self.decoding) <= self.BATCH:
                     continue
                 begin = perf_counter()

@@ -14,7 +14,7 @@ from policies.model import Candidate, Pick, RoutingQuery
 
 if TYPE_CHECKING:
     from gateway.admission.controller import AdmissionController, PoolQueue
-    from gateway.fleet.booking import Booking
+    from gateway.fleet.reservation import Reservation
     from gateway.metrics.metric_types import Histogram
     from gateway.protocol.apis import Api
     from gateway.protocol.errors import GatewayError
@@ -155,7 +155,7 @@ class Exchange:
             "first_query",
             "pick_snapshot",
             "body_bytes",
-            "booking",
+            "reservation",
             "call",
         ),
         *(
@@ -205,7 +205,7 @@ class Exchange:
         self.call: Call | None = None
         self.sent_request: Releasable | None = None
         self.pick: Pick | None = None
-        self.booking: Booking | None = None
+        self.reservation: Reservation | None = None
         self.relay: Relay | None = None
         self.retries: list[str] = []
         self.holds_retry_turn = False
@@ -237,7 +237,7 @@ class Exchange:
         """The number of endpoints that failed after the request was sent to them."""
         return len(self.retries) - self.unsent_attempts
 
-    def note_booking(self, room: PoolQueue, query: RoutingQuery, pick: Pick) -> None:
+    def on_reserved(self, room: PoolQueue, query: RoutingQuery, pick: Pick) -> None:
         """Record that capacity was reserved; report the first reservation to the admission queue.
 
         It is reported only if the queue wants feedback.
@@ -246,7 +246,7 @@ class Exchange:
             self.first_query = query
             if room.wants_feedback:
                 self.room = room
-                room.on_booked(query, pick)
+                room.on_reserved(query, pick)
 
     def take_memory(self, gate: AdmissionController, body_bytes: int) -> None:
         """Reserve memory for `body_bytes` bytes of body, including what was reserved before.
@@ -267,8 +267,8 @@ class Exchange:
 
         The answer has begun, so no retry can need them any more.
         """
-        if self.booking is not None:
-            self.booking.on_first_token()
+        if self.reservation is not None:
+            self.reservation.on_first_token()
         call = self.call
         if call is not None:
             call.release()
@@ -298,7 +298,7 @@ class Exchange:
         """Free large fields and client data; times, outcome and pick stay for explanations."""
         if self.ttft_s is None and self.call is not None:  # otherwise released at the first token
             self.call.release()
-        self.sent_request = self.booking = self.relay = self.room = None
+        self.sent_request = self.reservation = self.relay = self.room = None
         self.fingerprint = self.ledger = self.hedge = None
         # The fingerprint of a long prompt takes 128 KiB.
         if (query := self.first_query) is not None and query.fingerprint is not None:

@@ -15,8 +15,8 @@ from gateway.config import Config, Resume
 from gateway.disagg.handoffs import Handoffs
 from gateway.disagg.pairing import SplitRoute
 from gateway.exchange import Exchange
-from gateway.fleet.booking import Booking
 from gateway.fleet.endpoint_table import EndpointTable
+from gateway.fleet.reservation import Reservation
 from gateway.http.client import Client
 from gateway.legs.hedge import Hedger
 from gateway.protocol.api_keys import digest_of_headers, wrong_key
@@ -34,9 +34,9 @@ from policies.contract import Policy
 from policies.model import STANDARD, Candidate, Endpoint, Request, Slo
 
 Prepare = Callable[
-    [Exchange, Call, Client, Booking, Callable[[], None], str], tuple[bytes, Call, Relay]
+    [Exchange, Call, Client, Reservation, Callable[[], None], str], tuple[bytes, Call, Relay]
 ]
-"""Builds the head, the body and the answer's relay of one attempt at a booked endpoint.
+"""Builds the head, the body and the answer's relay of one attempt at a reserved endpoint.
 
 The callback is called once, at the first generated token. The last argument is the endpoint's name
 of the model.

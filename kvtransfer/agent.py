@@ -122,9 +122,9 @@ class Agent:
         )
         self._sink = TransferSink(layout, self._regions, self.options, self._tally, rank)
         self._source = TransferSource(self._card, self._regions, key, self.options, self._tally)
-        books = (self._sink, self._source, self._tally)
+        state = (self._sink, self._source, self._tally)
         self._board = LinkManager(
-            key, self._transports, self._clock, self.options, books, self._lock, self._do
+            key, self._transports, self._clock, self.options, state, self._lock, self._do
         )
         self._inviting = InviteRegistration(
             self._regions, self._clock, self._lock, self._granted, self._uninvited

@@ -1,6 +1,6 @@
-"""Bookings: the load that each accepted request adds to its endpoint until it ends.
+"""Reservations: the load that each accepted request adds to its endpoint until it ends.
 
-This is the only code that changes the booked numbers of EndpointLoad. A LoadBooking adds a
+This is the only code that changes the reserved numbers of EndpointLoad. A LoadReservation adds a
 request's load, and subtracts exactly what it added, in whatever order events arrive. Where a policy
 reads the forecast, each event also advances the endpoint's timeline, and with it the learned speed
 and the forecast. The gateway itself handles health, the prefix index and sockets.
@@ -20,8 +20,8 @@ FREE_KV = 0.9
 """While less than this share of the KV is in use, prompts wait for something other than KV."""
 
 
-class LoadBooking(QueuedPrompt):
-    """The load of one request at an endpoint, made by `book` or, if prefilled elsewhere, `reserve`.
+class LoadReservation(QueuedPrompt):
+    """The load of one request at an endpoint, made by `reserve` or by `reserve_decode`.
 
     Every method may be called at any time, in any order and repeatedly; after the end none has an
     effect.
@@ -31,7 +31,8 @@ class LoadBooking(QueuedPrompt):
                        learned
     is_handoff         whether another endpoint computes the prompt
     cached_tokens      prompt tokens that were believed to be cached there
-    predicted_ttft_s   expected seconds from booking to the first token; None in a reservation
+    predicted_ttft_s   expected seconds from reservation to the first token; None if prefilled
+                       elsewhere
     predicted_tpot_s   expected seconds per output token after it
 
     Both predictions are None where no policy reads the forecast.
@@ -39,7 +40,7 @@ class LoadBooking(QueuedPrompt):
 
     __slots__ = (
         *(
-            "_booked_at",
+            "_reserved_at",
             "_context",
             "_first_s",
             "_load",
@@ -64,13 +65,13 @@ class LoadBooking(QueuedPrompt):
         self._load, self._request = load, request
         self.cached_tokens, self.sees_first_token = cached_tokens, sees_first_token
         self._open, self.is_decoding = True, False
-        self._booked_at: float | None = None
+        self._reserved_at: float | None = None
         load.in_flight += 1
         if output > 1:
             load.answers += 1
         load.expected_tokens += output
-        load.kv_booked += prompt + output
-        load.bookings[self] = None
+        load.kv_reserved += prompt + output
+        load.reservations[self] = None
         if is_handoff:
             self._uncached, self._context = 0, prompt
             load.decode_tokens += prompt
@@ -89,11 +90,11 @@ class LoadBooking(QueuedPrompt):
 
     @property
     def predicted_ttft_s(self) -> float | None:
-        return None if self._booked_at is None else self._first_s
+        return None if self._reserved_at is None else self._first_s
 
     @property
     def predicted_tpot_s(self) -> float | None:
-        return None if self._booked_at is None else self._token_s
+        return None if self._reserved_at is None else self._token_s
 
     def rejoin_timeline(self, now: float) -> None:
         """Add the request to its endpoint's restarted timeline, with its current progress."""
@@ -114,7 +115,7 @@ class LoadBooking(QueuedPrompt):
             self.remaining_tokens, self.is_planned = 0, True
             timeline.start_decoding(self, now)
             return
-        self._booked_at = now
+        self._reserved_at = now
         if handed:
             self._first_s: float | None = None
             self._token_s = load_forecast.predict_tpot_s(
@@ -189,7 +190,7 @@ class LoadBooking(QueuedPrompt):
             load.changes.record(load.slot)
 
     def finish(self, now: float, output_tokens: int | None = None) -> None:
-        """End the booking and subtract the rest of its load from the endpoint.
+        """End the reservation and subtract the rest of its load from the endpoint.
 
         `output_tokens` is the length of a complete answer; None if incomplete or unknown.
         """
@@ -204,44 +205,44 @@ class LoadBooking(QueuedPrompt):
         if output > 1:
             load.answers -= 1
         load.expected_tokens -= output
-        load.kv_booked -= request.prompt_tokens + output
+        load.kv_reserved -= request.prompt_tokens + output
         load.decode_tokens -= self._context
         load.prefill_tokens -= self._uncached
         if self.is_decoding:
             load.decoding -= 1
-        del load.bookings[self]
+        del load.reservations[self]
         if load.is_modelled:
             load.timeline.on_ended(load, self, now, output_tokens)
         load.mark_changed()
 
     def drop(self, now: float) -> None:
-        """End the booking of a request that failed or was cancelled, without a complete answer."""
+        """End the reservation of a request that failed or was cancelled."""
         self.finish(now)
 
 
-book = LoadBooking
+reserve = LoadReservation
 """Take a place for a whole request: a prompt to compute, then tokens to generate.
 
 An alias saves a call per request.
 """
 
 
-def reserve(
+def reserve_decode(
     load: EndpointLoad,
     request: Request,
     cached_tokens: int,
     now: float,
     sees_first_token: bool = True,
-) -> LoadBooking:
-    """Book a split request at its decode endpoint: all of its KV from the start, and no prefill."""
-    return LoadBooking(load, request, cached_tokens, now, sees_first_token, True)
+) -> LoadReservation:
+    """Reserve the decode endpoint of a split request: all of its KV from the start, no prefill."""
+    return LoadReservation(load, request, cached_tokens, now, sees_first_token, True)
 
 
 def set_modelled(load: EndpointLoad, modelled: bool, now: float) -> None:
     """Set whether any policy reads the forecast of this endpoint from now on.
 
-    The timeline restarts with the current bookings, without the progress of prompts in prefill. The
-    learned speed is kept.
+    The timeline restarts with the current reservations, without the progress of prompts in
+    prefill. The learned speed is kept.
     """
     if load.is_modelled == modelled:
         return
@@ -250,7 +251,7 @@ def set_modelled(load: EndpointLoad, modelled: bool, now: float) -> None:
     load.timeline.refresh_forecast(load, now)
     if modelled:
         # Decoding requests first: predictions for the others depend on when these end.
-        for entry in sorted(load.bookings, key=lambda entry: not entry.is_decoding):
+        for entry in sorted(load.reservations, key=lambda entry: not entry.is_decoding):
             entry.rejoin_timeline(now)
         load.timeline.refresh_forecast(load, now)
     load.mark_changed()
@@ -297,7 +298,7 @@ def _learn_slots(load: EndpointLoad, running: int, kv_usage: float) -> None:
 
 
 def set_peer_load(load: EndpointLoad, source: bytes, share: PeerShare | None, now: float) -> bool:
-    """Replace the load that the gateway `source` has booked at the endpoint.
+    """Replace the load that the gateway `source` has reserved at the endpoint.
 
     None or NOTHING means that it has no load there any more. Return False if that changes nothing.
     """
@@ -322,7 +323,7 @@ def set_peer_load(load: EndpointLoad, source: bytes, share: PeerShare | None, no
 
 
 def own_load(load: EndpointLoad) -> PeerShare:
-    """Return the load that this gateway itself has booked at the endpoint."""
+    """Return the load that this gateway itself has reserved at the endpoint."""
     others = load.peer_load
     return PeerShare(
         load.in_flight - others.in_flight,
@@ -330,6 +331,6 @@ def own_load(load: EndpointLoad) -> PeerShare:
         load.prefill_tokens - others.prefill_tokens,
         load.decode_tokens - others.decode_tokens,
         load.expected_tokens - others.expected_tokens,
-        load.kv_booked - others.kv_booked,
+        load.kv_reserved - others.kv_reserved,
         load.answers - others.answers,
     )

@@ -1,6 +1,6 @@
-"""Live load of one endpoint: booked and scraped numbers, flags, learned speed and forecast.
+"""Live load of one endpoint: reserved and scraped numbers, flags, learned speed and forecast.
 
-Contains mutable state only. ledger.py changes the booked numbers; the gateway's health checks and
+Contains mutable state only. ledger.py changes the reserved numbers; the gateway's health checks and
 drains change the availability.
 """
 
@@ -55,14 +55,14 @@ class EndpointLoad(EngineLoad):
 
     slot                small stable integer: the endpoint's index in RoutingQuery.cached_by_slot
                         and in the prefix index
-    in_flight           booked requests that have not ended
-    decoding            booked requests whose first token has come
-    prefill_tokens      uncached prompt tokens of booked requests whose first token has not come
-    decode_tokens       prompt tokens of booked requests whose first token has come
+    in_flight           reserved requests that have not ended
+    decoding            reserved requests whose first token has come
+    prefill_tokens      uncached prompt tokens of reserved requests whose first token has not come
+    decode_tokens       prompt tokens of reserved requests whose first token has come
     prefix_cache_tokens prompt tokens that its prefix cache is believed to hold, over all requests
     eviction_regret     share of evicted prefix blocks that were requested again while no endpoint
                         had them, 0 to 1
-    kv_booked           prompt plus expected output tokens of all booked requests: KV they use or
+    kv_reserved         prompt plus expected output tokens of all reserved requests: KV they use or
                         will use
     is_available        False while ejected by health checks or draining: never a candidate then
     is_proven           no failure yet, or a success after the last one; retries prefer such
@@ -92,7 +92,7 @@ class EndpointLoad(EngineLoad):
         ),
         *(
             "is_proven",
-            "kv_booked",
+            "kv_reserved",
             "kv_usage",
             "prefill_tokens",
             "eviction_regret",
@@ -107,7 +107,7 @@ class EndpointLoad(EngineLoad):
         super().__init__(belief)
         self.slot = slot
         self.in_flight = self.decoding = self.prefill_tokens = self.decode_tokens = (
-            self.kv_booked
+            self.kv_reserved
         ) = 0
         self.prefix_cache_tokens = self.eviction_regret = 0.0
         self.is_available = self.is_proven = True

@@ -48,7 +48,7 @@ class RoundRobin(PolicyParams, frozen=True):
 class LeastLoaded(PolicyParams, frozen=True):
     """Policy that chooses the endpoint with the least outstanding work.
 
-    Booked requests are compared first, then scraped load.
+    Reserved requests are compared first, then scraped load.
 
     output_weight   prompt tokens that one expected output token counts for
     request_tokens  tokens that a request counts for in addition to its own
@@ -70,7 +70,7 @@ class LeastLoaded(PolicyParams, frozen=True):
             ),
             picker=pickers.best,
             ranking=Ranking(
-                scorers.booked_work(self.output_weight, self.request_tokens),
+                scorers.reserved_work(self.output_weight, self.request_tokens),
                 group=scorers.requests_from_outside,
             ),
         )

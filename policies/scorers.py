@@ -34,8 +34,8 @@ def outstanding_work(output_weight: float, request_tokens: float, fresh_s: float
     cost = prefill_tokens + output_weight * expected_tokens + request_tokens * in_flight + external
     requests' work
 
-    Booked requests are exact and immediate, but scraped metrics are seconds old. These are
-    therefore only used for external requests: those that the engine reports beyond the booked ones.
+    Own requests in flight are exact and immediate, but scraped metrics are seconds old. These are
+    therefore only used for external requests: those that the engine reports beyond the own ones.
     Each is assumed to be as large as this request.
     """
 
@@ -58,7 +58,9 @@ def outstanding_work(output_weight: float, request_tokens: float, fresh_s: float
     return score
 
 
-def booked_work(output_weight: float, request_tokens: float) -> Callable[[Candidate, float], float]:
+def reserved_work(
+    output_weight: float, request_tokens: float
+) -> Callable[[Candidate, float], float]:
     """Return the sort key of `outstanding_work` for candidates with equally many external
     requests.
     """
@@ -104,7 +106,7 @@ def uncached_work(
     cost = Q + u + min(patience_tokens, harm_weight * n * w) + decode_weight * D, plus external
     requests
 
-    Q   booked prefill tokens at the endpoint that have not led to a first token yet
+    Q   reserved prefill tokens at the endpoint that have not led to a first token yet
     u   tokens of this prompt that the endpoint is not believed to have cached
     n   requests in flight there
     w   redundant work: u minus the smallest u of all candidates

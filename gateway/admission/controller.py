@@ -64,8 +64,8 @@ class PoolQueue:
 
     The object is a context manager that releases a permit at its end.
 
-    wants_feedback  the admission policy learns from requests, so on_booked() and on_finished() must
-                    be called for them
+    wants_feedback  the admission policy learns from requests, so on_reserved() and on_finished()
+                    must be called for them
     reads_sessions  the admission policy reads the sessions of requests
     """
 
@@ -148,12 +148,12 @@ class PoolQueue:
         """The share of KV memory (0 to 1) that sessions may fill; 1 if sessions are not tracked."""
         return 1.0 if self.sessions is None else self.sessions.memory_share
 
-    def on_booked(self, query: RoutingQuery, pick: Pick) -> None:
+    def on_reserved(self, query: RoutingQuery, pick: Pick) -> None:
         """Charge the tenant of an admitted request, once its first endpoint has been picked.
 
         Call it only if `wants_feedback` is set.
         """
-        self._queue.on_booked(query, pick)
+        self._queue.on_reserved(query, pick)
         if self._updates is not None:
             tokens = billable_tokens(query.request, pick.cached_tokens)
             self._updates.add_charge(self.name, query.request.tenant, tokens)

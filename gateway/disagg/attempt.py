@@ -62,7 +62,7 @@ class PairAttempt(AttemptState):
         self._close_prefill()
         self._close_decode()
         self._leave_prefill()
-        self.decode_place.__exit__()
+        self.decode_reservation.__exit__()
         self.handoffs.give_back_number(self._number)
         relay = self.exchange.relay
         context = self.context
@@ -75,7 +75,7 @@ class PairAttempt(AttemptState):
         `query` is the routing query that led to the pair.
         """
         self.begin()
-        self.exchange.note_booking(self.context.route.room, query, self.pair.prefill)
+        self.exchange.on_reserved(self.context.route.room, query, self.pair.prefill)
         try:
             self.post(self._start())
             if self.state not in END_STATES:
@@ -180,12 +180,12 @@ class PairAttempt(AttemptState):
             self.post(Event.PREFILL_BROKE)
 
     def _send_prefill(self) -> None:
-        place = self.prefill_place
-        assert place is not None
-        head, body = self.words.prefill(place)
+        reservation = self.prefill_reservation
+        assert reservation is not None
+        head, body = self.words.prefill(reservation)
         inbox = self.inbox = ResponseBuffer(keep=self.dialect.reads_answer)
         relay = Relay(b"", is_http_1_0=True)
-        leg = self.prefill = Leg(place.upstream, head, body, relay, inbox, self._on_leg_ended)
+        leg = self.prefill = Leg(reservation.upstream, head, body, relay, inbox, self._on_leg_ended)
         self.record.prefill_sent_at = now = monotonic()
         self.exchange.sent_at = self.exchange.sent_at or now
         leg.start()
@@ -221,16 +221,16 @@ class PairAttempt(AttemptState):
         # Handle a complete prefill answer; return the event for what it contains.
         #
         # Releases the prefill endpoint's capacity reservation.
-        place, inbox = self.prefill_place, self.inbox
-        assert place is not None
+        reservation, inbox = self.prefill_reservation, self.inbox
+        assert reservation is not None
         assert inbox is not None
         self.record.prefilled_at = monotonic()
         answer = parse_response(inbox.body) if self.dialect.reads_answer else None
         usage = relay.usage
         if isinstance(answer, PrefillResponse):
             usage = TokenUsage(answer.prompt_tokens, 1, answer.cached_tokens)
-        place.on_first_token()
-        place.on_served(usage)
+        reservation.on_first_token()
+        reservation.on_served(usage)
         self._leave_prefill()
         if answer is None:
             self.words.note_usage(usage)
@@ -243,7 +243,7 @@ class PairAttempt(AttemptState):
         if isinstance(meaning, UnusableResponse):
             return self._on_unusable(meaning)
         self.handover = meaning or self.handover
-        self.decode_place.on_handed_over()
+        self.decode_reservation.on_handed_over()
         return _PREFILLED
 
     def _on_unusable(self, answer: UnusableResponse) -> Event:
@@ -268,7 +268,7 @@ class PairAttempt(AttemptState):
         self._decode_with(handover)
 
     def _send_to_other_decode(self) -> None:
-        if failure_actions.book_other_decode(self):
+        if failure_actions.reserve_other_decode(self):
             self._send_decode()
         else:
             self.post(Event.NO_OTHER_DECODE)
@@ -277,16 +277,16 @@ class PairAttempt(AttemptState):
         self.record.cached_tokens = (
             None  # the prefiller's cache is of no use: the decoder's count is right
         )
-        self.decode_place.on_recompute()
+        self.decode_reservation.on_recompute()
         self._decode_with(None)
 
     def _decode_with(self, handover: DecodeRequest | None) -> None:
-        exchange, place, client = self.exchange, self.decode_place, self.context.client
-        head, body = self.words.decode(place, handover)
-        relay = self.words.relay(place.endpoint, handover)
+        exchange, reservation, client = self.exchange, self.decode_reservation, self.context.client
+        head, body = self.words.decode(reservation, handover)
+        relay = self.words.relay(reservation.endpoint, handover)
         relay.on_first_token = self._on_first_token
-        exchange.booking, exchange.relay = place, relay
-        leg = Leg(place.upstream, head, body, relay, client, self._on_leg_ended)
+        exchange.reservation, exchange.relay = reservation, relay
+        leg = Leg(reservation.upstream, head, body, relay, client, self._on_leg_ended)
         self.decode = exchange.sent_request = leg
         self.record.handed_over_at = now = monotonic()
         exchange.sent_at = exchange.sent_at or now
@@ -303,7 +303,7 @@ class PairAttempt(AttemptState):
         self.post(_FIRST_TOKEN)
 
     def _on_decode_ended(self, leg: Leg, problem: UpstreamError | None) -> Event:
-        relay, place = leg.relay, self.decode_place
+        relay, reservation = leg.relay, self.decode_reservation
         if problem is None and relay.is_refused:
             problem = self._judge_refusal(relay)
         if problem is not None:
@@ -313,10 +313,10 @@ class PairAttempt(AttemptState):
             return Event.DECODE_REFUSED
         if relay.has_error_event:
             self.exchange.set_interrupted("engine_error")
-            place.on_failed(UpstreamError("engine_error", "error event in the stream"))
+            reservation.on_failed(UpstreamError("engine_error", "error event in the stream"))
         else:
             self.exchange.status = 200
-            place.on_served(relay.usage)
+            reservation.on_served(relay.usage)
         return _DECODED
 
     # The answer without a decoder
@@ -327,7 +327,7 @@ class PairAttempt(AttemptState):
             self.exchange
         )  # the annotation tells tools/compile/classes.py whose method is passed on
         client, prefill = self.context.client, self.pair.prefill
-        exchange.pick, exchange.booking = prefill, None
+        exchange.pick, exchange.reservation = prefill, None
         relay = exchange.relay = self.words.relay(prefill.candidate.endpoint, None)
         relay.on_first_token = exchange.on_first_token
         client.write(relay.feed(self.words.finished(self._finished), monotonic()))
@@ -354,9 +354,9 @@ class PairAttempt(AttemptState):
             self.handoffs.count_leg(("decode", "closed"))
 
     def _leave_prefill(self) -> None:
-        if self.prefill_place is not None:
-            self.prefill_place.__exit__()
-            self.prefill_place = None
+        if self.prefill_reservation is not None:
+            self.prefill_reservation.__exit__()
+            self.prefill_reservation = None
 
 
 Do = Callable[[PairAttempt], None]

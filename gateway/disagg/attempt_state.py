@@ -12,14 +12,14 @@ from gateway.disagg.leg_requests import LegRequests, SplitContext, one_token
 from gateway.disagg.response_buffer import ResponseBuffer
 from gateway.disagg.state_machine import Event, State
 from gateway.exchange import Exchange, SplitRecord
-from gateway.fleet.booking import Booking
+from gateway.fleet.reservation import Reservation
 from gateway.http.eager_task import EagerFuture
 from gateway.protocol.relay import Relay, UpstreamError
 from kvtransfer.dialects import DecodeRequest, FinishedResponse
 from policies.pricing.split import EndpointPair
 
 # A local name: Enum attribute access is slow before Python 3.12.
-_BOOKED = State.BOOKED
+_RESERVED = State.RESERVED
 
 
 class AttemptState:
@@ -37,8 +37,8 @@ class AttemptState:
 
     __slots__ = (
         *("_bug", "_events", "_finished", "_is_acting", "_number", "_query", "_refused"),
-        *("_waiting", "context", "decode", "decode_place", "dialect", "exchange", "figures"),
-        *("handoffs", "handover", "inbox", "pair", "prefill", "prefill_place", "problem"),
+        *("_waiting", "context", "decode", "decode_reservation", "dialect", "exchange", "figures"),
+        *("handoffs", "handover", "inbox", "pair", "prefill", "prefill_reservation", "problem"),
         *("recompute", "record", "state", "suspects", "words"),
     )
 
@@ -54,7 +54,7 @@ class AttemptState:
         self.decode: Leg | None = None
         self.handover: DecodeRequest | None = None
         self.problem: UpstreamError | None = None
-        self.state = _BOOKED
+        self.state = _RESERVED
         self.suspects: list[str] = []
         self.recompute = self._is_acting = False
         self._events: list[Event] = []
@@ -63,10 +63,12 @@ class AttemptState:
         self._finished: FinishedResponse | None = None
         self._refused: Relay | None = None
         self._waiting: EagerFuture | None = None
-        place = endpoints.book(pair.prefill, one_token(request), context.fingerprint)
-        self.prefill_place: Booking | None = place
-        self.decode_place = endpoints.reserve(pair.decode, request, context.fingerprint)
-        record.predicted_ttft_s = figures.expected_s(place.entry.predicted_ttft_s)
+        reservation = endpoints.reserve(pair.prefill, one_token(request), context.fingerprint)
+        self.prefill_reservation: Reservation | None = reservation
+        self.decode_reservation = endpoints.reserve_decode(
+            pair.decode, request, context.fingerprint
+        )
+        record.predicted_ttft_s = figures.expected_s(reservation.entry.predicted_ttft_s)
         self._number = handoffs.take_number()
 
     def begin(self) -> None:

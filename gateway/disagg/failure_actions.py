@@ -10,8 +10,8 @@ from time import monotonic
 
 from gateway.disagg.attempt_state import AttemptState
 from gateway.disagg.leg import Leg
-from gateway.fleet.booking import Booking
 from gateway.fleet.endpoint_registry import LiveEndpoint
+from gateway.fleet.reservation import Reservation
 from gateway.protocol.relay import UpstreamError
 from kvtransfer.dialects import DecodeRequest, parse_response
 from policies import run
@@ -32,8 +32,8 @@ def blame_prefill(attempt: AttemptState) -> None:
     """
     assert attempt.problem is not None
     name = attempt.pair.prefill.candidate.endpoint.name
-    if attempt.prefill_place is not None:
-        attempt.prefill_place.on_failed(attempt.problem)
+    if attempt.prefill_reservation is not None:
+        attempt.prefill_reservation.on_failed(attempt.problem)
     attempt.handoffs.forget_identity(name)
     attempt.suspects.append(name)
 
@@ -71,14 +71,14 @@ def suspect_both(attempt: AttemptState) -> None:
 
 
 def _blame_decoder(attempt: AttemptState, problem: UpstreamError) -> None:
-    attempt.decode_place.on_failed(problem)
+    attempt.decode_reservation.on_failed(problem)
     attempt.suspects.append(attempt.pair.decode.candidate.endpoint.name)
 
 
 # Another decoder
 
 
-def book_other_decode(attempt: AttemptState) -> bool:
+def reserve_other_decode(attempt: AttemptState) -> bool:
     """Reserve another decode endpoint for the same handoff; return False if there is none.
 
     The first one never received the request, so the KV still waits at the prefill endpoint.
@@ -94,8 +94,8 @@ def book_other_decode(attempt: AttemptState) -> bool:
     pick = run.pick(context.split.splitter.decode, query, others)
     if pick is None or not context.gateway.count_unsent(exchange, problem):
         return False
-    attempt.decode_place.__exit__()
-    attempt.decode_place = endpoints.reserve(pick, request, context.fingerprint)
+    attempt.decode_reservation.__exit__()
+    attempt.decode_reservation = endpoints.reserve_decode(pick, request, context.fingerprint)
     attempt.pair = EndpointPair(pair.prefill, pick)
     attempt.figures = attempt.handoffs.figures(attempt.pair)
     exchange.pick = pick
@@ -132,7 +132,7 @@ def _on_late_answer(attempt: AttemptState, leg: Leg, problem: UpstreamError | No
         return
     meaning = attempt.words.interpret(parse_response(inbox.body), alone=True)
     if isinstance(meaning, DecodeRequest):
-        _release_kv(attempt, meaning, attempt.decode_place, "client_gone")
+        _release_kv(attempt, meaning, attempt.decode_reservation, "client_gone")
 
 
 def free_by_decode(attempt: AttemptState) -> None:
@@ -149,7 +149,7 @@ def free_by_decode(attempt: AttemptState) -> None:
     elif leg.sent_at is None:
         leg.close()
         if attempt.handover is not None:
-            _release_kv(attempt, attempt.handover, attempt.decode_place, "client_gone")
+            _release_kv(attempt, attempt.handover, attempt.decode_reservation, "client_gone")
     else:
         since = leg.sent_at if attempt.record.prefilled_at is not None else now
         leg.close_in(since + attempt.figures.seen_s - now)
@@ -171,7 +171,7 @@ def free_by_refuser(attempt: AttemptState) -> None:
     (max_tokens, logprobs).
     """
     if attempt.handover is not None and _may_keep_kv(attempt):
-        _release_kv(attempt, attempt.handover, attempt.decode_place, "refused")
+        _release_kv(attempt, attempt.handover, attempt.decode_reservation, "refused")
 
 
 def free_elsewhere(attempt: AttemptState) -> None:
@@ -203,7 +203,10 @@ def _release_elsewhere(attempt: AttemptState, handover: DecodeRequest) -> None:
 
 
 def _release_kv(
-    attempt: AttemptState, handover: DecodeRequest, place: Booking | LiveEndpoint, reason: str
+    attempt: AttemptState,
+    handover: DecodeRequest,
+    reservation: Reservation | LiveEndpoint,
+    reason: str,
 ) -> None:
-    request = attempt.words.release_request(place, handover)
-    attempt.handoffs.send_release_request(place.upstream, request, reason)
+    request = attempt.words.release_request(reservation, handover)
+    attempt.handoffs.send_release_request(reservation.upstream, request, reason)

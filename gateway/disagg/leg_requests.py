@@ -16,9 +16,9 @@ from gateway.config import Resume
 from gateway.disagg.handoffs import Handoffs
 from gateway.disagg.pairing import SplitRoute
 from gateway.exchange import Exchange, SplitRecord
-from gateway.fleet.booking import Booking
 from gateway.fleet.endpoint_registry import LiveEndpoint
 from gateway.fleet.endpoint_table import EndpointTable
+from gateway.fleet.reservation import Reservation
 from gateway.http.client import Client
 from gateway.legs.forward import client_lines, response_headers
 from gateway.protocol.apis import CHAT
@@ -172,10 +172,14 @@ class LegRequests:
         identity = handoffs.identity(self._prefill, self.terms.number)
         self.terms = replace(self.terms, identity=identity)
 
-    def prefill(self, place: Booking) -> tuple[bytes, bytes]:
-        return self._request(place, self._context.split.dialect.prefill(self.terms), "prefill")
+    def prefill(self, reservation: Reservation) -> tuple[bytes, bytes]:
+        return self._request(
+            reservation, self._context.split.dialect.prefill(self.terms), "prefill"
+        )
 
-    def decode(self, place: Booking, handover: DecodeRequest | None) -> tuple[bytes, bytes]:
+    def decode(
+        self, reservation: Reservation, handover: DecodeRequest | None
+    ) -> tuple[bytes, bytes]:
         """Return head and body of the decode request, as bytes to send.
 
         Without a handoff, it is the client's own request.
@@ -183,14 +187,16 @@ class LegRequests:
         if handover is not None:
             edits, role = handover.edits, "decode"
         else:
-            edits = RequestEdits(keep=known_members(place.endpoint.engine, chat=self.terms.chat))
+            edits = RequestEdits(
+                keep=known_members(reservation.endpoint.engine, chat=self.terms.chat)
+            )
             role = "whole"
         if self._resume_terms is not None:
             edits = with_token_ids(edits)
-        return self._request(place, edits, role)
+        return self._request(reservation, edits, role)
 
     def release_request(
-        self, place: Booking | LiveEndpoint, handover: DecodeRequest
+        self, reservation: Reservation | LiveEndpoint, handover: DecodeRequest
     ) -> tuple[bytes, bytes]:
         """Return head and body of a decode request that has the prefill engine's KV freed.
 
@@ -203,7 +209,7 @@ class LegRequests:
         if apart is not None:
             put += encode_members({apart: b'"unread %d"' % self.terms.number})
             drop |= {apart}
-        return self._request(place, replace(edits, put=put, drop=drop), "")
+        return self._request(reservation, replace(edits, put=put, drop=drop), "")
 
     def relay(self, endpoint: Endpoint, handover: DecodeRequest | None) -> Relay:
         """Return the relay of the decode engine's answer to the client.
@@ -304,12 +310,12 @@ class LegRequests:
         return _SSE % len(events) + events
 
     def _request(
-        self, place: Booking | LiveEndpoint, edits: RequestEdits, role: str
+        self, reservation: Reservation | LiveEndpoint, edits: RequestEdits, role: str
     ) -> tuple[bytes, bytes]:
         # Return head and body of a request to an engine: the client's body with these edits.
         #
         # `role` names the request in traces; "" leaves out trace headers and cache salt.
-        context, endpoint = self._context, place.endpoint
+        context, endpoint = self._context, reservation.endpoint
         call, trace = context.call, context.exchange.trace
         served = context.route.resolve_name(endpoint)
         if (
@@ -324,5 +330,5 @@ class LegRequests:
             lines += trace.add_leg(role, endpoint.name, monotonic())
         for name, value in edits.headers:
             lines += f"{name}: {value}\r\n"
-        head = place.upstream.request_head(call.api.path)
+        head = reservation.upstream.request_head(call.api.path)
         return head + (lines + "\r\n").encode("utf-8", "surrogateescape"), body

@@ -20,7 +20,7 @@ class _Word(StrEnum):
 class State(_Word):
     """The state of an attempt; P is the prefill endpoint, D the decode endpoint."""
 
-    BOOKED = "booked"  # both places are taken, nothing was sent
+    RESERVED = "reserved"  # both places are taken, nothing was sent
     QUERYING = "querying"  # P's bootstrap server was asked for P's identity
     PREFILLING = "prefilling"  # P computes; D has received nothing
     PAIRED = "paired"  # both have the request, D waits for P's KV
@@ -70,7 +70,7 @@ class Act(_Word):
     SEND_PREFILL = "send the prefill request"
     SEND_DECODE = "send the decode request with its handoff"
     SEND_WHOLE = "send the client's request to D without a handoff"
-    OTHER_DECODE = "book another decode endpoint and send it the same handoff"
+    OTHER_DECODE = "reserve another decode endpoint and send it the same handoff"
     ANSWER = "send the prefill answer to the client"
     PASS_ON = "send the refusal to the client"  # noqa: S105
     CLOSE_PREFILL = "close P's connection, which engines treat as an abort"
@@ -119,7 +119,7 @@ class Row(NamedTuple):
 
 LIVE_STATES: Mapping[State, tuple[Owner, Deadline]] = MappingProxyType(
     {
-        State.BOOKED: (Owner.REQUEST, Deadline.TURN),
+        State.RESERVED: (Owner.REQUEST, Deadline.TURN),
         State.QUERYING: (Owner.REQUEST, Deadline.BOOTSTRAP),
         State.PREFILLING: (Owner.PREFILL, Deadline.FIRST_BYTE),
         State.PAIRED: (Owner.BOTH, Deadline.FIRST_BYTE),
@@ -150,9 +150,9 @@ LEG_ENDS: Mapping[Event, tuple[str, str]] = MappingProxyType(
 
 TABLE: Mapping[tuple[State, Event], Row] = MappingProxyType(
     {
-        (State.BOOKED, Event.START_PREFILL): Row(State.PREFILLING, (Act.SEND_PREFILL,)),
-        (State.BOOKED, Event.START_BOTH): Row(State.PAIRED, (Act.SEND_DECODE, Act.SEND_PREFILL)),
-        (State.BOOKED, Event.START_QUERY): Row(State.QUERYING, (Act.QUERY_BOOTSTRAP,)),
+        (State.RESERVED, Event.START_PREFILL): Row(State.PREFILLING, (Act.SEND_PREFILL,)),
+        (State.RESERVED, Event.START_BOTH): Row(State.PAIRED, (Act.SEND_DECODE, Act.SEND_PREFILL)),
+        (State.RESERVED, Event.START_QUERY): Row(State.QUERYING, (Act.QUERY_BOOTSTRAP,)),
         (State.QUERYING, Event.KNOWN): Row(State.PAIRED, (Act.SEND_DECODE, Act.SEND_PREFILL)),
         (State.QUERYING, Event.PREFILL_BROKE): Row(State.FAILED, (Act.BLAME_PREFILL,)),
         (State.QUERYING, Event.CLIENT_GONE): Row(State.GONE, (Act.LEAVE_QUERY,)),

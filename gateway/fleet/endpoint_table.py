@@ -1,7 +1,6 @@
 """The endpoint table: every endpoint with its live load, health and connections.
 
-It is the only writer of EndpointLoad. policies.health.health makes the health decisions; this
-module collects their events and carries out the verdicts.
+It is the only writer of EndpointLoad, and applies the verdicts of policies.health.health.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ from random import Random
 from time import monotonic
 
 from gateway.config import Config
-from gateway.fleet.booking import Booking, Reservation
 from gateway.fleet.endpoint_registry import (
     EndpointRegistry,
     LiveEndpoint,
@@ -23,6 +21,7 @@ from gateway.fleet.endpoint_registry import (
 from gateway.fleet.kv_events.endpoint_events import CacheExpectation
 from gateway.fleet.outgoing_updates import OutgoingUpdates
 from gateway.fleet.prefix_cache import PrefixCacheView
+from gateway.fleet.reservation import DecodeReservation, Reservation
 from gateway.fleet.scrape import ScrapedLoad
 from gateway.fleet.speed_monitor import SpeedMonitor, describe_slowness, find_healthy_peer
 from gateway.http.write_queue import WriteQueue
@@ -31,8 +30,7 @@ from gateway.protocol.stream_scan import TokenUsage
 from gateway.protocol.upstream_error import MODEL_GONE, SHUTDOWN, UpstreamError, health_event
 from policies import ledger, saved_state
 from policies.health import health, slow_start, stall
-from policies.health.health import Health, HealthEvent, HealthLimits
-from policies.health.health import HealthState as HealthState
+from policies.health.health import Health, HealthEvent, HealthLimits, HealthState
 from policies.health.speed_outlier import SlowLimits
 from policies.health.speed_record import SpeedVerdict
 from policies.load import NO_SOFT_CAP, EndpointLoad
@@ -196,7 +194,7 @@ class EndpointTable:
             cached = find(fingerprint, request.prompt_tokens)
         return RoutingQuery(request, monotonic(), self.rng, cached, frozenset(tried), fingerprint)
 
-    def book(self, pick: Pick, request: Request, fingerprint: Fingerprint | None) -> Booking:
+    def reserve(self, pick: Pick, request: Request, fingerprint: Fingerprint | None) -> Reservation:
         """Reserve capacity at the picked endpoint, and record its prompt in the prefix index."""
         live: LiveEndpoint = self._by_slot[pick.candidate.load.slot]
         expected: CacheExpectation | None = None
@@ -208,9 +206,9 @@ class EndpointTable:
             live.sent_tokens += request.prompt_tokens
             live.hit_tokens += pick.cached_tokens
             self._learn_pick(fingerprint, pick, request)
-        booking = Booking(self, live, pick, request, fingerprint)
-        booking.expected_cache = expected
-        return booking
+        reservation = Reservation(self, live, pick, request, fingerprint)
+        reservation.expected_cache = expected
+        return reservation
 
     def _expect(
         self, fingerprint: Fingerprint, live: LiveEndpoint, request: Request
@@ -219,12 +217,14 @@ class EndpointTable:
         exact, slot = self.prefixes.exact, live.load.slot
         return exact.on_sent(fingerprint, slot, request.prompt_tokens, monotonic())
 
-    def reserve(self, pick: Pick, request: Request, fingerprint: Fingerprint | None) -> Reservation:
+    def reserve_decode(
+        self, pick: Pick, request: Request, fingerprint: Fingerprint | None
+    ) -> DecodeReservation:
         """Reserve capacity for decoding a prompt that another endpoint prefills."""
-        slot = pick.candidate.load.slot
         if fingerprint is not None:
             self._learn_pick(fingerprint, pick, request)
-        return Reservation(self, self._by_slot[slot], pick, request, fingerprint)
+        live = self._by_slot[pick.candidate.load.slot]
+        return DecodeReservation(self, live, pick, request, fingerprint)
 
     def _learn_pick(self, fingerprint: Fingerprint, pick: Pick, request: Request) -> None:
         candidate = pick.candidate

@@ -2,7 +2,7 @@
 
 gateway/fleet/poll_plan.py decides what is due at a poll. Polls use kept connections
 (gateway/http/poll_client.py); requests that make an engine generate are rare and use aiohttp's
-client. If an engine's metrics cannot be read, policies rely on the gateway's own bookings.
+client. If an engine's metrics cannot be read, policies rely on the gateway's own reservations.
 """
 
 from __future__ import annotations

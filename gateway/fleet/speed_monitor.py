@@ -1,6 +1,6 @@
 """The speed monitor: compares the speed of the endpoints of every pool once a second.
 
-policies.health.speed_outlier compares them; the endpoint table acts on the verdicts. Bookings
+policies.health.speed_outlier compares them; the endpoint table acts on the verdicts. Reservations
 measure prefill times. The pace of streams is sampled here, so that it costs nothing per chunk.
 """
 
@@ -33,7 +33,7 @@ COHORTS_AT_ONCE = 4
 
 
 class WaitingPrompt(Protocol):
-    """A request that waits for its first byte at an endpoint; Booking implements it."""
+    """A request that waits for its first byte at an endpoint; Reservation implements it."""
 
     live: LiveEndpoint
     request: Request
@@ -181,16 +181,21 @@ class SpeedMonitor:
         return expectations.first_byte_s(_member(live), *_work(request, tokens))
 
     def predict_remaining_s(
-        self, booking: WaitingPrompt, waited_s: float, now: float, *, is_doubted: bool
+        self, reservation: WaitingPrompt, waited_s: float, now: float, *, is_doubted: bool
     ) -> float | None:
         """Predict how many more seconds a late request will wait for its first byte.
 
         `is_doubted` says that its endpoint is expected to be slow. Returns None while the request
         is not late.
         """
-        live, work = booking.live, _work(booking.request, booking.queued_tokens)
+        live, work = reservation.live, _work(reservation.request, reservation.queued_tokens)
         return self._expectations_of(live.endpoint.pool).left_s(
-            _member(live), *work, waited_s, now, is_doubted=is_doubted, is_behind=booking.is_behind
+            _member(live),
+            *work,
+            waited_s,
+            now,
+            is_doubted=is_doubted,
+            is_behind=reservation.is_behind,
         )
 
     def on_overtaken(self, live: LiveEndpoint, tokens: int, now: float) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from time import monotonic
 
 from gateway.exchange import Exchange
-from gateway.fleet.booking import Booking
+from gateway.fleet.reservation import Reservation
 from gateway.http.client import Client
 from gateway.protocol.apis import CHAT, COMPLETIONS, Api
 from gateway.protocol.errors import response_not_found
@@ -42,7 +42,7 @@ def prepare(
     exchange: Exchange,
     call: Call,
     client: Client,
-    booking: Booking,
+    reservation: Reservation,
     on_first: Callable[[], None],
     served: str,
 ) -> tuple[bytes, Call, Relay]:
@@ -50,7 +50,7 @@ def prepare(
 
     `served` is the endpoint's name of the model. `on_first` is called at the first generated token.
     """
-    endpoint = booking.endpoint
+    endpoint = reservation.endpoint
     body = call
     # No lookup in a mapping by engine: hashing an Enum is slow.
     if served != call.request.model or endpoint.engine is TRTLLM:
@@ -58,7 +58,7 @@ def prepare(
     if call.salt and endpoint.salt_member:
         body = body.with_member(call.salt_member(endpoint.salt_member))
     if not call.api.is_plain:
-        return _prepare_special(exchange, body, client, booking, on_first, served)
+        return _prepare_special(exchange, body, client, reservation, on_first, served)
     relay = Relay(
         response_headers(exchange, client, endpoint.name),
         on_first,
@@ -68,7 +68,7 @@ def prepare(
         choice_count=call.request.choices,
         translator=None if exchange.new_translator is None else exchange.new_translator(),
     )
-    head = booking.upstream.request_head(call.api.path) + request_headers(
+    head = reservation.upstream.request_head(call.api.path) + request_headers(
         exchange, client.headers, len(body.body), endpoint.name
     )
     return head, body, relay
@@ -78,11 +78,11 @@ def _prepare_special(
     exchange: Exchange,
     body: Call,
     client: Client,
-    booking: Booking,
+    reservation: Reservation,
     on_first: Callable[[], None],
     served: str,
 ) -> tuple[bytes, Call, Relay]:
-    api, requested_model, name = body.api, body.requested_model, booking.endpoint.name
+    api, requested_model, name = body.api, body.requested_model, reservation.endpoint.name
     headers, gaps = response_headers(exchange, client, name), exchange.gaps
     rewriter = ModelNameRewriter(served, requested_model) if served != requested_model else None
     is_http_1_0 = client.is_http_1_0
@@ -93,7 +93,7 @@ def _prepare_special(
         relay = EventRelay(headers, on_first, is_http_1_0, rewriter, gaps, grammar, errors)
     if exchange.response_ids is not None:
         body = _with_response_id(exchange, body, name, requested_model)
-    head = booking.upstream.request_head(api.path)
+    head = reservation.upstream.request_head(api.path)
     if api.is_form:
         head = head.replace(b"application/json", form_type(body.body), 1)
     return head + request_headers(exchange, client.headers, len(body.body), name), body, relay
@@ -112,16 +112,18 @@ def _accepted_members(api: Api, engine: EngineKind) -> frozenset[str] | None:
     return known_members(engine, chat=api is CHAT)
 
 
-def settle_failure(exchange: Exchange, client: Client, relay: Relay, booking: Booking) -> None:
+def settle_failure(
+    exchange: Exchange, client: Client, relay: Relay, reservation: Reservation
+) -> None:
     """End a request whose answer is an error response, or a stream that ended with an error event.
 
     Raises UpstreamError when the engine itself failed before the client received anything.
     """
     if relay.is_refused:
-        forward_refusal(exchange, client, relay, booking.endpoint.name)
+        forward_refusal(exchange, client, relay, reservation.endpoint.name)
     else:
         exchange.set_interrupted("engine_error")
-        booking.on_failed(UpstreamError("engine_error", "error event in the stream"))
+        reservation.on_failed(UpstreamError("engine_error", "error event in the stream"))
 
 
 def forward_refusal(exchange: Exchange, client: Client, relay: Relay, endpoint: str) -> None:

@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, Protocol
 from gateway.admission.controller import AdmissionController
 from gateway.config import Resume
 from gateway.exchange import Exchange
-from gateway.fleet.booking import Booking
 from gateway.fleet.endpoint_table import EndpointTable
+from gateway.fleet.reservation import Reservation
 from gateway.fleet.speed_monitor import hardware_key
 from gateway.http.client import Client
 from gateway.http.upstream import UpstreamConnection
@@ -77,7 +77,7 @@ class HedgedRequest(Protocol):
 class Race:
     """Two attempts at one request; the first to receive a byte of its answer serves it.
 
-    booking    the capacity reservation of the second attempt
+    reservation    the capacity reservation of the second attempt
     is_won     the second attempt serves the request
     is_over    only one attempt is left
     loser      name of the endpoint whose attempt was closed; "" while both run
@@ -85,7 +85,7 @@ class Race:
 
     __slots__ = (
         *("_client", "_exchange", "_first", "_first_name", "_pick", "_relay", "_sent", "_served"),
-        *("_source", "_task", "booking", "is_over", "is_won", "loser"),
+        *("_source", "_task", "reservation", "is_over", "is_won", "loser"),
     )
 
     def __init__(
@@ -94,17 +94,17 @@ class Race:
         client: Client,
         first: UpstreamConnection,
         pick: Pick,
-        booking: Booking,
+        reservation: Reservation,
         served: str,
     ) -> None:
         """Initialize; `first` is the connection of the first attempt, `pick` the second endpoint.
 
         `served` is the second endpoint's name of the model.
         """
-        assert exchange.booking is not None
+        assert exchange.reservation is not None
         self._exchange, self._client, self._first, self._pick = exchange, client, first, pick
-        self._first_name = exchange.booking.endpoint.name
-        self.booking, self._served = booking, served
+        self._first_name = exchange.reservation.endpoint.name
+        self.reservation, self._served = reservation, served
         self.is_won = self.is_over = False
         self.loser = ""
         self._source: UpstreamConnection | None = None
@@ -115,11 +115,11 @@ class Race:
         exchange, call = self._exchange, self._exchange.call
         assert call is not None
         head, self._sent, self._relay = forward.prepare(
-            exchange, call, self._client, self.booking, self._on_first_token, self._served
+            exchange, call, self._client, self.reservation, self._on_first_token, self._served
         )
         assert exchange.relay is not None
         exchange.relay.on_first_token = self._lose
-        sending = self.booking.upstream.send(head, self._sent, self._relay, self)
+        sending = self.reservation.upstream.send(head, self._sent, self._relay, self)
         loop = asyncio.get_running_loop()
         self._task = loop.create_task(sending, name=f"hedge {exchange.id}")
         self._task.add_done_callback(self._on_task_done)
@@ -145,9 +145,9 @@ class Race:
         exchange = self._exchange
         if self.is_won or self.is_over:
             return self.is_won
-        if exchange.is_committed or exchange.booking is None:
+        if exchange.is_committed or exchange.reservation is None:
             return False
-        late = exchange.booking
+        late = exchange.reservation
         self.loser = self._first_name
         self.take_over()
         late.on_overtaken()
@@ -159,7 +159,7 @@ class Race:
         """Make the second attempt the only attempt of the request."""
         exchange = self._exchange
         self.is_won = True
-        exchange.booking, exchange.relay = self.booking, self._relay
+        exchange.reservation, exchange.relay = self.reservation, self._relay
         exchange.sent_request, exchange.pick = self._sent, self._pick
         self._client.set_source(self._source)
 
@@ -176,10 +176,10 @@ class Race:
         if self.is_won or self.is_over:
             return
         self.is_over = True
-        self.loser = self.booking.endpoint.name
+        self.loser = self.reservation.endpoint.name
         if self._task is not None:
             self._task.cancel()
-        self.booking.__exit__()
+        self.reservation.__exit__()
 
     def _on_task_done(self, task: asyncio.Task[None]) -> None:
         # End the race when the second attempt ends without having won; the first one continues.
@@ -187,7 +187,7 @@ class Race:
         if self.is_won or self.is_over:
             return
         if isinstance(error, UpstreamError):
-            self.booking.on_failed(error)
+            self.reservation.on_failed(error)
         self.close()
 
     async def finish(self, problem: UpstreamError) -> UpstreamError | None:
@@ -203,16 +203,16 @@ class Race:
         if not self.is_won:
             self.take_over()
         assert self._task is not None
-        with self.booking as booking:
+        with self.reservation as reservation:
             try:
                 await self._task
                 if self._relay.is_refused or self._relay.has_error_event:
-                    forward.settle_failure(self._exchange, self._client, self._relay, booking)
+                    forward.settle_failure(self._exchange, self._client, self._relay, reservation)
                 else:
                     self._exchange.status = 200
-                    booking.on_served(self._relay.usage)
+                    reservation.on_served(self._relay.usage)
             except UpstreamError as broke:
-                booking.on_failed(broke)
+                reservation.on_failed(broke)
                 return broke.with_traceback(None)
             finally:
                 self.is_over = True
@@ -285,9 +285,13 @@ class Hedger:
         for exchange, request in tuple(self.waiting.items()):
             if exchange.status or exchange.retries or exchange.is_committed:
                 continue
-            if exchange.hedge is not None or exchange.holds_retry_turn or exchange.booking is None:
+            if (
+                exchange.hedge is not None
+                or exchange.holds_retry_turn
+                or exchange.reservation is None
+            ):
                 continue
-            if exchange.booking.live in stalled:
+            if exchange.reservation.live in stalled:
                 self._consider(request, now, share > 0)
 
     def _return_turns(self) -> None:
@@ -299,32 +303,32 @@ class Hedger:
     def _consider(self, entry: HedgedRequest, now: float, is_hedging: bool) -> None:
         # Hedge or move one request if it is late and another endpoint is expected to be sooner.
         exchange, client, route = entry.exchange, entry.client, entry.route
-        booking, relay = exchange.booking, exchange.relay
-        if booking is None or relay is None or exchange.sent_at is None:
+        reservation, relay = exchange.reservation, exchange.relay
+        if reservation is None or relay is None or exchange.sent_at is None:
             return
         if route.split is not None:  # its other endpoints may be places for prefills
             return
-        is_out, waited_s = booking.is_ejected_as_slow, now - exchange.sent_at
+        is_out, waited_s = reservation.is_ejected_as_slow, now - exchange.sent_at
         if not is_out and waited_s < LEAST_LATE_S:
             return
-        live, monitor = booking.live, self._endpoints.speed_monitor
+        live, monitor = reservation.live, self._endpoints.speed_monitor
         can_hedge = is_hedging and self.allowed >= 1.0 and may_hedge(client, route)
         is_suspect, is_doubted = live.speed.verdict is SpeedVerdict.SUSPECT, live.is_doubted
         if not (is_out or is_suspect or is_doubted or can_hedge):
             return
-        left_s = monitor.predict_remaining_s(booking, waited_s, now, is_doubted=is_doubted)
+        left_s = monitor.predict_remaining_s(reservation, waited_s, now, is_doubted=is_doubted)
         if left_s is None and not is_out:
             return
-        best = self._find_soonest(exchange, booking)
-        connections = booking.upstream.connections
+        best = self._find_soonest(exchange, reservation)
+        connections = reservation.upstream.connections
         connection = next((found for found in connections if found.is_relaying(relay)), None)
         if best is None or connection is None:
             return
         candidate, expected_s = best
-        if is_doubted and hardware_key(candidate.endpoint) != hardware_key(booking.endpoint):
+        if is_doubted and hardware_key(candidate.endpoint) != hardware_key(reservation.endpoint):
             is_doubted = False  # that faster hardware answers sooner proves nothing
-            left_s = monitor.predict_remaining_s(booking, waited_s, now, is_doubted=False)
-        leaves_queue = is_doubted and booking.is_behind
+            left_s = monitor.predict_remaining_s(reservation, waited_s, now, is_doubted=False)
+        leaves_queue = is_doubted and reservation.is_behind
         speedup = 1.0 if leaves_queue else SPEEDUP
         moves = is_out or is_suspect or leaves_queue
         if not is_out and (left_s is None or left_s < speedup * expected_s):
@@ -342,13 +346,13 @@ class Hedger:
     ) -> None:
         # Move a request, or hedge it at the candidate, if the retry budget permits it.
         exchange = entry.exchange
-        if exchange.booking is None or not self._gate.try_acquire_retry():
+        if exchange.reservation is None or not self._gate.try_acquire_retry():
             return
         exchange.holds_retry_turn = True
         self.retrying.append(exchange)
         if moves:
             self.moved += 1
-            exchange.booking.on_overtaken()
+            exchange.reservation.on_overtaken()
             connection.fail(SLOW, "the endpoint is slow")
         else:
             self._hedge(entry, connection, candidate)
@@ -362,16 +366,18 @@ class Hedger:
         self._accounts.count_hedge(candidate.endpoint.name)
         cached = () if exchange.first_query is None else exchange.first_query.cached_by_slot
         pick = repick(exchange.pick, candidate, cached)
-        booking = self._endpoints.book(pick, exchange.call.request, exchange.fingerprint)
+        reservation = self._endpoints.reserve(pick, exchange.call.request, exchange.fingerprint)
         served = entry.route.resolve_name(candidate.endpoint)
-        race = exchange.hedge = Race(exchange, client, first, pick, booking, served)
+        race = exchange.hedge = Race(exchange, client, first, pick, reservation, served)
         try:
             race.start()
         except BaseException:
             race.close()
             raise
 
-    def _find_soonest(self, exchange: Exchange, booking: Booking) -> tuple[Candidate, float] | None:
+    def _find_soonest(
+        self, exchange: Exchange, reservation: Reservation
+    ) -> tuple[Candidate, float] | None:
         # Return the endpoint that is expected to answer soonest, and in how many seconds.
         #
         # Candidates are the endpoints that the policy considered for the first attempt. The result
@@ -382,7 +388,7 @@ class Hedger:
         best: tuple[Candidate, float] | None = None
         for candidate in () if exchange.pick is None else exchange.pick.candidates:
             load, endpoint = candidate.load, candidate.endpoint
-            if endpoint is booking.endpoint or not load.is_available:
+            if endpoint is reservation.endpoint or not load.is_available:
                 continue
             if load.in_flight >= min(endpoint.max_concurrency, load.soft_cap):
                 continue

@@ -287,7 +287,7 @@ class Metrics:
     def _endpoints(self, meters: FamilyFactory) -> None:
         self.inflight: MetricFamily[Gauge] = meters.gauge(
             "penstock_inflight",
-            "Requests that this gateway has booked on an endpoint and that have not ended.",
+            "Requests that this gateway has sent to an endpoint and that have not ended.",
             ENDPOINT,
         )
         self.endpoint_up: MetricFamily[Gauge] = meters.gauge(

@@ -22,7 +22,7 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         "engine-stats-interval": Rule(
             ("scrape", "interval"),
             values.seconds,
-            "loads are booked at once; a scrape only shows requests from elsewhere",
+            "loads are reserved at once; a scrape only shows requests from elsewhere",
         ),
         "backend-health-check-timeout-seconds": Rule(("health", "timeout"), values.seconds),
         "log-level": Rule(("observability", "log", "level"), values.log_level),

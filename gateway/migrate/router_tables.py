@@ -96,7 +96,7 @@ REASONS: Mapping[str, str] = MappingProxyType(
         "redis-": _NOT_STORED,
         "storage-hook": _NOT_STORED,
         "kv-connector": "disaggregation was off",
-        "load-monitor-interval": "loads are booked at once, and scrape.interval is 1 s",
+        "load-monitor-interval": "loads are reserved at once, and scrape.interval is 1 s",
         "log-dir": "the log goes to stderr; observability.access_log may be a file",
         "max-concurrent-requests": "requests are limited per endpoint (max_concurrency) and tenant",
         "rate-limit-tokens-per-second": "rates are limited per tenant (tenants[].limits)",

@@ -1,4 +1,4 @@
-"""State exchange between gateways: picks, bookings, health and charges, sent over a bus.
+"""State exchange between gateways: picks, reservations, health and charges, sent over a bus.
 
 A gateway without contact to others decides by its own state: no request waits for the bus.
 """

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 EXPIRY_S = 2.0
-"""A gateway that has sent nothing for so long is considered gone, with all its bookings."""
+"""A gateway that has sent nothing for so long is considered gone, with all its reservations."""
 
 
 class Peer:
@@ -13,7 +13,7 @@ class Peer:
 
     last_seen_at  when its last message arrived (monotonic seconds)
     started_at    its start, on this gateway's clock
-    shares        digests of the endpoints where it has bookings
+    shares        digests of the endpoints where it has reservations
     """
 
     __slots__ = ("is_warm", "last_seen_at", "shares", "started_at")

@@ -61,7 +61,7 @@ class CacheReports(msgspec.Struct, frozen=True, array_like=True, tag="confirmed"
 
 
 class PeerLoads(msgspec.Struct, frozen=True, array_like=True, tag="loads"):
-    """All bookings of the sender by endpoint; endpoints without any are left out.
+    """All reservations of the sender by endpoint; endpoints without any are left out.
 
     It is also the heartbeat.
 
@@ -108,7 +108,7 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
 
 
 class Bye(msgspec.Struct, frozen=True, array_like=True, tag="bye"):
-    """A message that a gateway stops and has no bookings any more."""
+    """A message that a gateway stops and has no reservations any more."""
 
 
 class WarmUpPart(msgspec.Struct, frozen=True, array_like=True, tag="part"):

@@ -336,7 +336,7 @@ class PeerView:
     # Upkeep
 
     def expire_peers(self, now: float) -> None:
-        """Remove the gateways that have sent nothing for EXPIRY_S seconds, and their bookings."""
+        """Remove gateways that have sent nothing for EXPIRY_S seconds, and their reservations."""
         for sender in self.peers.expired(now):
             self._remove_peer(sender, now)
 

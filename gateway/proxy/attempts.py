@@ -92,7 +92,7 @@ async def attempts(
         if choice is None:
             plan.give_up(problem)
             return problem
-        # No await between the pick and the booking: one turn of the event loop is the lock.
+        # No await between the pick and the reservation: one turn of the event loop is the lock.
         problem = await plan.attempt(choice)
         if problem is None:
             return None

@@ -11,7 +11,7 @@ from functools import partial
 
 from gateway.config import Resume
 from gateway.exchange import Exchange
-from gateway.fleet.booking import Booking
+from gateway.fleet.reservation import Reservation
 from gateway.http.client import Client
 from gateway.legs import forward
 from gateway.protocol.apis import COMPLETIONS
@@ -33,7 +33,7 @@ def prepare_recorded(
     exchange: Exchange,
     call: Call,
     client: Client,
-    booking: Booking,
+    reservation: Reservation,
     on_first: Callable[[], None],
     served: str,
 ) -> tuple[bytes, Call, Relay]:
@@ -42,11 +42,11 @@ def prepare_recorded(
     `exchange.ledger` is None afterwards if the answer could not be continued exactly. Such a
     request is sent as usual.
     """
-    endpoint = booking.endpoint
+    endpoint = reservation.endpoint
     terms = continuation_terms(call) if endpoint.engine is EngineKind.VLLM else None
     if terms is None:
         exchange.ledger = None
-        return forward.prepare(exchange, call, client, booking, on_first, served)
+        return forward.prepare(exchange, call, client, reservation, on_first, served)
     body = call_with_token_ids(call, served, endpoint.salt_member)
     ledger = exchange.ledger = Ledger(terms, resume.tokens)
     recorder = LedgerRecorder(ledger, ledger.render_first, served, call.requested_model)
@@ -62,7 +62,7 @@ def prepare_recorded(
         chunk_gaps=exchange.gaps,
         translator=None if exchange.new_translator is None else exchange.new_translator(),
     )
-    head = booking.upstream.request_head(call.api.path)
+    head = reservation.upstream.request_head(call.api.path)
     head += forward.request_headers(exchange, client.headers, len(body.body), endpoint.name)
     return head, body, relay
 
@@ -147,11 +147,11 @@ class RestPlan:
     async def attempt(self, pick: Pick) -> UpstreamError | None:
         exchange, request = self.exchange, self._call.request
         exchange.pick = pick
-        with self.gateway.endpoints.book(pick, request, exchange.fingerprint) as booking:
+        with self.gateway.endpoints.reserve(pick, request, exchange.fingerprint) as reservation:
             try:
-                result = await self._send(booking)
+                result = await self._send(reservation)
             except UpstreamError as broke:
-                booking.on_failed(broke)
+                reservation.on_failed(broke)
                 self._count(BROKE)
                 # Its traceback leads to this frame and its callers: a reference cycle.
                 return broke.with_traceback(None)
@@ -218,19 +218,19 @@ class RestPlan:
 
     # One attempt
 
-    async def _send(self, booking: Booking) -> str:
+    async def _send(self, reservation: Reservation) -> str:
         """Send the request for the rest and relay the answer; return the result.
 
         Raises UpstreamError when the answer breaks again.
         """
         exchange, ledger, requested_model = self.exchange, self._ledger, self._call.requested_model
         ledger.prepare_rest()
-        served = self._route.resolve_name(booking.endpoint)
-        member, salt = booking.endpoint.salt_member, self._call.salt.decode()
+        served = self._route.resolve_name(reservation.endpoint)
+        member, salt = reservation.endpoint.salt_member, self._call.salt.decode()
         salts = {member: salt} if member and salt else {}
         body = _Body(ledger.terms.rest_body(served, ledger.prompt_ids, ledger.shown_ids, salts))
         # No closure: in a compiled module it would hold this coroutine, and the relay with it.
-        on_first_token = partial(self._on_first_token, booking, body)
+        on_first_token = partial(self._on_first_token, reservation, body)
         recorder = LedgerRecorder(ledger, ledger.render_rest, served, requested_model)
         relay = ContinuationRelay(
             b"",
@@ -239,20 +239,20 @@ class RestPlan:
             recorder,
             translator=self._relay.translator,
         )
-        length, name = len(body.body), booking.endpoint.name
-        head = booking.upstream.request_head(COMPLETIONS.path)
+        length, name = len(body.body), reservation.endpoint.name
+        head = reservation.upstream.request_head(COMPLETIONS.path)
         head += forward.request_headers(exchange, self._client.headers, length, name)
         try:
-            await booking.upstream.send(head, body, relay, self._client)
+            await reservation.upstream.send(head, body, relay, self._client)
         finally:
             self._relay.add_rest(relay, ledger.usage)
         if relay.is_refused:
             return f"status_{forward.refusal_status(relay)}"
-        booking.on_served(relay.usage)
+        reservation.on_served(relay.usage)
         return RESUMED
 
-    def _on_first_token(self, booking: Booking, body: _Body) -> None:
-        booking.on_first_token()
+    def _on_first_token(self, reservation: Reservation, body: _Body) -> None:
+        reservation.on_first_token()
         body.body = b""
         self._ledger.resumes += 1
         self.exchange.give_back_retry_turn(self.gateway.gate)

@@ -63,8 +63,10 @@ class WholePlan:
         exchange.picked_at = monotonic()
         if route.notes_picks:
             self._note(pick)
-        with gateway.endpoints.book(pick, self.call.request, exchange.fingerprint) as booking:
-            exchange.note_booking(route.room, self.query, pick)
+        with gateway.endpoints.reserve(
+            pick, self.call.request, exchange.fingerprint
+        ) as reservation:
+            exchange.on_reserved(route.room, self.query, pick)
             waiting = gateway.hedger.waiting
             waiting[exchange] = self
             try:
@@ -72,23 +74,23 @@ class WholePlan:
                     exchange,
                     self.call,
                     self.client,
-                    booking,
+                    reservation,
                     exchange.on_first_token,
-                    route.resolve_name(booking.endpoint),
+                    route.resolve_name(reservation.endpoint),
                 )
-                exchange.booking = booking
+                exchange.reservation = reservation
                 exchange.relay = relay
                 exchange.sent_request = body
                 exchange.sent_at = monotonic()
-                await booking.upstream.send(head, body, relay, self.client)
+                await reservation.upstream.send(head, body, relay, self.client)
                 if relay.is_refused or relay.has_error_event:
-                    settle_failure(exchange, self.client, relay, booking)
+                    settle_failure(exchange, self.client, relay, reservation)
                 else:
                     exchange.status = 200
-                    booking.on_served(relay.usage)
+                    reservation.on_served(relay.usage)
             except UpstreamError as broke:
                 if broke.kind != OVERTAKEN:
-                    booking.on_failed(broke)
+                    reservation.on_failed(broke)
                 # Its traceback leads to this frame and its callers: a reference cycle.
                 return broke.with_traceback(None)
             finally:

@@ -175,16 +175,16 @@ class Predecessor:
             while True:
                 message = await read_message(self._reader)
                 if isinstance(message, RemainingWork) and gateway is not None:
-                    _book(gateway, message)
+                    _add_remaining_work(gateway, message)
         except ChannelError:
             log.info("restart: process %d has ended", self._offer.pid)
         finally:
             if gateway is not None:
-                _book(gateway, RemainingWork([]))
+                _add_remaining_work(gateway, RemainingWork([]))
 
 
-def _book(gateway: Gateway, booked: RemainingWork) -> None:
-    now, shares = monotonic(), dict(booked.shares)
+def _add_remaining_work(gateway: Gateway, remaining: RemainingWork) -> None:
+    now, shares = monotonic(), dict(remaining.shares)
     changed = [
         set_peer_load(live.load, PEER_SOURCE, shares.get(endpoint_key(live)), now)
         for live in gateway.endpoints.all()

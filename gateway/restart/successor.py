@@ -43,7 +43,7 @@ log = logging.getLogger("penstock")
 
 READY_TIMEOUT_S = 180.0
 END_TIMEOUT_S = 10.0
-BOOKED_INTERVAL_S = 0.25
+REMAINING_WORK_INTERVAL_S = 0.25
 
 
 class HandoverError(Exception):
@@ -162,7 +162,7 @@ class Successor:
         `stop` is called when the successor requests that this process end.
         """
         tasks = [
-            asyncio.create_task(self._send_bookings(shares), name="tell the successor"),
+            asyncio.create_task(self._send_remaining_work(shares), name="tell the successor"),
             asyncio.create_task(self._wait_for_stop(stop), name="listen to the successor"),
         ]
         try:
@@ -172,7 +172,7 @@ class Successor:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _send_bookings(
+    async def _send_remaining_work(
         self, shares: Callable[[], list[tuple[EndpointKey, PeerShare]]]
     ) -> None:
         assert self._writer is not None
@@ -180,7 +180,7 @@ class Successor:
             self._writer.write(pack_message(RemainingWork(shares())))
             with suppress(OSError):
                 await self._writer.drain()
-            await asyncio.sleep(BOOKED_INTERVAL_S)
+            await asyncio.sleep(REMAINING_WORK_INTERVAL_S)
 
     async def _wait_for_stop(self, stop: Callable[[], None]) -> None:
         assert self._reader is not None

@@ -22,7 +22,7 @@ from policies.model import Candidate, Pick, RoutingQuery
 EndedExchange = tuple[Exchange, TokenUsage, int, float]
 """An ended exchange, the engine's token counts, the response's events, the end (monotonic)."""
 
-_OBJECTS = ("belief", "bookings", "changes", "timeline")
+_OBJECTS = ("belief", "reservations", "changes", "timeline")
 _NUMBERS = tuple(name for name in LOAD_FIELDS if name not in _OBJECTS)
 load_values = attrgetter(*_NUMBERS)
 

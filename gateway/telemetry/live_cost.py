@@ -1,4 +1,4 @@
-"""The live cost of requests: reads engines' bookings, and counts dollars in the metrics.
+"""The live cost of requests: reads engines' reservations, and counts dollars in the metrics.
 
 It runs a few times per second, apart from requests. How dollars are divided is in
 policies/sizing/live_cost.py.
@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Protocol
 
 from gateway.metrics.catalogue import Metrics
-from policies.ledger import LoadBooking
+from policies.ledger import LoadReservation
 from policies.sizing.cost import decode_weight
 from policies.sizing.live_cost import CostMeter, EngineUse
 
@@ -72,13 +72,13 @@ def _uses(
         load, others = live.load, live.load.peer_load
         weights: dict[CostKey, float] = {}
         batch, kv_tokens = load.decoding, load.kv_tokens or UNKNOWN_KV_TOKENS
-        for booking in load.bookings:
-            if not isinstance(booking, LoadBooking):
+        for reservation in load.reservations:
+            if not isinstance(reservation, LoadReservation):
                 continue
-            request = booking.request
+            request = reservation.request
             key = request.model, request.slo.name, request.tenant if has_tenants else ""
             weight = 1.0
-            if booking.is_decoding:
+            if reservation.is_decoding:
                 weight = decode_weight(batch, request.prompt_tokens, kv_tokens)
             weights[key] = weights.get(key, 0.0) + weight
         waiting = others.in_flight - others.decoding

@@ -256,7 +256,7 @@ class SloTracker:
 
         For a split request, the prediction is that of the prefill and decode pair.
         """
-        entry = exchange.booking.entry if exchange.booking is not None else None
+        entry = exchange.reservation.entry if exchange.reservation is not None else None
         if entry is None or exchange.picked_at is None:
             return
         predicted_s = entry.predicted_ttft_s

@@ -47,7 +47,7 @@ class SupervisorMetrics:
         )
         self.inflight: MetricFamily[Gauge] = own.gauge(
             "penstock_worker_inflight",
-            "Requests of each worker that are booked on an endpoint and have not ended.",
+            "Requests of each worker sent to an endpoint and have not ended.",
             number,
         )
         self.deaths_total: Counter = own.counter(

@@ -61,14 +61,14 @@ class LinkManager:
         transports: Mapping[str, Transport],
         clock: Clock,
         options: AgentOptions,
-        books: tuple[TransferSink, TransferSource, AgentStats],
+        state: tuple[TransferSink, TransferSource, AgentStats],
         lock: AgentLock,
         execute: Callable[[list[Command]], None],
     ) -> None:
         self.card: AgentCard
         self.options = options
         self._key, self._transports, self._clock = key, transports, clock
-        self._sink, self._source, self._tally = books
+        self._sink, self._source, self._tally = state
         self._lock, self._execute = lock, execute
         self._peer_links: dict[Link, PeerLink] = {}
         self._unproven = UnprovenLinks(options.max_unproven_links, options.max_unproven_per_address)

@@ -52,10 +52,10 @@ class AdmissionSim:
             self._room.refresh(self._fleet.gateway.candidates)
             self._apply_verdicts(now)
 
-    def on_booked(self, query: RoutingQuery, pick: Pick) -> None:
+    def on_reserved(self, query: RoutingQuery, pick: Pick) -> None:
         """Charge the tenant of a request that was assigned to a group, if there is a wait queue."""
         if self._room is not None:
-            self._room.on_booked(query, pick)
+            self._room.on_reserved(query, pick)
 
     def on_ended(self, now: float, flight: InflightRequest) -> None:
         """Release the permit of a request that has ended, and report its outcome to the

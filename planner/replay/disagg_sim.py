@@ -92,15 +92,15 @@ class DisaggSim:
         prefill, decode = decision.pair.prefill, decision.pair.decode
         giver, taker = groups[prefill.candidate.load.slot], groups[decode.candidate.load.slot]
         request, record = flight.request, flight.record
-        self._fleet.admission.on_booked(query, prefill)
+        self._fleet.admission.on_reserved(query, prefill)
         short = msgspec.structs.replace(request, output_tokens=1)
-        flight.prefill_booking = ledger.book(giver.load, short, prefill.cached_tokens, now)
+        flight.prefill_reservation = ledger.reserve(giver.load, short, prefill.cached_tokens, now)
         after_s = transfer_s(rule, query, prefill.candidate, decode, transfers)
         after_s += decode_wait_s(query, decode)
-        flight.booking = ledger.reserve(taker.load, request, decode.cached_tokens, now)
-        computed_s = flight.prefill_booking.predicted_ttft_s
+        flight.reservation = ledger.reserve_decode(taker.load, request, decode.cached_tokens, now)
+        computed_s = flight.prefill_reservation.predicted_ttft_s
         record.predicted_ttft_s = None if computed_s is None else computed_s + after_s
-        record.predicted_tpot_s = flight.booking.predicted_tpot_s
+        record.predicted_tpot_s = flight.reservation.predicted_tpot_s
         record.group, record.prefilled_by = taker.name, giver.name
         flight.believed_tokens = prefill.cached_tokens
         flight.pair, flight.prefill_group, flight.decode_group = decision.pair, giver, taker
@@ -114,10 +114,10 @@ class DisaggSim:
     ) -> None:
         """Send the decode half of a request whose prompt was computed."""
         record, taker = flight.record, flight.decode_group
-        assert flight.prefill_booking is not None
+        assert flight.prefill_reservation is not None
         assert taker is not None
-        flight.prefill_booking.finish(now, 1)
-        flight.prefill_booking, flight.prefilled_s = None, now
+        flight.prefill_reservation.finish(now, 1)
+        flight.prefill_reservation, flight.prefilled_s = None, now
         record.cached_tokens, record.believed_tokens = given.cached, flight.believed_tokens
         self._fleet.gateway.confirm(
             giver.load.slot, flight.believed_tokens, given.cached, given.prompt_tokens
@@ -165,8 +165,8 @@ class DisaggSim:
             return
         if flight.prefill_group is None:
             taker.engine.scheduler.recompute(job)
-            assert flight.booking is not None
-            flight.booking.recompute_prompt(now)
+            assert flight.reservation is not None
+            flight.reservation.recompute_prompt(now)
         else:
             taker.engine.scheduler.on_landed(job, job.computed)
             self._release_prefill_blocks(now, flight)
@@ -181,9 +181,9 @@ class DisaggSim:
 
     def withdraw(self, now: float, flight: InflightRequest) -> None:
         """Cancel the prefill half of a request and its KV transfer."""
-        if flight.prefill_booking is not None:
-            flight.prefill_booking.drop(now)
-            flight.prefill_booking = None
+        if flight.prefill_reservation is not None:
+            flight.prefill_reservation.drop(now)
+            flight.prefill_reservation = None
         self._release_prefill_blocks(now, flight)
         flight.decode_group = None
 

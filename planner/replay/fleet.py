@@ -188,7 +188,7 @@ class Fleet:
     # Sending to a group
 
     def serve(self, now: float, flight: InflightRequest, query: RoutingQuery) -> None:
-        """Pick a group, book the request there and send it, in one step as the gateway does."""
+        """Pick a group, reserve the request there and send it, in one step as the gateway does."""
         if self.disagg is not None and self.disagg.serve(now, flight, query):
             return
         pick = self.gateway.pick(query, self._single_candidates(flight.trace_request))
@@ -196,15 +196,15 @@ class Fleet:
             self.admission.on_not_routed(now, flight)
             return
         group = self.groups[pick.candidate.load.slot]
-        self.admission.on_booked(query, pick)
+        self.admission.on_reserved(query, pick)
         self.start(now, flight, group, pick)
-        assert flight.booking is not None
-        flight.record.predicted_ttft_s = flight.booking.predicted_ttft_s
-        flight.record.predicted_tpot_s = flight.booking.predicted_tpot_s
+        assert flight.reservation is not None
+        flight.record.predicted_ttft_s = flight.reservation.predicted_ttft_s
+        flight.record.predicted_tpot_s = flight.reservation.predicted_tpot_s
         flight.record.group = group.name
 
     def start(self, now: float, flight: InflightRequest, group: ReplayGroup, pick: Pick) -> None:
-        flight.booking = ledger.book(group.load, flight.request, pick.cached_tokens, now)
+        flight.reservation = ledger.reserve(group.load, flight.request, pick.cached_tokens, now)
         flight.believed_tokens = pick.cached_tokens
         flight.ahead_tokens, flight.sent_s = group.load.prefill_tokens, now
         flight.is_overtaken = False
@@ -287,11 +287,11 @@ class Fleet:
         group.totals.prompt_tokens += 0 if isinstance(job.leg, DecodeLeg) else job.prompt_tokens
         group.totals.cached_tokens += 0 if isinstance(job.leg, DecodeLeg) else job.cached
         if job.keeps_blocks:
-            assert flight.prefill_booking is not None
-            flight.prefill_booking.on_first_token(now)
+            assert flight.prefill_reservation is not None
+            flight.prefill_reservation.on_first_token(now)
             return
-        assert flight.booking is not None
-        flight.booking.on_first_token(now)
+        assert flight.reservation is not None
+        flight.reservation.on_first_token(now)
         record = flight.record
         if not record.prefilled_by:
             group.speed.on_first_token(max(1, job.prompt_tokens - flight.believed_tokens), now)
@@ -323,14 +323,14 @@ class Fleet:
             assert self.disagg is not None
             self.disagg.on_prefilled(now, flight, group, job)
             return
-        record, entry = flight.record, flight.booking
+        record, entry = flight.record, flight.reservation
         assert entry is not None
         record.longest_gap_s = group.engine.longest_gap_s(job, record.first_s or now)
         record.preemptions += job.preemptions
         record.done_s = now
         entry.finish(now, record.output_tokens)
         self.gateway.learn_length(record)
-        flight.booking = None
+        flight.reservation = None
         if not record.prefilled_by:
             record.believed_tokens = flight.believed_tokens
             self.gateway.confirm(
@@ -385,9 +385,9 @@ class Fleet:
             group.speed.on_dropped(
                 max(1, flight.trace_request.input_tokens - flight.believed_tokens)
             )
-        if flight.booking is not None:
-            flight.booking.drop(now)
-            flight.booking = None
+        if flight.reservation is not None:
+            flight.reservation.drop(now)
+            flight.reservation = None
         flight.job = flight.group = None
 
     def retry_elsewhere(self, now: float, flight: InflightRequest, group: ReplayGroup) -> None:

@@ -23,7 +23,7 @@ class AdmissionPort(Protocol):
     def refresh(self, now: float) -> None:
         """Update the queue's capacity after groups were added, removed or failed."""
 
-    def on_booked(self, query: RoutingQuery, pick: Pick) -> None:
+    def on_reserved(self, query: RoutingQuery, pick: Pick) -> None:
         """Charge the tenant of a request that was assigned to a group."""
 
 
@@ -87,10 +87,10 @@ class FleetPort(Protocol):
         """
 
     def serve(self, now: float, flight: InflightRequest, query: RoutingQuery) -> None:
-        """Pick a group for an admitted request, book it and send it there."""
+        """Pick a group for an admitted request, reserve it and send it there."""
 
     def start(self, now: float, flight: InflightRequest, group: ReplayGroup, pick: Pick) -> None:
-        """Book the picked group and send it the whole request."""
+        """Reserve the picked group and send it the whole request."""
 
     def send(
         self, now: float, flight: InflightRequest, group: ReplayGroup, pick: Pick, job: Job
@@ -106,7 +106,7 @@ class FleetPort(Protocol):
         """
 
     def withdraw(self, now: float, flight: InflightRequest) -> None:
-        """Cancel a request's jobs and its booked load."""
+        """Cancel a request's jobs and its reserved load."""
 
     def retry_elsewhere(self, now: float, flight: InflightRequest, group: ReplayGroup) -> None:
         """Retry a request whose group died on another group, or end it if its answer had begun."""

@@ -65,7 +65,7 @@ class Hedges:
             fleet.withdraw(now, own)
             own.job = first.job
             own.group = first.group
-            own.booking = first.booking
+            own.reservation = first.reservation
             own.believed_tokens = first.believed_tokens
             own.is_expected, own.is_overtaken = first.is_expected, False
             assert own.job is not None

@@ -9,7 +9,7 @@ from mockgpu.job import Job
 from planner.replay.group import ReplayGroup
 from planner.replay.record import ReplayRecord
 from planner.traces.shape import TraceRequest
-from policies.ledger import LoadBooking
+from policies.ledger import LoadReservation
 from policies.model import Request
 from policies.prefix.fingerprint import Fingerprint
 from policies.pricing.split import EndpointPair
@@ -35,7 +35,7 @@ class InflightRequest:
     decode_group  the group that decodes it
     prefill_group  the group that computes its prompt; None once its KV was fetched or lost
     prefill_job  the job there, whose blocks are kept until they were fetched
-    prefill_booking  its booked load there
+    prefill_reservation  its reserved load there
     pair      both endpoints, until the first token
     prefilled_s  when the prompt was computed
     """
@@ -51,7 +51,7 @@ class InflightRequest:
     failed_endpoints: frozenset[str] = frozenset()
     group: ReplayGroup | None = None
     job: Job | None = None
-    booking: LoadBooking | None = None
+    reservation: LoadReservation | None = None
     believed_tokens: int = 0
     ahead_tokens: int = 0
     sent_s: float = 0.0
@@ -62,6 +62,6 @@ class InflightRequest:
     decode_group: ReplayGroup | None = None
     prefill_group: ReplayGroup | None = None
     prefill_job: Job | None = None
-    prefill_booking: LoadBooking | None = None
+    prefill_reservation: LoadReservation | None = None
     pair: EndpointPair | None = None
     prefilled_s: float | None = None

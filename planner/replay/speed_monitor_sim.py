@@ -263,5 +263,5 @@ def _awaited_tokens(flight: InflightRequest) -> int:
 
 
 def _may_leave(flight: InflightRequest) -> bool:
-    is_waiting = flight.record.first_s is None and flight.booking is not None
+    is_waiting = flight.record.first_s is None and flight.reservation is not None
     return is_waiting and flight.race is None and not flight.failed_endpoints

@@ -235,12 +235,12 @@ class Admission(Protocol):
         """
         ...
 
-    def on_booked(self, query: RoutingQuery, pick: Pick) -> None:
+    def on_reserved(self, query: RoutingQuery, pick: Pick) -> None:
         """Record that an admitted request was assigned to the endpoint in `pick`."""
         ...
 
     def on_ended(self, request: Request, outcome: RequestOutcome) -> None:
-        """Record how a request ended that `on_booked` had recorded."""
+        """Record how a request ended that `on_reserved` had recorded."""
         ...
 
     def tick(self, now: float, candidates: Sequence[Candidate]) -> None:
@@ -416,7 +416,7 @@ class CapAdmission:
         rate = queue.full_rate(query.now)
         return self._schedule.schedule(request_key(query), 1.0, rate, 0.0, query)
 
-    def on_booked(self, query: RoutingQuery, pick: Pick) -> None:
+    def on_reserved(self, query: RoutingQuery, pick: Pick) -> None:
         """Do nothing: the wait queue counts the permits."""
 
     def on_ended(self, request: Request, outcome: RequestOutcome) -> None:

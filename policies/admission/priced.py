@@ -83,7 +83,7 @@ class PricedAdmissionParams(AdmissionParams, frozen=True):
     burst_s        plus or minus this many seconds of prefill
     immodest       factor on hold_share and burst_s for a tenant that is above its fair share
     modest         increase of that factor for a tenant that is below its fair share
-    kv_share       share of the fleet's KV that may be booked before a price applies
+    kv_share       share of the fleet's KV that may be reserved before a price applies
     late_value     value of a request whose first token is expected too late, relative to one in
                    time
     session_value  value of a request that continues a conversation, relative to one that starts
@@ -136,7 +136,7 @@ class PricedAdmission:
             "_budget",
             "_full_rate",
             "_schedule",
-            "_kv_booked",
+            "_kv_reserved",
             "_overload",
             "_pace",
             "_prefill_share",
@@ -157,7 +157,7 @@ class PricedAdmission:
         self._rule = rule
         self._sessions = WorkingSet(rule.sessions)
         self._schedule, self._full_rate = ReturnSchedule(rule.returns), FullLoadRate()
-        self._prefill_share, self._kv_booked = 1.0, 0.0
+        self._prefill_share, self._kv_reserved = 1.0, 0.0
         self._overload = self._ahead_s = 0.0
         self._pace = PrefillPace(rule.step_share)
         self._usage = TenantUsage(rule.weights)
@@ -325,7 +325,7 @@ class PricedAdmission:
         )
         queued = (estimate.queue_s + self._queue_work_s(estimate, queue)) / self._threshold_s()
         excess = rule.steepness * min(
-            4.0, max(0.0, queued - 1.0, self._kv_booked / rule.kv_share - 1.0)
+            4.0, max(0.0, queued - 1.0, self._kv_reserved / rule.kv_share - 1.0)
         )
         self.price = expm1(excess) - excess
 
@@ -417,7 +417,7 @@ class PricedAdmission:
         self._typical_s = _mean(self._typical_s, estimate.work_s)
         self._per_weight = _mean(self._per_weight, 1.0 / slo.weight)
 
-    def on_booked(self, query: RoutingQuery, pick: Pick) -> None:
+    def on_reserved(self, query: RoutingQuery, pick: Pick) -> None:
         request, load = query.request, pick.candidate.load
         missing = max(1, request.prompt_tokens - pick.cached_tokens)
         fill_s = prefill_s(load, missing, pick.cached_tokens)
@@ -426,7 +426,7 @@ class PricedAdmission:
         self._usage.record(request.tenant, work_s, admitted=True)
         if request.session:
             cached_somewhere = longest_match(query.cached_by_slot)
-            self._sessions.on_booked(
+            self._sessions.on_reserved(
                 request.session,
                 request.prompt_tokens,
                 cached_somewhere,
@@ -455,7 +455,7 @@ class PricedAdmission:
         self._sessions.tick(now)
         self._usage.tick(now)
         self._schedule.expire(now)
-        self._kv_booked = _kv_booked(candidates)
+        self._kv_reserved = _kv_reserved(candidates)
         tpot_s = 1.0 / self._tpot_budget if self._tpot_budget else STANDARD.tpot_s
         self._prefill_share = self._pace.mean_share(candidates, tpot_s)
         loads = [candidate.load for candidate in candidates if candidate.load.is_available]
@@ -467,21 +467,21 @@ class PricedAdmission:
             and not len(self._schedule)
             and queue_s < 0.5 * self._rule.hold_least_s
             and max(aheads_s, default=0.0) <= 0.5 * self._rule.burst_s
-            and self._kv_booked < self._rule.kv_share
+            and self._kv_reserved < self._rule.kv_share
         )
         if self.is_calm:
             self.price = 0.0
 
 
-def _kv_booked(candidates: Sequence[Candidate]) -> float:
-    # Return the share of the fleet's KV that booked requests need, with shared prefixes counted
+def _kv_reserved(candidates: Sequence[Candidate]) -> float:
+    # Return the share of the fleet's KV that reserved requests need, with shared prefixes counted
     # once.
     #
     # Return 0 if the size of the KV is unknown.
     kv_tokens = fleet_kv_tokens(candidates)
     loads = [candidate.load for candidate in candidates if candidate.load.is_available]
     return (
-        sum(load.timeline.kv_ratio * load.kv_booked for load in loads) / kv_tokens
+        sum(load.timeline.kv_ratio * load.kv_reserved for load in loads) / kv_tokens
         if kv_tokens
         else 0.0
     )

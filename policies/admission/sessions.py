@@ -180,7 +180,7 @@ class WorkingSet:
             max(1.0, self.tokens + tokens - self.memory_share * kv_tokens), now
         )
 
-    def on_booked(
+    def on_reserved(
         self, session: str, prompt_tokens: int, held: int, believed: int, now: float
     ) -> None:
         """Record that a request of the session was assigned to an endpoint.

@@ -323,12 +323,12 @@ class WaitQueue(Generic[T]):
             self.in_flight += 1
         return verdict
 
-    def on_booked(self, query: RoutingQuery, pick: Pick) -> None:
+    def on_reserved(self, query: RoutingQuery, pick: Pick) -> None:
         """Charge the tenant of an admitted request that was assigned to an endpoint."""
         request = query.request
         tokens = billable_tokens(request, pick.cached_tokens) - self._charged.pop(request.id, 0)
         self._charge(request.tenant, tokens)
-        self.admission.on_booked(query, pick)
+        self.admission.on_reserved(query, pick)
 
     def release(self, request: Request, outcome: RequestOutcome) -> None:
         """Release the permit of a request that has ended; call `take_verdicts` afterwards."""

@@ -17,29 +17,29 @@ if TYPE_CHECKING:
 
 
 class EngineLoad:
-    """Booked requests, learned speed and forecast of one engine.
+    """Reserved requests, learned speed and forecast of one engine.
 
     Written by ledger.py:
 
-    answers            booked requests that expect more than one output token; not the prefill half
-                       of a split request
-    expected_tokens    expected output tokens of all booked requests, subtracted again when each of
-                       them ends
+    answers            reserved requests that expect more than one output token; not the prefill
+                       half of a split request
+    expected_tokens    expected output tokens of all reserved requests, subtracted again when each
+                       of them ends
     external_requests  requests from outside the gateway fleet: the smaller unexplained_requests of
                        the last two scrapes
     kv_tokens          KV capacity in tokens; None while unknown
     slots              sequences that the engine runs at a time; inf until prompts have waited for
                        one while KV was free
-    peer_load          the part of the booked numbers that belongs to other gateways (peer_load.py)
-    bookings           the booked requests, in order of booking
+    peer_load          the part of these numbers that belongs to other gateways (peer_load.py)
+    reservations       the requests in flight, in order of reservation
     belief             learned speed (policies/engine/step_time.py)
 
     The forecast, written by load_forecast.py and engine_timeline.py on every ledger event. It is
     plain floats, so that a scorer costs a few attribute loads per candidate:
 
-    prefill_done_at       policy clock when all booked prompts should be computed; not in the future
-                          if none is waiting
-    next_first_token_at   policy clock when the next first token of a booked prompt is expected; inf
+    prefill_done_at       policy clock when all waiting prompts should be computed; not in the
+                          future if none is waiting
+    next_first_token_at   policy clock when the next first token is expected; inf
                           if none is
     prefill_s_per_token   seconds per additional uncached prompt token, including its share of the
                           step overhead
@@ -64,7 +64,7 @@ class EngineLoad:
             "belief",
             "decode_s_per_context_token",
             "next_first_token_at",
-            "bookings",
+            "reservations",
             "expected_tokens",
             "fixed_ttft_s",
             "free_kv_tokens",
@@ -88,7 +88,7 @@ class EngineLoad:
         self.answers = self.expected_tokens = self.external_requests = 0
         self.kv_tokens: float | None = None
         self.peer_load = PeerLoad()
-        self.bookings: dict[QueuedPrompt, None] = {}
+        self.reservations: dict[QueuedPrompt, None] = {}
         self.belief: SpeedBelief = SpeedBelief() if belief is None else belief
         self.prefill_done_at = self.prefill_s_per_token = self.attention_s_per_pair = (
             self.fixed_ttft_s

@@ -1,4 +1,4 @@
-"""The live model of one endpoint's engine, updated by the events of its booked requests.
+"""The live model of one endpoint's engine, updated by the events of its reserved requests.
 
 EngineTimeline translates events into changes of the base class EngineModel (engine_model.py).
 calibration.py learns from first tokens, load_forecast.py computes the forecast, step_time.py holds
@@ -26,7 +26,7 @@ STALE_S = 0.002
 
 
 class EngineTimeline(EngineModel):
-    """An engine model that ledger.py keeps up to date with the events of booked requests.
+    """An engine model that ledger.py keeps up to date with the events of reserved requests.
 
     arrivals  averages of the prompts recently sent to the endpoint
     lengths   lengths of its recent answers relative to the expected ones

@@ -1,7 +1,7 @@
-"""The part of an endpoint's load that other gateways have booked, with one share per gateway.
+"""The part of an endpoint's load that comes from other gateways, with one share per gateway.
 
-ledger.py adds the shares to the booked numbers of EndpointLoad, so that caps, scorers and the count
-of external requests cover all gateways. Their sum is kept here, so that this gateway's own part can
+ledger.py adds the shares to the numbers of EndpointLoad, so that caps, scorers and the count of
+external requests cover all gateways. Their sum is kept here, so that this gateway's own part can
 be computed. The gateway's package `peers` transports the shares.
 """
 
@@ -15,14 +15,14 @@ Amount = Annotated[int, msgspec.Meta(ge=0, le=1 << 50)]
 
 
 class PeerShare(msgspec.Struct, frozen=True, array_like=True):
-    """The load that one gateway has booked at one endpoint, in the units of EndpointLoad."""
+    """The load that one gateway has reserved at one endpoint, in the units of EndpointLoad."""
 
     in_flight: Amount = 0
     decoding: Amount = 0
     prefill_tokens: Amount = 0
     decode_tokens: Amount = 0
     expected_tokens: Amount = 0
-    kv_booked: Amount = 0
+    kv_reserved: Amount = 0
     answers: Amount = 0
 
 
@@ -40,5 +40,5 @@ class PeerLoad:
 
     def __init__(self) -> None:
         self.in_flight = self.answers = self.decoding = 0
-        self.prefill_tokens = self.decode_tokens = self.expected_tokens = self.kv_booked = 0
+        self.prefill_tokens = self.decode_tokens = self.expected_tokens = self.kv_reserved = 0
         self.shares: dict[bytes, PeerShare] = {}

@@ -1,13 +1,13 @@
-"""State of one booked prompt in the engine model: its progress and the KV it occupies.
+"""State of one reserved prompt in the engine model: its progress and the KV it occupies.
 
-engine_model.py changes the state. ledger.LoadBooking extends the class QueuedPrompt.
+engine_model.py changes the state. ledger.LoadReservation extends the class QueuedPrompt.
 """
 
 from __future__ import annotations
 
 
 class QueuedPrompt:
-    """A booked prompt in the engine model; fields about decoding are set at its first token.
+    """A reserved prompt in the engine model; fields about decoding are set at its first token.
 
     enters_at         policy clock when the engine's scheduler receives it
     remaining_tokens  prompt tokens that are in no step yet

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def backlog_s(load: EngineLoad, now: float) -> float:
-    """Return the seconds until the prompts booked so far will be computed."""
+    """Return the seconds until the prompts reserved so far will be computed."""
     if (
         now > load.next_first_token_at
     ):  # A late first token was mispredicted: expect it to take as long again.

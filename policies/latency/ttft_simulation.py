@@ -1,6 +1,6 @@
 """Prediction of one prompt's first token, by simulating the engine model step by step.
 
-The simulation runs on copies of a few numbers, once per booked request. Candidates are compared
+The simulation runs on copies of a few numbers, once per reserved request. Candidates are compared
 with the cheaper latency.ttft_s, which is less accurate.
 """
 
@@ -199,7 +199,7 @@ class EngineSimulation:
         # as often as before.
         timeline, ends, quantile = self.timeline, [], 0.0
         alone = timeline.prefixes.exclusive_share()
-        for prompt in self.load.bookings:
+        for prompt in self.load.reservations:
             if prompt.is_decoding:
                 quantile = (quantile + GOLDEN) % 1.0
                 generated = timeline.steps - prompt.decode_begin_step

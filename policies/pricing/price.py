@@ -87,7 +87,7 @@ class PricedPolicy(PolicyParams, frozen=True):
 
     alike    endpoints whose learned speeds differ from the median by less than this factor, within
              their uncertainty, are treated as equal
-    fresh_s  maximum age of a scrape in seconds; own bookings come first, a scrape only adds
+    fresh_s  maximum age of a scrape in seconds; own reservations come first, a scrape only adds
              external requests
 
     Related work: opportunity costs of online routing (Awerbuch, Azar, Plotkin 1993); Mooncake's

@@ -31,7 +31,7 @@ class GieSaturation(AdmissionParams, frozen=True):
     Other requests are admitted up to the concurrency caps. Source: the saturation detector and
     legacy admission of the Gateway API Inference Extension (llm-d), with its thresholds. There,
     metrics are milliseconds old, and stale ones count as saturated. Here they are scraped metrics
-    or booked requests.
+    or reserved requests.
 
     queue_depth  waiting requests at which an engine counts as saturated
     kv_usage     share of its KV in use at which it counts as saturated

@@ -146,7 +146,7 @@ class SessionPauser(CapAdmission):
         needed = query.request.prompt_tokens + self._rule.buffer_per_program
         return any(kv - self._used.get(slot, 0.0) >= needed for slot, kv in self._kv.items())
 
-    def on_booked(self, query: RoutingQuery, pick: Pick) -> None:
+    def on_reserved(self, query: RoutingQuery, pick: Pick) -> None:
         session = query.request.session
         if not session:
             return

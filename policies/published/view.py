@@ -1,7 +1,7 @@
 """Inputs of published rules, read from a candidate: cached prefix, queue, KV use, predicted TTFT.
 
 The original routers read the engine's metrics many times per second. Here scraped metrics are
-seconds old, but own booked requests are known at once. Therefore booked requests count, and recent
+seconds old, but own requests in flight are known at once. Therefore these count, and recent
 metrics add external requests.
 """
 
@@ -41,14 +41,14 @@ def queued_requests(load: EndpointLoad, oldest: float) -> int:
 
 
 def kv_used(load: EndpointLoad, oldest: float) -> float:
-    """Return the share of KV in use, 0 to 1, by booked requests, or by recent metrics if more.
+    """Return the share of KV in use, 0 to 1, by reserved requests, or by recent metrics if more.
 
     Return 0 if unknown.
     """
-    booked_share = min(1.0, load.kv_booked / load.kv_tokens) if load.kv_tokens else 0.0
-    if load.kv_usage is not None and load.kv_usage > booked_share and is_fresh(load, oldest):
+    reserved_share = min(1.0, load.kv_reserved / load.kv_tokens) if load.kv_tokens else 0.0
+    if load.kv_usage is not None and load.kv_usage > reserved_share and is_fresh(load, oldest):
         return load.kv_usage
-    return booked_share
+    return reserved_share
 
 
 def prefill_s(load: EndpointLoad, new: int, cached: int) -> float:

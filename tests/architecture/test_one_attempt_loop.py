@@ -15,11 +15,11 @@ import pytest
 GATEWAY = Path(__file__).parents[2] / "gateway"
 FILES = sorted(GATEWAY.rglob("*.py"))
 LOOP = ("proxy/attempts.py", "attempts")
-# Calls that pick an endpoint, book a place, or do both for one attempt. Helpers that do so are
+# Calls that pick an endpoint, reserve a place, or do both for one attempt. Helpers that do so are
 # listed by name.
 CALLS = {
     *("pick", "pick_over_cap", "pick_longest", "_pick_alone", "_decide", "choose"),
-    *("book", "reserve", "book_other_decode", "attempt", "attempts"),
+    *("reserve", "reserve_decode", "reserve_other_decode", "attempt", "attempts"),
 }
 METHODS_ONLY = {"reserve"}  # as a function it reserves memory for a body
 # A reload asks every new policy one question before the policy is used, and sends nothing.
@@ -59,7 +59,7 @@ def the_loop() -> ast.While:
     return next(node for node in ast.walk(tree) if isinstance(node, ast.While))
 
 
-def test_one_function_of_the_gateway_loops_over_picks_and_bookings() -> None:
+def test_one_function_of_the_gateway_loops_over_picks_and_reservations() -> None:
     found = {
         (path.relative_to(GATEWAY).as_posix(), name)
         for path in FILES
@@ -88,16 +88,16 @@ def test_no_plan_attempts_again_by_itself() -> None:
     for path in FILES:
         for function in ast.walk(ast.parse(path.read_text())):
             if isinstance(function, ast.AsyncFunctionDef) and function.name == "attempt":
-                assert calls(function) <= {"book", "attempt"}, path
+                assert calls(function) <= {"reserve", "attempt"}, path
                 assert not any(isinstance(node, LOOPS) for node in own_nodes(function)), path
 
 
 @pytest.mark.parametrize(
     "body",
     [
-        "    while True:\n        pick = run.pick(policy, ask, candidates)\n",
-        "    for left_out in names:\n        with endpoints.book(pick, request, None): pass\n",
-        "    return [endpoints.reserve(each, request, None) for each in picks]\n",
+        "    while True:\n        pick = run.pick(policy, query, candidates)\n",
+        "    for left_out in names:\n        with endpoints.reserve(pick, request, None): pass\n",
+        "    return [endpoints.reserve_decode(each, request, None) for each in picks]\n",
         "    while True:\n        if broke:\n            await plan.attempt(plan.choose(()))\n",
     ],
 )

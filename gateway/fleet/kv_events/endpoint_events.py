@@ -28,7 +28,7 @@ class CacheExpectation(msgspec.Struct, frozen=True):
                  index knows none
     """
 
-    booked_at: float
+    reserved_at: float
     least: float | None = None
     most: float | None = None
 
@@ -88,7 +88,7 @@ class EndpointEvents:
         """
         size = self.block_tokens
         computes = prompt_tokens - cached_tokens >= 2 * (size or 128)
-        if computes and self.heard_at < expected.booked_at and self._expected_since is None:
+        if computes and self.heard_at < expected.reserved_at and self._expected_since is None:
             self._expected_since = now
         if expected.least is None or not size:
             return

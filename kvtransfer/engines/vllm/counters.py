@@ -26,7 +26,7 @@ COUNTERS: Mapping[str, str] = MappingProxyType(
 )
 
 
-class CountBook:
+class PendingCounts:
     """Counters since the last report, by name."""
 
     def __init__(self) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from kvtransfer.engines.vllm.counters import CountBook
+from kvtransfer.engines.vllm.counters import PendingCounts
 from kvtransfer.engines.vllm.handoff import (
     Handoff,
     HandoffRefused,
@@ -113,7 +113,7 @@ class HandoffScheduler:
         self._used: set[str] = set()
         self._sending: set[str] = set()
         self._loading: set[str] = set()
-        self.counts = CountBook()
+        self.counts = PendingCounts()
 
     def set_workers(self, workers: Sequence[WorkerAddress], layout: KvLayout) -> None:
         """Set the agents of all ranks, in order. Raises ValueError for another number of ranks."""

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import msgspec
 
 from kvtransfer.agent import Agent
-from kvtransfer.engines.vllm.counters import CountBook
+from kvtransfer.engines.vllm.counters import PendingCounts
 from kvtransfer.engines.vllm.handoff import RankSource
 from kvtransfer.engines.vllm.scheduler import LoadOrder, OfferOrder, StepOrders
 from kvtransfer.layout.layout import KvLayout
@@ -46,7 +46,7 @@ class TransferWorker:
         self._offers: dict[str, Offer] = {}
         self._landings: dict[str, list[Landing]] = {}
         self._unstarted: set[str] = set()
-        self.counts = CountBook()
+        self.counts = PendingCounts()
 
     @property
     def is_idle(self) -> bool:

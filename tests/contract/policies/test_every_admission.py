@@ -67,7 +67,7 @@ def verdicts(admission: Admission, seed: int) -> list[tuple[int, object]]:
         verdict = admission.decide(question, candidates, view(rng, candidates))
         collected.append((number, verdict))
         if isinstance(verdict, Admit):
-            admission.on_booked(question, Pick(candidates[0], 0, 0.0, len(candidates), "test"))
+            admission.on_reserved(question, Pick(candidates[0], 0, 0.0, len(candidates), "test"))
             if rng.random() < 0.8:
                 ended = rng.choice(("served", "dropped", "ignored"))
                 admission.on_ended(

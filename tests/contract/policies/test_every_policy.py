@@ -32,7 +32,7 @@ def live(slot: int, rng: Random) -> EndpointLoad:
         "prefill_tokens",
         "decode_tokens",
         "expected_tokens",
-        "kv_booked",
+        "kv_reserved",
         "prefix_cache_tokens",
     ):
         setattr(load, field, rng.choice((0, rng.randrange(1000), rng.randrange(10**7))))

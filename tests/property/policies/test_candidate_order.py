@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from policies import ledger, registry, run
 from policies.candidate_order import CandidateOrder, create_order
 from policies.contract import Policy
-from policies.ledger import LoadBooking
+from policies.ledger import LoadReservation
 from policies.load import NO_SOFT_CAP, LoadChanges
 from policies.model import Candidate, Pick, Request, RoutingQuery
 from policies.pickers import Rotation
@@ -35,16 +35,16 @@ class Pool:
         assert policy.ranking is not None
         self.order = CandidateOrder(policy, policy.ranking, self.candidates, LoadChanges())
         self.index = PrefixIndex(1 << 22)
-        self.bookings: list[LoadBooking] = []
+        self.reservations: list[LoadReservation] = []
 
     def act(self) -> None:
         rng, self.now = self.rng, self.now + self.rng.choice((0.0, 0.001, 0.3))
         load = rng.choice(self.candidates).load
         event = rng.randrange(7)
-        if event == 0 and self.bookings:
-            self.bookings.pop(rng.randrange(len(self.bookings))).finish(self.now, 5)
-        elif event == 1 and self.bookings:
-            rng.choice(self.bookings).on_first_token(self.now)
+        if event == 0 and self.reservations:
+            self.reservations.pop(rng.randrange(len(self.reservations))).finish(self.now, 5)
+        elif event == 1 and self.reservations:
+            rng.choice(self.reservations).on_first_token(self.now)
         elif event == 2:
             reading = (load.in_flight, 0, 0.2)
             if self.has_external:
@@ -71,10 +71,10 @@ class Pool:
             fingerprint,
         )
 
-    def book(self, pick: Pick, request: Request, fingerprint: Fingerprint) -> None:
+    def reserve(self, pick: Pick, request: Request, fingerprint: Fingerprint) -> None:
         load = pick.candidate.load
         self.index.insert(fingerprint, load.slot, request.prompt_tokens)
-        self.bookings.append(ledger.book(load, request, pick.cached_tokens, self.now))
+        self.reservations.append(ledger.reserve(load, request, pick.cached_tokens, self.now))
 
 
 def eligible(pool: Pool, query: RoutingQuery) -> list[Candidate]:
@@ -105,7 +105,7 @@ def test_no_endpoint_scores_better_than_the_one_picked_in_order(
         assert scores[chosen] == pytest.approx(max(scores), abs=1e-6), (scores, chosen)
         slot, cached = pick.candidate.load.slot, query.cached_by_slot
         assert pick.cached_tokens == (cached[slot] if slot < len(cached) else 0)
-        pool.book(pick, query.request, fingerprint)
+        pool.reserve(pick, query.request, fingerprint)
 
 
 @given(seed=st.integers(0, 1 << 32), size=st.integers(1, 90))
@@ -123,8 +123,8 @@ def test_a_rotation_in_order_gives_the_turn_to_whom_it_is_due(seed: int, size: i
         assert (pick is None) == (not remaining)
         if pick is not None:
             assert turns[id(pick.candidate)] == min(turns.values())
-            if pool.rng.random() < 0.8:  # else the request went away between pick and booking
-                pool.book(pick, query.request, fingerprint)
+            if pool.rng.random() < 0.8:  # else the request went away between pick and reservation
+                pool.reserve(pick, query.request, fingerprint)
 
 
 @pytest.mark.parametrize(
@@ -147,7 +147,7 @@ def test_picks_in_order_are_as_good_as_those_of_scans_but_for_noise(
                 cost = costs[remaining.index(pick.candidate)]
                 lost += cost - min(costs)
                 paid += cost
-                pool.book(pick, query.request, fingerprint)
+                pool.reserve(pick, query.request, fingerprint)
     assert 0.0 <= lost <= 0.02 * paid, lost / paid
 
 
@@ -157,9 +157,9 @@ def test_engines_whose_first_token_is_late_lose_their_place_without_an_event() -
     waiting, decoding = pool.candidates[:20], pool.candidates[20:]
     for member in decoding:
         for _ in range(2):
-            ledger.book(member.load, request, 0, now).on_first_token(now + 0.01)
+            ledger.reserve(member.load, request, 0, now).on_first_token(now + 0.01)
     for member in waiting:
-        ledger.book(member.load, request, 0, now)
+        ledger.reserve(member.load, request, 0, now)
     now += 0.02
     first = pool.order.pick(RoutingQuery(request, now, pool.rng))
     assert first is not None
@@ -190,7 +190,7 @@ def test_an_order_that_missed_more_changes_than_are_kept_ranks_all_again() -> No
     assert pool.order.pick(query) is not None
     for _ in range(2000):
         for member in pool.candidates[1:]:
-            ledger.book(member.load, query.request, 0, pool.now)
+            ledger.reserve(member.load, query.request, 0, pool.now)
     pick = pool.order.pick(query)
     assert pick is not None
     assert pick.candidate is pool.candidates[0]

@@ -14,7 +14,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 from policies import ledger
 from policies.engine.kalman import MOST_CORRECTION
 from policies.latency.latency import backlog_s, tpot_s, ttft_s
-from policies.ledger import LoadBooking, own_load, set_peer_load
+from policies.ledger import LoadReservation, own_load, set_peer_load
 from policies.load import EndpointLoad
 from policies.model import Request
 
@@ -34,21 +34,21 @@ COUNTS = (
     "decode_tokens",
     "expected_tokens",
     "decoding",
-    "kv_booked",
+    "kv_reserved",
 )
 PASSING = st.sampled_from([0.0, 0.001, 0.02, 0.3, 4.0, 500.0])
 
 
 class Ledger(RuleBasedStateMachine):
-    entries = Bundle("bookings")
+    entries = Bundle("reservations")
 
     def __init__(self) -> None:
         super().__init__()
         self.load = EndpointLoad(0)
         ledger.record_scrape(self.load, None, None, None, 200_000, 0.5)
         self.now = 1.0
-        self.open: set[LoadBooking] = set()
-        self.outputs: dict[LoadBooking, int] = {}
+        self.open: set[LoadReservation] = set()
+        self.outputs: dict[LoadReservation, int] = {}
 
     def teardown(self) -> None:
         for entry in list(self.open):
@@ -78,10 +78,10 @@ class Ledger(RuleBasedStateMachine):
         choices: int,
         handed: bool,
         told: bool,
-    ) -> LoadBooking:
+    ) -> LoadReservation:
         self.now += after
         request = Request("id", "m", "t", prompt, output, choices=choices)
-        entry = (ledger.reserve if handed else ledger.book)(
+        entry = (ledger.reserve_decode if handed else ledger.reserve)(
             self.load, request, int(prompt * share), self.now, told
         )
         believed = self.load.is_modelled
@@ -93,17 +93,17 @@ class Ledger(RuleBasedStateMachine):
         return entry
 
     @rule(entry=entries, after=PASSING)
-    def first_token(self, entry: LoadBooking, after: float) -> None:
+    def first_token(self, entry: LoadReservation, after: float) -> None:
         self.now += after
         entry.on_first_token(self.now)
 
     @rule(entry=entries, after=PASSING)
-    def recompute(self, entry: LoadBooking, after: float) -> None:
+    def recompute(self, entry: LoadReservation, after: float) -> None:
         self.now += after
         entry.recompute_prompt(self.now)
 
     @rule(entry=entries, after=PASSING)
-    def handed_over(self, entry: LoadBooking, after: float) -> None:
+    def handed_over(self, entry: LoadReservation, after: float) -> None:
         self.now += after
         entry.on_kv_arrived(self.now)
 
@@ -113,7 +113,7 @@ class Ledger(RuleBasedStateMachine):
         tokens=st.none() | st.integers(0, 5000),
         again=st.booleans(),
     )
-    def end(self, entry: LoadBooking, after: float, tokens: int | None, again: bool) -> None:
+    def end(self, entry: LoadReservation, after: float, tokens: int | None, again: bool) -> None:
         self.now += after
         entry.finish(self.now, tokens)
         self.open.discard(entry)
@@ -140,15 +140,15 @@ class Ledger(RuleBasedStateMachine):
         ledger.set_modelled(self.load, believed, self.now)
 
     @invariant()
-    def what_is_booked_is_on_the_timeline_or_nothing_is(self) -> None:
+    def what_is_reserved_is_on_the_timeline_or_nothing_is(self) -> None:
         load, timeline = self.load, self.load.timeline
-        assert set(load.bookings) == self.open
+        assert set(load.reservations) == self.open
         if load.is_modelled:
             assert timeline.batch == sum(
-                entry.sequences for entry in load.bookings if entry.is_decoding
+                entry.sequences for entry in load.reservations if entry.is_decoding
             )
             assert timeline.kv_coming == sum(
-                entry.prompt_tokens for entry in load.bookings if entry.awaits_kv
+                entry.prompt_tokens for entry in load.reservations if entry.awaits_kv
             )
         else:
             assert (
@@ -208,10 +208,10 @@ def test_the_counters_do_not_depend_on_modelling_and_reach_peer_gateways(
 ) -> None:
     loads = EndpointLoad(0), EndpointLoad(0)
     ledger.set_modelled(loads[1], False, 0.0)
-    places: list[tuple[LoadBooking, ...]] = []
+    places: list[tuple[LoadReservation, ...]] = []
     for now, (kind, number, output, handed) in enumerate(events, start=1):
         if kind <= 1:
-            take = ledger.reserve if handed else ledger.book
+            take = ledger.reserve_decode if handed else ledger.reserve
             request = Request("id", "m", "t", number, output)
             places.append(tuple(take(load, request, number // 3, float(now)) for load in loads))
         elif places:
@@ -233,10 +233,10 @@ def test_the_counters_do_not_depend_on_modelling_and_reach_peer_gateways(
 
 
 @given(st.lists(st.tuples(st.integers(1, 50_000), st.integers(0, 50_000)), min_size=1, max_size=20))
-def test_the_queue_grows_with_every_booking(prompts: list[tuple[int, int]]) -> None:
+def test_the_queue_grows_with_every_reservation(prompts: list[tuple[int, int]]) -> None:
     load = EndpointLoad(0)
     for uncached, cached in prompts:
         before = load.prefill_done_at, ttft_s(load, 1000, 0, 5.0)
-        ledger.book(load, Request("id", "m", "t", uncached + cached, 100), cached, 5.0)
+        ledger.reserve(load, Request("id", "m", "t", uncached + cached, 100), cached, 5.0)
         assert load.prefill_done_at > before[0]
         assert ttft_s(load, 1000, 0, 5.0) > before[1]

@@ -1,6 +1,6 @@
 """Property tests of the endpoint table over configuration changes, as a state machine.
 
-Slots are unique, and reservations of capacity (bookings) survive a change.
+Slots are unique, and reservations of capacity (reservations) survive a change.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from gateway.config import Config
-from gateway.fleet.booking import Booking
 from gateway.fleet.endpoint_registry import LiveEndpoint
 from gateway.fleet.endpoint_table import EndpointTable
 from gateway.fleet.prefix_cache import PrefixCacheView
+from gateway.fleet.reservation import Reservation
 from gateway.http.write_queue import WriteQueue
 from gateway.metrics.catalogue import Metrics
 from policies.model import Pick, Request
@@ -46,11 +46,11 @@ class Table(RuleBasedStateMachine):
         )
         self.adoption = self.table.plan(self.current)
         self.table.apply(self.adoption)
-        self.open: list[tuple[LiveEndpoint, Booking]] = []
+        self.open: list[tuple[LiveEndpoint, Reservation]] = []
 
     def teardown(self) -> None:
-        for _, booking in self.open:
-            booking.__exit__()
+        for _, reservation in self.open:
+            reservation.__exit__()
         assert all(live.load.in_flight == 0 for live in self.table.all())
         self.loop.close()
 
@@ -76,18 +76,18 @@ class Table(RuleBasedStateMachine):
         assert not {id(live) for live in moves.added} & {id(live) for live in moves.removed}
 
     @rule(number=st.integers(0, 99))
-    def book(self, number: int) -> None:
+    def reserve(self, number: int) -> None:
         candidates = [member for members in self.adoption.pools.values() for member in members]
         chosen = candidates[number % len(candidates)]
         pick = Pick(chosen, 0, 0.0, 1, "test")
         live = next(live for live in self.table.all() if live.load is chosen.load)
-        self.open.append((live, self.table.book(pick, Request("id", "m", "", 10, 5), None)))
+        self.open.append((live, self.table.reserve(pick, Request("id", "m", "", 10, 5), None)))
 
     @precondition(lambda self: self.open)
     @rule(number=st.integers(0, 99))
     def end(self, number: int) -> None:
-        _, booking = self.open.pop(number % len(self.open))
-        booking.__exit__()
+        _, reservation = self.open.pop(number % len(self.open))
+        reservation.__exit__()
 
     @rule()
     def release_the_idle(self) -> None:
@@ -102,7 +102,7 @@ class Table(RuleBasedStateMachine):
         assert max(slots) < 10, "two pools of five: slots are reused"
 
     @invariant()
-    def in_flight_counts_the_bookings_of_each_endpoint(self) -> None:
+    def in_flight_counts_the_reservations_of_each_endpoint(self) -> None:
         for live in self.table.all():
             assert live.load.in_flight == sum(owner is live for owner, _ in self.open)
 

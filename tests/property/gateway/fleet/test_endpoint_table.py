@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
 from gateway.config import Config
-from gateway.fleet.booking import Booking
 from gateway.fleet.endpoint_table import EndpointTable
 from gateway.fleet.prefix_cache import PrefixCacheView
+from gateway.fleet.reservation import Reservation
 from gateway.fleet.scrape import ScrapedLoad
 from gateway.http.write_queue import WriteQueue
 from gateway.metrics.catalogue import Metrics
@@ -38,14 +38,14 @@ KINDS = [
 ]
 
 
-class Bookings(RuleBasedStateMachine):
-    bookings = Bundle("bookings")
+class Reservations(RuleBasedStateMachine):
+    reservations = Bundle("reservations")
 
     def __init__(self) -> None:
         super().__init__()
         self.loop = asyncio.new_event_loop()
         self.loop.run_until_complete(self._build())
-        self.open: dict[Booking, tuple[int, int, int, bool]] = {}
+        self.open: dict[Reservation, tuple[int, int, int, bool]] = {}
 
     async def _build(self) -> None:
         urls = [{"url": f"http://127.0.0.1:{9000 + n}"} for n in range(3)]
@@ -63,8 +63,8 @@ class Bookings(RuleBasedStateMachine):
         self.lives = list(self.table.all())
 
     def teardown(self) -> None:
-        for booking in list(self.open):
-            booking.__exit__()
+        for reservation in list(self.open):
+            reservation.__exit__()
         for candidate in self.candidates:
             load = candidate.load
             assert (
@@ -76,35 +76,37 @@ class Bookings(RuleBasedStateMachine):
         self.loop.close()
 
     @rule(
-        target=bookings,
+        target=reservations,
         slot=st.integers(0, 2),
         prompt=st.integers(0, 10**6),
         output=st.integers(0, 10**5),
         share=st.floats(0, 1),
     )
-    def book(self, slot: int, prompt: int, output: int, share: float) -> Booking:
+    def reserve(self, slot: int, prompt: int, output: int, share: float) -> Reservation:
         cached = int(prompt * share)
         pick = Pick(self.candidates[slot], cached, 0.0, 3, "test")
-        booking = self.table.book(pick, Request("id", "m", "", prompt, output, stream=True), None)
-        self.open[booking] = (slot, prompt, cached, False)
-        return booking
+        reservation = self.table.reserve(
+            pick, Request("id", "m", "", prompt, output, stream=True), None
+        )
+        self.open[reservation] = (slot, prompt, cached, False)
+        return reservation
 
-    @rule(booking=bookings)
-    def first_token(self, booking: Booking) -> None:
-        if booking in self.open:
-            booking.on_first_token()
-            slot, prompt, cached, _ = self.open[booking]
-            self.open[booking] = (slot, prompt, cached, True)
+    @rule(reservation=reservations)
+    def first_token(self, reservation: Reservation) -> None:
+        if reservation in self.open:
+            reservation.on_first_token()
+            slot, prompt, cached, _ = self.open[reservation]
+            self.open[reservation] = (slot, prompt, cached, True)
 
-    @rule(booking=consumes(bookings), end=st.sampled_from(["served", "left", *KINDS]))
-    def leave(self, booking: Booking, end: str) -> None:
-        with suppress(UpstreamError), booking:
-            del self.open[booking]
+    @rule(reservation=consumes(reservations), end=st.sampled_from(["served", "left", *KINDS]))
+    def leave(self, reservation: Reservation, end: str) -> None:
+        with suppress(UpstreamError), reservation:
+            del self.open[reservation]
             if end == "served":
-                booking.on_served(TokenUsage(7, 3, 2))
+                reservation.on_served(TokenUsage(7, 3, 2))
             elif end != "left":
-                booking.on_failed(UpstreamError(end, "test"))
-                booking.on_failed(UpstreamError(end, "told twice counts once"))
+                reservation.on_failed(UpstreamError(end, "test"))
+                reservation.on_failed(UpstreamError(end, "told twice counts once"))
 
     @rule(slot=st.integers(0, 2), status=st.sampled_from([200, 500, 503, None]))
     def probe(self, slot: int, status: int | None) -> None:
@@ -127,10 +129,12 @@ class Bookings(RuleBasedStateMachine):
         assert load.external_requests == min(before, load.unexplained_requests)
 
     @invariant()
-    def loads_are_the_sum_of_open_bookings(self) -> None:
+    def loads_are_the_sum_of_open_reservations(self) -> None:
         for candidate in self.candidates:
             load = candidate.load
-            mine = [booking for booking in self.open.values() if booking[0] == load.slot]
+            mine = [
+                reservation for reservation in self.open.values() if reservation[0] == load.slot
+            ]
             assert load.in_flight == len(mine)
             assert load.prefill_tokens == sum(
                 prompt - cached for _, prompt, cached, began in mine if not began
@@ -147,5 +151,5 @@ class Bookings(RuleBasedStateMachine):
         assert bool(alive) == any(live.load.is_available for live in alive)
 
 
-TestBookings = Bookings.TestCase
-TestBookings.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestReservations = Reservations.TestCase
+TestReservations.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)

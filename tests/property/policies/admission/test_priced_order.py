@@ -133,7 +133,7 @@ def test_the_working_sets_tokens_are_those_of_the_sessions_in_it(
     for what, name, size in events:
         now += size / 5
         if what == "began":
-            inside.on_booked(name, size, size // 2, size // 2, now)
+            inside.on_reserved(name, size, size // 2, size // 2, now)
         elif what == "ended":
             inside.on_ended(name, size + 10, size // 3, now)
         else:

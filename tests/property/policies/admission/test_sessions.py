@@ -37,7 +37,7 @@ def test_all_count_the_contexts_that_were_seen_last_wherever_that_was(
     sets, now, last = [sharing() for _ in range(3)], 1000.0, dict[str, tuple[float, int]]()
     for index, session, tokens, gap_s, told in served:
         now += gap_s
-        sets[index].on_booked(session, tokens, 0, 0, now)
+        sets[index].on_reserved(session, tokens, 0, 0, now)
         sets[index].on_ended(session, tokens, 0, now)
         last[session] = now, tokens
         if told:
@@ -69,7 +69,7 @@ def test_pending_updates_never_exceed_the_active_sessions() -> None:
     inside = WorkingSet(SessionGate(remembered=100))
     inside.set_key_function(int)
     for number in range(500):
-        inside.on_booked(str(number), 10, 0, 0, number / 1000)
+        inside.on_reserved(str(number), 10, 0, 0, number / 1000)
         inside.on_ended(str(number), 20, 0, number / 1000)
         inside.tick(number / 1000)
     assert len(inside.take_updates(1.0)) == len(inside) <= 51
@@ -77,7 +77,7 @@ def test_pending_updates_never_exceed_the_active_sessions() -> None:
 
 def test_an_answer_that_takes_longer_than_a_session_is_remembered_keeps_it_in_everywhere() -> None:
     sets = [sharing(), sharing()]
-    sets[0].on_booked("a", 100, 0, 0, 0.0)
+    sets[0].on_reserved("a", 100, 0, 0, 0.0)
     for now in (1.0, 100.0, 182.0, 300.0, 364.0, 500.0):
         for working_set in sets:
             working_set.tick(now)

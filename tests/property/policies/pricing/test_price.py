@@ -41,7 +41,7 @@ prices = st.builds(
 
 WORSE: dict[str, st.SearchStrategy[float]] = {
     "prefill_done_at": st.floats(0.0, 100.0),
-    "kv_booked": st.integers(0, 10**6),
+    "kv_reserved": st.integers(0, 10**6),
     "kv_used_tokens": st.integers(0, 10**6),
     "in_flight": st.integers(0, 300),
     "free_kv_tokens": st.integers(-(10**6), 0),
@@ -63,7 +63,7 @@ def candidates(draw: st.DrawFn, slot: int = 0) -> Candidate:
         draw(st.floats(0.0, 1e-3)),
     )
     load.decode_s_per_context_token, load.eviction_regret = draw(st.floats(0.0, 1e-6)), draw(share)
-    load.kv_tokens, load.kv_booked = (
+    load.kv_tokens, load.kv_reserved = (
         draw(st.one_of(st.none(), st.floats(1e3, 1e7))),
         draw(st.integers(0, 10**6)),
     )
@@ -107,7 +107,7 @@ def never_cheaper(
 
 @pytest.mark.parametrize("number", WORSE)
 @given(prices, requests, candidates(), share, parts, st.data())
-def test_more_backlog_booked_memory_or_regret_or_less_free_memory_is_never_cheaper(
+def test_more_backlog_reserved_memory_or_regret_or_less_free_memory_is_never_cheaper(
     number: str,
     by: PriceScorer,
     request: Request,

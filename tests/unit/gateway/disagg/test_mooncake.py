@@ -95,14 +95,14 @@ async def test_concurrent_requests_share_one_bootstrap_query_when_a_client_disco
         split_gateway("mooncake", [prefills(None)], [decodes], bootstrap=address) as f,
     ):
 
-        async def are_booked(requests: int) -> None:
+        async def are_reserved(requests: int) -> None:
             while f.loads()[0] < requests:
                 await asyncio.sleep(0.001)
 
         staying = [asyncio.ensure_future(f.ask()) for _ in range(4)]
-        await are_booked(4)
-        await f.ask_and_leave(lambda: are_booked(5))
-        await are_booked(4)
+        await are_reserved(4)
+        await f.ask_and_leave(lambda: are_reserved(5))
+        await are_reserved(4)
         gate.set()
         assert [reply.text for reply in await asyncio.gather(*staying)] == [WHOLE] * 4
         assert request == ["GET /query HTTP/1.1"]

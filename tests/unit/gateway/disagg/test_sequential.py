@@ -10,7 +10,7 @@ import pytest
 from gateway.disagg.attempt import PairAttempt
 from gateway.disagg.leg_requests import LegRequests
 from gateway.exchange import Exchange
-from gateway.fleet.booking import Reservation
+from gateway.fleet.reservation import DecodeReservation
 from gateway.telemetry.accounting import Accounting
 from tests.fair_time import PATIENCE_S, within
 from tests.replaced import replace_method
@@ -133,7 +133,7 @@ async def test_a_prompt_that_the_decoder_has_cached_is_not_transferred() -> None
         assert f.metric("penstock_split_decisions_total", decision="whole", reason="cached") == 1
 
 
-async def test_the_decode_slot_is_booked_before_the_prefill_is_sent() -> None:
+async def test_the_decode_slot_is_reserved_before_the_prefill_is_sent() -> None:
     gate = asyncio.Event()
     async with split_gateway(NIXL, [when_open(gate, prefills())], [decodes]) as f:
         asking = asyncio.ensure_future(f.ask())
@@ -480,7 +480,7 @@ async def test_whole_requests_never_go_to_a_prefill_endpoint() -> None:
         assert not f.prefill[0].requests
 
 
-async def test_many_concurrent_requests_leave_nothing_booked() -> None:
+async def test_many_concurrent_requests_leave_nothing_reserved() -> None:
     async with split_gateway(
         NIXL, [prefills(), in_turn(resets, prefills())], [decodes, in_turn(refuses(500), decodes)]
     ) as f:
@@ -489,7 +489,7 @@ async def test_many_concurrent_requests_leave_nothing_booked() -> None:
         await f.at_rest()
 
 
-async def test_an_exception_at_the_booking_of_a_pair_leaves_nothing_booked(
+async def test_an_exception_at_the_reservation_of_a_pair_leaves_nothing_reserved(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def fails(*_: object) -> None:
@@ -497,7 +497,7 @@ async def test_an_exception_at_the_booking_of_a_pair_leaves_nothing_booked(
 
     async with split_gateway(NIXL, [prefills()], [decodes]) as f:
         with monkeypatch.context() as broken:
-            replace_method(broken, Exchange, "note_booking", fails)
+            replace_method(broken, Exchange, "on_reserved", fails)
             assert (await f.ask()).status == 500
         await f.at_rest()
         assert f.app.gateway.handoffs.live_count == 0
@@ -505,7 +505,7 @@ async def test_an_exception_at_the_booking_of_a_pair_leaves_nothing_booked(
 
 
 @pytest.mark.parametrize("name", ["interpret", "relay"])
-async def test_an_exception_at_a_response_ends_the_request_and_leaves_nothing_booked(
+async def test_an_exception_at_a_response_ends_the_request_and_leaves_nothing_reserved(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fails(*_: object, **__: object) -> None:
@@ -520,7 +520,7 @@ async def test_an_exception_at_a_response_ends_the_request_and_leaves_nothing_bo
         assert (await f.ask()).text == WHOLE
 
 
-async def test_an_exception_at_the_end_of_a_response_leaves_nothing_booked(
+async def test_an_exception_at_the_end_of_a_response_leaves_nothing_reserved(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def fails(*_: object) -> None:
@@ -528,7 +528,7 @@ async def test_an_exception_at_the_end_of_a_response_leaves_nothing_booked(
 
     async with split_gateway(NIXL, [prefills()], [answers_without_tokens]) as f:
         with monkeypatch.context() as broken:
-            replace_method(broken, Reservation, "on_served", fails)
+            replace_method(broken, DecodeReservation, "on_served", fails)
             await f.ask(stream=True)
         await f.at_rest()
         assert f.metric("penstock_split_pairs_total", result="failed") == 1

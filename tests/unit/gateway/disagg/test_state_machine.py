@@ -32,14 +32,14 @@ def test_every_event_and_every_action_is_used() -> None:
 
 
 def test_every_state_is_reachable_and_reaches_an_end() -> None:
-    assert {row.state for row in TABLE.values()} | {State.BOOKED} == set(State)
+    assert {row.state for row in TABLE.values()} | {State.RESERVED} == set(State)
     ending = set(END_STATES)
     for _ in State:
         ending |= {from_state for (from_state, _), row in TABLE.items() if row.state in ending}
     assert ending == set(State)
 
 
-@pytest.mark.parametrize("state", [state for state in LIVE if state is not State.BOOKED])
+@pytest.mark.parametrize("state", [state for state in LIVE if state is not State.RESERVED])
 def test_a_disconnect_in_any_state_closes_every_open_leg(state: State) -> None:
     row = TABLE[state, Event.CLIENT_GONE]
     assert row.state is State.GONE

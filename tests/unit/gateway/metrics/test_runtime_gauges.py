@@ -11,7 +11,7 @@ from policies.ledger import set_peer_load
 from policies.load import EndpointLoad
 
 
-def test_gauges_leave_out_tokens_that_other_gateways_booked() -> None:
+def test_gauges_leave_out_tokens_that_other_gateways_reserved() -> None:
     load = EndpointLoad(slot=0)
     load.prefill_tokens, load.decode_tokens = 700, 50
     assert set_peer_load(

@@ -60,11 +60,11 @@ class Gateway:
     def fingerprint(self, prompt: bytes) -> Fingerprint:
         return self.hashes.fingerprint(b"salt", prompt)
 
-    def book(self, prompt: bytes, slot: int):
+    def reserve(self, prompt: bytes, slot: int):
         candidate = self.candidates[slot]
         tokens = len(prompt) // 4
         request = Request("r", "m", "", tokens, 10, stream=True)
-        return self.table.book(Pick(candidate, 0, 0.0, 1, ""), request, self.fingerprint(prompt))
+        return self.table.reserve(Pick(candidate, 0, 0.0, 1, ""), request, self.fingerprint(prompt))
 
     def cached(self, prompt: bytes) -> list[int]:
         matches = list(self.prefixes.cached_tokens(self.fingerprint(prompt), len(prompt) // 4))

@@ -45,7 +45,7 @@ def converse(gateway: Gateway, session: str, tokens: int, now: float) -> Callabl
     (room,) = gateway.gate.pool_queues()
     request = msgspec.structs.replace(REQUEST, session=session, prompt_tokens=tokens - 10)
     result = msgspec.structs.replace(gateway.ask(b""), request=request, now=now)
-    room.on_booked(result, Pick(gateway.candidates[0], 0, 0.0, 1, ""))
+    room.on_reserved(result, Pick(gateway.candidates[0], 0, 0.0, 1, ""))
     return lambda now: room.on_finished(request, lambda: RequestOutcome(now, 0.1, None, 10))
 
 

@@ -20,8 +20,8 @@ PROMPT = Random(1).randbytes(64 * 200)
 async def test_a_prompt_sent_by_one_gateway_is_in_the_index_of_all() -> None:
     one, two = Gateway(1), Gateway(2)
     now = warm(one, two)
-    with one.book(PROMPT, 1) as booking:
-        booking.on_first_token()
+    with one.reserve(PROMPT, 1) as reservation:
+        reservation.on_first_token()
         run([one, two], now, 0.2)
     assert one.cached(PROMPT) == two.cached(PROMPT)
     assert two.cached(PROMPT)[0] == 0
@@ -34,7 +34,7 @@ async def test_a_prompt_sent_by_one_gateway_is_in_the_index_of_all() -> None:
 async def test_prompts_of_a_removed_endpoint_are_not_recorded_for_its_slots_next_owner() -> None:
     one, two = Gateway(1), Gateway(2)
     now = warm(one, two)
-    with one.book(PROMPT, 1):
+    with one.reserve(PROMPT, 1):
         (frame,) = one.view.outgoing_frames(now, is_connected=False)
         two.table.all()[1].is_leaving = True
         two.take(frame, now)
@@ -45,7 +45,7 @@ async def test_prompts_of_a_removed_endpoint_are_not_recorded_for_its_slots_next
 async def test_a_prompt_that_was_never_computed_is_removed_from_all_indexes() -> None:
     one, two = Gateway(1), Gateway(2)
     now = warm(one, two)
-    with one.book(PROMPT, 0):
+    with one.reserve(PROMPT, 0):
         run([one, two], now, 0.2)
         assert two.cached(PROMPT)[0] > 0
     run([one, two], now + 0.2, 0.2)
@@ -57,8 +57,8 @@ async def test_reported_cache_hits_correct_the_index_of_every_gateway() -> None:
     now = warm(one, two)
     prompts = [Random(seed).randbytes(64 * 100) for seed in range(20)]
     for prompt in prompts:
-        with one.book(prompt, 0) as booking:
-            booking.on_first_token()
+        with one.reserve(prompt, 0) as reservation:
+            reservation.on_first_token()
     for _ in range(30):
         one.table.confirm_cached_share(one.table.all()[0], 1.0, 0.1)
     run([one, two], now, 0.3)
@@ -66,10 +66,10 @@ async def test_reported_cache_hits_correct_the_index_of_every_gateway() -> None:
     assert trusts[0] == trusts[1] < 0.5
 
 
-async def test_bookings_of_one_gateway_count_at_the_others_until_they_end() -> None:
+async def test_reservations_of_one_gateway_count_at_the_others_until_they_end() -> None:
     one, two = Gateway(1), Gateway(2)
     now = warm(one, two)
-    with one.book(PROMPT, 0), one.book(PROMPT, 0):
+    with one.reserve(PROMPT, 0), one.reserve(PROMPT, 0):
         now = run([one, two], now, 0.2)
         load, idle = two.candidates[0].load, two.candidates[1].load
         assert (load.in_flight, own_load(load).in_flight) == (2, 0)
@@ -82,20 +82,20 @@ async def test_bookings_of_one_gateway_count_at_the_others_until_they_end() -> N
     assert total_capacity(two.candidates) == 16
 
 
-async def test_a_gateway_keeps_an_equal_share_of_capacity_whatever_the_others_book() -> None:
+async def test_a_gateway_keeps_an_equal_share_of_capacity_whatever_the_others_reserve() -> None:
     one, two = Gateway(1), Gateway(2)
     now = warm(one, two)
-    holdings = [one.book(PROMPT, slot) for slot in (0, 1) for _ in range(8)]
+    holdings = [one.reserve(PROMPT, slot) for slot in (0, 1) for _ in range(8)]
     run([one, two], now, 0.2)
     assert total_capacity(two.candidates) == 8
-    for booking in holdings:
-        booking.__exit__(None, None, None)
+    for reservation in holdings:
+        reservation.__exit__(None, None, None)
 
 
-async def test_bookings_of_a_gateway_expire_two_seconds_after_its_last_message() -> None:
+async def test_reservations_of_a_gateway_expire_two_seconds_after_its_last_message() -> None:
     one, two = Gateway(1), Gateway(2)
     now = warm(one, two)
-    with one.book(PROMPT, 0):
+    with one.reserve(PROMPT, 0):
         now = run([one, two], now, 0.2)
         assert two.candidates[0].load.in_flight == 1
         now = run([two], now, 1.3)
@@ -105,10 +105,10 @@ async def test_bookings_of_a_gateway_expire_two_seconds_after_its_last_message()
         assert len(two.view.peers) == 0
 
 
-async def test_a_gateway_that_stops_has_no_bookings() -> None:
+async def test_a_gateway_that_stops_has_no_reservations() -> None:
     one, two = Gateway(1), Gateway(2)
     now = warm(one, two)
-    with one.book(PROMPT, 0):
+    with one.reserve(PROMPT, 0):
         now = run([one, two], now, 0.2)
         two.take(one.view.bye_frame(), now)
         assert two.candidates[0].load.in_flight == 0
@@ -119,8 +119,8 @@ async def test_an_ejection_by_another_gateway_leads_to_a_probe_only() -> None:
     now = warm(one, two)
     suspected: list[LiveEndpoint] = []
     two.view.on_suspect = suspected.append
-    with two.book(PROMPT, 0) as booking:
-        booking.on_first_token()
+    with two.reserve(PROMPT, 0) as reservation:
+        reservation.on_first_token()
     one.table.on_event(one.table.all()[0], HealthEvent.CONNECT_FAILED)
     run([one, two], now, 0.2)
     assert [live.endpoint.url for live in suspected] == ["http://a:1"]
@@ -133,8 +133,8 @@ async def test_a_new_gateway_is_warmed_up_by_the_oldest_within_a_second() -> Non
     now = warm(one, two)
     prompts = [Random(seed).randbytes(64 * (20 + seed)) for seed in range(100)]
     for number, prompt in enumerate(prompts):
-        with (one, two)[number % 2].book(prompt, number % 2) as booking:
-            booking.on_first_token()
+        with (one, two)[number % 2].reserve(prompt, number % 2) as reservation:
+            reservation.on_first_token()
     now = run([one, two], now, 0.3)
     three = Gateway(3)
     three.view.start(now)
@@ -158,8 +158,8 @@ async def test_a_new_gateway_is_warmed_up_by_the_oldest_within_a_second() -> Non
 async def test_a_warm_up_leaves_out_lost_caches() -> None:
     one, two = Gateway(1), Gateway(2)
     now = warm(one, two)
-    with one.book(PROMPT, 0) as booking:
-        booking.on_first_token()
+    with one.reserve(PROMPT, 0) as reservation:
+        reservation.on_first_token()
     now = run([one, two], now, 0.2)
     for gateway in (one, two):
         gateway.table.on_event(gateway.table.all()[0], HealthEvent.CONNECT_FAILED)
@@ -174,8 +174,8 @@ async def test_a_warm_up_leaves_out_lost_caches() -> None:
 async def test_a_new_gateway_asks_the_second_oldest_if_the_oldest_does_not_answer() -> None:
     one, two = Gateway(1), Gateway(2)
     now = warm(one, two)
-    with one.book(PROMPT, 0) as booking:
-        booking.on_first_token()
+    with one.reserve(PROMPT, 0) as reservation:
+        reservation.on_first_token()
     now = run([one, two], now, 0.2)
     three = Gateway(3)
     three.view.start(now)
@@ -195,12 +195,12 @@ async def test_a_new_gateway_asks_the_second_oldest_if_the_oldest_does_not_answe
 async def test_picks_before_a_gateway_is_warm_are_counted_as_blind() -> None:
     one = Gateway(1)
     one.view.start(100.0)
-    with one.book(PROMPT, 0):
+    with one.reserve(PROMPT, 0):
         one.view.outgoing_frames(100.1, is_connected=False)
     assert one.metrics.blind_picks_total.value == 1
     now = run([one], 100.0, 1.5)
     assert one.view.warm_up.is_warm
-    with one.book(PROMPT, 0):
+    with one.reserve(PROMPT, 0):
         one.view.outgoing_frames(now, is_connected=True)
     assert one.metrics.blind_picks_total.value == 1
 
@@ -212,8 +212,8 @@ async def test_broadcasts_during_a_warm_up_are_applied_after_it() -> None:
     three.view.start(now)
     for frame in three.view.outgoing_frames(now, is_connected=True):
         one.take(frame, now)
-    with one.book(PROMPT, 1) as booking:
-        booking.on_first_token()
+    with one.reserve(PROMPT, 1) as reservation:
+        reservation.on_first_token()
     for frame in one.view.outgoing_frames(now + 0.05, is_connected=True):
         three.take(frame, now + 0.05)
     assert three.cached(PROMPT) == [0, 0]
@@ -224,7 +224,7 @@ async def test_broadcasts_during_a_warm_up_are_applied_after_it() -> None:
 async def test_during_a_disconnect_only_prompts_are_queued() -> None:
     one = Gateway(1)
     now = warm(one)
-    with one.book(PROMPT, 0):
+    with one.reserve(PROMPT, 0):
         frames = one.view.outgoing_frames(now + 1.0, is_connected=False)
     assert len(frames) == 1
 
@@ -232,7 +232,7 @@ async def test_during_a_disconnect_only_prompts_are_queued() -> None:
 async def test_a_gateway_with_another_key_is_ignored() -> None:
     one, two = Gateway(1), Gateway(2, b"another secret of sixteen bytes or more")
     now = warm(one, two)
-    with one.book(PROMPT, 0):
+    with one.reserve(PROMPT, 0):
         run([one, two], now, 0.5)
         assert two.candidates[0].load.in_flight == 0
     assert len(two.view.peers) == len(one.view.peers) == 0
@@ -242,7 +242,7 @@ async def test_a_gateway_with_another_key_is_ignored() -> None:
 async def test_replayed_frames_are_dropped() -> None:
     one, two = Gateway(1), Gateway(2)
     now = warm(one, two)
-    with one.book(PROMPT, 0):
+    with one.reserve(PROMPT, 0):
         frames = one.view.outgoing_frames(now + 0.6, is_connected=True)
     done = one.view.outgoing_frames(now + 1.2, is_connected=True)
     for frame in (*frames, *done, *frames):
@@ -256,7 +256,7 @@ async def test_arbitrary_bytes_neither_raise_nor_change_anything(seed: int) -> N
     one, two = Gateway(1), Gateway(2)
     now = warm(one, two)
     rng = Random(seed)
-    with one.book(PROMPT, 0):
+    with one.reserve(PROMPT, 0):
         frames = one.view.outgoing_frames(now + 0.6, is_connected=True)
         for _, frame in frames:
             spoilt = bytearray(frame)
@@ -312,7 +312,7 @@ async def test_no_secret_or_name_is_sent_in_clear_text() -> None:
     one = Gateway(1)
     now = warm(one)
     one.view.updates.add_charge("main", "canary-tenant", 10.0)
-    with one.book(PROMPT, 0):
+    with one.reserve(PROMPT, 0):
         frames = b"".join(
             frame for _, frame in one.view.outgoing_frames(now + 1.0, is_connected=True)
         )

@@ -27,14 +27,14 @@ async def test_a_plain_policy_keeps_counters_and_predicts_nothing(tmp_path: Path
             assert "penstock_ttft_prediction_error_ratio_count 0" in await page.text()
 
 
-async def test_after_a_reload_to_priced_the_latency_model_starts_from_its_prior_and_the_bookings(
+async def test_after_a_reload_to_priced_the_latency_model_starts_from_its_prior_and_the_reservations(
     tmp_path: Path,
 ) -> None:
     async with running(tmp_path) as harness:
         table = harness.app.gateway.endpoints
         load = table.all()[0].load
-        waits = ledger.book(load, Request("1", "demo-8b", "t", 8000, 100), 0, monotonic())
-        decodes = ledger.book(load, Request("2", "demo-8b", "t", 3000, 100), 0, monotonic())
+        waits = ledger.reserve(load, Request("1", "demo-8b", "t", 8000, 100), 0, monotonic())
+        decodes = ledger.reserve(load, Request("2", "demo-8b", "t", 3000, 100), 0, monotonic())
         decodes.on_first_token(monotonic())
         assert (waits.predicted_ttft_s, waits.predicted_tpot_s) == (None, None)
         assert (await harness.put(harness.text().replace(PLAIN, PRICED)))[0] == 200

@@ -61,7 +61,7 @@ class Route:
         self.candidates = tuple(
             Candidate(each, EndpointLoad(slot)) for slot, each in enumerate(results)
         )
-        ledger.book(
+        ledger.reserve(
             self.candidates[1].load, Request("first", "demo", "", 500, 50), 0, monotonic()
         )  # no ties
 
@@ -108,13 +108,15 @@ def failing() -> Policy:
     return Policy("broken", (available,), (WeightedScorer(fail),), best)
 
 
-async def test_a_shadow_sees_the_load_as_it_was_before_the_booking_and_agrees_with_itself() -> None:
+async def test_a_shadow_sees_the_load_as_it_was_before_the_reservation_and_agrees_with_itself() -> (
+    None
+):
     shadows, metrics = made(registry.build("least_loaded", {}))
     route = Route()
     for number in range(20):
         ask = asked(number)
         pick = picked(shadows, route, ask)
-        ledger.book(pick.candidate.load, ask.request, 0, ask.now)
+        ledger.reserve(pick.candidate.load, ask.request, 0, ask.now)
         await turns()
     assert metrics.trial_metrics.picks.labels("main", "least_loaded-0", "agreed").value == 20
     assert [each.load.in_flight for each in route.candidates] == [10, 11]
@@ -134,7 +136,7 @@ async def test_records_of_a_removed_shadow_are_not_counted() -> None:
 async def test_the_gain_of_a_shadow_is_counted_in_seconds_and_tokens() -> None:
     route, ask = Route(), asked(cached=(0, 800))
     busy = route.candidates[0].load
-    ledger.book(busy, Request("other", "demo", "", 4000, 100), 0, ask.now)
+    ledger.reserve(busy, Request("other", "demo", "", 4000, 100), 0, ask.now)
     pick = Pick(route.candidates[0], 0, 0.0, 2, "by hand")
     verdict = evaluate(registry.build("prefix_aware", {}), ask, pick, route.candidates)
     assert (verdict.result, verdict.extra_cached_tokens) == ("differed", 800)

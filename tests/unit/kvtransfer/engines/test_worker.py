@@ -11,7 +11,7 @@ import pytest
 from msgspec.structs import replace
 
 from kvtransfer.agent import Agent
-from kvtransfer.engines.vllm.counters import CountBook, add_counts
+from kvtransfer.engines.vllm.counters import PendingCounts, add_counts
 from kvtransfer.engines.vllm.handoff import WorkerAddress
 from kvtransfer.engines.vllm.scheduler import (
     HandoffScheduler,
@@ -186,4 +186,4 @@ def test_reports_add_up_and_an_unknown_counter_is_refused() -> None:
         "kv_received_bytes": 5,
     }
     with pytest.raises(KeyError):
-        CountBook().add("kv_unknown")
+        PendingCounts().add("kv_unknown")

@@ -75,7 +75,7 @@ def overload(
 ) -> None:
     for number in range(requests):
         question = asking(prompt_tokens, tenant=tenant)
-        priced.on_booked(question, Pick(candidates[number % len(candidates)], 0, 0.0, 2, "test"))
+        priced.on_reserved(question, Pick(candidates[number % len(candidates)], 0, 0.0, 2, "test"))
     priced.tick(NOW, candidates)
 
 
@@ -105,7 +105,7 @@ def test_an_impossible_budget_sets_no_price_for_others(before: int) -> None:
 def test_an_impossible_tpot_budget_slows_no_prompts_of_others() -> None:
     priced, fleet, view = admission(), answering(0.03), View(waiting=20, waiting_s=4.0)
     for slo in (*(STANDARD for _ in range(50)), Slo(tpot_s=0.0001)):
-        priced.on_booked(asking(slo=slo), Pick(fleet[0], 0, 0.0, 2, "test"))
+        priced.on_reserved(asking(slo=slo), Pick(fleet[0], 0, 0.0, 2, "test"))
     priced.tick(NOW, fleet)
     assert refused(priced, fleet, view) == 0
 
@@ -134,10 +134,10 @@ def test_a_few_long_prompts_are_no_lasting_overload_but_many_short_ones_are() ->
     assert refused(lasting, fleet, View()) > 0.5
 
 
-def test_booked_kv_has_a_price_only_as_far_as_engines_use_it() -> None:
+def test_reserved_kv_has_a_price_only_as_far_as_engines_use_it() -> None:
     fleet = queued(0.1)
     for candidate_ in fleet:
-        candidate_.load.kv_booked = 900_000
+        candidate_.load.kv_reserved = 900_000
     priced = admission()
     priced.tick(NOW, fleet)
     assert refused(priced, fleet, View()) > 0.1
@@ -170,7 +170,7 @@ def test_waiting_requests_count_at_the_pace_of_the_endpoints() -> None:
 def test_what_is_left_for_prompts_follows_the_budget_per_token_that_requests_have() -> None:
     priced, fleet, view = admission(), answering(0.06), View(waiting=20, waiting_s=6.0)
     relaxed = asking(slo=Slo(tpot_s=1.0))
-    priced.on_booked(relaxed, Pick(fleet[0], 0, 0.0, 2, "test"))
+    priced.on_reserved(relaxed, Pick(fleet[0], 0, 0.0, 2, "test"))
     priced.tick(NOW, fleet)
     assert refused(priced, fleet, view) == 0
 
@@ -181,7 +181,7 @@ def test_in_overload_endpoints_that_were_given_too_much_hold_requests_back_from_
     priced, fleet = admission(), answering(0.01, count=4)
     assert priced.decide(asking(), fleet, View()) == Admit()
     for _ in range(40):
-        priced.on_booked(asking(20_000), Pick(fleet[0], 0, 0.0, 4, "test"))
+        priced.on_reserved(asking(20_000), Pick(fleet[0], 0, 0.0, 4, "test"))
     assert isinstance(priced.decide(asking(), fleet, View()), Wait)
 
 
@@ -359,7 +359,7 @@ def test_requests_wait_while_no_endpoint_would_begin_them_soon() -> None:
 def test_requests_wait_while_every_endpoint_is_ahead_of_its_pace() -> None:
     priced, fleet = admission(), queued(0.0, count=1)
     assert isinstance(priced.decide(asking(), fleet, View()), Admit)
-    priced.on_booked(asking(60_000), Pick(fleet[0], 0, 0.0, 1, "test"))
+    priced.on_reserved(asking(60_000), Pick(fleet[0], 0, 0.0, 1, "test"))
     assert not priced.is_calm
     assert isinstance(priced.decide(asking(), fleet, View()), Wait)
     assert isinstance(priced.decide(asking(now=NOW + 30.0), fleet, View()), Admit)
@@ -370,7 +370,7 @@ def test_a_new_session_enters_only_while_all_contexts_fit() -> None:
     for number in range(8):
         question = asking(100_000, session=f"s{number}")
         assert not isinstance(priced.decide(question, fleet, View()), Shed)
-        priced.on_booked(question, Pick(fleet[0], 0, 0.0, 2, "test"))
+        priced.on_reserved(question, Pick(fleet[0], 0, 0.0, 2, "test"))
     verdict = shed(priced.decide(asking(100_000, session="new"), fleet, View()))
     assert verdict.reason == "session_memory"
     assert "8 active sessions use 800000 tokens" in verdict.detail
@@ -383,12 +383,12 @@ def test_the_last_request_of_a_session_makes_room_for_a_new_one() -> None:
     priced, fleet = admission(), queued(0.0)
     for number in range(8):
         question = asking(100_000, session=f"s{number}")
-        priced.on_booked(question, Pick(fleet[0], 0, 0.0, 2, "test"))
+        priced.on_reserved(question, Pick(fleet[0], 0, 0.0, 2, "test"))
     new = asking(100_000, session="new")
     last = asking(100_000, session="s3", session_hints=SessionHints(is_last=True)).request
     priced.on_ended(last, RequestOutcome(NOW + 1, status="dropped"))
     assert shed(priced.decide(new, fleet, View())).reason == "session_memory"
-    priced.on_booked(asking(100_000, session="s3"), Pick(fleet[0], 0, 0.0, 2, "test"))
+    priced.on_reserved(asking(100_000, session="s3"), Pick(fleet[0], 0, 0.0, 2, "test"))
     priced.on_ended(last, RequestOutcome(NOW + 2, 0.1, 0.01, 100, 0))
     assert not isinstance(priced.decide(new, fleet, View()), Shed)
 
@@ -397,7 +397,7 @@ def test_a_session_recognised_by_its_prompt_enters_while_the_prompt_is_cached() 
     priced, fleet = admission(), queued(0.0)
     for number in range(8):
         question = asking(100_000, session=f"s{number}")
-        priced.on_booked(question, Pick(fleet[0], 0, 0.0, 2, "test"))
+        priced.on_reserved(question, Pick(fleet[0], 0, 0.0, 2, "test"))
     inferred = asking(100_000, session="grown", session_source=INFERRED_SESSION)
     assert shed(priced.decide(inferred, fleet, View())).reason == "session_memory"
     cached = replace(inferred, cached_by_slot=(60_000, 0))
@@ -409,7 +409,7 @@ def test_a_session_recognised_by_its_prompt_enters_while_the_prompt_is_cached() 
 def test_a_tenant_within_its_share_pays_no_price_for_others() -> None:
     priced, fleet = admission(), queued(6.0)
     overload(priced, fleet, "loud")
-    priced.on_booked(asking(tenant="quiet"), Pick(fleet[0], 0, 0.0, 2, "test"))
+    priced.on_reserved(asking(tenant="quiet"), Pick(fleet[0], 0, 0.0, 2, "test"))
     priced.tick(NOW, fleet)
     assert refused(priced, fleet, View(), tenant="loud") > 0.5
     assert refused(priced, fleet, View(), tenant="quiet") == 0
@@ -423,7 +423,7 @@ def test_the_fast_path_is_open_only_while_the_admission_is_calm() -> None:
     assert not priced.is_calm
     priced.tick(NOW + 60, idle)
     assert priced.is_calm
-    priced.on_booked(asking(session="s"), Pick(idle[0], 0, 0.0, 2, "test"))
+    priced.on_reserved(asking(session="s"), Pick(idle[0], 0, 0.0, 2, "test"))
     assert not priced.is_calm
     priced.on_ended(asking(session="s").request, RequestOutcome(NOW + 1, 0.1, 0.01, 100, 0))
     priced.tick(NOW + 61, idle)

@@ -12,7 +12,7 @@ from tests.unit.policies.builders import candidate
 def full(now: float = 0.0, sessions: int = 7) -> WorkingSet:
     inside = WorkingSet()
     for number in range(sessions):
-        inside.on_booked(f"s{number}", 90, 0, 0, now + number)
+        inside.on_reserved(f"s{number}", 90, 0, 0, now + number)
         inside.on_ended(f"s{number}", 100, 0, now + number + 0.5)
     return inside
 
@@ -33,7 +33,7 @@ def test_nothing_is_refused_with_unknown_memory_or_without_sessions() -> None:
 
 def test_a_session_counts_as_long_as_its_context_is_and_until_it_was_silent_for_long() -> None:
     inside = full(sessions=2)
-    inside.on_booked("s0", 150, 100, 100, 10.0)
+    inside.on_reserved("s0", 150, 100, 100, 10.0)
     inside.on_ended("s0", 170, 100, 12.0)
     assert inside.tokens == 270
     inside.tick(1.5 + 180.0)
@@ -44,7 +44,7 @@ def test_a_session_counts_as_long_as_its_context_is_and_until_it_was_silent_for_
 
 def test_a_session_with_an_answer_under_way_is_not_forgotten() -> None:
     inside = WorkingSet()
-    inside.on_booked("long", 100, 0, 0, 0.0)
+    inside.on_reserved("long", 100, 0, 0, 0.0)
     inside.tick(1000.0)
     assert inside.contains("long")
     inside.on_ended("long", None, None, 1001.0)
@@ -55,10 +55,10 @@ def test_a_session_with_an_answer_under_way_is_not_forgotten() -> None:
 def test_memory_follows_the_times_after_which_sessions_return() -> None:
     slow, quick = WorkingSet(), WorkingSet()
     for turn in range(200):
-        slow.on_booked("s", 100, 100, 100, turn * 400.0)
+        slow.on_reserved("s", 100, 100, 100, turn * 400.0)
         slow.on_ended("s", 100, 100, turn * 400.0 + 1)
         slow.tick(turn * 400.0 + 390)
-        quick.on_booked("s", 100, 100, 100, turn * 5.0)
+        quick.on_reserved("s", 100, 100, 100, turn * 5.0)
         quick.on_ended("s", 100, 100, turn * 5.0 + 1)
     assert 390 < slow.memory_s <= 600
     assert 60 <= quick.memory_s < 180
@@ -71,7 +71,7 @@ def test_what_continuing_sessions_find_evicted_makes_the_share_smaller_and_findi
     for turn in range(20):
         now = 20.0 + 20 * turn
         for number in range(7):
-            lost.on_booked(f"s{number}", 100, 50, 50, now)
+            lost.on_reserved(f"s{number}", 100, 50, 50, now)
             lost.on_ended(f"s{number}", 100, 50, now + 1)
         lost.tick(now + 2)
     assert lost.memory_share == 0.5
@@ -79,7 +79,7 @@ def test_what_continuing_sessions_find_evicted_makes_the_share_smaller_and_findi
     for turn in range(60):
         now = 20.0 + 20 * turn
         for number in range(7):
-            result.on_booked(f"s{number}", 100, 100, 100, now)
+            result.on_reserved(f"s{number}", 100, 100, 100, now)
             result.on_ended(f"s{number}", 100, 100, now + 1)
         result.can_admit("new", 1000, 1000.0)  # another session was refused
         result.tick(now + 2)
@@ -90,7 +90,7 @@ def test_an_engine_that_found_less_than_was_believed_has_evicted_it() -> None:
     inside = full()
     for turn in range(20):
         now = 20.0 + 20 * turn
-        inside.on_booked("s0", 100, 100, 100, now)
+        inside.on_reserved("s0", 100, 100, 100, now)
         inside.on_ended("s0", 100, 20, now + 1)
         inside.tick(now + 2)
     assert inside.memory_share == 0.5
@@ -108,7 +108,7 @@ def test_how_long_until_a_session_may_enter_comes_from_those_that_have_left() ->
 def test_memory_is_bounded_whatever_comes() -> None:
     inside = WorkingSet(SessionGate(remembered=100))
     for number in range(1000):
-        inside.on_booked(f"s{number}", 10, 0, 0, float(number) / 100)
+        inside.on_reserved(f"s{number}", 10, 0, 0, float(number) / 100)
         inside.tick(number / 100)
     assert len(inside) <= 50
     assert inside.tokens == 10 * len(inside)
@@ -142,8 +142,8 @@ def test_the_end_of_a_session_frees_its_memory_at_once() -> None:
 
 def test_a_session_ends_with_the_last_of_its_requests_in_flight() -> None:
     inside = WorkingSet()
-    inside.on_booked("s", 100, 0, 0, 0.0)
-    inside.on_booked("s", 100, 0, 0, 0.0)
+    inside.on_reserved("s", 100, 0, 0, 0.0)
+    inside.on_reserved("s", 100, 0, 0, 0.0)
     inside.on_ended("s", 110, 0, 1.0)
     inside.apply_hints("s", SessionHints(is_last=True), 1.0)
     assert inside.contains("s")
@@ -153,11 +153,11 @@ def test_a_session_ends_with_the_last_of_its_requests_in_flight() -> None:
 
 def test_a_session_that_goes_on_after_its_last_request_counts_again() -> None:
     inside = WorkingSet()
-    inside.on_booked("s", 100, 0, 0, 0.0)
-    inside.on_booked("s", 100, 0, 0, 0.0)
+    inside.on_reserved("s", 100, 0, 0, 0.0)
+    inside.on_reserved("s", 100, 0, 0, 0.0)
     inside.on_ended("s", 110, 0, 1.0)
     inside.apply_hints("s", SessionHints(is_last=True), 1.0)
-    inside.on_booked("s", 130, 0, 0, 1.5)
+    inside.on_reserved("s", 130, 0, 0, 1.5)
     inside.on_ended("s", 110, 0, 2.0)
     inside.on_ended("s", 140, 0, 3.0)
     assert (inside.tokens, inside.contains("s")) == (140, True)
@@ -175,7 +175,7 @@ def test_a_session_counts_for_as_long_as_its_client_asks(
 ) -> None:
     inside = WorkingSet()
     for name in ("hinted", "plain"):
-        inside.on_booked(name, 100, 0, 0, 0.0)
+        inside.on_reserved(name, 100, 0, 0, 0.0)
         inside.on_ended(name, 100, 0, 1.0)
     inside.apply_hints("hinted", SessionHints(keep_s=keep_s), 1.0)
     inside.tick(counts_until_s - 0.1)
@@ -197,7 +197,7 @@ def test_other_gateways_learn_that_a_session_has_ended() -> None:
     here, there = WorkingSet(), WorkingSet()
     for inside in (here, there):
         inside.set_key_function(len)
-    here.on_booked("one", 100, 0, 0, 0.0)
+    here.on_reserved("one", 100, 0, 0, 0.0)
     here.on_ended("one", 120, 0, 1.0)
     there.apply_peer_sessions(here.take_updates(1.0), 0.0, 1.0)
     assert there.tokens == 120

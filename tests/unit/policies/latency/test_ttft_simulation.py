@@ -32,7 +32,7 @@ def request(prompt: int, output: int = 100) -> Request:
 
 
 def predicted_ttft(load: EndpointLoad, prompt: int, now: float, cached: int = 0) -> float:
-    entry = ledger.book(load, request(prompt), cached, now)
+    entry = ledger.reserve(load, request(prompt), cached, now)
     assert entry.predicted_ttft_s is not None
     entry.drop(now)
     return entry.predicted_ttft_s
@@ -54,7 +54,7 @@ def test_the_time_at_an_idle_engine_is_that_of_the_simulation(
 ) -> None:
     load = load_of()
     for number in range(arrivals):
-        ledger.book(load, request(500), 0, 0.05 * number).drop(0.05 * number)
+        ledger.reserve(load, request(500), 0, 0.05 * number).drop(0.05 * number)
     pairs = list[tuple[float, float]]()
 
     def compared(timeline: EngineTimeline, load: EngineLoad, prompt: QueuedPrompt) -> float:
@@ -71,7 +71,7 @@ def test_the_time_at_an_idle_engine_is_that_of_the_simulation(
 
 def test_a_prompt_that_comes_during_a_step_waits_for_its_end_and_not_for_those_behind() -> None:
     load = load_of()
-    ledger.book(load, request(5000), 0, 0.0)
+    ledger.reserve(load, request(5000), 0, 0.0)
     ledger.record_scrape(load, None, None, None, None, 0.001)  # the first step is running
     assert predicted_ttft(load, 2000, 0.01) == pytest.approx(
         step_s(5000) - 0.01 + step_s(2000), rel=0.01
@@ -82,9 +82,9 @@ def test_prompts_that_usually_arrive_are_expected_in_the_step_that_completes_one
     busy, calm = load_of(), load_of()
     for number in range(200):
         now = 0.05 * number
-        ledger.book(busy, request(500), 0, now).drop(now)
+        ledger.reserve(busy, request(500), 0, now).drop(now)
     for load in (busy, calm):
-        ledger.book(load, request(8000), 0, 10.0)
+        ledger.reserve(load, request(8000), 0, 10.0)
         ledger.record_scrape(load, None, None, None, None, 10.001)
     assert predicted_ttft(busy, 1000, 10.01) > 1.2 * predicted_ttft(calm, 1000, 10.01)
 
@@ -107,11 +107,11 @@ def test_a_burst_at_the_beginning_is_no_rate() -> None:
 def test_a_wait_for_kv_ends_with_an_answer_of_usual_length() -> None:
     load, now = load_of(50_000), 0.0
     for _ in range(100):  # answers of 200 tokens where 100 were expected
-        entry = ledger.book(load, request(100), 0, now)
+        entry = ledger.reserve(load, request(100), 0, now)
         entry.on_first_token(now + 0.03)
         now += 3.0
         entry.finish(now, 200)
-    ledger.book(load, request(40_000), 0, now).on_first_token(now + 3.0)
+    ledger.reserve(load, request(40_000), 0, now).on_first_token(now + 3.0)
     told_s = predicted_ttft(load, 20_000, now + 3.0)
     assert told_s == pytest.approx(
         200 * load.timeline.decode_s + predicted_ttft(load_of(), 20_000, 0.0), rel=0.15
@@ -121,7 +121,7 @@ def test_a_wait_for_kv_ends_with_an_answer_of_usual_length() -> None:
 def test_a_prompt_with_a_shared_prefix_needs_kv_for_the_rest_only() -> None:
     load, now = load_of(50_000), 0.0
     for _ in range(6):
-        ledger.book(load, request(8000), 7500, now).on_first_token(now + 0.1)
+        ledger.reserve(load, request(8000), 7500, now).on_first_token(now + 0.1)
         now += 0.1
     crowded = predicted_ttft(load, 8000, now, 7500)
     ledger.record_scrape(load, None, None, (7500 + 6 * 500) / 50_000, None, now)
@@ -132,9 +132,9 @@ def test_a_first_token_that_does_not_come_where_kv_is_full_is_taken_to_wait_for_
     None
 ):
     load = load_of(50_000)
-    answer = ledger.book(load, request(41_000), 0, 0.0)
+    answer = ledger.reserve(load, request(41_000), 0, 0.0)
     answer.on_first_token(3.0)
-    ledger.book(load, request(8000), 0, 3.0)
+    ledger.reserve(load, request(8000), 0, 3.0)
     timeline = load.timeline
     timeline.advance(load, 3.1)
     assert (timeline.is_busy, len(timeline.queue)) == (True, 0)
@@ -149,7 +149,7 @@ def test_a_first_token_that_does_not_come_where_kv_is_full_is_taken_to_wait_for_
 
 def test_a_prompt_that_lacks_less_kv_than_the_models_error_does_not_wait() -> None:
     load = load_of(50_000)
-    ledger.book(load, request(42_000), 0, 0.0).on_first_token(3.0)
+    ledger.reserve(load, request(42_000), 0, 0.0).on_first_token(3.0)
     alone_s = predicted_ttft(load_of(), 8000, 0.0)
     assert predicted_ttft(load, 8500, 3.0) == pytest.approx(alone_s, rel=0.15)
     assert predicted_ttft(load, 8900, 3.0) > 5 * alone_s
@@ -158,9 +158,9 @@ def test_a_prompt_that_lacks_less_kv_than_the_models_error_does_not_wait() -> No
 def test_a_first_token_despite_full_modelled_kv_corrects_kv_and_steps() -> None:
     load, now = load_of(50_000), 0.0
     for _ in range(6):  # all share one prefix, which no scrape has shown yet
-        ledger.book(load, request(8000), 7500, now).on_first_token(now + 0.1)
+        ledger.reserve(load, request(8000), 7500, now).on_first_token(now + 0.1)
         now += 0.1
-    entry = ledger.book(load, request(8000), 7500, now)
+    entry = ledger.reserve(load, request(8000), 7500, now)
     timeline = load.timeline
     timeline.advance(load, now + 0.05)
     steps, lacking = (
@@ -199,7 +199,7 @@ def test_steps_that_are_not_full_have_a_pace_of_their_own() -> None:
     load, now = load_of(), 0.0
     for number in range(300):
         tokens, slower = (8192, 1.0) if number % 2 else (2048, 1.15)
-        entry = ledger.book(load, request(tokens), 0, now)
+        entry = ledger.reserve(load, request(tokens), 0, now)
         prompts_s = slower * (step_s(tokens) - SHAPE.step_s) + SHAPE.step_s
         entry.on_first_token(now + prompts_s)
         entry.drop(now + 1.0)
@@ -213,14 +213,14 @@ def test_behind_a_very_long_queue_the_formula_is_close_to_the_simulation() -> No
     played, reckoned = load_of(), load_of()
     for load, prompts in ((played, MOST_STEPS), (reckoned, MOST_STEPS + 1)):
         for _ in range(prompts):
-            ledger.book(load, request(3000), 0, 0.0)
+            ledger.reserve(load, request(3000), 0, 0.0)
     longer_s = predicted_ttft(reckoned, 3000, 0.0) - predicted_ttft(played, 3000, 0.0)
     assert abs(longer_s) < 0.1 * predicted_ttft(played, 3000, 0.0)
 
 
 def test_a_prompt_that_fills_all_kv_alone_waits_for_no_other() -> None:
     load = load_of(kv_tokens=5000)
-    entry = ledger.book(load, request(5000), 0, 0.0)
+    entry = ledger.reserve(load, request(5000), 0, 0.0)
     ledger.record_scrape(load, None, None, None, None, 0.001)
     entry.drop(500.0)
     assert load.timeline.kv_prompts == 0
@@ -229,9 +229,9 @@ def test_a_prompt_that_fills_all_kv_alone_waits_for_no_other() -> None:
 
 def test_kv_computed_elsewhere_blocks_no_prompt_before_it_arrives() -> None:
     load = load_of(kv_tokens=10_000)
-    coming = ledger.reserve(load, request(9000), 0, 0.0)
+    coming = ledger.reserve_decode(load, request(9000), 0, 0.0)
     assert predicted_ttft(load, 3000, 0.0) == pytest.approx(step_s(3000), rel=0.01)
-    whole = ledger.book(load, request(3000), 0, 0.0)
+    whole = ledger.reserve(load, request(3000), 0, 0.0)
     whole.on_first_token(step_s(3000))
     assert load.timeline.free_kv_tokens(load) == 7000
     assert load.free_kv_tokens < 0  # the forecast for picks includes what is expected

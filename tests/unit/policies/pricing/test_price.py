@@ -57,7 +57,10 @@ def levelled(factors: Sequence[float], unknown: Sequence[int] = ()) -> list[floa
 def test_the_parts_of_a_price_add_up_to_minus_its_score() -> None:
     fleet = [
         outlook(
-            slot, prefill_done_at=100.0 + slot, kv_booked=90_000 * slot, expected_tokens=900 * slot
+            slot,
+            prefill_done_at=100.0 + slot,
+            kv_reserved=90_000 * slot,
+            expected_tokens=900 * slot,
         )
         for slot in range(5)
     ]
@@ -154,8 +157,8 @@ def test_a_full_memory_repels_more_than_a_long_way_to_the_next_free_one() -> Non
 def test_a_prefix_that_many_sequences_share_does_not_fill_the_memory() -> None:
     question = ask(8000, 300)
     shared, apart = (
-        outlook(0, kv_booked=900_000, kv_used_tokens=60_000, answers=100),
-        outlook(1, kv_booked=900_000, kv_used_tokens=900_000, answers=100),
+        outlook(0, kv_reserved=900_000, kv_used_tokens=60_000, answers=100),
+        outlook(1, kv_reserved=900_000, kv_used_tokens=900_000, answers=100),
     )
     assert term(question, shared, "kv") < 0.01 * term(question, apart, "kv")
 
@@ -277,7 +280,7 @@ def test_halves_add_up_in_the_unrolled_form_as_well() -> None:
             slot,
             prefill_done_at=100.0 + slot,
             expected_tokens=700 * slot,
-            kv_booked=99_000 * slot,
+            kv_reserved=99_000 * slot,
             decode_s_per_context_token=9e-8 * slot,
         )
         for slot in range(4)

@@ -191,7 +191,7 @@ ANSWERING = {
     "in_flight": 40,
     "answers": 40,
     "expected_tokens": 14_000,
-    "kv_booked": 300_000,
+    "kv_reserved": 300_000,
 }
 
 

@@ -157,7 +157,7 @@ def test_llmd_blend_weighs_free_memory_as_much_as_the_queue() -> None:
     assert chosen("llmd_blend", [candidate(0), full], cached=[0, 601]) == "tp1"
     full.load.scraped_at = 90.0
     assert chosen("llmd_blend", [candidate(0), full], cached=[0, 1]) == "tp1"
-    booked = candidate(1, kv_tokens=1000.0, kv_booked=900)
+    booked = candidate(1, kv_tokens=1000.0, kv_reserved=900)
     assert chosen("llmd_blend", [candidate(0), booked], cached=[0, 599]) == "tp0"
 
 

@@ -144,7 +144,7 @@ class Agents:
         question = self.ask(session, tokens, now)
         verdict = self.admission.decide(question, self.fleet, View(0, 24, 0))
         if isinstance(verdict, Admit):
-            self.admission.on_booked(question, Pick(self.fleet[slot], 0, 0.0, 1, "test"))
+            self.admission.on_reserved(question, Pick(self.fleet[slot], 0, 0.0, 1, "test"))
         return verdict
 
     def ends(

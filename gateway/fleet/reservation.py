@@ -1,4 +1,4 @@
-"""Bookings: capacity reserved at an endpoint for one request, from the pick to the last byte.
+"""Reservations: capacity reserved at an endpoint for one request, from the pick to the last byte.
 
 policies/ledger.py changes the endpoint's load. gateway/fleet/endpoint_table.py changes its health
 and the prefix index.
@@ -17,7 +17,7 @@ from gateway.protocol.stream_scan import TokenUsage
 from gateway.protocol.upstream_error import UpstreamError
 from policies import ledger
 from policies.health.health import HealthEvent, HealthState
-from policies.ledger import LoadBooking
+from policies.ledger import LoadReservation
 from policies.load import EndpointLoad
 from policies.model import Pick, Request
 from policies.prefix.fingerprint import Fingerprint
@@ -40,7 +40,7 @@ class EvidenceSink(Protocol):
     ) -> None: ...
 
 
-class Booking:
+class Reservation:
     """Capacity reserved at an endpoint for one request; leaving the context releases it.
 
     entry          the entry in policies/ledger.py: what is reserved, and what was predicted
@@ -52,9 +52,9 @@ class Booking:
     """
 
     __slots__ = (
-        *("_awaited", "_booked_at", "_fingerprint", "_is_computed", "_is_reported", "_table"),
+        *("_awaited", "_reserved_at", "_fingerprint", "_is_computed", "_is_reported", "_table"),
         *(
-            "_tells",
+            "_sees_first_token",
             "_usage",
             "expected_cache",
             "queued_tokens",
@@ -65,8 +65,8 @@ class Booking:
             "upstream",
         ),
     )
-    _take: Callable[[EndpointLoad, Request, int, float, bool], LoadBooking] = staticmethod(
-        ledger.book
+    _add_load: Callable[[EndpointLoad, Request, int, float, bool], LoadReservation] = staticmethod(
+        ledger.reserve
     )
     _prefills = True
 
@@ -87,13 +87,15 @@ class Booking:
         self._is_computed = self._is_reported = False
         self._usage: TokenUsage | None = None
         self.expected_cache: CacheExpectation | None = None
-        self._booked_at = now = monotonic()
-        self._tells = tells = request.stream or request.output_tokens == 1
+        self._reserved_at = now = monotonic()
+        self._sees_first_token = sees_first_token = request.stream or request.output_tokens == 1
         self._awaited = 0
-        if tells and self._prefills:
+        if sees_first_token and self._prefills:
             self._awaited = awaited = max(1, request.prompt_tokens - pick.cached_tokens)
             live.speed.on_sent(awaited, now, is_decoding=live.load.decoding > 0)
-        self.entry: LoadBooking = self._take(live.load, request, pick.cached_tokens, now, tells)
+        self.entry: LoadReservation = self._add_load(
+            live.load, request, pick.cached_tokens, now, sees_first_token
+        )
         self.queued_tokens = live.load.prefill_tokens
 
     def on_first_token(self) -> None:
@@ -122,7 +124,7 @@ class Booking:
     @property
     def is_behind(self) -> bool:
         """Whether the step under way here is certainly without the request's prompt."""
-        return self._awaited > 0 and self.live.speed.is_behind(self._booked_at)
+        return self._awaited > 0 and self.live.speed.is_behind(self._reserved_at)
 
     @property
     def is_ejected_as_slow(self) -> bool:
@@ -150,13 +152,13 @@ class Booking:
     def on_failed(self, broke: UpstreamError) -> None:
         """Record an incomplete answer as evidence about the endpoint's health.
 
-        Only the first report of a booking counts.
+        Only the first report of a reservation counts.
         """
         if not self._is_reported:
             self._is_reported = True
             self._table.on_failure(self.live, broke)
 
-    def __enter__(self) -> Booking:
+    def __enter__(self) -> Reservation:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -166,8 +168,8 @@ class Booking:
         else:
             tokens = usage.completion_tokens
             self.entry.finish(now, tokens)
-            if tokens and not self._tells:
-                self.live.speed.record_answer(tokens, now - self._booked_at)
+            if tokens and not self._sees_first_token:
+                self.live.speed.record_answer(tokens, now - self._reserved_at)
         if self._awaited:
             self.live.speed.on_dropped(self._awaited)
             self._awaited = 0
@@ -181,15 +183,15 @@ class Booking:
             self._table.forget_prompt(self._fingerprint, self.live, cached_tokens, prompt_tokens)
 
 
-class Reservation(Booking):
-    """The booking of the decode endpoint of a split request, which holds the prompt's KV cache.
+class DecodeReservation(Reservation):
+    """The reservation of the decode endpoint of a split request, which holds the prompt's KV cache.
 
     It is made before the prefill request is sent, so that the request does not queue between
     prefill and decode.
     """
 
     __slots__ = ()
-    _take = staticmethod(ledger.reserve)
+    _add_load = staticmethod(ledger.reserve_decode)
     _prefills = False
 
     def on_recompute(self) -> None:
