@@ -188,7 +188,7 @@ class App:
         self.reloader.on_applied = self._applied
 
     def _create_auto(self) -> AutoPolicyController:
-        """Create what chooses policies; in a worker, the supervisor does."""
+        # In a worker process, the supervisor creates it instead.
         rows = partial(admin.endpoint_rows, self.gateway)
         target = GatewayAutoTarget(self.reloader, rows, lambda: self.is_draining)
         return AutoPolicyController(target, self.metrics.auto_metrics)
@@ -202,7 +202,10 @@ class App:
         await self._trial.on_applied(trigger)
 
     async def start(self) -> None:
-        """Poll the engines once, then listen. Raises OSError when an address is in use."""
+        """Poll the engines once, then open the listeners.
+
+        Raises OSError when an address is in use.
+        """
         await self._discovery.start(self.config)
         await self._health_checker.start()
         self._kv_events.start_if_due()
@@ -356,7 +359,9 @@ class App:
         return self.gateway.snapshot.config.timeouts.shutdown + FAIL_S + SETTLE_S
 
     def reopen_log(self) -> None:
-        """Reopen the access log if its file was moved."""
+        """Reopen the access log at its configured path if the open file was moved, as log rotation
+        does.
+        """
         self._log.reopen()
 
     async def _wait_until_idle(self, closing: Sequence[asyncio.Future[None]], ends: float) -> None:
@@ -379,9 +384,9 @@ class App:
         self._endpoints.fail_streams(immediately=True)
 
     async def stop_being_ready(self) -> None:
-        """Report not ready, and go on serving for `timeouts.grace` seconds.
+        """Report the gateway as not ready, and serve requests for `timeouts.grace` more seconds.
 
-        Load balancers need this time to notice.
+        Load balancers need this time to notice the change.
         """
         self.is_draining = True
         grace_s = self.gateway.snapshot.config.timeouts.grace or 0.0

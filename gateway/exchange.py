@@ -1,4 +1,4 @@
-"""The mutable record of one request: what happened to it, when and why.
+"""The mutable record of one request: its events with their times and causes.
 
 It belongs to the request's own task. Accounting reads it when the request is over.
 """
@@ -29,19 +29,19 @@ if TYPE_CHECKING:
 
 
 class Releasable(Protocol):
-    """An object that holds the memory of a request sent to an engine until release() is called."""
+    """An object that holds the memory of an engine request until release() is called."""
 
     def release(self) -> None: ...
 
 
 class Countable(Protocol):
-    """One policy of a canary trial, for counting the outcomes of its requests."""
+    """One of the two policies of a canary trial, which counts the outcomes of its requests."""
 
     def count(self, exchange: Exchange, /) -> None: ...
 
 
 class Explainable(Protocol):
-    """A record of the candidates' state before a reservation, used to explain the pick later."""
+    """A record of the candidate endpoints before a reservation, used to explain the pick later."""
 
     def score_terms(
         self, query: RoutingQuery, candidates: Sequence[Candidate], /

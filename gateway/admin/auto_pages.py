@@ -12,7 +12,10 @@ STATUS = {"applied": 200, "unchanged": 200, "rejected": 400, "nothing": 409, "co
 
 
 def add_auto(routes: web.UrlDispatcher, find: Callable[[], AutoPolicyController | None]) -> None:
-    """Add the routes below /auto; `find` returns what chooses policies in this process, if any."""
+    """Add the admin server's routes below /auto to `routes`.
+
+    `find` returns the AutoPolicyController of this process, or None if the process has none.
+    """
 
     async def read(_: web.Request) -> web.Response:
         controller = find()

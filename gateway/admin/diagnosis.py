@@ -85,7 +85,11 @@ MISS_TEXTS: Mapping[str, str] = MappingProxyType(
 
 
 class DiagnosisLine(msgspec.Struct, frozen=True):
-    """One sentence of the diagnosis, its grade, and the endpoint that it is about, if any."""
+    """One sentence of the live view's diagnosis, with its severity and the endpoint that it is
+    about.
+
+    The endpoint is None if the sentence is about the whole gateway.
+    """
 
     grade: Grade
     text: str
@@ -93,9 +97,10 @@ class DiagnosisLine(msgspec.Struct, frozen=True):
 
 
 class MinuteCounts(msgspec.Struct, frozen=True):
-    """The counts of the last minute, from which the diagnosis is made.
+    """Counts of events in the last minute, the input of the live view's diagnosis.
 
-    `endpoints` are rows of the live view; `config_problem` is that of a rejected configuration.
+    `endpoints` are the endpoint rows of the live view. `config_problem` is the first problem of the
+    last rejected configuration, or None.
     """
 
     endpoints: Sequence[Mapping[str, Any]]
@@ -115,7 +120,9 @@ class MinuteCounts(msgspec.Struct, frozen=True):
 
 
 def diagnose(minute: MinuteCounts) -> list[DiagnosisLine]:
-    """Return a sentence for each problem of the last minute, most severe first."""
+    """Return the sentences of the diagnosis, one for each problem of the last minute, most severe
+    first.
+    """
     reasons = [
         *_configuration(minute),
         *_shared(minute),
@@ -134,10 +141,10 @@ def diagnose(minute: MinuteCounts) -> list[DiagnosisLine]:
 
 
 def shorten(reasons: Sequence[DiagnosisLine]) -> Sequence[DiagnosisLine]:
-    """Return at most MAX_FINDINGS findings.
+    """Return at most MAX_FINDINGS sentences of a diagnosis; sentences about no single endpoint come
+    first.
 
-    Findings about no single endpoint come first. If there are too many, the last line counts the
-    others and names their endpoints.
+    If there are too many, the last sentence counts the omitted ones and names their endpoints.
     """
     if len(reasons) <= MAX_FINDINGS:
         return reasons
@@ -240,7 +247,7 @@ def _slow(endpoints: Sequence[Mapping[str, Any]]) -> Iterator[DiagnosisLine]:
 
 
 def median_without(ordered: Sequence[float], value: float) -> float:
-    """Return the median of ascending values without one element equal to `value`."""
+    """Return the median of ascending numbers after removal of one element equal to `value`."""
     left_out, others = bisect_left(ordered, value), len(ordered) - 1
     low, high = (
         index if index < left_out else index + 1 for index in ((others - 1) // 2, others // 2)

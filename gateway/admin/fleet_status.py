@@ -31,7 +31,7 @@ RowT = TypeVar("RowT")
 async def in_turns(
     lives: Sequence[LiveEndpoint], build: Callable[[LiveEndpoint], RowT]
 ) -> list[RowT]:
-    """Build a row for each endpoint, a few in each turn of the event loop."""
+    """Build a row for each endpoint, yielding to the event loop after every few rows."""
     rows: list[RowT] = []
     for begin in range(0, len(lives), ROWS_PER_TURN):
         if begin:
@@ -41,9 +41,10 @@ async def in_turns(
 
 
 class PairStatus(msgspec.Struct, frozen=True):
-    """Handoffs from one prefill to one decode endpoint: counts, times and the transport.
+    """Counts, times and transport of the KV handoffs from one prefill to one decode endpoint.
 
-    `newest_s` holds the seconds that each of the newest handoffs took, of all workers.
+    `newest_s` holds the durations of the most recent handoffs in seconds, over all worker
+    processes.
     """
 
     served: int
@@ -63,7 +64,7 @@ class PairStatus(msgspec.Struct, frozen=True):
 
 
 class FleetStatus(msgspec.Struct, frozen=True):
-    """The state that no metric sample contains; rows are as the view shows them.
+    """The part of a live view that is not in any metric: endpoint rows, handoffs and configuration.
 
     slo_by_class          (TTFT, TPOT) SLO in seconds by service class
     default_class         the service class of requests that name none
@@ -89,7 +90,10 @@ class FleetStatus(msgspec.Struct, frozen=True):
 
 
 async def fleet_status(target: AdminTarget, now: float) -> FleetStatus:
-    """Return the present state of the gateway; endpoint rows are built over several loop turns."""
+    """Return the present state of the gateway as a FleetStatus.
+
+    Endpoint rows are built over several turns of the event loop, so that requests are not delayed.
+    """
     rows = await in_turns(
         target.gateway.endpoints.all(),
         lambda live: _static_row(live) | _load_row(live, now) | _cache_row(target, live, now),
@@ -206,7 +210,9 @@ def _cache_row(target: AdminTarget, live: LiveEndpoint, now: float) -> dict[str,
 
 
 def endpoint_state(live: LiveEndpoint) -> str:
-    """Return leaving, draining, drained, or the health state: up, returning, ejected, dead."""
+    """Return an endpoint's state as a word: leaving, draining, drained, up, returning, ejected or
+    dead.
+    """
     if live.is_leaving:
         return "leaving"
     if live.is_drained and live.load.in_flight:

@@ -19,9 +19,11 @@ NO_HANDOFFS = (0, 0, 0)
 
 
 def kv_flow(standing: FleetStatus, now: MetricSample, earlier: MetricSample) -> dict[str, Any]:
-    """Return the rates of every pair that has had a handoff, and bytes per second by transport.
+    """Return the handoff rates of every pair of endpoints, and the KV bytes per second by
+    transport.
 
-    A value that an engine does not report is None. `earlier` is the older of the two samples.
+    A value that the engines do not report is None. `earlier` is the older of the two metric
+    samples.
     """
     per_s, moved = rate_function(now, earlier), kv_bytes_by_pair(now, earlier)
     transports: defaultdict[str, float] = defaultdict(float)

@@ -41,7 +41,7 @@ IMPAIRED = 4
 
 
 def build_view(standing: FleetStatus, marks: SampleHistory, now: MetricSample) -> dict[str, Any]:
-    """Return the complete live view at the time of the sample `now`, as JSON-compatible values."""
+    """Return the live view at the time of the metric sample `now`, as one JSON-compatible value."""
     recent = marks.find_before(now.at, RATES_S) or now
     minute = marks.find_before(now.at, SHARES_S) or now
     rows = _endpoints(standing, marks, now, minute)

@@ -137,7 +137,10 @@ def sample_difference(before: MetricSample, after: MetricSample) -> SampleDiffer
 
 
 def count_failed(responses: Mapping[tuple[str, str], float]) -> float:
-    """Return how many of these responses, which are counted by (status, reason), failed."""
+    """Return the number of failed responses.
+
+    `responses` counts responses by (HTTP status, reason).
+    """
     return sum(count for key, count in responses.items() if is_failure(*key))
 
 
@@ -202,7 +205,7 @@ def counter_growth(after: Mapping[Key, float], before: Mapping[Key, float]) -> C
 
 
 def rate_function(after: MetricSample, before: MetricSample) -> Callable[[float], float]:
-    """Return a function from a counter's growth between two samples to its rate per second."""
+    """Return a function that converts a counter's growth between two samples to a rate (1/s)."""
     span_s = after.at - before.at
     return lambda count: round(count / span_s, 3) if span_s > 0 else 0.0
 

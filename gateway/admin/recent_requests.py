@@ -26,9 +26,9 @@ GOOD_OUTCOMES = frozenset({"", "met"})
 
 
 class RecentQuery(msgspec.Struct, frozen=True):
-    """The number of rows, and whether to list only requests with a problem.
+    """The query of GET /requests: the number of rows, and whether only problems are listed.
 
-    A problem is a failure, a rejection, or a missed SLO.
+    A problem is a failed or rejected request, or one that missed its latency target (SLO).
     """
 
     limit: int = DEFAULT_LIMIT
@@ -42,7 +42,7 @@ class RecentQuery(msgspec.Struct, frozen=True):
 def add_requests(
     routes: web.UrlDispatcher, page: Callable[[RecentQuery], Awaitable[dict[str, Any]]]
 ) -> None:
-    """Add the route GET /requests?limit=N&problems=1, answered by `page`."""
+    """Add the route GET /requests?limit=N&problems=1 to the admin server; `page` is its handler."""
 
     async def requests(request: web.Request) -> web.Response:
         try:
@@ -55,7 +55,10 @@ def add_requests(
 
 
 def read_query(fields: Mapping[str, str]) -> RecentQuery:
-    """Parse the query fields. Raises ValueError that says what is valid."""
+    """Parse the query string of GET /requests.
+
+    Raises ValueError, whose message says which values are valid.
+    """
     limit, problems = fields.get("limit", str(DEFAULT_LIMIT)), fields.get("problems", "0")
     if not (
         limit.isascii() and limit.isdigit() and len(limit) < 5 and 1 <= int(limit) <= MAX_LIMIT
@@ -67,9 +70,9 @@ def read_query(fields: Mapping[str, str]) -> RecentQuery:
 
 
 def recent_rows(explained: RecentExchanges, query: RecentQuery) -> dict[str, Any]:
-    """Return rows for the newest finished requests, newest first.
+    """Return rows for the most recently finished requests, newest first.
 
-    `size` is how many the gateway keeps (observability.explained).
+    `size` is the number of requests that the gateway keeps (setting observability.explained).
     """
     newest: Iterable[EndedExchange] = islice(explained.newest_first(), MAX_SCANNED)
     if query.problems:
@@ -82,9 +85,9 @@ def recent_rows(explained: RecentExchanges, query: RecentQuery) -> dict[str, Any
 
 
 def has_problem(ended: EndedExchange) -> bool:
-    """Return whether the request was not served completely, or missed its SLO.
+    """Return whether the request was not served completely, or missed its latency target (SLO).
 
-    A pre-empted request of a batch has no problem: a later attempt continues it.
+    A pre-empted request of a batch has no problem, because a later attempt continues it.
     """
     exchange = ended[0]
     if exchange.outcome == "preempted":

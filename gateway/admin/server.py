@@ -143,10 +143,6 @@ def _add_state(target: AdminTarget, routes: web.UrlDispatcher) -> None:
 
 
 def _policy_choice(target: AdminTarget, model: str) -> dict[str, object] | None:
-    """Return the version in which the policy of the model's pool was chosen, and why.
-
-    None if the pool does not choose its policy, or has not changed it.
-    """
     route = find(target.gateway.snapshot.routes, model)
     if route is None or target.gateway.snapshot.config.pools[route.pool].auto is None:
         return None

@@ -98,7 +98,7 @@ class PoolQueue:
         candidates: tuple[Candidate, ...],
         leaving: tuple[EndpointLoad, ...] = (),
     ) -> None:
-        """Use these limits and endpoints from now on.
+        """Replace the pool's limits and its set of endpoints.
 
         leaving  endpoints that are no longer candidates but still serve older requests
         """
@@ -107,7 +107,7 @@ class PoolQueue:
         self.refresh()
 
     def set_admission(self, policy: Admission, shares: Mapping[str, float]) -> None:
-        """Use this admission policy and these tenant shares from now on. Call configure() after it.
+        """Replace the pool's admission policy and the tenants' shares.
 
         A plain concurrency limit with a single tenant learns nothing from requests, so it gets no
         feedback.
@@ -119,7 +119,10 @@ class PoolQueue:
         self._share_sessions()
 
     def publish_to_peers(self, updates: OutgoingUpdates | None) -> None:
-        """Record charges and sessions in `updates` for the other gateways; None stops that."""
+        """Record charges and sessions of this pool in `updates`, to be sent to other gateways.
+
+        None stops the recording.
+        """
         self._updates = updates
         self._share_sessions()
 
@@ -178,7 +181,9 @@ class PoolQueue:
             self._settle()
 
     def refresh(self) -> None:
-        """Recompute the capacity after endpoints have changed, and admit requests that now fit."""
+        """Recompute the pool's capacity after a change of its endpoints, and admit waiting requests
+        that now fit.
+        """
         self._queue.refresh(self._candidates, self._leaving)
         self._settle()
 
@@ -197,12 +202,15 @@ class PoolQueue:
 
     @property
     def places(self) -> int:
-        """The number of requests that the pool's available endpoints may run at once."""
+        """The number of requests that the pool's available endpoints may run concurrently."""
         return self._queue.capacity
 
     @property
     def permits_in_use(self) -> int:
-        """The number of permits of requests at available endpoints, not ejected or leaving ones."""
+        """The number of permits held by requests at available endpoints.
+
+        Requests at ejected or leaving endpoints are not counted.
+        """
         return self._queue.busy_permits
 
     async def enter(
@@ -325,17 +333,20 @@ class AdmissionController:
         self.configure(config)
 
     def configure(self, config: Config) -> None:
-        """Apply new limits. What requests have already taken stays taken."""
+        """Apply new limits. Capacity that running requests hold is kept."""
         self.quotas.configure(config.tenants)
         self._budget_bytes = config.limits.body_budget
         self._retries.limits = RetryLimits(config.retries.budget, config.retries.floor)
 
     def pool_queue(self, pool: str) -> PoolQueue:
-        """Return the pool's queue, or a new one that must be registered with add_queue()."""
+        """Return the queue of this pool.
+
+        If the pool is new, return a new queue, which add_queue() must register.
+        """
         return self._rooms.get(pool) or PoolQueue(pool)
 
     def add_queue(self, queue: PoolQueue) -> None:
-        """Register the queue of a pool that is now in force."""
+        """Register the queue of a pool whose configuration has been applied."""
         queue.publish_to_peers(self._updates)
         self._rooms[queue.name] = queue
 
@@ -443,7 +454,9 @@ class AdmissionController:
 
     @property
     def retries_left(self) -> int | None:
-        """The number of retries that the budget would grant now; None if retries are turned off."""
+        """The number of retries that the retry budget would grant now; None if retries are turned
+        off.
+        """
         limits = self._retries.limits
         if not limits.floor and not limits.share:
             return None

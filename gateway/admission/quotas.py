@@ -17,11 +17,10 @@ from policies.model import Request
 
 
 class Quotas:
-    """The quotas by tenant; a tenant without limits has none.
+    """The per-minute quotas of all tenants; a tenant without configured limits has none.
 
-    A reload keeps the quota of an unchanged tenant.
-
-    updates  collects what is taken here, for the other gateways; None if there are none
+    A reload keeps the quota of a tenant whose limits did not change. `updates` collects the local
+    use for other gateways; it is None if no state is shared.
     """
 
     __slots__ = ("by_tenant", "updates")
@@ -76,7 +75,7 @@ class Quotas:
         output_tokens: int | None,
         prompt_tokens: int | None = None,
     ) -> None:
-        """Correct the charge for a request that has ended.
+        """Correct the quota charge of a request that has ended.
 
         output_tokens  tokens that the engine generated; None if the request was refused and is
                        refunded

@@ -39,11 +39,11 @@ RunReplay = Callable[[ReplayJob], Awaitable[ReplayAnswer]]
 
 
 class UnknownPoolError(Exception):
-    """Raised for a pool that does not exist or does not choose its policy."""
+    """Raised for a pool that does not exist, or whose configuration has no section `auto`."""
 
 
 class AutoPolicyController:
-    """Chooses the policies of all pools with the section `auto`, in one process of a gateway."""
+    """Chooses the routing policies of all pools that have the section `auto`, in one process."""
 
     def __init__(
         self, target: AutoTarget, metrics: AutoMetrics, run: RunReplay = run_replay
@@ -59,7 +59,7 @@ class AutoPolicyController:
         self._task = asyncio.create_task(self._run(), name="choose policies")
 
     async def stop(self) -> None:
-        """End the comparison in progress, if there is one, and make no further ones."""
+        """Cancel the policy comparison in progress, if there is one, and start no further ones."""
         for task in (self._task, self._comparison):
             if task is not None:
                 task.cancel()
@@ -68,9 +68,10 @@ class AutoPolicyController:
         self._task = self._comparison = None
 
     def on_applied(self, trigger: str) -> None:
-        """Follow a configuration that has been applied; `trigger` is that of its version.
+        """Update the pools' states after a configuration was applied.
 
-        A return to an older version holds the policies that it restores.
+        `trigger` is the cause of that version. After a rollback to an older version, the restored
+        policies are kept until an operator permits changes.
         """
         self._follow_config(trigger)
 
@@ -105,7 +106,10 @@ class AutoPolicyController:
                 log.exception("the choice of policies failed")
 
     async def tick(self, now: float) -> None:
-        """Look for trouble, and start the comparison that is due; `now` is monotonic."""
+        """Check the pools for failures, and start the policy comparison that is due.
+
+        `now` is monotonic seconds.
+        """
         if not self._states:
             return
         rows, config = await self._target.endpoint_rows(), self._target.running.config
@@ -196,7 +200,7 @@ class AutoPolicyController:
         log.info("pool %s: policy %s -> %s: %s", name, before.label, member.label, decision.reason)
 
     async def _change(self, pool: str, text: bytes, reason: str) -> ChangeResult:
-        """Apply a text if it changes nothing but this pool's policy or pin."""
+        # The text is applied only if it changes nothing but this pool's policy or pin.
         tried = await self._target.change(text, reason, dry_run=True)
         own = (f"pools.{pool}.policy", f"pools.{pool}.auto")
         others = [path for path in tried.changed if not path.startswith(own)]
@@ -212,7 +216,10 @@ class AutoPolicyController:
             self._is_switching = False
 
     async def set_pin(self, pool: str, *, is_pinned: bool) -> ChangeResult:
-        """Pin the pool's policy, or permit changes again. Raises UnknownPoolError."""
+        """Pin the pool's routing policy, or permit automatic changes again.
+
+        Raises UnknownPoolError.
+        """
         state, auto = self._states.get(pool), self._auto_pools().get(pool)
         if state is None or auto is None:
             raise UnknownPoolError(f"there is no pool {pool!r} with the section auto")
@@ -227,7 +234,7 @@ class AutoPolicyController:
         return await self._change(pool, text, reason)
 
     def as_json(self) -> dict[str, Any]:
-        """Return the state of every pool that chooses its policy, as plain values."""
+        """Return the state of every pool with the section `auto`, as JSON-compatible values."""
         pools = [
             {
                 "pool": name,

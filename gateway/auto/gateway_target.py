@@ -12,7 +12,10 @@ TRIGGER = "auto"
 
 
 class GatewayAutoTarget:
-    """An AutoTarget that is one gateway process; `rows` returns the page /endpoints."""
+    """An AutoTarget for one gateway process without workers.
+
+    `rows` returns the endpoint rows of the admin page /endpoints.
+    """
 
     def __init__(
         self, reloader: Reloader, rows: EndpointRows, is_draining: Callable[[], bool]
@@ -28,9 +31,10 @@ class GatewayAutoTarget:
         return self._reloader.version.number
 
     async def change(self, text: bytes, reason: str, *, dry_run: bool) -> ChangeResult:
-        """Apply the text unless another change has come first.
+        """Apply a configuration text, unless the configuration has changed since the text was made.
 
-        The references in it were in force before, and its endpoints are those of now.
+        References in the text are resolved as in the configuration in force, and discovered
+        endpoints stay as they are.
         """
         outcome = await self._reloader.put(
             text,

@@ -18,7 +18,10 @@ def build_job(
     rows: Sequence[Mapping[str, Any]],
     now_s: float,
 ) -> ReplayJob:
-    """Return the job that compares these pools; `rows` are the endpoints of /endpoints."""
+    """Return the job for a replay process that compares the policies of these pools.
+
+    `rows` are the endpoint rows of the admin page /endpoints.
+    """
     tree = config.model_dump(mode="json", by_alias=True, include={"pools", "slo", "models"})
     tree["tenants"] = [{"name": tenant.name, "weight": tenant.weight} for tenant in config.tenants]
     for name, pool in config.pools.items():

@@ -1,4 +1,4 @@
-"""What the choice of policies remembers of one pool."""
+"""The state that automatic policy selection (`policy: auto`) keeps for one pool."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from policies.auto.estimates import PolicyMember, PoolEstimate
 
 
 class SwitchRecord(msgspec.Struct, frozen=True):
-    """One change of a pool's policy that followed from a comparison; `at_s` is Unix time."""
+    """One automatic change of a pool's routing policy after a comparison; `at_s` is Unix time."""
 
     at_s: float
     version: int
@@ -22,7 +22,7 @@ class SwitchRecord(msgspec.Struct, frozen=True):
 
 
 class PoolState:
-    """One pool that chooses its policy. Unix times in seconds, unless said otherwise.
+    """The state of one pool with automatic policy selection; times are Unix seconds unless noted.
 
     policy            the policy in force
     due_at            monotonic time of the next comparison

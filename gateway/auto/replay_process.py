@@ -21,13 +21,13 @@ MOST_ANSWER_BYTES = 1 << 20
 
 
 class ReplayError(Exception):
-    """Raised when the replay process gave no answer; the message says why."""
+    """Raised when the replay process returned no result; the message gives the cause."""
 
 
 async def run_replay(job: ReplayJob) -> ReplayAnswer:
-    """Run a replay process for one job, and return its answer.
+    """Run one job in a new replay process, and return the process's result.
 
-    Raises ReplayError. If the caller is cancelled, the process is killed.
+    Raises ReplayError. If the calling task is cancelled, the process is killed.
     """
     try:
         process = await asyncio.create_subprocess_exec(
@@ -55,7 +55,7 @@ async def run_replay(job: ReplayJob) -> ReplayAnswer:
     except TimeoutError:
         raise ReplayError(f"the replay process took longer than {LIMIT_S:.0f} s") from None
     except (msgspec.DecodeError, OSError) as error:
-        raise ReplayError(f"the replay process gave no answer: {error}") from error
+        raise ReplayError(f"the replay process returned no valid result: {error}") from error
     finally:
         if process.returncode is None:
             process.kill()

@@ -1,4 +1,6 @@
-"""What the choice of policies needs of the process that it runs in: a gateway, or a supervisor."""
+"""The interface of automatic policy selection to its process: a gateway, or a supervisor of
+workers.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +16,9 @@ EndpointRows = Callable[[], Awaitable[Sequence[Mapping[str, Any]]]]
 
 
 class ChangeResult(msgspec.Struct, frozen=True):
-    """The result of a configuration change, as of a ReloadOutcome.
+    """The result of a configuration change.
 
-    changed  paths of the settings that it changes
+    `changed` has the paths of the changed settings.
     """
 
     result: str
@@ -26,7 +28,10 @@ class ChangeResult(msgspec.Struct, frozen=True):
 
 
 class AutoTarget(Protocol):
-    """One gateway process, or all workers of one; the configuration of both can be changed."""
+    """The interface through which automatic policy selection reads and changes a configuration.
+
+    It stands for one gateway process, or for a supervisor and all its workers.
+    """
 
     @property
     def running(self) -> LoadedConfig:
@@ -39,9 +44,9 @@ class AutoTarget(Protocol):
     def is_draining(self) -> bool: ...
 
     def endpoint_rows(self) -> Awaitable[Sequence[Mapping[str, Any]]]:
-        """Return the endpoints as on the admin server's page /endpoints."""
+        """Return the endpoint rows that the admin page /endpoints shows."""
         ...
 
     async def change(self, text: bytes, reason: str, *, dry_run: bool) -> ChangeResult:
-        """Apply a text in place of the configuration in force, or only try it."""
+        """Replace the configuration in force by this text, or only validate the text."""
         ...

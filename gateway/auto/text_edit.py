@@ -14,7 +14,7 @@ LONGEST_LINE = 1 << 20  # so that no line of the text is folded
 
 
 def with_policy(text: bytes, pool: str, member: PolicyMember) -> bytes:
-    """Return the text with another policy for the pool."""
+    """Return the configuration text with another routing policy for one pool."""
     yaml, tree = _read(text)
     section = tree["pools"][pool]
     # `policy: auto` also stood for this section.
@@ -29,7 +29,7 @@ def with_policy(text: bytes, pool: str, member: PolicyMember) -> bytes:
 
 
 def with_pin(text: bytes, pool: str, *, is_pinned: bool) -> bytes:
-    """Return the text in which the pool keeps its policy, or may change it again."""
+    """Return the configuration text with the pool's policy pinned, or no longer pinned."""
     yaml, tree = _read(text)
     section = tree["pools"][pool]
     if section.get(AUTO) is None:

@@ -11,9 +11,9 @@ HEALTHY = "up"
 
 
 def find_failure(pool: str, rows: Iterable[Mapping[str, Any]]) -> str:
-    """Return which endpoint of the pool is not well; empty if all are.
+    """Return a description of the first impaired endpoint of the pool; "" if all are healthy.
 
-    `rows` are the endpoints of the page /endpoints.
+    `rows` are the endpoint rows of the admin page /endpoints.
     """
     own = [row for row in rows if row["pool"] == pool]
     if not own:
@@ -27,7 +27,7 @@ def find_failure(pool: str, rows: Iterable[Mapping[str, Any]]) -> str:
 
 
 def find_trial(spec: Pool) -> str:
-    """Return which trial of another policy the pool has already; empty if none."""
+    """Return which trial (such as a canary) the pool already runs, as text; "" if it runs none."""
     if spec.canary is not None:
         return "the pool has a canary"
     return "the pool has shadow policies" if spec.shadow else ""

@@ -33,7 +33,8 @@ _encode = msgspec.json.Encoder().encode
 
 
 def streamed_body(body: bytes, api: Api) -> tuple[bytes, ContinuationTerms] | None:
-    """Return the body that requests the same answer as a stream, and the terms to continue it.
+    """Return a request body for the same answer as a stream, and the terms for continuing the
+    stream.
 
     Return None if the answer could not be continued exactly; such a request is sent unchanged.
     """
@@ -108,7 +109,10 @@ class StreamedAnswer:
         return self._last.get("finish_reason") is not None
 
     def end_at_limit(self) -> None:
-        """Complete an answer that is kept up to its limit of tokens: no engine has to be asked."""
+        """Complete an answer whose kept part already has the maximum number of tokens.
+
+        No engine request is needed for it.
+        """
         self._last["finish_reason"] = "length"
         self._usage = {"completion_tokens": 0}
 
@@ -142,7 +146,7 @@ class StreamedAnswer:
     def keep(
         self, prompt: Sequence[int], shown: Sequence[int], prompt_tokens: int
     ) -> KeptAnswer | None:
-        """Return the part of the answer that all attempts have received; None if there is none.
+        """Return the part of the answer that was received over all attempts; None if nothing was.
 
         `prompt` and `shown` are the token ids of the newest attempt's prompt and answer.
         """
@@ -235,5 +239,5 @@ class LineClient:
         self.status, self._pieces = status, [body]
 
     def close_after_write(self) -> None:
-        """Record that the response ends before it is complete."""
+        """Record that the response ends although it is incomplete."""
         self.is_cut = True

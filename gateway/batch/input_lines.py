@@ -67,11 +67,11 @@ class InputChecker:
 
     @property
     def is_full(self) -> bool:
-        """Whether enough problems were found, so that further lines need no check."""
+        """Whether the maximum number of problems was found, so that checking may stop."""
         return len(self.problems) >= MAX_PROBLEMS
 
     def check(self, raw: bytes) -> None:
-        """Check the next line, which must not be blank."""
+        """Check the next line of the input file. The line must not be blank."""
         self.lines += 1
         if self.lines > self._max_lines:
             message = f"The file has more than {self._max_lines} requests."

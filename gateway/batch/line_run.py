@@ -46,7 +46,7 @@ class LineResult(msgspec.Struct, frozen=True):
 
     @property
     def is_unlimited(self) -> bool:
-        """Whether attempts that end like this one may be repeated without limit."""
+        """Whether an attempt with this result may be repeated any number of times."""
         return self.status in UNLIMITED_STATUSES
 
 
@@ -107,7 +107,7 @@ class LineRun:
 
     @property
     def shown_tokens(self) -> int:
-        """The number of tokens that this attempt has received; 0 if they could not be continued."""
+        """The number of tokens that this attempt has received; 0 if the answer cannot be continued."""
         ledger = self.exchange.ledger
         return 0 if ledger is None else len(ledger.shown_ids)
 
@@ -122,15 +122,16 @@ class LineRun:
         return ledger is not None and ledger.is_complete
 
     def preempt(self) -> None:
-        """Mark the attempt as pre-empted. Call it before its task is cancelled."""
+        """Mark the attempt as pre-empted. Call this before cancelling its task."""
         self.is_preempted = True
         self.exchange.set_preempted()
 
     def keep(self) -> KeptAnswer | None:
-        """Return what is kept if the attempt is cancelled now, or None if nothing is.
+        """Return the part of the answer to keep if the attempt is cancelled now; None if there is
+        none.
 
-        Without it, the next attempt generates the answer from the beginning. Nothing is kept beyond
-        its finish reason, because another engine would continue after the end.
+        Without a kept part, the next attempt generates the answer from the beginning. Nothing is
+        kept after the finish reason, because another engine would continue beyond the end.
         """
         ledger, answer = self.exchange.ledger, self._client.answer
         if ledger is None or answer is None or ledger.current_obstacle:
@@ -156,7 +157,9 @@ class LineRun:
         return (relay.first_token_at or now) - sent_at
 
     def refused(self, error: GatewayError) -> LineResult:
-        """Return the result of a request that the gateway refuses without serving it."""
+        """Return the result of a batch request that the gateway refused without sending it to an
+        engine.
+        """
         self.serving.close()
         return LineResult(error.status, self.exchange.id, error_body(error))
 

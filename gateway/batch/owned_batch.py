@@ -132,7 +132,7 @@ class OwnedBatch:
 
     @property
     def backlog(self) -> int:
-        """The number of requests without a result."""
+        """The number of requests of the batch that have no result yet."""
         return self.total - self.progress.completed - self.progress.failed
 
     @property
@@ -163,14 +163,16 @@ class OwnedBatch:
         heappush(self._retries, (due, number))
 
     def put_back(self, number: int, kept: KeptAnswer | None) -> None:
-        """Schedule a pre-empted request to run next, continuing the answer that is kept, if any."""
+        """Schedule a pre-empted request to run next; it continues the kept part of its answer, if
+        any.
+        """
         self._ready.append(number)
         self.keep(number, kept)
 
     def keep(self, number: int, kept: KeptAnswer | None) -> None:
-        """Record the part of an answer from which the next attempt continues.
+        """Record the received part of an answer, from which the next attempt continues.
 
-        None: the next attempt generates the answer from the beginning.
+        With None, the next attempt generates the answer from the beginning.
         """
         if kept is not None:
             self.progress.kept[number] = kept
@@ -203,7 +205,11 @@ class OwnedBatch:
                 self.is_blocked = False
             except OSError as error:
                 self.is_blocked = True
-                log.error("batch %s: cannot write its journal: %s", self.record.id, error)
+                log.error(
+                    "batch %s: cannot write its journal (check the disk of batch.folder): %s",
+                    self.record.id,
+                    error,
+                )
                 await asyncio.sleep(1.0)
                 continue
             for line in self._unwritten[:count]:
@@ -226,7 +232,10 @@ class OwnedBatch:
     # Records
 
     async def save(self, record: BatchRecord) -> None:
-        """Store a changed record. Raises LeaseLostError if another process has the batch now."""
+        """Store the changed record of the batch.
+
+        Raises LeaseLostError if another process now holds the batch's lease.
+        """
         self.record = record
         store = partial(self._store.save_batch, record)
         await asyncio.to_thread(self._owner.change, self.folder, store)

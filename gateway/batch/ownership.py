@@ -26,11 +26,11 @@ class Lease(msgspec.Struct, frozen=True):
 
 
 class LeaseLostError(OSError):
-    """Raised when another process has taken over a batch that this one was about to change."""
+    """Raised when this process wants to change a batch whose lease another process has taken."""
 
 
 class BatchOwner:
-    """One gateway process, which takes, renews and releases leases on batches."""
+    """A gateway process that runs batches: it takes, renews and releases their leases."""
 
     def __init__(self, folder: Path, lease_s: float) -> None:
         """Initialize; `folder` has one file for each running owner.
@@ -74,10 +74,10 @@ class BatchOwner:
             return True
 
     def change(self, batch: Path, call: Callable[[], None]) -> None:
-        """Call a function that changes the batch in this folder, while the lease is held.
+        """Call a function that changes the batch in this folder, while this owner holds the lease.
 
-        Raises LeaseLostError if another process holds it: that one has already gone on from what
-        was stored before.
+        Raises LeaseLostError if another process holds the lease. That process has already continued
+        from the stored state.
         """
         with locked(batch / "owner") as file:
             lease = _read_lease(file)
@@ -86,7 +86,9 @@ class BatchOwner:
             call()
 
     def release(self, batch: Path) -> None:
-        """Release the lease, if it is held, so that another process may take it at once."""
+        """Release the lease on a batch, if this owner holds it, so that another process may take it
+        at once.
+        """
         with locked(batch / "owner") as file:
             lease = _read_lease(file)
             if lease is not None and lease.owner == self.name:

@@ -20,7 +20,7 @@ FIRST_LIMIT = 4.0
 
 
 class PoolReading(msgspec.Struct, frozen=True):
-    """The load of one pool, as observed since the last reading.
+    """The load of one pool since the previous reading, measured for the pacing of batch requests.
 
     places          requests that its available endpoints may run at once
     busy            requests that run there now, batch requests included
@@ -62,7 +62,7 @@ class PoolPacer:
         self._cut_at = self._grown_at = self._waited_at = float("-inf")
 
     def allow(self, reading: PoolReading, targets: LatencyTargets, running: int, now: float) -> int:
-        """Return how many batch requests may run now; `running` of them do.
+        """Return how many batch requests the pool may run now; `running` is how many it runs.
 
         If the result is below `running`, the caller pre-empts the difference.
         """

@@ -119,7 +119,9 @@ def check_purpose(file: FileRecord) -> None:
 
 
 class PageQuery(msgspec.Struct, frozen=True):
-    """The part of a list that a client requests: at most `limit` items after the id `after`."""
+    """The page of a list that a client requests: at most `limit` items after the one with id
+    `after`.
+    """
 
     limit: int
     after: str = ""
@@ -149,7 +151,9 @@ def page_of(items: Sequence[FileRecord | BatchRecord], query: PageQuery) -> dict
     if query.after:
         ids = [item.id for item in ordered]
         if query.after not in ids:
-            raise _bad(f"The list has no '{query.after[:64]}'.", "after")
+            raise _bad(
+                f"The list has no item with the id '{query.after[:64]}' (parameter after).", "after"
+            )
         start = ids.index(query.after) + 1
     page = ordered[start : start + query.limit]
     has_more = start + query.limit < len(ordered)

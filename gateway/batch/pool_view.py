@@ -34,7 +34,9 @@ def batch_class(section: BatchApi, config: Config) -> str:
 
 
 def line_headers(section: BatchApi, config: Config) -> HeaderFields:
-    """Return the headers with which a batch request is served: lowest class and priority."""
+    """Return the headers of a batch request inside the gateway: the lowest service class and
+    priority.
+    """
     name = batch_class(section, config)
     return HeaderFields([(CLASS_HEADER, name), (PRIORITY_HEADER, str(-MAX_PRIORITY))])
 
@@ -46,9 +48,10 @@ def find_pool(snapshot: Snapshot, record: BatchRecord) -> str:
 
 
 def refusal(snapshot: Snapshot, record: BatchRecord) -> GatewayError | None:
-    """Return why the tenant may no longer run the requests of its batch, or None if it may.
+    """Return why the tenant may not run its batch any more, or None if it may.
 
-    Tenants and their permitted models change with the configuration; the API key is not stored.
+    Tenants and their permitted models change with the configuration. The API key of the batch is
+    not stored.
     """
     if record.tenant and record.tenant not in snapshot.tenants.values():
         return wrong_key()
@@ -74,7 +77,7 @@ def scope_digest(key_digest: bytes) -> str:
 
 
 class PoolView:
-    """Reads the load of one pool and decides with a PoolPacer how many batch requests it may run.
+    """Reads the load of one pool, from which a PoolPacer limits the pool's batch requests.
 
     _missed    other requests that missed a latency target in the newest window
     _targets   the latency targets of other requests
@@ -93,7 +96,7 @@ class PoolView:
         self._tpot_s: float | None = None
 
     def allow(self, section: BatchApi, runs: Sequence[LineRun], running: int, now: float) -> int:
-        """Return how many batch requests the pool may run now; `running` of them do."""
+        """Return how many batch requests the pool may run now; `running` is how many it runs."""
         queues = self._gateway.gate.pool_queues()
         queue = next((queue for queue in queues if queue.name == self._pool), None)
         if queue is None:  # such requests end with an error at once

@@ -42,9 +42,9 @@ LINE_OVERHEAD = 4096  # bytes of an input line beside its body
 
 
 class BatchRunner:
-    """Runs the batches that this process owns.
+    """Runs the batches of this process.
 
-    store  the folder of files and batches
+    `store` is the folder of files and batches.
     """
 
     def __init__(
@@ -82,7 +82,9 @@ class BatchRunner:
         self._loop_task = asyncio.create_task(self._run(), name="batches")
 
     async def stop(self) -> None:
-        """Pre-empt all requests, store what is kept of their answers, and release all batches."""
+        """Pre-empt all batch requests, store the received parts of their answers, and release all
+        leases.
+        """
         if self._loop_task is None:
             return
         self._loop_task.cancel()

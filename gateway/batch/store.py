@@ -158,11 +158,12 @@ class BatchStore:
         self._open_batch(record)
 
     def _open_batch(self, record: BatchRecord) -> None:
-        """Add a batch to the unfinished ones."""
         _replace(self.folder / "open" / record.id, record.tenant.encode())
 
     def close_batch(self, record: BatchRecord) -> None:
-        """Remove a batch from the unfinished ones; delete what only an unfinished batch needs."""
+        """Remove a batch from the unfinished ones, and delete the files that only unfinished
+        batches need.
+        """
         folder = self.batch_folder(record.tenant, record.id)
         (self.folder / "open" / record.id).unlink(missing_ok=True)
         for name in ("input", "journal", "cancel"):

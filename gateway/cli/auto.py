@@ -1,4 +1,4 @@
-"""The command `penstock auto`: how pools choose their policies, and pinning one."""
+"""The command `penstock auto`: shows how pools choose their routing policies, and pins a policy."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from gateway.cli.output import JsonOption, exit_with_error, print_json, print_li
 
 
 class AutoAction(StrEnum):
-    """What `penstock auto` does."""
+    """The actions of the command `penstock auto`."""
 
     STATUS = "status"
     PIN = "pin"
@@ -25,16 +25,20 @@ class AutoAction(StrEnum):
 @with_admin_options
 def auto(
     admin: AdminAddress,
-    action: Annotated[AutoAction, typer.Argument(help="What to do.")] = AutoAction.STATUS,
+    action: Annotated[
+        AutoAction, typer.Argument(help="Action: show the pools, pin a pool's policy, or unpin it.")
+    ] = AutoAction.STATUS,
     pool: Annotated[
-        str | None, typer.Argument(help="The pool; needed if several choose their policy.")
+        str | None,
+        typer.Argument(help="Name of the pool; required if several pools have the section auto."),
     ] = None,
     key_file: KeyFileOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Show how pools with the section `auto` choose their policy; pin a pool's policy or unpin it.
+    """Show how pools with the section `auto` choose their routing policy, or pin a policy.
 
-    A pinned pool keeps its policy, and comparisons only advise.
+    A pinned pool keeps its policy; comparisons then only recommend another one. Unpin to permit
+    changes again.
     """
     server = AdminClient(admin, key_file)
     reply = server.request("GET", "/auto")
@@ -63,7 +67,7 @@ def auto(
 
 
 def pool_lines(row: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the state of one pool line by line."""
+    """Yield lines of text that describe the state of a pool with automatic policy selection."""
     mode = "pinned" if row["pinned"] else row["mode"]
     yield f"pool {row['pool']}: {row['policy']} (auto, {mode})"
     if row["held"]:

@@ -33,7 +33,7 @@ ANSWER_CAP_BYTES = 1 << 16
 
 
 class ChaosAction(StrEnum):
-    """An action of `penstock chaos` on a mock TP group: a fault, or its removal."""
+    """A fault that `penstock chaos` injects into a mock TP group, or the removal of all faults."""
 
     KILL = "kill"
     FREEZE = "freeze"
@@ -44,7 +44,7 @@ class ChaosAction(StrEnum):
 
 
 class Only(StrEnum):
-    """The engine steps that a slow group slows down: those with prompt tokens, or those without."""
+    """The kind of engine steps that the fault `slow` delays: with prompt tokens, or without."""
 
     PREFILL = "prefill"
     DECODE = "decode"

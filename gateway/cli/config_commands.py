@@ -18,7 +18,9 @@ from gateway.cli.output import JsonOption, exit_with_error, print_json, print_li
 
 ForceOption = Annotated[
     bool,
-    typer.Option("--force", help="Apply the change even if no endpoint of a pool can be reached."),
+    typer.Option(
+        "--force", help="Apply the configuration even if no endpoint of a pool can be reached."
+    ),
 ]
 
 

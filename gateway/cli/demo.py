@@ -50,7 +50,7 @@ class DemoError(Exception):
 
 
 class DemoOptions(msgspec.Struct, frozen=True):
-    """The options of the demo command.
+    """The options of the command `penstock demo`.
 
     `speed` is the speed of the mocks relative to real time. `dialect` is the KV transfer dialect of
     split requests; None sends every request to one group.
@@ -66,7 +66,7 @@ class DemoOptions(msgspec.Struct, frozen=True):
 
     @property
     def prefill_groups(self) -> int:
-        """The number of groups that prefill for the others; 0 when requests are not split."""
+        """The number of mock TP groups that prefill for the others; 0 when requests are not split."""
         return self.groups // 2 if self.dialect is not None else 0
 
 

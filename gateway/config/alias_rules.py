@@ -11,7 +11,9 @@ from gateway.util.name_patterns import NamePattern, is_pattern, parse_pattern
 
 
 def errors(data: Any) -> Iterator[RuleFinding]:
-    """Yield errors: patterns where none is permitted, and patterns with more than one `*`."""
+    """Yield an error for each pattern with several `*`, or at a place where no pattern is
+    permitted.
+    """
     for path, model in iter_mappings(get_member(data, "models"), ("models",)):
         name = get_member(model, "name")
         if isinstance(name, str) and is_pattern(name):

@@ -21,7 +21,7 @@ LEAST_INTERVAL_S = 2.0
 
 
 class AutoPolicy(Section):
-    """Replays of the pool's recent requests through other policies, and what follows from them."""
+    """Settings of automatic policy selection: which policies to replay, and when to change."""
 
     mode: Literal["switch", "advise"] = setting(
         "switch",
@@ -46,7 +46,7 @@ class AutoPolicy(Section):
 
 
 def without_auto_name(data: Any) -> Any:
-    """Return a pool's plain data with the section `auto` in place of `policy: auto`."""
+    """Return a pool's plain data with `policy: auto` replaced by the section `auto`."""
     if get_member(data, "policy") != AUTO:
         return data
     rest = {key: value for key, value in data.items() if key != "policy"}
@@ -54,7 +54,9 @@ def without_auto_name(data: Any) -> Any:
 
 
 def auto_errors(data: Any) -> Iterator[RuleFinding]:
-    """Yield what pools with the section `auto` lack elsewhere in the configuration."""
+    """Yield an error for each setting that a pool with the section `auto` needs elsewhere and
+    lacks.
+    """
     logs = get_member(data, "observability")
     target, blocks = get_member(logs, "access_log"), get_member(logs, "access_blocks")
     for path, pool in iter_mappings(get_member(data, "pools"), ("pools",)):
@@ -73,7 +75,10 @@ def auto_errors(data: Any) -> Iterator[RuleFinding]:
 
 
 def auto_path(pool: Any, path: Path) -> Path | None:
-    """Return the path of what makes the pool at `path` choose its policy, or None."""
+    """Return the configuration path that turns on automatic policy selection in the pool at `path`.
+
+    Return None if the pool does not use it.
+    """
     if get_member(pool, "policy") == AUTO:
         return (*path, "policy")
     return (*path, AUTO) if get_member(pool, AUTO) is not None else None

@@ -23,7 +23,7 @@ from policies import admission_registry, registry
 
 
 def errors(data: Any) -> Iterator[RuleFinding]:
-    """Yield everything in `data` (plain values as read) that is inconsistent."""
+    """Yield an error for each inconsistency between values in `data` (plain values as read)."""
     yield from _model_names(data)
     yield from alias_rules.errors(data)
     yield from _model_pools(data)
@@ -106,7 +106,10 @@ def _literal_secrets(data: Any) -> Iterator[RuleFinding]:
 
 
 def secrets_in_clear(data: Any) -> Iterator[Path]:
-    """Yield the paths of secrets that are in the text itself, if only as a reference's default."""
+    """Yield the paths of secrets that the configuration text itself contains.
+
+    A default value inside a reference counts as well.
+    """
     for path, value in _secrets(data):
         if value is not None and not (isinstance(value, Substituted) and value.is_all_by_reference):
             yield path
@@ -442,7 +445,6 @@ def _registered(registry: _Registry, spec: Any, path: Path) -> Iterator[RuleFind
 
 
 def _pool_policies(pool: Any, path: Path) -> Iterator[RuleFinding]:
-    """Yield errors in a pool's policy, and in the portfolio of its section `auto`."""
     policy = get_member(pool, "policy")
     if get_member(policy, "name") == AUTO:
         text = "write `policy: auto`, and its settings in the pool's section `auto`"

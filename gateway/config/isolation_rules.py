@@ -27,7 +27,9 @@ def salt_member(engine: str, cache_salt: bool | None) -> str:
 
 
 def errors(data: Any) -> Iterator[RuleFinding]:
-    """Yield unknown tenants, and endpoints that cannot isolate tenants although they must."""
+    """Yield an error for each unknown tenant, and each endpoint that must isolate tenants but
+    cannot.
+    """
     names = [
         name
         for name in (get_member(tenant, "name") for _, tenant in _tenants(data))
@@ -57,7 +59,9 @@ def errors(data: Any) -> Iterator[RuleFinding]:
 
 
 def warnings(data: Any) -> Iterator[RuleFinding]:
-    """Yield tenants that share a cache unintentionally, and salts that change with an API key."""
+    """Yield a warning for tenants that share a cache unintentionally, or whose salt changes with an
+    API key.
+    """
     cache, domains = get_member(data, "cache"), _domains(data)
     if len(set(domains.values())) < 2 or get_member(cache, "isolate") in ("off", False):
         return

@@ -1,4 +1,4 @@
-"""The section of an endpoint that publishes KV events."""
+"""The configuration section for the KV events that an engine publishes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from gateway.config.values import Bootstrap, Section, setting
 
 
 def own_host(text: object, check: ValidatorFunctionWrapHandler) -> object:
-    """Accept a port alone, which stands for the endpoint's own host."""
+    """Validate the address of KV events.
+
+    A port alone, such as `:5557`, stands for that port of the endpoint's own host.
+    """
     if isinstance(text, str) and text.startswith(":"):
         check(f"host{text}")
         return text

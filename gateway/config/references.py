@@ -1,8 +1,8 @@
-"""Decides which references of a configuration that was sent over HTTP may be resolved.
+"""Decides which ${...} references of a configuration received over HTTP may be resolved.
 
-The sender must not choose which variable or file of the gateway's machine is used where. So a
-reference is resolved only if a text that the operator put in force has it at the same kind of
-place. This module does not know the values of references.
+The sender must not choose which variables or files of the gateway's machine are read. So a
+reference is resolved only if an applied configuration has the same reference at the same kind of
+place. This module never sees the values of references.
 """
 
 from __future__ import annotations

@@ -32,9 +32,10 @@ def check_files(config: Config, source: YamlSource) -> None:
 
 
 class NamedCertificate(msgspec.Struct, frozen=True):
-    """A certificate file named at `path` of the configuration.
+    """A certificate file that the setting at `path` names.
 
-    `refusal_reason` says why peers refuse it now, or is None. `not_after` is in Unix seconds.
+    `refusal_reason` says why TLS peers refuse the certificate now, or is None. `not_after` is in
+    Unix seconds.
     """
 
     path: str

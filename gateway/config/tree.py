@@ -505,21 +505,29 @@ Shares = tuple[Annotated[float, Field(ge=0)], ...]
 
 
 class SizedFor(Section):
-    """Shares of requests by size that a pool was sized for, as `penstock drift LOG` prints them."""
+    """The workload that a pool was sized for: shares of requests by length, as `penstock drift LOG`
+    prints.
+    """
 
     prompt: Shares = Field(
-        description="By prompt tokens: 21 powers of two from 1.", min_length=21, max_length=21
+        description="Shares of requests by prompt tokens: 21 bins, powers of two from 1.",
+        min_length=21,
+        max_length=21,
     )
     output: Shares = Field(
-        description="By output tokens: 17 powers of two from 1.", min_length=17, max_length=17
+        description="Shares of requests by output tokens: 17 bins, powers of two from 1.",
+        min_length=17,
+        max_length=17,
     )
     uncached: Shares = Field(
-        description="By the share of a prompt that is new: tenths.",
+        description="Shares of requests by the new fraction of the prompt: 10 bins, tenths.",
         min_length=10,
         max_length=10,
     )
     turns: Shares = Field(
-        description="By place in a session: 9 powers of two from 1.", min_length=9, max_length=9
+        description="Shares of requests by position in their session: 9 bins, powers of two from 1.",
+        min_length=9,
+        max_length=9,
     )
     hourly_rates: Annotated[Shares, Field(max_length=24)] = setting(
         (), "Requests per second by hour of the day, 24 of them; none: rates are not compared."

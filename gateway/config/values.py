@@ -264,7 +264,10 @@ def setting(default: object, text: str) -> Any:
 
 
 def check_sendable(key: Secret | None) -> Secret | None:
-    """Return the key if a header can contain it. Raises ValueError otherwise."""
+    """Return the API key unchanged if an HTTP header can contain it.
+
+    Raises ValueError otherwise.
+    """
     text = None if key is None else key.reveal()
     if text is not None and (
         not text or not text.isascii() or not text.isprintable() or text.strip() != text

@@ -88,7 +88,9 @@ class Substituted(str):
 
     @property
     def is_all_by_reference(self) -> bool:
-        """Whether the written text has only references: no other characters, no default value."""
+        """Whether the text as written has only ${...} references, with no other characters and no
+        defaults.
+        """
         matches = _REFERENCE.finditer(self.written)
         if any(match[1] is not None or ":-" in match[2] for match in matches):
             return False

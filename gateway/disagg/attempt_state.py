@@ -72,6 +72,6 @@ class AttemptState:
         self._number = handoffs.take_number()
 
     def begin(self) -> None:
-        """Create the LegRequests, which build the requests to both engines of this attempt."""
+        """Create the LegRequests object, which builds this attempt's requests to both engines."""
         prefill = self.pair.prefill.candidate.endpoint
         self.words = LegRequests(self.context, self.record, prefill, self._number)

@@ -1,4 +1,5 @@
-"""A client for the bootstrap server of a prefill engine, which knows the identities of its ranks.
+"""A client for a prefill engine's bootstrap server, which knows the identities of the engine's
+ranks.
 
 All attempts that need one server's answer share one query. kvtransfer.dialects interprets the
 answer, gateway/disagg/handoffs.py stores it.

@@ -53,11 +53,11 @@ def blame_decode(attempt: AttemptState) -> None:
 
 
 def suspect_both(attempt: AttemptState) -> None:
-    """Have the whole request computed at one endpoint next, because either one may have failed.
+    """Mark both endpoints as suspects, so that the whole request is computed at one endpoint next.
 
     A decode endpoint that can serve whole requests gets the next attempt, which shows whether it
-    was the cause. Any other decode endpoint is blamed: later successes with other prefill endpoints
-    clear it again, and a broken one has to be ejected.
+    was the cause. Any other decode endpoint is blamed: its later successes with other prefill
+    endpoints clear it again.
     """
     assert attempt.problem is not None
     name = attempt.pair.prefill.candidate.endpoint.name
@@ -136,10 +136,10 @@ def _on_late_answer(attempt: AttemptState, leg: Leg, problem: UpstreamError | No
 
 
 def free_by_decode(attempt: AttemptState) -> None:
-    """Close the decode connection once its engine has the handoff and will free the KV.
+    """Close the decode connection once the decode engine has the handoff, so that it frees the KV.
 
-    If it were closed before, or before prefill is complete, the decode engine would not report to
-    the prefill engine.
+    If the connection were closed earlier, or before prefill is complete, the decode engine would
+    not report to the prefill engine.
     """
     leg, now = attempt.decode, monotonic()
     if leg is None or leg.is_over:
@@ -165,19 +165,20 @@ def _may_keep_kv(attempt: AttemptState) -> bool:
 
 
 def free_by_refuser(attempt: AttemptState) -> None:
-    """Make the decode engine that refused the request fetch the KV in a release request.
+    """Send the decode engine that refused a request a release request, so that it fetches the KV.
 
-    The prefill engine accepted the prompt, so the refusal is about a member that it did not receive
-    (max_tokens, logprobs).
+    The prefill engine accepted the same prompt, so the refusal is about a member that it did not
+    receive (max_tokens, logprobs).
     """
     if attempt.handover is not None and _may_keep_kv(attempt):
         _release_kv(attempt, attempt.handover, attempt.decode_reservation, "refused")
 
 
 def free_elsewhere(attempt: AttemptState) -> None:
-    """Have another decode engine free the KV later, because the first one may not have done so.
+    """Schedule a release request at another decode engine, because the first may not have freed the
+    KV.
 
-    This waits until the first one must be done with the KV, in case only its connection broke. An
+    It is sent once the first engine must be done with the KV, in case only its connection broke. An
     engine that could not load the KV found the prefill engine gone, so nothing has to be freed.
     """
     handover, problem = attempt.handover, attempt.problem

@@ -89,16 +89,17 @@ class PairFigures:
 
     @property
     def step_s(self) -> float:
-        """How many seconds to wait for a prefill answer that is not needed any more.
+        """The seconds to wait for a prefill answer that is no longer needed.
 
-        An engine that is aborted finishes its step first, and a short prompt is one step: its KV
-        would stay unknown.
+        An aborted engine finishes its current step first. A short prompt is computed in one step,
+        and without the answer its KV could not be freed.
         """
         return _wait_s(MIN_STEP_S, self.prefill_s)
 
     @property
     def seen_s(self) -> float:
-        """For how many seconds a decode request stays open, so that its engine has surely read it.
+        """The seconds to keep a decode request open, so that its engine has certainly read the
+        request.
 
         Engines read requests between two steps.
         """
@@ -143,7 +144,9 @@ class Handoffs:
         self._running: set[Leg] = set()
 
     def count_leg(self, end: tuple[str, str]) -> None:
-        """Count the end of a request to an engine, by role (prefill or decode) and result."""
+        """Count the end of one engine request of a split request, by role (prefill or decode) and
+        result.
+        """
         counter = self._legs.get(end)
         if counter is None:
             counter = self._legs[end] = self.metrics.split_legs_total.labels(*end)
@@ -170,7 +173,7 @@ class Handoffs:
                 return number
 
     def give_back_number(self, number: int) -> None:
-        """Make the number of a handoff that has ended available again."""
+        """Make the number of a finished handoff available for new handoffs."""
         self._numbers.discard(number)
 
     @property
@@ -200,7 +203,7 @@ class Handoffs:
         self._identities[endpoint] = found
 
     def forget_endpoint(self, endpoint: str) -> None:
-        """Drop what is known about a name that no endpoint has any more."""
+        """Drop the identity and statistics of an endpoint name that is no longer configured."""
         self.forget_identity(endpoint)
         self.transfer_times.forget_endpoint(endpoint)
         self.pairs = {
@@ -250,7 +253,7 @@ class Handoffs:
         relay: Relay | None,
         split: tuple[SplitRule, int],
     ) -> None:
-        """Count a pair's attempt that is over, and its times if it was served.
+        """Count a finished attempt of a prefill/decode pair, and record its times if it succeeded.
 
         `split` are the rule by which the pair was chosen, and the prompt's tokens.
         """

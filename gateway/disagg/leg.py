@@ -77,16 +77,18 @@ class Leg(EagerTask):
         return self._body
 
     def release(self) -> None:
-        """Free the request's bytes: the engine has them, and they will not be sent again."""
+        """Free the bytes of the request, because they have been sent and will not be sent again."""
         self._body = b""
 
     @property
     def is_over(self) -> bool:
-        """Whether the leg has ended or is about to be closed, so that it reports nothing more."""
+        """Whether the engine request has ended or is about to be closed, so that it reports nothing
+        more.
+        """
         return self._on_ended is None or self._is_leaving
 
     def close(self) -> None:
-        """Close the connection if it is still open, without a report."""
+        """Close the connection to the engine if it is open. `ended` is not called."""
         if self._on_ended is not None:
             self._drop_callbacks()
             self.cancel()
@@ -103,10 +105,10 @@ class Leg(EagerTask):
             connection.abort()
 
     def close_in(self, seconds: float, ended: Ended | None = None) -> None:
-        """Close the connection after this many seconds.
+        """Close the connection to the engine after this many seconds.
 
-        Until then only `ended` is called. Without `ended`, the first token closes the connection
-        too.
+        Until then only the callback `ended` is called. Without that callback, the first token
+        closes the connection too.
         """
         if not self.is_over:
             self._on_ended, self._is_leaving = ended or _ignore, True

@@ -261,9 +261,9 @@ class LegRequests:
         )
 
     def note_usage(self, usage: TokenUsage) -> None:
-        """Record the prefill engine's count of cached tokens.
+        """Record the number of cached prompt tokens that the prefill engine reported, or 0.
 
-        The client sees 0 if the engine reports none.
+        The client sees this count.
         """
         self._record.cached_tokens = usage.cached_tokens
         if self._cache_report is not None:

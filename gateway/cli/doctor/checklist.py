@@ -50,7 +50,7 @@ class CheckedEndpoint(msgspec.Struct, frozen=True):
 
     @property
     def model(self) -> Llm | None:
-        """The built-in model that the engine serves; None if it serves another one."""
+        """The built-in model shape of the model that the engine serves; None if there is none."""
         names = (self.endpoint.served_model, *listed_models(self.probe_result))
         return next((MODELS[name.lower()] for name in names if name.lower() in MODELS), None)
 

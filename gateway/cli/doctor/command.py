@@ -79,13 +79,18 @@ def doctor(
         bool, typer.Option("--measure", help="Also measure decode speed at batch 1 and 16.")
     ] = False,
     quiet: Annotated[
-        bool, typer.Option("--quiet", help="Do not request a token from any engine.")
+        bool,
+        typer.Option("--quiet", help="Do not send the test request for one token to the engines."),
     ] = False,
     every: Annotated[
         bool, typer.Option("--all", help="Print one row per engine, even for many engines.")
     ] = False,
     seeds: Annotated[
-        bool, typer.Option("--seeds", help="Only items 86 to 97 of penstock seeds: the checklist.")
+        bool,
+        typer.Option(
+            "--seeds",
+            help="Print only the production checklist: items 86 to 97 of `penstock seeds`.",
+        ),
     ] = False,
     as_json: JsonOption = False,
 ) -> None:

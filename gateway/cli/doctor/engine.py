@@ -1,4 +1,4 @@
-"""Evaluates the responses of one engine: whether it is usable, and what cannot be observed."""
+"""Evaluates one engine's responses for `penstock doctor`: is it usable, and what is not observable?"""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def check_engine(
     split: bool,
     elsewhere: frozenset[str] = frozenset(),
 ) -> list[CheckFinding]:
-    """Return the findings about one endpoint.
+    """Return the findings of `penstock doctor` about one endpoint.
 
     models     names that clients send -> names that the engine must list; empty if any will do
     split      requests of its models are split between prefill and decode
@@ -143,7 +143,7 @@ def _remedy(model: str, names: list[str]) -> str:
 
 
 def engine_kind_of(text: bytes) -> EngineKind | None:
-    """Return the kind of engine that exposes these metrics, or None if it is unknown."""
+    """Return the kind of engine (such as vllm) that exposes metrics of these names, or None."""
     return next((kind for kind, prefix in METRIC_PREFIXES.items() if prefix in text), None)
 
 

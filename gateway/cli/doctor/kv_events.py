@@ -1,4 +1,4 @@
-"""Evaluates whether an engine's KV events can make its prefix cache known exactly."""
+"""Checks whether an engine publishes KV events from which the gateway can know its prefix cache."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _CHECK = "KV events"
 
 
 def description_path(engine: EngineKind, spec: KvEvents | None) -> str:
-    """Return the path at which the engine describes its events; "" if it need not be asked."""
+    """Return the engine's path that describes its KV events; "" if no request is needed."""
     if spec is None:
         return ""
     return SGLANG_PATH if engine is EngineKind.SGLANG else VLLM_PATH
@@ -31,7 +31,7 @@ def description_path(engine: EngineKind, spec: KvEvents | None) -> str:
 def check_kv_events(
     responses: ProbeResult, endpoint: Endpoint, spec: KvEvents | None
 ) -> Iterator[CheckFinding]:
-    """Yield what the gateway would read, and what is missing for it."""
+    """Yield findings: which KV events the gateway would read, and which settings are missing."""
     name, response = endpoint.name, responses.events
     if spec is None or response is None:
         return

@@ -245,7 +245,7 @@ def measure_decode_s(
         connection.close()
     for response in (short, long):
         if response.status != 200:
-            raise OSError(f"status {response.status}")
+            raise OSError(f"the engine answers with status {response.status}")
     return max(0.0, long.took_s - short.took_s) / tokens
 
 

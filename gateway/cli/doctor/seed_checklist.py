@@ -1,7 +1,6 @@
-"""The production checklist of seed 003 as items 86 to 97 of `penstock seeds`.
+"""The production checklist of `penstock doctor`, numbered as items 86 to 97 of `penstock seeds`.
 
-`penstock doctor --seeds` prints the findings of checklist.py by the number of the item that each of
-them answers.
+The items come from a guide to tensor parallelism. checklist.py makes the findings.
 """
 
 from __future__ import annotations

@@ -57,7 +57,9 @@ def render_view(view: View) -> Group:
 
 
 def render_heading(view: View) -> list[Text]:
-    """Return two lines of totals, and one of SLO attainment if there were requests."""
+    """Return two lines of totals over all endpoints, and a line of SLO attainment if there were
+    requests.
+    """
     totals = view["totals"]
     config = view["config"]
     ttft = view["totals"]["ttft"]
