@@ -284,7 +284,7 @@ class App:
             await asyncio.sleep(SWEEP_S)
 
     async def _stop_changes(self) -> None:
-        """Stop what changes the configuration without an operator's command."""
+        # Stop what changes the configuration without an operator's command.
         await self._file_watcher.stop()
         if self.auto is not None:
             await self.auto.stop()

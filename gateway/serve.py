@@ -224,7 +224,7 @@ async def _handle(gateway: Gateway, exchange: Exchange, client: Client) -> None:
 async def _serve_uncounted(
     gateway: Gateway, exchange: Exchange, client: Client, route: Route, call: Call
 ) -> None:
-    """Serve a request that computes no tokens, without waiting for admission."""
+    # Serve a request that computes no tokens, without waiting for admission.
     exchange.admitted_at = exchange.parsed_at
     problem = await attempts(UncountedPlan(gateway, exchange, client, route, call))
     if problem is not None:
@@ -232,10 +232,9 @@ async def _serve_uncounted(
 
 
 async def _receive_body(gateway: Gateway, exchange: Exchange, client: Client) -> bytes:
-    """Receive the rest of a body that did not arrive completely with its head.
-
-    A large body waits until it may be parsed.
-    """
+    # Receive the rest of a body that did not arrive completely with its head.
+    #
+    # A large body waits until it may be parsed.
     gate = gateway.gate
     payer = exchange.tenant or exchange.client
     return await client.read_body(
@@ -246,11 +245,10 @@ async def _receive_body(gateway: Gateway, exchange: Exchange, client: Client) ->
 async def _admit(
     gateway: Gateway, snapshot: Snapshot, exchange: Exchange, route: Route, call: Call
 ) -> Route:
-    """Wait for admission; return the route that admitted the request.
-
-    That is the request's own route or, instead of a refusal, a smaller model's. Raises GatewayError
-    for a refusal.
-    """
+    # Wait for admission; return the route that admitted the request.
+    #
+    # That is the request's own route or, instead of a refusal, a smaller model's. Raises
+    # GatewayError for a refusal.
     fingerprint = exchange.fingerprint = _fingerprint(gateway, route, call)
     if fingerprint is not None and route.room.reads_sessions:
         gateway.endpoints.prefixes.recognise_session(call, fingerprint)
@@ -272,10 +270,9 @@ async def _admit(
 
 
 def _fingerprint(gateway: Gateway, route: Route, call: Call) -> Fingerprint | None:
-    """Return the prompt's fingerprint, or None if nothing needs it.
-
-    A fingerprint is needed if the policy reads it and the API generates text.
-    """
+    # Return the prompt's fingerprint, or None if nothing needs it.
+    #
+    # A fingerprint is needed if the policy reads it and the API generates text.
     if not route.fingerprints or not call.api.generates:
         return None
     return gateway.endpoints.prefixes.fingerprint(call, route.name)
@@ -284,18 +281,17 @@ def _fingerprint(gateway: Gateway, route: Route, call: Call) -> Fingerprint | No
 def _build_query(
     endpoints: EndpointTable, request: Request, fingerprint: Fingerprint | None, _: float
 ) -> RoutingQuery:
-    """Return the routing query of a waiting request, with the present state of the prefix index."""
+    # Return the routing query of a waiting request, with the present state of the prefix index.
     return endpoints.build_query(request, fingerprint, ())
 
 
 def _current_route(
     gateway: Gateway, snapshot: Snapshot, exchange: Exchange, route: Route, call: Call
 ) -> Route:
-    """Return the route after a wait, during which a reload may have replaced it.
-
-    The permit is for the present endpoints. A name that leads to another model or queue by now
-    keeps the meaning that it had when the request came.
-    """
+    # Return the route after a wait, during which a reload may have replaced it.
+    #
+    # The permit is for the present endpoints. A name that leads to another model or queue by now
+    # keeps the meaning that it had when the request came.
     current = find(gateway.snapshot.routes, call.requested_model)
     if gateway.snapshot is snapshot or current is None:
         return route
@@ -308,7 +304,7 @@ def _current_route(
 
 
 def _report_outcome(gateway: Gateway, exchange: Exchange) -> None:
-    """Report how the request ended to its tenant's quota and to the queue that admitted it."""
+    # Report how the request ended to its tenant's quota and to the queue that admitted it.
     if exchange.call is None:
         return
     request = exchange.call.request

@@ -88,7 +88,7 @@ class StreamingUser(HttpUser):
             )
 
     def _event(self, kind: str, seconds: float, tokens: int) -> None:
-        """Report a measurement to locust; the response length is the number of tokens."""
+        # Report a measurement to locust; the response length is the number of tokens.
         self.environment.events.request.fire(
             request_type=kind,
             name=self.shape,

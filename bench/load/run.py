@@ -117,10 +117,9 @@ def _free_ports(count: int) -> list[int]:
 
 
 def _free_run(count: int) -> int:
-    """Return the first of `count` consecutive unused ports.
-
-    The search begins anywhere, so that two runs on one machine seldom choose the same.
-    """
+    # Return the first of `count` consecutive unused ports.
+    #
+    # The search begins anywhere, so that two runs on one machine seldom choose the same.
     firsts = range(LOWEST, HIGHEST - count, count)
     for first in SystemRandom().sample(firsts, len(firsts)):
         try:

@@ -124,7 +124,7 @@ def run_case(policy: str, options: argparse.Namespace, groups: int, case: Case) 
 
 
 def _list_endpoints(urls: list[str], case: Case) -> str:
-    """Return the endpoints of the configuration, in YAML's flow style."""
+    # Return the endpoints of the configuration, in YAML's flow style.
     labels = [", labels: {gpu: small}" if case.declared else ""] * case.slow
     labels += [""] * (len(urls) - case.slow)
     return ", ".join(f"{{url: '{url}'{label}}}" for url, label in zip(urls, labels, strict=True))
@@ -166,7 +166,7 @@ def _ejected(folder: Path, slow_at: float) -> list[float]:
 
 
 def _inject_faults(urls: list[str], case: Case, after_s: float) -> None:
-    """Make the slow engines of a case slow, `after_s` seconds from now."""
+    # Make the slow engines of a case slow, `after_s` seconds from now.
     only = f":{case.only}" if case.only else ""
     window = f"@{after_s:g}-" if after_s else ""
     body = json.dumps({"spec": f"slow:x={case.factor:g}{only}{window}"}).encode()

@@ -107,7 +107,9 @@ class LineRun:
 
     @property
     def shown_tokens(self) -> int:
-        """The number of tokens that this attempt has received; 0 if the answer cannot be continued."""
+        """The number of tokens that this attempt has received; 0 if its answer cannot be continued
+        by another attempt.
+        """
         ledger = self.exchange.ledger
         return 0 if ledger is None else len(ledger.shown_ids)
 

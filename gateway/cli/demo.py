@@ -66,7 +66,7 @@ class DemoOptions(msgspec.Struct, frozen=True):
 
     @property
     def prefill_groups(self) -> int:
-        """The number of mock TP groups that prefill for the others; 0 when requests are not split."""
+        """The number of mock TP groups that only prefill; 0 when requests are not split."""
         return self.groups // 2 if self.dialect is not None else 0
 
 

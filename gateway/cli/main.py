@@ -188,10 +188,9 @@ def main() -> None:
 
 
 def _exit_without_extra(error: ModuleNotFoundError) -> NoReturn:
-    """Print which extra installs the missing package, and exit with status 1.
-
-    Raises the error again if no extra does.
-    """
+    # Print which extra installs the missing package, and exit with status 1.
+    #
+    # Raises the error again if no extra does.
     module = (error.name or "").partition(".")[0]
     if module not in EXTRAS:
         raise error
@@ -425,17 +424,16 @@ def _parse_last(text: str) -> float:
 
 
 def _config_as_json(file: Path) -> dict[str, Any]:
-    """Return a configuration file in the form of GET /config. Raises ConfigError."""
+    # Return a configuration file in the form of GET /config. Raises ConfigError.
     from gateway.config import load_with_warnings
 
     return load_with_warnings(file, os.environ).config.model_dump(mode="json", by_alias=True)
 
 
 def _access_log_file(config: Mapping[str, Any]) -> Path:
-    """Return the path of the running gateway's access log.
-
-    Prints a message and exits with status 1 when the log is not a file.
-    """
+    # Return the path of the running gateway's access log.
+    #
+    # Prints a message and exits with status 1 when the log is not a file.
     target = str(config["observability"]["access_log"])
     if target in ("off", "stdout"):
         exit_with_error(f"the gateway's access log is {target!r}; name a file with --log")

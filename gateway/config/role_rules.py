@@ -20,7 +20,9 @@ NEED_BOOTSTRAP = (Prerequisite.ADDRESS, Prerequisite.QUERY)
 
 
 def errors(data: Any) -> Iterator[RuleFinding]:
-    """Yield an error for each model that no endpoint could serve, or that its dialect cannot split."""
+    """Yield an error for each model that no endpoint can serve, or that its dialect cannot
+    split.
+    """
     reported: set[Path] = set()
     for path, model in iter_mappings(get_member(data, "models"), ("models",)):
         specs = _endpoints(data, get_member(model, "pool"))

@@ -525,7 +525,7 @@ class SizedFor(Section):
         max_length=10,
     )
     turns: Shares = Field(
-        description="Shares of requests by position in their session: 9 bins, powers of two from 1.",
+        description="Shares of requests by turn of their session: 9 bins, powers of two from 1.",
         min_length=9,
         max_length=9,
     )

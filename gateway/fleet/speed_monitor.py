@@ -228,7 +228,7 @@ def _is_rated(live: LiveEndpoint) -> bool:
 
 
 def _may_be_late(live: LiveEndpoint, now: float) -> bool:
-    """Return whether prompts wait in doubt, or for a step old enough to be checked for a stall."""
+    # Return whether prompts wait in doubt, or for a step old enough to be checked for a stall.
     is_old = now - live.speed.since >= stall.LEAST_LATE_S
     return live.speed.waiting > 0 and (is_old or live.is_doubted)
 

@@ -126,10 +126,9 @@ RESPONSES = Api(
 
 
 def _stored(path: str, operation: str, method: str) -> Api:
-    """Return the Api for requests about a response that an engine stores.
-
-    Such requests have neither a model nor a prompt.
-    """
+    # Return the Api for requests about a response that an engine stores.
+    #
+    # Such requests have neither a model nor a prompt.
     return Api(
         path,
         operation,
@@ -144,10 +143,9 @@ def _stored(path: str, operation: str, method: str) -> Api:
 
 
 def _inputs(path: str, operation: str) -> Api:
-    """Return the Api of an endpoint that processes each text of `input`, such as embeddings.
-
-    A chat in `messages` may replace `input`.
-    """
+    # Return the Api of an endpoint that processes each text of `input`, such as embeddings.
+    #
+    # A chat in `messages` may replace `input`.
     return Api(
         path,
         operation,
@@ -160,7 +158,7 @@ def _inputs(path: str, operation: str) -> Api:
 
 
 def _rerank(path: str) -> Api:
-    """Return the Api of an endpoint that scores each of `documents` for a `query`."""
+    # Return the Api of an endpoint that scores each of `documents` for a `query`.
     return Api(
         path,
         "rerank",
@@ -172,10 +170,9 @@ def _rerank(path: str) -> Api:
 
 
 def _score(path: str) -> Api:
-    """Return the Api of an endpoint that scores pairs of texts.
-
-    Engines accept several names for the two members that contain the texts.
-    """
+    # Return the Api of an endpoint that scores pairs of texts.
+    #
+    # Engines accept several names for the two members that contain the texts.
     first, second = ("text_1", "queries", "data_1"), ("text_2", "documents", "items", "data_2")
     others = frozenset((*first, *second)) - {"text_2"}
     return Api(
@@ -190,7 +187,7 @@ def _score(path: str) -> Api:
 
 
 def _audio(path: str, operation: str) -> Api:
-    """Return the Api of an endpoint that transcribes or translates an audio recording."""
+    # Return the Api of an endpoint that transcribes or translates an audio recording.
     return Api(
         path,
         operation,

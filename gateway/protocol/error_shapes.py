@@ -52,10 +52,9 @@ def _openai_event(failure: Failure, message: str, _: bytes) -> bytes:
 
 
 def _responses_event(failure: Failure, message: str, newest: bytes) -> bytes:
-    """Return the `error` event of a Responses stream, numbered after the newest event.
-
-    The event has the members that the API documents, and a member `error`, on which SDKs raise.
-    """
+    # Return the `error` event of a Responses stream, numbered after the newest event.
+    #
+    # The event has the members that the API documents, and a member `error`, on which SDKs raise.
     row, numbers = failure.value, _SEQUENCE_NUMBER.findall(newest)
     error = {"message": message, "type": row.error_type, "param": None, "code": row.in_stream_code}
     event = {

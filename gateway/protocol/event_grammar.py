@@ -51,12 +51,11 @@ def _events(names: bytes) -> re.Pattern[bytes]:
 
 
 def _find_messages_usage(text: bytes) -> TokenUsage:
-    """Return the token counts of the last `usage` member of a Messages stream.
-
-    Counts that are missing there are taken from the first `usage` member, which has those of the
-    prompt. Unlike OpenAI's, Anthropic's `input_tokens` exclude tokens that were read from or
-    written to a cache; they are added here.
-    """
+    # Return the token counts of the last `usage` member of a Messages stream.
+    #
+    # Counts that are missing there are taken from the first `usage` member, which has those of the
+    # prompt. Unlike OpenAI's, Anthropic's `input_tokens` exclude tokens that were read from or
+    # written to a cache; they are added here.
     first, last = text.find(USAGE), text.rfind(USAGE)
     if first == last:
         return _messages_counts(text, last)
@@ -72,7 +71,7 @@ def _messages_counts(text: bytes, start: int) -> TokenUsage:
 
 
 def _find_responses_usage(text: bytes) -> TokenUsage:
-    """Return the token counts of the last `usage` member of a Responses stream."""
+    # Return the token counts of the last `usage` member of a Responses stream.
     start = text.rfind(USAGE)
     if start < 0:
         return TokenUsage()

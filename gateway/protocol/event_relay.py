@@ -96,15 +96,14 @@ class EventRelay(Relay):
         return self._errors.event(failure, message, self._last_payload)
 
     def _scan_plain(self, payload: bytes, now: float) -> None:
-        """Scan a part of a response that is not a stream.
-
-        Its first byte counts as the first token.
-        """
+        # Scan a part of a response that is not a stream.
+        #
+        # Its first byte counts as the first token.
         super()._scan_plain(payload, now)
         self._finish_payload = self._last_payload
 
     def _scan_events(self, payload: bytes, now: float) -> None:
-        """Scan a payload of a stream, together with the incomplete event that precedes it."""
+        # Scan a payload of a stream, together with the incomplete event that precedes it.
         window = self._resume_event(payload) if self._partial_event else payload
         grammar = self._grammar
         self.event_count += window.count(EVENT_MARKER) + window.startswith(b"data:")

@@ -88,7 +88,7 @@ def _boundary_length(body: bytes) -> int:
 
 
 def _parts(body: bytes) -> Iterator[FormPart]:
-    """Yield the parts of a form in order. Raises GatewayError (400) if it is malformed."""
+    # Yield the parts of a form in order. Raises GatewayError (400) if it is malformed.
     first = _BOUNDARY.match(body)
     if first is None:
         raise _malformed()
@@ -109,10 +109,9 @@ def _parts(body: bytes) -> Iterator[FormPart]:
 
 
 def _read_head(head: bytes) -> tuple[str, bool]:
-    """Return the name of a form part and whether it is a file, from its header lines.
-
-    Raises GatewayError (400) if the lines are malformed.
-    """
+    # Return the name of a form part and whether it is a file, from its header lines.
+    #
+    # Raises GatewayError (400) if the lines are malformed.
     lines = [
         line for line in head.split(b"\r\n") if line.lower().startswith(b"content-disposition")
     ]
@@ -123,7 +122,7 @@ def _read_head(head: bytes) -> tuple[str, bool]:
 
 
 def _json(name: str, content: bytes) -> bytes:
-    """Return the text of a form field as JSON: a boolean, an integer, or else a string."""
+    # Return the text of a form field as JSON: a boolean, an integer, or else a string.
     if len(content) > MAX_FIELD_BYTES:
         raise bad_request(f"'{name}' is larger than {MAX_FIELD_BYTES} bytes.", name)
     try:

@@ -74,7 +74,7 @@ def all_values(headers: Mapping[str, str], name: str) -> str:
 
 
 def _without_port(text: str) -> str:
-    """Strip the port from 192.0.2.1, 192.0.2.1:4711, 2001:db8::1 or [2001:db8::1]:4711."""
+    # Strip the port from 192.0.2.1, 192.0.2.1:4711, 2001:db8::1 or [2001:db8::1]:4711.
     if text.startswith("["):
         return text[1:].partition("]")[0]
     return text.partition(":")[0] if text.count(":") == 1 else text

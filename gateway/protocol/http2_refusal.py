@@ -14,7 +14,7 @@ _HTTP_1_1_REQUIRED = 0xD
 
 
 def _frame(kind: int, payload: bytes = b"") -> bytes:
-    """Return an HTTP/2 frame of this type for stream 0, without flags."""
+    # Return an HTTP/2 frame of this type for stream 0, without flags.
     return len(payload).to_bytes(3, "big") + bytes([kind, 0, 0, 0, 0, 0]) + payload
 
 

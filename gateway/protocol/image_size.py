@@ -54,7 +54,7 @@ def read_size(data: bytes) -> Size | None:
 
 
 def _webp_size(data: bytes) -> Size:
-    """Return the width and height in the first chunk of a WebP file, or zeros if it has none."""
+    # Return the width and height in the first chunk of a WebP file, or zeros if it has none.
     kind = data[12:16]
     if kind == b"VP8X":  # with animation, alpha or metadata: 24 bits each, minus 1
         return 1 + int.from_bytes(data[24:27], "little"), 1 + int.from_bytes(data[27:30], "little")
@@ -68,7 +68,7 @@ def _webp_size(data: bytes) -> Size:
 
 
 def _jpeg_size(data: bytes) -> Size:
-    """Return the width and height in the first frame of a JPEG file, or zeros if it has none."""
+    # Return the width and height in the first frame of a JPEG file, or zeros if it has none.
     offset = 2
     while offset + 9 <= len(data) and data[offset] == 0xFF:
         marker = data[offset + 1]

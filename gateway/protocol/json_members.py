@@ -83,7 +83,7 @@ class _Name(str):
 
 
 def _decode_large(body: bytes) -> dict[str, msgspec.Raw]:
-    """Decode like _decode, but raise TooManyMembersError after MAX_MEMBERS members."""
+    # Decode like _decode, but raise TooManyMembersError after MAX_MEMBERS members.
     remaining = MAX_MEMBERS
 
     def count(_: type, name: str) -> _Name:
@@ -136,10 +136,10 @@ def _reject_long_numbers(members: Mapping[str, msgspec.Raw]) -> None:
 
 
 def _reject_duplicates(body: bytes, members: dict[str, msgspec.Raw]) -> None:
-    """Raise GatewayError for a duplicate member: compare each member with the decoder's result.
-
-    The decoder keeps the last of equal names, so an earlier one has another value or is seen twice.
-    """
+    # Raise GatewayError for a duplicate member: compare each member with the decoder's result.
+    #
+    # The decoder keeps the last of equal names, so an earlier one has another value or is seen
+    # twice.
     # The pattern below takes memory in proportion to the length of a name.
     if max(map(len, members), default=0) > MAX_NAME_CHARS:
         raise bad_request(f"A member's name is longer than {MAX_NAME_CHARS} characters.")

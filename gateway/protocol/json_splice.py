@@ -91,19 +91,17 @@ def edited(body: bytes, members: Members, edits: RequestEdits, model: str | None
 
 
 def _number(raw: msgspec.Raw | None) -> int | None:
-    """Decode an optional member that parsing has found to be an integer or null.
-
-    Return None if it is missing or null.
-    """
+    # Decode an optional member that parsing has found to be an integer or null.
+    #
+    # Return None if it is missing or null.
     number: int | None = None if raw is None else _any(raw)
     return number
 
 
 def _count_prompts(raw: msgspec.Raw) -> int:
-    """Return the number of prompts in the `prompt` member of a completions request.
-
-    A text or a list of token ids is one prompt; a list of texts or of such lists is several.
-    """
+    # Return the number of prompts in the `prompt` member of a completions request.
+    #
+    # A text or a list of token ids is one prompt; a list of texts or of such lists is several.
     if _LIST_OF_PROMPTS.match(raw) is None:
         return 1
     return len(msgspec.json.decode(raw, type=list[msgspec.Raw]))

@@ -48,11 +48,10 @@ def read_numbers(members: Mapping[str, msgspec.Raw]) -> dict[str, int]:
 
 
 def _bounded(name: str, value: object, members: Mapping[str, msgspec.Raw]) -> int:
-    """Return `value` as a limited integer; raise GatewayError if it is invalid.
-
-    A completion may generate 0 tokens, to have its prompt scored. This returns 1 then, the least
-    that a request may count. Raises LaxNumberError for an integer that is not a JSON integer.
-    """
+    # Return `value` as a limited integer; raise GatewayError if it is invalid.
+    #
+    # A completion may generate 0 tokens, to have its prompt scored. This returns 1 then, the least
+    # that a request may count. Raises LaxNumberError for an integer that is not a JSON integer.
     if type(value) is not int:
         if lax_integer(value) is None:
             raise bad_request(f"'{name}' must be an integer.", name)

@@ -83,7 +83,7 @@ def replace_media(prompt: bytes) -> tuple[bytes, MediaSize]:
 
 
 def _stand_in(medium: memoryview) -> tuple[bytes, int]:
-    """Return the placeholder for a medium (base64, or a data URL with it), and its tokens."""
+    # Return the placeholder for a medium (base64, or a data URL with it), and its tokens.
     digest = hashlib.blake2b(medium, digest_size=_DIGEST_BYTES).hexdigest().encode()
     data_url = _DATA_URL.match(medium)
     tokens = image_tokens(medium if data_url is None else medium[data_url.end() :])

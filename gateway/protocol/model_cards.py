@@ -80,7 +80,7 @@ def anthropic_list(
 
 
 def _page(names: Sequence[str], query: Mapping[str, str]) -> tuple[Sequence[str], bool]:
-    """Return the model names on a page, and whether more names follow in its direction."""
+    # Return the model names on a page, and whether more names follow in its direction.
     limit = _limit(query.get("limit"))
     if "before_id" in query:
         before = names[: _position(names, query["before_id"], "before_id")]

@@ -300,10 +300,9 @@ def _build_call(
     prompt: tuple[tuple[msgspec.Raw, ...], MediaSize, int | None],
     context: CallContext,
 ) -> Call:
-    """Build the Call of a body; `prompt` has its raw values, its media, and its token ids if any.
-
-    The Call has the salt of its tenant, and no session but that of the headers.
-    """
+    # Build the Call of a body; `prompt` has its raw values, its media, and its token ids if any.
+    #
+    # The Call has the salt of its tenant, and no session but that of the headers.
     parts, media, ids = prompt
     model, wish, arrived_s = shape.model, context.preferences, context.arrived_s
     served, output_tokens = model.served_model, shape.output_tokens
@@ -344,10 +343,9 @@ def _read_prompt(
     numbers: dict[str, int],
     model: ModelInfo,
 ) -> tuple[tuple[msgspec.Raw, ...], MediaSize, int | None, int]:
-    """Return the prompt's members, media, number of token ids, and that of its longest prompt.
-
-    None: the prompt is text. `numbers` receives the number of prompts if there are several.
-    """
+    # Return the prompt's members, media, number of token ids, and that of its longest prompt.
+    #
+    # None: the prompt is text. `numbers` receives the number of prompts if there are several.
     name = api.conversation
     if name not in members:
         name = _alternative(api, members)
@@ -365,10 +363,9 @@ def _read_prompt(
 
 
 def _alternative(api: Api, members: Mapping[str, msgspec.Raw]) -> str:
-    """Return the name of the member that the body has in place of a conversation.
-
-    Raises GatewayError if there is none.
-    """
+    # Return the name of the member that the body has in place of a conversation.
+    #
+    # Raises GatewayError if there is none.
     names = [name for name in api.prompt if name in api.alternatives and name in members]
     if not names:
         raise missing_member(api.conversation)
@@ -378,10 +375,9 @@ def _alternative(api: Api, members: Mapping[str, msgspec.Raw]) -> str:
 def _estimate(
     prompt: Sequence[msgspec.Raw], caller: CallContext, served: str, media: MediaSize
 ) -> tuple[int, int]:
-    """Estimate a prompt's tokens from its bytes, corrected by a ratio learned from engines' counts.
-
-    `served` is the engines' name of the model.
-    """
+    # Estimate a prompt's tokens from its bytes, corrected by a ratio learned from engines' counts.
+    #
+    # `served` is the engines' name of the model.
     length = len(prompt[0]) if len(prompt) == 1 else sum(map(len, prompt))
     estimated = length // BYTES_PER_TOKEN + 1
     if caller.prompt_lengths is None or not caller.prompt_lengths.ratios:
@@ -390,10 +386,9 @@ def _estimate(
 
 
 def _salt(salts: CacheSalts, tenant: str, members: Mapping[str, msgspec.Raw]) -> bytes:
-    """Return the request's cache salt in hex, or b"" if it has none.
-
-    If the client sent a salt, the result is derived from it.
-    """
+    # Return the request's cache salt in hex, or b"" if it has none.
+    #
+    # If the client sent a salt, the result is derived from it.
     client_salt = _client_salt(members)
     return (
         salts.client_salt(tenant, client_salt) if client_salt else salts.defaults.get(tenant, b"")
@@ -401,7 +396,7 @@ def _salt(salts: CacheSalts, tenant: str, members: Mapping[str, msgspec.Raw]) ->
 
 
 def _client_salt(members: Mapping[str, msgspec.Raw]) -> bytes:
-    """Return the salts that the client sent in one canonical encoding, or b"" if it sent none."""
+    # Return the salts that the client sent in one canonical encoding, or b"" if it sent none.
     salts = [_salt_text(members, name) if name in members else None for name in CLIENT_SALT_MEMBERS]
     return msgspec.json.encode(salts) if any(salts) else b""
 
@@ -419,10 +414,9 @@ def _salt_text(members: Mapping[str, msgspec.Raw], name: str) -> str | None:
 def _separate_media(
     body: bytes, prompt: tuple[msgspec.Raw, ...]
 ) -> tuple[tuple[msgspec.Raw, ...], MediaSize]:
-    """Replace each image, recording and file in a prompt by a placeholder.
-
-    Also return their size.
-    """
+    # Replace each image, recording and file in a prompt by a placeholder.
+    #
+    # Also return their size.
     if len(body) <= MIN_MEDIUM_BYTES or not may_contain_media(body):
         return prompt, NO_MEDIA
     messages, media = replace_media(bytes(prompt[-1]))
@@ -430,7 +424,7 @@ def _separate_media(
 
 
 def _expected_tokens(caller: CallContext, model: str, slo: Slo) -> int:
-    """Return the expected answer tokens: the length of similar answers so far, or a default."""
+    # Return the expected answer tokens: the length of similar answers so far, or a default.
     expected = (
         None
         if caller.output_lengths is None
@@ -440,10 +434,10 @@ def _expected_tokens(caller: CallContext, model: str, slo: Slo) -> int:
 
 
 def _priority(members: Mapping[str, msgspec.Raw], low_first: bool) -> int:
-    """Return the priority in the body, where a higher number is always more urgent.
-
-    Engines interpret the number in opposite ways; `low_first` says that a lower one is more urgent.
-    """
+    # Return the priority in the body, where a higher number is always more urgent.
+    #
+    # Engines interpret the number in opposite ways; `low_first` says that a lower one is more
+    # urgent.
     value = member_value(members, "priority")
     if not isinstance(value, int) or isinstance(value, bool):
         return 0
@@ -475,11 +469,10 @@ def _read_unusual(
     unlisted: Mapping[str, str],
     is_form: bool,
 ) -> tuple[bytes, str, ModelInfo, dict[str, int]]:
-    """Read a request that names no model, or has integers in another form than a JSON integer.
-
-    Return its body in the usual form, the name of the model, the model, and the integers by name.
-    Forms are not rewritten. Raises GatewayError for invalid values.
-    """
+    # Read a request that names no model, or has integers in another form than a JSON integer.
+    #
+    # Return its body in the usual form, the name of the model, the model, and the integers by name.
+    # Forms are not rewritten. Raises GatewayError for invalid values.
     if "model" not in members or bytes(members["model"]) == b"null":
         names = {model.served_model for model in models.values()}
         if is_form or len(names) != 1:
@@ -501,10 +494,9 @@ def _read_unusual(
 
 
 def _check_context(prompt_tokens: int, output_tokens: int, context_tokens: int) -> None:
-    """Raise GatewayError for a request that certainly exceeds the model's context length.
-
-    The tokens of text can only be estimated, so engines check prompts that are text.
-    """
+    # Raise GatewayError for a request that certainly exceeds the model's context length.
+    #
+    # The tokens of text can only be estimated, so engines check prompts that are text.
     total = prompt_tokens + output_tokens
     if total > context_tokens:
         raise GatewayError(
@@ -522,11 +514,10 @@ def _outbound(
     served: str,
     is_form: bool,
 ) -> tuple[bytes, dict[str, msgspec.Raw]]:
-    """Return the body to send to an engine, and its members.
-
-    The engine-internal members `internal` are removed, and the model name is the one that engines
-    use.
-    """
+    # Return the body to send to an engine, and its members.
+    #
+    # The engine-internal members `internal` are removed, and the model name is the one that engines
+    # use.
     xargs = _without_internal(members[EXTRA_ARGS]) if EXTRA_ARGS in members else None
     if not internal and requested == served and xargs is None:
         return body, members
@@ -542,10 +533,9 @@ def _outbound(
 
 
 def _without_internal(value: msgspec.Raw) -> msgspec.Raw | None:
-    """Return an object without its engine-internal members.
-
-    The result is None if there is nothing to remove, or `value` is no object.
-    """
+    # Return an object without its engine-internal members.
+    #
+    # The result is None if there is nothing to remove, or `value` is no object.
     try:
         members = decode_object(value)
     except TooManyMembersError:

@@ -262,7 +262,7 @@ class Relay:
 
     @property
     def _is_done_sent(self) -> bool:
-        """Whether the client has received the event [DONE], after which nothing may follow."""
+        # Whether the client has received the event [DONE], after which nothing may follow.
         return self._has_done_marker
 
     @property
@@ -314,7 +314,7 @@ class Relay:
         return self._commit(data, now)
 
     def _is_undecided(self, data: bytes) -> bool:
-        """Return whether the first bytes do not yet show if this stream begins with an error."""
+        # Return whether the first bytes do not yet show if this stream begins with an error.
         if not data:
             return not self._body.is_complete
         return self._is_sse and isinstance(self._body, ChunkedBody) and self._holds_stream(data)
@@ -381,10 +381,9 @@ class Relay:
         return b""
 
     def _handle_leading_error(self, data: bytes, error: re.Match[bytes]) -> bytes:
-        """Treat an error event at the start of a stream as an error response.
-
-        Raises UpstreamError if the request did not cause the error.
-        """
+        # Treat an error event at the start of a stream as an error response.
+        #
+        # Raises UpstreamError if the request did not cause the error.
         status = self._leading_error_status(data, error)
         if status is None:
             raise UpstreamError("engine_error", "the engine sent an error event")
@@ -392,7 +391,7 @@ class Relay:
         return self._collect_refusal(data)
 
     def _commit(self, data: bytes, now: float) -> bytes:
-        """Start to forward the body, unless its first bytes show an error."""
+        # Start to forward the body, unless its first bytes show an error.
         assert self.head is not None
         if self._is_sse and (error := self._find_leading_error(data)) is not None:
             return self._handle_leading_error(data, error)
@@ -413,7 +412,7 @@ class Relay:
         return out
 
     def _relay_whole(self, head: ResponseHead, payload: bytes, now: float) -> bytes:
-        """Relay a response that is no stream and has arrived as a whole in one read."""
+        # Relay a response that is no stream and has arrived as a whole in one read.
         self.head, self._body = head, COMPLETE
         self.state, self.is_committed = DONE, True
         self.first_byte_at = self.first_token_at = self.last_data_at = now
@@ -433,23 +432,22 @@ class Relay:
         return out
 
     def _client_head(self) -> bytes:
-        """Return the HTTP response head to send to the client."""
+        # Return the HTTP response head to send to the client.
         assert self.head is not None
         chunked = self._must_reframe or isinstance(self._body, ChunkedBody)
         framing = _CLOSED if self.is_http_1_0 else _CHUNKED if chunked else self.head.length_line
         return self.head.head_start + self.own_headers + framing
 
     def _notify_first_token(self) -> None:
-        """Call on_first_token once, then drop it, because it would form a reference cycle."""
+        # Call on_first_token once, then drop it, because it would form a reference cycle.
         on_first, self.on_first_token = self.on_first_token, None
         if on_first is not None:
             on_first()
 
     def _scan_plain(self, payload: bytes, now: float) -> None:
-        """Scan a part of a response that is not a stream; its first byte counts as the first token.
-
-        All of it is scanned, since optional members such as prompt_logprobs can follow `usage`.
-        """
+        # Scan a part of a response that is not a stream; its first byte counts as the first token.
+        #
+        # All of it is scanned, since optional members such as prompt_logprobs can follow `usage`.
         if self.first_token_at is None:
             self.first_token_at = now
             self._notify_first_token()
@@ -462,10 +460,9 @@ class Relay:
         self._last_payload = window[-TAIL_BYTES:]
 
     def _scan_events(self, payload: bytes, now: float) -> None:
-        """Scan a payload of a stream, together with the incomplete event that precedes it.
-
-        Uses find(), because `in` first tries bytes as an int, at the cost of an exception.
-        """
+        # Scan a payload of a stream, together with the incomplete event that precedes it.
+        #
+        # Uses find(), because `in` first tries bytes as an int, at the cost of an exception.
         window = self._resume_event(payload) if self._partial_event else payload
         self.event_count += window.count(EVENT_MARKER) + window.startswith(b"data:")
         if self.first_token_at is None and TOKEN_PATTERN.search(window):
@@ -487,19 +484,17 @@ class Relay:
             self._partial_event = window[last_event_end(window) :][-MAX_PARTIAL_EVENT:]
 
     def _resume_event(self, payload: bytes) -> bytes:
-        """Return `payload` with the incomplete event of the previous payload in front of it.
-
-        That event's beginning has been counted already, so the counts are corrected.
-        """
+        # Return `payload` with the incomplete event of the previous payload in front of it.
+        #
+        # That event's beginning has been counted already, so the counts are corrected.
         carry, self._partial_event = self._partial_event, b""
         self.event_count -= carry.count(EVENT_MARKER) + carry.startswith(b"data:")
         return carry + payload
 
     def _hold_size_line(self, data: bytes) -> bytes:
-        """Return `data` without an incomplete chunk size line at its end, which is held back.
-
-        It may belong to the last chunk, before which the gateway may have to insert [DONE].
-        """
+        # Return `data` without an incomplete chunk size line at its end, which is held back.
+        #
+        # It may belong to the last chunk, before which the gateway may have to insert [DONE].
         data, self._held_size_line = self._held_size_line + data, self._body.partial
         return data[: len(data) - len(self._held_size_line)]
 
@@ -518,21 +513,20 @@ class Relay:
         return encode_chunk(payload) + (LAST_CHUNK if self._body.is_complete else b"")
 
     def _last_event(self, event: bytes) -> bytes:
-        """Return a stream's last event, `event`, translated to the client's API if necessary."""
+        # Return a stream's last event, `event`, translated to the client's API if necessary.
         return event if self.translator is None else self.translator.finish_with(event)
 
     def _missing_done_event(self) -> bytes | None:
-        """Return the event [DONE] if the engine omitted it after a complete stream, else None."""
+        # Return the event [DONE] if the engine omitted it after a complete stream, else None.
         if self._partial_event or self.has_error_event:
             return None
         finished = self._finished_choices or find_finished_choices(self._finish_payload)
         return b"data: [DONE]\n\n" if len(finished) >= self.choice_count else None
 
     def _finish_body(self, out: bytes) -> bytes:
-        """Finish the body; add an error event if the stream is incomplete.
-
-        Without it, SDKs would take a stream that just ends for complete.
-        """
+        # Finish the body; add an error event if the stream is incomplete.
+        #
+        # Without it, SDKs would take a stream that just ends for complete.
         self.state = DONE
         assert self.head is not None
         if not self._must_reframe and self._body.surplus_bytes:

@@ -285,10 +285,9 @@ class ChunkedBody:
 
 
 def _whole_chunks(data: bytes, offset: int, pieces: list[bytes]) -> int:
-    """Append the payloads of the complete small chunks at `offset` to `pieces`.
-
-    Return the offset at which these chunks end.
-    """
+    # Append the payloads of the complete small chunks at `offset` to `pieces`.
+    #
+    # Return the offset at which these chunks end.
     while (line_end := data.find(b"\r\n", offset + 1, offset + 5)) > 0:
         size = _SIZES.get(data[offset:line_end])
         if size is None or not data.startswith(b"\r\n", line_end + 2 + size):

@@ -108,7 +108,7 @@ def new_response_ids(config: Config) -> ResponseIds:
 
 
 def _decoded(response_id: str) -> bytes | None:
-    """Return the bytes that a response id encodes, or None if the text is no response id."""
+    # Return the bytes that a response id encodes, or None if the text is no response id.
     if not response_id.startswith(PREFIX) or len(response_id) > MAX_ID_CHARS:
         return None
     text = response_id[len(PREFIX) :]
@@ -127,7 +127,7 @@ def _code(key: bytes, number: bytes, endpoint: str, hidden: bytes) -> bytes:
 
 
 def _mask(key: bytes, number: bytes, name: bytes) -> bytes:
-    """Encrypt a name with a key stream, or decrypt an encrypted one (XOR does both)."""
+    # Encrypt a name with a key stream, or decrypt an encrypted one (XOR does both).
     secret = hmac.digest(key, b"name" + number, "sha256")
     stream = hashlib.shake_256(secret).digest(len(name))
     return bytes(a ^ b for a, b in zip(name, stream, strict=False))

@@ -182,10 +182,9 @@ def _is_continuable(name: str, raw: msgspec.Raw, *, chat: bool) -> bool:
 
 
 def _most_tokens(members: Members, chat: bool) -> int | None:
-    """Return the limit on the answer's tokens, or None without one.
-
-    Parsing has checked that limits are integers or null.
-    """
+    # Return the limit on the answer's tokens, or None without one.
+    #
+    # Parsing has checked that limits are integers or null.
     most: int | None = None
     if chat:
         most = _any(members.get("max_completion_tokens", b"null"))

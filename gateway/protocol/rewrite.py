@@ -43,7 +43,7 @@ class ModelNameRewriter:
         return self._rewrite(window[:cut]) if cut else b""
 
     def _releasable(self, window: bytes, *, sse: bool) -> int:
-        """Return how many bytes can be released without splitting a match or a short event."""
+        # Return how many bytes can be released without splitting a match or a short event.
         whole = whole_events_length(window) if sse else 0
         if sse and len(window) - whole <= MAX_HELD_EVENT:
             self.is_mid_event = self.is_mid_event and not whole
@@ -52,7 +52,7 @@ class ModelNameRewriter:
         return self._move_past_match(window, max(0, len(window) - self._longest_match))
 
     def _move_past_match(self, window: bytes, cut: int) -> int:
-        """Return `cut`, or the end of the match that it would split."""
+        # Return `cut`, or the end of the match that it would split.
         for pattern in self._patterns():
             for match in pattern.finditer(window, max(0, cut - self._longest_match)):
                 if match.start() < cut < match.end():

@@ -84,7 +84,7 @@ def _read(prompt: msgspec.Raw, name: str, most: int) -> Prompts:
 
 
 def _count_strings(text: bytes, most: int) -> int:
-    """Return the number of strings in some JSON text; counting stops somewhere above `most`."""
+    # Return the number of strings in some JSON text; counting stops somewhere above `most`.
     quotes = start = 0
     while start < len(text) and quotes <= 2 * most:
         end = start + SLICE

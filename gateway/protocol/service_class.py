@@ -184,7 +184,7 @@ class ServiceClasses:
         )
 
     def _defaults(self, tenant: Tenant) -> RequestPreferences:
-        """Return the preferences of a tenant's requests whose headers specify no service level."""
+        # Return the preferences of a tenant's requests whose headers specify no service level.
         slo = self._classes.get(tenant.slo or "")
         return RequestPreferences(
             slo,
@@ -194,10 +194,9 @@ class ServiceClasses:
         )
 
     def _class(self, given: Mapping[str, str]) -> Slo | None:
-        """Return the service class that the headers request, or None if they request none.
-
-        Unknown objectives are ignored, because other systems use those headers too.
-        """
+        # Return the service class that the headers request, or None if they request none.
+        #
+        # Unknown objectives are ignored, because other systems use those headers too.
         name = given.get(CLASS_HEADER)
         if name is None:
             objectives = (self._classes.get(given.get(header, "")) for header in OBJECTIVE_HEADERS)
@@ -235,10 +234,9 @@ def _priority(given: Mapping[str, str]) -> int | None:
 
 
 def _check_session(given: Mapping[str, str]) -> None:
-    """Raise GatewayError for a session id that is too long.
-
-    Only the gateway's own session header is checked: agents send the others unasked.
-    """
+    # Raise GatewayError for a session id that is too long.
+    #
+    # Only the gateway's own session header is checked: agents send the others unasked.
     text = given.get(SESSION_HEADER, "")
     if len(text) > MAX_SESSION_CHARS:
         raise _invalid(SESSION_HEADER, text, f"at most {MAX_SESSION_CHARS} characters long")
@@ -250,10 +248,9 @@ def _client_request_id(given: Mapping[str, str]) -> str:
 
 
 def _patience_s(given: Mapping[str, str]) -> float | None:
-    """Return the client's timeout in seconds as its SDK reports it, or None without a valid one.
-
-    Invalid values are ignored: SDKs add these headers unasked, so an error would help no user.
-    """
+    # Return the client's timeout in seconds as its SDK reports it, or None without a valid one.
+    #
+    # Invalid values are ignored: SDKs add these headers unasked, so an error would help no user.
     timeouts = [
         float(text) for name in TIMEOUT_HEADERS if _SECONDS.fullmatch(text := given.get(name, ""))
     ]

@@ -96,7 +96,7 @@ def with_body_session(request: Request, members: Mapping[str, msgspec.Raw]) -> R
 
 
 def _body_session(members: Mapping[str, msgspec.Raw]) -> tuple[str, str]:
-    """Return the session's name and the body member that gives it, or two empty strings."""
+    # Return the session's name and the body member that gives it, or two empty strings.
     for member, read in _BODY_SESSIONS.items():
         if member in members:
             name = read(members[member])
@@ -108,7 +108,7 @@ def _body_session(members: Mapping[str, msgspec.Raw]) -> tuple[str, str]:
 def _body_hints(
     members: Mapping[str, msgspec.Raw], known: SessionHints | None
 ) -> SessionHints | None:
-    """Return the hints in the body about the session's future, or `known` if it has none."""
+    # Return the hints in the body about the session's future, or `known` if it has none.
     is_last, keep_s = False, None
     for member, read in _BODY_HINTS.items():
         if member in members:
@@ -120,7 +120,7 @@ def _body_hints(
 
 
 def _read_object(raw: msgspec.Raw) -> Mapping[str, Any]:
-    """Decode a JSON object; return an empty one for any other, malformed or large value."""
+    # Decode a JSON object; return an empty one for any other, malformed or large value.
     value = _read(raw)
     return value if isinstance(value, dict) else {}
 
@@ -135,18 +135,17 @@ def _read(raw: msgspec.Raw) -> Any:
 
 
 def _path(value: object, *names: str) -> Any:
-    """Return the value at a path of keys in nested objects, or None if a key is absent."""
+    # Return the value at a path of keys in nested objects, or None if a key is absent.
     for name in names:
         value = value.get(name) if isinstance(value, dict) else None
     return value
 
 
 def _metadata_session(raw: msgspec.Raw) -> str | None:
-    """Return the session in Anthropic's `metadata.user_id` as Claude Code fills it, or None.
-
-    The value is a JSON object in a string, or in older versions `user_..._session_<UUID>`. Any
-    other value identifies a person, who may have many sessions.
-    """
+    # Return the session in Anthropic's `metadata.user_id` as Claude Code fills it, or None.
+    #
+    # The value is a JSON object in a string, or in older versions `user_..._session_<UUID>`. Any
+    # other value identifies a person, who may have many sessions.
     user_id = _read_object(raw).get("user_id")
     if not isinstance(user_id, str) or len(user_id) > MAX_HINT_BYTES:
         return None
@@ -158,16 +157,15 @@ def _metadata_session(raw: msgspec.Raw) -> str | None:
 
 
 def _conversation(raw: msgspec.Raw) -> Any:
-    """Return the conversation of a Responses request, which is an id or an object with an id."""
+    # Return the conversation of a Responses request, which is an id or an object with an id.
     value = _read(raw)
     return value.get("id") if isinstance(value, dict) else value
 
 
 def _previous_session(raw: msgspec.Raw) -> Any:
-    """Return the name of the conversation that a previous response belongs to.
-
-    If the response's id does not show it, the id itself is returned.
-    """
+    # Return the name of the conversation that a previous response belongs to.
+    #
+    # If the response's id does not show it, the id itself is returned.
     value = _read(raw)
     return (conversation_of(value) or value) if isinstance(value, str) else value
 
@@ -215,10 +213,9 @@ def _agent_hint_hints(value: Mapping[str, Any]) -> SessionHints:
 
 
 def _keep_s(ttl: object) -> float | None:
-    """Return for how many seconds to keep a context, from a number or a text such as "5m".
-
-    The result is None if the value is invalid.
-    """
+    # Return for how many seconds to keep a context, from a number or a text such as "5m".
+    #
+    # The result is None if the value is invalid.
     if isinstance(ttl, str) and (match := _TTL.fullmatch(ttl)) is not None:
         return min(MAX_KEEP_S, float(match[1]) * _UNIT_S[match[2]])
     if isinstance(ttl, int | float) and not isinstance(ttl, bool) and ttl > 0:

@@ -143,7 +143,7 @@ class Ledger:
         return text, choice
 
     def _take(self, ids: Sequence[int], text: str, usage: dict[str, Any] | None) -> None:
-        """Add the token ids of a chunk, and compare their number with the engine's own count."""
+        # Add the token ids of a chunk, and compare their number with the engine's own count.
         self.generated_tokens += len(ids)
         if self.obstacle:
             return
@@ -242,21 +242,20 @@ class Ledger:
         return last + counts + b"data: " + _DONE + b"\n\n"
 
     def _with_usage_member(self, chunk: dict[str, Any]) -> dict[str, Any]:
-        """Return the chunk with a null `usage`, if the client wants token counts at the end."""
+        # Return the chunk with a null `usage`, if the client wants token counts at the end.
         return chunk | {"usage": None} if self.terms.shows_usage else chunk
 
     def _counts_event(self, chunk: dict[str, Any]) -> bytes:
-        """Return the event with the token counts, or b"" for a client that does not want them."""
+        # Return the event with the token counts, or b"" for a client that does not want them.
         self._has_counts = True
         return _event(chunk) if self.terms.shows_usage else b""
 
     def _sums(self, last_usage: dict[str, Any] | None) -> Any:
-        """Return the token counts of the whole answer, given those of the last engine.
-
-        The prompt's details are those of the engine that began. If it failed before it reported
-        them, they are the last engine's. Its `cached_tokens` are then limited to the prompt, since
-        that engine also cached a part of the answer.
-        """
+        # Return the token counts of the whole answer, given those of the last engine.
+        #
+        # The prompt's details are those of the engine that began. If it failed before it reported
+        # them, they are the last engine's. Its `cached_tokens` are then limited to the prompt,
+        # since that engine also cached a part of the answer.
         prompt, made = self.prompt_tokens, self.generated_tokens
         usage: dict[str, Any] = {
             "prompt_tokens": prompt,
@@ -274,7 +273,7 @@ class Ledger:
         return self._with_cached_tokens(usage)
 
     def _with_cached_tokens(self, usage: dict[str, Any] | None) -> Any:
-        """Return `usage` with the ledger's number of cached tokens in place of the engine's."""
+        # Return `usage` with the ledger's number of cached tokens in place of the engine's.
         if self.cached_tokens is None or not usage:
             return usage
         details = usage.get("prompt_tokens_details")
@@ -326,10 +325,9 @@ class LedgerRecorder(ModelNameRewriter):
             raise
 
     def _whole_events(self, payload: bytes, *, ended: bool) -> bytes:
-        """Return the events that end in this payload, including the first one's kept beginning.
-
-        Each byte is searched once. Raises UpstreamError for an event that is too long.
-        """
+        # Return the events that end in this payload, including the first one's kept beginning.
+        #
+        # Each byte is searched once. Raises UpstreamError for an event that is too long.
         seam = self._seam
         whole = len(payload) if ended else whole_events_length(seam + payload) - len(seam)
         if whole > 0 or ended:
@@ -350,10 +348,9 @@ class LedgerRecorder(ModelNameRewriter):
         return ready
 
     def _event(self, event: bytes) -> bytes:
-        """Record an event of the engine and return the client's event for it.
-
-        Raises UpstreamError for an event that is not in the expected format.
-        """
+        # Record an event of the engine and return the client's event for it.
+        #
+        # Raises UpstreamError for an event that is not in the expected format.
         data = event.strip().removeprefix(b"data:").strip()
         if event.lstrip()[:1] == b":":
             return event + b"\n\n"
@@ -390,10 +387,9 @@ class RecordedRelay(Relay):
 
     @property
     def _is_done_sent(self) -> bool:
-        """Whether the client has received the last event, according to the ledger.
-
-        The relay itself may have seen events that were discarded by rewind().
-        """
+        # Whether the client has received the last event, according to the ledger.
+        #
+        # The relay itself may have seen events that were discarded by rewind().
         return self._recorder.ledger.is_done
 
     @property
@@ -414,10 +410,9 @@ class RecordedRelay(Relay):
         return super()._finish_body(out)
 
     def _missing_done_event(self) -> bytes | None:
-        """Return the events that are missing at the end of the whole answer.
-
-        Return None if the answer is incomplete.
-        """
+        # Return the events that are missing at the end of the whole answer.
+        #
+        # Return None if the answer is incomplete.
         ledger = self._recorder.ledger
         return None if ledger.finish_reason is None else ledger.render_end()
 

@@ -155,7 +155,7 @@ class HealthScreen:
         return [*self._exchange.retries, *self._silent]
 
     async def _check_health(self, candidates: Sequence[Candidate]) -> bool:
-        """Check these endpoints, record those that fail, and return whether all passed."""
+        # Check these endpoints, record those that fail, and return whether all passed.
         exchange, endpoints = self._exchange, self._gateway.endpoints
         answers = await asyncio.gather(
             *(endpoints.check_health(candidate) for candidate in candidates)

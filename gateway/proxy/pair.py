@@ -96,11 +96,11 @@ class SplitPlan:
         return splitter.decide(pools, query, form, mode, transfers)
 
     def _pick_alone(self, query: RoutingQuery) -> Pick | None:
-        """Pick one endpoint for the whole request, or return None.
-
-        A pair takes capacity at two endpoints for one admission permit, so all endpoints may be at
-        their limits. A prompt that only an estimate calls too long goes to the longest context.
-        """
+        # Pick one endpoint for the whole request, or return None.
+        #
+        # A pair takes capacity at two endpoints for one admission permit, so all endpoints may be
+        # at their limits. A prompt that only an estimate calls too long goes to the longest
+        # context.
         context, policy = self._context, self._route.policy
         alone = context.split.pools.alone
         pick = run.pick(policy, query, alone) or run.pick(
@@ -128,7 +128,7 @@ class SplitPlan:
         return problem
 
     def _note_decision(self) -> SplitRecord:
-        """Count the decision whether to split, and return a new record of it."""
+        # Count the decision whether to split, and return a new record of it.
         context, decision = self._context, self._decision
         handoffs = context.gateway.handoffs
         handoffs.splitting[self._route.name] = decision.splitting

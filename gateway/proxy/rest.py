@@ -191,7 +191,7 @@ class RestPlan:
         self.gateway.accounts.count_resume(self._problem.kind, result)
 
     async def _obstacle(self, problem: UpstreamError) -> str:
-        """Return the result label with which the plan must end, or "" if it may make an attempt."""
+        # Return the result label with which the plan must end, or "" if it may make an attempt.
         exchange, ledger = self.exchange, self._ledger
         if problem.kind == SHUTDOWN:
             return SHUTDOWN
@@ -207,7 +207,7 @@ class RestPlan:
         return obstacle or await self._budget_obstacle()
 
     async def _budget_obstacle(self) -> str:
-        """Wait for a turn of the retry budget; return why none is permitted, or ""."""
+        # Wait for a turn of the retry budget; return why none is permitted, or "".
         exchange, resume, gate = self.exchange, self._route.resume, self.gateway.gate
         if resume is None or exchange.failed_attempts >= resume.attempts:
             return "attempts"
@@ -219,10 +219,9 @@ class RestPlan:
     # One attempt
 
     async def _send(self, reservation: Reservation) -> str:
-        """Send the request for the rest and relay the answer; return the result.
-
-        Raises UpstreamError when the answer breaks again.
-        """
+        # Send the request for the rest and relay the answer; return the result.
+        #
+        # Raises UpstreamError when the answer breaks again.
         exchange, ledger, requested_model = self.exchange, self._ledger, self._call.requested_model
         ledger.prepare_rest()
         served = self._route.resolve_name(reservation.endpoint)
@@ -258,7 +257,7 @@ class RestPlan:
         self.exchange.give_back_retry_turn(self.gateway.gate)
 
     def _close(self) -> None:
-        """Write the closing events of an answer whose text is complete."""
+        # Write the closing events of an answer whose text is complete.
         closing = self._ledger.render_end()
         if self._relay.translator is not None:
             closing = self._relay.translator.finish_with(closing)

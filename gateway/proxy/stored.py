@@ -103,7 +103,7 @@ async def explain_missing(
 
 
 def _stores_nothing() -> GatewayError:
-    """Return the error for a previous response where the engines store none at all."""
+    # Return the error for a previous response where the engines store none at all.
     return GatewayError(
         Failure.BAD_REQUEST,
         f"The engine does not store responses, so '{PREVIOUS}' cannot be used: send the whole "
@@ -145,7 +145,7 @@ async def serve_stored(gateway: Gateway, exchange: Exchange, client: Client) -> 
 
 
 async def _send(exchange: Exchange, client: Client, live: LiveEndpoint, relay: Relay) -> None:
-    """Send the request to the engine that stores the response, and relay its answer."""
+    # Send the request to the engine that stores the response, and relay its answer.
     stored, api = exchange.stored_at, exchange.api
     assert stored is not None
     _, mark, query = client.target.partition("?")
@@ -161,7 +161,7 @@ async def _send(exchange: Exchange, client: Client, live: LiveEndpoint, relay: R
 
 
 def _relay(gateway: Gateway, exchange: Exchange, client: Client, live: LiveEndpoint) -> Relay:
-    """Return the relay for a stored response, which restores the client's name of the model."""
+    # Return the relay for a stored response, which restores the client's name of the model.
     stored = exchange.stored_at
     assert stored is not None
     assert RESPONSES.grammar is not None
@@ -176,10 +176,9 @@ def _relay(gateway: Gateway, exchange: Exchange, client: Client, live: LiveEndpo
 
 
 async def _keeps_responses(gateway: Gateway, live: LiveEndpoint, model: str) -> bool:
-    """Return whether the engine stores responses, by a request that computes nothing.
-
-    The result is True if the engine's answer does not show it.
-    """
+    # Return whether the engine stores responses, by a request that computes nothing.
+    #
+    # The result is True if the engine's answer does not show it.
     route = gateway.snapshot.routes.get(model)
     name = live.endpoint.name if route is None else route.resolve_name(live.endpoint)
     body = msgspec.json.encode(store_request(name))
@@ -194,10 +193,10 @@ async def _keeps_responses(gateway: Gateway, live: LiveEndpoint, model: str) -> 
 
 
 def _is_permitted(models: Snapshot | ModelScope, model: str) -> bool:
-    """Return whether an API key that may use `models` may use the stored responses of `model`.
-
-    A response whose id does not contain the model's name is only for keys that may use all models.
-    """
+    # Return whether an API key that may use `models` may use the stored responses of `model`.
+    #
+    # A response whose id does not contain the model's name is only for keys that may use all
+    # models.
     return isinstance(models, Snapshot) or find(models.routes, model) is not None
 
 

@@ -41,11 +41,10 @@ def pick_tier(
 
 
 def _can_serve(route: Route, call: Call) -> bool:
-    """Return whether a smaller model's engines serve the API and have enough context length.
-
-    Estimates of tokens that exceed the context by up to 15 % do not exclude the model: its engine
-    counts the tokens. Token ids and a limit of the answer's length are no estimates.
-    """
+    # Return whether a smaller model's engines serve the API and have enough context length.
+    #
+    # Estimates of tokens that exceed the context by up to 15 % do not exclude the model: its engine
+    # counts the tokens. Token ids and a limit of the answer's length are no estimates.
     if call.api.path in route.translated:  # it was parsed for engines that have this API
         return False
     if route.context_tokens is None:
@@ -60,10 +59,9 @@ def _can_serve(route: Route, call: Call) -> bool:
 
 
 def _discount(query: RoutingQuery, tier: ModelTier) -> RoutingQuery:
-    """Return the routing query for a smaller model, where the request has a lower weight.
-
-    No Retry-After is computed for it, since a refusal by a smaller model is not final.
-    """
+    # Return the routing query for a smaller model, where the request has a lower weight.
+    #
+    # No Retry-After is computed for it, since a refusal by a smaller model is not final.
     slo = query.request.slo
     slo = replace(slo, weight=slo.weight * (1.0 - tier.penalty))
     return replace(query, request=replace(query.request, slo=slo), can_return=False)

@@ -98,10 +98,9 @@ class WholePlan:
         return None
 
     def _note(self, pick: Pick) -> None:
-        """Record the endpoints' load before the reservation, to explain the pick later.
-
-        Shadow policies use the record too.
-        """
+        # Record the endpoints' load before the reservation, to explain the pick later.
+        #
+        # Shadow policies use the record too.
         exchange, route, query = self.exchange, self.route, self.query
         self.gateway.accounts.on_pick(exchange, route.policy, query, pick)
         if route.shadows is not None and route.split is None:

@@ -165,10 +165,9 @@ def _route(
 
 
 def _logs_blocks(config: Config, pool: str) -> bool:
-    """Return whether the access log has the block ids of prompts that no policy reads.
-
-    A pool that chooses its policy by replays needs them, to judge policies that read prefixes.
-    """
+    # Return whether the access log has the block ids of prompts that no policy reads.
+    #
+    # A pool that chooses its policy by replays needs them, to judge policies that read prefixes.
     return bool(config.observability.access_blocks) or config.pools[pool].auto is not None
 
 

@@ -166,7 +166,7 @@ class AccessLog:
             self._timer = self._loop.call_later(self._flush_s, self._flush)
 
     def _encode(self) -> None:
-        """Encode the new lines; a line that cannot be encoded does not lose the others."""
+        # Encode the new lines; a line that cannot be encoded does not lose the others.
         lines, self._lines = self._lines, []
         try:
             block = self._encoder.encode_lines(lines)
@@ -200,10 +200,9 @@ class AccessLog:
             self._begin()
 
     def _begin(self) -> None:
-        """Pass the buffered lines to a new thread, which cannot keep the process alive.
-
-        threading.Thread is not used: its start() blocks the event loop until the thread runs.
-        """
+        # Pass the buffered lines to a new thread, which cannot keep the process alive.
+        #
+        # threading.Thread is not used: its start() blocks the event loop until the thread runs.
         assert self._file is not None
         block = self._take()
         self._writing = self._loop.create_future()
@@ -371,7 +370,7 @@ class Accounting:
                 log.exception("request %s could not be accounted", exchange.id)
 
     def _account(self, exchange: Exchange, now: float, unix_offset: float) -> None:
-        """Record a request that ended at `now`; `unix_offset` converts that to Unix time."""
+        # Record a request that ended at `now`; `unix_offset` converts that to Unix time.
         relay = exchange.relay or NO_RESPONSE
         usage = relay.usage if exchange.split is None else effective_usage(exchange, relay)
         if relay.is_committed:
@@ -445,10 +444,9 @@ class Accounting:
     def _observe_split_stages(
         self, split: SplitRecord, relay: Relay, exchange: Exchange, received: float
     ) -> None:
-        """Add the stages of a split request's TTFT to the metrics, if all of them were measured.
-
-        The stages are the wait, the prefill, the KV transfer and the first decoded token.
-        """
+        # Add the stages of a split request's TTFT to the metrics, if all of them were measured.
+        #
+        # The stages are the wait, the prefill, the KV transfer and the first decoded token.
         prefilled = split.prefilled_at
         first_byte, first_token_at = relay.first_byte_at, relay.first_token_at
         if split.prefill_sent_at is None or prefilled is None:
@@ -471,10 +469,9 @@ class Accounting:
 
 
 def _stage_times(exchange: Exchange, relay: Relay) -> StageTimes:
-    """Return the stages from `received_us` to `last_us` of an access log line.
-
-    float.__trunc__() takes a third of the time of int().
-    """
+    # Return the stages from `received_us` to `last_us` of an access log line.
+    #
+    # float.__trunc__() takes a third of the time of int().
     start, stamp = exchange.accepted_at, exchange.parsed_at
     # Stages without a wait between them share one time object, which is converted once.
     parsed_us = admitted_us = None if stamp is None else ((stamp - start) * 1e6).__trunc__()
@@ -501,7 +498,7 @@ def _stage_times(exchange: Exchange, relay: Relay) -> StageTimes:
 def _line(
     exchange: Exchange, relay: Relay, usage: TokenUsage, now: float, unix_offset: float
 ) -> AccessLine:
-    """Return the access log line of a request; keyword arguments would take twice as long."""
+    # Return the access log line of a request; keyword arguments would take twice as long.
     start, call, pick = exchange.accepted_at, exchange.call, exchange.pick
     line = AccessLine(
         unix_offset + start,
@@ -538,7 +535,7 @@ def _line(
 
 
 def _fill_optional_fields(line: AccessLine, exchange: Exchange, relay: Relay) -> None:
-    """Set those fields of an access log line that do not apply to most requests."""
+    # Set those fields of an access log line that do not apply to most requests.
     call = exchange.call
     if exchange.tier and call is not None:
         line.requested_model = call.requested_model

@@ -103,15 +103,14 @@ class LogFile:
         self.reopen()
 
     def _is_full(self, rotation: Rotation, length: int) -> bool:
-        """Return whether `length` more bytes would exceed the file's maximum size.
-
-        An empty file accepts a block of any length.
-        """
+        # Return whether `length` more bytes would exceed the file's maximum size.
+        #
+        # An empty file accepts a block of any length.
         size = os.fstat(self._fd).st_size
         return size > 0 and size + length > rotation.size
 
     def _is_current(self) -> bool:
-        """Return whether the path still leads to the open file."""
+        # Return whether the path still leads to the open file.
         assert self._path is not None
         ours = os.fstat(self._fd)
         try:
@@ -122,7 +121,7 @@ class LogFile:
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        """Lock the file, so that no other process rotates it meanwhile."""
+        # Lock the file, so that no other process rotates it meanwhile.
         fcntl.flock(self._fd, fcntl.LOCK_EX)
         try:
             yield
@@ -130,7 +129,7 @@ class LogFile:
             fcntl.flock(self._fd, fcntl.LOCK_UN)
 
     def _shift(self, keep: int) -> None:
-        """Rename FILE to FILE.1, FILE.1 to FILE.2 and so on; the oldest file is overwritten."""
+        # Rename FILE to FILE.1, FILE.1 to FILE.2 and so on; the oldest file is overwritten.
         assert self._path is not None
         for number in range(keep - 1, 0, -1):
             older = self._numbered(number)

@@ -134,7 +134,7 @@ class SpanExporter:
         return batch
 
     async def _send(self, config: Traces, spans: list[Span], timeout_s: float) -> None:
-        """Send one batch of spans; after a failure, count it and lengthen the next pause."""
+        # Send one batch of spans; after a failure, count it and lengthen the next pause.
         if self._http is None:
             self._http = aiohttp.ClientSession(trust_env=False)
         scope = {"scope": {"name": "penstock"}, "spans": spans}

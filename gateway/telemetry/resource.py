@@ -34,10 +34,9 @@ def resource_attributes(env: Mapping[str, str]) -> list[Attribute]:
 
 
 def _from_env(env: Mapping[str, str]) -> dict[str, str]:
-    """Return the attributes in OTEL_RESOURCE_ATTRIBUTES.
-
-    If the variable is malformed, log a warning and return an empty dict.
-    """
+    # Return the attributes in OTEL_RESOURCE_ATTRIBUTES.
+    #
+    # If the variable is malformed, log a warning and return an empty dict.
     pairs: dict[str, str] = {}
     for pair in filter(str.strip, env.get(ATTRIBUTES, "").split(",")):
         key, equals, value = pair.partition("=")

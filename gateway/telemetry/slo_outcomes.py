@@ -58,10 +58,9 @@ def admission_outcome(exchange: Exchange) -> RequestOutcome:
 
 
 def _output_tokens(exchange: Exchange, relay: Relay, usage: TokenUsage) -> int:
-    """Return the output tokens as reported or counted, or else the estimate.
-
-    Without the estimate, an engine that reports no counts would refund the tenant's whole quota.
-    """
+    # Return the output tokens as reported or counted, or else the estimate.
+    #
+    # Without the estimate, an engine that reports no counts would refund the tenant's whole quota.
     if usage.completion_tokens is None and not relay.event_count and exchange.call is not None:
         return exchange.call.request.output_tokens
     return usage.completion_tokens or relay.event_count
@@ -252,10 +251,9 @@ class SloTracker:
         kind.clear()
 
     def _observe_error(self, exchange: Exchange, first: float) -> None:
-        """Observe the relative error of the predicted TTFT, if there was a prediction.
-
-        For a split request, the prediction is that of the prefill and decode pair.
-        """
+        # Observe the relative error of the predicted TTFT, if there was a prediction.
+        #
+        # For a split request, the prediction is that of the prefill and decode pair.
         entry = exchange.reservation.entry if exchange.reservation is not None else None
         if entry is None or exchange.picked_at is None:
             return
@@ -288,12 +286,11 @@ class SloTracker:
         return counter
 
     def _count_computed_tokens(self, query: RoutingQuery, believed: int, usage: TokenUsage) -> None:
-        """Count the prompt tokens that had to be computed, by cause.
-
-        never_seen  cached at no endpoint
-        spread      cached at another endpoint than the picked one
-        evicted     believed to be cached at the picked endpoint, which no longer had them
-        """
+        # Count the prompt tokens that had to be computed, by cause.
+        #
+        # never_seen  cached at no endpoint
+        # spread      cached at another endpoint than the picked one
+        # evicted     believed to be cached at the picked endpoint, which no longer had them
         prompt, longest = query.request.prompt_tokens, longest_match(query.cached_by_slot)
         if prompt > longest:  # calls of max() would cost more than the rest of this function
             self._never_seen.value += prompt - longest

@@ -130,7 +130,7 @@ def build_spans(exchange: Exchange, trace: Trace, now: float, unix_offset: float
 
 
 def _add_leg(spans: _Tree, exchange: Exchange, leg: LegSpan, end: float, failure: str) -> None:
-    """Add the span of a request to an engine, with child spans if that engine answered."""
+    # Add the span of a request to an engine, with child spans if that engine answered.
     attributes: Attributes = {
         semconv.ENDPOINT: leg.endpoint,
         semconv.ROLE: leg.role,
@@ -155,10 +155,9 @@ def _add_leg(spans: _Tree, exchange: Exchange, leg: LegSpan, end: float, failure
 def _leg_ends(
     exchange: Exchange, legs: list[LegSpan], now: float
 ) -> Iterator[tuple[LegSpan, float, str]]:
-    """Yield each request to an engine with its end time and its failure ("" if it succeeded).
-
-    A request that was followed by another one of its role had failed by then.
-    """
+    # Yield each request to an engine with its end time and its failure ("" if it succeeded).
+    #
+    # A request that was followed by another one of its role had failed by then.
     split, relay = exchange.split, exchange.relay
     for index, leg in enumerate(legs):
         is_prefill = leg.role == PREFILL
@@ -179,7 +178,7 @@ def _leg_ends(
 
 
 def _root_attributes(exchange: Exchange, operation: str) -> Attributes:
-    """Return the attributes of the root span, which never include a prompt, a header or a key."""
+    # Return the attributes of the root span, which never include a prompt, a header or a key.
     call, relay = exchange.call, exchange.relay
     failure = exchange.reason or exchange.outcome
     has_failed = exchange.status >= 400 or exchange.outcome != "served"

@@ -106,8 +106,7 @@ def _with_slowness(case: PoolCase, slowness: Sequence[float]) -> PoolCase:
 
 
 def _as_logged(logged_slots: Sequence[int | None]) -> Policy:
-    """Return the policy that sends each request where the log says it was served."""
-
+    # Return the policy that sends each request where the log says it was served.
     def pick(query: RoutingQuery, candidates: Sequence[Candidate], scores: Sequence[float]) -> int:
         slot = logged_slots[int(query.request.id)]
         for index, candidate in enumerate(candidates):

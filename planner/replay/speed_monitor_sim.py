@@ -124,10 +124,9 @@ class SpeedMonitorSim:
         self._doubt(now, group)
 
     def _doubt(self, now: float, group: ReplayGroup) -> None:
-        """Send the group no request until the next review, and few until its speed has been judged.
-
-        It does the same as EndpointTable.doubt of the gateway.
-        """
+        # Send the group no request until the next review, and few until its speed has been judged.
+        #
+        # It does the same as EndpointTable.doubt of the gateway.
         if group.speed.verdict is SpeedVerdict.SUSPECT:
             group.load.soft_cap = 0
         elif group.load.soft_cap == NO_SOFT_CAP or group in self._doubted:
@@ -165,10 +164,9 @@ class SpeedMonitorSim:
             fleet.schedule(now + SWEEP_S, self._sweep)
 
     def _consider(self, now: float, group: ReplayGroup) -> None:
-        """Hedge the late requests at a group, or move them away if it is suspect.
-
-        The time that a moved request has waited becomes a speed sample of the group.
-        """
+        # Hedge the late requests at a group, or move them away if it is suspect.
+        #
+        # The time that a moved request has waited becomes a speed sample of the group.
         fleet, is_suspect = self._fleet, group.speed.verdict is SpeedVerdict.SUSPECT
         for flight in self._waiting(group):
             is_behind, is_doubted = group.speed.is_behind(flight.sent_s), self._is_in_doubt(group)

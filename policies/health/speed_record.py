@@ -321,7 +321,7 @@ class SpeedRecord:
         self._step_s, self._step_tokens = seconds, tokens
 
     def _begin_next_step(self, now: float) -> None:
-        """Let a prefill step of all waiting prompts begin now."""
+        # Let a prefill step of all waiting prompts begin now.
         self.since, self._begun, self._join_s = now, len(self._queue), IDLE_JOIN_S
 
     def record_streams(self, streams: int, tokens: int, seconds: float, now: float) -> None:

@@ -120,7 +120,7 @@ class Expectations:
         return age_s / usual_s if usual_s else 0.0
 
     def _stall_ratio(self, member: ReviewedEndpoint, now: float) -> float:
-        """Return the same if the step is late enough to be a stall, otherwise 0."""
+        # Return the same if the step is late enough to be a stall, otherwise 0.
         record = member.record
         if not record.waiting or now - record.since < LEAST_LATE_S:
             return 0.0

@@ -81,7 +81,7 @@ class Conversation:
         return turn
 
     async def _parts(self, question: str) -> list[Any]:
-        """Return the parts of all messages that answer a message of the user."""
+        # Return the parts of all messages that answer a message of the user.
         messages = await SERVER.ask(f"/session/{self.session}/message")
         return [
             part

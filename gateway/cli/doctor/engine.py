@@ -1,4 +1,6 @@
-"""Evaluates one engine's responses for `penstock doctor`: is it usable, and what is not observable?"""
+"""Evaluates one engine's responses for `penstock doctor`: usability, and what cannot be
+observed.
+"""
 
 from __future__ import annotations
 

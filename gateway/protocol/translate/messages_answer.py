@@ -95,10 +95,9 @@ def _message(
 
 
 def _usage(usage: ChatUsage) -> dict[str, int]:
-    """Return the token counts in Anthropic's format.
-
-    Anthropic's prompt counts add up to the whole prompt: `input_tokens` excludes cached tokens.
-    """
+    # Return the token counts in Anthropic's format.
+    #
+    # Anthropic's prompt counts add up to the whole prompt: `input_tokens` excludes cached tokens.
     return {
         "input_tokens": max(0, usage.prompt_tokens - usage.cached_tokens),
         "cache_creation_input_tokens": 0,
@@ -108,10 +107,9 @@ def _usage(usage: ChatUsage) -> dict[str, int]:
 
 
 def _stop(choice: ChatChoice, *, has_tools: bool) -> tuple[str, str | None]:
-    """Return the stop reason and the stop sequence of a message.
-
-    Engines may end a forced tool call with `stop`, which becomes `tool_use` here.
-    """
+    # Return the stop reason and the stop sequence of a message.
+    #
+    # Engines may end a forced tool call with `stop`, which becomes `tool_use` here.
     reason = choice.finish_reason or "stop"
     if reason == "stop" and has_tools:
         return "tool_use", None
@@ -126,10 +124,9 @@ def _tool_use(call: ChatToolCall, arguments: object) -> dict[str, Any]:
 
 
 def _arguments(call: ChatToolCall) -> object:
-    """Return the arguments of a tool call as an object.
-
-    Invalid arguments are wrapped in an object as text, so that nothing is lost.
-    """
+    # Return the arguments of a tool call as an object.
+    #
+    # Invalid arguments are wrapped in an object as text, so that nothing is lost.
     text = call.function.arguments or "{}"
     try:
         arguments = _decode(text)
@@ -174,7 +171,7 @@ class MessagesStream(StreamTranslator):
             yield self._piece(piece)
 
     def _open(self, kind: str | tuple[str, int], block: dict[str, Any]) -> Iterator[bytes]:
-        """Start a content block, and end the current one if it is of another kind."""
+        # Start a content block, and end the current one if it is of another kind.
         if self._kind == kind:
             return
         yield from self._close()

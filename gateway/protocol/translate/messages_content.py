@@ -37,10 +37,9 @@ def _system_text(content: Any, path: str) -> str:
 
 
 def _texts(content: Any, path: str) -> list[str]:
-    """Return the texts of a content, which may be a string or a list of text blocks.
-
-    Raises GatewayError for other kinds of blocks.
-    """
+    # Return the texts of a content, which may be a string or a list of text blocks.
+    #
+    # Raises GatewayError for other kinds of blocks.
     if isinstance(content, str):
         return [content]
     texts = []
@@ -129,10 +128,9 @@ class _Conversation:
 
 
 def _joined(*contents: Any) -> Any:
-    """Join message contents: return a text, or a list of parts if one of them is a list.
-
-    Adjacent texts are merged, because some chat templates write parts without a separator.
-    """
+    # Join message contents: return a text, or a list of parts if one of them is a list.
+    #
+    # Adjacent texts are merged, because some chat templates write parts without a separator.
     if all(isinstance(content, str) for content in contents):
         return "\n\n".join(filter(None, contents))
     parts: list[dict[str, Any]] = []
@@ -154,10 +152,9 @@ def _blocks(content: Any, path: str) -> list[dict[str, Any]]:
 
 
 def _user(content: Any, path: str) -> list[dict[str, Any]]:
-    """Return a user message as chat messages: tool results first, then the user's content.
-
-    Images in tool results follow all results, in the user's message.
-    """
+    # Return a user message as chat messages: tool results first, then the user's content.
+    #
+    # Images in tool results follow all results, in the user's message.
     results: list[dict[str, Any]] = []
     images: list[dict[str, Any]] = []
     parts: list[dict[str, Any]] = []
@@ -176,7 +173,7 @@ def _user(content: Any, path: str) -> list[dict[str, Any]]:
 
 
 def _tool_result(content: Any, path: str) -> tuple[str, list[dict[str, Any]]]:
-    """Return the text of a tool result, and its images, which a tool message cannot contain."""
+    # Return the text of a tool result, and its images, which a tool message cannot contain.
     if content is None:
         return "", []
     parts = [_part(block, f"{path}[{index}]") for index, block in enumerate(_blocks(content, path))]
@@ -207,7 +204,7 @@ def _image_url(source: Mapping[str, Any], path: str) -> str:
 
 
 def _document(block: Mapping[str, Any], path: str) -> str:
-    """Return the text of a document block. Raises GatewayError for PDFs and files."""
+    # Return the text of a document block. Raises GatewayError for PDFs and files.
     source = mapping_of(block.get("source"), f"{path}.source")
     if source.get("type") == "text":
         return text_of(source.get("data"), f"{path}.source.data")
@@ -217,7 +214,7 @@ def _document(block: Mapping[str, Any], path: str) -> str:
 
 
 def _assistant(content: Any, path: str) -> dict[str, Any]:
-    """Return an assistant message as a chat message with its reasoning and tool calls."""
+    # Return an assistant message as a chat message with its reasoning and tool calls.
     parts: list[dict[str, Any]] = []
     calls: list[dict[str, Any]] = []
     thoughts: list[str] = []
@@ -249,8 +246,7 @@ def _tool_call(block: Mapping[str, Any], path: str) -> dict[str, Any]:
 
 
 def _compact(parts: list[dict[str, Any]]) -> str | list[dict[str, Any]]:
-    """Return a single text part as a string, which every engine and chat template accepts.
-
-    Any other list of parts is returned unchanged.
-    """
+    # Return a single text part as a string, which every engine and chat template accepts.
+    #
+    # Any other list of parts is returned unchanged.
     return parts[0]["text"] if len(parts) == 1 and parts[0]["type"] == "text" else parts

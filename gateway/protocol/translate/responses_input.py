@@ -125,10 +125,9 @@ def _part(part: Mapping[str, Any], path: str) -> dict[str, Any]:
 
 
 def _compact(parts: list[dict[str, Any]]) -> str | list[dict[str, Any]]:
-    """Return a single text part as a string, which every engine and chat template accepts.
-
-    Any other list of parts is returned unchanged.
-    """
+    # Return a single text part as a string, which every engine and chat template accepts.
+    #
+    # Any other list of parts is returned unchanged.
     return parts[0]["text"] if len(parts) == 1 and parts[0]["type"] == "text" else parts
 
 
@@ -144,10 +143,9 @@ def _call(item: Mapping[str, Any], path: str) -> dict[str, Any]:
 
 
 def _add_result(item: Mapping[str, Any], path: str, conversation: _Conversation) -> None:
-    """Add a tool's result as a tool message; its images follow in a user message.
-
-    A tool message can only contain text.
-    """
+    # Add a tool's result as a tool message; its images follow in a user message.
+    #
+    # A tool message can only contain text.
     output = item.get("output")
     parts = (
         [{"type": "text", "text": output}]
@@ -163,7 +161,7 @@ def _add_result(item: Mapping[str, Any], path: str, conversation: _Conversation)
 
 
 def _reasoning(item: Mapping[str, Any], path: str) -> str:
-    """Return the text of a reasoning item: its content or, without content, its summary."""
+    # Return the text of a reasoning item: its content or, without content, its summary.
     for key in ("content", "summary"):
         parts = _parts(item.get(key) or [], f"{path}.{key}")
         if parts:

@@ -90,7 +90,7 @@ def _tools(value: Any, name: str, chat: dict[str, Any]) -> None:
 
 
 def _namespace(group: Mapping[str, Any], path: str) -> list[dict[str, Any]]:
-    """Return the functions of a namespace as chat functions, with the namespace in their names."""
+    # Return the functions of a namespace as chat functions, with the namespace in their names.
     only(group, _NAMESPACE_MEMBERS, path)
     namespace, functions = text_of(group.get("name"), f"{path}.name"), list[dict[str, Any]]()
     for index, tool in enumerate(list_of(group.get("tools"), f"{path}.tools")):
@@ -143,7 +143,7 @@ def _reasoning(value: Any, name: str, chat: dict[str, Any]) -> None:
 
 
 def _include(value: Any, name: str, chat: dict[str, Any]) -> None:
-    """Check `include`: reject log probabilities, and accept items that need no counterpart."""
+    # Check `include`: reject log probabilities, and accept items that need no counterpart.
     for index, item in enumerate(list_of(value, name)):
         if item == _LOGPROBS:
             raise untranslatable(f"{name}[{index}]", _LOGPROBS)

@@ -99,7 +99,7 @@ class ResponsesStream(StreamTranslator):
             yield self._piece("response.function_call_arguments.delta", call.function.arguments)
 
     def _open(self, kind: str, call: ChatToolCall | None = None) -> Iterator[bytes]:
-        """Start an output item, and end the current one if it is of another kind."""
+        # Start an output item, and end the current one if it is of another kind.
         if self._item is not None and self._item.kind == kind:
             return
         yield from self._close()
@@ -111,7 +111,7 @@ class ResponsesStream(StreamTranslator):
             yield self._emit("response.content_part.added", self._locate_part(part=self._part("")))
 
     def _close(self) -> Iterator[bytes]:
-        """End the current item: yield the events that repeat its text, and the item itself."""
+        # End the current item: yield the events that repeat its text, and the item itself.
         item = self._item
         if item is None:
             return
@@ -138,11 +138,10 @@ class ResponsesStream(StreamTranslator):
         return "response.output_text.done", self._locate_part(text=text, logprobs=[])
 
     def _item_now(self, status: str, text: str | None) -> dict[str, Any]:
-        """Return the current output item in the form that an event contains.
-
-        status  "in_progress" or "completed"
-        text    the item's text so far; None when the item is announced
-        """
+        # Return the current output item in the form that an event contains.
+        #
+        # status  "in_progress" or "completed"
+        # text    the item's text so far; None when the item is announced
         item = self._item
         assert item is not None
         if item.kind == "reasoning":
@@ -161,10 +160,9 @@ class ResponsesStream(StreamTranslator):
         return refusal_part(text) if kind == "refusal" else text_part(text)
 
     def _locate_part(self, **members: Any) -> dict[str, Any]:
-        """Return members that locate the current content part, merged with `members`.
-
-        They are the item's id, the output index and the content index.
-        """
+        # Return members that locate the current content part, merged with `members`.
+        #
+        # They are the item's id, the output index and the content index.
         item_id = self._item.item_id if self._item is not None else ""
         position = {"item_id": item_id, "output_index": len(self._output), "content_index": 0}
         return position | members

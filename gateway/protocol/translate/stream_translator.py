@@ -118,10 +118,9 @@ class StreamTranslator(ABC):
         return b"".join(self._start(answer))
 
     def _stop(self, last: Iterator[bytes]) -> bytes:
-        """Return the last events, and mark the stream as ended.
-
-        If no event was sent before, the events that begin a stream precede them.
-        """
+        # Return the last events, and mark the stream as ended.
+        #
+        # If no event was sent before, the events that begin a stream precede them.
         started = self._begin(ChatAnswer())
         self._is_over = True
         return started + b"".join(last)
