@@ -11,6 +11,7 @@ curve (AUC) of each score with DeLong's 95 % interval; 0.5 means a guess. A seco
 without isolation shows that the probe works.
 
 The cost is the difference in cache hits within a tenant, of prompts that it repeats and extends.
+The gateway's stderr is kept in build/isolation, a real engine's output in build/real/isolated.log.
 Exit status: 1 if an interval excludes 0.5 or ends above 0.55, or hits differ by more than 3 %.
 """
 
@@ -34,13 +35,17 @@ import aiohttp
 import msgspec
 import numpy as np
 
-from tests.e2e.processes import ROOT, gateway_process, mock_fleet
+from tests.e2e import processes
+from tests.e2e.processes import ROOT, GatewayProcess, gateway_process, mock_fleet
 
 MAX_AUC, MAX_HITS_DIFFERENCE = 0.55, 0.03
 Z = 1.959964
 WORDS = (ROOT / "docs" / "life-of-a-request.md").read_text().split()
 SECRET = "a-secret-of-this-measurement"
 WARM_UP = 8
+LOGS = ROOT / "build" / "isolation"
+ENDS_WITHIN_S = 1.0
+LONGEST_S = 6 * 3600.0
 
 
 class Area(msgspec.Struct, frozen=True):
@@ -132,11 +137,10 @@ async def run_probes(
         await client.send("prober", text(rng, words))
     answers: dict[bool, list[AnswerFacts]] = {True: [], False: []}
     for was_sent in sides:
-        secret = text(rng, words)
+        # Both texts exist before the victim sends one: all trials have the same pause.
+        secret, other = text(rng, words), text(rng, words)
         await client.send("victim", secret)
-        answers[was_sent].append(
-            await client.send("prober", secret if was_sent else text(rng, words))
-        )
+        answers[was_sent].append(await client.send("prober", secret if was_sent else other))
     by_usage, by_ttft = (
         area(
             [score(answer) for answer in answers[True]],
@@ -169,6 +173,7 @@ async def measure_mode(
     with (
         tempfile.TemporaryDirectory() as folder,
         gateway_process(Path(folder), config(engines, isolate)) as running,
+        kept_stderr(running, LOGS / f"gateway-{isolate}.log"),
     ):
         timeout = aiohttp.ClientTimeout(total=120)
         async with aiohttp.ClientSession(timeout=timeout) as http:
@@ -177,6 +182,22 @@ async def measure_mode(
             by_usage, by_ttft = await run_probes(client, probes_a_side, options.words, rng)
             share = await measure_hits(client, options.documents, options.words, rng)
     return Figures(isolate, probes_a_side, by_usage, by_ttft, share)
+
+
+@contextmanager
+def kept_stderr(running: GatewayProcess, log: Path) -> Iterator[None]:
+    """Write the gateway's stderr to a file, and say in it if the gateway has ended by itself."""
+    try:
+        yield
+    except aiohttp.ClientError:
+        time.sleep(ENDS_WITHIN_S)  # a process that has closed its sockets may not have ended yet
+        raise
+    finally:
+        ended = "" if running.is_alive else f"the gateway ended with status {running.wait()}\n"
+        log.parent.mkdir(parents=True, exist_ok=True)
+        log.write_text(running.stderr_text + ended)
+        if ended:
+            print(f"{ended.strip()}; its stderr is in {log}", file=sys.stderr)
 
 
 def config(engines: Sequence[str], isolate: str) -> str:
@@ -201,8 +222,8 @@ async def real_engine() -> AsyncIterator[list[str]]:
 
     if not (REAL / "installed").exists():
         raise SystemExit("the real engine is not installed; run `make real` first")
-    port, side_port = free_ports(2)
-    engine = Engine("P", port, side_port, 0)
+    (port,) = free_ports(1)
+    engine = Engine("isolated", port, 0, 0, connector=None)
     engine.start()
     try:
         await engine.ready()
@@ -273,6 +294,7 @@ async def _real(options: argparse.Namespace) -> int:
 
 def main() -> int:
     options = _options()
+    processes.AT_MOST_S = LONGEST_S  # on a busy machine the probes take longer than a test
     if options.engine:
         return asyncio.run(run(options, options.engine))
     if options.real:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 import threading
@@ -140,7 +141,7 @@ def mock_fleet(*options: str) -> Iterator[list[str]]:
 @contextmanager
 def run_process(command: list[str], **options: object) -> Iterator[subprocess.Popen[str]]:
     with subprocess.Popen(command, text=True, **options) as process:  # type: ignore[call-overload]
-        watchdog = threading.Timer(AT_MOST_S, process.kill)
+        watchdog = threading.Timer(AT_MOST_S, kill_leaked, (process, AT_MOST_S))
         watchdog.daemon = True
         watchdog.start()
         try:
@@ -152,3 +153,9 @@ def run_process(command: list[str], **options: object) -> Iterator[subprocess.Po
                 process.wait(WITHIN_S)
             except subprocess.TimeoutExpired:
                 process.kill()
+
+
+def kill_leaked(process: subprocess.Popen[str], after_s: float) -> None:
+    name = shlex.join(map(str, process.args))  # type: ignore[arg-type]
+    print(f"killed after {after_s:g} s, the limit of a test: {name}", file=sys.stderr, flush=True)
+    process.kill()

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import subprocess
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from random import Random
 
 import pytest
 
 from bench.load import tenant_isolation
-from bench.load.tenant_isolation import Area, Figures, area
+from bench.load.tenant_isolation import Area, Figures, area, kept_stderr
+from tests.e2e.processes import GatewayProcess, kill_leaked, run_process
 
 
 def test_the_area_counts_ordered_pairs_and_half_of_the_ties() -> None:
@@ -54,3 +57,22 @@ async def test_the_probes_of_the_command_line_are_sent_and_judged(
     assert "isolate off: 60 probes per side" in printed
     cached["on"] = 0.46
     assert await tenant_isolation.run(options, []) == 1
+
+
+def test_a_gateway_that_ran_too_long_is_named_and_its_stderr_is_kept(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    ready = "API http://127.0.0.1:1/v1, admin http://127.0.0.1:2; press"
+    program = f"import sys, time; print({ready!r}, file=sys.stderr, flush=True); time.sleep(600)"
+    log = tmp_path / "folder" / "gateway.log"
+    with run_process([sys.executable, "-c", program], stderr=subprocess.PIPE) as process:
+        assert process.stderr
+        gateway = GatewayProcess(process)
+        gateway.read_until_ready(process.stderr)
+        with kept_stderr(gateway, log):
+            kill_leaked(process, 900.0)
+            process.wait(30.0)
+    assert log.read_text() == f"{ready}\nthe gateway ended with status -9\n"
+    said = capfd.readouterr().err
+    assert "killed after 900 s, the limit of a test: " in said
+    assert f"the gateway ended with status -9; its stderr is in {log}" in said
