@@ -33,7 +33,7 @@ PYTHONS ?=
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check unit e2e rdma clients kv-trials batch bench bench-kv bench-split bench-paired bench-scale bench-tls goodput zoo observe real compiled test-compiled wheel test-wheel load policies gateways restarts attacks tls soak overload isolation clocks web docs mutants lock deploy-check clean
+.PHONY: help demo test check unit e2e rdma clients kv-trials batch bench bench-kv bench-split bench-paired bench-scale bench-tls goodput zoo observe real compiled test-compiled wheel test-wheel load policies gateways restarts attacks tls soak overload isolation events clocks web docs mutants lock deploy-check clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## /{printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -182,6 +182,9 @@ overload: $(VENV)/.dev ## test twice capacity with 600 open streams (four minute
 
 isolation: $(VENV)/.dev ## test whether a tenant can detect another's prompts (ISOLATION="--real --words 200"; docs/tenants.md)
 	$(PY) -m bench.load.tenant_isolation $(ISOLATION)
+
+events: $(VENV)/.dev ## compare the index by KV events with the block pools of two real engines (12 minutes; EVENTS="--seconds 60")
+	$(PY) -m bench.kv_events_real $(EVENTS)
 
 clocks: $(VENV)/.dev ## compare a live run of the trace with its replay on the virtual clock (docs/replay.md)
 	$(PY) -m bench.load.two_clocks

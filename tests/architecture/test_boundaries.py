@@ -45,6 +45,7 @@ KVTRANSFER_IO = frozenset(
 )
 MAY_DO_IO = {
     "kvtransfer.agent": KVTRANSFER_IO,
+    "kvtransfer.engines.vllm.block_report": {"socket", "threading"},
     "kvtransfer.engines.vllm.connector": {"ctypes", "threading", "time"},
     "kvtransfer.transfer.handles": {"asyncio", "os"},
     "kvtransfer.links.peer_link": {"threading"},

@@ -37,9 +37,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 )
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+from vllm.v1.core.kv_cache_utils import get_block_hash, maybe_convert_block_hash
 from vllm.v1.request import RequestStatus
 
 from kvtransfer.agent import Agent
+from kvtransfer.engines.vllm.block_report import BlockReport, PoolState
 from kvtransfer.engines.vllm.counters import COUNTERS, Counts, add_counts
 from kvtransfer.engines.vllm.geometry import (
     CacheFacts,
@@ -125,10 +127,11 @@ class ConnectorMetrics(KVConnectorPromMetrics):
 class ConnectorOptions:
     """The members of kv_connector_extra_config.
 
-    key_file    file with the fleet's key, the same at every engine
-    host        address to listen on; engines on other hosts connect to it
-    lease_s     seconds that a finished prefill is kept for its decode engine
-    timeout_s   seconds that a decode engine waits for KV
+    key_file      file with the fleet's key, the same at every engine
+    host          address to listen on; engines on other hosts connect to it
+    lease_s       seconds that a finished prefill is kept for its decode engine
+    timeout_s     seconds that a decode engine waits for KV
+    block_report  path of a Unix socket for tests (block_report.py); none by default
 
     Raises ValueError for a missing or unknown member.
     """
@@ -142,6 +145,8 @@ class ConnectorOptions:
         self.host = str(values.pop("host", "127.0.0.1"))
         self.lease_s = float(values.pop("lease_s", 30.0))
         self.timeout_s = float(values.pop("timeout_s", 30.0))
+        report = values.pop("block_report", None)
+        self.block_report = Path(str(report)) if report else None
         if values:
             raise ValueError(f"kv_connector_extra_config has no member {sorted(values)[0]}")
 
@@ -166,6 +171,7 @@ class PenstockConnector(KVConnectorBase_V1):
         self._family = _family(vllm_config)
         self._worker: TransferWorker | None = None
         self._agent: Agent | None = None
+        self._report: BlockReport | None = None
         self._changed = threading.Event()
         self._scheduler = HandoffScheduler(
             self._options.key,
@@ -253,13 +259,25 @@ class PenstockConnector(KVConnectorBase_V1):
         return ConnectorMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     def shutdown(self) -> None:
-        """End all transfers, wait until no peer can write to this memory, and stop the agent."""
+        """End all transfers, wait until no peer can write to this memory, and stop the agent and
+        the report of blocks.
+        """
         agent, self._agent = self._agent, None
         if agent is not None:
             agent.begin_close()
             agent.finish_close()
+        report, self._report = self._report, None
+        if report is not None:
+            report.close()
 
     # ---- scheduler
+
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        """Report the blocks of the scheduler's pool to tests, if `block_report` is set."""
+        path = self._options.block_report
+        if path is not None and self._report is None:
+            self._report = BlockReport(path, lambda: _pool_state(gpu_block_pool))
+            log.warning("kv: %s reports the cached blocks, for tests", path)
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, Any]) -> None:
         ranks = [metadata[rank] for rank in sorted(metadata)]
@@ -305,6 +323,13 @@ class PenstockConnector(KVConnectorBase_V1):
 
     def has_pending_push_work(self) -> bool:
         return self._scheduler.has_pending_work
+
+
+def _pool_state(pool: Any) -> PoolState:
+    keys = [block.block_hash for block in pool.blocks]
+    names = [maybe_convert_block_hash(get_block_hash(key)) for key in keys if key is not None]
+    cached = [name if isinstance(name, int) else name.hex() for name in names]
+    return PoolState(cached, pool.get_num_free_blocks())
 
 
 def _prompt_of(request: Any) -> PromptRequest:
