@@ -244,7 +244,7 @@ class Exchange:
         """
         if self.first_query is None:
             self.first_query = query
-            if room.wants_feedback:
+            if room.learns_from(query.request):
                 self.room = room
                 room.on_reserved(query, pick)
 

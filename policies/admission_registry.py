@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from policies.admission.admission import Admission, AdmissionParams, CapAdmission, UncappedAdmission
+from policies.admission.admission import Admission, AdmissionParams, UncappedAdmission
 from policies.admission.priced import PricedAdmissionParams
+from policies.admission.session_limit import CapParams
 from policies.published.early_rejection import EarlyRejection
 from policies.published.saturation import GieSaturation, Probabilistic
 from policies.published.session_pause import SessionPause
@@ -22,13 +23,6 @@ class UncappedParams(AdmissionParams, frozen=True):
 
     def build(self) -> Admission:
         return UncappedAdmission()
-
-
-class CapParams(AdmissionParams, frozen=True):
-    """Admission by concurrency caps and a wait queue, without parameters."""
-
-    def build(self) -> Admission:
-        return CapAdmission()
 
 
 _ADMISSIONS: Mapping[str, type[AdmissionParams]] = MappingProxyType(

@@ -32,6 +32,7 @@ from policies.admission.admission import (
 )
 from policies.admission.fairness import FairShares, billable_tokens
 from policies.admission.priced import PricedAdmission
+from policies.admission.session_limit import SessionCap
 from policies.admission.sessions import WorkingSet
 from policies.health.retry import RetryBudget, RetryLimits
 from policies.load import EndpointLoad
@@ -64,8 +65,7 @@ class PoolQueue:
 
     The object is a context manager that releases a permit at its end.
 
-    wants_feedback  the admission policy learns from requests, so on_reserved() and on_finished()
-                    must be called for them
+    wants_feedback  the admission policy learns from all requests, not only from those of sessions
     reads_sessions  the admission policy reads the sessions of requests
     """
 
@@ -114,7 +114,7 @@ class PoolQueue:
         """
         self._queue.admission = policy
         self._queue.set_shares(FairShares(shares))
-        self.wants_feedback = bool(shares) or type(policy) is not CapAdmission
+        self.wants_feedback = bool(shares) or type(policy) not in (CapAdmission, SessionCap)
         self.reads_sessions = policy.reads_sessions
         self._share_sessions()
 
@@ -144,17 +144,21 @@ class PoolQueue:
     def sessions(self) -> WorkingSet | None:
         """The sessions whose contexts the admission policy counts, or None if it tracks none."""
         policy = self._queue.admission
-        return policy.sessions if isinstance(policy, PricedAdmission) else None
+        return policy.sessions if isinstance(policy, PricedAdmission | SessionCap) else None
 
     @property
     def session_memory_share(self) -> float:
-        """The share of KV memory (0 to 1) that sessions may fill; 1 if sessions are not tracked."""
-        return 1.0 if self.sessions is None else self.sessions.memory_share
+        """The share of KV memory (0 to 1) that sessions may fill; 1 if they are not limited."""
+        return 1.0 if self.sessions is None else min(1.0, self.sessions.memory_share)
+
+    def learns_from(self, request: Request) -> bool:
+        """Return whether the request must be reported by on_reserved() and on_finished()."""
+        return self.wants_feedback or (self.reads_sessions and bool(request.session))
 
     def on_reserved(self, query: RoutingQuery, pick: Pick) -> None:
         """Charge the tenant of an admitted request, once its first endpoint has been picked.
 
-        Call it only if `wants_feedback` is set.
+        Call it only if `learns_from` the request.
         """
         self._queue.on_reserved(query, pick)
         if self._updates is not None:
@@ -163,12 +167,13 @@ class PoolQueue:
 
     def on_finished(self, request: Request, outcome: Callable[[], RequestOutcome]) -> None:
         """Correct the charge for a request that has ended; report its outcome to the policy."""
-        if self.wants_feedback:
-            result = outcome()
-            self._queue.on_ended(request, result)
-            if self._updates is not None:
-                correction = result.output_tokens - request.output_tokens
-                self._updates.add_charge(self.name, request.tenant, correction)
+        if not self.learns_from(request):
+            return
+        result = outcome()
+        self._queue.on_ended(request, result)
+        if self._updates is not None:
+            correction = result.output_tokens - request.output_tokens
+            self._updates.add_charge(self.name, request.tenant, correction)
 
     def add_peer_charge(self, tenant: str, tokens: float) -> None:
         """Charge the tenant for tokens of work that another gateway has done for it."""

@@ -29,12 +29,12 @@ from policies.admission.admission import (
 from policies.admission.full_rate import FullLoadRate
 from policies.admission.prefill_pacing import PrefillPace
 from policies.admission.retry_after import ReturnSchedule, ReturnTimes, request_key
+from policies.admission.session_limit import SessionLimit
 from policies.admission.sessions import SessionGate, WorkingSet, fleet_kv_tokens, is_continuation
 from policies.admission.tenant_usage import TenantUsage
 from policies.latency.latency import prefill_s
 from policies.model import STANDARD, Candidate, Pick, Request, RoutingQuery
 from policies.param_types import Exponent, Fraction, NonNegative, Positive
-from policies.prefix.prefix_match import longest_match
 from policies.pricing.cost_estimate import (
     CostEstimate,
     decode_work_s,
@@ -137,6 +137,7 @@ class PricedAdmission:
             "_full_rate",
             "_schedule",
             "_kv_reserved",
+            "_limit",
             "_overload",
             "_pace",
             "_prefill_share",
@@ -155,7 +156,8 @@ class PricedAdmission:
         self.is_calm = self.reads_forecast = self.reads_sessions = True
         self.price = 0.0
         self._rule = rule
-        self._sessions = WorkingSet(rule.sessions)
+        self._limit = SessionLimit(rule.sessions)
+        self._sessions = self._limit.sessions
         self._schedule, self._full_rate = ReturnSchedule(rule.returns), FullLoadRate()
         self._prefill_share, self._kv_reserved = 1.0, 0.0
         self._overload = self._ahead_s = 0.0
@@ -224,16 +226,9 @@ class PricedAdmission:
         patience_s = inf if request.deadline_s is None else request.deadline_s - query.now
         if first_s > patience_s:
             return shed_past_deadline(queue, first_s, patience_s)
-        kv_tokens = fleet_kv_tokens(candidates) if request.session else None
-        # A session that was recognised at its second turn has its context in the KV already.
-        if request.is_session_inferred and is_continuation(
-            request.prompt_tokens, estimate.cached_tokens
-        ):
-            kv_tokens = None
-        if not self._sessions.can_admit(
-            request.session, request.prompt_tokens + request.output_tokens, kv_tokens
-        ):
-            return self._refuse_session(query, kv_tokens or 0.0)
+        refused = self._limit.refusal(query, candidates, estimate.cached_tokens)
+        if refused is not None:
+            return refused
         self._learn(query, estimate)
         if is_reserved or not self.price or not request.slo.is_promised:
             return None
@@ -294,22 +289,6 @@ class PricedAdmission:
             "ttft",
             retry_after_s,
             f"{text}. {queue.busy_permits} of {queue.capacity} places are taken.",
-        )
-
-    def _refuse_session(self, query: RoutingQuery, kv_tokens: float) -> Shed:
-        sessions = self._sessions
-        text = (
-            f"The {len(sessions)} active sessions use {sessions.tokens} tokens of context, "
-            f"and new ones enter below {sessions.memory_share * kv_tokens:.0f}, "
-            f"{sessions.memory_share:.0%} of the fleet's KV cache."
-        )
-        retry_after_s = sessions.seconds_until_room(
-            query.request.prompt_tokens, kv_tokens, query.now
-        )
-        return Shed(
-            "session_memory",
-            None if retry_after_s is None else retry_after_s * (0.75 + 0.5 * query.rng.random()),
-            text,
         )
 
     # The price
@@ -424,15 +403,7 @@ class PricedAdmission:
         work_s = fill_s + decode_work_s(load, request.prompt_tokens, request.output_tokens)
         self._tpot_budget = _typical(self._tpot_budget, request.slo.tpot_s, STANDARD.tpot_s)
         self._usage.record(request.tenant, work_s, admitted=True)
-        if request.session:
-            cached_somewhere = longest_match(query.cached_by_slot)
-            self._sessions.on_reserved(
-                request.session,
-                request.prompt_tokens,
-                cached_somewhere,
-                pick.cached_tokens,
-                query.now,
-            )
+        self._limit.on_reserved(query, pick)
         self._ahead_s += fill_s
         ahead_s = self._pace.record(load, fill_s, request.slo.tpot_s, query.now)
         if (
@@ -443,13 +414,7 @@ class PricedAdmission:
             self.is_calm = False
 
     def on_ended(self, request: Request, outcome: RequestOutcome) -> None:
-        if request.session:
-            context = (
-                None if outcome.ttft_s is None else request.prompt_tokens + outcome.output_tokens
-            )
-            self._sessions.on_ended(request.session, context, outcome.cached_tokens, outcome.now)
-            if request.session_hints is not None and outcome.status != "dropped":
-                self._sessions.apply_hints(request.session, request.session_hints, outcome.now)
+        self._limit.on_ended(request, outcome)
 
     def tick(self, now: float, candidates: Sequence[Candidate]) -> None:
         self._sessions.tick(now)

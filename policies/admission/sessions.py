@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from heapq import heappop, heappush
-from math import exp
+from math import exp, inf
 from typing import Annotated
 
 import msgspec
@@ -24,12 +24,24 @@ CONTINUING_SHARE = 0.5
 one.
 """
 
+QUEUED = 2.0
+"""Mean number of prompts that wait at each endpoint from which lost contexts count as harmful."""
+
+FIRST_SHARE = 0.7
+"""Share of the fleet's KV that sessions may fill when a limit begins."""
+
+RELAX = 1.05
+"""Factor of a limit for each period without queues in which it refused a session."""
+
 
 class SessionGate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Parameters of the limit on sessions.
 
     start, least, most     initial value and bounds of memory_share, the share of the fleet's KV
-                           that sessions may fill
+                           that sessions may fill. With start None, there is no limit until
+                           returning sessions find more than lost_most of their contexts evicted
+                           while prompts queue at the engines. It ends once nothing queues and none
+                           was refused for period_s
     memory_s               seconds that an idle session counts, until return times were measured
     shortest_s, longest_s  bounds of memory_s once it is learned
     returning              share of returning sessions that should still be counted when they return
@@ -39,7 +51,7 @@ class SessionGate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     remembered             maximum number of sessions stored, including expired ones
     """
 
-    start: Positive = 0.7
+    start: Positive | None = FIRST_SHARE
     least: Positive = 0.5
     most: Positive = 0.9
     memory_s: Positive = 180.0
@@ -52,7 +64,8 @@ class SessionGate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     remembered: PositiveCount = 65_536
 
     def __post_init__(self) -> None:
-        if not (self.least <= self.start <= self.most and self.shortest_s <= self.longest_s):
+        start = self.least if self.start is None else self.start
+        if not (self.least <= start <= self.most and self.shortest_s <= self.longest_s):
             raise ValueError(
                 f"least <= start <= most and shortest_s <= longest_s are required, got {self}"
             )
@@ -110,7 +123,7 @@ class WorkingSet:
     """The active sessions, least recently used first, and recently expired ones.
 
     tokens        context tokens of all active sessions
-    memory_share  share of the fleet's KV that active sessions may fill
+    memory_share  share of the fleet's KV that active sessions may fill; inf: no limit
     memory_s      seconds that an idle session stays active
     """
 
@@ -126,6 +139,7 @@ class WorkingSet:
         "_has_refused",
         "_key_of",
         "_lost_tokens",
+        "_queued",
         "_updates",
         "memory_s",
         "memory_share",
@@ -141,15 +155,21 @@ class WorkingSet:
         self._ended: dict[SessionKey, None] = {}  # ended since the last updates were taken
         self._due: list[tuple[float, int, SessionKey]] = []  # heap of ends of `keep_s`
         self.tokens = 0
-        self.memory_share = self._gate.start
+        self.memory_share = inf if self._gate.start is None else self._gate.start
         self.memory_s = self._gate.memory_s
         self._lost_tokens = self._expected_tokens = 0.0
         self._has_refused = False
         self._changed_s = 0.0
         self._drain = DrainRate(self._gate.memory_s)
+        self._queued = DecayingMean(self._gate.period_s)
 
     def __len__(self) -> int:
         return len(self._active)
+
+    @property
+    def is_limited(self) -> bool:
+        """Whether new sessions are refused where their contexts do not fit."""
+        return self.memory_share < inf
 
     def contains(self, session: str) -> bool:
         """Return whether the session is active: in use, or idle for less than `memory_s`
@@ -301,23 +321,49 @@ class WorkingSet:
 
     # Time
 
-    def tick(self, now: float) -> None:
+    def tick(self, now: float, candidates: Sequence[Candidate] = ()) -> None:
         """Expire idle sessions, and adapt memory_share to the share of cached tokens that were
         lost.
+
+        A limit that depends on evidence (`start` None) needs the candidates.
         """
         self._expire(now)
         gate = self._gate
+        if gate.start is None and self._active:
+            self._queued.record(waiting_prompts(candidates), now)
         if now - self._changed_s < gate.period_s or not self._expected_tokens:
             return
         lost = self._lost_tokens / self._expected_tokens
-        if lost > gate.lost_most:
+        if gate.start is None:
+            self._adapt_on_evidence(lost, fleet_kv_tokens(candidates))
+        elif lost > gate.lost_most:
             self.memory_share = max(gate.least, 0.9 * self.memory_share)
-        elif lost < gate.lost_least and self._has_refused:
-            self.memory_share = min(gate.most, self.memory_share + 0.01)
+        else:
+            self._grow_carefully(lost)
         fade = exp(-gate.period_s / self.memory_s)
         self._lost_tokens = self._lost_tokens * fade
         self._expected_tokens = self._expected_tokens * fade
         self._changed_s, self._has_refused = now, False
+
+    def _adapt_on_evidence(self, lost: float, kv_tokens: float | None) -> None:
+        # Limit sessions while evicted contexts make prompts queue; otherwise lift the limit.
+        #
+        # Contexts that are evicted on a fleet without queues harm no one, and refusals would.
+        gate, queued = self._gate, self._queued.mean
+        is_harmful = lost > gate.lost_most and queued >= QUEUED
+        if not self.is_limited:
+            if is_harmful and kv_tokens and self.tokens > gate.least * kv_tokens:
+                self.memory_share = FIRST_SHARE
+        elif is_harmful:
+            self.memory_share = max(gate.least, 0.9 * self.memory_share)
+        elif queued < 0.1 * QUEUED:
+            self.memory_share = RELAX * self.memory_share if self._has_refused else inf
+        else:
+            self._grow_carefully(lost)
+
+    def _grow_carefully(self, lost: float) -> None:
+        if lost < self._gate.lost_least and self._has_refused:
+            self.memory_share = min(self._gate.most, self.memory_share + 0.01)
 
     def _expire(self, now: float) -> None:
         while self._due and self._due[0][0] <= now:
@@ -403,6 +449,36 @@ def fleet_kv_tokens(candidates: Sequence[Candidate]) -> float | None:
                 return None
             total += load.kv_tokens
     return total or None
+
+
+def waiting_prompts(candidates: Sequence[Candidate]) -> float:
+    """Return the mean number of prompts that wait to be computed at each available candidate.
+
+    It is what the engine reports. Of an engine that reports nothing, the requests without a first
+    token count.
+    """
+    loads = [candidate.load for candidate in candidates if candidate.load.is_available]
+    waiting = [
+        load.in_flight - load.decoding if load.waiting is None else load.waiting for load in loads
+    ]
+    return sum(waiting) / len(waiting) if waiting else 0.0
+
+
+class DecayingMean:
+    """The mean of a value over about the last `tau_s` seconds.
+
+    mean  0.0 at the start
+    """
+
+    __slots__ = ("_at", "_tau_s", "mean")
+
+    def __init__(self, tau_s: float) -> None:
+        self._tau_s, self._at, self.mean = tau_s, 0.0, 0.0
+
+    def record(self, value: float, now: float) -> None:
+        """Record the present value, which counts for the time since the last one."""
+        self.mean += (value - self.mean) * (1.0 - exp((self._at - now) / self._tau_s))
+        self._at = now
 
 
 def is_continuation(prompt_tokens: int, cached_tokens: int) -> bool:

@@ -179,7 +179,7 @@ def test_a_wrong_name_or_parameter_is_refused_with_what_was_near() -> None:
     with pytest.raises(PolicyConfigError, match="did you mean 'cap'"):
         build_admission("cup", {})
     with pytest.raises(PolicyConfigError, match="it takes none"):
-        build_admission("cap", {"size": 1})
+        build_admission("none", {"size": 1})
 
 
 def test_a_drain_rate_is_unbiased_from_the_first_seconds() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from policies.admission.sessions import SessionGate, WorkingSet, fleet_kv_tokens, is_continuation
-from policies.model import SessionHints
+from policies.model import Candidate, SessionHints
 from tests.unit.policies.builders import candidate
 
 
@@ -206,3 +206,72 @@ def test_other_gateways_learn_that_a_session_has_ended() -> None:
     there.apply_peer_sessions(updates, 0.0, 2.0)
     assert (there.tokens, there.contains("one")) == (0, False)
     assert here.take_updates(3.0) == []
+
+
+EVIDENCE = SessionGate(start=None)
+
+
+def fleet(waiting: int) -> list[Candidate]:
+    members = [candidate(slot) for slot in range(2)]
+    for member in members:
+        member.load.kv_tokens, member.load.waiting = 500, waiting
+    return members
+
+
+def returning(lost: int, waiting: int, sessions: WorkingSet | None = None) -> WorkingSet:
+    """Return sessions that came back twice each and found `lost` of 100 context tokens evicted."""
+    inside = sessions or WorkingSet(EVIDENCE)
+    for turn in range(3):
+        for number in range(8):
+            now = 60.0 * turn + number
+            inside.on_reserved(f"s{number}", 100, 100 - lost, 0, now)
+            inside.on_ended(f"s{number}", 100, None, now + 0.5)
+        for tenth in range(100, 600):
+            inside.tick(60.0 * turn + tenth / 10, fleet(waiting))
+    return inside
+
+
+def test_sessions_are_limited_once_lost_contexts_make_prompts_queue() -> None:
+    assert not WorkingSet(EVIDENCE).is_limited
+    inside = returning(lost=40, waiting=5)
+    assert inside.is_limited
+    assert not inside.can_admit("new", 100, 1000.0)
+    assert inside.can_admit("s3", 100, 1000.0)
+
+
+@pytest.mark.parametrize(("lost", "waiting"), [(40, 0), (40, 1), (0, 5)])
+def test_neither_lost_contexts_nor_queues_alone_limit_sessions(lost: int, waiting: int) -> None:
+    inside = returning(lost, waiting)
+    assert not inside.is_limited
+    assert inside.can_admit("new", 10_000, 1000.0)
+
+
+def test_sessions_are_not_limited_while_contexts_fill_less_than_half_of_the_memory() -> None:
+    inside = WorkingSet(EVIDENCE)
+    roomy = fleet(5)
+    for member in roomy:
+        member.load.kv_tokens = 5000
+    for turn in range(3):
+        inside.on_reserved("s", 100, 20, 0, 60.0 * turn)
+        inside.on_ended("s", 100, None, 60.0 * turn + 0.5)
+        for second in range(59):
+            inside.tick(60.0 * turn + second, roomy)
+    assert not inside.is_limited
+
+
+def test_a_limit_ends_once_nothing_queues_and_no_session_was_refused() -> None:
+    inside = returning(lost=40, waiting=5)
+    for second in range(200, 400):
+        inside.tick(float(second), fleet(0))
+    assert not inside.is_limited
+
+
+def test_a_limit_that_refuses_sessions_of_an_idle_fleet_is_raised_until_they_fit() -> None:
+    inside = returning(lost=40, waiting=5)
+    for second in range(200, 600):
+        inside.on_reserved("s0", 100, 60, 0, float(second))
+        inside.on_ended("s0", 100, None, second + 0.5)
+        if inside.can_admit("new", 700, 1000.0):
+            return
+        inside.tick(float(second), fleet(0))
+    pytest.fail(f"a session is still refused: {inside.memory_share}")

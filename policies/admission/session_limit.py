@@ -1,0 +1,138 @@
+"""What admissions with a limit on sessions have in common, and `cap` with such a limit.
+
+sessions.py has the sessions and the limit itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from policies.admission.admission import (
+    Admission,
+    AdmissionParams,
+    CapAdmission,
+    RequestOutcome,
+    Shed,
+    Verdict,
+    WaitQueueView,
+)
+from policies.admission.sessions import SessionGate, WorkingSet, fleet_kv_tokens, is_continuation
+from policies.model import Candidate, Pick, Request, RoutingQuery
+from policies.prefix.prefix_match import longest_match
+
+ON_EVIDENCE = SessionGate(start=None)
+"""Sessions are limited only once returning ones have found their contexts evicted."""
+
+
+class SessionLimit:
+    """Refuses new sessions by a WorkingSet, and reports requests to it.
+
+    sessions  the active sessions
+    """
+
+    __slots__ = ("sessions",)
+
+    def __init__(self, gate: SessionGate) -> None:
+        self.sessions = WorkingSet(gate)
+
+    def refusal(
+        self, query: RoutingQuery, candidates: Sequence[Candidate], cached_tokens: int
+    ) -> Shed | None:
+        """Return the refusal of a new request whose session may not enter, or None if it may.
+
+        cached_tokens  the most prompt tokens that any candidate has cached
+        """
+        request, sessions = query.request, self.sessions
+        if not request.session or not sessions.is_limited:
+            return None
+        # A session that was recognised at its second turn has its context in the KV already.
+        if request.is_session_inferred and is_continuation(request.prompt_tokens, cached_tokens):
+            return None
+        kv_tokens = fleet_kv_tokens(candidates)
+        tokens = request.prompt_tokens + request.output_tokens
+        if kv_tokens is None or sessions.can_admit(request.session, tokens, kv_tokens):
+            return None
+        text = (
+            f"The {len(sessions)} active sessions use {sessions.tokens} tokens of context, "
+            f"and new ones enter below {sessions.memory_share * kv_tokens:.0f}, "
+            f"{sessions.memory_share:.0%} of the fleet's KV cache."
+        )
+        wait_s = sessions.seconds_until_room(request.prompt_tokens, kv_tokens, query.now)
+        if wait_s is not None:
+            wait_s *= 0.75 + 0.5 * query.rng.random()
+        return Shed("session_memory", wait_s, text)
+
+    def on_reserved(self, query: RoutingQuery, pick: Pick) -> None:
+        """Record that a request was assigned to an endpoint."""
+        request = query.request
+        if request.session:
+            self.sessions.on_reserved(
+                request.session,
+                request.prompt_tokens,
+                longest_match(query.cached_by_slot),
+                pick.cached_tokens,
+                query.now,
+            )
+
+    def on_ended(self, request: Request, outcome: RequestOutcome) -> None:
+        """Record how a request ended that `on_reserved` had recorded."""
+        if not request.session:
+            return
+        has_answer = outcome.ttft_s is not None
+        context = request.prompt_tokens + outcome.output_tokens if has_answer else None
+        self.sessions.on_ended(request.session, context, outcome.cached_tokens, outcome.now)
+        if request.session_hints is not None and outcome.status != "dropped":
+            self.sessions.apply_hints(request.session, request.session_hints, outcome.now)
+
+
+class CapParams(AdmissionParams, frozen=True):
+    """Admission by concurrency caps and a wait queue, with a limit on sessions.
+
+    sessions  parameters of the limit on sessions; None: there is no limit
+    """
+
+    sessions: SessionGate | None = ON_EVIDENCE
+
+    def build(self) -> Admission:
+        return CapAdmission() if self.sessions is None else SessionCap(self.sessions)
+
+
+class SessionCap(CapAdmission):
+    """Admission by concurrency caps that also limits sessions.
+
+    Requests without a session, and all requests while sessions are not limited, are treated as by
+    CapAdmission.
+    """
+
+    __slots__ = ("_limit",)
+
+    def __init__(self, gate: SessionGate) -> None:
+        super().__init__()
+        self.reads_sessions = True
+        self._limit = SessionLimit(gate)
+        self.is_calm = not self.sessions.is_limited
+
+    @property
+    def sessions(self) -> WorkingSet:
+        """The active sessions, whose contexts together should fit the fleet's KV."""
+        return self._limit.sessions
+
+    def decide(
+        self, query: RoutingQuery, candidates: Sequence[Candidate], queue: WaitQueueView
+    ) -> Verdict:
+        if queue.is_new_arrival:
+            cached_tokens = longest_match(query.cached_by_slot)
+            refused = self._limit.refusal(query, candidates, cached_tokens)
+            if refused is not None:
+                return refused
+        return super().decide(query, candidates, queue)
+
+    def on_reserved(self, query: RoutingQuery, pick: Pick) -> None:
+        self._limit.on_reserved(query, pick)
+
+    def on_ended(self, request: Request, outcome: RequestOutcome) -> None:
+        self._limit.on_ended(request, outcome)
+
+    def tick(self, now: float, candidates: Sequence[Candidate]) -> None:
+        self.sessions.tick(now, candidates)
+        self.is_calm = not self.sessions.is_limited
