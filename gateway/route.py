@@ -62,8 +62,6 @@ class Route(msgspec.Struct, frozen=True):
     sequences     the largest product of prompts and choices in one request
     engine_name   the engines' name of the model; "" if each endpoint has its own
     translated    paths of the APIs that are served through another API, which its engines have
-    is_partial    some endpoints of the pool do not serve the model, so an admission permit of the
-                  pool does not imply free capacity at one of `candidates`
     """
 
     name: str
@@ -84,7 +82,6 @@ class Route(msgspec.Struct, frozen=True):
     resume: Resume | None = None
     sequences: int = 256
     engine_name: str = ""
-    is_partial: bool = False
     order: CandidateOrder | None = None
     translated: frozenset[str] = frozenset()
 

@@ -83,7 +83,7 @@ def pin_route(
     candidates = tuple(
         candidate for candidate in route.candidates if candidate.endpoint.name == kept.endpoint
     )
-    return replace(route, candidates=candidates, split=None, is_partial=True)
+    return replace(route, candidates=candidates, split=None)
 
 
 async def explain_missing(

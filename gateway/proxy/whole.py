@@ -20,8 +20,9 @@ from policies.contract import Policy
 from policies.filters import below_cap, fits_context, serves_tenant
 from policies.model import Candidate, Pick, RoutingQuery
 
-# An endpoint with free places may fail these filters where one without free places passes them.
-_NOT_ABOUT_CAPACITY = (fits_context.__name__, serves_tenant.__name__)
+# An admitted request may find an endpoint above its limit after a refusal by one of these filters.
+# Endpoints with free places may fail the first two where one without free places passes them.
+_OVERRULED = (fits_context.__name__, serves_tenant.__name__, below_cap.__name__)
 
 
 class WholePlan:
@@ -137,15 +138,13 @@ class UncountedPlan(WholePlan):
 def pick_over_cap(route: Route, query: RoutingQuery, call: Call) -> Pick | None:
     """Pick an endpoint that is at its limit, if no endpoint below its limit can serve the request.
 
-    Admission permits are counted per pool. So a request with a permit may find every endpoint full
-    that serves its model, or that has enough context. The engine then queues it. pick_longest()
-    handles a prompt that only an estimate calls too long. Return None if another filter left no
-    candidate.
+    The request has been admitted, so the engine queues it. Admission does not imply a free place at
+    one of the candidates: it counts permits per pool, the admission `none` counts none, and hedges
+    take places without a permit. pick_longest() handles a prompt that only an estimate calls too
+    long. Return None if another filter left no candidate.
     """
     policy, candidates = route.policy, route.candidates
-    refusal = run.rejecting_filter(policy, query, candidates)
-    is_full = route.is_partial and refusal == below_cap.__name__
-    if refusal not in _NOT_ABOUT_CAPACITY and not is_full:
+    if run.rejecting_filter(policy, query, candidates) not in _OVERRULED:
         return None
     filters = tuple(keep for keep in policy.filters if keep is not below_cap)
     pick = run.pick(replace(policy, filters=filters), query, candidates)

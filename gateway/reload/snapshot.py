@@ -159,7 +159,6 @@ def _route(
         resume=model.resume,
         sequences=config.limits.sequences,
         engine_name=common_name(model, members),
-        is_partial=len(members) < len(opening.serving),
     )
     return _with_canary(route, config, model, trials, listing)
 

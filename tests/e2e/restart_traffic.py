@@ -19,11 +19,12 @@ from typing import Any
 
 import aiohttp
 
+from gateway.restart.successor import READY_TIMEOUT_S
 from tests.e2e.processes import GatewayProcess
 from tests.fair_time import PATIENCE_S
 from tests.scraped import total
 
-STARTS_WITHIN_S = 60.0  # imports alone take long on a machine with many other jobs
+STARTS_WITHIN_S = READY_TIMEOUT_S + PATIENCE_S  # the gateway itself gives up first
 ACCEPTS = re.compile(r"the successor \(pid (\d+)\) accepts connections")
 
 

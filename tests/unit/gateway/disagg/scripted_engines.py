@@ -417,6 +417,7 @@ async def split_gateway(
     contexts: Sequence[int] = (),
     reserved: Sequence[Sequence[str]] = (),
     policy: str = "prefix_aware",
+    admission: str | None = None,
     **sections: Any,
 ) -> AsyncIterator[SplitGateway]:
     # Run a gateway that splits prompts of 100 tokens or more, with one engine per script.
@@ -447,6 +448,9 @@ async def split_gateway(
         for spec in endpoints[: len(prefill)]:
             if bootstrap is not None:
                 spec["bootstrap"] = bootstrap
+        pool = {"policy": policy, "endpoints": endpoints}
+        if admission is not None:
+            pool["admission"] = admission
         rule = {"dialect": dialect, "threshold_tokens": 100, "hysteresis": 0.0} | dict(split or {})
         config = Config.model_validate(
             {
@@ -454,7 +458,7 @@ async def split_gateway(
                 "listeners": {"api": {"port": 0}, "admin": {"port": 0}},
                 "observability": {"access_log": "off"},
                 "models": [{"name": MODEL, "pool": "main", "split": rule}],
-                "pools": {"main": {"policy": policy, "endpoints": endpoints}},
+                "pools": {"main": pool},
             }
             | patient(sections)
         )

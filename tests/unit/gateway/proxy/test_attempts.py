@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 import pytest
 
+from tests.fair_time import PATIENCE_S
 from tests.unit.gateway.disagg.scripted_engines import (
     MODEL,
     Script,
@@ -16,6 +18,7 @@ from tests.unit.gateway.disagg.scripted_engines import (
     never_answers,
     refuses,
     split_gateway,
+    when_open,
 )
 
 SHORT, LONG = 64, 4096  # tokens of context
@@ -59,6 +62,32 @@ async def test_a_prompt_that_fits_only_a_drained_engine_may_be_retried() -> None
         reply = await running.ask(words=400)
         assert (reply.status, reply.json["error"]["code"]) == (503, "no_capacity")
         assert (await running.ask(words=3)).status == 200
+
+
+async def test_an_admission_without_limits_serves_more_requests_than_endpoints_have_places() -> (
+    None
+):
+    opened = asyncio.Event()
+    engines = [when_open(opened, decodes)] * 2
+    async with whole(engines, max_concurrency=1, admission="none") as running:
+        asked = [asyncio.ensure_future(running.ask(words=3)) for _ in range(6)]
+        async with asyncio.timeout(PATIENCE_S):
+            while sum(len(engine.requests) for engine in running.decode) < len(asked):
+                await asyncio.sleep(0.005)
+        opened.set()
+        assert [reply.status for reply in await asyncio.gather(*asked)] == [200] * 6
+
+
+async def test_a_request_with_a_permit_is_served_when_a_second_attempt_took_the_last_place() -> (
+    None
+):
+    async with whole([decodes], max_concurrency=1) as running:
+        load = next(iter(running.app.gateway.endpoints.all())).load
+        load.in_flight += 1  # as a hedge does, which has no permit of its own
+        load.mark_changed()
+        reply = await running.ask(words=3)
+        load.in_flight -= 1
+        assert (reply.status, reply.text) == (200, "one two three")
 
 
 async def test_a_split_request_that_fits_no_engine_is_too_long() -> None:
