@@ -238,7 +238,8 @@ class Exchange:
         return len(self.retries) - self.unsent_attempts
 
     def on_reserved(self, room: PoolQueue, query: RoutingQuery, pick: Pick) -> None:
-        """Record that capacity was reserved; report the first reservation to the admission queue.
+        """Record that capacity was reserved at an endpoint; report the first reservation to the
+        admission queue.
 
         It is reported only if the queue wants feedback.
         """
@@ -295,7 +296,9 @@ class Exchange:
         self.status, self.outcome, self.reason = 200, "interrupted", reason
 
     def drop_heavy_fields(self) -> None:
-        """Free large fields and client data; times, outcome and pick stay for explanations."""
+        """Free large fields and client data. Times, outcome and pick stay, to explain the request
+        later.
+        """
         if self.ttft_s is None and self.call is not None:  # otherwise released at the first token
             self.call.release()
         self.sent_request = self.reservation = self.relay = self.room = None

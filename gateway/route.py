@@ -96,7 +96,7 @@ class Route(msgspec.Struct, frozen=True):
 
 
 class CanaryRoute(msgspec.Struct, frozen=True):
-    """A second route for a part of a route's requests, with another routing policy."""
+    """A second route for a share of a route's requests, with another routing policy."""
 
     sampler: CanarySampler
     route: Route

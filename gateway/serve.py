@@ -106,7 +106,7 @@ class RequestFactory:
 
 
 class CorsRequestFactory(RequestFactory):
-    """A RequestFactory whose responses permit web pages of other origins (CORS)."""
+    """A RequestFactory whose responses carry CORS headers for permitted web pages."""
 
     __slots__ = ("_cors",)
 
@@ -135,7 +135,7 @@ def create_request_factory(
 
 
 async def serve(gateway: Gateway, exchange: Exchange, client: Client, handle: Handler) -> None:
-    """Answer one request.
+    """Serve one request.
 
     In every case, the client gets one answer and the exchange is accounted once.
     """

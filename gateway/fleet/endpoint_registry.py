@@ -119,7 +119,7 @@ class LiveEndpoint:
 
     @property
     def is_doubted(self) -> bool:
-        """Whether it gets few requests because it was late, or is suspected to be slow."""
+        """Whether the endpoint gets few requests because it was late or is suspected to be slow."""
         is_suspect = self.speed.verdict is SpeedVerdict.SUSPECT
         return (self.throttled_until is not None or is_suspect) and is_doubted(self.load)
 
@@ -130,7 +130,7 @@ class LiveEndpoint:
         timeouts: UpstreamTimeouts,
         encryption: Encryption | None,
     ) -> None:
-        """Apply the attributes that the configuration now has for this endpoint."""
+        """Apply the settings that a new configuration has for this endpoint."""
         key = spec.api_key.reveal() if spec.api_key is not None else None
         self.endpoint = endpoint
         self.spec = spec
@@ -160,7 +160,9 @@ class MeteredSettings(msgspec.Struct, frozen=True):
 
 
 class PlannedEndpoint(msgspec.Struct, frozen=True, eq=False):
-    """An endpoint of a configuration, with the live endpoint that it is or will become."""
+    """An endpoint of a new configuration, with its live endpoint: an existing one, or one to be
+    created.
+    """
 
     live: LiveEndpoint
     endpoint: Endpoint
@@ -190,7 +192,7 @@ class RegistryPlan(msgspec.Struct, frozen=True, eq=False):
         return tuple(candidate for candidate in candidates if id(candidate.load) in listing)
 
     def able(self, model: Model, candidates: tuple[Candidate, ...]) -> tuple[Candidate, ...]:
-        """Return the candidates that may serve a configured model.
+        """Return the endpoints that may serve a configured model.
 
         These are the endpoints whose engine lists the model's name, or whose list is unknown.
         """
@@ -207,7 +209,7 @@ class RegistryPlan(msgspec.Struct, frozen=True, eq=False):
         )
 
     def lacks(self, path: str, candidates: tuple[Candidate, ...]) -> bool:
-        """Return whether the engine of any candidate is known not to serve this API path."""
+        """Return whether any candidate's engine is known not to serve this API path."""
         members = {id(candidate.load) for candidate in candidates}
         known = [
             member.live.api_paths for member in self.members if id(member.live.load) in members
@@ -258,7 +260,9 @@ class EndpointRegistry:
         return tuple(live for live in self.by_slot if live.load.slot not in self._free)
 
     def plan(self, config: Config) -> RegistryPlan:
-        """Compute the endpoints that `config` would give the registry. Changes nothing."""
+        """Compute which endpoints a configuration would add and remove, without any change to the
+        registry.
+        """
         timeouts = UpstreamTimeouts(
             config.timeouts.connect, config.timeouts.first_byte, config.timeouts.stall
         )

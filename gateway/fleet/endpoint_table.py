@@ -92,7 +92,9 @@ class EndpointTable:
         self._pools: Mapping[str, tuple[Candidate, ...]] = {}
 
     def plan(self, config: Config) -> RegistryPlan:
-        """Compute the endpoints that `config` would give the table. Changes nothing."""
+        """Compute which endpoints `config` would add and remove, without any change to the
+        table.
+        """
         return self._registry.plan(config)
 
     def apply(self, plan: RegistryPlan) -> RegistryChanges:
@@ -138,7 +140,9 @@ class EndpointTable:
         metrics.runtime_gauges.attach_endpoint(live, monotonic)
 
     def set_beliefs_enabled(self, pool: str, is_enabled: bool) -> None:
-        """Turn latency predictions for a pool on or off: not every policy reads them."""
+        """Turn latency predictions on or off for the endpoints of a pool, since not every policy
+        reads them.
+        """
         for candidate in self._pools[pool]:
             ledger.set_modelled(candidate.load, is_enabled, monotonic())
 
@@ -158,9 +162,9 @@ class EndpointTable:
         self._registry.release(live)
 
     def drop_series(self, name: str) -> bool:
-        """Remove the metric series of an unused endpoint name.
+        """Remove the metric series of a former endpoint's name.
 
-        Returns False if an endpoint has the name.
+        Returns False, and removes nothing, if an endpoint has that name now.
         """
         if name in {live.endpoint.name for live in self.all() if not live.is_leaving}:
             return False
@@ -282,16 +286,17 @@ class EndpointTable:
     def on_cache_report(
         self, live: LiveEndpoint, expected: CacheExpectation, usage: TokenUsage
     ) -> None:
-        """Compare the cached tokens of an answer with what KV events said at the pick."""
+        """Compare an answer's number of cached tokens with what KV events predicted at the pick."""
         endpoint = self.prefixes.exact.endpoints.get(live.load.slot)
         prompt, cached = usage.prompt_tokens, usage.cached_tokens
         if endpoint is not None and prompt and cached is not None:
             endpoint.on_answer(expected, prompt, cached, monotonic())
 
     def confirm_cached_share(self, live: LiveEndpoint, believed: float, actual: float) -> None:
-        """Compare the believed cached share of a prompt (0 to 1) with the reported share.
+        """Compare the predicted cached share of a prompt (0 to 1) with the share that the engine
+        reported.
 
-        What was known by KV events says nothing about belief.
+        Predictions from KV events are left out, because they do not come from the prefix index.
         """
         if self.prefixes.exact.is_exact(live.load.slot):
             return
@@ -326,7 +331,7 @@ class EndpointTable:
         return await self.probe_health(self._by_slot[candidate.load.slot])
 
     def is_needed(self, live: LiveEndpoint) -> bool:
-        """Return whether this endpoint is needed: no other of its pool and role is available."""
+        """Return whether this endpoint is the only available one of its pool and role."""
         pool = self._pools.get(live.endpoint.pool, ())
         role = live.endpoint.role
         return not any(peer.load.is_available for peer in pool if peer.endpoint.role is role)
@@ -353,7 +358,7 @@ class EndpointTable:
         return self.speed_monitor.predict_first_byte_s(self._by_slot[slot], request, tokens)
 
     def find_peer(self, live: LiveEndpoint) -> LiveEndpoint | None:
-        """Return a healthy endpoint of the same pool and role, preferably of the same hardware.
+        """Return a healthy endpoint of the same pool and role, of the same hardware if possible.
 
         The result is None if there is none.
         """
@@ -514,9 +519,10 @@ class EndpointTable:
         self.throttle(live)
 
     def throttle(self, live: LiveEndpoint) -> None:
-        """Send the endpoint no requests until its speed is reviewed, while others have capacity.
+        """Stop sending requests to an endpoint until its speed is reviewed, as long as others have
+        capacity.
 
-        After the review it gets few requests until it has been judged.
+        After the review it gets few requests until its speed has been judged.
         """
         if not self.speed_monitor.limits.factor:
             return
@@ -527,7 +533,9 @@ class EndpointTable:
         live.load.mark_changed()
 
     def glance(self, now: float) -> Sequence[LiveEndpoint]:
-        """Return the endpoints whose requests may be late; throttle those that are very late."""
+        """Return the endpoints whose requests may be late, and throttle those that are
+        very late.
+        """
         self._review_speeds(now)
         stalled, doubtful = self.speed_monitor.stalled(self._pools, self._by_slot, now)
         for live in doubtful:

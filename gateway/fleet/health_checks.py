@@ -53,7 +53,9 @@ FIRST_POLLS = 128  # endpoints polled at the same time before the gateway serves
 
 
 class SpeedProbe(msgspec.Struct, frozen=True):
-    """A test request whose duration is measured: random words to send, and tokens to generate."""
+    """A test request that measures an engine's speed: random words as prompt, and a number of
+    tokens.
+    """
 
     words: int
     tokens: int
@@ -252,7 +254,9 @@ class HealthChecker:
         return status == 200
 
     def relist(self, live: LiveEndpoint) -> None:
-        """Read an endpoint's list of models now, in at most one task per endpoint."""
+        """Read the list of models of an endpoint's engine now. At most one such task runs per
+        endpoint.
+        """
         if self._session is not None and live not in self._listings and not live.is_leaving:
             listing = self._log_errors(
                 partial(self._list_models, limit_s=self._config.health.timeout), live

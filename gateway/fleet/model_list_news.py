@@ -1,6 +1,7 @@
-"""Reports changed lists of models: the first change at once, changes that follow soon together.
+"""Reports changes of engines' lists of models: the first at once, later ones together after a
+pause.
 
-A change rebuilds the routes, which takes milliseconds with many endpoints, and a roll-out changes
+A report rebuilds the routes, which takes milliseconds with many endpoints, and a roll-out changes
 the lists of a thousand engines.
 """
 
@@ -16,7 +17,9 @@ GAP_PER_REPORT = 10.0
 
 
 class ModelListNews:
-    """Calls `report` after changes: at once for the first, and once for those that follow soon."""
+    """Calls `report` after changes of model lists: at once for the first, once for those that
+    follow soon.
+    """
 
     __slots__ = ("_has_news", "_is_held_back", "_next_at", "_report", "_timer")
 
@@ -39,7 +42,9 @@ class ModelListNews:
 
     @contextmanager
     def held_back(self) -> Iterator[None]:
-        """Report all changes within the block once, at its end."""
+        """Delay the reports of all changes within the `with` block, and report them once at its
+        end.
+        """
         self._is_held_back = True
         try:
             yield

@@ -12,7 +12,7 @@ from policies.prefix.fingerprint import Fingerprint
 
 
 class OutgoingUpdates:
-    """The updates for other gateways since the last time they were sent.
+    """Updates for other gateways, collected since they were last sent.
 
     prompts         (fingerprint, endpoint, prompt tokens, cached tokens): cached tokens are None
                     for a pick; else the prompt was not computed, and at most so many of its tokens

@@ -63,7 +63,7 @@ class PrefixCacheView:
             self.exact.note(UnreadPrompt(model, path, call.members, salt, fingerprint))
 
     def recognise_session(self, call: Call, fingerprint: Fingerprint) -> None:
-        """Assign a call that names no session to the session whose prompt it continues, if any."""
+        """Assign a call without a session name to the session whose prompt it continues, if any."""
         request, prompt = call.request, call.prompt
         if request.session or not prompt:
             return
@@ -79,16 +79,18 @@ class PrefixCacheView:
             )
 
     def cached_tokens(self, fingerprint: Fingerprint, prompt_tokens: int) -> Sequence[int]:
-        """Return the prompt tokens believed, or known, to be cached at each endpoint, by slot."""
+        """Return the prompt tokens cached at each endpoint, by slot: predicted, or exact by KV
+        events.
+        """
         tokens = self.index.match(fingerprint, prompt_tokens)
         if self.exact.endpoints:
             return self.exact.correct(tokens, fingerprint, prompt_tokens)
         return tokens
 
     def holders(self, fingerprint: Fingerprint, prompt_tokens: int) -> PrefixMatch:
-        """Return the endpoints that are believed to have part of the prompt cached.
+        """Return the endpoints at which part of the prompt is cached, as far as is known.
 
-        The result equals that of cached_tokens(), but has no item for the other endpoints.
+        The result equals that of cached_tokens(), but has no item for other endpoints.
         """
         match = self.index.match_holders(fingerprint, prompt_tokens)
         if self.exact.endpoints:

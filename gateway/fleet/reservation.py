@@ -24,7 +24,9 @@ from policies.prefix.fingerprint import Fingerprint
 
 
 class EvidenceSink(Protocol):
-    """The receiver of what an answer shows about its endpoint; the endpoint table implements it."""
+    """The receiver of evidence about an endpoint's health and speed; the endpoint table implements
+    it.
+    """
 
     def on_event(self, live: LiveEndpoint, event: HealthEvent, /) -> None: ...
     def on_failure(self, live: LiveEndpoint, broke: UpstreamError, /) -> None: ...
@@ -123,7 +125,9 @@ class Reservation:
 
     @property
     def is_behind(self) -> bool:
-        """Whether the step under way here is certainly without the request's prompt."""
+        """Whether the engine's current prefill step certainly does not contain the request's
+        prompt.
+        """
         return self._awaited > 0 and self.live.speed.is_behind(self._reserved_at)
 
     @property

@@ -176,7 +176,11 @@ class SpeedMonitor:
     def predict_first_byte_s(
         self, live: LiveEndpoint, request: Request, tokens: int
     ) -> float | None:
-        """Predict the seconds to the first byte behind `tokens` prompt tokens; None if unknown."""
+        """Predict the seconds until the first byte of a request that has `tokens` prompt tokens
+        ahead of it.
+
+        None if the endpoint's speed is unknown.
+        """
         expectations = self._expectations_of(live.endpoint.pool)
         return expectations.first_byte_s(_member(live), *_work(request, tokens))
 
@@ -199,9 +203,11 @@ class SpeedMonitor:
         )
 
     def on_overtaken(self, live: LiveEndpoint, tokens: int, now: float) -> None:
-        """Record that a prompt leaves the endpoint before its first token, which is evidence.
+        """Record, as evidence of slowness, that a prompt leaves the endpoint before its first
+        token.
 
-        `tokens` of it were to be computed; 0 for an answer without an observable first token.
+        `tokens` is how many tokens of the prompt were to be computed; 0 for an answer without an
+        observable first token.
         """
         if tokens:
             expectations = self._expectations_of(live.endpoint.pool)

@@ -44,7 +44,7 @@ class ByteBudget(Protocol):
 
 
 class CountedConnection(Protocol):
-    """A client connection that counts against the limits, from its TLS handshake on."""
+    """A client connection that counts against the connection limits, from its TLS handshake on."""
 
     def sweep(self, now: float) -> None: ...
     def drop_unread(self) -> None: ...

@@ -48,7 +48,7 @@ class _PollConnection(asyncio.Protocol):
         # or the caller is cancelled.
         transport = self.transport
         if transport is None or transport.is_closing():
-            raise ConnectionLostError("closed while idle")
+            raise ConnectionLostError("the engine closed the connection while it was idle")
         waiter = self._waiter = asyncio.get_running_loop().create_future()
         self._response = response
         transport.write(request)

@@ -63,7 +63,10 @@ class ClientContexts:
 
 
 def new_context(section: ClientTls | None) -> ssl.SSLContext:
-    """Create an SSLContext that is not cached. Raises OSError when a file cannot be used."""
+    """Create a new SSLContext for a client, outside the cache.
+
+    Raises OSError when a file cannot be used.
+    """
     return tls.client_context(tls.ClientSettings() if section is None else section.settings)
 
 

@@ -89,7 +89,7 @@ class TlsListener:
         settings, path = section.settings, section.certificate
         try:
             if settings == self._stamp[0] and self.not_after > time() >= _not_after(settings):
-                raise ValueError("it has expired")
+                raise ValueError("the certificate has expired")
             self._load(section)
         except (OSError, ValueError) as error:
             log.error("TLS: keeping the certificate in use; %s cannot be used: %s", path, error)
@@ -101,7 +101,7 @@ class TlsListener:
         return Handshake(self)
 
     def close(self) -> None:
-        """Abort the connections that are in their TLS handshake."""
+        """Abort the connections of this listener that are in their TLS handshake."""
         for handshake in tuple(self._handshakes):
             handshake.abort()
 
@@ -224,7 +224,7 @@ class Handshake(asyncio.Protocol):
         self._early_data.append(data)
 
     def sweep(self, now: float) -> None:
-        """Do nothing: start_tls() has its own timeout."""
+        """Do nothing, because start_tls() has a timeout of its own."""
 
     def drop_unread(self) -> None:
         """Do nothing: before the handshake has completed, there are no unread bytes."""

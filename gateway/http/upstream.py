@@ -393,7 +393,8 @@ class ConnectionPool:
         encryption: Encryption | None,
         rank: int | None = None,
     ) -> None:
-        """Use other settings from the next request on; responses in progress are not affected.
+        """Use other connection settings from the next request on; responses in progress keep
+        theirs.
 
         encryption  applies to new connections only
         rank        the engine's data-parallel rank that is to serve all requests; None: any

@@ -34,7 +34,9 @@ class AdminTarget(Protocol):
 
     @property
     def auto(self) -> AutoPolicyController | None:
-        """What chooses the policies of pools; None in a worker, whose supervisor does."""
+        """The controller of automatic policy selection (`policy: auto`); None in a worker
+        process.
+        """
 
     def shared_state(self) -> dict[str, object] | None:
         """Return the status of state sharing with other gateways, or None if there is none."""

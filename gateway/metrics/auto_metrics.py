@@ -1,4 +1,4 @@
-"""The metrics of pools that choose their policy by replays of their requests."""
+"""The metrics of automatic policy selection (`policy: auto`)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from gateway.metrics.metric_types import Counter, Gauge, MetricFamily, MetricReg
 
 
 class AutoMetrics:
-    """The metric families of comparisons of policies, and of the changes that followed."""
+    """The metric families of automatic policy selection: comparisons of policies, and
+    changes made.
+    """
 
     def __init__(self, meters: MetricRegistry) -> None:
         auto = meters.section(Row.CONFIGURATION, "auto/controller.py")
@@ -37,6 +39,6 @@ class AutoMetrics:
         ).labels()
 
     def remove_pool(self, pool: str) -> None:
-        """Remove the series of a pool that no longer chooses its policy."""
+        """Remove the metric series of a pool that no longer uses automatic policy selection."""
         for family in (self.comparisons, self.switches, self.gain, self.error):
             family.remove_children("pool", pool)

@@ -75,7 +75,9 @@ class FamilySpec(msgspec.Struct, frozen=True):
 
     @property
     def pool_label(self) -> str | None:
-        """The label that determines the pool, which a scrape adds; None if there is none."""
+        """The label from which a scrape derives the pool label; None if the family gets no pool
+        label.
+        """
         names = [label.name for label in self.labels]
         if POOL in names:
             return None
@@ -124,7 +126,7 @@ class Counter:
         self.value = 0.0
 
     def inc(self, amount: float = 1.0) -> None:
-        """Increase the value by `amount` (>= 0)."""
+        """Increase the counter by `amount`, which must not be negative."""
         self.value += amount
 
     def read(self) -> float:
@@ -239,7 +241,7 @@ class MetricFamily(Generic[MetricT]):
         }
 
     def clear(self) -> None:
-        """Remove every child, that is, every series of the metric."""
+        """Remove every child of the family, that is, every series of the metric."""
         self._children = {}
         for values in self._label_values:
             values.clear()

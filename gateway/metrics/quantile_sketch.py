@@ -50,9 +50,10 @@ def quantile(counts: BucketCounts, share: float) -> float | None:
 
 
 def merge_counts(parts: Iterable[BucketCounts]) -> BucketCounts:
-    """Return the sum of several sketches' counts, from which exact quantiles can be computed.
+    """Return the sum of several sketches' bucket counts, from which exact quantiles can be
+    computed.
 
-    A mean of the parts' quantiles would be wrong.
+    The mean of the sketches' quantiles would be wrong.
     """
     total: dict[int, int] = {}
     for part in parts:

@@ -82,15 +82,19 @@ class Draft:
         return section
 
     def drop(self, item: str, reason: str) -> None:
-        """Add a note that an option or key of the source has no counterpart."""
+        """Note that an option or key of the source configuration has no counterpart in
+        gateway.yaml.
+        """
         self._note(NoteKind.DROPPED, item, reason)
 
     def differ(self, item: str, text: str) -> None:
-        """Add a note that the nearest counterpart of an option or key behaves differently."""
+        """Note that the nearest counterpart of a source option behaves differently; the note says
+        how.
+        """
         self._note(NoteKind.DIFFERS, item, text)
 
     def do(self, item: str, text: str) -> None:
-        """Add a note about a task that is left to the operator."""
+        """Note a task that the operator has to do by hand after the migration."""
         self._note(NoteKind.TO_DO, item, text)
 
     def _note(self, kind: NoteKind, item: str, text: str) -> None:
@@ -99,7 +103,8 @@ class Draft:
             self.notes.append(note)
 
     def refer(self, secret: str, name: str, item: str) -> str:
-        """Return a reference to a secret: the source's own, or ${name} if the source has its text.
+        """Return a reference to a secret for gateway.yaml: the source's own, or ${name} for a plain
+        secret.
 
         In the second case, a note asks the operator to set that variable.
         """

@@ -65,7 +65,7 @@ def convert(config: Mapping[str, Any], draft: Draft) -> None:
 def _deployments(config: Mapping[str, Any], draft: Draft) -> Iterator[Deployment]:
     entries = config.get("model_list")
     if not isinstance(entries, list):
-        raise MigrationError("there is no model_list")
+        raise MigrationError("the file has no model_list, so it is no LiteLLM configuration")
     for index, entry in enumerate(entries):
         parameters = entry.get("litellm_params") if isinstance(entry, dict) else None
         if not isinstance(parameters, dict) or not isinstance(entry.get("model_name"), str):

@@ -1,4 +1,4 @@
-"""Command lines: words, options with their values, and which options have been read."""
+"""Parses another router's command line: words, options with values, and which options were read."""
 
 from __future__ import annotations
 
@@ -52,7 +52,9 @@ class CommandOptions:
         return any(name == other for other, _ in self._occurrences)
 
     def each(self, name: str) -> list[list[str]]:
-        """Return the values of every occurrence of an option, and mark it as read."""
+        """Return the values of every occurrence of an option as separate lists, and mark it as
+        read.
+        """
         self._read.add(name)
         return [values for other, values in self._occurrences if other == name]
 

@@ -12,7 +12,7 @@ _SESSIONS = "the session is read from x-session-id or prompt_cache_key; without 
 
 
 class Counterpart(msgspec.Struct, frozen=True):
-    """The gateway's policy that is nearest to another router's policy.
+    """The gateway's policy that is nearest to a policy of another router.
 
     differs  how it differs from the other one; "" if it does not
     """

@@ -14,7 +14,9 @@ _POOL = ("pools", "engines")
 
 
 class Rule(msgspec.Struct, frozen=True):
-    """How an option is migrated: a path in gateway.yaml, a conversion, differences of meaning."""
+    """How a router's option is migrated: the path in gateway.yaml, the conversion, and
+    differences.
+    """
 
     path: tuple[str, ...]
     convert: Converter

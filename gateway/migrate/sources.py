@@ -83,7 +83,9 @@ def convert_text(text: str, source: str | None, additions: Additions) -> Draft:
             return convert_words(words, source, additions)
     if source is not None and commands and not mappings:
         return convert_words(commands[-1], source, additions)
-    raise MigrationError(f"nothing in it is known; the sources are {_known()}")
+    raise MigrationError(
+        f"the text belongs to no known router; give its kind with --from: {_known()}"
+    )
 
 
 def _convert_document(

@@ -19,7 +19,7 @@ MOST_ATTEMPTS = 16
 
 
 def text(value: str) -> str:
-    """Return the value with its references in the form of gateway.yaml."""
+    """Return the text with variable references in gateway.yaml's form, ${NAME}."""
     return with_references(value)
 
 
@@ -106,7 +106,7 @@ def host_of(url: str) -> str:
 
 
 def distinct(endpoints: list[dict[str, object]]) -> list[dict[str, object]]:
-    """Return the endpoints without those whose URL an earlier one has."""
+    """Return the endpoints without duplicates: of equal URLs, only the first endpoint stays."""
     by_url: dict[object, dict[str, object]] = {}
     for endpoint in endpoints:
         by_url.setdefault(endpoint["url"], endpoint)

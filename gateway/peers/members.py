@@ -40,7 +40,7 @@ class PeerTable:
         return any(peer.is_warm for peer in self._by_id.values())
 
     def update(self, peer_id: bytes, uptime_s: float, *, is_warm: bool, now: float) -> Peer:
-        """Add or update a gateway that has sent its state, and return it."""
+        """Add a gateway that has sent its state, or update its entry; return the entry."""
         peer = self._by_id.get(peer_id)
         if peer is None:
             peer = self._by_id[peer_id] = Peer(now)

@@ -55,7 +55,11 @@ class CacheLoss(msgspec.Struct, frozen=True, array_like=True, tag="forgotten"):
 
 
 class CacheReports(msgspec.Struct, frozen=True, array_like=True, tag="confirmed"):
-    """Cached shares of prompts: (endpoint, believed share, share that the engine reported)."""
+    """Comparisons of predicted and reported cached shares: (endpoint, predicted share, reported
+    share).
+
+    Shares of a prompt are from 0 to 1.
+    """
 
     answers: list[tuple[NameDigest, Ratio, Ratio]]
 
@@ -99,16 +103,17 @@ class ActiveSessions(msgspec.Struct, frozen=True, array_like=True, tag="inside")
 
 
 class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
-    """A message that a gateway has started or reconnected and requests the others' state.
+    """The message of a gateway that has started or reconnected and requests the state of the
+    others.
 
-    attempt  from 0: number of gateways that should have answered and did not
+    attempt counts from 0: the number of gateways that should have answered and did not
     """
 
     attempt: Annotated[int, msgspec.Meta(ge=0, le=16)]
 
 
 class Bye(msgspec.Struct, frozen=True, array_like=True, tag="bye"):
-    """A message that a gateway stops and has no reservations any more."""
+    """The message of a gateway that stops and has no reservations left."""
 
 
 class WarmUpPart(msgspec.Struct, frozen=True, array_like=True, tag="part"):

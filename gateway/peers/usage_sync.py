@@ -1,4 +1,5 @@
-"""Exchanges between gateways how much tenants and sessions use: sends own use, applies the others'.
+"""Exchanges the usage of tenants and sessions between gateways: sends local use, applies remote
+use.
 
 It covers fair shares, quotas, and the sessions whose contexts fill the engines. The arithmetic is
 in policies/. No I/O.
@@ -23,7 +24,7 @@ T = TypeVar("T")
 
 
 class UsageSync:
-    """Converts the use of tenants and sessions to messages and back.
+    """Converts the usage of tenants and sessions to messages for other gateways, and back.
 
     Tenants, pools and sessions are named by `digest`.
     """
@@ -65,7 +66,9 @@ class UsageSync:
                 yield from self._session_messages(queue.name, queue.sessions.take_updates(now))
 
     def all_sessions(self, now: float) -> Iterator[messages.ActiveSessions]:
-        """Yield all active sessions of all gateways, for a gateway that has just started."""
+        """Yield messages with all active sessions of all gateways, for a gateway that has just
+        started.
+        """
         for queue in self._admission.pool_queues():
             if queue.sessions is not None:
                 yield from self._session_messages(queue.name, queue.sessions.all_sessions(now))
@@ -87,7 +90,7 @@ class UsageSync:
     # Incoming
 
     def on_charges(self, message: messages.TenantCharges) -> None:
-        """Charge tenants for work that other gateways have done for them."""
+        """Charge tenants for work that another gateway reports to have done for them."""
         queues = {self._digest(queue.name): queue for queue in self._admission.pool_queues()}
         for pool, tenant, tokens in message.tenants:
             queue, name = queues.get(pool), self._tenants.get(tenant)
@@ -95,7 +98,7 @@ class UsageSync:
                 queue.add_peer_charge(name, tokens)
 
     def on_quota_use(self, message: messages.QuotaUse, now: float) -> None:
-        """Deduct the quota that tenants have used at another gateway."""
+        """Deduct quota that tenants have used at another gateway."""
         for tenant, spent in message.tenants:
             name = self._tenants.get(tenant, "")
             quota = self._admission.quotas.by_tenant.get(name)
@@ -111,7 +114,7 @@ class UsageSync:
 
 
 def batches(rows: Iterable[T]) -> Iterator[list[T]]:
-    """Yield the rows in lists of at most MAX_ROWS items."""
+    """Yield `rows` as consecutive lists of at most MAX_ROWS items each."""
     iterator = iter(rows)
     while part := list(islice(iterator, MAX_ROWS)):
         yield part

@@ -79,14 +79,17 @@ class PeerView:
         self._sent_at = float("-inf")
 
     def start(self, now: float) -> None:
-        """Start the warm-up. Call it once, before all other methods."""
+        """Start the warm-up of this gateway. Call this once, before any other method."""
         self.warm_up = WarmUp(now)
         self._started_at = now
 
     # Outgoing
 
     def outgoing_frames(self, now: float, *, is_connected: bool) -> list[Frame]:
-        """Return the frames to send. While the bus is disconnected, only prompts are queued."""
+        """Return the frames to send to the other gateways.
+
+        While the bus is disconnected, only prompts are queued.
+        """
         frames = self._prompt_frames()
         if not is_connected:
             self._use.discard()
@@ -264,7 +267,9 @@ class PeerView:
         self.warm_up.on_part(len(part.messages), is_last=part.is_last, now=now)
 
     def finish_warm_up(self, now: float) -> Iterator[None]:
-        """Finish the warm-up if it is over: apply the messages that were buffered meanwhile."""
+        """If the warm-up of this gateway is over, apply the messages that were buffered
+        during it.
+        """
         bodies = self.warm_up.finish(now)
         if bodies is not None:
             for body in bodies:

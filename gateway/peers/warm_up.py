@@ -87,14 +87,14 @@ class WarmUp:
             self.state = WarmUpState.DISCONNECTED
 
     def buffer(self, body: bytes, age_s: float, now: float) -> None:
-        """Buffer a broadcast message until the warm-up has finished."""
+        """Buffer a broadcast message of another gateway until the warm-up has finished."""
         self._buffer.append((body, now - age_s >= self.started_at))
         self._buffer_bytes += len(body)
         while self._buffer_bytes > BUFFER_CAP_BYTES:
             self._buffer_bytes -= len(self._buffer.pop(0)[0])
 
     def on_part(self, count: int, *, is_last: bool, now: float) -> None:
-        """Record that a part of the other gateway's answer has arrived, with `count` messages."""
+        """Record that a part of the other gateway's state has arrived, with `count` messages."""
         if self.state in (WarmUpState.ASKING, WarmUpState.RECEIVING):
             self.received_messages += count
             self._deadline = now + PART_TIMEOUT_S

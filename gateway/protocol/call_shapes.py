@@ -48,9 +48,8 @@ def shape_key(body: bytes, members: Mapping[str, msgspec.Raw]) -> ShapeKey | Non
 
 
 class ShapeCache(Generic[ShapeT]):
-    """A cache of the newest request shapes for one set of models.
-
-    The owner drops the cache together with the models.
+    """A cache of the newest request shapes of one set of models, which is dropped with the
+    models.
     """
 
     __slots__ = ("_shapes", "get")

@@ -82,7 +82,7 @@ def new_cors_rule(origins: Sequence[str]) -> CorsRule | None:
 
 
 class CorsLines:
-    """The Date header line of a response, followed by CORS header lines."""
+    """A connection's response header lines: Date, followed by CORS headers."""
 
     __slots__ = ("_clock", "_lines")
 

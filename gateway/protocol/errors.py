@@ -133,7 +133,7 @@ def response_not_found(response_id: str) -> GatewayError:
 def shutting_down() -> GatewayError:
     """Return the error for requests that are cut off because the gateway stops.
 
-    The gateway first lets requests finish during its drain time.
+    It is sent after the drain time, in which requests may finish.
     """
     message = "The gateway stopped before it could respond. Try again."
     return GatewayError(Failure.SHUTTING_DOWN, message)

@@ -122,7 +122,7 @@ def named_error_status(event: bytes) -> int | None:
 
 
 def merge_usage(first: TokenUsage, last: TokenUsage) -> TokenUsage:
-    """Return the counts of `last`; a count that is None there is taken from `first`."""
+    """Return the token counts of `last`, with counts that are None there taken from `first`."""
     return TokenUsage(
         first.prompt_tokens if last.prompt_tokens is None else last.prompt_tokens,
         first.completion_tokens if last.completion_tokens is None else last.completion_tokens,

@@ -77,7 +77,7 @@ def decode_object(text: bytes | msgspec.Raw) -> dict[str, msgspec.Raw]:
 
 
 class _Name(str):
-    """A member name; a type of its own, so that the decoder calls a hook for each name."""
+    """The name of a JSON member; a separate type, so that msgspec calls a hook for each name."""
 
     __slots__ = ()
 
@@ -102,7 +102,7 @@ def _too_many_members() -> GatewayError:
 
 
 def bad_request(message: str, param: str | None = None) -> GatewayError:
-    """Return an error 400; `param` names the body member that it is about."""
+    """Return an error with status 400; `param` names the body member that is invalid."""
     return GatewayError(Failure.BAD_REQUEST, message, param=param)
 
 
@@ -187,6 +187,6 @@ def member_value(members: Mapping[str, msgspec.Raw], name: str) -> Any:
 
 
 def join_members(members: Mapping[str, msgspec.Raw]) -> bytes:
-    """Return the JSON of an object with these members, whose values are raw JSON."""
+    """Return the JSON text of an object with these members; their values are raw JSON."""
     pairs = (json.dumps(name).encode() + b":" + bytes(value) for name, value in members.items())
     return b"{" + b",".join(pairs) + b"}"

@@ -43,7 +43,7 @@ def openai_card(name: str, model: ListedModel, created: int) -> dict[str, object
 
 
 def openai_list(models: Mapping[str, ListedModel], created: int) -> dict[str, object]:
-    """Return the list of all models in OpenAI's format."""
+    """Return the body of /v1/models in OpenAI's format: the list of all models."""
     cards = [openai_card(name, models[name], created) for name in sorted(models)]
     return {"object": "list", "data": cards}
 

@@ -175,7 +175,7 @@ class Call(msgspec.Struct):
 
 
 class CallContext(msgspec.Struct, frozen=True):
-    """What is known about a request before its body is parsed.
+    """Knowledge about a request from before its body is parsed.
 
     preferences     what its headers and its tenant specify
     arrived_s       when the body was complete (monotonic seconds)
@@ -197,7 +197,7 @@ _ALL_LISTED: Mapping[str, str] = {}
 
 
 class CallShape(msgspec.Struct, frozen=True):
-    """What a request body says apart from its prompt.
+    """The properties of a request body apart from its prompt.
 
     requested      the model name the client used
     output_tokens  the client's limit; None if it gave none

@@ -225,9 +225,11 @@ class Relay:
         """
         if self.head is None or not isinstance(self._body, RawBody):
             kind = "truncated" if self.head else "no_answer"
-            raise UpstreamError(kind, "the engine closed before its response ended")
+            raise UpstreamError(kind, "the engine closed the connection before its response ended")
         if self.state is HELD:
-            raise UpstreamError("truncated", "the engine closed before its response began")
+            raise UpstreamError(
+                "truncated", "the engine closed the connection before its response began"
+            )
         self._body.is_complete = True
         if self.state is REFUSED:
             return self._collect_refusal(b"")
@@ -237,7 +239,7 @@ class Relay:
 
     @property
     def is_at_boundary(self) -> bool:
-        """Whether the gateway could add an SSE event to what the client has received so far."""
+        """Whether an SSE event may be added after the bytes that the client has received so far."""
         if (
             not self._is_sse
             or self._body.is_complete

@@ -348,7 +348,7 @@ NOT_STARTED: ResponseBody = RawBody()  # the body while the head is still to com
 
 
 def new_body(head: ResponseHead) -> ChunkedBody | LengthBody | RawBody:
-    """Return the parser for the body of a response with this head."""
+    """Return the body parser (chunked, by length, or until close) for a response with this head."""
     if head.status in BODILESS:
         return LengthBody(0)
     if head.is_chunked:

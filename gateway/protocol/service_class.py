@@ -54,7 +54,8 @@ _PRIORITY = re.compile(r"[+-]?[0-9]{1,2}")
 
 
 class RequestPreferences(msgspec.Struct, frozen=True):
-    """What a request's headers and its tenant specify; None leaves a value to the model's defaults.
+    """The service level that a request's headers and its tenant specify; None means the model's
+    default.
 
     slo                 the service class; ttft_s and tpot_s override its latency budgets
     header_priority     priority from the header, at most `max_priority` for this tenant

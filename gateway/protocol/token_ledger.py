@@ -93,7 +93,7 @@ class Ledger:
     # What arrived
 
     def mark(self) -> None:
-        """Save the present state, so that rewind() can return to it."""
+        """Save the ledger's present state, so that rewind() can return to it."""
         state = (
             self.generated_tokens,
             self._is_aligned,
@@ -104,7 +104,9 @@ class Ledger:
         self._saved = len(self.shown_ids), tuple(self._waiting), state
 
     def rewind(self) -> None:
-        """Return to the state of the last mark(): later chunks were not shown to the client."""
+        """Restore the state of the last mark(), because later chunks were not shown to the
+        client.
+        """
         length, waiting, state = self._saved
         (
             self.generated_tokens,
@@ -183,7 +185,9 @@ class Ledger:
         return self.finish_reason is not None or self.terms.max_tokens == len(self.shown_ids)
 
     def prepare_rest(self) -> None:
-        """Prepare for another engine, which continues after the tokens that the client has."""
+        """Prepare the ledger for another engine, which continues after the tokens that the client
+        has.
+        """
         self._waiting.clear()
         self.generated_tokens = self._before = len(self.shown_ids)
 
@@ -382,7 +386,7 @@ class RecordedRelay(Relay):
 
     @property
     def is_at_boundary(self) -> bool:
-        """Whether an event could follow what the client has received."""
+        """Whether an SSE event may be added after the events that the client has received."""
         return self._is_sse and self.is_committed
 
     @property
@@ -417,7 +421,9 @@ class RecordedRelay(Relay):
         return None if ledger.finish_reason is None else ledger.render_end()
 
     def add_rest(self, rest: Relay, usage: TokenUsage) -> None:
-        """Add the bytes and events of a later relay, which received the rest, and all usage."""
+        """Add the byte, event and token counts of a later relay, which received the rest of the
+        answer.
+        """
         self.bytes_sent += rest.bytes_sent
         self.event_count += rest.event_count
         self.last_data_at = rest.last_data_at or self.last_data_at
@@ -426,7 +432,9 @@ class RecordedRelay(Relay):
 
 
 class ContinuationRelay(RecordedRelay):
-    """The relay for the rest of an answer; it sends no response head, since the client has it."""
+    """The relay for the rest of a broken answer. It sends no response head, since the client has
+    one.
+    """
 
     __slots__ = ()
 

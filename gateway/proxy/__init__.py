@@ -1,4 +1,4 @@
-"""The attempt loop, and its plans for whole requests, split requests and broken streams.
+"""The attempt loop and its plans: whole requests, split requests, and the rest of broken streams.
 
-Also chooses a smaller model where the requested one has no capacity.
+It also chooses a smaller model where the requested one has no capacity.
 """

@@ -41,9 +41,10 @@ class AttemptPlan(Protocol[ChoiceT]):
     def exchange(self) -> Exchange: ...
 
     def choose(self, left_out: Sequence[str]) -> ChoiceT | None:
-        """Pick one endpoint or a pair, without those named in `left_out`; None when there is none.
+        """Pick one endpoint or a pair, except those named in `left_out`; return None if there is
+        none.
 
-        This changes nothing, so it may be called more than once before an attempt.
+        A pick changes nothing, so it may be repeated before an attempt.
         """
         ...
 
@@ -107,16 +108,12 @@ async def attempts(
 
 
 class HealthScreen:
-    """Checks the health of the endpoints that are chosen for a retry.
+    """Checks the health of the endpoints chosen for a retry.
 
     When an attempt fails at one endpoint, others may have failed for the same reason, and a request
-    has few attempts. Therefore the endpoint chosen for a retry first has to answer a health check.
-    A failed check does not count as an attempt. An endpoint that does not answer is left out as
-    long as there are others.
-
-    _confirmed  names of the endpoints that passed; None while there are none
-    _silent     names of the endpoints that did not answer
-    _is_over    use the next choice without a check, because only silent endpoints are left
+    has few attempts. So the endpoint for a retry first has to answer a health check. A failed check
+    does not count as an attempt. An endpoint that does not answer is left out as long as there are
+    others.
     """
 
     __slots__ = ("_confirmed", "_exchange", "_gateway", "_is_over", "_silent")
@@ -130,9 +127,11 @@ class HealthScreen:
         )  # refused connections alone are no reason to check
 
     async def check(self, choice: Pick | EndpointPair | None) -> Sequence[str] | None:
-        """Check the chosen endpoints; return the names that the next choice has to leave out.
+        """Check the chosen endpoints; return the names of endpoints to leave out of the next
+        choice.
 
-        None means that this choice may be used; capacity must be reserved before the next await.
+        None means that this choice may be used; capacity must then be reserved before the next
+        await.
         """
         if self._is_over:
             return None

@@ -89,7 +89,7 @@ async def continue_stream(
 
 
 class _Body:
-    """The body of a request to continue a broken response; it is freed once an engine responds."""
+    """The request body for the rest of a broken answer; it is freed once an engine responds."""
 
     __slots__ = ("body",)
 

@@ -1,8 +1,8 @@
-"""Decides by which API engines are asked: the client's own, or chat completions for it.
+"""Chooses the API by which engines are called: the client's own, or chat completions.
 
-Engines transfer KV between prefill and decode, and report token ids, for chat completions and
-completions only. So where a route splits or resumes requests, those of other APIs are sent as
-chats, if nothing is lost in translation.
+Engines transfer KV between prefill and decode, and report token ids, only for chat completions and
+completions. Where a route splits or resumes requests, requests of other APIs are sent as chat
+completions, if nothing is lost in translation.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from gateway.route import Gateway, Route
 def call_for_engines(
     gateway: Gateway, exchange: Exchange, route: Route, call: Call, context: CallContext
 ) -> Call:
-    """Return the call as engines get it, and set what translates its answer on the exchange.
+    """Return the request as engines receive it; store the translator of its answer on the exchange.
 
     Raises GatewayError for a request that has to be translated and cannot be.
     """

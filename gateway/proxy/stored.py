@@ -38,13 +38,16 @@ _TARGET = re.compile(
 
 
 class _Bytes(NamedTuple):
-    """A request body that is kept as bytes (see RequestPayload)."""
+    """A request body in memory that implements RequestPayload; it is kept after it was sent."""
 
     body: bytes
 
 
 def may_store(gateway: Gateway, route: Route) -> bool:
-    """Return whether any endpoint of the route is not known to store no responses."""
+    """Return whether any endpoint of the route may store responses.
+
+    An endpoint whose engine is not yet known counts as one that may.
+    """
     slots = {candidate.load.slot for candidate in route.candidates}
     return any(
         live.keeps_responses is not False

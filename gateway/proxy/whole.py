@@ -136,7 +136,8 @@ class UncountedPlan(WholePlan):
 
 
 def pick_over_cap(route: Route, query: RoutingQuery, call: Call) -> Pick | None:
-    """Pick an endpoint that is at its limit, if no endpoint below its limit can serve the request.
+    """Pick an endpoint above its concurrency limit if no endpoint below its limit can serve the
+    request.
 
     The request has been admitted, so the engine queues it. Admission does not imply a free place at
     one of the candidates: it counts permits per pool, the admission `none` counts none, and hedges
@@ -154,7 +155,7 @@ def pick_over_cap(route: Route, query: RoutingQuery, call: Call) -> Pick | None:
 def pick_longest(
     policy: Policy, query: RoutingQuery, candidates: Sequence[Candidate], call: Call
 ) -> Pick | None:
-    """Pick an endpoint with the longest context, for a prompt that only an estimate calls too long.
+    """Pick an endpoint with the longest context, for a prompt that is too long only by an estimate.
 
     The engine counts the tokens and decides. Return None if some endpoint's context suffices by the
     estimate, or if every endpoint's is certainly too short.

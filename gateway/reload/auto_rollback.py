@@ -70,11 +70,11 @@ def regression(before: FailureCount, after: FailureCount, limits: AutoRollback) 
 
 
 class RollbackTarget(Protocol):
-    """What a configuration change applies to: one gateway, or all workers of one."""
+    """The interface of auto-rollback to one gateway process, or to all workers of a supervisor."""
 
     @property
     def limits(self) -> AutoRollback | None:
-        """The limits of auto-rollback, or None if it is off."""
+        """The settings of auto-rollback, or None if it is off."""
         ...
 
     @property
@@ -83,7 +83,9 @@ class RollbackTarget(Protocol):
     async def failure_count(self) -> FailureCount: ...
 
     async def roll_back(self) -> tuple[str, str]:
-        """Return to the previous version; return (result, message), with "applied" on success."""
+        """Return to the previous configuration version; return (result, message), "applied" on
+        success.
+        """
         ...
 
 

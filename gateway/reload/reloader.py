@@ -177,9 +177,10 @@ class Reloader:
         return tuple(dict.fromkeys((*own, *self.running.references, *self._missing)))
 
     def file_differs(self) -> bool:
-        """Return whether the file differs from the configuration in force. Call it in a thread.
+        """Return whether the configuration file differs from the configuration in force.
 
-        It does after a rollback, after a PUT, or after an edit while watching is off.
+        Call this in a thread. The two differ after a rollback, a PUT, or an edit while watching is
+        off.
         """
         if self._file is None:
             return False
@@ -191,7 +192,7 @@ class Reloader:
     # Triggers
 
     async def reload(self, trigger: str, options: ChangeOptions = DEFAULT_OPTIONS) -> ReloadOutcome:
-        """Read the configuration file again and apply it; return the outcome."""
+        """Read the configuration file again, apply it, and return the outcome."""
         file = self._file
         if file is None:
             return self._nothing(

@@ -13,7 +13,7 @@ from gateway.route import Snapshot
 
 
 class SnapshotGc:
-    """The replaced snapshots that may still be in use, and actions to run once they are not."""
+    """The replaced snapshots that requests may still use, and actions to run when none does."""
 
     def __init__(self) -> None:
         self._old: list[tuple[int, ref[Snapshot]]] = []
@@ -24,7 +24,7 @@ class SnapshotGc:
         self._old.append((snapshot.generation, ref(snapshot)))
 
     def when_gone(self, generation: int, action: Callable[[], None]) -> None:
-        """Call `action` as soon as no snapshot up to and including this generation is in use."""
+        """Call `action` once no request uses any snapshot up to this generation."""
         self._actions.append((generation, action))
 
     def sweep(self) -> None:

@@ -67,9 +67,10 @@ class Swap:
             raise ConfigRejectedError(("pools", pool), text)
 
     def plan(self, config: Config) -> SnapshotPlan:
-        """Build the plan of a configuration and dry-run its policies. Changes nothing.
+        """Build the plan of a configuration and dry-run its policies, without any change to live
+        state.
 
-        Raises ConfigRejectedError if the configuration cannot be put in force.
+        Raises ConfigRejectedError if the configuration cannot be applied.
         """
         gateway = self._gateway
         try:
@@ -82,7 +83,9 @@ class Swap:
         return plan
 
     def is_valid(self, plan: SnapshotPlan) -> bool:
-        """Return whether no other plan has been put in force since this one was built."""
+        """Return whether this plan can still be applied: no other plan was applied since it was
+        built.
+        """
         return plan.snapshot.generation == self._gateway.snapshot.generation + 1
 
     def apply(self, plan: SnapshotPlan) -> int:
@@ -184,7 +187,9 @@ class Swap:
             metrics.queue_seconds.remove_children("pool", queue.name)
 
     def sweep(self) -> None:
-        """Free what no request can use any more. Call it regularly."""
+        """Free endpoints, names and queues that no request can use any more. Call this
+        regularly.
+        """
         self._generations.sweep()
 
     @property

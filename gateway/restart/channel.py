@@ -62,7 +62,10 @@ class HandoverOffer(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StateRequest(msgspec.Struct, frozen=True, array_like=True, tag="state_wanted"):
-    """The successor's request for the learned state, or for none, after it probed its engines."""
+    """The successor's request for the predecessor's learned state, or its decline of that state.
+
+    It is sent after the successor has probed its engines.
+    """
 
     wants_state: bool
 
@@ -110,7 +113,7 @@ class StateEnd(msgspec.Struct, frozen=True, array_like=True, tag="end"):
 
 
 class SuccessorReady(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
-    """The successor's message that it accepts connections."""
+    """The successor's message that it accepts client connections now."""
 
 
 class RemainingWork(msgspec.Struct, frozen=True, array_like=True, tag="booked"):

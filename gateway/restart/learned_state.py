@@ -76,16 +76,13 @@ def _collect_admission(gate: AdmissionController) -> Iterator[LearnedState]:
 
 
 def remaining_work(gateway: Gateway) -> list[tuple[EndpointKey, PeerShare]]:
-    """Return this process's own work at each endpoint, without endpoints that have none."""
+    """Return the unfinished work of this process by endpoint, without endpoints that have none."""
     shares = ((endpoint_key(live), own_load(live.load)) for live in gateway.endpoints.all())
     return [(place, share) for place, share in shares if share != NOTHING]
 
 
 class Restorer:
-    """Restores learned state in a gateway that serves no requests yet.
-
-    State that has no counterpart there is ignored.
-    """
+    """Restores learned state in a gateway that serves no requests yet; unknown state is ignored."""
 
     def __init__(self, gateway: Gateway, *, prefixes: bool) -> None:
         """Prepare to restore state in this gateway.

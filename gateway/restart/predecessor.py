@@ -56,7 +56,9 @@ class Predecessor:
 
     @property
     def secret(self) -> bytes | None:
-        """The key of prompt fingerprints; None from a process of another version."""
+        """The predecessor's key of prompt fingerprints; None if it runs another handover
+        version.
+        """
         return self._offer.secret or None
 
     @property
@@ -156,7 +158,7 @@ class Predecessor:
         self._task = asyncio.create_task(self._follow(gateway), name="follow the predecessor")
 
     async def stop(self, within_s: float) -> None:
-        """Make the predecessor stop too, and wait for that for at most `within_s` seconds."""
+        """Make the predecessor stop, and wait at most `within_s` seconds for its end."""
         if self._writer is not None and self._task is not None and not self._task.done():
             self._writer.write(pack_message(StopRequest()))
             await asyncio.wait([self._task], timeout=within_s)

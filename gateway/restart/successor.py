@@ -47,7 +47,7 @@ REMAINING_WORK_INTERVAL_S = 0.25
 
 
 class HandoverError(Exception):
-    """Raised when the successor did not become ready; the message says why."""
+    """Raised when the successor process did not become ready; the message says why."""
 
 
 def restart_command() -> list[str]:
@@ -56,9 +56,9 @@ def restart_command() -> list[str]:
 
 
 class Successor:
-    """A process that takes over from this one.
+    """The new process that replaces this one. `sockets` are the listening sockets to pass to it.
 
-    `sockets` are the listening sockets; `secret` is the key of prompt fingerprints.
+    `secret` is the key of prompt fingerprints.
     """
 
     def __init__(

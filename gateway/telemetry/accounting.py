@@ -184,7 +184,7 @@ class AccessLog:
             return b""
 
     def reopen(self) -> None:
-        """Open the path again if it leads to another file now; the writing thread does so."""
+        """Reopen the log in the writing thread, if its path leads to another file now."""
         if self._file is None:
             return
         if self._writing is None:
@@ -267,7 +267,7 @@ class _MetricChildren:
         prompt_tokens: int,
         now: float,
     ) -> None:
-        """Count one answered request, whose TTFT and TPOT are already set."""
+        """Count one answered request, whose TTFT and TPOT have been set."""
         request_id = exchange.id
         trace_id = "" if exchange.trace is None else exchange.trace.trace_id
         tokens = usage.completion_tokens or max(relay.event_count - 2, 1)
@@ -330,17 +330,14 @@ class Accounting:
         self._children: dict[tuple[str, str, int, str], _MetricChildren] = {}
 
     def configure(self, config: Observability) -> None:
-        """Apply the settings of a new configuration."""
+        """Apply the observability settings of a new configuration."""
         self.slo_tracker.set_tenant_labels(config.tenants)
         self._traces.configure(config.traces)
         self.tracer = self._traces.active
         self.recent_exchanges.resize(config.explained)
 
     def on_pick(self, exchange: Exchange, policy: Policy, query: RoutingQuery, pick: Pick) -> None:
-        """Record the state that the capacity reservation for this pick is about to change.
-
-        Call it before the reservation.
-        """
+        """Record the endpoints' state before the capacity reservation of a pick changes it."""
         self._picks += 1
         if self._picks >= REGRET_SAMPLE_EVERY:
             self._picks = 0

@@ -28,7 +28,7 @@ load_values = attrgetter(*_NUMBERS)
 
 
 class PickSnapshot(msgspec.Struct, frozen=True):
-    """The picked candidate and the runner-up, with their load before the capacity reservation.
+    """The picked endpoint and the runner-up, with their load before the capacity reservation.
 
     Recording all candidates would cost as much as the pick. The latency models are not copied:
     terms that read them show their current state.
@@ -120,7 +120,9 @@ class RecentExchanges:
 
 
 def as_json(exchange: Exchange) -> dict[str, object]:
-    """Return everything that led to a request's response, as plain values for JSON."""
+    """Return the explanation of a request as JSON-compatible values: candidates, scores,
+    outcome.
+    """
     split = exchange.split
     return {
         "id": exchange.id,

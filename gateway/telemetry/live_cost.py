@@ -47,7 +47,7 @@ class LiveCost:
         has_tenants: bool,
         now_s: float,
     ) -> None:
-        """Count the time since the last call.
+        """Add the cost of the time since the last call to the metrics.
 
         prices       dollars per GPU and hour by the label `gpu`; other endpoints cost nothing
         has_tenants  whether the cost has a label for the tenant

@@ -132,7 +132,7 @@ class _Kind:
         self.clear()
 
     def clear(self) -> None:
-        """Reset the sums over responses that are not yet learned from."""
+        """Reset the sums over the pending responses, after they were learned from."""
         self.pending = self.outputs = self.prompts = 0
         self.output_tokens = self.estimated_tokens = self.prompt_tokens = 0
 

@@ -58,7 +58,7 @@ class CanaryArm:
         self._metrics: Metrics | None = None
 
     def count_in(self, metrics: Metrics | None) -> None:
-        """Count outcomes in these metrics from now on; None stops counting."""
+        """Set the metrics in which the arm counts outcomes; None stops the counting."""
         self._metrics = metrics
 
     def count(self, exchange: Exchange) -> None:
@@ -73,7 +73,9 @@ class CanaryArm:
             ttft.observe_request((exchange.ttft_s, monotonic(), exchange.id, ""))
 
     def as_json(self) -> dict[str, object]:
-        """Return the results so far as plain values; None where no request was served yet."""
+        """Return the results of this arm as JSON-compatible values; None if it has served no
+        request.
+        """
         if self._metrics is None:
             return summarize_arm(self.name, self.policy, {}, {})
         trials = self._metrics.trial_metrics

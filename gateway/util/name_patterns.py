@@ -32,7 +32,9 @@ class NamePattern(msgspec.Struct, frozen=True):
 
     @property
     def rank(self) -> tuple[int, int, str]:
-        """A sort key by precedence, highest last: length, then length of the prefix."""
+        """A sort key that orders patterns by precedence: by length, then by length of the
+        prefix.
+        """
         return len(self.prefix) + len(self.suffix), len(self.prefix), self.prefix
 
     def __str__(self) -> str:
@@ -44,9 +46,9 @@ def is_pattern(name: str) -> bool:
 
 
 def parse_pattern(text: str) -> NamePattern:
-    """Return the pattern for a text with at most one `*`; without one, it matches only itself.
+    """Parse a name pattern with at most one `*`; without one, it matches only its own text.
 
-    Raises ValueError if there are more.
+    Raises ValueError if the text has several.
     """
     if text.count(WILDCARD) > 1:
         raise ValueError(f"{text!r} has more than one {WILDCARD}")

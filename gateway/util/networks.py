@@ -1,4 +1,4 @@
-"""Client addresses: membership in IP networks, and which addresses count as one client."""
+"""IP networks of client addresses, and the grouping of addresses that count as one client."""
 
 from __future__ import annotations
 

@@ -147,7 +147,7 @@ def settings_files(settings: ServerSettings | ClientSettings) -> tuple[str, ...]
 
 
 def files_stamp(settings: ServerSettings | ClientSettings) -> tuple[tuple[int, ...] | None, ...]:
-    """Return a value that changes when one of the files, or a link to it, is changed."""
+    """Return a value that changes whenever one of the files, or a symbolic link to it, changes."""
     return tuple(_stamp(path) for path in settings_files(settings))
 
 

@@ -1,4 +1,4 @@
-"""All workers of a supervisor, as the target of the choice of policies."""
+"""All workers of a supervisor, as the target of automatic policy selection (`policy: auto`)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from gateway.workers.config_rollout import ConfigRollout, response_message, resp
 
 
 class WorkersAutoTarget:
-    """An AutoTarget that is all workers; `rows` returns their merged page /endpoints."""
+    """An AutoTarget for all worker processes; `rows` returns their merged endpoint rows
+    (/endpoints).
+    """
 
     def __init__(
         self, rollout: ConfigRollout, rows: EndpointRows, is_draining: Callable[[], bool]
@@ -30,7 +32,9 @@ class WorkersAutoTarget:
         return self._rollout.version
 
     async def change(self, text: bytes, reason: str, *, dry_run: bool) -> ChangeResult:
-        """Apply the text to all workers, unless another change has come first."""
+        """Apply the configuration text to all workers, unless another change was applied
+        meanwhile.
+        """
         running = create_version(self.version, time(), "", self.running, ())
         response = await self._rollout.put(
             text,

@@ -147,7 +147,9 @@ class ConfigRollout:
     async def rollback(
         self, number: int | None, options: ChangeOptions = DEFAULT_OPTIONS
     ) -> WorkerResponse:
-        """Apply an older version: `number`, or by default the one before the version in force."""
+        """Apply an older configuration version to all workers: `number`, or the previous
+        version.
+        """
         older = [version for version in self._versions.all() if version.number < self.version]
         target = (
             self._versions.find(number) if number is not None else (older[-1] if older else None)

@@ -98,7 +98,7 @@ class FileSource:
     def _parse_item(self, item: Any) -> EndpointSpec:
         own = {"url": item} if isinstance(item, str) else item
         if not isinstance(own, dict):
-            raise ValueError("an item is neither a url nor a mapping")
+            raise ValueError("an item is neither a URL nor a mapping with a url")
         shared = {name: getattr(self._traits, name) for name in self._traits.model_fields_set}
         return EndpointSpec.model_validate(
             shared | own, context={FOLDER_KEY: str(self._path.parent)}

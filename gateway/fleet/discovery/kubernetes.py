@@ -175,7 +175,7 @@ class KubernetesSource:
         if kind == "ERROR":
             if item.get("code") == STATUS_GONE:
                 raise VersionExpiredError
-            raise ValueError(f"the watch was ended with {item.get('code')}")
+            raise ValueError(f"the API server ended the watch with status {item.get('code')}")
         name = item["metadata"].get("name", "")
         if kind == "DELETED":
             self._slices.pop(name, None)

@@ -23,10 +23,12 @@ DiscoveredEndpoints = tuple[EndpointSpec, ...]
 
 
 class Source(Protocol):
-    """A place that lists endpoints, such as a DNS name."""
+    """A source of endpoint addresses, such as a DNS name or a Kubernetes Service."""
 
     def watch(self) -> AsyncIterator[DiscoveredEndpoints]:
-        """Yield all known endpoints, at the start and after every change."""
+        """Yield all endpoints that the source knows: first at the start, then after every
+        change.
+        """
         ...
 
 

@@ -1,1 +1,3 @@
-"""KV events: what engines publish about their prefix caches, and the exact index made from it."""
+"""KV events: messages of engines about changes of their prefix caches, and the exact index made of
+them.
+"""

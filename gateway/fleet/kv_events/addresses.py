@@ -1,7 +1,7 @@
-"""Where engines publish KV events: from the configuration, or from an engine's own description.
+"""Finds the ZeroMQ addresses at which engines publish KV events. No I/O.
 
-Without I/O. Addresses of ZeroMQ are `tcp://host:port`; each data-parallel rank has a port of its
-own.
+They come from the configuration, or from an engine's description of itself. Addresses are
+`tcp://host:port`; each data-parallel rank has a port of its own.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ _WILDCARDS = ("*", "0.0.0.0", "[::]", "::", "localhost", "127.0.0.1")
 
 
 class SourceAddress(msgspec.Struct, frozen=True):
-    """Where one rank publishes its events, and replays them ("" if it does not)."""
+    """The address at which one rank publishes KV events, and the address for replays (""
+    if none).
+    """
 
     events: str
     replay: str
@@ -27,11 +29,13 @@ class SourceAddress(msgspec.Struct, frozen=True):
 
 
 class SourceError(Exception):
-    """Raised when an engine describes no usable source of events; the text says why."""
+    """Raised when an engine describes no usable source of KV events; the message says why."""
 
 
 def configured_addresses(spec: KvEvents, url: str, ranks: int) -> list[SourceAddress]:
-    """Return the sources that the configuration names, one per rank, on consecutive ports."""
+    """Return the addresses of KV events that the configuration names: one per rank, on consecutive
+    ports.
+    """
     assert spec.publisher is not None
     host, port = _split(spec.publisher, url)
     replay = None if spec.replay is None else _split(spec.replay, url)
@@ -46,7 +50,10 @@ def configured_addresses(spec: KvEvents, url: str, ranks: int) -> list[SourceAdd
 
 
 def of_rank(addresses: list[SourceAddress], rank: int | None) -> list[SourceAddress]:
-    """Return the source of one rank, or all if `rank` is None. Raises SourceError."""
+    """Return the KV event source of one data-parallel rank, or of all ranks if `rank` is None.
+
+    Raises SourceError.
+    """
     if rank is None:
         return addresses
     if rank >= len(addresses):
@@ -55,7 +62,10 @@ def of_rank(addresses: list[SourceAddress], rank: int | None) -> list[SourceAddr
 
 
 def described_by_vllm(status: int, body: bytes, url: str) -> list[SourceAddress]:
-    """Parse the response to GET /kv_event_sources. Raises SourceError."""
+    """Parse vLLM's response to GET /kv_event_sources into source addresses.
+
+    Raises SourceError.
+    """
     described = _object(status, body, VLLM_PATH)
     ranks = sorted(described, key=lambda rank: int(rank) if rank.isdecimal() else MAX_RANKS)
     addresses = []
@@ -77,7 +87,10 @@ def described_by_vllm(status: int, body: bytes, url: str) -> list[SourceAddress]
 
 
 def described_by_sglang(status: int, body: bytes, url: str) -> list[SourceAddress]:
-    """Parse the response to GET /server_info. Raises SourceError."""
+    """Parse SGLang's response to GET /server_info into source addresses.
+
+    Raises SourceError.
+    """
     events = _object(status, body, SGLANG_PATH).get("kv_events")
     if not isinstance(events, dict) or not isinstance(events.get("endpoint_port_base"), int):
         raise SourceError("the engine publishes no KV events (--kv-events-config)")

@@ -1,7 +1,7 @@
-"""EndpointEvents: the KV events of one endpoint's ranks, and whether they can be trusted.
+"""The KV events of one endpoint's ranks, and whether they can be trusted. No I/O.
 
-Without I/O. An endpoint is exact while all of its ranks' events are complete and current, and the
-counts of cached tokens in its answers agree with them.
+An endpoint is exact while all of its ranks' events are complete and current, and the counts of
+cached tokens in its answers agree with them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ FIRST_DISTRUST_S, MAX_DISTRUST_S = 30.0, 3600.0
 
 
 class CacheExpectation(msgspec.Struct, frozen=True):
-    """What an answer must report as cached if the index is right.
+    """The number of cached tokens that an answer must report if the KV events are right.
 
     booked_at    monotonic seconds at which the endpoint was picked
     least, most  bounds of the cached tokens of the prompt, as the engine counts them; None: the
@@ -34,7 +34,7 @@ class CacheExpectation(msgspec.Struct, frozen=True):
 
 
 class EndpointEvents:
-    """One endpoint's sources of events, in the order of its data-parallel ranks.
+    """The KV event sources of one endpoint, in the order of its data-parallel ranks.
 
     problem         why there are no sources; "" if there are
     audits, errors  answers that were compared with the index, and those that disagreed
@@ -55,21 +55,23 @@ class EndpointEvents:
 
     @property
     def block_tokens(self) -> int:
-        """Tokens per block of the ranks; 0 while unknown, or if they differ."""
+        """Tokens per KV block of the endpoint's ranks; 0 while unknown, or if the ranks differ."""
         sizes = {source.block_tokens for source in self.sources if source.block_tokens}
         return sizes.pop() if len(sizes) == 1 else 0
 
     @property
     def heard_at(self) -> float:
-        """When any rank's newest message arrived, in monotonic seconds."""
+        """When the newest KV event message of any rank arrived, in monotonic seconds."""
         return max((source.heard_at for source in self.sources), default=float("-inf"))
 
     def is_exact(self, now: float) -> bool:
-        """Return whether what the events say can be used in place of belief."""
+        """Return whether KV events describe the endpoint's cache exactly, so that no prediction is
+        needed.
+        """
         return bool(self.sources) and not self.obstacle(now)
 
     def obstacle(self, now: float) -> str:
-        """Return why the endpoint is not exact; "" if it is."""
+        """Return why KV events do not describe the endpoint's cache exactly; "" if they do."""
         if not self.sources:
             return self.problem
         for rank, source in enumerate(self.sources):
@@ -82,7 +84,7 @@ class EndpointEvents:
     def on_answer(
         self, expected: CacheExpectation, prompt_tokens: int, cached_tokens: int, now: float
     ) -> None:
-        """Compare a complete answer with the index, and note whether events must follow.
+        """Compare the cached tokens of a complete answer with the KV events.
 
         prompt_tokens, cached_tokens  as the engine reports them
         """
@@ -119,7 +121,7 @@ class EndpointEvents:
             source.resynchronize(now)
 
     def tick(self, now: float) -> None:
-        """Check deadlines: replays without an answer, and answers without events."""
+        """Check deadlines: replay requests without a response, and answers without KV events."""
         for source in self.sources:
             source.tick(now)
         since = self._expected_since

@@ -1,4 +1,4 @@
-"""Copies the counts of KV events to the gateway's metrics."""
+"""Copies the counters of received KV events to the gateway's metrics."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""ExactPrefixes: what endpoints have cached, where their KV events say it exactly.
+"""The cached prompts of endpoints whose KV events describe their caches exactly. No I/O.
 
-Without I/O. Joins three parts: the blocks that engines report (policies/prefix/cached_blocks.py),
-the prompts whose tokens are known (policies/prefix/learned_prompts.py), and the trust in each
-endpoint. It corrects the belief of the prefix index where it knows better.
+It joins three parts: the blocks that engines report (policies/prefix/cached_blocks.py), the prompts
+whose tokens are known (policies/prefix/learned_prompts.py), and the trust in each endpoint. Its
+counts replace the predictions of the prefix index.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class _Holdings(msgspec.Struct, frozen=True):
 
 
 class ExactPrefixes:
-    """The exact index of this process. Live state: a reload keeps it.
+    """The index of prompt prefixes that KV events report as cached. A reload keeps it.
 
     cached     the blocks of all sources
     prompts    prompts whose tokens are known
@@ -85,11 +85,11 @@ class ExactPrefixes:
         self._lora_names: frozenset[str] = frozenset()
 
     def new_source(self, *, has_replay: bool) -> EventSource:
-        """Return a new source of events, whose blocks enter this index."""
+        """Return a new source of KV events, whose reported blocks enter this index."""
         return EventSource(self.cached, has_replay=has_replay)
 
     def remove(self, slot: int) -> None:
-        """Forget an endpoint, and what its ranks have cached."""
+        """Forget an endpoint and the blocks that its ranks have cached."""
         endpoint = self.endpoints.pop(slot, None)
         self._exact.pop(slot, None)
         self._holdings = None
@@ -97,7 +97,7 @@ class ExactPrefixes:
             source.blocks.close()
 
     def refresh(self, now: float) -> None:
-        """Decide which endpoints are exact, after events have been applied or time has passed."""
+        """Update which endpoints are exact, after new KV events or after some time."""
         self._exact = {
             slot: endpoint for slot, endpoint in self.endpoints.items() if endpoint.is_exact(now)
         }
@@ -122,7 +122,11 @@ class ExactPrefixes:
         return slot in self._exact
 
     def describe(self, slot: int, now: float) -> str | None:
-        """Return "exact", or "believed" with the reason; None for an endpoint without events."""
+        """Return how the cache of an endpoint is known, as text: "exact", or "believed" with the
+        reason.
+
+        None for an endpoint without KV events.
+        """
         endpoint = self.endpoints.get(slot)
         if endpoint is None:
             return None
@@ -132,7 +136,10 @@ class ExactPrefixes:
     # What is cached
 
     def correct(self, tokens: list[int], fingerprint: Fingerprint, prompt_tokens: int) -> list[int]:
-        """Correct the believed tokens by slot, in place, for exact endpoints; return the list."""
+        """Replace predicted cached tokens by exact ones, in place, and return the list.
+
+        Items are indexed by endpoint slot; only endpoints with exact KV events change.
+        """
         holdings = self._look_up(fingerprint)
         if holdings is not None and holdings.held:
             top = max(holdings.held)
@@ -144,7 +151,7 @@ class ExactPrefixes:
     def correct_match(
         self, match: PrefixMatch, fingerprint: Fingerprint, prompt_tokens: int
     ) -> PrefixMatch:
-        """Return the match with the tokens of exact endpoints in place of the believed ones."""
+        """Return the prefix match with exact counts for the endpoints that have exact KV events."""
         holdings = self._look_up(fingerprint)
         if holdings is None or not holdings.held:
             return match
@@ -221,9 +228,10 @@ class ExactPrefixes:
     def on_sent(
         self, fingerprint: Fingerprint, slot: int, prompt_tokens: int, now: float
     ) -> CacheExpectation | None:
-        """Record that a prompt is sent to an endpoint; return what its answer must report.
+        """Record that a prompt is sent to an endpoint; return the cached tokens that its answer
+        must report.
 
-        None if the endpoint has no events.
+        None if the endpoint has no KV events.
         """
         if slot not in self.endpoints:
             return None
@@ -254,9 +262,9 @@ class ExactPrefixes:
         return n_bytes if is_whole else SAMPLE_LENGTHS[rung] * size
 
     def note(self, prompt: UnreadPrompt) -> None:
-        """Queue a prompt for learning its tokens; drop the oldest ones beyond the bounds.
+        """Queue a prompt whose tokens are to be learned; drop the oldest prompts beyond the limits.
 
-        A prompt without a whole block of bytes could not be recognised, and is left out.
+        A prompt shorter than one block could not be recognised, so it is left out.
         """
         if not prompt.fingerprint.sampled_keys:
             return
@@ -276,7 +284,7 @@ class ExactPrefixes:
         return prompt
 
     def block_sizes(self, slots: Sequence[int]) -> set[int]:
-        """Return the known tokens per block of these endpoints."""
+        """Return the known KV block sizes of these endpoints, in tokens."""
         sizes = {self.endpoints[slot].block_tokens for slot in slots if slot in self.endpoints}
         return sizes - {0}
 
@@ -288,7 +296,7 @@ class ExactPrefixes:
         engine_model: str,
         salt: str,
     ) -> None:
-        """Record the tokens of a prompt, for endpoints with blocks of these sizes.
+        """Record a prompt's token ids, for endpoints with KV blocks of these sizes.
 
         engine_model  the engines' name of the model, which may be a LoRA adapter's
         salt          the cache salt that engines get; "" for none

@@ -23,7 +23,7 @@ _ARRAYS = (*range(0x90, 0xA0), 0xDC, 0xDD)  # first bytes of arrays in MessagePa
 
 
 class EventError(Exception):
-    """Raised for a message that is no batch of KV events; the text says why."""
+    """Raised for a message that is not a batch of KV events; the text says why."""
 
 
 class _StoredFields(msgspec.Struct, frozen=True):
@@ -52,23 +52,23 @@ class _StoredMap(_StoredFields, frozen=True, tag="BlockStored"):
 
 
 class _RemovedMap(_RemovedFields, frozen=True, tag="BlockRemoved"):
-    """Removed blocks as a map."""
+    """The KV event `BlockRemoved` in its map form (vLLM 0.24 and newer, SGLang 0.5)."""
 
 
 class _ClearedMap(msgspec.Struct, frozen=True, tag="AllBlocksCleared"):
-    """An emptied prefix cache as a map."""
+    """The KV event `AllBlocksCleared` in its map form (vLLM 0.24 and newer, SGLang 0.5)."""
 
 
 class _StoredArray(_StoredFields, frozen=True, array_like=True, tag="BlockStored"):
-    """Stored blocks as an array."""
+    """The KV event `BlockStored` in its array form (older engines)."""
 
 
 class _RemovedArray(_RemovedFields, frozen=True, array_like=True, tag="BlockRemoved"):
-    """Removed blocks as an array."""
+    """The KV event `BlockRemoved` in its array form (older engines)."""
 
 
 class _ClearedArray(msgspec.Struct, frozen=True, array_like=True, tag="AllBlocksCleared"):
-    """An emptied prefix cache as an array."""
+    """The KV event `AllBlocksCleared` in its array form (older engines)."""
 
 
 _AnyMap = _StoredMap | _RemovedMap | _ClearedMap
@@ -94,7 +94,7 @@ class _RawBatch(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StoredBlocks(msgspec.Struct, frozen=True):
-    """Consecutive blocks of a chain that are cached now.
+    """A KV event: these consecutive blocks of a prompt's chain are cached now.
 
     names         the engine's hashes
     parent        the hash of the block before; None: the chain begins here
@@ -120,7 +120,7 @@ class StoredBlocks(msgspec.Struct, frozen=True):
 
 
 class RemovedBlocks(msgspec.Struct, frozen=True):
-    """Blocks that have left a medium."""
+    """A KV event: these blocks have left a storage medium, such as GPU memory."""
 
     names: list[EngineHash]
     medium: int
@@ -128,14 +128,16 @@ class RemovedBlocks(msgspec.Struct, frozen=True):
 
 
 class ClearedCache(msgspec.Struct, frozen=True):
-    """An engine's prefix cache has been emptied."""
+    """A KV event: the engine has emptied its prefix cache."""
 
 
 KvEvent = StoredBlocks | RemovedBlocks | ClearedCache
 
 
 class Batch(msgspec.Struct, frozen=True):
-    """One message. `published_at` is the engine's clock; `rank` None: the engine has one rank."""
+    """One message of KV events. `published_at` is on the engine's clock; `rank` is None for a
+    single rank.
+    """
 
     published_at: float
     events: list[KvEvent]
@@ -182,7 +184,7 @@ def _decode_slowly(payload: bytes) -> Batch:
             if kind in _KNOWN_TYPES:
                 events.append(_convert(_decode_array(data) if is_array else _decode_map(data)))
     except (msgspec.MsgspecError, AttributeError, TypeError, RecursionError) as error:
-        raise EventError(f"a message is no batch of KV events: {error}") from None
+        raise EventError(f"a message is not a batch of KV events: {error}") from None
     return Batch(raw.ts, events, raw.data_parallel_rank)
 
 

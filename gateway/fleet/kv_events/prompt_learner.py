@@ -1,7 +1,8 @@
-"""PromptLearner: has engines tokenize prompts in the background, so that KV events say whose.
+"""Asks engines to tokenize prompts in the background, so that KV events can be matched to prompts.
 
-A few prompts at a time, so that the work stays small beside the engines' own. A prompt that cannot
-be tokenized is forgotten, and belief serves it.
+KV events contain token ids, while clients send text. Few prompts are tokenized at a time, so that
+the work stays small beside the engines' own. If a prompt cannot be tokenized, the prefix index
+predicts its cached tokens.
 """
 
 from __future__ import annotations
@@ -35,14 +36,14 @@ WORKERS = 4
 
 
 class Tokenizer(msgspec.Struct, frozen=True):
-    """The endpoints that can tokenize the prompts of a model, and the engines' name of it."""
+    """The endpoints that can tokenize a model's prompts, and the engines' name of the model."""
 
     endpoints: Sequence[LiveEndpoint]
     engine_model: str
 
 
 class PromptLearner:
-    """Empties the queue of unread prompts. Sole reader of `ExactPrefixes.unread`."""
+    """Tokenizes the prompts in the queue ExactPrefixes.unread, which only this class reads."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""KvEventReader: keeps a subscription to every source of KV events, and applies what arrives.
+"""Subscribes to every source of KV events, and applies the messages that arrive.
 
 It runs on the event loop between requests, in slices of at most a millisecond.
 """
@@ -60,7 +60,9 @@ class _Watched:
 
 
 class KvEventReader:
-    """Reads the events of all endpoints that have `kv_events`; follows the endpoint table."""
+    """Reads the KV events of all endpoints with the setting `kv_events`; follows changes of the
+    endpoints.
+    """
 
     def __init__(self, endpoints: EndpointTable, exact: ExactPrefixes, metrics: Metrics) -> None:
         self._endpoints, self._exact, self._metrics = endpoints, exact, metrics
@@ -221,7 +223,7 @@ class KvEventReader:
             log.info("endpoint %s: its prefix cache is known exactly by KV events", name)
         for name in sorted(self._exact_names - exact):
             log.warning(
-                "endpoint %s: its prefix cache is guessed again (%s)",
+                "endpoint %s: its prefix cache is predicted again, not known (%s)",
                 name,
                 names.get(name, "removed"),
             )

@@ -1,6 +1,6 @@
-"""KvEventService: reads KV events and learns prompts, once any endpoint publishes events.
+"""Starts the reading of KV events once any endpoint publishes them.
 
-pyzmq is an extra, so the modules that import it are loaded only then.
+pyzmq is an optional dependency, so the modules that import it are loaded only then.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ if TYPE_CHECKING:
 
 
 class KvEventService:
-    """Starts with the first endpoint that has `kv_events`, which a reload may add."""
+    """Starts reading KV events when the first endpoint has the setting `kv_events`; a reload may
+    add it.
+    """
 
     def __init__(
         self,
@@ -32,7 +34,7 @@ class KvEventService:
         self._reader: KvEventReader | None = None
 
     def start_if_due(self) -> None:
-        """Start reading, unless no endpoint has events or it has started before."""
+        """Start reading KV events, unless it has started or no endpoint publishes any."""
         if self._reader is not None or not any(
             live.spec.kv_events is not None for live in self._endpoints.all()
         ):
@@ -47,7 +49,8 @@ class KvEventService:
     def find_tokenizer(
         self, slots: Collection[int], resolve_name: Callable[[Endpoint], str]
     ) -> Tokenizer | None:
-        """Return the available ones of these endpoints that have KV events; None without any.
+        """Return those of the endpoints that are available and have KV events; None if there are
+        none.
 
         resolve_name  returns the name by which an endpoint's engine lists the model
         """

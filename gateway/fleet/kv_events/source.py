@@ -1,8 +1,8 @@
-"""EventSource: the stream of KV events of one engine rank, and the blocks that follow from it.
+"""The stream of KV events of one engine rank, and the cached blocks that follow from it. No I/O.
 
-Without I/O: messages, connections and the time in; a wish to have messages replayed out. A stream
-is numbered from 0 since the start of the engine. A gap in the numbers is closed by a replay; where
-the engine offers none, a gap empties the rank's blocks.
+The caller passes messages, connection changes and the time; the source says when it needs a replay.
+A stream is numbered from 0 since the start of the engine. A gap in the numbers is closed by a
+replay. Without replays, a gap empties the rank's blocks.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ _NEVER = float("-inf")
 
 
 class EventSource:
-    """One rank's events: their order, what they say is cached, and whether that is complete.
+    """The KV events of one rank: their order, the blocks they report, and whether these are
+    complete.
 
     blocks          the blocks that the rank has cached, as far as its events say
     block_tokens    tokens per block; 0 before the first event
@@ -82,7 +83,7 @@ class EventSource:
 
     @property
     def is_current(self) -> bool:
-        """Whether all events up to now have been applied, and they say everything."""
+        """Whether all KV events up to now have been applied and describe every cached block."""
         is_catching_up = self._is_replaying and not self._is_check
         return self.is_connected and self.is_complete and not is_catching_up and not self.problem
 
@@ -99,7 +100,9 @@ class EventSource:
     # Connection
 
     def on_connected(self, now: float) -> None:
-        """Record that the subscription stands: what was published meanwhile is to be replayed."""
+        """Record that the subscription is established; request a replay of the events published
+        before.
+        """
         self.is_connected = True
         self._checks_at = now + CHECK_S
         if not self._has_replay:
@@ -111,13 +114,16 @@ class EventSource:
             self._request_replay(0, now)
 
     def on_disconnected(self) -> None:
-        """Record that the subscription is lost. The blocks stay until it is known what happened."""
+        """Record that the subscription is lost.
+
+        The blocks stay until the reason is known: a lost connection or a restarted engine.
+        """
         self.is_connected = self._is_replaying = False
         self.replay_from = None
         self._drop_held()
 
     def reset(self) -> None:
-        """Forget all blocks and start over with the next message."""
+        """Forget all blocks of the rank and start over with the next message."""
         self._forget()
         self._next = None
         self._published_at = _NEVER
@@ -126,13 +132,15 @@ class EventSource:
         self._drop_held()
 
     def resynchronize(self, now: float) -> None:
-        """Forget all blocks, and have everything replayed that the engine still has."""
+        """Forget all blocks of the rank, and request a replay of all events that the engine still
+        has.
+        """
         self.reset()
         if self._has_replay and self.is_connected:
             self._request_replay(0, now)
 
     def fail(self, problem: str) -> None:
-        """Give up on the events, because they cannot be read; `problem` says why."""
+        """Stop using the rank's KV events, because they cannot be read; `problem` says why."""
         self.reset()
         self.problem = problem
 
@@ -170,7 +178,7 @@ class EventSource:
         self._apply(number, batch)
 
     def on_replay_end(self, now: float) -> None:
-        """Handle the end of a replay: apply what was published meanwhile."""
+        """Handle the end of a replay: apply the messages that arrived during it."""
         if not self._awaits_replay:
             return
         if self._verified is not None:  # the engine does not have the last message that we saw
@@ -196,9 +204,9 @@ class EventSource:
         return self._is_replaying and self.replay_from is None
 
     def tick(self, now: float) -> None:
-        """Check in a quiet moment that no message is missing; give up a replay without an answer.
+        """While no messages arrive, check that none is missing; end a replay that gets no response.
 
-        A message that the engine published before it knew of the subscription is in a replay only.
+        A message that the engine published before it knew of the subscription is only in a replay.
         """
         if self._checks_at is not None and now >= self._checks_at:
             self._checks_at = None

@@ -1,7 +1,7 @@
-"""Subscription: the ZeroMQ sockets of one source of KV events.
+"""The ZeroMQ sockets of one source of KV events. Needs pyzmq (the extra `events`).
 
-ZeroMQ's own thread receives into bounded queues, outside the interpreter. `drain` takes what is
-there and never waits. Needs pyzmq, the extra `events`.
+ZeroMQ's own thread receives into bounded queues, outside the interpreter. `drain` takes what has
+arrived and never waits.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ _END_OF_REPLAY = b"\xff" * 8
 
 
 class Subscription:
-    """Feeds one source from its publisher: messages, lost connections, and replays it wants."""
+    """Connects an EventSource to its publisher: passes on messages and lost connections, requests
+    replays.
+    """
 
     def __init__(
         self, context: zmq.Context[zmq.Socket[bytes]], address: SourceAddress, source: EventSource
@@ -57,7 +59,10 @@ class Subscription:
         return socket
 
     def drain(self, clock: Callable[[], float], ends: float) -> bool:
-        """Handle what has arrived until `ends` (of the clock); return whether more may be left."""
+        """Handle received messages until the time `ends` (monotonic seconds).
+
+        Returns whether more messages may be waiting.
+        """
         source, now = self.source, clock()
         while self._monitor.poll(0):
             event = parse_monitor_message(self._monitor.recv_multipart(zmq.NOBLOCK))["event"]

@@ -1,6 +1,6 @@
-"""How to have an engine tokenize a prompt, off the request path. Without I/O.
+"""Builds requests that make an engine tokenize a prompt, and parses the responses. No I/O.
 
-vLLM and SGLang serve POST /tokenize; vLLM's also renders a chat by the model's template.
+vLLM and SGLang serve POST /tokenize. vLLM also renders a chat by the model's template.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def given_tokens(prompt: UnreadPrompt) -> list[int] | None:
 
 
 def tokenize_body(prompt: UnreadPrompt, engine_model: str) -> bytes:
-    """Return the body of the request to /tokenize."""
+    """Return the body of the request to /tokenize for this prompt, as JSON."""
     names = _CHAT_MEMBERS if prompt.path == CHAT_PATH else _COMPLETION_MEMBERS
     members = {name: prompt.members[name] for name in names if name in prompt.members}
     members["model"] = msgspec.Raw(msgspec.json.encode(engine_model))
@@ -75,7 +75,7 @@ def tokenize_body(prompt: UnreadPrompt, engine_model: str) -> bytes:
 
 
 def parse_tokens(status: int, body: bytes) -> list[int] | None:
-    """Return the tokens in a response; None if it has none."""
+    """Return the token ids in a response of /tokenize; None if it has none."""
     if status != 200:
         return None
     try:

@@ -56,7 +56,7 @@ def mistyped(name: str, expected: str) -> GatewayError:
 
 
 def text_of(value: Any, name: str) -> str:
-    """Return `value` if it is a string, else raise GatewayError for the member `name`."""
+    """Return `value` if it is a string; raise GatewayError for the member `name` otherwise."""
     if not isinstance(value, str):
         raise mistyped(name, "a string")
     return value
@@ -85,7 +85,9 @@ def require(members: Mapping[str, Any], *names: str) -> None:
 
 
 def only(members: Mapping[str, Any], known: frozenset[str], path: str) -> None:
-    """Raise GatewayError for the first member that is not in `known`, unless its value is null."""
+    """Raise GatewayError for the first member that is not in `known` and whose value is
+    not null.
+    """
     for name, value in members.items():
         if name not in known and value is not None:
             raise untranslatable(f"{path}.{name}")
@@ -97,7 +99,7 @@ def copy_member(value: Any, name: str, chat: dict[str, Any]) -> None:
 
 
 def skip_member(value: Any, name: str, chat: dict[str, Any]) -> None:
-    """Leave out a member that does not affect the correctness of the answer."""
+    """Leave out a body member that does not affect the correctness of the answer."""
 
 
 def refuse_member(value: Any, name: str, chat: dict[str, Any]) -> None:
@@ -136,7 +138,7 @@ def translate_members(
 
 
 def refuse_unknown(value: Any, name: str, chat: dict[str, Any]) -> None:
-    """Raise GatewayError for a member that is not known."""
+    """Raise GatewayError for a body member without a translation handler."""
     raise untranslatable(name)
 
 

@@ -36,7 +36,7 @@ _ECHOED: Mapping[str, Any] = {
 
 
 def echo(request: bytes) -> dict[str, Any]:
-    """Return the members that a response repeats from the body of its request.
+    """Return the members that a Responses object repeats from its request's body.
 
     The response says that it is not stored, because these engines cannot store it.
     """
@@ -116,7 +116,7 @@ def ended(finish_reason: str | None, output: list[dict[str, Any]]) -> dict[str, 
 
 
 def usage_of(usage: ChatUsage) -> dict[str, Any]:
-    """Return token counts under their names in the Responses API."""
+    """Return token counts under the names of the Responses API."""
     return {
         "input_tokens": usage.prompt_tokens,
         "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},

@@ -39,7 +39,7 @@ class StreamTranslator(ABC):
         self.seen_calls: set[int] = set()
 
     def feed(self, data: bytes) -> bytes:
-        """Process the engine's next bytes; return the client's events that they complete."""
+        """Process the engine's next bytes, and return the client's complete events."""
         return self._translate(lambda: self._events.feed(data))
 
     def finish(self) -> bytes:

@@ -91,7 +91,7 @@ def is_translated(call: Call, lacking: Set[str]) -> bool:
 
 
 def translated(call: Call, model: ModelInfo, context: CallContext) -> tuple[Call, NewTranslator]:
-    """Return the translated call, and the function that creates translators of its answers.
+    """Return the request translated to the engines' API, and a factory of answer translators.
 
     The session and the model's name are those of the client's own body. Raises GatewayError for a
     request that cannot be translated.
@@ -114,7 +114,7 @@ def translated(call: Call, model: ModelInfo, context: CallContext) -> tuple[Call
 def translated_losslessly(
     call: Call, model: ModelInfo, context: CallContext, *, stores_answers: bool
 ) -> tuple[Call, NewTranslator] | str:
-    """Return what translated() returns, or the member because of which something would be lost.
+    """Return the result of translated(), or the name of a member that the translation would lose.
 
     stores_answers  an engine may store the answer to this request for later ones
     """

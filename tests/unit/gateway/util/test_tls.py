@@ -144,7 +144,7 @@ def test_a_valid_certificate_is_not_replaced_by_an_expired_one(
     authority.issue("server", "localhost", expired=True)
     follow()
     assert tls_listener.not_after == before
-    assert "cannot be used: it has expired" in caplog.text
+    assert "cannot be used: the certificate has expired" in caplog.text
 
 
 @pytest.mark.usefixtures("good")

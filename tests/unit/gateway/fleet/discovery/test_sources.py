@@ -335,7 +335,7 @@ async def test_a_watch_that_fails_after_an_event_is_logged_again(
             line.partition("; ")[0] for line in caplog.messages if line.startswith("EndpointSlices")
         ] == [
             "EndpointSlices of engines: the API server answers 503",
-            "EndpointSlices of engines: the watch was ended with 500",
+            "EndpointSlices of engines: the API server ended the watch with status 500",
         ]
 
 
