@@ -60,7 +60,9 @@ PREEMPTIONS = "penstock_batch_preemptions_total"
 
 
 class Answer(NamedTuple):
-    """One live request: whether it ended well, its latencies in seconds, and its tokens."""
+    """The result of one live request: whether it ended well, its latencies in seconds, and its
+    tokens.
+    """
 
     is_whole: bool
     ttft_s: float
@@ -69,7 +71,7 @@ class Answer(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What one run measured; counts of the batch are zero in the run without one."""
+    """The measurements of one run; counts of the batch are zero in the run without a batch."""
 
     answers: list[Answer]
     engine_tokens: float
@@ -346,14 +348,27 @@ def report(options: argparse.Namespace, alone: Outcome, beside: Outcome) -> None
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--lines", type=int, default=60, help="requests of the batch")
-    parser.add_argument("--seconds", type=float, default=60.0, help="length of the live traffic")
-    parser.add_argument("--kills", type=int, default=2, help="times that the gateway is killed")
-    parser.add_argument("--places", type=int, default=8, help="places of each of the two engines")
-    parser.add_argument("--speed", type=float, default=0.5, help="speed of the mock engines")
-    parser.add_argument("--load", type=float, default=0.9, help="offered load, of the capacity")
-    parser.add_argument("--ttft", type=float, default=1.0, help="live target for the TTFT, seconds")
-    parser.add_argument("--tpot", type=float, default=0.1, help="live target for the TPOT, seconds")
+    parser.add_argument("--lines", type=int, default=60, help="number of requests in the batch")
+    parser.add_argument(
+        "--seconds", type=float, default=60.0, help="duration of the live traffic in seconds"
+    )
+    parser.add_argument("--kills", type=int, default=2, help="how many times the gateway is killed")
+    parser.add_argument(
+        "--places",
+        type=int,
+        default=8,
+        help="maximum concurrent requests of each of the two engines",
+    )
+    parser.add_argument("--speed", type=float, default=0.5, help="speed-up of the mock engines")
+    parser.add_argument(
+        "--load", type=float, default=0.9, help="offered live load, as a share of the capacity"
+    )
+    parser.add_argument(
+        "--ttft", type=float, default=1.0, help="TTFT target of live requests in seconds"
+    )
+    parser.add_argument(
+        "--tpot", type=float, default=0.1, help="TPOT target of live requests in seconds"
+    )
     options = parser.parse_args()
     service_s = asyncio.run(service_time_s(options))
     places = GROUPS * options.places

@@ -50,7 +50,9 @@ def median_us(action: Callable[[int], object], texts: Sequence[bytes] = (b"",) *
 
 
 class Bench:
-    """Measures the parts of a routing decision for one prompt length and one fleet size."""
+    """Measures the time of the parts of a routing decision, for one prompt length and
+    fleet size.
+    """
 
     def __init__(self, tokens: int, endpoints: int) -> None:
         self.tokens, self.rng = tokens, Random(1)

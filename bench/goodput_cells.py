@@ -81,7 +81,7 @@ class Cell(msgspec.Struct, frozen=True):
 
 
 class Measurement(msgspec.Struct, frozen=True):
-    """The result of a cell.
+    """The result of one cell (one policy on one workload).
 
     capacities  by target, as text
     figures     at the highest load that attained the lowest target

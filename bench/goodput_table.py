@@ -73,7 +73,8 @@ RELATIVE_NOTES = {
 
 
 def capacities(measurements: Sequence[Measurement], target: str) -> list[str]:
-    """Return the table of capacities by policy and workload, as Markdown lines.
+    """Return the table of capacities (good requests per second) by policy and workload, as Markdown
+    lines.
 
     Ratios are to the best published rule with the same seed.
     """
@@ -133,12 +134,14 @@ def format_geomean(row: dict[str, list[float]], names: Sequence[str]) -> str:
 
 
 def geomean(row: dict[str, list[float]]) -> float:
-    """Return the geometric mean over workloads of mean ratios; about 0 if a capacity is 0."""
+    """Return the geometric mean over workloads of the seeds' mean ratios; about 0 if a capacity is
+    0.
+    """
     return exp(fmean(log(max(fmean(ratios), 1e-6)) for ratios in row.values())) if row else 0.0
 
 
 def agents(measurements: Sequence[Measurement]) -> list[str]:
-    """Return the table of good requests per second by number of users, as Markdown lines."""
+    """Return the table of good requests per second by number of agent users, as Markdown lines."""
     values_of = grouped(
         measurements,
         "agents",

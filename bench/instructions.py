@@ -34,7 +34,10 @@ void toggle(void) { CALLGRIND_TOGGLE_COLLECT; }
 
 
 def main() -> None:
-    """Print a line per kind and tree: instructions per request, or per request and function."""
+    """Count instructions, and print a line per kind of request and source tree.
+
+    The counts are per request, or per request and function.
+    """
     options = _options()
     build_tools()
     with ExitStack() as stack:
@@ -54,10 +57,17 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--base", help="also count in this git revision, and print the ratio")
-    parser.add_argument("--kinds", nargs="+", default=["plain"], help="kinds of bench/opcodes.py")
     parser.add_argument(
-        "--functions", nargs="+", help="count these functions of the gateway alone, by name"
+        "--base", help="git revision to compare with; its counts and the ratio are printed"
+    )
+    parser.add_argument(
+        "--kinds",
+        nargs="+",
+        default=["plain"],
+        help="kinds of requests to count, as in bench/opcodes.py",
+    )
+    parser.add_argument(
+        "--functions", nargs="+", help="count only these functions of the gateway, given by name"
     )
     return parser.parse_args()
 

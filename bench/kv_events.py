@@ -35,7 +35,7 @@ CLIENTS, SETTLE_S = 16, 2.5
 
 
 class Predictions:
-    """How far predicted and reported cached tokens were apart, in blocks."""
+    """Differences between predicted and reported cached tokens, in blocks."""
 
     def __init__(self) -> None:
         self.errors: list[float] = []
@@ -61,7 +61,10 @@ class Predictions:
 
 
 async def converse(http: aiohttp.ClientSession, url: str, rng: Random, ends: float) -> int:
-    """Ask about documents, several turns each, until `ends`; return the number of answers."""
+    """Send questions about documents, several turns each, until the time `ends`.
+
+    Return the number of answers.
+    """
     answers = 0
     while monotonic() < ends:
         number = min(int(rng.paretovariate(0.4)), DOCUMENTS)
@@ -106,7 +109,7 @@ def compare(app: App, groups: list[FleetGroup]) -> dict[str, Any]:
 
 
 async def run(seconds: float, count: int, faults: str, seed: int, block_bytes: int) -> None:
-    """Run the load in periods with a quiet moment after each, and print what was found."""
+    """Run the load in periods with a pause after each, and print the comparisons."""
     spec = GroupSpec(
         "demo-8b",
         model_named("demo-8b"),
@@ -174,7 +177,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=120.0)
     parser.add_argument("--groups", type=int, default=8)
-    parser.add_argument("--faults", default=FAULTS, help="faults of the mocks; '' for none")
+    parser.add_argument(
+        "--faults", default=FAULTS, help="fault specification of the mock engines; '' for none"
+    )
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--block-bytes", type=int, default=512, help="prefix.block_bytes")
     options = parser.parse_args()

@@ -164,10 +164,14 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="peers.py", description="Compare penstock with other gateways on this machine."
     )
-    parser.add_argument("--quick", action="store_true", help="three rounds with short windows")
+    parser.add_argument(
+        "--quick", action="store_true", help="measure three rounds with short periods"
+    )
     parser.add_argument("--rounds", type=int, help="rounds of every cell (5; 3 with --quick)")
     parser.add_argument(
-        "--sources-only", action="store_true", help="do not compile; measure the sources only"
+        "--sources-only",
+        action="store_true",
+        help="do not compile the gateway; measure only its sources",
     )
     parser.add_argument("--seed", type=int, default=1, help="random seed of the measuring order")
     parser.add_argument(

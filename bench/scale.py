@@ -155,7 +155,9 @@ class LoopTurns:
         self._loop.call_later(0.001, self._turn)
 
     async def during(self, action: Callable[[], Awaitable[None]]) -> float:
-        """Run an action; return the longest blocked time during it, in milliseconds."""
+        """Run an action; return the longest time that it blocked the event loop, in
+        milliseconds.
+        """
         await asyncio.sleep(0.05)
         self.longest_s = 0.0
         await action()

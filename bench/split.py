@@ -48,7 +48,7 @@ WORDS = "How does a water wheel work? "
 
 @dataclass(frozen=True)
 class Kind:
-    """One kind of request: its prompt, and whether the answer is streamed."""
+    """One kind of request to measure: its prompt, and whether the answer is streamed."""
 
     name: str
     prompt: str

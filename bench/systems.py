@@ -39,7 +39,9 @@ MODEL = "bench-model"
 
 
 class NotMeasurable(Exception):
-    """A system cannot be installed, started or measured. The report gives the reason."""
+    """Raised when a system cannot be installed, started or measured. The report gives the
+    reason.
+    """
 
 
 _ANY_CERTIFICATE = ssl.create_default_context()
@@ -90,7 +92,7 @@ def backend_urls(base: int, ports: int = BACKENDS) -> list[str]:
 
 @dataclass(frozen=True)
 class Certificate:
-    """The files of a TLS certificate and its private key."""
+    """The file paths of a TLS certificate and its private key."""
 
     certificate: Path
     key: Path

@@ -69,7 +69,7 @@ _FENCES_S = 5.0
 
 
 class Agent:
-    """The end of all KV transfers of one tensor-parallel group, or of one rank of that group.
+    """The endpoint of all KV transfers of one tensor-parallel group, or of one rank of that group.
 
     layout, regions   the group's KV layout, and the KV memory of each rank; it outlives the agent
     key               the fleet's shared secret, at least 16 bytes; peers without it are refused
@@ -395,7 +395,9 @@ class Agent:
             self._do(self._sink.on_landed(link, head, verdict, self._clock.now()))
 
     def on_sent(self, link: Link, head: WindowHead) -> None:
-        """Do nothing when a window was read; the sink's messages return the send credit."""
+        """Do nothing when a window of KV has been read, because the sink's messages return the send
+        credit.
+        """
 
     def on_fenced(self, link: Link, transfer: int) -> None:
         with self._lock:
@@ -427,7 +429,7 @@ class Agent:
 
     def _number(self) -> int:
         if self._closed or not self.address:
-            raise RuntimeError(f"agent {self._name} is not open")
+            raise RuntimeError(f"agent {self._name} is not open; call start() or open() first")
         return next(self._numbers)
 
     def _do(self, commands: list[Command]) -> None:

@@ -27,7 +27,7 @@ class TransportError(Exception):
 
 
 class WindowVerdict(StrEnum):
-    """Whether the bytes of a window of KV arrived unharmed.
+    """Whether the bytes of a window (a piece of a KV transfer) arrived intact.
 
     STALE    the source's blocks changed owner while they were read
     CORRUPT  the bytes differ from those that were sent
@@ -182,7 +182,7 @@ class LinkOwner(Protocol):
     """
 
     def on_linked(self, link: Link) -> None:
-        """Record a link that a peer has just dialled; the peer's identity is not known yet."""
+        """Record a link that a peer has just dialled; the peer has not proven its identity yet."""
         ...
 
     def on_message(self, link: Link, data: bytes) -> None: ...

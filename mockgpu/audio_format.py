@@ -58,7 +58,9 @@ class AudioChunks:
         return self._chunk(self._choice.text[start : start + TOKEN_BYTES], None)
 
     def end(self, cached: int | None) -> bytes:
-        """Return the last event, with the finish reason, and the `[DONE]` marker."""
+        """Return the last event of a transcription stream, with the finish reason, and the `[DONE]`
+        marker.
+        """
         return self._chunk("", "stop") + http_chunk(DONE)
 
     def _chunk(self, piece: str, reason: str | None) -> bytes:

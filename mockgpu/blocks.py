@@ -48,7 +48,7 @@ class BlockPool:
 
     @property
     def free(self) -> int:
-        """The number of blocks without references.
+        """The number of KV blocks that no request uses.
 
         Blocks whose content is still cached count as free, because they can be evicted.
         """
@@ -56,11 +56,13 @@ class BlockPool:
 
     @property
     def usage(self) -> float:
-        """The share of blocks that are in use, from 0 to 1."""
+        """The share of the engine's KV blocks that are in use, from 0 to 1."""
         return 1 - len(self._free) / self.total
 
     def count_hits(self, keys: Sequence[int], limit: int) -> int:
-        """Return how many of the first `limit` keys are cached, up to the first one that is not."""
+        """Return how many of the first `limit` block keys are cached, up to the first
+        missing key.
+        """
         by_key = self._by_key
         for i in range(min(limit, len(keys))):
             if keys[i] not in by_key:

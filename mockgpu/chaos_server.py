@@ -45,7 +45,9 @@ async def run_chaos_server(members: Sequence[FleetGroup], port: int) -> AsyncIte
 
 
 def application(members: Sequence[FleetGroup]) -> web.Application:
-    """Return the web application with the routes GET /faults and POST /faults/{group's port}."""
+    """Return the web application of the fault server: GET /faults, and POST /faults/{port of a
+    group}.
+    """
 
     async def show(_: web.Request) -> web.Response:
         return _json(

@@ -20,7 +20,10 @@ Up to there the parabola is within 0.1 %, and 0.2 % where the measured grid has 
 
 
 class DecodeRun:
-    """`steps` decode-only steps of one batch, timed in seconds from the start of the first."""
+    """A run of `steps` decode-only steps of one batch.
+
+    Times are seconds from the start of the first step.
+    """
 
     __slots__ = ("_base", "_bend", "_slope", "context", "seqs", "steps")
 

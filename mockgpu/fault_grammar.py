@@ -137,7 +137,7 @@ _OPTIONS: dict[FaultKind, tuple[str, ...]] = {
 
 
 class FaultError(ValueError):
-    """The fault specification is invalid. The message names the part and the reason."""
+    """Raised for an invalid fault specification; the message names the part and the reason."""
 
 
 def parse_faults(spec: str) -> tuple[InjectedFault, ...]:

@@ -20,7 +20,7 @@ from policies.sizing.model_shapes import Llm
 
 
 class Grid(msgspec.Struct, frozen=True):
-    """The measured step times of one model, GPU and TP size: one row of the data file.
+    """The measured step times of one model, GPU type and TP size: one row of the data file.
 
     Prefill maps prompt tokens ("4096") to milliseconds. Decode maps batch size and context
     ("b16c4096") to milliseconds.
@@ -72,7 +72,7 @@ class LogCurve:
         self._ys = [y for _, y in pairs]
 
     def value(self, x: float) -> float:
-        """Return the function's value at x > 0."""
+        """Return the interpolated value of the curve at x > 0."""
         xs, ys, lx = self._xs, self._ys, log2(x)
         i = bisect_right(xs, lx)
         if i == 0:
@@ -96,7 +96,7 @@ class LogSurface:
         self._lines = [LogCurve(rows[x]) for x in sorted(rows)]
 
     def value(self, x: float, y: float) -> float:
-        """Return the function's value at x, y > 0."""
+        """Return the interpolated value of the surface at x, y > 0."""
         xs, lines, lx = self._xs, self._lines, log2(x)
         i = bisect_right(xs, lx)
         if i == 0:
@@ -134,7 +134,9 @@ class GridCorrection:
 
 
 def whole_prompt(tokens: int) -> StepWork:
-    """Return the work of a step that computes one whole prompt with nothing cached."""
+    """Return the work of one engine step that computes a whole prompt of which nothing is
+    cached.
+    """
     return StepWork(tokens, tokens * tokens / 2)
 
 

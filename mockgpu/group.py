@@ -109,12 +109,15 @@ class GroupSpec(msgspec.Struct, frozen=True):
 
 
 class TokenSink(Protocol):
-    """The receiver of one job's tokens. It is called within an engine step and must not block."""
+    """The receiver of one job's tokens.
+
+    Its methods are called within an engine step and must not block.
+    """
 
     def on_token(self) -> None: ...
 
     def on_end(self) -> None:
-        """Handle the end of the job, after its last token."""
+        """Handle the end of the job. This is called after the job's last token."""
         ...
 
     def on_failure(self, error: ApiError) -> None:

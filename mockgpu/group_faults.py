@@ -35,7 +35,7 @@ class FaultyListener(Protocol):
     def shut(self) -> None: ...
 
     def open(self) -> None:
-        """Accept connections again after `shut()`."""
+        """Accept connections on the port again after `shut()`."""
         ...
 
 
@@ -48,7 +48,9 @@ class FaultyConnection(Protocol):
         ...
 
     def set_fault(self, fault: InjectedFault | None) -> None:
-        """Apply this fault from now on, or heal the connection if `fault` is None."""
+        """Apply this fault to the connection from now on, or heal the connection if `fault` is
+        None.
+        """
         ...
 
 

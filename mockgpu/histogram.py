@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 
 class BucketHistogram:
-    """Counts observed values by bucket, and their sum.
+    """A Prometheus histogram: the number of observed values per bucket, and the sum of the values.
 
     Buckets are made cumulative only when they are rendered.
     """

@@ -16,7 +16,7 @@ JSON = "application/json"
 
 
 def json_answer(payload: object) -> web.Response:
-    """Return a JSON response with status 200."""
+    """Return an HTTP response with status 200 and this JSON body."""
     return web.Response(body=msgspec.json.encode(payload), content_type=JSON)
 
 
@@ -38,13 +38,15 @@ def check_content_type(request: web.Request) -> None:
 
 
 def reset_now(request: web.Request) -> NoReturn:
-    """Reset the client's connection and leave the handler with an exception."""
+    """Reset the client's TCP connection, and leave the HTTP handler by an exception."""
     reset_connection(transport_of(request))
     raise asyncio.CancelledError
 
 
 async def break_whole(request: web.Request, body: bytes, kind: FaultKind) -> NoReturn:
-    """Send the headers and none or half of a body, then break off and leave the handler."""
+    """Send the headers and none or half of a body, then close the connection and leave the
+    handler.
+    """
     response = web.StreamResponse(headers={"Content-Type": JSON, "Content-Length": str(len(body))})
     await response.prepare(request)
     if kind is not FaultKind.RESET_AFTER_HEADERS:
@@ -54,7 +56,10 @@ async def break_whole(request: web.Request, body: bytes, kind: FaultKind) -> NoR
 
 
 def transport_of(request: web.Request) -> asyncio.Transport:
-    """Return the client's connection. Raises CancelledError if the client has left."""
+    """Return the asyncio transport of the client's connection.
+
+    Raises CancelledError if the client has disconnected.
+    """
     if request.transport is None:
         raise asyncio.CancelledError
     return request.transport

@@ -33,9 +33,9 @@ class Content(Protocol):
     """The content of a job's KV, and the answer text that depends on it."""
 
     def states(self, start: int, end: int) -> Words:
-        """Return the KV words of tokens [start, end) of prompt and answer.
+        """Return the KV words (one per token) of tokens start to end - 1 of prompt and answer.
 
-        See mockgpu/kv_contents.py.
+        mockgpu/kv_contents.py defines the words.
         """
         ...
 
@@ -100,7 +100,9 @@ class PrefillChunk:
 
 @dataclass(slots=True)
 class StepPlan:
-    """The work of one step: prefill chunks, and the number and total context of decoding jobs."""
+    """The work of one engine step: chunks of prompts, and the number and total context of decoding
+    jobs.
+    """
 
     chunks: list[PrefillChunk]
     decode_seqs: int
@@ -118,7 +120,9 @@ class StepPlan:
 
 @dataclass(slots=True)
 class StepOutcome:
-    """The result of a step: jobs with their first token, number of decoded tokens, ended jobs."""
+    """The result of one engine step: jobs with their first token, number of decoded tokens, ended
+    jobs.
+    """
 
     first_token_jobs: list[Job]
     decoded: int
@@ -127,7 +131,7 @@ class StepOutcome:
 
 @dataclass(slots=True)
 class Totals:
-    """Counters since the engine's start, with the meaning that vLLM's metrics have."""
+    """Counters of an engine since its start, with the meanings of vLLM's metrics."""
 
     prefix_queries: int = 0
     prefix_hits: int = 0

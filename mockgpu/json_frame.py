@@ -49,7 +49,7 @@ ANY_OBJECT: Mapping[str, Any] = {
 
 
 def fixed_frame(text: str) -> JsonFrame:
-    """Return a frame that consists of this text, without generated words."""
+    """Return a JSON frame that consists of this text alone, without generated words."""
     return JsonFrame(text, "", has_words=False)
 
 

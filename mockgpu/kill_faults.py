@@ -21,7 +21,7 @@ WATCH_S = 0.0005
 
 
 class FaultTarget(Protocol):
-    """The engine that the faults hit."""
+    """The mock engine that the faults hit."""
 
     scheduler: Scheduler
     memory: KvMemory | None

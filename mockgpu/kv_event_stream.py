@@ -41,7 +41,10 @@ class KvEventSpec(msgspec.Struct, frozen=True):
     rank: int = 0
 
     def of_rank(self, rank: int, ranks: int) -> KvEventSpec:
-        """Return this for one of several ranks, whose ports for events come before all replays."""
+        """Return the ports of one data-parallel rank.
+
+        The event ports of all ranks come first, then the replay ports.
+        """
         if not self.port:
             return msgspec.structs.replace(self, rank=rank)
         replay_port = self.port + ranks + rank

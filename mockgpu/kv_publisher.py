@@ -59,7 +59,9 @@ class KvPublisher:
         self._sockets = publisher, router
 
     def restart(self) -> None:
-        """Cut all connections and begin again at number 0, as another process would."""
+        """Cut all connections of the publisher and restart its event numbers at 0, like a new
+        process.
+        """
         self.stream.restart()
         for socket in self._sockets or ():
             socket.close(linger=0)

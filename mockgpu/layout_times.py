@@ -41,7 +41,7 @@ def rank_model(model: Llm, layout: Layout) -> Llm:
 
 
 def travel_s(model: Llm, gpu: Gpu, layout: Layout, tokens: float, skew: float = 1.0) -> float:
-    """Return the seconds that tokens travel between stages and to experts and back.
+    """Return the seconds that tokens of one step travel between pipeline stages and to experts.
 
     skew   load of the busiest expert rank over the mean load: it receives so much more
     """

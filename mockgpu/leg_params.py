@@ -41,9 +41,9 @@ class AgentPeer(msgspec.Struct, frozen=True):
 
 
 class BootstrapPeer(msgspec.Struct, frozen=True):
-    """A prefill engine's KV transfer agent, to be looked up at its bootstrap server.
+    """A prefill engine's KV transfer agent, whose address is looked up at its bootstrap server.
 
-    `engine_id` is for Mooncake; None means SGLang.
+    `engine_id` identifies the engine for Mooncake; None means SGLang.
     """
 
     bootstrap: str

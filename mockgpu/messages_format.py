@@ -53,7 +53,7 @@ class MessagesFormat:
         return msgspec.json.encode({"type": "error", "error": detail})
 
     def failure(self, error: ApiError) -> bytes:
-        """Return the error event that ends a failed stream."""
+        """Return the error event that ends a failed stream of the Messages API."""
         detail = {"type": "internal_error", "message": error.message}
         return http_chunk(named_event("error", {"type": "error", "error": detail}))
 
@@ -78,7 +78,7 @@ class MessagesChunks:
         return http_chunk(opening + (self._delta(piece) if piece else b""))
 
     def end(self, cached: int | None) -> bytes:
-        """Return the events that end the content block and the message."""
+        """Return the events that end the content block and the message of a stream."""
         usage = _usage(self._parsed, self._choice.output_tokens, cached)
         delta = {"type": "message_delta", "delta": _ending(self._choice), "usage": usage}
         return http_chunk(

@@ -80,9 +80,10 @@ def chat_of(text: str, model: object, **members: Any) -> RequestBody:
 
 
 def flat_text(content: object, kinds: Sequence[str]) -> object:
-    """Return the text of content parts, one a line, or `content` itself if a part is not text.
+    """Return the text of content parts, one part per line.
 
-    Parts with a type in `kinds` are text.
+    Parts with a type in `kinds` are text. If another part is among them, `content` itself is
+    returned.
     """
     if not isinstance(content, list):
         return content

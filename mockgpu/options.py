@@ -16,17 +16,36 @@ Tp = Annotated[
     int | None,
     typer.Option(min=1, help="GPUs per engine. Default: the first of 1, 4, 8 that fits."),
 ]
-Pp = Annotated[int, typer.Option("--pp", min=1, help="Pipeline stages per engine.")]
-Ep = Annotated[int, typer.Option("--ep", min=1, help="Ranks that experts are spread over.")]
-Dp = Annotated[int, typer.Option("--dp", min=1, help="Ranks of data parallel attention.")]
-Cp = Annotated[int, typer.Option("--cp", min=1, help="Ranks that divide the tokens of a prompt.")]
+Pp = Annotated[int, typer.Option("--pp", min=1, help="Number of pipeline stages per engine (PP).")]
+Ep = Annotated[
+    int,
+    typer.Option(
+        "--ep",
+        min=1,
+        help="Number of ranks over which the experts of an MoE model are spread (EP).",
+    ),
+]
+Dp = Annotated[
+    int,
+    typer.Option(
+        "--dp", min=1, help="Number of ranks with data-parallel attention in one engine (DP)."
+    ),
+]
+Cp = Annotated[
+    int,
+    typer.Option(
+        "--cp",
+        min=1,
+        help="Number of ranks that divide the tokens of a prompt (context parallel, CP).",
+    ),
+]
 EpSkew = Annotated[
     float,
     typer.Option(
         "--ep-skew",
         min=1,
         max=64,
-        help="Load of the busiest expert rank over the mean load of all ranks.",
+        help="Load of the busiest expert rank, divided by the mean load of all ranks.",
     ),
 ]
 KvTokens = Annotated[
@@ -50,18 +69,25 @@ KvPort = Annotated[
         help="Port of the first engine's KV agent; the next ones follow. 0: free ports.",
     ),
 ]
-KvKey = Annotated[str, typer.Option(help="Secret that the KV agents of a fleet share.")]
+KvKey = Annotated[str, typer.Option(help="Secret shared by the KV transfer agents of all engines.")]
 KvTls = Annotated[
     str | None,
     typer.Option(
         help="Directory with tls.crt, tls.key and ca.crt: TLS for KV over TCP, at both ends."
     ),
 ]
-KvScale = Annotated[float, typer.Option(help="Bytes stored per byte of the model's KV, up to 1.")]
+KvScale = Annotated[
+    float,
+    typer.Option(
+        help="Share of the model's KV bytes that a mock really stores, above 0 and up to 1."
+    ),
+]
 KvGbps = Annotated[
     float, typer.Option(help="Simulated KV link speed in gigabits per second. 0: no limit.")
 ]
-KvLease = Annotated[float, typer.Option(help="Seconds to keep KV for a decode engine.")]
+KvLease = Annotated[
+    float, typer.Option(help="Seconds for which a prefill engine keeps KV for its decode engine.")
+]
 HandoffTimeout = Annotated[
     float | None,
     typer.Option(
@@ -69,7 +95,7 @@ HandoffTimeout = Annotated[
     ),
 ]
 LoadFailurePolicy = Annotated[
-    str, typer.Option(help="If KV does not arrive: fail the request, or recompute.")
+    str, typer.Option(help="Action if the KV of a request does not arrive: fail or recompute.")
 ]
 EngineVersion = Annotated[str, typer.Option(help="Engine version to imitate: 0.20 to 0.33.")]
 DpRanks = Annotated[
@@ -90,7 +116,7 @@ KvEventsPort = Annotated[
     ),
 ]
 WireFaults = Annotated[
-    bool, typer.Option(help="Allow faults of KV connections, which then pass a relay.")
+    bool, typer.Option(help="Allow faults of KV connections; they then pass through a relay.")
 ]
 ChaosPort = Annotated[
     int | None,
@@ -122,7 +148,9 @@ FaultSpec = Annotated[
     str, typer.Option(help="Faults to inject from the start, e.g. '5xx@0.1,stall:after=3'.")
 ]
 Host = Annotated[str, typer.Option(help="Address to listen on.")]
-ProfileName = Annotated[str, typer.Option(help="Engine software to time: 2026, 2023 or harbor.")]
+ProfileName = Annotated[
+    str, typer.Option(help="Engine software whose step times to simulate: 2026, 2023 or harbor.")
+]
 MaxNumSeqs = Annotated[int, typer.Option(min=1, help="Maximum number of running sequences.")]
 MaxNumBatchedTokens = Annotated[
     int, typer.Option(min=1, help="Maximum tokens per step, prefill and decode.")
@@ -134,7 +162,7 @@ MaxQueued = Annotated[
 KeepAlive = Annotated[float, typer.Option(help="Seconds before an idle connection is closed.")]
 Lacks = Annotated[
     list[str] | None,
-    typer.Option(help="API that the engine lacks: messages or responses; repeatable."),
+    typer.Option(help="API that the engine does not serve: messages or responses; repeatable."),
 ]
 MayEndFrom = Annotated[
     int | None,
@@ -144,8 +172,12 @@ MayEndFrom = Annotated[
         "Default: every answer reaches its limit.",
     ),
 ]
-CachedDetails = Annotated[bool, typer.Option(help="Report the cached prompt tokens in usage.")]
+CachedDetails = Annotated[
+    bool, typer.Option(help="Report the number of cached prompt tokens in the usage of responses.")
+]
 StoresResponses = Annotated[
     bool, typer.Option(help="Store responses, as vLLM with VLLM_ENABLE_RESPONSES_API_STORE=1.")
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object per group.")]
+AsJson = Annotated[
+    bool, typer.Option("--json", help="Print one line of JSON per group instead of text.")
+]

@@ -94,7 +94,10 @@ class PdRole:
         return self._bootstrap.url
 
     async def start(self) -> None:
-        """Start the engine. Raises OSError if a port is taken, and then leaves nothing running."""
+        """Start the engine's transfer agent and bootstrap server.
+
+        Raises OSError if a port is in use; nothing runs then.
+        """
         try:
             await self._start()
         except OSError:
@@ -162,7 +165,7 @@ class PdRole:
         return agent
 
     async def stop(self) -> None:
-        """Stop the engine, and wait until no transfer uses its KV blocks."""
+        """Stop the engine's transfer agent, and wait until no transfer uses its KV blocks."""
         desk, self.group.kv_handoff = self.group.kv_handoff, None
         await self._bootstrap.stop()
         self._relay.stop()
@@ -264,7 +267,7 @@ class PdRole:
         kind = self.transfer.transport
         if kind == "inproc":
             if self._wire is None:
-                raise ValueError("the inproc transport needs a wire")
+                raise ValueError("the inproc transport needs a ProcessWire between the agents")
             return [Inproc(self._wire)]
         # Agents are reached by TCP, the only address that engines' objects can carry. Shared memory
         # is negotiated afterwards.

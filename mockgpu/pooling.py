@@ -39,7 +39,7 @@ Document = str | dict[str, Any]
 
 
 class InputBody(msgspec.Struct, frozen=True):
-    """The body of a request about a list of inputs, or about one chat."""
+    """The JSON body of a request about a list of inputs, or about one chat."""
 
     model: str | None = None
     input: str | list[Any] | None = None
@@ -50,7 +50,7 @@ class InputBody(msgspec.Struct, frozen=True):
 
 
 class PairBody(msgspec.Struct, frozen=True):
-    """The body of a request about pairs of texts, in the formats that engines accept."""
+    """The JSON body of a request about pairs of texts, in any form that engines accept."""
 
     model: str | None = None
     query: Document | None = None
@@ -64,7 +64,7 @@ class PairBody(msgspec.Struct, frozen=True):
 
 
 class DetokenizeBody(msgspec.Struct, frozen=True):
-    """The body of POST /detokenize."""
+    """The JSON body of POST /detokenize."""
 
     tokens: list[TokenId]
     model: str | None = None

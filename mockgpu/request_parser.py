@@ -75,9 +75,9 @@ class ApiError(Exception):
 
 
 class MalformedHandoffError(ApiError):
-    """A request has unexpected or unusable fields for the handoff between prefill and decode.
+    """Raised for a request with unusable fields for the handoff between prefill and decode.
 
-    `fatal`: True if the real engine would die instead of answering (engines.md B.0).
+    `fatal`: the real engine would exit instead of answering (reference engines.md B.0).
     """
 
     def __init__(self, what: str, fatal: bool = False, status: int = 500) -> None:
@@ -234,9 +234,8 @@ def client_request_id(headers: Mapping[str, str]) -> str:
 
 
 def check_handoff(body: RequestBody, headers: Mapping[str, str]) -> None:
-    """Raise MalformedHandoffError for fields that only a prefill/decode router may send.
-
-    This includes such headers.
+    """Raise MalformedHandoffError for body fields or headers that only a prefill/decode router may
+    send.
     """
     for field in HANDOFF_FIELDS:
         if getattr(body, field) is not None:
@@ -391,7 +390,10 @@ def _prompts(prompt: str | list[Any] | None) -> list[bytes]:
 
 
 def one_prompt(part: object) -> bytes:
-    """Convert a text or a list of token ids to tokens. Raises ApiError for anything else."""
+    """Convert one prompt, a text or a list of token ids, to tokens.
+
+    Raises ApiError for any other value.
+    """
     if isinstance(part, str) and part:
         return token_bytes(part)
     ids = isinstance(part, list) and part and all(type(i) is int and 0 <= i < 1 << 32 for i in part)

@@ -47,7 +47,10 @@ class TokenEvents(Protocol):
 
 
 class WholeSink:
-    """The sink of a non-streaming choice. If `stalled`, it never reports the end."""
+    """The token sink of one choice of a response that is no stream.
+
+    If `stalled`, it never reports the end.
+    """
 
     __slots__ = ("_answer", "_stalled", "on_failure")
 
@@ -57,7 +60,7 @@ class WholeSink:
         self.on_failure = answer.fail
 
     def on_token(self) -> None:
-        """Do nothing: all tokens are sent together at the end."""
+        """Do nothing, because all tokens of a plain response are sent together at its end."""
 
     def on_end(self) -> None:
         if not self._stalled:
@@ -65,7 +68,7 @@ class WholeSink:
 
 
 class StreamSink:
-    """The sink of a streamed choice, which writes each token to the transport at once."""
+    """The token sink of one streamed choice. It writes each token to the transport at once."""
 
     __slots__ = ("_answer", "_cached", "_chunks", "_job", "_transport", "on_failure")
 

@@ -77,7 +77,7 @@ class ResponsesFormat:
         return error.body()
 
     def failure(self, error: ApiError) -> bytes:
-        """Return the error event that ends a failed stream."""
+        """Return the error event that ends a failed stream of the Responses API."""
         data = {"type": "error", "code": str(error.status), "message": error.message, "param": None}
         return http_chunk(named_event("error", data))
 
@@ -101,7 +101,7 @@ class ResponsesChunks:
         self._made = self._number = 0
 
     def begin(self) -> bytes:
-        """Return the events that are sent before anything is computed."""
+        """Return the events of a response stream that precede any computation."""
         response = _response(self._parsed, self._created, self._members)
         return http_chunk(
             self._event("response.created", response=response)

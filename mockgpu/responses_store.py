@@ -1,4 +1,4 @@
-"""Stores responses in memory, so that later requests can continue them.
+"""Stores responses of the Responses API in memory, so that later requests can continue them.
 
 As in vLLM, it is off by default.
 """

@@ -97,7 +97,7 @@ class StepTimeParts(NamedTuple):
 
 
 class Correction(Protocol):
-    """Correction factors (measured / computed step time) from a measured grid (grids.py)."""
+    """Correction factors of step times (measured / computed) from a measured grid (grids.py)."""
 
     def prefill(self, tokens: int) -> float:
         """Return the factor for a prefill-only step of `tokens` prompt tokens."""
@@ -112,7 +112,7 @@ class Correction(Protocol):
 
 
 class StepTimes(Protocol):
-    """The durations of an engine's steps: of a TP group, or of a larger layout."""
+    """The interface to the step times of an engine: of one TP group, or of a larger layout."""
 
     def step_s(self, work: StepWork) -> float: ...
 

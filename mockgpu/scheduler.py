@@ -60,16 +60,18 @@ class Scheduler:
 
     @property
     def queued(self) -> int:
-        """The number of jobs that wait for blocks, for incoming KV, or for a place in the batch."""
+        """The number of jobs that wait for KV blocks, for incoming KV, or for a place in
+        the batch.
+        """
         return len(self.waiting) + len(self.fetching) + len(self.fetched)
 
     @property
     def kept_blocks(self) -> int:
-        """The number of blocks kept for transfers, which no job of this engine uses."""
+        """The number of KV blocks that are kept for transfers although their jobs have ended."""
         return sum(map(len, self.kept.values()))
 
     def fits(self, job: Job) -> bool:
-        """Return whether the KV cache can hold the whole job when it runs alone."""
+        """Return whether the whole KV cache is large enough for this job alone."""
         return (
             blocks_for(job.prompt_tokens + job.output_tokens, self.pool.block_tokens)
             <= self.pool.total

@@ -85,7 +85,10 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class FaultRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The body of POST /mock/fault and of the chaos server: a fault specification; "" heals."""
+    """The JSON body of POST /mock/fault and of the chaos server.
+
+    `spec` is a fault specification; "" ends all faults.
+    """
 
     spec: str
 
@@ -187,11 +190,11 @@ class MockServer:
         return web.Response(status=api_error.status, body=body, content_type=JSON)
 
     async def chat(self, request: web.Request) -> web.StreamResponse:
-        """Serve POST /v1/chat/completions."""
+        """Serve POST /v1/chat/completions, as a stream or as a whole response."""
         return await self._generate(request, chat=True)
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
-        """Serve POST /v1/completions."""
+        """Serve POST /v1/completions, as a stream or as a whole response."""
         return await self._generate(request, chat=False)
 
     async def _generate(self, request: web.Request, chat: bool) -> web.StreamResponse:
@@ -460,7 +463,7 @@ class MockServer:
         )
 
     async def models(self, _: web.Request) -> web.Response:
-        """Serve GET /v1/models."""
+        """Serve GET /v1/models: the list of the engine's only model."""
         spec = self.group.spec
         card = {
             "id": spec.served_name,
@@ -482,7 +485,7 @@ class MockServer:
         )
 
     async def detokenize(self, request: web.Request) -> web.Response:
-        """Serve POST /detokenize."""
+        """Serve POST /detokenize: convert token ids to text."""
         return json_answer(pooling.detokenize(await request.read()))
 
     async def pool(self, request: web.Request) -> web.Response:
@@ -508,7 +511,7 @@ class MockServer:
         return web.Response(status=503 if self.group.is_dead and not self.group.is_hanging else 200)
 
     async def load(self, _: web.Request) -> web.Response:
-        """Serve GET /load."""
+        """Serve GET /load: the number of requests in progress, as vLLM reports it."""
         return json_answer({"server_load": self.group.in_flight})
 
     async def version(self, _: web.Request) -> web.Response:

@@ -23,7 +23,7 @@ _TABLE = tuple(word.encode() + b" " for word in _WORDS.split()) * 2
 
 
 def block(*key: object) -> str:
-    """Return the text of 512 tokens (2,048 bytes) that belongs to a key."""
+    """Return the text of 512 tokens (2,048 bytes) that is generated from this key."""
     digest = hashlib.shake_128(repr(key).encode()).digest(BLOCK_TOKENS)
     return b"".join(map(_TABLE.__getitem__, digest)).decode()
 

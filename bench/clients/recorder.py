@@ -42,7 +42,9 @@ class Message(NamedTuple):
 
 
 class Exchange(NamedTuple):
-    """A request with its response, and when its first byte arrived (monotonic seconds)."""
+    """One HTTP request with its response, and when the response's first byte arrived (monotonic
+    seconds).
+    """
 
     request: Message
     response: Message | None
@@ -178,7 +180,7 @@ async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, reco
 
 @contextmanager
 def recorder(gateway_port: int, port: int = 0) -> Iterator[Recorder]:
-    """Run a recording proxy in a thread during a `with` block."""
+    """Run a recording HTTP proxy in a thread during a `with` block."""
     proxy = Recorder(gateway_port)
     with threaded_server(proxy.serve_connection, port) as proxy.port:
         yield proxy

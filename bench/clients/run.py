@@ -39,7 +39,7 @@ WANTED_SHARE = 0.95
 
 
 class Result(NamedTuple):
-    """The result of one client.
+    """The result of one client program.
 
     problem   why it does not work; "" if it does
     sources   how its requests' sessions were identified, with the number of requests
@@ -97,7 +97,7 @@ def started_demo(folder: Path, policy: str) -> tuple[subprocess.Popen[bytes], in
         if any(b"Try it" in line for line in process.stdout):
             return process, port
         process.wait()
-    raise RuntimeError("the demo does not start")
+    raise RuntimeError("penstock demo did not start in three attempts")
 
 
 def access_lines(folder: Path) -> dict[str, Any]:

@@ -185,7 +185,8 @@ def _write_docs(table: str, rounds: int) -> None:
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="bench_kv.py", description="Compare KV transfers on this machine."
+        prog="bench_kv.py",
+        description="Compare the KV transfer speed of several transports on this machine.",
     )
     parser.add_argument("--quick", action="store_true", help="measure two rounds instead of five")
     parser.add_argument(
@@ -210,7 +211,7 @@ def _options() -> argparse.Namespace:
         "--pool-mib",
         type=int,
         default=256,
-        help="MiB of memory per process from which blocks are chosen",
+        help="memory per process from which blocks are chosen, in MiB",
     )
     parser.add_argument("--json", help="also write every sample to this file")
     parser.add_argument(

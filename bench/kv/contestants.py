@@ -34,7 +34,10 @@ PATIENCE_S = 60.0
 
 
 class NotMeasurable(Exception):
-    """A contestant cannot be installed or started, or fails. The report gives the reason."""
+    """Raised when a contestant (a transport under comparison) cannot be installed, started or run.
+
+    The report gives the reason.
+    """
 
 
 @dataclass(frozen=True)

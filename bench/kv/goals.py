@@ -42,7 +42,7 @@ class Results:
 
 @dataclass(frozen=True)
 class Goal:
-    """A bound on the median over all rounds of `value(results, round)`."""
+    """A goal: a bound on the median over all rounds of `value(results, round)`."""
 
     name: str
     limit: float
@@ -83,7 +83,9 @@ def wait(block_bytes: int, cut: str) -> str:
 
 
 def ratio(ours: str, peers: Iterable[str], quantity: str) -> Callable[[Results, int], float | None]:
-    """Return a function for the ratio of our value to the best peer's in the same round."""
+    """Return a function that computes the ratio of our value to the best peer's in the
+    same round.
+    """
 
     def value(results: Results, round_number: int) -> float | None:
         mine = results.at(round_number, ours, quantity)

@@ -23,7 +23,9 @@ PROOF = 8
 
 
 class Raw:
-    """A source that sends a buffer, or a sink that receives it and confirms each transfer."""
+    """Contestant over a plain TCP socket: a source sends a buffer, a sink receives and
+    confirms it.
+    """
 
     def __init__(self, role: str, pool_bytes: int) -> None:
         self.role = role

@@ -77,7 +77,9 @@ class Worker:
         return time.perf_counter() - started
 
     def posts(self) -> list[float]:
-        """Move the chosen blocks one after another; return the duration of each in microseconds."""
+        """Transfer the chosen blocks one after another; return the duration of each in
+        microseconds.
+        """
         assert self.drawn is not None
         times = []
         for index in range(len(self.drawn.src)):

@@ -111,7 +111,9 @@ class Result(NamedTuple):
 
 
 class Clients:
-    """Regular clients, which send requests at a fixed rate on persistent connections."""
+    """Regular clients, which send requests at a fixed rate on persistent connections, during
+    attacks.
+    """
 
     def __init__(self, port: int, folder: Path, rate: float, window_ms: int) -> None:
         bodies = write_bodies(
@@ -131,7 +133,9 @@ class Clients:
 
 
 def pinned(core: int, priority: int) -> list[str]:
-    """Return a command prefix that sets the core, and the priority if running as root."""
+    """Return a command prefix that pins a process to a core, and sets its priority if run
+    as root.
+    """
     nice = ["nice", "-n", str(priority)] if os.geteuid() == 0 else []
     return ["taskset", "-c", str(core), *nice]
 

@@ -107,7 +107,8 @@ def _print_verdicts(bounds: list[Bound], runs: int) -> None:
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="bench.load.overload", description="Twice capacity over HTTP."
+        prog="bench.load.overload",
+        description="Overload a fleet of mock engines with twice its capacity over HTTP.",
     )
     parser.add_argument("--runs", type=int, default=1, choices=range(1, MAX_RUNS + 1))
     parser.add_argument(

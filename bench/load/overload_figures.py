@@ -27,7 +27,7 @@ class Times(msgspec.Struct, frozen=True):
 
 
 class Bound(msgspec.Struct, frozen=True):
-    """A required bound on a figure: a minimum with `least`, otherwise a maximum."""
+    """A required bound on a figure: its minimum if `least` is set, otherwise its maximum."""
 
     name: str
     value: float
@@ -197,7 +197,9 @@ def is_good_at_once(client: ClientRecord) -> bool:
 
 
 def times(seconds: Iterable[float]) -> Times:
-    """Return the number and percentiles of durations; all are zero if there are none."""
+    """Return the number and the percentiles of durations in seconds; all are zero if there are
+    none.
+    """
     ordered = sorted(seconds)
     if not ordered:
         return Times(0, 0.0, 0.0)

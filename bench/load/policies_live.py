@@ -118,7 +118,8 @@ def _running(arguments: list[str], port: int) -> Iterator[None]:
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="bench.load.policies_live", description="A trace through every policy."
+        prog="bench.load.policies_live",
+        description="Send a recorded trace over HTTP to a gateway with each policy.",
     )
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument(

@@ -134,7 +134,7 @@ def _free_run(count: int) -> int:
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="bench.load.run", description="Locust against a gateway and mock TP groups."
+        prog="bench.load.run", description="Run Locust against a gateway with mock TP groups."
     )
     parser.add_argument("--host", help="URL of a gateway to use instead of a new one")
     parser.add_argument("--users", type=int, default=20)

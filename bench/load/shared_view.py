@@ -33,7 +33,8 @@ MODEL = ("--model", "llama-3.1-70b-fp8", "--gpu", "h200", "--tp", "4")
 
 def main() -> int:
     parser = argparse.ArgumentParser(
-        prog="bench.load.shared_view", description="Two gateways with one view."
+        prog="bench.load.shared_view",
+        description="Compare two gateways that share their state through Redis with one gateway.",
     )
     parser.add_argument("--requests", type=int, default=1500)
     parser.add_argument("--speed", type=float, default=3.0, help="speed-up of engines and clients")

@@ -52,7 +52,7 @@ def slope(samples: Sequence[Point]) -> Slope:
 
 
 def lows(samples: Sequence[Point]) -> list[Point]:
-    """Return the lowest sample of each period of BIN_S seconds."""
+    """Return the lowest sample of each period of BIN_S seconds, which contains the least noise."""
     bins: dict[int, Point] = {}
     for times, value in samples:
         number = int((times - samples[0][0]) // BIN_S)

@@ -43,7 +43,10 @@ SETTLE_S = 10.0
 
 
 class Case(NamedTuple):
-    """A case: `slow` engines take `factor` times as long; `declared`: their label says so."""
+    """A measured case: `slow` engines take `factor` times as long as the others.
+
+    `declared` is whether their label says so.
+    """
 
     factor: float
     only: str = ""
@@ -193,7 +196,8 @@ def _running(arguments: list[str], port: int, folder: Path) -> Iterator[None]:
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="bench.load.slow_engine", description="One slow group of four."
+        prog="bench.load.slow_engine",
+        description="Measure routing policies while one of four mock engines is slow.",
     )
     parser.add_argument(
         "--policy", action="append", help="policy to measure; may be repeated (default: all)"

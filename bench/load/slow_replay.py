@@ -22,7 +22,8 @@ FAULTS = ((10.0, ""), (3.0, ""), (3.0, "prefill"), (3.0, "decode"))
 
 def main() -> int:
     parser = argparse.ArgumentParser(
-        prog="bench.load.slow_replay", description="One slow group of four."
+        prog="bench.load.slow_replay",
+        description="Replay routing policies with one slow group of four in simulated time.",
     )
     parser.add_argument("--seconds", type=float, default=300.0)
     parser.add_argument(

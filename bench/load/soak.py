@@ -162,7 +162,8 @@ def _format_result(result: SoakResult) -> Iterator[str]:
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="bench.load.soak", description="Load and churn, and what is left of them."
+        prog="bench.load.soak",
+        description="Run a gateway under load and faults, and measure its leaks.",
     )
     parser.add_argument("--minutes", type=float, default=10.0, help="after the warm-up")
     parser.add_argument(

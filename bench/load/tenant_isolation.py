@@ -61,7 +61,7 @@ class Area(msgspec.Struct, frozen=True):
 
 
 class AnswerFacts(msgspec.Struct, frozen=True):
-    """The measurements of one answer: TTFT in seconds and token counts."""
+    """The measurements of one answer: its TTFT in seconds, and its token counts."""
 
     ttft_s: float
     cached_tokens: int

@@ -154,9 +154,15 @@ def main() -> int:
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="bench.load.two_clocks", description="Live and virtual time compared."
+        prog="bench.load.two_clocks",
+        description="Compare a live run over HTTP with a replay in virtual time.",
     )
-    parser.add_argument("--seconds", type=float, default=300.0, help="seconds of the trace to use")
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=300.0,
+        help="length of the used part of the trace, in seconds",
+    )
     parser.add_argument(
         "--speed", type=float, default=1.0, help="speed-up of the mock engines and the trace"
     )

@@ -197,11 +197,18 @@ class _Chooser:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seed", default="development", help="seed that determines all workloads")
-    parser.add_argument("--first", type=int, default=0, help="number of the first workload")
+    parser.add_argument(
+        "--seed", default="development", help="seed from which all workloads are drawn"
+    )
+    parser.add_argument("--first", type=int, default=0, help="number of the first workload to run")
     parser.add_argument("--count", type=int, default=20)
     parser.add_argument("--portfolio", default=",".join(DEFAULT_PORTFOLIO))
-    parser.add_argument("--out", type=Path, required=True, help="file of results, one per line")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        required=True,
+        help="file to which results are appended, one JSON object per line",
+    )
     args = parser.parse_args()
     ratios = []
     for number in range(args.first, args.first + args.count):

@@ -72,11 +72,11 @@ class Case(msgspec.Struct, frozen=True):
 
     @property
     def horizon_s(self) -> float | None:
-        """The time at which sessions end, in seconds, or None if there are no sessions."""
+        """The time in seconds at which sessions of the case end; None if there are no sessions."""
         return self.workload.requests / self.rate_s if self.users else None
 
     def at(self, load: float) -> Traffic:
-        """Return the traffic at a load: a multiple of the rate, or of the number of sessions."""
+        """Return the traffic of this case at a load: a multiple of its rate, or of its sessions."""
         change = msgspec.structs.replace
         if self.users:
             assert self.horizon_s is not None

@@ -45,7 +45,9 @@ class BootstrapAddress(msgspec.Struct, frozen=True):
 
 
 class PrefillIdentity(msgspec.Struct, frozen=True):
-    """Identity of a prefill engine for its decoders: engine id, and side channel if known."""
+    """Identity of a prefill engine for decode engines: its engine id, and its side channel if
+    known.
+    """
 
     engine_id: str
     host: str | None = None
@@ -229,7 +231,7 @@ def parse_response(body: bytes) -> PrefillResponse | UnusableResponse:
 
 
 def is_null(value: msgspec.Raw) -> bool:
-    """Return whether a raw JSON member is absent or null."""
+    """Return whether a member of a raw JSON object is absent or null."""
     return bytes(memoryview(value)[:1]) in (b"", b"n")
 
 

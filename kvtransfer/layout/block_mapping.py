@@ -41,7 +41,7 @@ class ByteRuns(msgspec.Struct, frozen=True):
         return int(self.length.sum())
 
     def cut(self, first: int, count: int) -> ByteRuns:
-        """Return the byte ranges [first, first + count), sharing memory with these.
+        """Return the byte ranges [first, first + count) as a view of these ranges.
 
         Raises IndexError if they do not exist.
         """
@@ -69,7 +69,9 @@ class PairShare(NamedTuple):
 
 
 class Segments(NamedTuple):
-    """Token ranges that lie within one block on both sides: their starts, and lengths in tokens."""
+    """Token ranges, each within one KV block at both ends: their start tokens, and lengths in
+    tokens.
+    """
 
     src_block: Offsets
     src_token: Offsets

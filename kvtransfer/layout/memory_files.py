@@ -103,6 +103,8 @@ def _check_file(fd: int, size: int) -> None:
     try:
         seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
     except OSError as error:
-        raise RegionError("the peer's memory file cannot be sealed") from error
+        raise RegionError(
+            "the peer's memory file does not support seals, so its size may change: not mapped"
+        ) from error
     if seals & _SEALS != _SEALS:
         raise RegionError(f"the peer's memory file is not sealed: seals {seals:#x}")

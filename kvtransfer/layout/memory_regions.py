@@ -82,11 +82,11 @@ class Region:
         return self.generations[np.asarray(blocks, np.int64)]
 
     def are_current(self, blocks: NDArray[np.int64], generations: NDArray[np.uint32]) -> bool:
-        """Return whether every block still has the generation given for it."""
+        """Return whether every block still has the given generation (count of owner changes)."""
         return self.generations.take(blocks).tobytes() == generations.tobytes()
 
     def close(self) -> None:
-        """Drop the references to the memory; may be called twice."""
+        """Drop this region's references to the memory. This may be called twice."""
         self.bytes = np.empty(0, np.uint8)
         self.generations = np.empty(0, np.uint32)
         self.address = 0

@@ -126,7 +126,7 @@ class PeerLink:
 def incompatibility(
     mine: AgentCard, theirs: AgentCard, version: int
 ) -> tuple[EndReason, str] | None:
-    """Return why two agents cannot exchange KV, as reason and text; None if they can."""
+    """Return why two agents cannot exchange KV, as (reason, text); None if they can."""
     if version != VERSION:
         return EndReason.VERSION, f"version {VERSION} here, {version} there"
     if mine.family != theirs.family:

@@ -61,7 +61,9 @@ class FrameKind(IntEnum):
 
 
 class PayloadProof(IntEnum):
-    """What the trailer of a frame proves about its payload."""
+    """The kind of proof of a frame's payload in its trailer: none, a checksum, or an authentication
+    tag.
+    """
 
     NONE = 0
     XXH3 = 1  # the payload is undamaged
@@ -171,7 +173,7 @@ def decode_trailer(data: memoryview) -> tuple[WindowVerdict, bytes]:
     """Return the source's verdict and the proof in a trailer. Raises FrameError if invalid."""
     verdict, proof = _TRAILER.unpack_from(data)
     if verdict >= len(_VERDICTS):
-        raise FrameError(f"unknown verdict {verdict}")
+        raise FrameError(f"the window's trailer has the unknown verdict {verdict}")
     return _VERDICTS[verdict], proof
 
 

@@ -124,7 +124,9 @@ def advance(lease: Lease, event: LeaseEvent, now: float, deadline: float | None 
 
 
 def end_lease(lease: Lease, reason: EndReason, now: float) -> Lease:
-    """Return the lease in the final state that this reason for the end implies."""
+    """Return the lease in the final state that follows from this reason for the end of its
+    transfer.
+    """
     if reason is EndReason.LANDED:
         try:
             if lease.state is LeaseState.CLAIMED:

@@ -106,7 +106,10 @@ class LinkReady(msgspec.Struct, frozen=True, array_like=True, tag=3, forbid_unkn
 
 
 class Beat(msgspec.Struct, frozen=True, array_like=True, tag=4, forbid_unknown_fields=True):
-    """A heartbeat of either side; from the sink it renews every lease claimed over the link."""
+    """The heartbeat message of either end of a link.
+
+    From the sink, it renews every lease that the sink has claimed over the link.
+    """
 
 
 class Invite(msgspec.Struct, frozen=True, array_like=True, tag=5, forbid_unknown_fields=True):

@@ -50,7 +50,9 @@ def shows_key(key: bytes, nonce: bytes) -> bool:
 
 
 class SealError(Exception):
-    """Error: the seal is invalid, because the peer has another key or the bytes were altered."""
+    """Error: the signature of a message is invalid. The peer has another key, or the bytes were
+    altered.
+    """
 
 
 class LinkSession:
@@ -112,7 +114,9 @@ class LinkSession:
         return None, None
 
     def seal(self, message: Message) -> bytes:
-        """Return the message as signed bytes; call it in the order of sending."""
+        """Sign a message and return it as bytes. Call this in the order in which messages
+        are sent.
+        """
         return self._seal(encode(message))
 
     def _answer_hello(self, data: bytes) -> bytes:
@@ -171,6 +175,6 @@ class LinkSession:
             :SEAL_BYTES
         ]
         if not hmac.compare_digest(tag, expected):
-            raise SealError("invalid seal")
+            raise SealError("the signature of a message is invalid: another key, or altered bytes")
         self._opened += 1
         return decode(body)

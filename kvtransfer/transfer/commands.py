@@ -61,16 +61,19 @@ class FenceTransfer(msgspec.Struct, frozen=True):
 
 
 class BumpGenerations(msgspec.Struct, frozen=True):
-    """Command of the source to increment the generations of blocks that change owner.
+    """Command of the source to increment the generations (owner counters) of blocks that change
+    owner.
 
-    It always precedes their ResolveHandle.
+    It always precedes the ResolveHandle of the blocks.
     """
 
     blocks: NDArray[np.int64]
 
 
 class ResolveHandle(msgspec.Struct, frozen=True):
-    """Command to report the outcome of an offer or a fetch to the engine; the last one of each."""
+    """Command to report the outcome of an offer or a fetch to the engine. It is the last command of
+    each.
+    """
 
     number: int
     end: TransferOutcome
@@ -84,13 +87,13 @@ class ReportLayers(msgspec.Struct, frozen=True):
 
 
 class DialPeer(msgspec.Struct, frozen=True):
-    """Command of the sink to dial the agent at this address."""
+    """Command of the sink to open a link to the agent at this address."""
 
     address: str
 
 
 class EndGroup(msgspec.Struct, frozen=True):
-    """Command of the source to end all offers, because a rank of the group is lost."""
+    """Command of the source to end all of its offers, because a rank of the group is lost."""
 
     detail: str
 

@@ -78,8 +78,9 @@ class SendCredits:
 
 
 class QueuedTransfer(msgspec.Struct, frozen=True):
-    """A transfer with windows of KV to send; `deadline` and `since` are seconds on the owner's
-    clock.
+    """A transfer with windows of KV to send.
+
+    `deadline` and `since` (start of its wait) are seconds on the owner's clock.
     """
 
     transfer: int

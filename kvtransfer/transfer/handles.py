@@ -64,13 +64,19 @@ class TransferHandle:
         self._waiters: set[asyncio.Future[None]] = set()
 
     async def wait_ended(self) -> TransferOutcome:
-        """Wait for the end and return the outcome; the blocks then belong to the engine again."""
+        """Wait for the end of the transfer and return its outcome.
+
+        The blocks then belong to the engine again.
+        """
         while self.outcome is None:
             await self._changed()
         return self.outcome
 
     def wake(self) -> None:
-        """Wake all waiters, because the handle has changed; runs on the event loop."""
+        """Wake all coroutines that wait for this handle, because it has changed.
+
+        This runs on the event loop.
+        """
         waiters, self._waiters = self._waiters, set()
         for waiter in waiters:
             if not waiter.done():

@@ -155,7 +155,7 @@ class ThroughputMeter:
     def count(self, n_bytes: int, now: float, *, idle: bool) -> None:
         """Count bytes that the peer has received.
 
-        `idle` is whether no other bytes are in flight.
+        `idle` is whether no other bytes are in flight, which ends the busy period.
         """
         self._bytes += n_bytes
         if self._since is None or not (idle or now - self._since > self._most_s):
@@ -207,7 +207,7 @@ class SendQueue:
         offer.windows = _windows(offer, plan)
 
     def release(self, offer: LeasedOffer, now: float, *, landed: bool) -> None:
-        """Remove an offer that has ended, and free its send credit."""
+        """Remove an offer that has ended from the queue, and free its send credit."""
         del self.claimed[offer.transfer]
         self._turns.remove(offer.transfer)
         left = self.credits.forget(offer.transfer)
@@ -216,7 +216,7 @@ class SendQueue:
     def put_back(self, transfer: int, n_bytes: int, now: float) -> None:
         """Free the send credit of bytes that the peer has received.
 
-        Raises ValueError if they were not sent.
+        Raises ValueError if these bytes were not in flight.
         """
         self.credits.put_back(transfer, n_bytes)
         self._flow.count(n_bytes, now, idle=not self.credits.in_flight_bytes)

@@ -225,7 +225,9 @@ class TransferSink:
         return ended + self._lose_member(address, detail or reason)
 
     def retire_link(self, link: Link) -> None:
-        """Use a link that will end soon for no new transfers; its current ones may still land."""
+        """Start no new transfers on a link that will end soon; its current transfers may still
+        finish.
+        """
         self._links = {
             address: there for address, there in self._links.items() if there[0] is not link
         }
@@ -251,7 +253,7 @@ class TransferSink:
         return [] if reservation is None else self._end(reservation, reason, detail, now)
 
     def close(self, now: float) -> list[Command]:
-        """Cancel all fetches, because the agent closes."""
+        """Cancel all fetches of KV, because the agent closes."""
         return [
             command
             for number in list(self._reservations)
@@ -259,7 +261,9 @@ class TransferSink:
         ]
 
     def tick(self, now: float) -> list[Command]:
-        """End all fetches whose deadline has passed at `now`."""
+        """End all fetches of KV whose deadline has passed at `now` (seconds on the agent's
+        clock).
+        """
         commands: list[Command] = []
         while (due := self.next_deadline()) is not None and due <= now:
             _, number = heapq.heappop(self._deadlines)

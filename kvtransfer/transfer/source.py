@@ -61,7 +61,7 @@ from kvtransfer.util.options import AgentOptions
 
 
 class TransferSource:
-    """The offers of one agent, numbered by the caller; `key` is the fleet's shared secret."""
+    """The KV offers of one agent, numbered by the caller. `key` is the fleet's shared secret."""
 
     def __init__(
         self,
@@ -184,7 +184,7 @@ class TransferSource:
         ]
 
     def join_group(self) -> None:
-        """Accept offers again after a rank of the group was lost."""
+        """Accept offers again, after they were refused because a rank of the group was lost."""
         self._lost_rank = None
 
     def decline(self, name: str, detail: str, now: float) -> list[Command]:

@@ -55,7 +55,7 @@ class AgentStats:
         _add(self._moved_s, pair, seconds)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the counters by label; labels of two parts are tuples.
+        """Return all counters of the agent by label. Labels with two parts are tuples.
 
         sent_*    as a source, by (peer, transport): bytes, and seconds with bytes in flight
         moved_*   as a sink, by (peer, transport): bytes, and seconds from accept to end,

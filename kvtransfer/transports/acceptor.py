@@ -86,7 +86,7 @@ class LinkAcceptor(Generic[L]):
             self._links.discard(link)
 
     def close(self) -> None:
-        """Stop accepting, close all links, and wait for their threads to end."""
+        """Stop accepting connections, close all links, and wait until their threads have ended."""
         self._closed.set()
         if self._listener is not None:
             # Closing alone would leave the thread blocked in accept().

@@ -115,9 +115,9 @@ class InprocWire:
             link.reset()
 
     def run_at(self, address: str, call: Callback, delay_s: float = 0.0) -> Timer:
-        """Schedule a call of the agent at `address` after `delay_s` seconds.
+        """Schedule a call for the agent at `address` after `delay_s` seconds.
 
-        It is delayed further while the agent is frozen, and dropped if it was killed.
+        The call is delayed further while the agent is frozen, and dropped if the agent was killed.
         """
         return self.clock.call_at(self.clock.now() + delay_s, lambda: self._make(address, call))
 
@@ -271,13 +271,13 @@ class InprocLink:
         )
 
     def on_far_closed(self, reason: str) -> None:
-        """Report to the owner, once, that the far end has gone."""
+        """Report to the link's owner, once, that the other end of the link has closed."""
         self.notify_owner(lambda owner: owner.on_lost(self, reason))
         self._closed = True
         self._leave()
 
     def notify_owner(self, tell: Callable[[LinkOwner], None]) -> None:
-        """Call the link's owner by `tell`, unless the link is closed."""
+        """Call the link's owner through `tell`, unless this end of the link is closed."""
         if not self._closed and self._end.owner is not None:
             self.received_bytes += 1
             tell(self._end.owner)

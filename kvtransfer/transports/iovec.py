@@ -218,7 +218,7 @@ class MemoryPieces:
         return count
 
     def advance(self, count: int) -> None:
-        """Count `count` more bytes as moved."""
+        """Count `count` more bytes of the pieces as moved."""
         self.done = done = self.done + count
         row = bisect_right(self._ends, done)
         if row < len(self._ends):
@@ -229,7 +229,9 @@ class MemoryPieces:
         self._row = row + 1
 
     def feed(self, update: Callable[[memoryview], object], upto: int) -> None:
-        """Pass the unconsumed pieces that end at byte `upto` or before to a digest, in order."""
+        """Pass pieces to a digest in order: those not yet consumed that end at byte `upto` or
+        before.
+        """
         last = bisect_right(self._ends, upto)
         if last > self.fed_count:
             for part in self.parts(self.fed_count, last):
@@ -242,9 +244,9 @@ class MemoryPieces:
         return self.done - (self._ends[self.fed_count - 1] if self.fed_count else 0)
 
     def parts(self, first: int = 0, last: int | None = None) -> list[memoryview]:
-        """Return memoryviews of the pieces [first, last) in order.
+        """Return memoryviews of the pieces first to last - 1, in order.
 
-        If `last` is None, they are all pieces from `first` on.
+        If `last` is None, all pieces from `first` on are returned.
         """
         memory = self._memory.data
         starts, lengths = self._offsets[first:last].tolist(), self._lengths[first:last].tolist()
@@ -264,7 +266,7 @@ class MemoryPieces:
             offset += len(part)
 
     def put(self, data: memoryview) -> None:
-        """Copy `data` into the pieces from byte `done` on, without counting it as moved."""
+        """Copy `data` into the pieces, starting at byte `done`, without counting it as moved."""
         row, done = self._row - 1, self.done
         memory, taken = self._memory.data, 0
         while taken < len(data):

@@ -25,7 +25,7 @@ _BACKLOG = 1024  # a full backlog costs a dialling peer a second
 
 
 class TcpLink(LanedLink):
-    """One end of a TCP link without TLS."""
+    """One end of a link over a TCP connection without TLS."""
 
     transport = "tcp"
 

@@ -46,9 +46,9 @@ def agent_address(host: str, port: int) -> str:
 
 
 class EngineDialect(Protocol):
-    """One engine's protocol for split requests.
+    """The protocol by which one kind of engine handles split requests.
 
-    It only remembers which transfer names were used.
+    Its only state is which transfer names have been used.
     """
 
     name: str

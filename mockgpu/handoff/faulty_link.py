@@ -40,7 +40,10 @@ class FaultyRelay:
             end.abort()
 
     def set(self, fault: InjectedFault | None) -> None:
-        """Apply this fault from now on; with None, heal and relay the bytes that were held back."""
+        """Apply this fault to the relayed bytes from now on.
+
+        None ends the fault, and relays the bytes that were held back.
+        """
         self.fault = fault
         if fault is None:
             for end in list(self._ends):
@@ -101,7 +104,7 @@ class RelayConnection(asyncio.Protocol):
         self._relay_bytes(data, self._other._transport)
 
     def resume(self) -> None:
-        """Relay the bytes that were held back."""
+        """Relay the bytes that a fault has held back."""
         waiting, self._waiting = self._waiting, []
         for data in waiting:
             self.data_received(data)

@@ -66,7 +66,7 @@ class PeerDirectory(Protocol):
 
 
 class UnknownPeerError(Exception):
-    """The address of the engine that has the KV could not be found."""
+    """Raised when the address of the engine that has the KV cannot be found."""
 
 
 class KvHandoff:
@@ -228,7 +228,7 @@ class KvHandoff:
             landing.cancel()
 
     async def close(self) -> None:
-        """End all transfers, and wait until no transfer uses the engine's blocks."""
+        """End all KV transfers, and wait until none of them uses the engine's blocks."""
         self._closed = True
         self.drop_all()
         await self.agent.close()

@@ -16,7 +16,7 @@ class PacedLink:
     """
 
     def __init__(self, token_bytes: int, bytes_s: float = inf, speed: float = 1.0) -> None:
-        """Set the rate to `bytes_s` bytes per second.
+        """Initialize an idle link with a rate of `bytes_s` bytes per second.
 
         token_bytes   KV bytes per token of the real model
         speed         speed-up of the mock's clock

@@ -29,7 +29,10 @@ MOST_ROOMS = 1 << 16
 
 
 class SglangDialect:
-    """The EngineDialect (handoff protocol) of SGLang. It remembers the rooms that were used."""
+    """The EngineDialect (handoff protocol) of SGLang.
+
+    It remembers which bootstrap rooms (numbers of handoffs) were used.
+    """
 
     name = "sglang"
 

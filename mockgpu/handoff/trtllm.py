@@ -104,7 +104,7 @@ COMPLETION_FIELDS = frozenset((*_SHARED, "prompt", "detokenize", "return_context
 
 
 class Details(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The object `prompt_tokens_details` of a usage object."""
+    """The JSON object `prompt_tokens_details` in a response's usage."""
 
     cached_tokens: int = 0
 
@@ -119,7 +119,7 @@ class ContextUsage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Params(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The object `disaggregated_params` of a request."""
+    """The JSON object `disaggregated_params` of a split request."""
 
     request_type: str
     disagg_request_id: int | None = None

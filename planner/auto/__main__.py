@@ -1,6 +1,7 @@
-"""The replay process beside a gateway: one job on stdin, one answer on stdout, then it ends.
+"""The replay process beside a gateway: reads one job from stdin, writes one result to stdout, and
+ends.
 
-It ends at once when its stdin closes, because the gateway has ended or wants no answer any more.
+It ends at once when its stdin closes, because the gateway has ended or wants no result any more.
 """
 
 from __future__ import annotations
@@ -13,7 +14,10 @@ from planner.auto.cpu_budget import CpuBudget, set_limits
 
 
 def main() -> None:
-    """Run one job. The exit status is 1 if it cannot be read."""
+    """Run the job on stdin, and print its result.
+
+    The exit status is 1 if the job cannot be read.
+    """
     set_limits()
     # Imported after the limits are set, because this takes most of a second.
     from planner.auto.run_job import read_job, run_job

@@ -1,4 +1,4 @@
-"""Errors of means over requests, from blocks of consecutive requests.
+"""Estimates the error of a mean over requests, from blocks of consecutive requests.
 
 Requests close in time meet the same queues, so single requests are not independent.
 """
@@ -19,7 +19,10 @@ T_95 = 2.36
 
 
 def in_blocks(items: Sequence[Item]) -> list[Sequence[Item]]:
-    """Return the items in BLOCKS consecutive parts of equal size, at least that many items."""
+    """Split the items into BLOCKS consecutive parts of equal size.
+
+    At least BLOCKS items are needed.
+    """
     edges = [len(items) * block // BLOCKS for block in range(BLOCKS + 1)]
     return [items[begin:end] for begin, end in pairwise(edges)]
 

@@ -42,7 +42,7 @@ def calibrate(
     lately: RecentTraffic,
     on_progress: OnProgress | None = None,
 ) -> PoolCase:
-    """Return the case with the speeds of its groups corrected by the log.
+    """Return the replay case with the speeds of its TP groups corrected by the access log.
 
     `endpoints` are the names of the groups in the log, in order. A case with separate prefill and
     decode groups is returned unchanged.

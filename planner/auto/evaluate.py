@@ -93,7 +93,7 @@ def _estimate(
 
 
 class _Runs:
-    """Replays of one pool's requests, each made when it is first needed."""
+    """The replays of one pool's requests, one per policy; each is run when it is first needed."""
 
     def __init__(
         self,
@@ -107,7 +107,9 @@ class _Runs:
         self._known: dict[tuple[str, int], list[ReplayRecord]] = {}
 
     def records(self, member: PolicyMember, seed: int) -> list[ReplayRecord]:
-        """Return the records that count, in order of arrival; the same requests for all members."""
+        """Return the records of the counted requests in order of arrival, which are the same for
+        all policies.
+        """
         key = member.label, seed
         if key not in self._known:
             case = self._case
@@ -178,7 +180,9 @@ def _served(line: LoggedRequest, case: PoolCase) -> ServedRequest | None:
 
 
 def portfolio(incumbent: PolicyMember, members: Sequence[PolicyMember]) -> tuple[PolicyMember, ...]:
-    """Return the policies to compare: the one in force, then the others of the portfolio."""
+    """Return the policies to compare: first the policy in force, then the others of the
+    portfolio.
+    """
     return (incumbent, *(member for member in members if member.label != incumbent.label))
 
 

@@ -1,6 +1,6 @@
-"""Whether a replay of the policy in force reproduces what the access log says really happened.
+"""Checks whether a replay of the policy in force reproduces the access log.
 
-A fleet model that is wrong about the engines must not choose their policy.
+If the simulated engines differ from the real ones, the replay must not choose a policy for them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ MET = "met"
 
 
 class ServedRequest(msgspec.Struct, frozen=True):
-    """How one request was served, in the log or in the replay; None where it is not known."""
+    """How one request was served, in the log or in the replay; unknown values are None."""
 
     slo: Slo
     is_good: bool
@@ -40,9 +40,9 @@ class ServedRequest(msgspec.Struct, frozen=True):
 
 
 def from_line(line: LoggedRequest, slo: Slo) -> ServedRequest | None:
-    """Return how a logged request was served; None if its outcome is not known.
+    """Convert an access log line to a ServedRequest; return None if the outcome is unknown.
 
-    A refused request counts as one that missed its budgets.
+    A refused request counts as one that missed its latency budgets.
     """
     if line.status >= 400:
         return ServedRequest(slo, False, None, None)
@@ -61,9 +61,10 @@ def from_record(record: ReplayRecord) -> ServedRequest:
 
 
 def find_doubt(logged: Sequence[ServedRequest], replayed: Sequence[ServedRequest]) -> str:
-    """Return how the replay differs from the log by more than the tolerance, or "".
+    """Return, as text, how the replay differs from the log by more than the tolerance; "" if it
+    does not.
 
-    Both are of the same requests. Fewer than LEAST_LINES of them are a doubt as well.
+    Both contain the same requests. Fewer than LEAST_LINES requests are a reason for doubt as well.
     """
     if len(logged) < LEAST_LINES or not replayed:
         return f"the log has only {len(logged)} comparable requests of the policy in force"

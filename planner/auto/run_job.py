@@ -30,7 +30,7 @@ def read_job(pipe: BinaryIO) -> ReplayJob | None:
 
 
 def run_job(job: ReplayJob, on_progress: OnProgress | None = None) -> bytes:
-    """Return the answer to a job as JSON."""
+    """Run a job of the gateway, and return its result as JSON."""
     estimates: list[PoolEstimate] = []
     failed: dict[str, str] = {}
     for pool in job.pools:
@@ -49,7 +49,7 @@ def _evaluate(job: ReplayJob, pool: PoolJob, on_progress: OnProgress | None) -> 
     lately = recent(Path(job.log), pool.window_s, TAIL_BYTES)
     lines = [line for line in lately.lines if case.models is None or line.model in case.models]
     if not lines:
-        raise TraceError(f"{job.log} contains no request for the pool")
+        raise TraceError(f"the access log {job.log} contains no request for the pool")
     from_s = max(pool.counts_from_s, job.now_s - pool.window_s)
     lately = RecentTraffic(lines, lately.begins_s, max(lately.from_s, from_s))
     lately = limit_traffic(lately, from_s, MOST_REQUESTS)

@@ -43,11 +43,11 @@ def _time(text: str, name: str) -> Any:
     return typer.Option(name, parser=duration_s, metavar="TIME", help=text)
 
 
-Url = Annotated[str, typer.Option(help="The server, like http://127.0.0.1:8080.")]
+Url = Annotated[str, typer.Option(help="URL of the server, like http://127.0.0.1:8080.")]
 Model = Annotated[
-    str | None, typer.Option(help="The model to request; default: the first one listed.")
+    str | None, typer.Option(help="Model to request; default: the first that the server lists.")
 ]
-Shape = Annotated[str, typer.Option(help="chat, rag, agent or shared-prefix.")]
+Shape = Annotated[str, typer.Option(help="Kind of traffic: chat, rag, agent or shared-prefix.")]
 Rate = Annotated[
     float | None, typer.Option(min=1e-3, help="Open loop: requests per second, at random times.")
 ]
@@ -72,12 +72,15 @@ IgnoreEos = Annotated[
     bool, typer.Option("--ignore-eos", help="Make engines generate the full length (vLLM, SGLang).")
 ]
 ApiKey = Annotated[
-    str | None, typer.Option(envvar="OPENAI_API_KEY", help="Sent as a bearer token.")
+    str | None,
+    typer.Option(envvar="OPENAI_API_KEY", help="API key, which is sent as a bearer token."),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print the report as JSON.")]
 Out = Annotated[
     Path | None,
-    typer.Option(dir_okay=False, callback=check_writable, help="Also write the JSON to this file."),
+    typer.Option(
+        dir_okay=False, callback=check_writable, help="Also write the report as JSON to this file."
+    ),
 ]
 For = Annotated[float | None, _time("How long to send requests (30s).", "--for")]
 SloTtft = Annotated[float | None, _time("Maximum TTFT of a good request.", "--slo-ttft")]

@@ -18,7 +18,7 @@ from planner.bench.timeline import AnswerTimeline
 
 
 class BenchError(Exception):
-    """Error: the server cannot be used at all; the message says what it answered."""
+    """Raised when the server cannot be used at all; the message says what it answered."""
 
 
 class BenchRecord(msgspec.Struct):
@@ -63,7 +63,7 @@ class BenchRecord(msgspec.Struct):
 
     @property
     def lag_s(self) -> float:
-        """Seconds by which this client sent the request late."""
+        """Seconds between the planned time of the request and the time when this client sent it."""
         return self.sent_s - self.due_s
 
 

@@ -10,11 +10,11 @@ from planner.bench.workloads import shapes
 
 
 class PlanError(ValueError):
-    """Error in the options of a run; the message names the option and the reason."""
+    """Raised for invalid options of a benchmark; the message names the option and the reason."""
 
 
 class BenchSlo(msgspec.Struct, frozen=True):
-    """The limits within which a request is good, in seconds; None: no limit."""
+    """Latency limits within which a request counts as good, in seconds; None means no limit."""
 
     ttft_s: float | None = None
     tpot_s: float | None = None

@@ -60,7 +60,7 @@ def describe(progress: RunProgress) -> str:
 
 
 def table(report: BenchReport) -> Table:
-    """Return the report's latencies by percentile as a table."""
+    """Return the latencies of a benchmark report as a table of percentiles."""
     result = Table(title=_title(report), title_justify="left")
     for name in ("", "mean", "p50", "p90", "p95", "p99", "max"):
         result.add_column(name, justify="right" if name else "left")
@@ -96,7 +96,9 @@ def _cells(summary: Summary | None) -> list[str]:
 
 
 def lines(report: BenchReport) -> list[str]:
-    """Return the results that are not in the table: counts, rates, goodput, cache and errors."""
+    """Return the figures of a report outside the table: counts, rates, goodput, cache and
+    errors.
+    """
     failed = len(report.records) - len(report.completed)
     rows = [
         f"{len(report.completed)} answered, {failed} failed, at most {report.peak} at once",

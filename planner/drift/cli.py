@@ -22,16 +22,21 @@ Log = Annotated[
 ]
 ConfigFile = Annotated[
     Path | None,
-    typer.Option("--config", "-c", help="Configuration with sized_for; without it, print one."),
+    typer.Option(
+        "--config",
+        "-c",
+        help="Configuration with sized_for; without it, a sized_for of the log is printed.",
+    ),
 ]
 Pool = Annotated[
-    str | None, typer.Option("--pool", help="Pool of the configuration; default: the only one.")
+    str | None,
+    typer.Option("--pool", help="Name of the pool in the configuration; default: the only pool."),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 
 
 class DriftError(ValueError):
-    """The comparison cannot be made; the message says what is valid."""
+    """Raised when a comparison with `sized_for` is impossible; the message says what is valid."""
 
 
 def drift(log: Log, config: ConfigFile = None, pool: Pool = None, as_json: AsJson = False) -> None:
@@ -81,7 +86,9 @@ def read_sized_for(
         raise DriftError(f"{file}: {error}") from None
     blocks = data.get("sized_for") if isinstance(data, dict) else None
     if not isinstance(blocks, dict) or not blocks:
-        raise DriftError(f"{file} has no sized_for; valid: one that penstock drift LOG prints")
+        raise DriftError(
+            f"{file} has no section sized_for; penstock drift LOG prints one to insert"
+        )
     name = pool or (next(iter(blocks)) if len(blocks) == 1 else "")
     block = blocks.get(name)
     if not isinstance(block, dict):
@@ -96,7 +103,7 @@ def _numbers(block: Mapping[str, Any], name: str, count: int) -> list[float]:
     if not isinstance(values, list) or len(values) != count:
         raise DriftError(f"sized_for.{name} is no list of {count} numbers")
     if not all(isinstance(value, int | float) and value >= 0 for value in values):
-        raise DriftError(f"sized_for.{name} has something else than numbers of zero and more")
+        raise DriftError(f"sized_for.{name} must be a list of numbers that are not negative")
     return [float(value) for value in values]
 
 

@@ -1,4 +1,6 @@
-"""Recorded requests as shapes: place in a session, and how much of a prompt was new. No I/O."""
+"""Converts recorded requests to shapes: turn of the session, and new share of the prompt.
+No I/O.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ MAX_BLOCKS, MAX_SESSIONS = 1 << 20, 1 << 17
 
 
 class ShapeReader:
-    """Turns requests into shapes, with a bounded memory of blocks and sessions."""
+    """Converts requests to shapes, with a bounded memory of prompt blocks and sessions."""
 
     def __init__(self) -> None:
         self._blocks: OrderedDict[int, None] = OrderedDict()

@@ -13,11 +13,11 @@ MAX_PROMPTS = 10_000
 
 
 class GoldenError(ValueError):
-    """The comparison cannot be made; the message says what is wrong and where."""
+    """Raised when answers cannot be compared; the message says what is wrong and where."""
 
 
 class TokenChoice(msgspec.Struct, frozen=True):
-    """One generated token, and the probabilities of the likeliest tokens at its place."""
+    """One generated token, with the probabilities of the likeliest tokens at its position."""
 
     token: str
     probabilities: Mapping[str, float]
@@ -62,7 +62,7 @@ def read_prompts(lines: Sequence[str]) -> list[dict[str, Any]]:
                               '{"prompt": "..."}')  # fmt: skip
         prompts.append(body)
     if not prompts:
-        raise GoldenError("the file has no prompt")
+        raise GoldenError("the file has no prompt; write one JSON request per line")
     if len(prompts) > MAX_PROMPTS:
         raise GoldenError(f"the file has {len(prompts)} prompts; valid: up to {MAX_PROMPTS}")
     return prompts

@@ -1,6 +1,6 @@
-"""The command `penstock golden run`: does a candidate answer golden prompts as its base does?
+"""The command `penstock golden run`: compares a candidate engine's answers with a base engine's.
 
-Exit status: 0 as well as the base; 1 an engine does not answer; 2 wrong usage; 3 worse.
+Exit status: 0 as good as the base; 1 an engine does not answer; 2 wrong usage; 3 worse.
 """
 
 from __future__ import annotations
@@ -20,22 +20,37 @@ from planner.golden.answers import GoldenAnswer, GoldenError, read_prompts
 from planner.golden.client import ComparedEngine, first_model, send_to_all
 from planner.golden.compare import GoldenReport, compare, judge
 
-Action = Annotated[str, typer.Argument(help="run: ask both engines, and compare.")]
-File = Annotated[Path, typer.Argument(help="JSON Lines: a chat or completion request per line.")]
-Base = Annotated[str, typer.Option("--base", help="URL of the engine to compare with.")]
-Candidate = Annotated[str, typer.Option("--candidate", help="URL of the engine to judge.")]
+Action = Annotated[
+    str,
+    typer.Argument(help="Action: run (send the prompts to both engines, and compare the answers)."),
+]
+File = Annotated[
+    Path, typer.Argument(help="Prompts as JSON Lines: one chat or completion request per line.")
+]
+Base = Annotated[
+    str,
+    typer.Option("--base", help="URL of the base engine, with which the candidate is compared."),
+]
+Candidate = Annotated[
+    str, typer.Option("--candidate", help="URL of the candidate engine, which is evaluated.")
+]
 Model = Annotated[
-    str | None, typer.Option("--model", help="Model of both; default: the first that each lists.")
+    str | None,
+    typer.Option(
+        "--model", help="Model to request from both engines; default: the first that each lists."
+    ),
 ]
 Key = Annotated[
     str,
     typer.Option("--key", envvar="PENSTOCK_ENGINE_KEY", help="Bearer token for both engines."),
 ]
 MaxTokens = Annotated[
-    int, typer.Option("--max-tokens", min=1, max=32_768, help="Tokens of an answer at most.")
+    int,
+    typer.Option("--max-tokens", min=1, max=32_768, help="Maximum number of tokens per answer."),
 ]
 Concurrency = Annotated[
-    int, typer.Option("--concurrency", min=1, max=256, help="Prompts in progress at once.")
+    int,
+    typer.Option("--concurrency", min=1, max=256, help="Number of prompts in progress at once."),
 ]
 Tolerance = Annotated[
     float,
@@ -47,7 +62,7 @@ Tolerance = Annotated[
         help="Percentage points (KL: hundredths of a nat) that the candidate may lose.",
     ),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print the report as JSON.")]
 
 
 def golden(
@@ -62,7 +77,10 @@ def golden(
     fail_if_worse: Tolerance = 0.0,
     as_json: AsJson = False,
 ) -> None:
-    """Compare a candidate's answers to golden prompts with a base's, and the base with itself."""
+    """Compare the answers of a candidate engine to golden prompts with those of a base engine.
+
+    The base is also compared with itself, to measure chance.
+    """
     if action != "run":
         raise typer.BadParameter(f"unknown action {action!r}; valid: run")
     try:
@@ -111,7 +129,7 @@ def report_of(
     again: list[GoldenAnswer],
     tolerance: float,
 ) -> GoldenReport:
-    """Return the report of a candidate's answers beside two runs of the base."""
+    """Return the comparison of a candidate's answers with two runs of the base."""
     floors = [compare(*three) for three in zip(prompts, base, again, strict=True)]
     pairs = [compare(*three) for three in zip(prompts, base, candidate, strict=True)]
     took_s = [sum(answer.took_s for answer in each) / len(each) for each in (base, candidate)]

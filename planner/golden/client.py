@@ -1,4 +1,4 @@
-"""Asking engines for answers: a bounded number of requests at once, each prompt several times."""
+"""Sends golden prompts to engines: each prompt several times, with a bounded number at once."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ TOP = 5
 
 
 class ComparedEngine(msgspec.Struct, frozen=True):
-    """An engine or gateway to ask. `key` is a bearer token; empty: none."""
+    """An engine or gateway whose answers are compared.
+
+    `key` is a bearer token; "" means none.
+    """
 
     url: str
     model: str
@@ -84,7 +87,10 @@ async def _request_answer(
 
 
 async def first_model(url: str, key: str) -> str:
-    """Return the first model that an engine lists. Raises GoldenError."""
+    """Return the name of the first model that an engine lists.
+
+    Raises GoldenError if it lists none or does not answer.
+    """
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     try:
         timeout = aiohttp.ClientTimeout(total=10)

@@ -71,7 +71,7 @@ def _units(one: GoldenAnswer, other: GoldenAnswer) -> tuple[Sequence[str], Seque
 
 
 def is_valid(prompt: Mapping[str, Any], answer: GoldenAnswer) -> bool:
-    """Return whether an answer is there, and its JSON and tool calls can be read."""
+    """Return whether an answer exists, and its JSON and tool calls can be parsed."""
     if answer.error:
         return False
     form = prompt.get("response_format")

@@ -29,9 +29,9 @@ class PoolComparison(msgspec.Struct, frozen=True):
 
     @property
     def gain(self) -> float:
-        """Increase of SLO attainment by the changed configuration, as a share of requests.
+        """By how much the changed configuration raises SLO attainment, as a share of requests.
 
-        It is the least increase of all service classes.
+        It is the smallest increase among all service classes.
         """
         before, after = self.before, self.after
         if before is None or after is None:

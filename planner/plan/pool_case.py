@@ -25,7 +25,7 @@ GPU, MODEL = "h100", "llama-3.1-8b"
 
 
 class PoolCaseError(ValueError):
-    """Error: the configuration cannot be replayed; the message says why."""
+    """Raised for a configuration that cannot be replayed; the message says why."""
 
 
 class Assumptions(msgspec.Struct, frozen=True):
@@ -122,11 +122,13 @@ class PoolCase(msgspec.Struct, frozen=True):
     assumed: tuple[str, ...]
 
     def policy(self) -> Policy:
-        """Return a new policy for every replay, because policies learn."""
+        """Return a new routing policy of the pool. Each replay needs its own, because policies
+        learn.
+        """
         return registry.build(self.policy_name, self.policy_params)
 
     def admission(self) -> Admission:
-        """Return a new admission, with the tenants' weights if it takes them, as in the gateway."""
+        """Return a new admission policy of the pool, with the tenants' weights if it uses them."""
         takes_weights = (
             "weights" in admission_registry.params_type(self.admission_name).__struct_fields__
             and self.shares.weights

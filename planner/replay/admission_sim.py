@@ -41,7 +41,7 @@ class AdmissionSim:
             self._fleet.schedule(0.0, self._tick)
 
     def arrive(self, now: float, flight: InflightRequest) -> None:
-        """Let a client send its first attempt, after which its patience starts to run out."""
+        """Simulate the first attempt of a client; its patience starts to run out."""
         if self._clients.patience_s is not None:
             self._fleet.schedule(now + self._clients.patience_s, self._give_up, flight)
         self._try_enter(now, flight)

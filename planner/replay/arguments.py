@@ -25,7 +25,7 @@ FAULTS = (
 
 
 class ArgumentError(ValueError):
-    """Error in an argument; the message names the part that is wrong."""
+    """Raised for an invalid argument of `penstock replay`; the message names the invalid part."""
 
 
 class _Class(msgspec.Struct, forbid_unknown_fields=True):

@@ -43,7 +43,7 @@ class UnlimitedCache:
         self._known: set[int] = set()
 
     def hit(self, keys: Sequence[int], prompt_tokens: int) -> int:
-        """Return the number of prompt tokens that were seen before, and add all of this prompt."""
+        """Return how many tokens of a prompt are cached, and add the whole prompt to the cache."""
         known, hits = self._known, 0
         limit = min(len(keys), (prompt_tokens - 1) // self._block_tokens)
         while hits < limit and keys[hits] in known:

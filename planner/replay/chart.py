@@ -74,7 +74,7 @@ class _Scale:
 
 
 def ink(index: int) -> tuple[str, str]:
-    """Return the colour and dash pattern of the line at this index: solid lines first, then
+    """Return the colour and dash pattern for the line with this index: solid lines first, then
     dashed.
     """
     return INKS[index % len(INKS)], DASHES[index // len(INKS) % len(DASHES)]
@@ -83,7 +83,7 @@ def ink(index: int) -> tuple[str, str]:
 def chart(
     title: str, lines: Sequence[Series], x: Axis, y: Axis, rules: Sequence[tuple[float, str]] = ()
 ) -> str:
-    """Return a line chart as SVG; empty without points.
+    """Return a line chart as SVG text; "" if there are no points.
 
     rules  horizontal lines, such as targets: (value, name)
     """
@@ -107,7 +107,7 @@ def chart(
 def bars(
     title: str, values: Sequence[tuple[str, float, int]], write: Callable[[float], str]
 ) -> str:
-    """Return a horizontal bar chart as SVG, from 0 to the largest value; empty without values.
+    """Return a horizontal bar chart as SVG text, from 0 to the largest value; "" without values.
 
     values  (name, value, index of the name)
     """

@@ -32,27 +32,43 @@ _EXPECTED = 350
 
 Trace = Annotated[
     Path,
-    typer.Argument(exists=True, dir_okay=False, help="Recorded traffic, or a .yaml mix of it."),
+    typer.Argument(
+        exists=True,
+        dir_okay=False,
+        help="File of recorded traffic, or a .yaml file that mixes several.",
+    ),
 ]
 Fleet = Annotated[
-    str, typer.Option(help="F1-F4, F6, F5:6p2d@50 (groups, GB/s), or a YAML or JSON file.")
+    str,
+    typer.Option(help="Fleet: F1-F4, F6, F5:6p2d@50 (groups, GB/s), or a YAML or JSON file."),
 ]
-Policies = Annotated[str, typer.Option("--policy", metavar="A,B,...", help="Policies to compare.")]
+Policies = Annotated[
+    str,
+    typer.Option("--policy", metavar="A,B,...", help="Names of the routing policies to compare."),
+]
 Door = Annotated[
     str, typer.Option("--admission", help="Admission: none, cap, ... (docs/admission.md).")
 ]
 Rates = Annotated[
     str | None,
-    typer.Option("--rate", metavar="X,...", help="Rates relative to the recorded one (1)."),
+    typer.Option(
+        "--rate",
+        metavar="X,...",
+        help="Request rates to replay, relative to the recorded rate (1).",
+    ),
 ]
 Users = Annotated[
     str | None,
-    typer.Option("--users", metavar="N,...", help="Closed loop: users going through sessions."),
+    typer.Option(
+        "--users", metavar="N,...", help="Closed loop: number of users that go through sessions."
+    ),
 ]
 Targets = Annotated[
     str | None,
     typer.Option(
-        "--capacity", metavar="90,99", help="Find the load that has these attainments, %."
+        "--capacity",
+        metavar="90,99",
+        help="Find the highest load with this SLO attainment, in percent of requests.",
     ),
 ]
 Slos = Annotated[str, typer.Option("--slo", help="ttft=2s,tpot=50ms, or a YAML file of classes.")]
@@ -64,15 +80,27 @@ Format = Annotated[
 From = Annotated[
     str, typer.Option("--from", metavar="TIME", help="Only requests recorded from this time on.")
 ]
-To = Annotated[str | None, typer.Option("--to", metavar="TIME", help="... and before this.")]
+To = Annotated[
+    str | None,
+    typer.Option("--to", metavar="TIME", help="Only requests recorded before this time."),
+]
 Warmup = Annotated[
-    str, typer.Option("--warmup", metavar="TIME", help="Requests before this time do not count.")
+    str,
+    typer.Option(
+        "--warmup",
+        metavar="TIME",
+        help="Warm-up: requests before this time fill caches and are not counted.",
+    ),
 ]
 For = Annotated[
     str | None,
-    typer.Option("--for", metavar="TIME", help="End of closed loops (20m with --users)."),
+    typer.Option(
+        "--for", metavar="TIME", help="Time at which closed loops end (default with --users: 20m)."
+    ),
 ]
-Retries = Annotated[int, typer.Option(min=0, max=100, help="How often clients retry after a 429.")]
+Retries = Annotated[
+    int, typer.Option(min=0, max=100, help="Number of times that a client retries after a 429.")
+]
 Stubborn = Annotated[
     bool, typer.Option("--ignore-retry-after", help="Clients retry after their own back-off.")
 ]
@@ -83,10 +111,10 @@ Patience = Annotated[
     ),
 ]
 Expected = Annotated[
-    int, typer.Option(min=1, help="Output tokens that the gateway expects of a request.")
+    int, typer.Option(min=1, help="Output tokens that the gateway expects per request.")
 ]
 Seed = Annotated[int, typer.Option(help="Random seed: equal seeds give equal replays.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 Report = Annotated[
     Path | None,
     typer.Option(
@@ -121,7 +149,10 @@ def replay(
     as_json: AsJson = False,
     report: Report = None,
 ) -> None:
-    """Compare policies on recorded traffic: mock TP groups on a virtual clock, real decisions."""
+    """Compare routing policies on recorded traffic, with simulated TP groups on a virtual clock.
+
+    The gateway's own code makes the decisions.
+    """
     try:
         patience_s = None if patience is None else arguments.parse_seconds(patience)
         clients = ClientBehaviour(retries, not ignore_retry_after, patience_s)
@@ -241,7 +272,8 @@ def _print(standing: ComparisonResult, as_json: bool) -> None:
 
 
 def as_plain(standing: ComparisonResult) -> dict[str, Any]:
-    """Return the result as a JSON object: figures by policy and load, and capacities.
+    """Return the result of a comparison as a JSON object: figures by policy and load, and
+    capacities.
 
     Single requests are left out.
     """

@@ -134,7 +134,7 @@ class DisaggSim:
         self._fleet.schedule(now + taker.kind.software.request_s, self._fleet.enter, (taker, job))
 
     def on_first_token(self, now: float, flight: InflightRequest) -> None:
-        """Learn how long the KV of a split request travelled."""
+        """Record how long the KV of a split request took from prefill to decode."""
         pair, rule = flight.pair, self._splitter.rule
         if pair is not None and flight.prefilled_s is not None:
             took_s, tokens = now - flight.prefilled_s, flight.request.prompt_tokens

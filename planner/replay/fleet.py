@@ -247,7 +247,7 @@ class Fleet:
             self.wake(now, group)
 
     def wake(self, now: float, group: ReplayGroup) -> None:
-        """Let a group's engine read its queue at the end of its current step, or now if it is idle.
+        """Let a group's engine read its queue after its current step; an idle engine reads it now.
 
         An idle engine wakes after all other events of this moment, so that simultaneous jobs start
         together.
@@ -310,7 +310,7 @@ class Fleet:
         self.disagg.fetch(group, job, now)
 
     def stop_expecting(self, flight: InflightRequest) -> None:
-        """Remove the request's blocks from those that its group is about to compute."""
+        """Stop counting the request's KV blocks as blocks that its group will soon have cached."""
         if flight.is_expected:
             flight.is_expected = False
             assert flight.group is not None
@@ -341,7 +341,7 @@ class Fleet:
         self.end(now, flight, RequestEnd.SERVED, "")
 
     def end(self, now: float, flight: InflightRequest, end: RequestEnd, reason: str) -> None:
-        """End a request with this result and reason; every request ends here."""
+        """End a request with this result and reason. Every request of the replay ends here."""
         flight.has_ended = True
         record = flight.record
         record.end, record.reason = end, reason

@@ -131,14 +131,14 @@ class GatewaySim:
         )
 
     def with_room_for(self, tokens: int, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
-        """Return the candidates whose KV could hold this many tokens."""
+        """Return the candidate groups whose KV memory could hold this many tokens."""
         needed = blocks_for(tokens, self._block_tokens)
         return [
             candidate for candidate in candidates if needed <= self._kv_blocks[candidate.load.slot]
         ]
 
     def pick(self, query: RoutingQuery, candidates: Sequence[Candidate]) -> Pick | None:
-        """Return the policy's choice or None, and measure the time that it takes."""
+        """Return the group that the policy picks, or None; measure the time that the pick takes."""
         began = self.clock()
         if self._order is not None and candidates is self.candidates:
             pick = self._order.pick(query)
@@ -149,7 +149,7 @@ class GatewaySim:
         return pick
 
     def learn(self, fingerprint: Fingerprint | None, pick: Pick, prompt_tokens: int) -> None:
-        """Record in the index that the picked group will have this prompt cached."""
+        """Record in the prefix index that the picked group will have this prompt cached."""
         if fingerprint is not None and not self._is_event_lost():
             load = pick.candidate.load
             self.index.insert(fingerprint, load.slot, prompt_tokens)
@@ -161,7 +161,7 @@ class GatewaySim:
     def confirm(
         self, slot: int, believed_tokens: int, cached_tokens: int, prompt_tokens: int
     ) -> None:
-        """Compare the cached tokens of an answer with the number that was believed."""
+        """Compare the cached tokens that an answer reports with the predicted number."""
         if self.policy.reads_prefix and not self._is_event_lost():
             self.index.confirm(
                 slot, min(1.0, believed_tokens / prompt_tokens), cached_tokens / prompt_tokens

@@ -121,11 +121,11 @@ class ReplayGroup:
         self.totals.busy_s += self.engine.busy_s
 
     def expect(self, keys: tuple[int, ...]) -> None:
-        """Count block ids that the group is about to compute."""
+        """Count KV blocks that the group will soon have computed and cached."""
         self.expected_keys.update(keys)
 
     def expect_no_more(self, keys: tuple[int, ...]) -> None:
-        """Undo `expect` for block ids that the group has now computed or will not compute."""
+        """Undo `expect` for KV blocks that the group has now computed, or will not compute."""
         coming = self.expected_keys
         for key in keys:
             count = coming[key] - 1

@@ -51,7 +51,7 @@ class Hedges:
         fleet.start(now, second, group, pick)
 
     def decide(self, now: float, first: InflightRequest) -> InflightRequest:
-        """Withdraw the slower of two attempts, because the other one has its first token.
+        """Withdraw the slower of two attempts at a request, because the other has its first token.
 
         Return the attempt that represents the request from now on.
         """

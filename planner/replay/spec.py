@@ -25,7 +25,7 @@ MOST_SKEW = 64.0
 
 
 class FleetError(ValueError):
-    """Error in the description of a fleet; the message says what is wrong and where."""
+    """Raised for an invalid description of a fleet; the message says what is wrong and where."""
 
 
 class GroupKind(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -68,18 +68,25 @@ class GroupKind(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def shape(self) -> Llm:
-        """Shape of the groups' model. Raises ValueError that lists the known ones."""
+        """The shape (layers, heads, sizes) of the groups' model.
+
+        Raises ValueError that lists the known models.
+        """
         return msgspec.structs.replace(model_named(self.model), kv_bytes=self.kv_scalar_bytes)
 
     @property
     def hardware(self) -> Gpu:
-        """GPU type of the groups. Raises ValueError that lists the known ones."""
+        """The GPU type of the groups.
+
+        Raises ValueError that lists the known types.
+        """
         return gpu_named(self.gpu)
 
     @property
     def software(self) -> Profile:
-        """Generation of the groups' engine software. Raises ValueError that lists the known
-        ones.
+        """The generation of the groups' engine software.
+
+        Raises ValueError that lists the known ones.
         """
         return profile_named(self.profile)
 
@@ -129,7 +136,10 @@ class FleetSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def validate(spec: FleetSpec) -> FleetSpec:
-    """Return the fleet if it is valid. Raises FleetError."""
+    """Return the description of the fleet unchanged if it is valid.
+
+    Raises FleetError otherwise.
+    """
     if not spec.kinds:
         raise FleetError(f"{spec.name}: a fleet needs at least one group")
     if spec.block_tokens < 1:

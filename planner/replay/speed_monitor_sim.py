@@ -114,7 +114,7 @@ class SpeedMonitorSim:
         return [flight for flight in flights if flight.group is group and _may_leave(flight)]
 
     def on_overtaken(self, now: float, flight: InflightRequest, group: ReplayGroup) -> None:
-        """Record that the request leaves the group before its first token, and doubt the group.
+        """Record that a request leaves the group before its first token, as evidence of slowness.
 
         It does the same as EndpointTable.on_overtaken of the gateway.
         """

@@ -1,1 +1,1 @@
-"""The seeds as an executable list: each statement with the command that answers it."""
+"""The seeds (119 statements about LLM serving) as a list, each with the command that answers it."""

@@ -1,4 +1,6 @@
-"""The command `penstock seeds`: what the seeds state, and the command that answers each item."""
+"""The command `penstock seeds`: lists the statements of the seeds, and the command that answers
+each.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +13,14 @@ import typer
 
 from planner.seeds.items import TITLES, ItemStatus, SeedItem, golden_text, seed_items
 
-Number = Annotated[int | None, typer.Argument(help="Show one item, 1 to 119; by default all.")]
-OfSeed = Annotated[str | None, typer.Option("--seed", help=f"Only of {', '.join(TITLES)}.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Number = Annotated[
+    int | None, typer.Argument(help="Number of the item to show, 1 to 119; by default all items.")
+]
+OfSeed = Annotated[
+    str | None,
+    typer.Option("--seed", help=f"Show only the items of one seed: {', '.join(TITLES)}."),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print the items as JSON.")]
 
 
 def seeds(number: Number = None, seed: OfSeed = None, as_json: AsJson = False) -> None:

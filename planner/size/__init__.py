@@ -1,3 +1,3 @@
-"""The command `penstock size`: from a model and promises to a fleet, with the reason for each
-step.
+"""The command `penstock size`: computes a fleet for a model and latency promises, and gives
+reasons.
 """

@@ -177,7 +177,8 @@ def _huber(value: float) -> float:
 
 
 def least_squares(residuals: Residuals, start: Sequence[float], bound: float) -> list[float]:
-    """Return values that minimise the sum of squared residuals, each within -bound to bound.
+    """Return the parameter values, each within -bound to bound, that minimise the squared
+    residuals.
 
     Levenberg and Marquardt's method with a numeric Jacobian.
     """
@@ -217,7 +218,7 @@ def _squares(residue: Sequence[float]) -> float:
 
 
 def solve(matrix: Sequence[Sequence[float]], right: Sequence[float]) -> list[float]:
-    """Return x with matrix x = right, by elimination; the matrix is positive definite."""
+    """Solve matrix x = right by elimination, and return x. The matrix must be positive definite."""
     size = len(right)
     rows = [[*line, value] for line, value in zip(matrix, right, strict=True)]
     for pivot in range(size):

@@ -35,7 +35,8 @@ GpuKinds = Annotated[
     str, typer.Option("--gpu", help=f"{', '.join(GPUS)}, or a JSON file; several with commas.")
 ]
 GpuCount = Annotated[
-    int | None, typer.Option("--gpus", help="GPUs that there are; by default as many as needed.")
+    int | None,
+    typer.Option("--gpus", help="Number of available GPUs; by default as many as needed."),
 ]
 Prompt = Annotated[str, typer.Option("--in", help="Tokens of a typical prompt.")]
 Output = Annotated[str, typer.Option("--out", help="Tokens of a typical answer.")]
@@ -44,7 +45,7 @@ Cached = Annotated[
 ]
 Rate = Annotated[float | None, typer.Option("--rate", help="Requests per second.")]
 Concurrency = Annotated[
-    float | None, typer.Option("--concurrency", help="Requests in progress at once.")
+    float | None, typer.Option("--concurrency", help="Number of requests in progress at once.")
 ]
 Context = Annotated[
     str | None, typer.Option("--context", help="Longest prompt plus answer, like 8k.")
@@ -59,13 +60,21 @@ Promises = Annotated[
     typer.Option("--promise", help="A class: chat:ttft=1s,tpot=40ms,p=99. May be repeated."),
 ]
 MaxConcurrency = Annotated[
-    int | None, typer.Option("--max-concurrency", help="The gateway's cap per replica.")
+    int | None,
+    typer.Option(
+        "--max-concurrency", help="The gateway's limit of concurrent requests per replica."
+    ),
 ]
-Headroom = Annotated[float, typer.Option("--headroom", help="Share of KV to keep free.")]
-Quant = Annotated[str, typer.Option("--quant", help="Weights: auto, bf16 or fp8.")]
-KvDtype = Annotated[str, typer.Option("--kv-dtype", help="KV cache: bf16 or fp8.")]
+Headroom = Annotated[
+    float, typer.Option("--headroom", help="Share of KV memory to keep free, 0 to 1.")
+]
+Quant = Annotated[str, typer.Option("--quant", help="Data type of the weights: auto, bf16 or fp8.")]
+KvDtype = Annotated[str, typer.Option("--kv-dtype", help="Data type of the KV cache: bf16 or fp8.")]
 DomainGpus = Annotated[
-    int | None, typer.Option("--domain", help="GPUs that fast links connect; by default known.")
+    int | None,
+    typer.Option(
+        "--domain", help="Number of GPUs that fast links connect; default: that of the GPU type."
+    ),
 ]
 Price = Annotated[
     str, typer.Option("--price", help="Dollars per GPU and hour (an example): 2.5, or h100=2.5,...")
@@ -78,14 +87,18 @@ Front = Annotated[
     bool, typer.Option("--front", help="Compare all layouts of --gpus GPUs (default: one domain).")
 ]
 Ladder = Annotated[
-    int | None, typer.Option("--ladder", help="Show TP 1 to 16 at this batch.", metavar="BATCH")
+    int | None,
+    typer.Option(
+        "--ladder", help="Show the decode speed of TP 1 to 16 at this batch size.", metavar="BATCH"
+    ),
 ]
 Emit = Annotated[
     str | None,
     typer.Option("--emit", help=f"Print only {', '.join(EMITTERS)} for the plan."),
 ]
 Name = Annotated[
-    str | None, typer.Option("--name", help="Name that clients use; by default the model's.")
+    str | None,
+    typer.Option("--name", help="Model name that clients use; by default the model's own."),
 ]
 Against = Annotated[
     str | None,
@@ -107,7 +120,9 @@ From = Annotated[
 Last = Annotated[
     str,
     typer.Option(
-        "--last", metavar="TIME", help="Of the log in --from or --calibrate, only the end."
+        "--last",
+        metavar="TIME",
+        help="Use only the end of the log in --from or --calibrate, for example 1h.",
     ),
 ]
 Calibrate = Annotated[
@@ -120,7 +135,8 @@ Calibrate = Annotated[
     ),
 ]
 MeasuredTp = Annotated[
-    int | None, typer.Option("--measured-tp", help="With --calibrate: TP of the log's engines.")
+    int | None,
+    typer.Option("--measured-tp", help="With --calibrate: TP size of the engines in the log."),
 ]
 Report = Annotated[
     Path | None,
@@ -128,7 +144,7 @@ Report = Annotated[
         "--report", callback=check_writable, help="Write a page (HTML) of the plan and all layouts."
     ),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")]
 
 
 class SizeOutput(msgspec.Struct, frozen=True):

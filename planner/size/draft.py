@@ -19,7 +19,7 @@ from policies.sizing.rules import LayoutFinding, PlannedGroup, layout_findings, 
 
 
 class SizingError(ValueError):
-    """Error: no plan can be computed; the message says what is valid."""
+    """Raised when no plan can be computed; the message says which values are valid."""
 
 
 class RecipeGate(msgspec.Struct, frozen=True):
@@ -124,7 +124,7 @@ class Draft:
     def add(
         self, question: str, numbers: Sequence[str], answer: str, source: str, *notes: str
     ) -> None:
-        """Record the decision of a gate.
+        """Record the decision of a gate (a step of the sizing recipe) with its reason.
 
         Gates are numbered from 2, because the first gate compares finished plans.
         """
@@ -132,7 +132,7 @@ class Draft:
         self.gates.append(RecipeGate(number, question, tuple(numbers), answer, source, notes))
 
     def finish(self) -> FleetPlan:
-        """Return the plan with all rules applied to its layout."""
+        """Return the finished plan, after all layout rules were applied."""
         hardware, memory, times = self.hardware, self.memory(), self.times()
         group = self._group(memory)
         return FleetPlan(

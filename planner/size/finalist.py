@@ -9,9 +9,9 @@ import msgspec
 
 
 class Finalist(msgspec.Struct, frozen=True):
-    """The result of one replayed fleet.
+    """The result of replaying one candidate fleet.
 
-    `attainment` is the share of requests served within the promises.
+    `attainment` is the share of requests served within the promised latencies.
     """
 
     fleet: str

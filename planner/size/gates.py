@@ -57,7 +57,9 @@ def fits_one(draft: Draft) -> None:
 
 
 def least_tp(draft: Draft) -> None:
-    """Choose the least TP size that the heads allow and that holds the requests (gate 3)."""
+    """Choose the smallest TP size that divides the attention heads and holds the requests
+    (gate 3).
+    """
     numbers: list[str] = []
     chosen = draft.tp_sizes[-1]
     for tp in draft.tp_sizes:
@@ -133,7 +135,7 @@ def _missed(draft: Draft, tp: int) -> str:
 
 
 def knee_of(draft: Draft, sizes: Sequence[int]) -> int:
-    """Return the TP size after which a doubling speeds decoding up by less than KNEE."""
+    """Return the knee: the TP size after which doubling it speeds decoding up by less than KNEE."""
     for tp, larger in pairwise(sizes):
         slow = draft.times(Layout(tp)).decode_s(1, draft.work.mean_context)
         fast = draft.times(Layout(larger)).decode_s(1, draft.work.mean_context)

@@ -187,7 +187,9 @@ def against_lines(plan: FleetPlan, other: FleetPlan) -> Iterator[str]:
 
 
 def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    """Yield the rows as aligned lines; the first and the last column are left-aligned."""
+    """Yield the rows as lines of aligned columns; the first and the last column are
+    left-aligned.
+    """
     widths = [max(len(row[index]) for row in (heads, *rows)) for index in range(len(heads))]
     for row in (heads, *rows):
         cells = [
@@ -204,7 +206,7 @@ def as_plain(
     results: Sequence[Finalist] = (),
     other: FleetPlan | None = None,
 ) -> dict[str, Any]:
-    """Return all results as a JSON object, with numbers in seconds, bytes and dollars."""
+    """Return the plan and all comparisons as a JSON object, in seconds, bytes and dollars."""
     plain: dict[str, Any] = {
         "schema": "penstock-size/1",
         "plans": [_plan_members(plan) for plan in plans],

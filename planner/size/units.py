@@ -4,18 +4,18 @@ from __future__ import annotations
 
 
 def ms(seconds: float) -> str:
-    """Return seconds as text in milliseconds."""
+    """Return a duration in seconds as text in milliseconds."""
     value = seconds * 1e3
     return f"{value:,.0f} ms" if value >= 100 else f"{value:.1f} ms"
 
 
 def gb(size: float) -> str:
-    """Return bytes as text in GB (10^9 bytes)."""
+    """Return a number of bytes as text in GB (10^9 bytes)."""
     return f"{size / 1e9:.1f} GB"
 
 
 def usd(amount: float | None) -> str:
-    """Return dollars as text; a dash for None."""
+    """Return an amount of dollars as text; a dash for None."""
     return "-" if amount is None else f"${amount:,.2f}" if amount >= 0.1 else f"${amount:.4f}"
 
 

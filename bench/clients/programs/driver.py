@@ -40,7 +40,9 @@ TOOL_SCHEMA: dict[str, Any] = {
 
 @dataclass
 class Turn:
-    """The answer of one turn: its text, its number of stream chunks, and the pumps measured."""
+    """The answer to one turn of a conversation: its text, number of stream chunks, and pumps
+    measured.
+    """
 
     text: str = ""
     pieces: int = 0
@@ -48,7 +50,7 @@ class Turn:
 
 
 class Session(Protocol):
-    """One conversation of a client."""
+    """One conversation of a client program, turn by turn."""
 
     async def ask(self, text: str) -> Turn:
         """Send the user's next message, run the tools that the model calls, return the answer."""
@@ -56,7 +58,7 @@ class Session(Protocol):
 
 
 def measure(pump: int) -> str:
-    """Return the result of the tool `measure` for a pump number."""
+    """Return the result of the tool `measure`: the depth at the pump with this number."""
     return f"The depth at pump {pump} is {pump + 3} m."
 
 

@@ -28,7 +28,7 @@ ASK_S = 120.0
 
 
 class Server:
-    """The server's process, which starts with the first request."""
+    """The process of OpenCode's server, which starts with the first request."""
 
     def __init__(self) -> None:
         self._url = ""
@@ -36,7 +36,7 @@ class Server:
         self._process: Process | None = None
 
     async def ask(self, path: str, body: dict[str, Any] | None = None) -> Any:
-        """Return the answer to a POST, or to a GET without a body."""
+        """Send a POST with a JSON body, or a GET without one, and return the JSON of the answer."""
         async with self._lock:
             if not self._url:
                 self._url = await self._start()

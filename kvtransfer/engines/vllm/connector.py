@@ -87,7 +87,9 @@ class AgentMetadata(KVConnectorHandshakeMetadata):
 
 
 class ConnectorStats(KVConnectorStats):
-    """Counters of one interval, by name (kvtransfer/engines/vllm/counters.py)."""
+    """Transfer counters of one reporting interval, by name
+    (kvtransfer/engines/vllm/counters.py).
+    """
 
     def reset(self) -> None:
         self.data: dict[str, float] = {}

@@ -101,7 +101,9 @@ class ControlDecoder:
 
     @property
     def room_bytes(self) -> int:
-        """Most bytes that may be fed now: never more than one message is buffered."""
+        """The most bytes that may be fed to the decoder now, so that it never buffers two
+        messages.
+        """
         return self.most_bytes + _LENGTH.size - len(self._buffer)
 
     def feed(self, data: bytes) -> Iterator[ControlMessage]:

@@ -64,7 +64,7 @@ class QueuePairEpochs:
         self.is_writable = self._joined and (self.is_writable or message.epoch == self.epoch)
 
     def end(self) -> None:
-        """End the queue pair at once, so that neither end reads or writes."""
+        """Close the current queue pair at once, so that neither end of the link reads or writes."""
         self.is_writable = self._joined = False
         if self.pair is not None:
             self.pair.close()

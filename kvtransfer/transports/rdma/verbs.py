@@ -120,8 +120,9 @@ class Device:
 
 
 class RegisteredMemory:
-    """Memory registered with an RDMA device; after `close` no device accesses it under these
-    keys.
+    """Memory registered with an RDMA device.
+
+    After `close`, no device can access it with these keys.
     """
 
     def __init__(self, region: Any) -> None:
@@ -325,7 +326,7 @@ class QueuePair:
 
 
 def is_refused(status: int) -> bool:
-    """Return whether a write was refused because the peer has not registered that memory."""
+    """Return whether a write failed because the peer had not registered the memory."""
     return status == int(_module("enums").IBV_WC_REM_ACCESS_ERR)
 
 

@@ -57,7 +57,7 @@ class InboundListener(Protocol):
     received_bytes: int
 
     def on_frame(self, kind: FrameKind, header: bytes) -> None:
-        """Receive a frame without a payload."""
+        """Handle a received frame that has no payload."""
         ...
 
     def place_window(self, head: WindowHead) -> WindowSlice | None: ...

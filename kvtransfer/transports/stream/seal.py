@@ -64,9 +64,9 @@ class WindowSeal:
         return view[:size], cipher.tag
 
     def open(self, sealed: bytearray, tag: bytes, about: bytes) -> memoryview:
-        """Return the decrypted bytes, valid until the next call.
+        """Return the decrypted bytes of a window of KV, which are valid until the next call.
 
-        Raises WindowSealError if altered.
+        Raises WindowSealError if the bytes were altered.
         """
         cipher = self._make(self._key, self._mode(self._nonce(len(sealed)), tag)).decryptor()
         cipher.authenticate_additional_data(about)
@@ -75,7 +75,9 @@ class WindowSeal:
         try:
             cipher.finalize()
         except self._invalid as error:
-            raise WindowSealError("a window's seal is invalid") from error
+            raise WindowSealError(
+                "a window of KV is not authentic: altered, out of order, or sealed with another key"
+            ) from error
         return view[: len(sealed)]
 
     def _room(self, size: int) -> memoryview:

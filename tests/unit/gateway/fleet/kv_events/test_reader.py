@@ -18,7 +18,7 @@ pytest.importorskip("zmq")
 
 
 class Live:
-    """What the reader needs of a live endpoint."""
+    """The part of a live endpoint that the reader of KV events uses."""
 
     is_leaving = False
 
