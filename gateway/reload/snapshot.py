@@ -75,8 +75,7 @@ def build_plan(
     discovered: Mapping[str, Sequence[str]],
     before: Snapshot | None = None,
 ) -> SnapshotPlan:
-    """Return the plan of the configuration generation after `before`, without any change to live
-    state.
+    """Return the plan of the generation after `before`; live state stays unchanged.
 
     A policy whose configuration has not changed is kept with its state. `discovered` lists the
     model names per pool that engines report, for a configuration that names none. A model that no
