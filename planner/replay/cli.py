@@ -149,10 +149,7 @@ def replay(
     as_json: AsJson = False,
     report: Report = None,
 ) -> None:
-    """Compare routing policies on recorded traffic, with simulated TP groups on a virtual clock.
-
-    The gateway's own code makes the decisions.
-    """
+    """Compare routing policies on recorded traffic, with simulated TP groups on a virtual clock."""
     try:
         patience_s = None if patience is None else arguments.parse_seconds(patience)
         clients = ClientBehaviour(retries, not ignore_retry_after, patience_s)
