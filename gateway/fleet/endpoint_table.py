@@ -92,9 +92,7 @@ class EndpointTable:
         self._pools: Mapping[str, tuple[Candidate, ...]] = {}
 
     def plan(self, config: Config) -> RegistryPlan:
-        """Compute which endpoints `config` would add and remove, without any change to the
-        table.
-        """
+        """Compute which endpoints `config` would add and remove, without any change."""
         return self._registry.plan(config)
 
     def apply(self, plan: RegistryPlan) -> RegistryChanges:
@@ -140,9 +138,7 @@ class EndpointTable:
         metrics.runtime_gauges.attach_endpoint(live, monotonic)
 
     def set_beliefs_enabled(self, pool: str, is_enabled: bool) -> None:
-        """Turn latency predictions on or off for the endpoints of a pool, since not every policy
-        reads them.
-        """
+        """Turn latency predictions on or off for the endpoints of a pool."""
         for candidate in self._pools[pool]:
             ledger.set_modelled(candidate.load, is_enabled, monotonic())
 
@@ -162,7 +158,7 @@ class EndpointTable:
         self._registry.release(live)
 
     def drop_series(self, name: str) -> bool:
-        """Remove the metric series of a former endpoint's name.
+        """Remove the metric series of an endpoint name that no endpoint has any more.
 
         Returns False, and removes nothing, if an endpoint has that name now.
         """
@@ -286,15 +282,14 @@ class EndpointTable:
     def on_cache_report(
         self, live: LiveEndpoint, expected: CacheExpectation, usage: TokenUsage
     ) -> None:
-        """Compare an answer's number of cached tokens with what KV events predicted at the pick."""
+        """Compare an answer's cached tokens with what KV events predicted at the pick."""
         endpoint = self.prefixes.exact.endpoints.get(live.load.slot)
         prompt, cached = usage.prompt_tokens, usage.cached_tokens
         if endpoint is not None and prompt and cached is not None:
             endpoint.on_answer(expected, prompt, cached, monotonic())
 
     def confirm_cached_share(self, live: LiveEndpoint, believed: float, actual: float) -> None:
-        """Compare the predicted cached share of a prompt (0 to 1) with the share that the engine
-        reported.
+        """Compare the predicted cached share of a prompt (0 to 1) with the reported share.
 
         Predictions from KV events are left out, because they do not come from the prefix index.
         """
@@ -358,7 +353,7 @@ class EndpointTable:
         return self.speed_monitor.predict_first_byte_s(self._by_slot[slot], request, tokens)
 
     def find_peer(self, live: LiveEndpoint) -> LiveEndpoint | None:
-        """Return a healthy endpoint of the same pool and role, of the same hardware if possible.
+        """Return a healthy endpoint of the same pool and role, preferably with the same hardware.
 
         The result is None if there is none.
         """
@@ -519,8 +514,7 @@ class EndpointTable:
         self.throttle(live)
 
     def throttle(self, live: LiveEndpoint) -> None:
-        """Stop sending requests to an endpoint until its speed is reviewed, as long as others have
-        capacity.
+        """Send the endpoint no requests until its speed is reviewed, if others have capacity.
 
         After the review it gets few requests until its speed has been judged.
         """
@@ -533,9 +527,7 @@ class EndpointTable:
         live.load.mark_changed()
 
     def glance(self, now: float) -> Sequence[LiveEndpoint]:
-        """Return the endpoints whose requests may be late, and throttle those that are
-        very late.
-        """
+        """Return endpoints whose requests may be late; throttle those that are very late."""
         self._review_speeds(now)
         stalled, doubtful = self.speed_monitor.stalled(self._pools, self._by_slot, now)
         for live in doubtful:
