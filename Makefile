@@ -33,7 +33,7 @@ PYTHONS ?=
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check unit e2e rdma clients kv-trials batch bench bench-kv bench-split bench-paired bench-scale bench-tls goodput zoo observe real compiled test-compiled wheel test-wheel load policies gateways restarts attacks tls soak overload isolation events clocks web docs mutants lock deploy-check clean
+.PHONY: help demo test style check unit e2e rdma clients kv-trials batch bench bench-kv bench-split bench-paired bench-scale bench-tls goodput zoo observe real compiled test-compiled wheel test-wheel load policies gateways restarts attacks tls soak overload isolation events clocks web docs mutants lock deploy-check clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## /{printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -41,12 +41,14 @@ help: ## list the targets
 demo: $(VENV)/.runtime ## run mock TP groups and a gateway, no GPU needed; options: make demo DEMO="--groups 6 --port 9080"
 	@exec $(VENV)/bin/penstock demo $(DEMO)
 
-test: check ## run all checks and tests without a target of their own (TESTS="tests/unit -k queue": only these)
-	@sh tests/both.sh $(PY) $(TESTS)
+test: style ## run all checks and tests without a target of their own (TESTS="tests/unit -k queue": only these)
+	@sh tests/parallel.sh $(PY) $(TESTS)
 
-check: $(VENV)/.dev ## check style, types and the imports between packages
+style: $(VENV)/.dev
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
+
+check: style ## check style, types and the imports between packages
 	$(PY) -m mypy
 	$(PY) -m pytest tests/architecture
 

@@ -39,6 +39,7 @@ class Module:
 
 @cache
 def modules(*folders: str) -> Mapping[str, Module]:
+    # Only imports of modules in `folders` count as imports of project modules.
     paths = {
         dotted_name(path): path for top in folders for path in sorted((ROOT / top).rglob("*.py"))
     }
@@ -101,12 +102,11 @@ def prose(module: Module) -> str:
 
 
 def _read(name: str, path: Path, paths: Mapping[str, Path]) -> Module:
-    source = path.read_text()
-    tree = ast.parse(source)
+    source, tree, imports = _parse(path)
     run: set[str] = set()
     types: set[str] = set()
     outside: set[str] = set()
-    for base, attribute, for_types in _imports(tree, is_for_types=False):
+    for base, attribute, for_types in imports:
         full = f"{base}.{attribute}"
         target = full if full in paths else base if base in paths else None
         if target is None:
@@ -115,6 +115,13 @@ def _read(name: str, path: Path, paths: Mapping[str, Path]) -> Module:
         elif target != name:
             (types if for_types else run).add(target)
     return Module(name, path, source, tree, frozenset(run), frozenset(types), frozenset(outside))
+
+
+@cache
+def _parse(path: Path) -> tuple[str, ast.Module, list[tuple[str, str, bool]]]:
+    source = path.read_text()
+    tree = ast.parse(source)
+    return source, tree, list(_imports(tree, is_for_types=False))
 
 
 def _imports(node: ast.AST, *, is_for_types: bool) -> Iterator[tuple[str, str, bool]]:
