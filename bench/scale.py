@@ -82,7 +82,9 @@ def system_of(policy: str, base: int, port: int, endpoints: int) -> System:
 
 
 def measure_requests(sizes: list[int], policy: str, rounds: int, window_ms: int) -> None:
-    """Print the CPU per request for each number of endpoints, and its ratio to the first."""
+    """Print the gateway's CPU time per request for each number of endpoints, and its ratio to the
+    first.
+    """
     base = free_base(max(sizes))
     bodies_of = prompt_tree(2_000, random.Random(2_000)) if policy in POLICIES[1:] else [QUESTION]
     with ExitStack() as stack:

@@ -1,4 +1,4 @@
-"""Pure routing decisions: which requests enter a pool, which endpoint serves them, how long they
+"""Pure routing decisions: which requests enter a pool, which endpoint serves each, how long they
 wait.
 
 No module here reads a clock, a socket, a random source or a global; the time `now` and the random

@@ -13,7 +13,7 @@ from policies.model import Candidate, RoutingQuery
 
 
 def available(query: RoutingQuery, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
-    """Keep candidates that are neither ejected nor draining."""
+    """Keep the candidate endpoints that are neither ejected nor draining."""
     # Nearly always all are; finding that out costs less than a new list.
     for candidate in candidates:
         if not candidate.load.is_available:
@@ -23,7 +23,7 @@ def available(query: RoutingQuery, candidates: Sequence[Candidate]) -> Sequence[
 
 @RetryFilter
 def untried(query: RoutingQuery, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
-    """Keep candidates on which this request has not failed yet."""
+    """Keep the candidate endpoints at which this request has not failed yet."""
     return [
         candidate
         for candidate in candidates
@@ -85,7 +85,7 @@ def fits_context(query: RoutingQuery, candidates: Sequence[Candidate]) -> Sequen
 
 
 def serves_tenant(query: RoutingQuery, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
-    """Keep candidates that are not reserved for other tenants."""
+    """Keep the candidate endpoints that are not reserved for other tenants."""
     tenant = query.request.tenant
     return [
         candidate
@@ -96,7 +96,9 @@ def serves_tenant(query: RoutingQuery, candidates: Sequence[Candidate]) -> Seque
 
 @RetryFilter
 def prefer_proven(query: RoutingQuery, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
-    """Keep candidates that had a success since their last failure, or all if there is none."""
+    """Keep the candidate endpoints with a success since their last failure, or all if there is
+    none.
+    """
     return [candidate for candidate in candidates if candidate.load.is_proven] or candidates
 
 

@@ -216,7 +216,7 @@ class LoadReservation(QueuedPrompt):
         load.mark_changed()
 
     def drop(self, now: float) -> None:
-        """End the reservation of a request that failed or was cancelled."""
+        """End the reservation of a request that failed or was cancelled, and release its load."""
         self.finish(now)
 
 

@@ -37,9 +37,9 @@ class LoadChanges:
         self.count = count + 1
 
     def since(self, count: int) -> list[int] | None:
-        """Return the slots changed after the first `count` changes.
+        """Return the slots of endpoints whose load changed after the first `count` changes.
 
-        Return None if some were overwritten.
+        Return None if some of these changes were overwritten.
         """
         behind = self.count - count
         if behind > CHANGES:

@@ -72,7 +72,7 @@ def endpoint_key(pool: str, url: str, rank: int | None) -> tuple[str, str]:
 
 
 class Candidate(msgspec.Struct, frozen=True, eq=False):
-    """An endpoint with its live load, which filters keep, scorers rate and pickers choose."""
+    """An endpoint with its live load, as filters, scorers and pickers see it."""
 
     endpoint: Endpoint
     load: EndpointLoad

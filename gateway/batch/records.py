@@ -159,7 +159,7 @@ class BatchRecord(msgspec.Struct, frozen=True):
 
 
 def list_object(items: list[dict[str, Any]], *, has_more: bool) -> dict[str, Any]:
-    """Return one page of a list as a JSON object of OpenAI's API."""
+    """Return one page of files or batches as a JSON list object of OpenAI's API."""
     return {
         "object": "list",
         "data": items,

@@ -108,7 +108,7 @@ class BatchStore:
         _replace(folder / f"{record.id}.json", msgspec.json.encode(record))
 
     def file(self, tenant: str, file_id: str) -> FileRecord | None:
-        """Return a tenant's file, or None if it has no such file."""
+        """Return the record of a tenant's file, or None if the tenant has no such file."""
         if not FILE_ID.fullmatch(file_id):
             return None
         return _read(self._files(tenant) / f"{file_id}.json", FileRecord)
@@ -185,7 +185,7 @@ class BatchStore:
         _replace(path, msgspec.json.encode(record))
 
     def batch(self, tenant: str, batch_id: str) -> BatchRecord | None:
-        """Return a tenant's batch, or None if it has no such batch."""
+        """Return the record of a tenant's batch, or None if the tenant has no such batch."""
         if not BATCH_ID.fullmatch(batch_id):
             return None
         return _read(self.batch_folder(tenant, batch_id) / "record.json", BatchRecord)

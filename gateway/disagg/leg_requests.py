@@ -66,7 +66,7 @@ _JSON = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %
 
 
 class SplitGateway(Protocol):
-    """The parts of the gateway that are needed to serve a split request."""
+    """The parts of the gateway that a request needs to be split into prefill and decode."""
 
     endpoints: EndpointTable
     handoffs: Handoffs
@@ -76,7 +76,9 @@ class SplitGateway(Protocol):
 
 
 class SplitModel(Protocol):
-    """The properties of a split model's route that a split request uses."""
+    """The properties of a model's route that a request needs to be split into prefill and
+    decode.
+    """
 
     @property
     def name(self) -> str: ...

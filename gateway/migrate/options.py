@@ -73,6 +73,6 @@ class CommandOptions:
         return bool(occurrences) and occurrences[-1] not in (["false"], ["False"], ["0"])
 
     def unread(self) -> Iterator[str]:
-        """Yield the name of each option that has not been read, once."""
+        """Yield each option of the command line that has not been read, once."""
         names = dict.fromkeys(name for name, _ in self._occurrences)
         yield from (name for name in names if name not in self._read)

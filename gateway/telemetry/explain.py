@@ -98,7 +98,7 @@ class RecentExchanges:
         self._ring: deque[EndedExchange] = deque(maxlen=size)
 
     def resize(self, size: int) -> None:
-        """Set how many requests are kept; a change drops all of them."""
+        """Set how many ended requests are kept for explanations; a change drops all of them."""
         if size != self.size:
             self.size, self._ring = size, deque(maxlen=size)
 

@@ -69,7 +69,7 @@ class PairShare(NamedTuple):
 
 
 class Segments(NamedTuple):
-    """Token ranges, each within one KV block at both ends: their start tokens, and lengths in
+    """Token ranges that each lie within one KV block at both ends: start tokens, and lengths in
     tokens.
     """
 

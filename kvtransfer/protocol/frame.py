@@ -38,8 +38,8 @@ PROOF_BYTES = 16
 
 
 class FrameError(Exception):
-    """Error: the bytes are not a valid frame, so their connection must not be trusted any
-    further.
+    """Error: the bytes are not a valid frame, so nothing further from this connection can be
+    trusted.
     """
 
 

@@ -11,7 +11,7 @@ import msgspec
 
 
 class Priority(IntEnum):
-    """How urgent a transfer is.
+    """The priorities of KV transfers, most urgent first.
 
     INTERACTIVE  a client waits for a token
     BULK         fills caches

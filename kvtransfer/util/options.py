@@ -8,7 +8,7 @@ from kvtransfer.protocol.frame import MAX_PAYLOAD_BYTES
 
 
 class AgentOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """Times and limits of an agent.
+    """Time and size limits of a KV transfer agent.
 
     beat_s                     seconds between heartbeats; equal on both sides
     max_missed_beats           a link is lost after this many beats of silence; equal on both sides

@@ -33,7 +33,9 @@ NEEDED = ("remote_engine_id", "remote_request_id", "remote_host", "remote_port")
 
 
 class VllmNixlDialect:
-    """The EngineDialect (handoff protocol) of vLLM's NixlConnector in pull mode."""
+    """The handoff protocol (EngineDialect) of vLLM's NixlConnector, in which the decode engine
+    pulls KV.
+    """
 
     name = "vllm_nixl"
 

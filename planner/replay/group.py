@@ -116,7 +116,10 @@ class ReplayGroup:
         self.watched_s = inf
 
     def add_totals(self) -> None:
-        """Add the engine's counters to the group's totals; called once per engine."""
+        """Add the counters of the group's engine to the group's totals.
+
+        Call this once per engine.
+        """
         self.totals.steps += self.engine.steps
         self.totals.busy_s += self.engine.busy_s
 

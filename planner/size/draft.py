@@ -83,7 +83,7 @@ class FleetPlan(msgspec.Struct, frozen=True):
 
     @property
     def usd_hour(self) -> float:
-        """Cost of the whole fleet in dollars per hour."""
+        """The cost of all GPUs of the planned fleet, in dollars per hour."""
         return usd_of(self.hardware.price_hour, self.gpus, 3600.0)
 
     @property

@@ -68,7 +68,7 @@ class Workload(msgspec.Struct, frozen=True):
 
     @property
     def limits(self) -> dict[str, float]:
-        """The strictest promises in seconds, by name ("TTFT", "TPOT")."""
+        """The strictest promised latencies in seconds, by name ("TTFT", "TPOT")."""
         pairs = (("TPOT", self.tpot_s), ("TTFT", self.ttft_s))
         return {name: limit for name, limit in pairs if limit is not None}
 

@@ -417,13 +417,13 @@ class CapAdmission:
         return self._schedule.schedule(request_key(query), 1.0, rate, 0.0, query)
 
     def on_reserved(self, query: RoutingQuery, pick: Pick) -> None:
-        """Do nothing: the wait queue counts the permits."""
+        """Do nothing, because the wait queue itself counts the permits."""
 
     def on_ended(self, request: Request, outcome: RequestOutcome) -> None:
-        """Do nothing: a concurrency cap learns nothing from outcomes."""
+        """Do nothing, because a concurrency cap learns nothing from outcomes."""
 
     def tick(self, now: float, candidates: Sequence[Candidate]) -> None:
-        """Do nothing: a concurrency cap has no periodic work."""
+        """Do nothing, because a concurrency cap has no periodic work."""
 
 
 class UncappedAdmission(CapAdmission):

@@ -148,12 +148,14 @@ class Quota:
         return refusal
 
     def correct(self, tokens: int) -> None:
-        """Charge the difference between actual and expected tokens; negative if fewer were used."""
+        """Charge a tenant's quota with actual minus expected tokens; a negative value is a
+        refund.
+        """
         self._count(0, tokens)
 
     def refund(self, tokens: int, requests: int = 1) -> None:
-        """Give back the requests and tokens of a request that was later refused for another
-        reason.
+        """Return requests and tokens to a tenant's quota, because the request was refused for
+        another reason.
         """
         self._count(-requests, -tokens)
 

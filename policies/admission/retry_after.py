@@ -69,7 +69,7 @@ class ReturnSchedule:
 
     @property
     def share(self) -> float:
-        """Share of the measured capacity that is reserved for scheduled retries."""
+        """The share of the measured capacity that is reserved for scheduled retries, 0 to 1."""
         return self._times.share
 
     def seconds_early(self, key: Key | None, now: float) -> float | None:
@@ -82,7 +82,9 @@ class ReturnSchedule:
         return due[0] - now if due and due[0] - now > self._times.early_s else None
 
     def is_due(self, key: Key | None, now: float) -> bool:
-        """Return whether the request has a reservation and `now` is within its tolerance."""
+        """Return whether the request has a reserved retry time that `now` matches within the
+        tolerance.
+        """
         times = self._times
         due = self._due.get(key) if key is not None else None
         return due is not None and any(

@@ -316,7 +316,7 @@ class WorkingSet:
         ]
 
     def all_sessions(self, now: float) -> Iterator[SessionUpdate]:
-        """Yield all active sessions, for a gateway that has no state yet."""
+        """Yield the updates of all active sessions, for another gateway that has just started."""
         return _members(tuple(self._active.items()), now)
 
     # Time

@@ -311,9 +311,7 @@ class WaitQueue(Generic[T]):
     def decide_without_queueing(
         self, query: RoutingQuery, candidates: Sequence[Candidate]
     ) -> Verdict:
-        """Return the verdict on a new request like `arrive`, but do not queue it if the verdict is
-        Wait.
-        """
+        """Return the verdict on a new request like `arrive`, but never queue the request."""
         self.is_new_arrival = True
         try:
             verdict = self.admission.decide(query, candidates, self)
@@ -331,7 +329,10 @@ class WaitQueue(Generic[T]):
         self.admission.on_reserved(query, pick)
 
     def release(self, request: Request, outcome: RequestOutcome) -> None:
-        """Release the permit of a request that has ended; call `take_verdicts` afterwards."""
+        """Release the permit of a request that has ended.
+
+        Call `take_verdicts` afterwards, since a waiting request may now enter.
+        """
         self.free_place(outcome.now)
         self.on_ended(request, outcome)
 
@@ -345,7 +346,10 @@ class WaitQueue(Generic[T]):
         return bool(self._tickets)
 
     def undo_admit(self) -> None:
-        """Release a permit that no request used; call `take_verdicts` afterwards."""
+        """Release an admitted request's permit that was never used.
+
+        Call `take_verdicts` afterwards.
+        """
         self.in_flight -= 1
 
     def on_not_routed(self, request: Request) -> None:
@@ -364,7 +368,9 @@ class WaitQueue(Generic[T]):
         self.admission.on_ended(request, outcome)
 
     def cancel(self, ticket: T) -> bool:
-        """Remove a ticket from the queue; return False if it was not in the queue."""
+        """Remove a waiting request from the queue by its ticket; return False if it was not
+        waiting.
+        """
         waiter = self._tickets.get(ticket)
         if waiter is not None:
             self._remove(waiter)

@@ -1,1 +1,1 @@
-"""Choice among routing policies by estimates of their goodput on recent requests."""
+"""Automatic choice of a pool's routing policy, by estimates of goodput on its recent requests."""

@@ -26,7 +26,9 @@ RETURN = 2.0
 
 
 class Action(StrEnum):
-    """What follows from an estimate: keep the policy, switch to another, or only advise it."""
+    """The action that follows from an estimate: keep the routing policy, switch it, or advise a
+    switch.
+    """
 
     KEEP = "keep"
     SWITCH = "switch"
@@ -34,7 +36,10 @@ class Action(StrEnum):
 
 
 class PolicyDecision(msgspec.Struct, frozen=True):
-    """A decision with its reason in one sentence; `member` is the best other policy, or empty."""
+    """A decision about a pool's routing policy, with its reason in one sentence.
+
+    `member` is the best other policy, or "" if there is none.
+    """
 
     action: Action
     reason: str
@@ -44,7 +49,9 @@ class PolicyDecision(msgspec.Struct, frozen=True):
 
 
 class PolicyDecider:
-    """The memory of one pool's decisions: past switches, and the policy that led last time."""
+    """The memory of decisions about one pool's routing policy: past switches, and the last
+    leader.
+    """
 
     def __init__(self) -> None:
         self._switched_at: deque[float] = deque(maxlen=MOST_SWITCHES)
@@ -52,9 +59,9 @@ class PolicyDecider:
         self._leader = ""
 
     def decide(self, now: float, estimate: PoolEstimate, *, may_switch: bool) -> PolicyDecision:
-        """Return the decision for one estimate.
+        """Return the decision that follows from one estimate.
 
-        Without `may_switch`, a switch that would be made becomes advice.
+        Without `may_switch`, a switch is only advised.
         """
         if estimate.requests < LEAST_REQUESTS:
             return _keep(
@@ -87,7 +94,7 @@ class PolicyDecider:
         return PolicyDecision(Action.SWITCH, evidence, best.member, best.gain, best.error)
 
     def on_switched(self, now: float, left: str) -> None:
-        """Record that the pool has changed its policy by a decision; `left` is the old one."""
+        """Record that the pool has switched its routing policy; `left` is the old policy."""
         self._switched_at.append(now)
         self._left_at = {
             member: left_at for member, left_at in self._left_at.items() if now - left_at < HOUR_S
@@ -96,7 +103,9 @@ class PolicyDecider:
         self._leader = ""
 
     def forget_leader(self) -> None:
-        """Start the confirmation again, because the configuration or the fleet has changed."""
+        """Restart the confirmation of the leading policy, because the configuration or fleet has
+        changed.
+        """
         self._leader = ""
 
     def _required_gain(self, now: float, best: MemberEstimate) -> float:

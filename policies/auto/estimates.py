@@ -1,4 +1,4 @@
-"""Estimates of how routing policies would have served the recent requests of one pool."""
+"""Estimates of the goodput that each routing policy would have had on a pool's recent requests."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import msgspec
 
 
 class PolicyMember(msgspec.Struct, frozen=True):
-    """A policy of a portfolio: the name of the policy, and its parameters."""
+    """A routing policy in a portfolio: its name and its parameters."""
 
     policy: str
     parameters: Mapping[str, Any] = {}

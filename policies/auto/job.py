@@ -1,4 +1,4 @@
-"""What the gateway asks its replay process, and what that process answers, as JSON on its pipes."""
+"""The messages between a gateway and its replay process, as JSON on the process's pipes."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class ReplayJob(msgspec.Struct, frozen=True):
 
 
 class ReplayAnswer(msgspec.Struct, frozen=True):
-    """The estimates of the pools, and why others could not be replayed.
+    """The result of a replay process: estimates by pool, and reasons for pools that failed.
 
     cpu_s  CPU time in seconds that the process has used
     """

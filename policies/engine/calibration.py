@@ -57,7 +57,7 @@ class StepSpan:
         self.begin(0.0)
 
     def begin(self, at: float, wait_s: float = 0.0, entered: float | None = None) -> None:
-        """Restart the measurement of engine steps at the time `at`, with no steps counted."""
+        """Restart the measurement of engine steps at the time `at`, with zero steps counted."""
         self.anchor, self.wait_s, self.entered, self.tight = at, wait_s, entered, False
         self.fills = [0.0] * (FILLS + 1)
         self.pairs_s = self.decode_s = 0.0

@@ -168,8 +168,8 @@ class EngineModel:
             self._decode_until(now)
 
     def is_same_step(self, now: float) -> bool:
-        """Return whether first tokens have ended a step so recently that others of it may still
-        arrive.
+        """Return whether first tokens ended a step so recently that more of the same step may
+        follow.
         """
         return now - self.first_tokens_at <= TOGETHER * self.decode_s
 
@@ -355,7 +355,7 @@ class EngineModel:
         return False
 
     def start_decoding(self, prompt: QueuedPrompt, now: float) -> None:
-        """Move a prompt into the decoding batch, because its first token came at `now`."""
+        """Move a prompt into the decoding batch, because its first token arrived at `now`."""
         prompt.decode_began_at, prompt.decode_begin_step = now, self.steps
         self.batch_changed_at_step = self.steps
         prompt.prefill_steps, prompt.prefill_s = self.prefill_steps, self.prefill_s

@@ -42,7 +42,7 @@ def predict_tpot_s(
 
 
 def refresh_forecast(timeline: EngineModel, load: EngineLoad, now: float) -> None:
-    """Recompute the forecast fields of `load`; EngineLoad describes them."""
+    """Recompute the forecast fields of an endpoint's load, which EngineLoad describes."""
     timeline.forecast_at, timeline.is_stale = now, False
     belief, others = load.belief, load.peer_load
     batch = timeline.batch + load.external_requests + others.decoding

@@ -21,7 +21,7 @@ import msgspec
 
 
 class HealthState(StrEnum):
-    """Health of one endpoint; the module's docstring describes the states."""
+    """The health states of one endpoint; the docstring of this module describes them."""
 
     UP = "up"
     EJECTED = "ejected"

@@ -94,7 +94,7 @@ def review(members: Sequence[ReviewedEndpoint], now: float, limits: SlowLimits) 
 
 
 def yardsticks(members: Sequence[ReviewedEndpoint], now: float) -> Yardsticks:
-    """Return the times that each kind of endpoint takes for its work, by measure, without
+    """Return the usual times of each kind of endpoint for its work, by measure, without
     verdicts.
     """
     for member in members:
@@ -118,7 +118,7 @@ class _Finding:
 
 
 class PeerTimes:
-    """Mean times of one measure at several endpoints, sorted, in bins by size of work."""
+    """The mean times of one measure at several endpoints, sorted, in bins by size of work."""
 
     __slots__ = ("_means", "_measure", "count")
 

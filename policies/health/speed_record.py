@@ -53,7 +53,9 @@ FIRST_PROBE_GAP_S, MOST_PROBE_GAP_S = 0.5, 30.0
 
 
 class Measure(StrEnum):
-    """The time that is compared: to the first token, per output token, or of a whole answer."""
+    """The measures of an endpoint's speed: time to first token, time per output token, whole
+    answer.
+    """
 
     TTFT = "ttft"
     TPOT = "tpot"
@@ -201,7 +203,7 @@ class SampleTrack:
         return exp(self.log_usual_ratio) if self.review_count >= LEAST_USUAL else 0.0
 
     def update_usual_ratio(self, ratio: float) -> None:
-        """Move the endpoint's usual ratio to its peers towards a ratio that indicates no fault."""
+        """Move the endpoint's usual ratio to its peers towards a ratio observed without a fault."""
         self.review_count += 1
         self.log_usual_ratio += max(USUAL_GAIN, 1.0 / self.review_count) * (
             log(ratio) - self.log_usual_ratio
@@ -251,7 +253,9 @@ class SpeedRecord:
 
     @property
     def waiting(self) -> int:
-        """Number of prompts sent whose first token is observable and has not come."""
+        """The number of prompts sent to the endpoint whose observable first token has not arrived
+        yet.
+        """
         return len(self._queue)
 
     def on_sent(self, tokens: int, now: float, *, is_decoding: bool = True) -> None:
@@ -346,7 +350,7 @@ class SpeedRecord:
         return True
 
     def accept(self) -> None:
-        """Discard all evidence and the slowness, because the endpoint is in use again."""
+        """Discard all samples and any verdict of slowness, because the endpoint is in use again."""
         self.restart()
         self.slowness, self._probe_gap_s = None, FIRST_PROBE_GAP_S
 

@@ -255,8 +255,9 @@ def run_simulation(
 
 
 def idle_ttft_s(timeline: EngineTimeline, load: EngineLoad, prompt: QueuedPrompt) -> float:
-    """Return what the simulation would: seconds of the one step that a prompt takes if the engine
-    is idle.
+    """Return the seconds to the first token of a prompt at an idle engine, which takes one step.
+
+    The result equals that of simulate_ttft_s(), but costs less.
     """
     belief, tokens = load.belief, float(prompt.remaining_tokens)
     pairs = tokens * (prompt.computed_tokens + 0.5 * tokens)

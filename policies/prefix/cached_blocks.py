@@ -151,7 +151,7 @@ class SourceBlocks:
             self._known, self.bit = {}, self._index.take_bit()
 
     def close(self) -> None:
-        """Forget all blocks and give up the source's place in the index."""
+        """Forget all blocks of this source, and remove the source from the index."""
         self._index.retire(self._known, self.bit)
         self._known = {}
 
@@ -190,7 +190,7 @@ class CachedBlocks:
         return 1 << self._bits - 1
 
     def drop(self, key: int, bit: int) -> None:
-        """Record that a source holds the block no more."""
+        """Record that a source no longer holds the block."""
         left = self.holders.get(key, 0) & ~bit
         if left:
             self.holders[key] = left
@@ -198,11 +198,11 @@ class CachedBlocks:
             self.holders.pop(key, None)
 
     def retire(self, known: dict[EngineHash, int], bit: int) -> None:
-        """Take over what a source has forgotten; `purge` removes it later."""
+        """Record the blocks that a source has forgotten; `purge` removes them later."""
         self._retired.append((known, bit))
 
     def purge(self, most: int = 2000) -> bool:
-        """Remove up to `most` forgotten blocks; return whether some are left."""
+        """Remove up to `most` forgotten blocks from the index; return whether some are left."""
         while self._retired and most > 0:
             known, bit = self._retired[-1]
             names = list(islice(known, most))

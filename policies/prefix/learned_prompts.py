@@ -67,7 +67,7 @@ class LearnedPrompts:
         return self._used_bytes
 
     def has(self, fingerprint: Fingerprint) -> bool:
-        """Return whether the tokens of this very prompt are known."""
+        """Return whether the token ids of exactly this prompt are known."""
         keys = fingerprint.sampled_keys
         prompt = self._by_key.get(keys[-1]) if keys else None
         return prompt is not None and prompt.n_bytes == fingerprint.n_bytes

@@ -224,7 +224,10 @@ class PrefixIndex:
         return tokens
 
     def match_holders(self, fingerprint: Fingerprint, prompt_tokens: int) -> PrefixMatch:
-        """Return the same as `match` as a PrefixMatch, without a list of all slots."""
+        """Return the endpoints that hold part of the prompt, as a PrefixMatch.
+
+        The result is the same as that of `match`, without a list of all slots.
+        """
         keys = fingerprint.sampled_keys
         known = self._count_known(keys)
         if not known:

@@ -78,7 +78,7 @@ class PrefixMatch(Sequence[int]):
 
 
 def longest_match(cached_by_slot: Sequence[int]) -> int:
-    """Return the most prompt tokens that any slot holds; 0 if none holds any."""
+    """Return the largest number of prompt tokens that any slot holds; 0 if no slot holds any."""
     # The type is compared first, because isinstance() of an abstract class costs more than max().
     if type(cached_by_slot) is not list and isinstance(cached_by_slot, PrefixMatch):
         return cached_by_slot.longest

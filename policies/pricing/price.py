@@ -157,7 +157,7 @@ class PriceScorer:
         self._usual = _RequestTerms(weights, usual, WHOLE_REQUEST)
 
     def scores(self, query: RoutingQuery, candidates: Sequence[Candidate]) -> list[float]:
-        """Return the negative price of the whole request at each candidate, in order."""
+        """Return the negative price of the whole request at each candidate endpoint, in order."""
         return [-price for price in self.prices(query, candidates)]
 
     def terms(

@@ -30,7 +30,7 @@ A request that is late in any case should go where it displaces no other.
 
 
 class SplitReason(StrEnum):
-    """Why a request was split or not, as a metric label and a value in the access log."""
+    """The reasons why a request is split or not, as a metric label and in the access log."""
 
     # Enum's own __hash__ is a Python call, and every decision is counted by its reason.
     __hash__ = str.__hash__
@@ -345,7 +345,10 @@ class PricedSplitter(Splitter, frozen=True):
         splitting: bool,
         transfers: TransferTimes | None = None,
     ) -> SplitDecision:
-        """Decide like Splitter.decide, but by price; `splitting` is returned unchanged."""
+        """Decide like Splitter.decide whether to split a request, but by price.
+
+        `splitting` is returned unchanged.
+        """
         why = unsplittable_reason(shape)
         if why is not None:
             return SplitDecision(None, why, splitting)

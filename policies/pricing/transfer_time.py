@@ -28,7 +28,7 @@ Names = tuple[str, str]
 
 
 class MeasuredRate:
-    """Seconds and tokens of past transfers, fading with time."""
+    """A decaying measurement of the seconds and tokens of past KV transfers."""
 
     __slots__ = ("_at_s", "_seconds", "_tokens")
 
@@ -43,14 +43,17 @@ class MeasuredRate:
         self._at_s = now
 
     def token_s(self, expected_s: float, now: float) -> float:
-        """Return the seconds per token; `expected_s` is the value without a measurement."""
+        """Return the measured seconds per token of KV, or `expected_s` without a measurement."""
         kept = exp(min(0.0, self._at_s - now) / MEMORY_S)
         seconds = self._seconds * kept + PRIOR_TOKENS * expected_s
         return seconds / (self._tokens * kept + PRIOR_TOKENS)
 
 
 class TransferTimes:
-    """Seconds per token that KV took between two endpoints. One owner."""
+    """The measured seconds per token of KV transfers between pairs of endpoints.
+
+    It has one owner at a time, and no lock.
+    """
 
     __slots__ = ("_all", "_pairs")
 

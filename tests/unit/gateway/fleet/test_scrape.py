@@ -1,4 +1,4 @@
-"""The metrics pages of all engines (engines.md A.2) are parsed to the same values."""
+"""Tests that equal loads in the metrics pages of all engine kinds are parsed to equal values."""
 
 from __future__ import annotations
 

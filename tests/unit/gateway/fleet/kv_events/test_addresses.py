@@ -1,4 +1,6 @@
-"""Where engines publish KV events."""
+"""Tests of the addresses at which engines publish KV events: configured, or described by the
+engine.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Trust in an endpoint's events: audits by answers, and answers without events."""
+"""Tests of when KV events are trusted: comparison with answers' cached tokens, and missing
+events.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""KV events as vLLM and SGLang encode them."""
+"""Tests of decoding the KV events of vLLM and SGLang, in map and in array form."""
 
 from __future__ import annotations
 

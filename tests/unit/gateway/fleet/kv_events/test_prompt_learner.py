@@ -1,4 +1,6 @@
-"""Which prompts are learned first."""
+"""Tests of the order in which prompts are tokenized for matching with KV events, and of
+its bounds.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The reader of KV events: sources that cannot be subscribed to, and many sources."""
+"""Tests of the reader of KV events: many sources, and sources to which it cannot subscribe."""
 
 from __future__ import annotations
 

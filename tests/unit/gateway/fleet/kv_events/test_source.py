@@ -1,4 +1,6 @@
-"""One rank's events: replays, restarts, groups of layers, and bounds."""
+"""Tests of the KV event stream of one engine rank: replays, restarts, groups of layers,
+and bounds.
+"""
 
 from __future__ import annotations
 
