@@ -28,7 +28,7 @@ class Scheduler:
     ) -> None:
         if not 0 < max_num_seqs <= max_num_batched_tokens:
             raise ValueError(
-                f"need 0 < max_num_seqs <= max_num_batched_tokens, got {max_num_seqs}, "
+                f"required: 0 < max_num_seqs <= max_num_batched_tokens, got {max_num_seqs}, "
                 f"{max_num_batched_tokens}"
             )
         self.pool = pool

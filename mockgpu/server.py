@@ -94,7 +94,10 @@ class FaultRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class RenewRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The body of POST /mock/renew, which replaces the side channel of real engines."""
+    """The JSON body of POST /mock/renew, by which a decode engine extends the lease on KV.
+
+    Real engines use a side channel for this.
+    """
 
     name: str
     ticket: str

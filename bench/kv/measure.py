@@ -1,4 +1,5 @@
-"""Measures a pair of processes: bandwidth, latency and layer-wise transfers of blocks.
+"""Measures one contestant's pair of processes: bandwidth, latency and layer-wise transfers of KV
+blocks.
 
 Every transferred block is verified.
 """

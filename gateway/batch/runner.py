@@ -193,7 +193,7 @@ class BatchRunner:
         await batch.finish(final, time(), int(now + self._section.expiry))
         if missing:
             self._metrics.batch_requests_total.labels(final.value).inc(missing)
-        log.info("batch %s: %s", batch.record.id, final.value)
+        log.info("batch %s has ended with the state %s", batch.record.id, final.value)
 
     @property
     def _max_line(self) -> int:

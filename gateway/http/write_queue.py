@@ -26,7 +26,9 @@ MAX_DEFERRED_BYTES = 4 * 1024 * 1024  # in all deferred chunks
 
 
 class DeferringConnection(Protocol):
-    """An engine connection that can process a chunk in a later loop iteration."""
+    """A connection to an engine that can process a received chunk in a later event loop
+    iteration.
+    """
 
     def process_deferred(self, relay: Relay, data: bytes) -> None: ...
 

@@ -151,7 +151,7 @@ def refusal_status(relay: Relay) -> int:
     """
     status = relay.status
     if status == 404 and _MODEL_GONE.search(relay.refusal_body):
-        raise UpstreamError(MODEL_GONE, "the engine does not have the model any more")
+        raise UpstreamError(MODEL_GONE, "the engine does not serve the model any more")
     if not 400 <= status < 500 or status in ENDPOINT_FAULTS:
         raise UpstreamError(f"status_{status}", f"the engine answered {status}")
     return status

@@ -28,7 +28,7 @@ TRIGGER = "auto_rollback"
 
 
 class FailureCount(msgspec.Struct, frozen=True):
-    """How many requests have ended, and how many of them failed through no fault of the client."""
+    """The number of ended requests, and of those that failed through no fault of the client."""
 
     ended: int = 0
     failed: int = 0

@@ -92,7 +92,7 @@ class VersionHistory:
         return self._versions[-1].number + 1 if self._versions else 1
 
     def add(self, version: Version) -> None:
-        """Append a version; it replaces one with the same number."""
+        """Append a configuration version; it replaces a stored version with the same number."""
         others = [other for other in self._versions if other.number != version.number]
         self._versions = [*others, version][-MAX_VERSIONS:]
 

@@ -127,7 +127,9 @@ def _blocks(ids: list[int | list[int]]) -> int:
         return sum(map(len, ids))  # type: ignore[arg-type]
     except TypeError:
         if set(map(type, ids)) != {int}:
-            raise msgspec.ValidationError("block ids with and without a group") from None
+            raise msgspec.ValidationError(
+                "the list mixes block ids with and without a group of layers"
+            ) from None
         return len(ids)
 
 

@@ -255,7 +255,7 @@ class LinkManager:
             # Whatever fails, waiting transfers must be informed.
             if not isinstance(error, TransportError | RuntimeError):
                 log.exception(
-                    "kv %s: dialling %s by %s",
+                    "kv %s: opening a link to %s by transport %s",
                     self.card.agent,
                     dialling.address,
                     dialling.transport.name,
@@ -437,7 +437,12 @@ class LinkManager:
         fallback = dialling.fallback
         if fallback is not None and self._peer_links.pop(fallback.link, None) is not None:
             fallback.link.close()
-        log.info("kv %s: linked to %s by %s", self.card.agent, peer.agent, peer_link.link.transport)
+        log.info(
+            "kv %s: linked to %s by transport %s",
+            self.card.agent,
+            peer.agent,
+            peer_link.link.transport,
+        )
         return self._sink.on_linked(
             dialling.address,
             peer_link.link,

@@ -74,7 +74,7 @@ class EngineDialect(Protocol):
         offered: OfferedKv | None,
         here: EngineIdentity,
     ) -> dict[str, Any]:
-        """Return the fields to add at the top level of a prefill response.
+        """Return the handoff fields to add at the top level of a prefill response.
 
         `offered` describes the KV that can be fetched, and is None if none is kept.
         """
@@ -83,7 +83,7 @@ class EngineDialect(Protocol):
     def choice_members(
         self, parsed: ParsedRequest, offered: OfferedKv | None, first: bytes, here: EngineIdentity
     ) -> dict[str, Any]:
-        """Return the fields to add to the choice of a prefill response.
+        """Return the handoff fields to add to the choice object of a prefill response.
 
         `first` has the tokens that were generated; `offered` is None if no KV is kept.
         """

@@ -29,7 +29,9 @@ class PoolCaseError(ValueError):
 
 
 class Assumptions(msgspec.Struct, frozen=True):
-    """Model and GPU to assume where the configuration does not state them; None: the defaults."""
+    """The model and GPU type to assume where a configuration does not state them; None: the
+    defaults.
+    """
 
     model: str | None = None
     gpu: str | None = None

@@ -26,7 +26,10 @@ class ClosedLoop(msgspec.Struct, frozen=True):
 
 
 class Traffic(msgspec.Struct, frozen=True):
-    """The traffic of a replay: requests at given times in any order, and closed loops."""
+    """The traffic of a replay: single requests with arrival times, in any order, and closed loops.
+
+    A closed loop is a user who sends the next request after the answer to the last one.
+    """
 
     arrivals: Sequence[TraceRequest] = ()
     loops: Sequence[ClosedLoop] = ()

@@ -1,4 +1,4 @@
-"""A gateway in this process, in front of mock groups that publish KV events over real ZeroMQ."""
+"""Runs a gateway in the test's process, with mock engines that publish KV events over ZeroMQ."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prefill and decode apart over quick and slow links, on the virtual clock."""
+"""Tests of split requests over fast and slow KV links, in simulated time."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ class LoadOrder(msgspec.Struct, frozen=True):
 
 
 class StepOrders(msgspec.Struct):
-    """The orders of one engine step to all workers.
+    """The orders of the scheduler to all workers for one engine step.
 
     offers    finished prefills to offer
     loads     handoffs to fetch

@@ -1,4 +1,4 @@
-"""TTFT prediction errors that `make clocks` reads from an access log."""
+"""Tests of the TTFT prediction errors that `make clocks` computes from an access log."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The JSON that a mock engine writes around its words fits the schema."""
+"""Tests that the JSON which a mock engine writes around its words fits the requested schema."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Translated streams split anywhere lose no text, tool call or token count."""
+"""Property tests: a translated stream, split anywhere, loses no text, tool call or token count."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Percentiles and summaries of any samples equal those of numpy."""
+"""Property tests: percentiles and summaries of any samples equal those of numpy."""
 
 from __future__ import annotations
 

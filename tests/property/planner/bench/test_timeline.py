@@ -1,4 +1,4 @@
-"""A streamed answer is parsed equally, however its bytes are split."""
+"""Property tests: a streamed answer is parsed to the same values, however its bytes are split."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Answers of batches: which are requested as streams, and how their parts are joined."""
+"""Tests of answers to batch requests: which are requested as streams, and how their parts are
+joined.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which input files a batch accepts, and the lines of its results."""
+"""Tests of which input files the Batch API accepts, and of the lines in its result files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The states of gateway/disagg/state_machine.py are complete: each has an owner and a deadline."""
+"""Tests that the state table of split requests is complete: each state has an owner and a
+deadline.
+"""
 
 from __future__ import annotations
 

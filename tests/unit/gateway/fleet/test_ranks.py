@@ -1,4 +1,4 @@
-"""Data-parallel ranks that are endpoints of their own."""
+"""Tests of data-parallel ranks of one engine that are configured as separate endpoints."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How gateways apply each other's messages, on the test's clock."""
+"""Tests of how a gateway applies the state messages of other gateways, on the test's clock."""
 
 from __future__ import annotations
 

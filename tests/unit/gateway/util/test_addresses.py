@@ -1,4 +1,4 @@
-"""Detection of ports in use, and URLs built from a host and a port."""
+"""Tests of the detection of ports in use, and of URLs built from a host and a port."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Durations and sizes are parsed exactly, and ambiguous ones are rejected."""
+"""Tests that texts of durations and sizes are parsed exactly, and ambiguous ones are rejected."""
 
 from __future__ import annotations
 

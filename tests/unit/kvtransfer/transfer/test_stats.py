@@ -1,4 +1,4 @@
-"""Counters by peer are limited in number, because peers choose their names."""
+"""Tests that the number of counters by peer is limited, because peers choose their own names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which KV transport two agents choose."""
+"""Tests of which KV transport (tcp, shm, rdma) two agents choose for their link."""
 
 from __future__ import annotations
 

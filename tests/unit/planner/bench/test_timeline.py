@@ -1,4 +1,6 @@
-"""The time of the first token, and the other results of a stream."""
+"""Tests of the client of `penstock bench`: time of the first token, and other results of a
+stream.
+"""
 
 from __future__ import annotations
 

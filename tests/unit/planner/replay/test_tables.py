@@ -1,4 +1,4 @@
-"""Tables of a replay fit the width of the terminal without truncation."""
+"""Tests that the result tables of a replay fit the width of the terminal without truncation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of the detection of slow endpoints, on simulated engines: which, and how soon."""
+"""Tests of which slow endpoints are detected, and how soon, on simulated engines."""
 
 from __future__ import annotations
 
