@@ -180,7 +180,9 @@ async def measure_mode(
             client = TenantClient(http, running.url, options.model)
             await client.send("victim", "hello")
             by_usage, by_ttft = await run_probes(client, probes_a_side, options.words, rng)
-            share = await measure_hits(client, options.documents, options.words, rng)
+            # The same prompts with and without isolation: block boundaries change no hits.
+            texts = random.Random(f"{options.seed} hits")
+            share = await measure_hits(client, options.documents, options.words, texts)
     return Figures(isolate, probes_a_side, by_usage, by_ttft, share)
 
 
