@@ -11,6 +11,7 @@ from tests.chaos.gateway_fleet import Answer, GatewayFleet, gateway_fleet
 from tests.fair_time import PATIENCE_S, at_most
 
 NEVER = {"failures": 1000}  # keeps a faulty endpoint in use
+MANY_TOKENS = 4000  # no answer ends before its client leaves, however late the others start
 
 
 async def fates(fleet: GatewayFleet, requests: int, *, stream: bool) -> Counter[str]:
@@ -178,7 +179,7 @@ async def test_a_client_that_leaves_while_waiting_or_served_leaves_nothing_behin
 ) -> None:
     async with gateway_fleet(2, speed=1.0, concurrency=2, pool={"policy": "prefix_aware"}) as fleet:
         tasks = [
-            asyncio.create_task(fleet.ask(stream=stream, tokens=400, prompt=f"p{n}"))
+            asyncio.create_task(fleet.ask(stream=stream, tokens=MANY_TOKENS, prompt=f"p{n}"))
             for n in range(12)
         ]
         gate = fleet.app.gateway.gate
