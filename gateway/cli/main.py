@@ -107,11 +107,23 @@ class _Commands(typer.core.TyperGroup):
         return typer.main.get_command(command_app)
 
 
+def config_in_text(text: str) -> dict[str, Any]:
+    """Return the configuration in the text of a gateway.yaml, in the form of GET /config.
+
+    Raises ConfigError.
+    """
+    from gateway.config import load_text
+
+    loaded = load_text(text.encode(), "gateway.yaml", os.environ)
+    return loaded.config.model_dump(mode="json", by_alias=True)
+
+
 app = typer.Typer(
     name="penstock",
     cls=_Commands,
     no_args_is_help=True,
     pretty_exceptions_enable=False,  # a traceback with locals would show secrets
+    context_settings={"obj": config_in_text},  # for commands of folders that import no gateway
 )
 
 _POLICIES = "Routing policy: prefix_aware, priced, or any other name in docs/policies.md."

@@ -9,7 +9,6 @@ import msgspec
 from planner.plan.pool_case import PoolCase
 from planner.plan.recent import RecentTraffic
 from planner.replay.fleet import replay
-from planner.replay.options import ReplayOptions
 from planner.replay.results import ReplayFigures, figures
 from planner.replay.traffic import Traffic
 from planner.traces.access import arrived_s
@@ -105,7 +104,9 @@ def _run(
     lately: RecentTraffic,
     seed: int,
 ) -> ReplayFigures:
-    options = ReplayOptions(seed, standard=promises.standard, classes=promises.classes)
+    options = msgspec.structs.replace(
+        case.options(seed), standard=promises.standard, classes=promises.classes
+    )
     arrivals = Traffic(arrivals=requests)
     run = replay(
         case.fleet, arrivals, case.policy(), case.admission(), options, case.limits, case.shares

@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from planner.replay.options import ReplayOptions
 from planner.replay.spec import FleetError, FleetSpec, GroupKind, validate
 from policies import admission_registry, registry
 from policies.admission.admission import Admission, WaitQueueLimits
@@ -45,6 +46,8 @@ class _Named(msgspec.Struct):
 class _Layout(msgspec.Struct):
     tp: int = 1
     pp: int = 1
+    ep: int = 1
+    dp: int = 1
 
 
 class _Endpoint(msgspec.Struct):
@@ -95,11 +98,22 @@ class _Tenant(msgspec.Struct):
     weight: float = 1.0
 
 
+class _Health(msgspec.Struct):
+    slow_start: float = 0.0
+    slow_factor: float = 0.0
+
+
+class _Retries(msgspec.Struct):
+    hedge: float = 0.0
+
+
 class _Config(msgspec.Struct):
     pools: dict[str, _Pool]
     slo: _Slos
     models: list[_Model] = []
     tenants: list[_Tenant] = []
+    health: _Health = msgspec.field(default_factory=_Health)
+    retries: _Retries = msgspec.field(default_factory=_Retries)
 
 
 class PoolCase(msgspec.Struct, frozen=True):
@@ -108,6 +122,7 @@ class PoolCase(msgspec.Struct, frozen=True):
     models   the names it serves; None: all, because the configuration has none
     fleet    the mock groups that represent its endpoints
     assumed  texts about what was assumed where the configuration states nothing
+    slow_start_s, slow_factor, hedge_share  settings of health checks and retries, see ReplayOptions
     """
 
     pool: str
@@ -122,6 +137,24 @@ class PoolCase(msgspec.Struct, frozen=True):
     classes: Mapping[str, Slo]
     standard: Slo
     assumed: tuple[str, ...]
+    slow_start_s: float = 0.0
+    slow_factor: float = 0.0
+    hedge_share: float = 0.0
+
+    def options(self, seed: int = 0) -> ReplayOptions:
+        """Return the options of a replay that does what the gateway does with this configuration.
+
+        It learns the lengths of answers, and looks for slow groups as configured.
+        """
+        return ReplayOptions(
+            seed,
+            learns_lengths=True,
+            standard=self.standard,
+            classes=self.classes,
+            slow_start_s=self.slow_start_s,
+            slow_factor=self.slow_factor,
+            hedge_share=self.hedge_share,
+        )
 
     def policy(self) -> Policy:
         """Return a new routing policy of the pool. Each replay needs its own, because policies
@@ -185,6 +218,9 @@ def _case(name: str, config: _Config, taken: Assumptions) -> PoolCase:
         classes=classes,
         standard=classes[config.slo.default],
         assumed=tuple(dict.fromkeys(assumed)),
+        slow_start_s=config.health.slow_start,
+        slow_factor=config.health.slow_factor,
+        hedge_share=config.retries.hedge,
     )
 
 
@@ -192,42 +228,53 @@ def _kinds(
     pool: _Pool, models: Sequence[_Model], taken: Assumptions, assumed: list[str]
 ) -> list[GroupKind]:
     splitting = any(model.split is not None for model in models)
-    sizes = [model.parameters for model in models if model.parameters is not None]
-    model = _model(max(sizes) if sizes else None, taken, assumed)
     if not pool.endpoints:
         raise PoolCaseError("a pool without endpoints cannot be replayed")
+    model, is_exact = _model(models, taken, assumed)
     return [
-        GroupKind(
-            model,
-            _gpu(endpoint, taken, assumed),
-            endpoint.layout.tp * endpoint.layout.pp,
-            role=endpoint.role,
-            kv_tokens=endpoint.kv_tokens,
-            max_concurrency=endpoint.max_concurrency,
+        msgspec.structs.replace(
+            GroupKind(
+                model,
+                _gpu(endpoint, taken, assumed),
+                role=endpoint.role,
+                kv_tokens=endpoint.kv_tokens,
+                max_concurrency=endpoint.max_concurrency,
+            ),
+            **_sizes(endpoint.layout, is_exact=is_exact),
         )
         for endpoint in pool.endpoints
         if splitting or endpoint.role is not Role.PREFILL
     ]
 
 
-def _model(parameters_b: float | None, taken: Assumptions, assumed: list[str]) -> str:
-    # Return the name of the known model whose number of parameters is nearest to `parameters_b`.
+def _sizes(layout: _Layout, *, is_exact: bool) -> dict[str, int]:
+    # An assumed model need not be divisible as the real one is.
+    return msgspec.structs.asdict(layout) if is_exact else {"tp": layout.tp * layout.pp}
+
+
+def _model(models: Sequence[_Model], taken: Assumptions, assumed: list[str]) -> tuple[str, bool]:
+    # Return the model of mock groups, and whether it is the real one.
     #
-    # Raises PoolCaseError if the assumed model is unknown.
+    # A model of another name is represented by the known one of the nearest number of parameters.
+    # Raises PoolCaseError if the model in `taken` is unknown.
     if taken.model is not None:
         if taken.model.lower() not in MODELS:
             raise PoolCaseError(f"unknown model {taken.model!r}: known are {', '.join(MODELS)}")
-        return taken.model
-    if parameters_b is None:
+        return taken.model, True
+    named = next((model.name for model in models if model.name.lower() in MODELS), None)
+    if named is not None:
+        return named, True
+    parameters_b = max((model.parameters or 0.0 for model in models), default=0.0)
+    if not parameters_b:
         assumed.append(
             f"groups serve {MODEL}: no model declares its parameters, and --model was not given"
         )
-        return MODEL
+        return MODEL, False
     nearest = min(
         MODELS, key=lambda name: (abs(MODELS[name].params / 1e9 - parameters_b), len(name))
     )
     assumed.append(f"groups serve {nearest}, the nearest known to {parameters_b:g}B parameters")
-    return nearest
+    return nearest, False
 
 
 def _gpu(endpoint: _Endpoint, taken: Assumptions, assumed: list[str]) -> str:

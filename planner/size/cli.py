@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 import typer
@@ -148,7 +148,10 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")]
 
 
 class SizeOutput(msgspec.Struct, frozen=True):
-    """The options of what to print in addition to the plan, or in its place."""
+    """The options of what to print in addition to the plan, or in its place.
+
+    read_config  reads the emitted gateway.yaml for the replays, as the gateway does
+    """
 
     front: bool
     ladder: int | None
@@ -160,9 +163,11 @@ class SizeOutput(msgspec.Struct, frozen=True):
     last: str
     report: Path | None
     as_json: bool
+    read_config: Callable[[str], Mapping[str, Any]]
 
 
 def size(
+    ctx: typer.Context,
     model: Model,
     gpu: GpuKinds = "h100",
     gpus: GpuCount = None,
@@ -211,7 +216,8 @@ def size(
             _run(
                 options,
                 SizeOutput(
-                    *(front, ladder, against, emit_, name, first_port, from_, last, report, as_json)
+                    *(front, ladder, against, emit_, name, first_port, from_, last, report),
+                    *(as_json, ctx.obj),
                 ),
             )
         )
@@ -328,7 +334,9 @@ def _replayed(
     enough = msgspec.structs.replace(plan.hardware, gpus=plan.hardware.gpus or plan.gpus)
     models = variants(model, options.quant)
     points = fleet_points(models, enough, plan.work, grids)
-    return replay_log(plan, points, output.log, output.last, is_quiet=output.as_json)
+    emission = _emission(options, model, plan, output)
+    log = output.log, output.last
+    return replay_log(emission, points, *log, output.read_config, is_quiet=output.as_json)
 
 
 def _plans(options: SizeOptions, model: Llm, grids: Sequence[Grid]) -> list[FleetPlan]:

@@ -12,6 +12,9 @@ from policies.sizing.launch import EngineLaunch, sglang_command, trtllm_options,
 from policies.sizing.layout import Layout
 from policies.sizing.model_shapes import MODELS
 
+POOL = "main"
+"""Name of the pool in an emitted gateway.yaml."""
+
 # A class without one of the two promises gets a limit that no request is meant to reach.
 LOOSE_TTFT_S, LOOSE_TPOT_S = 60.0, 0.5
 
@@ -76,9 +79,9 @@ def _config(emission: Emission, urls: list[str]) -> Iterator[str]:
     gpus = plan.gpus if plan.hardware.gpus is None else max(plan.gpus, plan.hardware.gpus)
     yield f"hardware: {{gpus: {gpus}, link_domain_gpus: {plan.hardware.domain}}}"
     yield "models:"
-    yield f"  - {{name: {emission.name}, pool: main, context_tokens: {plan.work.context}}}"
+    yield f"  - {{name: {emission.name}, pool: {POOL}, context_tokens: {plan.work.context}}}"
     yield "pools:"
-    yield "  main:"
+    yield f"  {POOL}:"
     yield "    endpoints:"
     for index, url in enumerate(urls):
         yield f"      - url: {url}"

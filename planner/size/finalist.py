@@ -11,13 +11,15 @@ import msgspec
 class Finalist(msgspec.Struct, frozen=True):
     """The result of replaying one candidate fleet.
 
-    `attainment` is the share of requests served within the promised latencies.
+    attainment  share of requests served within the promised latencies
+    refused     share of requests that the gateway refused with 429
     """
 
     fleet: str
     gpus: int
     usd_hour: float
     attainment: float
+    refused: float
     ttft_p95_s: float | None
     tpot_p95_s: float | None
     hit_ratio: float

@@ -1,7 +1,8 @@
-"""Replay of the best fleets on recorded traffic, with the routing policy of production.
+"""Replay of the best fleets on recorded traffic, each with the configuration of the emitted files.
 
 A static estimate has steady batches; a replay has arrivals, queues and prefix caches. Fleets are
-compared by attainment, the share of requests that are served within the promises.
+compared by attainment, the share of requests that are served within the promises. Policy,
+admission, limits and health checks are those of the plan's gateway.yaml.
 """
 
 from __future__ import annotations
@@ -10,56 +11,86 @@ from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 
-from planner.replay.options import ReplayOptions
+from planner.plan.pool_case import PoolCase
+from planner.replay.fleet import replay
+from planner.replay.record import RequestEnd
+from planner.replay.results import ReplayFigures, figures
 from planner.replay.spec import FleetSpec, GroupKind, validate
-from planner.replay.sweep import Comparison, ComparisonPoint, compare
+from planner.replay.traffic import traffic
 from planner.size.draft import FleetPlan, SizingError
 from planner.size.finalist import Finalist
 from planner.size.front import FleetPoint
 from planner.traces.shape import TraceRequest
-from policies.model import STANDARD, Role, Slo
+from policies.model import Role
 from policies.pricing.split import SplitRule
+from policies.sizing.gpus import GPUS
 from policies.sizing.layout import Layout
 from policies.sizing.model_shapes import MODELS
 
 MAX_FINALISTS = 5
-POLICY, SPLIT_POLICY = "prefix_aware", "priced"
+SPLIT_POLICY = "priced"
 
 
 def replay_finalists(
     plan: FleetPlan,
+    case: PoolCase,
     points: Sequence[FleetPoint],
     requests: Sequence[TraceRequest],
     tell: Callable[[str, float], None] | None = None,
 ) -> list[Finalist]:
     """Replay the planned fleet and its best alternatives, and return their results.
 
-    The alternatives are the best other points, and the plan with separate prefill and decode
-    groups. Raises SizingError if no fleet can be replayed: the mock groups support TP only, and
-    only built-in models.
+    `case` is the pool of the plan's gateway.yaml. The alternatives are the best other points, and
+    the plan with separate prefill and decode groups; their pools differ from it in endpoints only,
+    and in the policy if they split requests.
     """
     results = []
-    for fleet in _fleets(plan, points):
+    for fleet in _fleets(plan, case, points):
         is_split = any(kind.role is not Role.BOTH for kind in fleet.kinds)
-        contest = Comparison(
-            fleet=fleet,
-            requests=requests,
-            policies=(SPLIT_POLICY if is_split else POLICY,),
-            options=ReplayOptions(standard=_slo(plan)),
+        own = msgspec.structs.replace(
+            case, fleet=fleet, policy_name=SPLIT_POLICY if is_split else case.policy_name
         )
-        (point,) = compare(contest, tell).points
-        results.append(_finalist(plan, fleet, point))
+        results.append(_finalist(plan, fleet, _replay(own, requests, tell)))
     return sorted(results, key=lambda result: -result.attainment)
 
 
-def _slo(plan: FleetPlan) -> Slo:
-    limits = plan.work.limits
-    return Slo("standard", limits.get("TTFT", STANDARD.ttft_s), limits.get("TPOT", STANDARD.tpot_s))
+def _replay(
+    case: PoolCase,
+    requests: Sequence[TraceRequest],
+    tell: Callable[[str, float], None] | None,
+) -> ReplayFigures:
+    def watch(_: float, ended: int) -> None:
+        if tell is not None:
+            tell(case.fleet.name, ended / max(1, len(requests)))
+
+    run = replay(
+        *(case.fleet, traffic(requests), case.policy(), case.admission(), case.options()),
+        *(case.limits, case.shares),
+        watch=watch,
+    )
+    return figures(run)
 
 
-def _fleets(plan: FleetPlan, points: Sequence[FleetPoint]) -> Iterator[FleetSpec]:
-    own = _kind(plan)
-    yield validate(FleetSpec(f"{plan.replicas} x {plan.layout.label}", (own,)))
+def known_model(plan: FleetPlan) -> str:
+    """Return the built-in name of the plan's model.
+
+    Raises SizingError if its model or GPU is not a built-in one, since mock groups know no others.
+    """
+    gpu = plan.hardware.gpu.name
+    if plan.model.name.lower() not in MODELS:
+        raise SizingError(
+            f"--from replays built-in models; this plan is {plan.model.name}; valid: "
+            f"{', '.join(name for name in MODELS if '/' not in name)}"
+        )
+    if gpu not in GPUS:
+        raise SizingError(f"--from replays built-in GPUs, not {gpu}; valid: {', '.join(GPUS)}")
+    return _name(plan.model.name)
+
+
+def _fleets(plan: FleetPlan, case: PoolCase, points: Sequence[FleetPoint]) -> Iterator[FleetSpec]:
+    planned = msgspec.structs.replace(case.fleet, name=f"{plan.replicas} x {plan.layout.label}")
+    yield planned
+    own = _kind(plan, planned)
     for prefills in _divisions(plan):
         halves = (
             msgspec.structs.replace(own, count=prefills, role=Role.PREFILL),
@@ -78,9 +109,10 @@ def _fleets(plan: FleetPlan, points: Sequence[FleetPoint]) -> Iterator[FleetSpec
             cp=1,
             count=point.replicas,
             kv_tokens=None,
+            max_concurrency=min(point.batch, plan.work.max_concurrency or point.batch),
         )
         name = f"{point.replicas} x {kind.layout.label} {_name(point.model)}"
-        yield validate(FleetSpec(name, (msgspec.structs.replace(kind, max_num_seqs=256),)))
+        yield validate(FleetSpec(name, (kind,)))
 
 
 def _divisions(plan: FleetPlan) -> Iterator[int]:
@@ -106,21 +138,12 @@ def _others(plan: FleetPlan, points: Sequence[FleetPoint]) -> list[FleetPoint]:
     return cheapest[: MAX_FINALISTS - 1 - len(list(_divisions(plan)))]
 
 
-def _kind(plan: FleetPlan) -> GroupKind:
-    if plan.model.name.lower() not in MODELS:
-        raise SizingError(
-            f"--from replays built-in models; this plan is {plan.model.name}; valid: "
-            f"{', '.join(name for name in MODELS if '/' not in name)}"
-        )
-    return GroupKind(
-        *(_name(plan.model.name), plan.hardware.gpu.name, plan.layout.tp, plan.replicas),
-        kv_tokens=plan.memory.tokens,
+def _kind(plan: FleetPlan, planned: FleetSpec) -> GroupKind:
+    # Return the plan's groups with what a gateway.yaml does not say.
+    return msgspec.structs.replace(
+        planned.kinds[0],
+        count=plan.replicas,
         kv_scalar_bytes=plan.model.kv_bytes,
-        max_concurrency=plan.ceiling,
-        pp=plan.layout.pp,
-        ep=plan.layout.ep,
-        dp=plan.layout.dp,
-        cp=plan.layout.cp,
         link_gb_s=plan.hardware.gpu.nic_bytes_s / 1e9,
     )
 
@@ -130,12 +153,12 @@ def _name(full: str) -> str:
     return next(name for name, known in MODELS.items() if known is model and name != "demo-8b")
 
 
-def _finalist(plan: FleetPlan, fleet: FleetSpec, point: ComparisonPoint) -> Finalist:
+def _finalist(plan: FleetPlan, fleet: FleetSpec, result: ReplayFigures) -> Finalist:
     gpus = sum(kind.layout.gpus * kind.count for kind in fleet.kinds)
-    ttft, tpot = point.figures.ttft, point.figures.tpot
     return Finalist(
-        *(fleet.name, gpus, gpus * plan.hardware.price_hour, point.figures.attainment),
-        None if ttft is None else ttft.p95,
-        None if tpot is None else tpot.p95,
-        point.figures.hit_ratio,
+        *(fleet.name, gpus, gpus * plan.hardware.price_hour, result.attainment),
+        result.ends.get(RequestEnd.SHED, 0) / max(1, result.offered),
+        None if result.ttft is None else result.ttft.p95,
+        None if result.tpot is None else result.tpot.p95,
+        result.hit_ratio,
     )

@@ -2,36 +2,51 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
+from planner.plan.pool_case import Assumptions, cases
 from planner.replay.arguments import ArgumentError, parse_seconds
-from planner.size.draft import FleetPlan, SizingError
+from planner.size.draft import SizingError
+from planner.size.emit import POOL, Emission, emit
 from planner.size.finalist import Finalist
-from planner.size.finalists import replay_finalists
+from planner.size.finalists import known_model, replay_finalists
 from planner.size.front import FleetPoint
 from planner.traces import TraceError, TraceRequest, read_trace, slice_span
 
+ConfigReader = Callable[[str], Mapping[str, Any]]
+"""Returns the configuration in the text of a gateway.yaml, as plain values with all defaults."""
+
 
 def replay_log(
-    plan: FleetPlan, points: Sequence[FleetPoint], log: Path, last: str, is_quiet: bool
+    emission: Emission,
+    points: Sequence[FleetPoint],
+    log: Path,
+    last: str,
+    read_config: ConfigReader,
+    is_quiet: bool,
 ) -> list[Finalist]:
     """Replay the best fleets on a log and return their results, best attainment first.
 
-    Raises SizingError if the log has no usable request.
+    Raises SizingError if the log has no usable request, or if no mock group is like the plan's.
     """
+    plan = emission.plan
+    assumed = Assumptions(known_model(plan), plan.hardware.gpu.name)
     requests = _requests(log, last)
+    case = cases(read_config(emit("gateway", emission)), assumed)[POOL]
     console = Console(stderr=True)
     if is_quiet or not console.is_terminal:
-        return replay_finalists(plan, points, requests)
+        return replay_finalists(plan, case, points, requests)
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task("replay", total=1.0)
         return replay_finalists(
             plan,
+            case,
             points,
             requests,
             lambda name, share: bar.update(task, description=name, completed=share),

@@ -154,11 +154,21 @@ def ladder_lines(steps: Sequence[LadderStep], batch: int) -> Iterator[str]:
 
 def finalist_lines(results: Sequence[Finalist]) -> Iterator[str]:
     """Yield the replayed fleets as a table, best attainment first."""
-    yield "replayed on the log, with the routing policy of production:"
-    heads = ("fleet", "GPUs", "$/hour", "attainment", "TTFT p95", "TPOT p95", "prefix hits")
+    yield "replayed on the log, with the emitted configuration:"
+    heads = (
+        "fleet",
+        "GPUs",
+        "$/hour",
+        "attainment",
+        "refused",
+        "TTFT p95",
+        "TPOT p95",
+        "prefix hits",
+    )
     rows = [
         (
-            *(result.fleet, str(result.gpus), usd(result.usd_hour), f"{result.attainment:.1%}"),
+            *(result.fleet, str(result.gpus), usd(result.usd_hour)),
+            *(f"{result.attainment:.1%}", f"{result.refused:.1%}"),
             *("-" if each is None else ms(each) for each in (result.ttft_p95_s, result.tpot_p95_s)),
             f"{result.hit_ratio:.0%}",
         )

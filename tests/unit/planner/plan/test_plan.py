@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from gateway.cli.main import app
+from gateway.cli.main import app, config_in_text
 from planner.plan import Assumptions, PoolCaseError, cases, recent
 from planner.traces import TraceError
 
@@ -223,3 +223,21 @@ def test_a_value_by_reference_is_reported_as_missing() -> None:
     for wrong in (Assumptions(model="gpt-9"), Assumptions(gpu="abacus")):
         with pytest.raises(PoolCaseError, match="unknown"):
             cases(result, wrong)
+
+
+def test_a_model_with_a_built_in_name_is_replayed_as_that_model_with_its_whole_layout() -> None:
+    text = """
+version: 1
+models: [{name: llama-3.1-405b, pool: main}]
+pools:
+  main:
+    endpoints: [{url: "http://127.0.0.1:9001", labels: {gpu: h100}, layout: {tp: 8, pp: 2}}]
+retries: {hedge: 0.1}
+"""
+    case = cases(config_in_text(text))["main"]
+    (kind,) = case.fleet.groups
+    assert (kind.model, kind.tp, kind.pp) == ("llama-3.1-405b", 8, 2)
+    assert case.assumed == ()
+    options = case.options(3)
+    assert (options.seed, options.learns_lengths) == (3, True)
+    assert (options.hedge_share, options.slow_factor, options.slow_start_s) == (0.1, 2.5, 10.0)

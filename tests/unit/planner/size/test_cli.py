@@ -12,6 +12,7 @@ import pytest
 import typer
 from typer.testing import CliRunner, Result
 
+from gateway.cli.main import config_in_text
 from gateway.config import load_with_warnings
 from planner.size.cli import size
 
@@ -25,7 +26,7 @@ HARBOR = (
 def run(*arguments: str) -> Result:
     app = typer.Typer(add_completion=False)
     app.command()(size)
-    return CliRunner().invoke(app, [*arguments])
+    return CliRunner().invoke(app, [*arguments], obj=config_in_text)
 
 
 def plain(*arguments: str) -> dict[str, Any]:
@@ -218,7 +219,17 @@ def test_the_plan_and_other_shapes_are_replayed_on_a_log() -> None:
     assert shares == sorted(shares, reverse=True)
     assert 0 < shares[0] <= 1
     text = run(*options, "--from", str(trace)).stdout
-    assert "replayed on the log, with the routing policy of production" in text
+    assert "replayed on the log, with the emitted configuration" in text
+
+
+def test_a_replayed_fleet_refuses_what_its_emitted_wait_queue_does_not_hold() -> None:
+    trace = MODELS.parent / "mooncake_conversation_1500.jsonl.gz"
+    arguments = ("llama-3.1-70b", "--in", "12000", "--out", "340", "--context", "32k")
+    promises = ("--ttft", "5s", "--tpot", "100ms", "--from", str(trace), "--last", "60s")
+    # The log has about thirty times the rate that this fleet is sized for.
+    (own, *_) = plain(*arguments, *promises, "--rate", "0.1")["replayed"]
+    assert own["refused"] > 0.5
+    assert own["attainment"] + own["refused"] <= 1
 
 
 def test_the_cost_of_a_smaller_model_stands_beside() -> None:
