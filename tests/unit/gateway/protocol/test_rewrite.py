@@ -9,9 +9,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gateway.protocol import token_ledger
 from gateway.protocol.relay import UpstreamError
 from gateway.protocol.resume_terms import ContinuationTerms
-from gateway.protocol.rewrite import MAX_HELD_EVENT, CachedTokensRewriter, ModelNameRewriter
+from gateway.protocol.rewrite import (
+    MAX_HELD_EVENT,
+    CachedTokensRewriter,
+    ModelNameRewriter,
+    whole_events_length,
+)
 from gateway.protocol.token_ledger import MAX_EVENT_BYTES, Ledger, LedgerRecorder
 from tests.replaced import stand_in
 
@@ -125,6 +131,24 @@ def test_a_recorder_joins_the_pieces_of_a_long_event_once() -> None:
         assert all(len(piece) <= 10_000 for piece in rewriter._unfinished)
     assert rewriter.feed(pieces[-1], is_sse=True, is_complete=False) == b"5000000 "
     assert not rewriter._unfinished
+
+
+@pytest.mark.parametrize("piece_bytes", [1_000, 64_000])
+def test_a_recorder_searches_each_byte_of_a_long_event_once(
+    piece_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    searched: list[int] = []
+
+    def count_searched(text: bytes) -> int:
+        searched.append(len(text))
+        return whole_events_length(text)
+
+    monkeypatch.setattr(token_ledger, "whole_events_length", count_searched)
+    rewriter, reads = recorder(), 4_000_000 // piece_bytes
+    for _ in range(reads):
+        rewriter.feed(b"x" * piece_bytes, is_sse=True, is_complete=False)
+    assert len(searched) == reads
+    assert max(searched) <= piece_bytes + 2  # the end of an event may be cut by a read
 
 
 def test_an_event_that_is_too_long_to_record_breaks_the_response() -> None:
