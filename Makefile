@@ -191,6 +191,10 @@ events: $(VENV)/.dev ## compare the index by KV events with the block pools of t
 clocks: $(VENV)/.dev ## compare a live run of the trace with its replay on the virtual clock (docs/replay.md)
 	$(PY) -m bench.load.two_clocks
 
+.PHONY: planned
+planned: $(VENV)/.dev ## compare replays of three plans with live mock fleets from their emitted files (docs/sizing.md)
+	$(PY) -m bench.load.planned_fleets
+
 docs: $(VENV)/.runtime ## generate the reference pages, dashboards and rules from the code
 	$(PY) -m tools.docgen
 
