@@ -119,7 +119,7 @@ class Exchange:
     body_bytes         memory reserved for the body
     memory_gate        the admission controller that the memory was reserved from; None after its
                        release
-    first_ask          the routing query of the first pick; None until capacity was reserved
+    first_query        the routing query of the first pick; None until capacity was reserved
     room               the admission queue to report the outcome to; None if it does not need it
     tier               name of the smaller model that serves it instead of the one requested; ""
                        usually

@@ -25,10 +25,10 @@ _RESERVED = State.RESERVED
 class AttemptState:
     """The state of an attempt; both reservations are made on creation, before the next await.
 
-    prefill, prefill_place, inbox
+    prefill, prefill_reservation, inbox
                the request to the prefill engine, its reservation until the prompt is computed, and
                its answer
-    decode, decode_place, handover
+    decode, decode_reservation, handover
                the request to the decode engine, its reservation, and the handoff that it carries
     problem    the error that broke the attempt
     suspects   names of the endpoints that this request must not try again
