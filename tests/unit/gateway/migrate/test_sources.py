@@ -213,8 +213,8 @@ def test_different_secrets_get_different_variables() -> None:
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("echo hello", "sources are"),
-        ("just: yaml", "sources are"),
+        ("echo hello", "give its kind with --from: vllm-router"),
+        ("just: yaml", "give its kind with --from: vllm-router"),
         ("vllm-router --policy nothing --worker-urls http://e:1", "not a policy"),
         ("vllm-router --port x --worker-urls http://e:1", "whole number"),
         ("vllm-router --policy random", "no engines"),
