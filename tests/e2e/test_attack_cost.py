@@ -87,8 +87,8 @@ def measure_calm(target: Attacked) -> tuple[float, float]:
     return wait_s(target.gaps(), 0.99), slowness
 
 
-def measure_attack(target: Attacked, name: str) -> Measurement:
-    resident = target.cost.resident_bytes
+def measure_attack(target: Attacked, name: str, resident: int) -> Measurement:
+    # Measure beside an attack. Memory counts from `resident` bytes, those before the first try.
     target.cost.reset_peak()
     sockets = target.cost.socket_bytes()
     with attacking(name, *target.ports) as counters:
@@ -103,20 +103,18 @@ def measure_attack(target: Attacked, name: str) -> Measurement:
 
 @pytest.mark.parametrize("name", CORPUS)
 def test_an_attack_costs_little_time_and_memory_and_no_request(target: Attacked, name: str) -> None:
-    # The limit on memory must hold at the first try.
-    #
-    # The limit on waits may take several tries, because other processes share caches and
-    # hyperthreads.
-    waits: list[float] = []
-    bound_s = 0.0
-    while not waits or waits[-1] > bound_s:
-        assert len(waits) < TRIES, f"other requests wait too long: {waits} s, not {bound_s} s"
+    # The limits may take several tries, because other processes share caches and hyperthreads, and
+    # because a collection of garbage may come late. Memory counts from before the first try, so
+    # that what one try leaves behind is not forgiven in the next.
+    resident = target.cost.resident_bytes
+    for _ in range(TRIES):
         calm_s, slowness = measure_calm(target)
         bound_s = max(2 * calm_s, calm_s + MAX_WAIT_S * slowness)
-        measurement = measure_attack(target, name)
-        waits.append(measurement.wait_s)
-        growth = measurement.resident_bytes + measurement.socket_bytes
-        assert growth <= MOST_GROWTH + CORPUS[name].budget
+        measured = measure_attack(target, name, resident)
+        growth = measured.resident_bytes + measured.socket_bytes
+        if measured.wait_s <= bound_s and growth <= MOST_GROWTH + CORPUS[name].budget:
+            return
+    pytest.fail(f"{measured}, more than {bound_s} s or {MOST_GROWTH + CORPUS[name].budget} bytes")
 
 
 async def test_members_can_link_with_an_agent_while_idle_sockets_occupy_its_port() -> None:
