@@ -33,7 +33,7 @@ PYTHONS ?=
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test style check unit e2e rdma clients kv-trials batch bench bench-kv bench-split bench-paired bench-scale bench-tls goodput zoo observe real compiled test-compiled wheel test-wheel load policies gateways restarts attacks tls soak overload isolation events clocks web docs mutants lock deploy-check clean
+.PHONY: help demo test style check unit e2e rdma clients kv-trials batch bench bench-kv bench-split bench-paired bench-scale bench-tls goodput zoo observe real compiled test-compiled wheel test-wheel load policies gateways restarts attacks tls soak overload isolation events clocks planned web docs mutants lock deploy-check clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## /{printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -191,7 +191,6 @@ events: $(VENV)/.dev ## compare the index by KV events with the block pools of t
 clocks: $(VENV)/.dev ## compare a live run of the trace with its replay on the virtual clock (docs/replay.md)
 	$(PY) -m bench.load.two_clocks
 
-.PHONY: planned
 planned: $(VENV)/.dev ## compare replays of three plans with live mock fleets from their emitted files (docs/sizing.md)
 	$(PY) -m bench.load.planned_fleets
 

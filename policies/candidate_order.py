@@ -129,18 +129,25 @@ class CandidateOrder:
         # Rank the best entries of each group again whose keys may have risen without a change.
         #
         # An entry that keeps its place after that is current, so the best entries are in the end.
-        depth, by_slot, now = self._ranking.depth, self._by_slot, query.now
         again: set[int] = set()
         for number in tuple(self._numbers):
-            while len(again) < MOST_RANKED_AGAIN:
-                for entry in self._groups.get(number, ())[:depth]:
-                    slot = entry[2]
-                    if slot not in again and rises(by_slot[slot].load, now):
-                        again.add(slot)
-                        self._rank(slot, query)
-                        break
-                else:
-                    break
+            while (slot := self._risen(number, rises, query.now, again)) is not None:
+                again.add(slot)
+                self._rank(slot, query)
+
+    def _risen(
+        self,
+        group: int,
+        rises: Callable[[EndpointLoad, float], bool],
+        now: float,
+        again: set[int],
+    ) -> int | None:
+        # Return the slot of a group's best entries that must be ranked again, if there is one.
+        if len(again) < MOST_RANKED_AGAIN:
+            for _, _, slot, _ in self._groups.get(group, ())[: self._ranking.depth]:
+                if slot not in again and rises(self._by_slot[slot].load, now):
+                    return slot
+        return None
 
     def _build(self, query: RoutingQuery) -> None:
         self._count = self._changes.count

@@ -20,8 +20,11 @@ from policies.admission.sessions import SessionGate, WorkingSet, fleet_kv_tokens
 from policies.model import Candidate, Pick, Request, RoutingQuery
 from policies.prefix.prefix_match import longest_match
 
-ON_EVIDENCE = SessionGate(start=None)
-"""Sessions are limited only once returning ones have found their contexts evicted."""
+ON_EVIDENCE = SessionGate(start=None, memory_s=60.0, shortest_s=20.0)
+"""Sessions are limited only once returning ones have found their contexts evicted.
+
+An idle session then counts for a shorter time than where the limit holds from the start.
+"""
 
 
 class SessionLimit:
@@ -51,6 +54,8 @@ class SessionLimit:
         kv_tokens = fleet_kv_tokens(candidates)
         tokens = request.prompt_tokens + request.output_tokens
         if kv_tokens is None or sessions.can_admit(request.session, tokens, kv_tokens):
+            return None
+        if sessions.can_enter_beyond(candidates, query.now):
             return None
         text = (
             f"The {len(sessions)} active sessions use {sessions.tokens} tokens of context, "

@@ -34,6 +34,13 @@ RELAX = 1.05
 """Factor of a limit for each period without queues in which it refused a session."""
 
 
+CALM = 0.5
+"""Mean number of waiting prompts per endpoint below which a session may enter beyond a limit."""
+
+EXTRA_S = 2.0
+"""Seconds between two such sessions, for each endpoint."""
+
+
 class SessionGate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Parameters of the limit on sessions.
 
@@ -135,6 +142,7 @@ class WorkingSet:
         "_ended",
         "_expected_tokens",
         "_expired",
+        "_extra_at",
         "_gate",
         "_has_refused",
         "_key_of",
@@ -160,6 +168,7 @@ class WorkingSet:
         self._lost_tokens = self._expected_tokens = 0.0
         self._has_refused = False
         self._changed_s = 0.0
+        self._extra_at = -inf
         self._drain = DrainRate(self._gate.memory_s)
         self._queued = DecayingMean(self._gate.period_s)
 
@@ -189,6 +198,20 @@ class WorkingSet:
             return True
         self._has_refused = True
         return False
+
+    def can_enter_beyond(self, candidates: Sequence[Candidate], now: float) -> bool:
+        """Return whether a session may enter although its context does not fit, and count it.
+
+        That is the case while hardly any prompt waits at the engines, every EXTRA_S for each of
+        them, if the limit rests on evidence. Sessions count for minutes after their last answer, so
+        without this an idle fleet would refuse clients until sessions that have ended expire.
+        """
+        if self._gate.start is not None or waiting_prompts(candidates) >= CALM:
+            return False
+        if (now - self._extra_at) * max(1, len(candidates)) < EXTRA_S:
+            return False
+        self._extra_at = now
+        return True
 
     def seconds_until_room(self, tokens: int, kv_tokens: float, now: float) -> float | None:
         """Return the seconds until a context of `tokens` more fits, at the rate at which sessions

@@ -74,3 +74,17 @@ def test_a_full_pool_lets_a_session_that_fits_wait() -> None:
 
 def test_the_limit_can_be_turned_off() -> None:
     assert type(CapParams(sessions=None).build()) is CapAdmission
+
+
+def test_an_idle_fleet_does_not_refuse_all_sessions_until_ended_ones_expire() -> None:
+    queue, member = pool(ON_EVIDENCE)
+    serve(queue, member, "a")
+    limited = queue.admission
+    assert isinstance(limited, SessionCap)
+    limited.sessions.memory_share = 0.7
+    member.load.waiting = 3
+    assert isinstance(queue.arrive(query("b", 2.0), (member,), 2), Shed)
+    member.load.waiting = 0
+    assert isinstance(queue.arrive(query("c", 2.0), (member,), 3), Admit)
+    assert isinstance(queue.arrive(query("d", 2.1), (member,), 4), Shed)
+    assert isinstance(queue.arrive(query("d", 4.0), (member,), 5), Admit)

@@ -275,3 +275,12 @@ def test_a_limit_that_refuses_sessions_of_an_idle_fleet_is_raised_until_they_fit
             return
         inside.tick(float(second), fleet(0))
     pytest.fail(f"a session is still refused: {inside.memory_share}")
+
+
+def test_a_limit_lets_a_session_in_now_and_then_while_no_prompt_waits() -> None:
+    inside = returning(lost=40, waiting=5)
+    assert not inside.can_enter_beyond(fleet(waiting=1), 200.0)
+    entered = [now for now in range(200, 220) if inside.can_enter_beyond(fleet(0), float(now))]
+    assert entered == list(range(200, 220)), "two endpoints: one session each second"
+    assert not inside.can_enter_beyond(fleet(0), 219.5)
+    assert not WorkingSet().can_enter_beyond(fleet(0), 200.0), "priced has a limit of another kind"
