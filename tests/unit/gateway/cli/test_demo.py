@@ -158,9 +158,13 @@ def test_two_demos_started_together_use_different_ports(tmp_path: Path) -> None:
     both_run = threading.Barrier(2, timeout=WITHIN_S)
 
     def engines(folder: Path) -> set[str]:
-        with demo(folder, "--groups", "2") as (process, _, _port):
-            both_run.wait()
-            assert mocks_of(process.pid)
+        try:
+            with demo(folder, "--groups", "2") as (process, _, _port):
+                both_run.wait()
+                assert mocks_of(process.pid)
+        except BaseException:
+            both_run.abort()
+            raise
         return set(
             re.findall(
                 r"url: http://127.0.0.1:(\d+)",
@@ -169,8 +173,12 @@ def test_two_demos_started_together_use_different_ports(tmp_path: Path) -> None:
         )
 
     with ThreadPoolExecutor(2) as terminals:
-        one, other = terminals.map(engines, folders)
-    assert len(one | other) == 4
+        running = [terminals.submit(engines, folder) for folder in folders]
+    # The first error is that of the demo that failed, not that of the one that waited for it.
+    for failure in (one.exception() for one in running):
+        if failure and not isinstance(failure, threading.BrokenBarrierError):
+            raise failure
+    assert len(set().union(*(one.result() for one in running))) == 4
 
 
 def test_a_demo_of_one_group_cannot_be_split(tmp_path: Path) -> None:
