@@ -1,4 +1,4 @@
-"""Measure batches beside live traffic: what live requests lose, and what stopped answers repeat.
+"""Measures how much a batch of background requests slows live requests, and what a crash repeats.
 
     make batch
     python bench/batch.py --lines 60 --seconds 60 --kills 2
@@ -71,7 +71,10 @@ class Answer(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """The measurements of one run; counts of the batch are zero in the run without a batch."""
+    """The measurements of one benchmark run.
+
+    The counts of the batch are zero in the run without a batch.
+    """
 
     answers: list[Answer]
     engine_tokens: float
@@ -159,7 +162,10 @@ async def ask(http: aiohttp.ClientSession, url: str, number: int) -> Answer:
 
 
 def arrivals(rate: float, places: int, seconds: float) -> list[float]:
-    """Return the times of the live requests: random ones, and bursts that ask for all places."""
+    """Return the times at which live requests are sent, in seconds.
+
+    They are random, with bursts that could occupy every engine slot at once.
+    """
     rng = random.Random(7)
     burst = int(places * BURST_SIZE)
     times, now = [], 0.0
@@ -176,7 +182,10 @@ def arrivals(rate: float, places: int, seconds: float) -> list[float]:
 async def live_traffic(
     http: aiohttp.ClientSession, gateway: Gateway, times: list[float], kills: list[float]
 ) -> list[Answer]:
-    """Send the live requests at their times, and kill the gateway at the given ones."""
+    """Send live requests at the given times, and kill the gateway at the times `kills`.
+
+    Returns one answer per request.
+    """
     began, tasks, waiting = time.monotonic(), [], sorted(kills)
     restart: asyncio.Task[None] | None = None
     for number, at in enumerate(times):
@@ -234,7 +243,10 @@ async def wait_for_batch(
 
 
 async def measure(options: argparse.Namespace, rate: float, window_s: float | None) -> Outcome:
-    """Run the live traffic against fresh engines, with a batch if a window is given."""
+    """Send the live requests to fresh engines, and return the measurements.
+
+    With `window_s`, a batch with that deadline runs beside them.
+    """
     with tempfile.TemporaryDirectory() as work, mock_groups(options.speed) as urls:
         port, admin = free_port(), free_port()
         config = Path(work) / "gateway.yaml"
@@ -292,7 +304,7 @@ def config_text(
 
 
 async def service_time_s(options: argparse.Namespace) -> float:
-    """Return the seconds that a live request takes while all places are in use."""
+    """Return the seconds that a live request takes while all engine slots are in use."""
     with mock_groups(options.speed) as urls:
         connector = aiohttp.TCPConnector(limit=0)
         async with aiohttp.ClientSession(connector=connector) as http:
@@ -309,7 +321,7 @@ async def service_time_s(options: argparse.Namespace) -> float:
 
 
 def attainment(options: argparse.Namespace, outcome: Outcome) -> float:
-    """Return the share of whole live answers within both targets."""
+    """Return the share of complete live answers that met both latency targets (TTFT and TPOT)."""
     whole = [answer for answer in outcome.answers if answer.is_whole]
     good = sum(a.ttft_s <= options.ttft and a.tpot_s <= options.tpot for a in whole)
     return good / len(whole)

@@ -207,7 +207,9 @@ class LedgerBench:
         self.decoding.pop(0).finish(self.now, 100)
 
     def measure_round(self) -> list[float]:
-        """Return the microseconds of `reserve`, `first_token`, `finished`, and all predictions."""
+        """Measure one round, and return the microseconds of each ledger call: `reserve`,
+        `first_token`, `finished`, and all TTFT predictions.
+        """
         spent: list[list[float]] = [[], [], []]
         for _ in range(PROMPTS):
             for number, step in enumerate((self.reserve, self.first_token, self.finished)):

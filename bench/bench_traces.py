@@ -1,4 +1,4 @@
-"""Measure the cost of traces: disabled, sampled, and a complete tree of spans with its JSON.
+"""Measures what traces cost a request: disabled, sampled, and recorded completely.
 
 Run: python bench/bench_traces.py
 """

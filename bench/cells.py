@@ -36,7 +36,7 @@ BYTES_PER_TOKEN = 4
 
 @dataclass(frozen=True)
 class Pace:
-    """The durations of a measurement in milliseconds: warm-up and measured period (window)."""
+    """The duration of a measurement's warm-up and of its measured period, both in milliseconds."""
 
     window_ms: int = 2500
     warmup_ms: int = 500
@@ -53,7 +53,7 @@ Measure = Callable[[Running, Pace, Path], Numbers]
 
 @dataclass(frozen=True)
 class Row:
-    """One row of the result table: a metric of a cell, and its goals.
+    """One row of the benchmark's result table: a measured quantity and its goals.
 
     goals  by system: the highest allowed ratio to its value; with `added`, the highest allowed
            difference
@@ -70,7 +70,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Cell:
-    """One kind of traffic, the policy that each system uses for it, and its result rows.
+    """One kind of traffic, the routing policy that each system uses for it, and its result rows.
 
     With `fresh`, each measurement starts a new process, because a process that has already served
     streams keeps some of their memory.
@@ -108,7 +108,8 @@ def chat_body(content: str, stream: bool) -> bytes:
 
 
 def paced(chunks: int, every_us: int, first_us: int, burst: int = 1, join: int = 0) -> bytes:
-    """Build the body of a streaming request whose prompt sets the backend's timing.
+    """Return the body of a streaming request whose prompt tells the test backend when to send
+    chunks.
 
     chunks  number of chunks
     every_us, first_us  microseconds between two bursts, and before the first one
@@ -166,7 +167,7 @@ def write_bodies(path: Path, bodies: list[bytes]) -> Path:
 
 
 def drive(running: Running, pace: Pace, bodies: Path, **options: object) -> dict[str, Any]:
-    """Run the load generator once and return its report.
+    """Run the load generator once and return its JSON report as a dict.
 
     Raises NotMeasurable if a request was refused, cut off or lost.
     """
@@ -201,7 +202,9 @@ def cpu_per_request(running: Running, pace: Pace, work: Path) -> Numbers:
 
 
 def streams(count: int, body: bytes, events: int) -> Measure:
-    """Return a measurement of CPU time in µs per event of `count` concurrent streams."""
+    """Return a function that measures the gateway's CPU time in µs per event of `count` concurrent
+    streams.
+    """
 
     def measure(running: Running, pace: Pace, work: Path) -> Numbers:
         path = write_bodies(work / "streams", [body])
@@ -220,7 +223,9 @@ def streams(count: int, body: bytes, events: int) -> Measure:
 
 
 def long_prompts(tokens: int) -> Measure:
-    """Return a measurement of CPU time in µs per request, with prompts from `prompt_tree()`."""
+    """Return a function that measures the CPU time in µs per request, with prompts from
+    `prompt_tree()`.
+    """
 
     def measure(running: Running, pace: Pace, work: Path) -> Numbers:
         path = work / f"prompts-{tokens}"
@@ -237,7 +242,7 @@ SHORT_EVENTS = 8 + 4  # role, eight tokens, finish, usage, [DONE]
 
 
 def ttft_ms(rate: float) -> Measure:
-    """Return a measurement of TTFT in ms, for short streams that arrive at a fixed rate.
+    """Return a function that measures the time to first token (TTFT) in ms of short streams.
 
     `rate` is in streams per second. Connections are reused. TTFT counts from the scheduled send
     time, so that a late send adds to it.
@@ -302,7 +307,10 @@ def rss_per_stream_kib(running: Running, pace: Pace, work: Path, count: int = 20
 
 
 def all_cells(rate: float) -> list[Cell]:
-    """Return all cells; `rate` is the rate of the half-load cells, in streams per second."""
+    """Return all cells (kinds of traffic) of the benchmark.
+
+    `rate` is the rate of the half-load cells, in streams per second.
+    """
     with_direct = {**ROUND_ROBIN, "direct": "none"}
     low, high = (
         "TTFT on reused connections, 50 streams/s",

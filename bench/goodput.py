@@ -48,7 +48,9 @@ DECODERS = ("F5:6p2d@50", "F5:4p4d@50")
 
 
 class Line(msgspec.Struct, frozen=True):
-    """One line of the results file: a digest of the measured code, and the measurement."""
+    """One line of the file of goodput results: a digest of the measured code, and the
+    measurement.
+    """
 
     code: str
     reading: Measurement
@@ -92,7 +94,8 @@ def agent_cells(policies: Iterable[str], seeds: Iterable[int], quick: bool) -> I
 def overload_cells(
     measurements: Iterable[Measurement], workloads: Iterable[str], seeds: Iterable[int], quick: bool
 ) -> Iterator[Cell]:
-    """Yield the cells of `priced` at 1, 2 and 3 times its capacity, with each admission rule.
+    """Yield the cells of the policy `priced` at 1, 2 and 3 times its capacity, with each admission
+    rule.
 
     `measurements` must include the capacities. Trace slices always have their full length, because
     a third of one ends before the queues are full.
@@ -115,7 +118,9 @@ def overload_cells(
 
 
 def trouble_cells(seeds: Iterable[int], quick: bool) -> Iterator[Cell]:
-    """Yield the cells of our policy's capacity with outdated metrics or lost cache events."""
+    """Yield the cells that find Penstock's capacity with outdated engine metrics or lost cache
+    events.
+    """
     for seed in seeds:
         for workload in ("conversation", "b2b"):
             for trouble in ("", "stale", "lost"):
@@ -131,7 +136,9 @@ def trouble_cells(seeds: Iterable[int], quick: bool) -> Iterator[Cell]:
 
 
 def tenant_cells(seeds: Iterable[int], quick: bool) -> Iterator[Cell]:
-    """Yield the cells of a tenant next to another one with the same or ten times its load."""
+    """Yield the cells that measure a tenant next to another tenant with the same or ten times its
+    load.
+    """
     for seed in seeds:
         for policy, admission in (
             (OURS, "priced"),
@@ -148,7 +155,9 @@ def tenant_cells(seeds: Iterable[int], quick: bool) -> Iterator[Cell]:
 
 
 def split_cells(seeds: Iterable[int], quick: bool) -> Iterator[Cell]:
-    """Yield the cells of capacity by TPOT budget, with and without splitting prefill and decode."""
+    """Yield the cells that find the capacity by TPOT budget, with and without splitting prefill and
+    decode.
+    """
     rivals = [("F1", "priced"), ("F1", "llmd_blend"), ("F1:pairs", "priced")]
     rivals += [(fleet, "prefix_aware") for fleet in DECODERS]
     for seed in seeds:
@@ -166,7 +175,10 @@ def split_cells(seeds: Iterable[int], quick: bool) -> Iterator[Cell]:
 
 
 class Results:
-    """The results stored in build/goodput/results.jsonl. It is the only writer of that file."""
+    """The results of finished cells in build/goodput/results.jsonl.
+
+    This class is the only writer of that file.
+    """
 
     def __init__(self, folder: Path, any_code: bool) -> None:
         folder.mkdir(parents=True, exist_ok=True)

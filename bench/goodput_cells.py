@@ -53,7 +53,7 @@ TENANT_RATE = 0.8
 
 
 class Cell(msgspec.Struct, frozen=True):
-    """One measurement to make.
+    """One measurement of the goodput benchmark: a policy, a workload, a load and their parameters.
 
     kind       capacity: find the loads at which attainment crosses the targets; point: measure one
                load
@@ -151,7 +151,7 @@ def run_replay(
 
 
 def build_fleet(name: str) -> FleetSpec:
-    """Build the preset fleet with this name.
+    """Build the simulated fleet that has this name.
 
     With the suffix `:pairs`, any two engines may share a request as prefill and decode engine.
     """
@@ -238,7 +238,7 @@ def recorded_slice(
 def mix(folder: str, seed: int, share: float) -> list[TraceRequest]:
     """Return a mix of three recorded traces: conversation, B2B and Azure's chat.
 
-    They have three service classes and two tenants.
+    Its requests have three service classes and two tenants.
     """
     chat, _ = recorded_slice("azure", folder, seed, share)
     conversation, _ = recorded_slice("conversation", folder, seed, 0.75 * share)

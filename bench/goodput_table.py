@@ -17,7 +17,7 @@ OURS = ("round_robin", "least_loaded", "prefix_aware", "priced")
 
 
 def page(measurements: Sequence[Measurement]) -> str:
-    """Return the generated part of docs/goodput.md as Markdown."""
+    """Return the generated part of docs/goodput.md as Markdown text."""
     parts = [INTRODUCTION, *capacities(measurements, "0.9"), *capacities(measurements, "0.99")]
     parts += [*agents(measurements), *overload(measurements), *split(measurements)]
     parts += [*trouble(measurements), *tenants(measurements), *errors(measurements)]
@@ -42,7 +42,7 @@ def grouped(
     key: Callable[[Measurement], tuple[str, str]],
     value: Callable[[Measurement], float],
 ) -> dict[str, dict[str, list[float]]]:
-    """Return a table's values by row and column, with one value for each seed.
+    """Group the values of a result table by row and column, with one value for each seed.
 
     `key` returns a measurement's row and column.
     """
@@ -141,7 +141,9 @@ def geomean(row: dict[str, list[float]]) -> float:
 
 
 def agents(measurements: Sequence[Measurement]) -> list[str]:
-    """Return the table of good requests per second by number of agent users, as Markdown lines."""
+    """Return the table of good requests per second by number of users of coding agents, as lines of
+    Markdown.
+    """
     values_of = grouped(
         measurements,
         "agents",
@@ -217,7 +219,9 @@ def overload(measurements: Sequence[Measurement]) -> list[str]:
 
 
 def trouble(measurements: Sequence[Measurement]) -> list[str]:
-    """Return the table of our policy's capacity with outdated metrics or lost cache events."""
+    """Return the table of Penstock's capacity with outdated metrics or lost cache events, as
+    Markdown lines.
+    """
     values_of = grouped(
         measurements,
         "trouble",
@@ -242,7 +246,9 @@ def trouble(measurements: Sequence[Measurement]) -> list[str]:
 
 
 def tenants(measurements: Sequence[Measurement]) -> list[str]:
-    """Return the table of a tenant's results next to another tenant with a higher load."""
+    """Return the table of a tenant's results next to another tenant with a higher load, as Markdown
+    lines.
+    """
     rows = []
     groups: dict[tuple[str, str, float], list[Measurement]] = defaultdict(list)
     for item in measurements:
@@ -299,7 +305,9 @@ def errors(measurements: Sequence[Measurement]) -> list[str]:
 
 
 def split(measurements: Sequence[Measurement]) -> list[str]:
-    """Return the table of capacity by TPOT budget, for fleets with and without P/D splitting."""
+    """Return the table of capacity by TPOT budget, for fleets with and without split requests, as
+    Markdown lines.
+    """
     values_of = grouped(
         measurements,
         "split",

@@ -34,7 +34,7 @@ void toggle(void) { CALLGRIND_TOGGLE_COLLECT; }
 
 
 def main() -> None:
-    """Count instructions, and print a line per kind of request and source tree.
+    """Count instructions, and print a line for each kind of request and each source tree.
 
     The counts are per request, or per request and function.
     """

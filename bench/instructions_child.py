@@ -1,4 +1,5 @@
-"""The gateway that bench/instructions.py runs in callgrind: serves requests one after another.
+"""Runs the gateway that bench/instructions.py measures in callgrind; it serves one request at a
+time.
 
     instructions_child.py TREE KIND FUNCTION REQUESTS PORT ENGINE_URL...
 
@@ -32,7 +33,9 @@ running: list[str] = []
 
 
 def counted(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function with counting turned on while it runs, also when it calls itself."""
+    """Return the function with instruction counting turned on while it runs, also when it calls
+    itself.
+    """
 
     @functools.wraps(function)
     def call(*arguments: Any, **named: Any) -> Any:
@@ -50,7 +53,9 @@ def counted(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def owners(name: str) -> list[tuple[Any, str]]:
-    """Return the classes or modules of the gateway that have this function, and its last name."""
+    """Return the classes or modules of the gateway that define the function `name`, each with the
+    function's last name.
+    """
     class_name, _, last = name.rpartition(".")
     modules = [
         module for path, module in sys.modules.items() if path.startswith(("gateway", "policies"))
@@ -66,7 +71,10 @@ def owners(name: str) -> list[tuple[Any, str]]:
 
 
 def count_functions(names: list[str]) -> None:
-    """Replace these functions by ones that are counted. Raises SystemExit for an unknown name."""
+    """Replace the named functions by wrappers that count instructions.
+
+    Raises SystemExit for an unknown name.
+    """
     for name in names:
         found = owners(name)
         if not found:
@@ -76,7 +84,9 @@ def count_functions(names: list[str]) -> None:
 
 
 def write_config(policy: str, folder: Path) -> Path:
-    """Write a configuration that every revision reads; return its path."""
+    """Write a gateway configuration that every revision of Penstock can read, and return its
+    path.
+    """
     endpoints = "".join(f"      - {{url: {url}, max_concurrency: 8192}}\n" for url in URLS)
     path = folder / "gateway.yaml"
     path.write_text(

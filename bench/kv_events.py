@@ -1,8 +1,9 @@
-"""How exact the index by KV events is under churn: `python -m bench.kv_events --seconds 120`.
+"""Measures how exact the gateway's index of cached blocks is while engines and messages fail:
+`python -m bench.kv_events --seconds 120`.
 
 Messages are lost, late, doubled or out of order, and engines restart. A gateway and mock groups run
 in this process, over real ZeroMQ and HTTP. The truth is what the mocks' block pools have, read at
-quiet moments. Prints one JSON object per quiet moment and a summary.
+moments without traffic. Prints one JSON object per such moment and a summary.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ CLIENTS, SETTLE_S = 16, 2.5
 
 
 class Predictions:
-    """Differences between predicted and reported cached tokens, in blocks."""
+    """Differences between predicted and reported numbers of cached tokens, in blocks."""
 
     def __init__(self) -> None:
         self.errors: list[float] = []
@@ -61,9 +62,9 @@ class Predictions:
 
 
 async def converse(http: aiohttp.ClientSession, url: str, rng: Random, ends: float) -> int:
-    """Send questions about documents, several turns each, until the time `ends`.
+    """Send questions about documents to the gateway, several turns each, until the time `ends`.
 
-    Return the number of answers.
+    Returns the number of answers.
     """
     answers = 0
     while monotonic() < ends:
@@ -90,7 +91,10 @@ async def converse(http: aiohttp.ClientSession, url: str, rng: Random, ends: flo
 
 
 def compare(app: App, groups: list[FleetGroup]) -> dict[str, Any]:
-    """Compare the index with the block pools now, over the endpoints that are exact."""
+    """Compare the gateway's index of cached blocks with the engines' block pools.
+
+    Only endpoints whose cache the gateway claims to know exactly are included.
+    """
     exact = app.gateway.endpoints.prefixes.exact
     both = held = cached = endpoints = 0
     for slot, member in enumerate(groups):
@@ -109,7 +113,9 @@ def compare(app: App, groups: list[FleetGroup]) -> dict[str, Any]:
 
 
 async def run(seconds: float, count: int, faults: str, seed: int, block_bytes: int) -> None:
-    """Run the load in periods with a pause after each, and print the comparisons."""
+    """Run load and faults in periods with a pause after each, and print the comparisons of index
+    and block pools.
+    """
     spec = GroupSpec(
         "demo-8b",
         model_named("demo-8b"),
@@ -150,7 +156,9 @@ async def run(seconds: float, count: int, faults: str, seed: int, block_bytes: i
 def summary(
     app: App, moments: list[dict[str, Any]], answers: int, predictions: Predictions
 ) -> dict[str, Any]:
-    """Return the worst quiet moment, the counts of faults, and the errors of predictions."""
+    """Return the worst comparison of the run, the counts of injected faults, and the errors of
+    predictions.
+    """
     events = app.gateway.endpoints.prefixes.exact.endpoints.values()
     sources = [source for endpoint in events for source in endpoint.sources]
     errors = predictions.errors

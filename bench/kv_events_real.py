@@ -1,12 +1,13 @@
-"""How exact the index by KV events is on two real vLLM engines: `make events`.
+"""`make events`: measure how exact the gateway's index of cached blocks is with two real vLLM
+engines.
 
     python -m bench.kv_events_real [--seconds 600] [--seed 1]
 
-A gateway runs in this process. Clients converse about documents that need at least three times
-the memory of both engines' caches. At quiet moments the gateway's index is compared with the block
-pools of the engines' schedulers, which PenstockConnector reports (`block_report`). Afterwards the
-connections to the sockets of KV events are cut, in two ways: closed, and silent. Prints one JSON
-object per quiet moment and a summary. Exit status: 1 if a goal is missed.
+A gateway runs in this process. Clients converse about documents that need at least three times the
+memory of both engines' caches. At moments without traffic the gateway's index is compared with the
+block pools of the engines' schedulers, which PenstockConnector reports (`block_report`). Afterwards
+the connections to the sockets of KV events are cut, in two ways: closed, and silent. Prints one
+JSON object per such moment and a summary. Exit status: 1 if a goal is missed.
 """
 
 from __future__ import annotations
@@ -44,14 +45,18 @@ WORDS = (ROOT / "docs" / "life-of-a-request.md").read_text().split()
 
 
 class EventEngine(msgspec.Struct, frozen=True):
-    """An engine with KV events behind relays, and the socket that reports its block pool."""
+    """A vLLM engine whose KV events pass through relays, and the socket that reports its block
+    pool.
+    """
 
     engine: Engine
     relays: tuple[Relay, Relay]
     report: Path
 
     async def cached(self) -> Counter[int]:
-        """Return how often the engine's pool has each cached block, by the name in KV events."""
+        """Return how many copies of each cached block the engine's pool has, by the block's hash in
+        KV events.
+        """
         reader, writer = await asyncio.open_unix_connection(str(self.report))
         state = json.loads(await reader.read())
         writer.close()
@@ -60,7 +65,9 @@ class EventEngine(msgspec.Struct, frozen=True):
 
 @contextmanager
 def started_engine(folder: Path, place: int, ports: list[int]) -> Iterator[Engine]:
-    """Run an engine that publishes KV events and reports its blocks at `folder`/{place}.sock."""
+    """Run a vLLM engine that publishes KV events and reports its blocks at
+    `folder`/{place}.sock.
+    """
     key = folder / "key"
     key.write_bytes(b"the key of this fleet, 32 bytes.")
     connector = penstock_connector(key)
@@ -135,7 +142,10 @@ def document(number: int) -> str:
 
 
 async def converse(http: aiohttp.ClientSession, url: str, rng: random.Random, ends: float) -> int:
-    """Ask about documents, several turns each, until `ends`; return the number of answers."""
+    """Ask the gateway about documents, several turns each, until the time `ends`.
+
+    Returns the number of answers.
+    """
     answers = 0
     while monotonic() < ends:
         number = min(int(rng.paretovariate(0.4)), rng.randrange(1, DOCUMENTS + 1))
@@ -162,7 +172,7 @@ async def converse(http: aiohttp.ClientSession, url: str, rng: random.Random, en
 
 
 class Moment(msgspec.Struct, frozen=True):
-    """One comparison of the index with the block pools, at a quiet moment.
+    """One comparison of the gateway's index with the engines' block pools, made without traffic.
 
     exact         endpoints whose cache is known exactly by the gateway
     both          blocks in the index and in a pool
@@ -186,7 +196,10 @@ class Moment(msgspec.Struct, frozen=True):
 
 
 async def compare(app: App, engines: list[EventEngine]) -> Moment:
-    """Compare all endpoints; one whose cache is not known exactly counts as an empty index."""
+    """Compare the gateway's index with the block pools of all engines.
+
+    An endpoint whose cache is not known exactly counts as an empty index.
+    """
     exact = app.gateway.endpoints.prefixes.exact
     counts = Counter[str]()
     for live in app.gateway.endpoints.all():
@@ -212,7 +225,10 @@ async def compare(app: App, engines: list[EventEngine]) -> Moment:
 async def churn(
     app: App, engines: list[EventEngine], seconds: float, seed: int
 ) -> tuple[list[Moment], int]:
-    """Run the load in periods with a quiet moment after each; return the moments and answers."""
+    """Run load in periods, and compare index and block pools after each.
+
+    Returns the comparisons and the number of answers.
+    """
     moments: list[Moment] = []
     answers, ends = 0, monotonic() + seconds
     async with aiohttp.ClientSession() as http:
@@ -237,8 +253,12 @@ async def churn(
 
 
 async def measure_cut(app: App, engine: EventEngine, *, is_silent: bool) -> tuple[float, float]:
-    """Cut an engine's KV events; return the seconds until belief serves, and until it is exact
-    after the end of the cut. Raises TimeoutError after 60 s.
+    """Cut the connection for an engine's KV events.
+
+    Returns the seconds until the gateway routes by its own estimate of the cache, and the seconds
+    from the end of the cut until the index is exact.
+
+    Raises TimeoutError after 60 s.
     """
     exact = app.gateway.endpoints.prefixes.exact
     (slot,) = (
@@ -264,7 +284,7 @@ async def measure_cut(app: App, engine: EventEngine, *, is_silent: bool) -> tupl
 
 
 async def turnover(engines: list[EventEngine]) -> float:
-    """Return how often the computed prompt tokens would fill all caches."""
+    """Return how many times the computed prompt tokens would fill the KV caches of all engines."""
     pages = [await each.engine.numbers() for each in engines]
     computed = sum(
         page["prefix_cache_queries_total"] - page["prefix_cache_hits_total"] for page in pages
@@ -273,7 +293,7 @@ async def turnover(engines: list[EventEngine]) -> float:
 
 
 async def run(seconds: float, seed: int) -> dict[str, Any]:
-    """Run churn and cuts, and return the figures of the summary."""
+    """Run the load and the cuts of KV events, and return the figures of the summary."""
     predictions = Predictions()
     async with event_engines() as engines, running_gateway(engines) as app:
         moments, answers = await churn(app, engines, seconds, seed)
@@ -299,7 +319,7 @@ async def run(seconds: float, seed: int) -> dict[str, Any]:
 
 
 def missed_goals(summary: dict[str, Any]) -> list[str]:
-    """Return the names of the figures that miss their goals."""
+    """Return the names of the figures in a benchmark summary that miss their goals."""
     is_met = {
         "least_recall": summary["least_recall"] >= LEAST_RECALL,
         "least_precision": summary["least_precision"] >= LEAST_PRECISION,

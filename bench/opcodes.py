@@ -68,7 +68,9 @@ HEAD = (
 
 @dataclass(frozen=True)
 class Kind:
-    """One kind of request: its routing policy, the bodies to send, and the number of endpoints."""
+    """One kind of request whose instructions are counted: its routing policy, its bodies, and the
+    number of endpoints.
+    """
 
     name: str
     policy: str
@@ -104,7 +106,9 @@ def kinds() -> list[Kind]:
 
 @dataclass
 class Call:
-    """A node of the call tree: a function's own instructions, and the functions that it called."""
+    """A node of a call tree: the instructions of one function itself, and the functions that it
+    called.
+    """
 
     name: str
     own: int = 0
@@ -115,7 +119,9 @@ class Call:
         return self.own + sum(call.total for call in self.calls.values())
 
     def lines(self, depth: int = 0) -> Iterator[str]:
-        """Yield the tree as lines with total, own instructions and name, in order of first call."""
+        """Yield the call tree as lines with total instructions, own instructions and name, in order
+        of first call.
+        """
         yield f"{self.total:6} {self.own:6}  {'  ' * depth}{self.name}"
         for call in self.calls.values():
             yield from call.lines(depth + 1)
@@ -155,14 +161,16 @@ class CallCounter:
 
 
 async def count_kind(kind: Kind, base: int, work: Path) -> Call:
-    """Return the call tree of the median request of this kind, by total instructions."""
+    """Send requests of one kind, and return the call tree of the request with the median number of
+    instructions.
+    """
     port = base + kind.endpoints + 100
     command = penstock_command(kind.policy, backend_urls(base, kind.endpoints))
     return await median_call(Path(command(work, port)[-1]), port, kind.bodies)
 
 
 async def median_call(config: Path, port: int, bodies: list[bytes]) -> Call:
-    """Send these bodies in turn to a gateway in this process.
+    """Send the request bodies in turn to a gateway in this process.
 
     Returns the call tree of the median request.
     """

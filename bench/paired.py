@@ -42,7 +42,9 @@ from systems import (
 
 @dataclass(frozen=True)
 class PairedCell:
-    """One kind of traffic: its name, its policy, and the function that measures its CPU."""
+    """One kind of traffic in the comparison: its name, its routing policy, and the function that
+    measures its CPU time.
+    """
 
     name: str
     policy: str
@@ -58,7 +60,10 @@ CELLS = (
 
 
 def main() -> int:
-    """Measure every cell and print a line for each; return 1 if an interval exceeds the limit."""
+    """Measure every kind of traffic and print a line for each.
+
+    Returns 1 if an interval exceeds the limit.
+    """
     options = _options()
     build_tools()
     base = free_base()

@@ -66,7 +66,9 @@ WARM_UP = 3
 
 
 def system_of(policy: str, base: int, port: int, endpoints: int) -> System:
-    """Return the description of a gateway, or of nginx, in front of `endpoints` endpoints."""
+    """Return the description of a Penstock gateway, or of nginx, in front of `endpoints`
+    endpoints.
+    """
     urls = backend_urls(base, endpoints)
     if policy == NGINX:
         return System(NGINX, "round_robin", port, lambda work, at: nginx_command(urls, work, at))
@@ -143,7 +145,7 @@ def measure_background(sizes: list[int]) -> None:
 
 
 class LoopTurns:
-    """Measures how long the event loop was blocked at most, in processor time."""
+    """Measures the longest time for which the event loop was blocked, in processor time."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()

@@ -48,7 +48,7 @@ WORDS = "How does a water wheel work? "
 
 @dataclass(frozen=True)
 class Kind:
-    """One kind of request to measure: its prompt, and whether the answer is streamed."""
+    """One kind of request to compare: its prompt, and whether the answer is streamed."""
 
     name: str
     prompt: str
@@ -78,7 +78,8 @@ KINDS = (
 
 
 def main() -> None:
-    """Print instructions and CPU by kind of request: whole, split and their ratio.
+    """Print instructions and CPU time by kind of request: served whole, split, and the ratio of
+    both.
 
     The goal applies to non-streaming answers only.
     """

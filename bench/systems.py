@@ -70,7 +70,7 @@ class System:
 
 
 def free_base(ports: int = BACKENDS) -> int:
-    """Return a round port number from which `ports` backend ports are free.
+    """Return a round port number from which `ports` ports for test backends are free.
 
     The ports of the systems begin 100 above those of BACKENDS backends.
     """
@@ -192,7 +192,7 @@ http {{
 
 
 def all_systems(base: int) -> list[System]:
-    """Return every gateway with every policy that a cell uses.
+    """Return every measured gateway with every policy that a cell of the benchmark uses.
 
     `direct` is the backend without a gateway. Penstock appears twice: compiled, as in the image,
     and from its sources.
@@ -225,7 +225,7 @@ def all_systems(base: int) -> list[System]:
 
 
 def compile_penstock() -> dict[str, str]:
-    """Compile penstock as for the image.
+    """Compile Penstock as for the container image.
 
     Returns an empty dict, or the reason of a failure by the system's name.
     """
@@ -262,7 +262,10 @@ def build_tools() -> None:
 
 
 def install_peers() -> dict[str, str]:
-    """Install the other routers into a venv; return the reasons of failures by name."""
+    """Install the other routers into a venv.
+
+    Returns the reasons of failed installations by the router's name.
+    """
     python = PEERS_VENV / "bin" / "python"
     if not python.exists():
         subprocess.run(

@@ -21,7 +21,9 @@ MAX_OTHERS = 0.05
 
 @dataclass
 class Results:
-    """Samples by row and system in order of measurement, and reasons for missing samples."""
+    """Measured samples by row and system in order of measurement, and reasons for missing
+    samples.
+    """
 
     rows: list[Row]
     samples: dict[str, dict[str, list[float]]] = field(default_factory=dict)
@@ -34,7 +36,9 @@ class Results:
 
     @property
     def ours(self) -> str:
-        """The column that goals apply to: compiled, or the sources if only they were measured."""
+        """Return the column of our gateway that goals apply to: compiled, or the sources if only
+        they were measured.
+        """
         measured = {system for systems in self.samples.values() for system in systems}
         return SOURCES if SOURCES in measured and OURS not in measured else OURS
 
@@ -45,7 +49,9 @@ class Results:
 
 @dataclass(frozen=True)
 class Verdict:
-    """One goal of one row, the measured value, and whether it meets the goal."""
+    """The outcome of one goal of one row of the table: the measured value, and whether it meets the
+    goal.
+    """
 
     row: str
     goal: str
@@ -54,7 +60,7 @@ class Verdict:
 
 
 def compare(results: Results, row: Row, other: str) -> float | None:
-    """Return the ratio of our value to another system's, or the difference if the row is `added`.
+    """Return the ratio of our value to another system's, or their difference if the row is `added`.
 
     Returns None if either was not measured.
     """

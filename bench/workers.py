@@ -113,7 +113,7 @@ def _command(urls: list[str], workers: int) -> Callable[[Path, int], list[str]]:
 
 
 class Window(NamedTuple):
-    """One measured period.
+    """One measured period of the benchmark of workers.
 
     rate  requests per second
     left  cores that no other process used

@@ -1,4 +1,5 @@
-"""An access log of virtual traffic that one routing policy serves much worse than another.
+"""Creates an access log of simulated traffic that one routing policy serves much worse than
+another.
 
 Documents of 6,000 tokens are asked about again and again. Their KV fits into the two engines
 together, but not into each of them, so a policy that ignores prefixes computes them every time.

@@ -1,4 +1,4 @@
-"""Runs an installed `penstock demo` for tests: start it, send a request, end it."""
+"""Runs an installed `penstock demo` for tests: starts it, sends a request and ends it."""
 
 from __future__ import annotations
 

@@ -39,7 +39,8 @@ class FairTime:
 
 
 class Stopwatch:
-    """Seconds since its creation: by the wall clock, and without time spent waiting for a CPU.
+    """Measures the seconds since its creation, by the wall clock and without time spent waiting for
+    a CPU.
 
     It considers the processes `pids` and this one.
     """

@@ -1,4 +1,7 @@
-"""Replaces methods or instances of classes in tests, and skips the test on compiled modules."""
+"""Replaces methods or instances of classes in tests.
+
+On compiled modules, which cannot be patched, the test is skipped.
+"""
 
 from __future__ import annotations
 

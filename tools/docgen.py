@@ -135,7 +135,9 @@ def states_page() -> str:
 
 
 def seeds_page() -> str:
-    """Return the page of the seeds' items, each with its command and expected outcome."""
+    """Return the page of tests with random seeds as Markdown: each test's command and expected
+    outcome.
+    """
     items = seed_items()
     parts = [_GENERATED_NOTE, _SEEDS_INTRO, counts_text(items) + ".\n"]
     for seed, title in TITLES.items():

@@ -1,4 +1,4 @@
-"""Mutation test of policies/sizing: replace each formula by 1, and check that a test fails.
+"""Mutation test of policies/sizing: replace each formula by 1 and check that a test fails.
 
 A formula is arithmetic in a function, or a comparison that it returns. Each one in turn is replaced
 in a copy of the repository, and the tests of sizing run there until the first failure. Prints a
@@ -69,7 +69,10 @@ def mutants(source: str) -> Iterator[tuple[int, str, str]]:
 
 
 def failing_test(tree: Path) -> str | None:
-    """Return the first test that fails with the sources in `tree`; None if all pass."""
+    """Return the name of the first test that fails with the sources in the folder `tree`.
+
+    Returns None if all tests pass.
+    """
     return next((test for tests in TESTS if (test := _failing(tree, tests)) is not None), None)
 
 
@@ -91,7 +94,10 @@ def _failing(tree: Path, tests: Sequence[str]) -> str | None:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Test all formulas, or those of the modules named in `arguments`; return the exit status."""
+    """Test all formulas, or those of the modules named in `arguments`.
+
+    Returns the exit status: 1 if a formula can be replaced without a failing test.
+    """
     survivors = tried = 0
     with tempfile.TemporaryDirectory() as folder:
         tree = Path(folder) / "tree"

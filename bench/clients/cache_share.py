@@ -32,7 +32,9 @@ READERS: Mapping[str, Callable[[dict[str, Any]], RequestBody]] = {
 
 
 class EndlessCache:
-    """An unlimited KV cache with the blocks of all prompts and answers so far."""
+    """A simulated KV cache without a size limit, which keeps the blocks of all prompts and
+    answers.
+    """
 
     def __init__(self) -> None:
         self._keys: set[int] = set()

@@ -44,10 +44,10 @@ _KEPT = ("You look after the pumps", "Measure the depth at a pump", "x-anthropic
 
 
 def cleaned_literal(text: str, following: str) -> str:
-    """Return the inside of a JSON string with a client's own text replaced by marks.
+    """Return the inside of a JSON string, with the client's own texts replaced by placeholders.
 
-    `following` is the JSON after the string, which shows whether it is a member's name; these are
-    kept.
+    `following` is the JSON after the string; it shows whether the string is a member's name, which
+    is kept.
     """
     if following.lstrip().startswith(":") or (len(text) <= MAX_KEPT and "/" not in text):
         return text
@@ -61,7 +61,10 @@ def cleaned_literal(text: str, following: str) -> str:
 
 
 def mark_of(text: str) -> str:
-    """Return the mark that replaces a text, or other words if the text is short."""
+    """Return the placeholder that replaces a text in a recording.
+
+    Short texts are replaced by other words.
+    """
     length, name = len(text.encode()), xxh3_64_hexdigest(text.encode())[:6]
     mark = f"⟦{length}:{name}⟧"
     return mark if length > len(mark.encode()) else filler(length, name)
@@ -76,7 +79,7 @@ def cleaned_body(body: str) -> str:
 
 
 def cleaned_headers(headers: list[list[str]]) -> dict[str, str]:
-    """Return the headers with a dummy key, and without those that any HTTP client sets."""
+    """Return HTTP headers with a dummy API key, and without those that any HTTP client sets."""
     kept = {name: value for name, value in headers if name.lower() not in _DROPPED_HEADERS}
     for name in kept:
         if name.lower() in ("authorization", "x-api-key"):
@@ -85,7 +88,9 @@ def cleaned_headers(headers: list[list[str]]) -> dict[str, str]:
 
 
 def difference(before: str, after: str) -> Difference:
-    """Return `after` as a list of new texts, and of ranges [start, end] taken from `before`."""
+    """Return the changes from `before` to `after` as a list of new texts and of ranges [start, end]
+    that are taken over from `before`.
+    """
     old, new = _TOKENS.findall(before), _TOKENS.findall(after)
     starts = [0, *accumulate(map(len, old))]
     pieces: Difference = []
@@ -101,7 +106,9 @@ def difference(before: str, after: str) -> Difference:
 
 
 def fixture(spec: ClientSpec, version: str, lines: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the content of the recording's file, made from the exchanges of one conversation."""
+    """Return the content of a recording's test file, made from the recorded exchanges of one
+    conversation.
+    """
     requests: list[dict[str, Any]] = []
     before, known = "", dict[str, str]()
     for line in lines:

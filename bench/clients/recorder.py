@@ -71,7 +71,9 @@ class Connection:
         self.times: list[tuple[int, float]] = []
 
     def add_sent(self, data: bytes) -> None:
-        """Add bytes that the client sent, with the time of their arrival."""
+        """Add bytes that the client sent to the recorded exchange, with the time of their
+        arrival.
+        """
         self.times.append((len(self.sent), time.monotonic()))
         self.sent += data
 
@@ -94,7 +96,10 @@ class Connection:
 def read_message(
     data: bytes, offset: int, *, is_request: bool = False, has_body: bool = True
 ) -> tuple[Message, int] | None:
-    """Parse the message at an offset; return it and the offset after it, or None if incomplete."""
+    """Parse the HTTP message that begins at `offset` of `data`.
+
+    Returns the message and the offset after it, or None if the message is incomplete.
+    """
     end = data.find(END, offset)
     if end < 0:
         return None
@@ -129,7 +134,9 @@ def _read_chunks(data: bytes, offset: int) -> tuple[bytes, int] | None:
 
 
 class Recorder:
-    """A running proxy: its port, and the exchanges that it has recorded."""
+    """A running TCP proxy: the port that it listens on, and the HTTP exchanges that it has
+    recorded.
+    """
 
     def __init__(self, gateway_port: int) -> None:
         self.port = 0
@@ -180,14 +187,14 @@ async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, reco
 
 @contextmanager
 def recorder(gateway_port: int, port: int = 0) -> Iterator[Recorder]:
-    """Run a recording HTTP proxy in a thread during a `with` block."""
+    """Run a recording HTTP proxy in front of `gateway_port` in a thread, during a `with` block."""
     proxy = Recorder(gateway_port)
     with threaded_server(proxy.serve_connection, port) as proxy.port:
         yield proxy
 
 
 def to_line(exchange: Exchange) -> str:
-    """Return an exchange as a line of JSON, in which bodies that are no text are replaced."""
+    """Return a recorded exchange as a line of JSON. Bodies that are not text are replaced."""
     request, response = exchange.request, exchange.response
     return json.dumps(
         {
@@ -201,7 +208,9 @@ def to_line(exchange: Exchange) -> str:
 
 
 def main() -> None:
-    """Record until standard input ends, then write one exchange per line to the file."""
+    """Record HTTP exchanges until standard input ends, then write one exchange per line to the
+    file.
+    """
     port, gateway_port, file = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
     with recorder(gateway_port, port) as proxy:
         sys.stdin.read()

@@ -79,7 +79,7 @@ def demo(folder: Path, policy: str) -> Iterator[int]:
 
 
 def started_demo(folder: Path, policy: str) -> tuple[subprocess.Popen[bytes], int]:
-    """Start a demo; return its process and the port of its API once it is ready.
+    """Start `penstock demo`; return its process and the port of its API once it is ready.
 
     Raises RuntimeError after three failed attempts, because other processes may take the ports.
     """
@@ -106,7 +106,7 @@ def access_lines(folder: Path) -> dict[str, Any]:
 
 
 def counted_hits(folder: Path) -> int:
-    """Return the number of cached prompt tokens that all engines of a demo have counted."""
+    """Return the number of cached prompt tokens that all mock engines of a demo have counted."""
     config = (folder / "penstock-demo" / "gateway.yaml").read_text()
     pages = [
         urllib.request.urlopen(f"{url}/metrics", timeout=10).read().decode()
@@ -119,7 +119,9 @@ def counted_hits(folder: Path) -> int:
 
 
 def interpreter(spec: ClientSpec, installed: Path) -> Path | None:
-    """Return the program that runs a client's script, or None if it is not installed."""
+    """Return the path of the program that runs a client's script, or None if it is not
+    installed.
+    """
     if spec.runtime == "node":
         if spec.program.endswith(".mjs"):
             return Path(shutil.which("node") or "node")
@@ -179,7 +181,7 @@ def judge(
     lines: Any,
     engine_hits: int,
 ) -> Result:
-    """Return the result of a client, computed from its counts and the recorded exchanges.
+    """Return the result of one client program, computed from its counts and the recorded exchanges.
 
     `engine_hits` is the number of cached tokens that the engines counted, for streams without
     usage.
@@ -250,7 +252,10 @@ def parse() -> argparse.Namespace:
 
 
 def main() -> int:
-    """Run the clients one after another; return 1 if one of them does not work."""
+    """Run the client programs one after another.
+
+    Returns 1 if one of them does not work, otherwise 0.
+    """
     options = parse()
     wanted = [part.lower() for part in options.only]
     chosen = [

@@ -32,7 +32,10 @@ Task = tuple[str, int | None, Callable[[Pair, random.Random], dict[str, float]]]
 
 
 def main() -> int:
-    """Install and start the contestants, measure them, print the table; return the exit status."""
+    """Install and start the KV transports under comparison, measure them and print the table.
+
+    Returns the exit status.
+    """
     options = _options()
     missing = install_peers()
     results = Results(options.rounds)

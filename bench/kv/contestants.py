@@ -1,4 +1,5 @@
-"""The transports under comparison (contestants): how to install, start and command them.
+"""The KV transports that the benchmark compares (contestants): how to install, start and command
+them.
 
 Each runs as two processes. Measurements are in bench/kv/measure.py, goals in bench/kv/goals.py.
 """
@@ -42,7 +43,7 @@ class NotMeasurable(Exception):
 
 @dataclass(frozen=True)
 class Contestant:
-    """A transport to measure: its name, its module in this folder, and its settings.
+    """A KV transport to measure: its name, its module in this folder, and its settings.
 
     initiator  the side (source or sink) that starts transfers
     settings   passed to the module's open_side
@@ -64,7 +65,7 @@ class Contestant:
 
 
 def all_contestants() -> list[Contestant]:
-    """Return all contestants.
+    """Return all KV transports that the benchmark compares.
 
     NIXL runs without its progress thread, which makes all sizes slower and uses more CPU here.
     """
@@ -191,7 +192,7 @@ def _apt(*packages: str) -> None:
 
 
 class Process:
-    """One worker process of a contestant. Commands and replies are lines of JSON."""
+    """One worker process of a benchmarked KV transport. Commands and replies are lines of JSON."""
 
     def __init__(self, contestant: Contestant, role: str, expected: Path) -> None:
         command = [
@@ -223,7 +224,7 @@ class Process:
             raise NotMeasurable(f"{self.name} ended by itself, see {self.log.name}") from error
 
     def receive(self) -> Any:
-        """Return the reply to the last command.
+        """Return the reply to the last command sent to the worker process.
 
         Raises NotMeasurable if the command failed or no reply came within a minute.
         """
@@ -250,7 +251,7 @@ class Process:
         return self.receive()
 
     def end(self) -> None:
-        """End the worker by closing its stdin; kill it if it does not end."""
+        """Stop the worker process by closing its stdin, and kill it if it does not end."""
         assert self.popen.stdin is not None
         self.popen.stdin.close()
         try:
@@ -262,7 +263,7 @@ class Process:
 
 
 class Pair:
-    """The two connected worker processes of one contestant: source and sink."""
+    """The two connected worker processes of one benchmarked KV transport: source and sink."""
 
     def __init__(self, contestant: Contestant, expected: Path) -> None:
         self.contestant = contestant

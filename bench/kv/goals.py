@@ -22,7 +22,7 @@ NIXL_TCP, MOONCAKE_TCP = (
 
 @dataclass
 class Results:
-    """Measured samples by (contestant, quantity) and round. Failed rounds have no sample."""
+    """Measured samples by (KV transport, quantity) and by round. A failed round has no sample."""
 
     rounds: int
     samples: dict[tuple[str, str], dict[int, float]] = field(default_factory=dict)
@@ -42,7 +42,9 @@ class Results:
 
 @dataclass(frozen=True)
 class Goal:
-    """A goal: a bound on the median over all rounds of `value(results, round)`."""
+    """A goal of the KV benchmark: a bound on the median over all rounds of `value(results,
+    round)`.
+    """
 
     name: str
     limit: float
@@ -56,7 +58,9 @@ class Goal:
 
 @dataclass(frozen=True)
 class Verdict:
-    """A goal with its measured median, and the values of the lowest and the highest round."""
+    """A goal of the KV benchmark with its measured median, and with the values of the lowest and
+    the highest round.
+    """
 
     goal: Goal
     value: float
@@ -83,8 +87,8 @@ def wait(block_bytes: int, cut: str) -> str:
 
 
 def ratio(ours: str, peers: Iterable[str], quantity: str) -> Callable[[Results, int], float | None]:
-    """Return a function that computes the ratio of our value to the best peer's in the
-    same round.
+    """Return a function that computes, for one round, the ratio of our transport's value to the
+    best other transport's.
     """
 
     def value(results: Results, round_number: int) -> float | None:
@@ -157,7 +161,9 @@ def verdicts(results: Results) -> list[Verdict]:
 
 
 def markdown(results: Results) -> str:
-    """Return the table of contestants, the goals, and the contestants that were not measured."""
+    """Return the KV benchmark's report as Markdown: the results, the goals, and the transports that
+    could not be measured.
+    """
     names = list(
         dict.fromkeys(
             contestant for contestant, quantity in results.samples if quantity != "exposed share"

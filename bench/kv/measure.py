@@ -1,5 +1,4 @@
-"""Measures one contestant's pair of processes: bandwidth, latency and layer-wise transfers of KV
-blocks.
+"""Measures bandwidth, latency and layer-wise transfers of KV blocks between two processes.
 
 Every transferred block is verified.
 """
@@ -123,10 +122,11 @@ def _verify(pair: Pair) -> None:
 def least_disturbed(
     pair: Pair, task: Callable[[], dict[str, float]], retakes: int
 ) -> tuple[float, dict[str, float]]:
-    """Run a measurement, and repeat it if other processes disturbed it too much.
+    """Run a measurement, and repeat it if other processes disturbed it too much, up to `retakes`
+    times.
 
-    Returns the share of the machine that other processes used, and the results. It repeats up to
-    `retakes` times while the share is above MAX_OTHERS, and returns the run with the lowest share.
+    Returns the share of the machine that other processes used, and the results. It repeats while
+    that share is above MAX_OTHERS, and returns the run with the lowest share.
     """
     best = _run_watched(pair, task)
     for _ in range(retakes):

@@ -1,4 +1,5 @@
-"""The memory to transfer: one pool per process, the chosen blocks, and their verification.
+"""The memory that the KV benchmark transfers: a pool per process, the chosen blocks, their
+verification.
 
 Block contents come from one seeded reference that every worker maps, so that wrong bytes and
 misplaced blocks are detected. This module also runs in the venv of the other projects, so it
@@ -40,7 +41,10 @@ def draw(pool_bytes: int, block_bytes: int, count: int, seed: int) -> Draw:
 
 
 def reference(pool_bytes: int, seed: int) -> Bytes:
-    """Return the reference contents of every source's pool, as bytes."""
+    """Return the reference contents of the source's memory pool, as bytes.
+
+    Equal seeds give equal contents.
+    """
     return (
         np.random.default_rng(seed)
         .integers(0, 2**64, pool_bytes // 8, dtype=np.uint64)
@@ -49,7 +53,9 @@ def reference(pool_bytes: int, seed: int) -> Bytes:
 
 
 def wipe(pool: Bytes, drawn: Draw) -> None:
-    """Clear the target blocks, so that blocks of an earlier transfer cannot count as delivered."""
+    """Clear the target blocks of a transfer, so that blocks of an earlier transfer cannot count as
+    delivered.
+    """
     pool.reshape(-1, drawn.block_bytes)[drawn.dst] = 0
 
 

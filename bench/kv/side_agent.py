@@ -1,4 +1,4 @@
-"""Contestant: complete transfers between two of our KV agents, from ticket to confirmation.
+"""KV benchmark: complete transfers between two of our KV agents, from ticket to confirmation.
 
 side_ours measures a connection alone. This module also includes everything that makes a transfer
 safe. Settings: transport (tcp or shm), layers (True: the request is computed layer by layer).
@@ -28,7 +28,8 @@ PATIENCE_S = 50.0
 
 
 class Agents:
-    """One of two agents: a source that offers in `prepare` (not timed), or a sink that fetches.
+    """One of two KV agents: a source that offers blocks in `prepare` (not timed), or a sink that
+    fetches.
 
     Blocks have 64 KiB of one layer.
     """
@@ -111,7 +112,7 @@ class Agents:
 
 
 class Layers(Agents):
-    """Agents that transfer one request with 32 layers, computed one after another.
+    """Two KV agents that transfer one request with 32 layers, computed one after another.
 
     A block has 8 KiB of each layer.
     """

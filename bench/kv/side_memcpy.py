@@ -1,4 +1,6 @@
-"""Contestant: a memory copy with numpy, as a reference. The sink copies, the source is idle.
+"""KV benchmark: a memory copy with numpy, as a reference.
+
+The sink process copies, the source process is idle.
 
 Settings: files (True: use memory files instead of numpy's memory, which has huge pages).
 """
@@ -15,7 +17,10 @@ from pool import Bytes, Draw
 
 
 class Memcpy:
-    """One process; the sink copies from a private pool that has the source's contents."""
+    """One process of the memory copy benchmark.
+
+    The sink copies from a private pool with the source's contents.
+    """
 
     def __init__(self, role: str, pool_bytes: int, make: Callable[[int], Bytes]) -> None:
         self.role = role

@@ -1,4 +1,6 @@
-"""Contestant: Mooncake's transfer engine over TCP. Settings: op (READ or WRITE).
+"""KV benchmark: Mooncake's transfer engine over TCP.
+
+Settings: op (READ or WRITE).
 
 Environment variables set its queue limits.
 """
@@ -12,7 +14,10 @@ from pool import Bytes, Draw
 
 
 class Mooncake:
-    """One process. The passive one only registers memory, which Mooncake's own threads serve."""
+    """One process of the benchmark of Mooncake.
+
+    The passive process only registers memory, which Mooncake's own threads serve.
+    """
 
     def __init__(self, role: str, pool_bytes: int, settings: dict[str, Any]) -> None:
         from mooncake.engine import TransferEngine

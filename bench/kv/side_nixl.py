@@ -1,4 +1,4 @@
-"""Contestant: NIXL 1.5.1 with UCX and prepared descriptor lists, as vLLM uses it.
+"""KV benchmark: NIXL 1.5.1 with UCX and prepared descriptor lists, as vLLM uses it.
 
 Without a progress thread the passive process must poll for notifications, as an engine does between
 its steps. Here it polls continuously, which is fastest. Settings: op (READ or WRITE), progress
@@ -16,7 +16,10 @@ from pool import Bytes, Draw
 
 
 class Nixl:
-    """One process; the initiator has one transfer handle for all blocks, or one for each block."""
+    """One process of the benchmark of NIXL.
+
+    The initiator has one transfer handle for all blocks, or one for each block.
+    """
 
     def __init__(self, role: str, pool_bytes: int, settings: dict[str, Any]) -> None:
         from nixl._api import nixl_agent, nixl_agent_config

@@ -1,4 +1,4 @@
-"""Contestant: our transports without agents, in batches of blocks (windows) as agents send.
+"""KV benchmark: our transports without agents, in batches of blocks (windows) as agents send them.
 
 Block generations and bytes are verified. The sink connects to the source. The source sends the
 windows, drives the link on its own thread, and waits for all confirmations. Settings: transport
@@ -35,9 +35,10 @@ GRANT = b"grant"
 
 
 class LinkSide:
-    """One of the two processes, with its end of the link. It handles the link's callbacks.
+    """One of the two processes of a benchmarked transport, with its end of the connection (link).
 
-    They come on the link's own thread or on the thread that drives it.
+    It handles the link's callbacks, which come on the link's own thread or on the thread that
+    drives it.
     """
 
     def __init__(self, role: str, pool_bytes: int, settings: dict[str, Any]) -> None:
@@ -77,7 +78,7 @@ class LinkSide:
                 _laned(self.link).add_lane(lane)
 
     def prepare(self, drawn: Draw, each: bool) -> None:
-        """Build the windows (batches of blocks) of one transfer.
+        """Build the windows (batches of blocks) of one benchmarked transfer.
 
         The sink permits writes to its blocks; the source waits for that permission.
         """
@@ -150,7 +151,9 @@ class LinkSide:
     # ---- callbacks of the link (LinkOwner) ----
 
     def on_linked(self, link: Link) -> None:
-        """Use the first connection as the link, and further ones as its parallel lanes."""
+        """Use the first connection as the main link, and further ones as parallel connections
+        (lanes) of that link.
+        """
         link.secure(SECRET)
         if self.link is None:
             self.link = link

@@ -1,4 +1,4 @@
-"""Contestants that set an upper limit: what a TCP connection over loopback can carry.
+"""KV benchmark: an upper limit, which is what a TCP connection over loopback can carry.
 
 `Raw` repeatedly sends one cached buffer of 1 MiB, without blocks. `Scattered` sends the blocks in a
 minimal loop, without framing, generation checks or write permissions.
@@ -23,8 +23,8 @@ PROOF = 8
 
 
 class Raw:
-    """Contestant over a plain TCP socket: a source sends a buffer, a sink receives and
-    confirms it.
+    """KV benchmark over a plain TCP socket: a source sends a buffer, a sink receives and confirms
+    it.
     """
 
     def __init__(self, role: str, pool_bytes: int) -> None:
@@ -99,7 +99,7 @@ class Raw:
 
 
 class Scattered(Raw):
-    """Raw TCP between the blocks of both pools.
+    """KV benchmark over raw TCP, between scattered blocks of both memory pools.
 
     checked  whether an xxh3-64 digest follows every few blocks and is verified in the sink's memory
     """

@@ -1,4 +1,4 @@
-"""One process of a contestant: python bench/kv/worker.py MODULE ROLE SETTINGS REFERENCE.
+"""One worker process of the KV benchmark: python bench/kv/worker.py MODULE ROLE SETTINGS REFERENCE.
 
 It executes commands from stdin and writes replies to stdout, both as lines of JSON. It ends by
 os._exit, because some libraries crash in their destructors.
@@ -18,7 +18,8 @@ from pool import Bytes, Draw, draw, wipe, wrong_blocks
 
 
 class Side(Protocol):
-    """One end of a transfer, source or sink, which each contestant's module implements.
+    """One end of a transfer, source or sink, which the module of each benchmarked transport
+    implements.
 
     prepare  build descriptors for the chosen blocks: for all at once, or with `each` for every
              block
@@ -66,12 +67,14 @@ class Worker:
         self.side.begin()
 
     def finish(self) -> float:
-        """Return the CPU seconds that all threads used since `begin`."""
+        """Return the CPU seconds that all threads of the process have used since the call of
+        `begin`.
+        """
         self.side.finish()
         return time.process_time() - self.since
 
     def run(self) -> float:
-        """Move all chosen blocks and return the duration in seconds."""
+        """Move all chosen blocks and return the duration of the transfer in seconds."""
         started = time.perf_counter()
         self.side.run()
         return time.perf_counter() - started

@@ -1,4 +1,4 @@
-"""Measures how fast fleet members connect to a KV transfer agent while idle sockets occupy it.
+"""Measures how fast members of a fleet connect to a KV transfer agent while idle sockets occupy it.
 
 Members prove that they know the fleet's key; idle sockets send nothing.
 """
@@ -49,7 +49,10 @@ async def agent() -> AsyncIterator[Source]:
 
 
 async def link_times(source: Source, links: int) -> list[float]:
-    """Connect `links` members one after another; return the seconds until each is accepted."""
+    """Connect `links` members to a KV agent one after another.
+
+    Returns the seconds until each is accepted.
+    """
     members, times = group("d", SMALL, [make(TRANSPORT, InprocWire(ThreadClock()))]), []
     try:
         for _ in range(links):
@@ -67,7 +70,10 @@ async def link_times(source: Source, links: int) -> list[float]:
 
 @contextmanager
 def idle_sockets(port: int, number: int) -> Iterator[None]:
-    """Keep `number` connections open that send nothing. One that the agent closes is replaced."""
+    """Keep `number` connections open that send nothing, during a `with` block.
+
+    A connection that the agent closes is replaced.
+    """
     over = threading.Event()
 
     def hold() -> None:

@@ -64,7 +64,9 @@ AGENT_ATTACK = "idle keyless sockets on a KV port"
 
 
 class Window(NamedTuple):
-    """The clients' latencies in one measured period, in seconds, and their failed requests."""
+    """The latencies of regular clients in one measured period, in seconds, and their failed
+    requests.
+    """
 
     p50: float
     p99: float
@@ -72,9 +74,9 @@ class Window(NamedTuple):
 
 
 class Result(NamedTuple):
-    """The results of one attack.
+    """The results of one measured attack.
 
-    Memory is in bytes; `pairs` is the number of pairs that counted.
+    Memory is in bytes; `pairs` is the number of pairs of measured periods that counted.
     """
 
     name: str
@@ -177,7 +179,10 @@ def _median(windows: list[Window]) -> Window:
 
 @contextmanager
 def prepared(base: int) -> Iterator[tuple[Attacked, Path]]:
-    """Run a new gateway during a `with` block, so that attacks do not affect each other."""
+    """Run a new gateway during a `with` block.
+
+    Each attack gets its own, so that attacks do not affect each other.
+    """
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="penstock-attacks-")))
         hostile = stack.enter_context(canned_engine(str(LOAD_CORE)))
@@ -187,7 +192,7 @@ def prepared(base: int) -> Iterator[tuple[Attacked, Path]]:
 
 
 async def measure_agent(pairs: int, links: int) -> Result:
-    """Measure how fast members connect to an agent while idle sockets occupy its KV port."""
+    """Measure how fast fleet members connect to a KV agent while idle sockets occupy its port."""
     counted = []
     async with agent() as source:
         resident = source.cost.resident_bytes

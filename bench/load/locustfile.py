@@ -25,7 +25,9 @@ SHAPES = ("chat", "shared-prefix")
 
 @events.init.add_listener
 def make_sessions(environment: Environment, **_: Any) -> None:
-    """Create one source of sessions per traffic shape, so that all users share prefixes."""
+    """Create one source of sessions for each kind of traffic, so that all simulated users share
+    prefixes.
+    """
     sessions = {name: shapes()[name].sessions(0) for name in SHAPES}
     environment.sessions = sessions  # type: ignore[attr-defined]
 

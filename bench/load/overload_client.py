@@ -137,7 +137,7 @@ class TimedConnection:
 
 
 def age_s(ancillary: list[tuple[int, int, bytes]], now_s: float) -> float:
-    """Return how many seconds before `now_s` (wall clock) the received data arrived.
+    """Return how many seconds before `now_s` (wall clock) received data reached the socket.
 
     `ancillary` is the ancillary data of recvmsg. Without a timestamp in it, which the kernel omits
     for a moment after the option is set, the result is 0.

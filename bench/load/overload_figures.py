@@ -1,6 +1,6 @@
 """Computes the figures of an overload run from the records of all requests, and checks bounds.
 
-This module does no I/O. bench/load/overload.py explains the phases (spike, storm).
+This module does no I/O. bench/load/overload.py explains the phases (here called spike and storm).
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ class Times(msgspec.Struct, frozen=True):
 
 
 class Bound(msgspec.Struct, frozen=True):
-    """A required bound on a figure: its minimum if `least` is set, otherwise its maximum."""
+    """A bound that a figure of the overload test must meet: a minimum if `least` is set, otherwise
+    a maximum.
+    """
 
     name: str
     value: float
@@ -41,7 +43,10 @@ class Bound(msgspec.Struct, frozen=True):
 
 
 class Figures(msgspec.Struct, frozen=True):
-    """The figures of one run. Shares are between 0 and 1.
+    """The figures of one overload run.
+
+    Shares are between 0 and 1. A spike is twice the capacity with clients that obey Retry-After, a
+    storm is twice the capacity with clients that ignore it. Shares are between 0 and 1.
 
     idle, busy        round trips to a server that only refuses: on the idle machine, and during the
                       spike and the storm

@@ -45,7 +45,7 @@ BEHIND = ("nice", "-n", "10")
 
 
 class CpuTimes(NamedTuple):
-    """The seconds in which a process ran on a core, and those in which it waited for one."""
+    """The seconds in which a process ran on a core, and the seconds in which it waited for one."""
 
     core_s: float
     runnable_s: float
@@ -121,7 +121,7 @@ def run_fleet(admission: str, policy: str, longest_s: float) -> Iterator[Overloa
 def generate_load(
     plan: Plan, fleet: OverloadFleet
 ) -> tuple[ClientRecords, list[Stream], int, dict[str, CpuTimes]]:
-    """Run the load generator for a plan.
+    """Run the load generator with the plan of an overload run.
 
     Returns the clients' records, the streams, the number of requests that reached the engines since
     the storm, and the core use of each process in the spike.

@@ -99,7 +99,10 @@ class ClientRecords(msgspec.Struct):
 
 
 async def streams(plan: Plan) -> list[Stream]:
-    """Open the long streams one after another and read them until the end of the plan."""
+    """Open the plan's long streams one after another and read them until the end of the plan.
+
+    Returns the progress of each stream.
+    """
     connections, loop = ConnectionPool(plan.url), asyncio.get_running_loop()
     tasks, requests = [], []
     for number in range(STREAMS):
@@ -128,7 +131,7 @@ def _stream(plan: Plan, timed: TimedRequest) -> Stream:
 
 
 class ClientLoad:
-    """Sends the requests of a plan's independent clients; `clients` has their records."""
+    """Sends the requests of the independent clients in a plan; `clients` has their records."""
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
@@ -137,7 +140,10 @@ class ClientLoad:
         self.clients: list[ClientRecord] = []
 
     async def measure_idle(self) -> list[float]:
-        """Measure round trips to the null server on the idle machine, in seconds."""
+        """Measure round trips to the server that only refuses, on the idle machine.
+
+        Returns their durations in seconds.
+        """
         for _ in range(20):  # warm up code and connections
             await self._round_trip()
         round_trips = []
@@ -147,7 +153,7 @@ class ClientLoad:
         return round_trips
 
     async def measure_busy(self) -> list[tuple[float, float]]:
-        """Measure round trips to the null server during the plan.
+        """Measure round trips to the server that only refuses, while the plan runs.
 
         Returns (seconds since the plan began, round trip in seconds).
         """

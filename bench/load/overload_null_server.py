@@ -1,4 +1,4 @@
-"""A null server: it answers each request with 429, to measure round trips on this machine.
+"""A server that answers every request with 429, to measure round trips on this machine.
 
 It uses uvloop and sockets as the gateway does, and its response is as long as the gateway's
 refusals. It prints its URL.

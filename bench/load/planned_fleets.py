@@ -52,7 +52,7 @@ LEAST, MOST = 0.7, 0.95
 
 
 class SizedCase(NamedTuple):
-    """One question to `penstock size`, and the traffic that its fleet gets.
+    """A fleet to plan with `penstock size`, and the traffic that is sent to it.
 
     rate        requests per second that the fleet is sized for
     load        rate of the traffic relative to that
@@ -123,7 +123,10 @@ def _size(case: SizedCase, *more: str) -> str:
 
 
 def run_live(gateway: str, mock: str, trace: Path, case: SizedCase) -> BenchReport:
-    """Start the fleet from the emitted texts, and send the trace in real time."""
+    """Start the planned fleet from the emitted files, and send the trace in real time.
+
+    Returns the client's report.
+    """
     folder = trace.parent
     Path(folder, "gateway.yaml").write_text(gateway)
     slo = BenchSlo(case.ttft_s, case.tpot_s)
@@ -162,9 +165,9 @@ def _env() -> dict[str, str]:
 
 
 def compare(name: str, options: argparse.Namespace) -> float | None:
-    """Print one case, and return live minus replayed attainment in percentage points.
+    """Plan one fleet, and print its attainment in a replay and live.
 
-    Return None without a live run.
+    Returns live minus replayed attainment in percentage points, or None without a live run.
     """
     case = CASES[name]
     with TemporaryDirectory() as folder:

@@ -154,7 +154,10 @@ def _print_restart(
 
 
 def run_mode(mode: str, options: argparse.Namespace) -> bool:
-    """Run one mode and return True if no request was refused or cut off."""
+    """Run the restarts of one mode.
+
+    Returns True if no request was refused and no stream was cut off.
+    """
     if mode == "socket" and shutil.which(ACTIVATE) is None:
         print(f"{mode}: {ACTIVATE} is missing; install the Debian package systemd", flush=True)
         return False

@@ -29,7 +29,10 @@ READY_WITHIN_S = 30.0
 
 
 def main() -> int:
-    """Start the fleet, unless --host names a gateway, and run locust; return its exit status."""
+    """Start a gateway and engines, unless --host names a gateway, and run locust.
+
+    Returns locust's exit status.
+    """
     options = _options()
     with ExitStack() as stack:
         host = options.host or stack.enter_context(

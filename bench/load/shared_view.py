@@ -1,4 +1,5 @@
-"""Measure the cache hit ratio of two gateways that share state by Redis, and an outage of Redis.
+"""Measure the cache hit ratio of two gateways that share state by Redis, and the effect of an
+outage of Redis.
 
     python -m bench.load.shared_view [--requests 1500] [--speed 3] [--outage 600]
 

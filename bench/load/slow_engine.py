@@ -43,7 +43,7 @@ SETTLE_S = 10.0
 
 
 class Case(NamedTuple):
-    """A measured case: `slow` engines take `factor` times as long as the others.
+    """A measured case: `slow` of the engines take `factor` times as long as the others.
 
     `declared` is whether their label says so.
     """

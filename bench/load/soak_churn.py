@@ -25,7 +25,10 @@ def is_available(status: dict[str, Any] | None) -> bool:
 
 
 class Churn:
-    """Runs all disturbances repeatedly in random order; `done` counts them by name."""
+    """Disturbs a running fleet: repeats all disturbances in random order.
+
+    `done` counts them by name.
+    """
 
     def __init__(self, fleet: SoakFleet, speed: float, rng: Random) -> None:
         self.done: Counter[str] = Counter()
@@ -36,7 +39,8 @@ class Churn:
         self._added = 0
 
     def excuses(self, name: str, started: float, ended: float) -> bool:
-        """Return whether an engine failed during or shortly before a period of time.monotonic.
+        """Return whether an engine failed during or shortly before a period, given in
+        time.monotonic seconds.
 
         Wrong answers in such a period are excused.
         """

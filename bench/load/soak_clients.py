@@ -27,7 +27,7 @@ SERVED_BY = ("x-penstock-endpoint", "x-penstock-prefill")
 
 
 class Kind(msgspec.Struct, frozen=True):
-    """A kind of request that the clients send.
+    """A kind of request that the simulated clients send.
 
     weight   relative frequency
     words    range of the prompt's words

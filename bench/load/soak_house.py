@@ -96,7 +96,9 @@ class SoakFleet:
         return await self._json(f"{self.gateway.admin_url}/config")
 
     async def endpoint(self, group: Group) -> dict[str, Any] | None:
-        """Return the gateway's status of an engine, or None if the gateway does not know it."""
+        """Return the gateway's status of a mock engine as a dict, or None if the gateway does not
+        know the engine.
+        """
         reply = await self._json(f"{self.gateway.admin_url}/endpoints")
         return next((item for item in reply["endpoints"] if item["name"] == group.name), None)
 
@@ -115,7 +117,8 @@ class SoakFleet:
             assert answer.status == 200, await answer.text()
 
     async def stable_gauges(self) -> dict[str, float]:
-        """Return the number of tasks and file descriptors: the lowest within 5 s.
+        """Return the number of tasks and file descriptors of the gateway: the lowest values within
+        5 s.
 
         Health probes use some for moments.
         """

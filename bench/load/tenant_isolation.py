@@ -49,7 +49,7 @@ LONGEST_S = 6 * 3600.0
 
 
 class Area(msgspec.Struct, frozen=True):
-    """An area under the ROC curve (AUC) and its 95 % confidence interval."""
+    """The area under a ROC curve (AUC) and its 95 % confidence interval."""
 
     auc: float
     low: float
@@ -69,7 +69,9 @@ class AnswerFacts(msgspec.Struct, frozen=True):
 
 
 class Figures(msgspec.Struct, frozen=True):
-    """The results with or without isolation: both AUCs, and the cached share of prompt tokens."""
+    """The results of the probes with or without isolation: both AUCs, and the cached share of
+    prompt tokens.
+    """
 
     isolate: str
     probes: int
@@ -89,7 +91,7 @@ def area(sent: Sequence[float], unsent: Sequence[float]) -> Area:
 
 
 class TenantClient:
-    """A client that sends prompts as either of the two tenants."""
+    """A client that sends prompts to the gateway as either of the two tenants."""
 
     def __init__(self, http: aiohttp.ClientSession, url: str, model: str) -> None:
         self._http, self._url, self._model = http, url, model
@@ -188,7 +190,7 @@ async def measure_mode(
 
 @contextmanager
 def kept_stderr(running: GatewayProcess, log: Path) -> Iterator[None]:
-    """Write the gateway's stderr to a file, and say in it if the gateway has ended by itself."""
+    """Write the gateway's stderr to a file, and record there if the gateway has ended by itself."""
     try:
         yield
     except aiohttp.ClientError:

@@ -79,7 +79,7 @@ CLIENTS: Mapping[str, Client] = {
 
 
 class Rotation:
-    """A thread that replaces the certificate whenever the gateway uses the last one.
+    """A thread that replaces the gateway's certificate whenever the gateway uses the last one.
 
     count    number of replacements
     problem  why the rotation stopped, or None
@@ -185,7 +185,7 @@ def read_expected_text(url: str, trust: ssl.SSLContext) -> str:
 def run(
     server: GatewayProcess, authority: Authority, clients: Mapping[str, Client], requests: int
 ) -> bool:
-    """Run all clients, print a row for each, and return True if no request failed."""
+    """Run all TLS clients and print a row for each. Returns True if no request failed."""
     text = read_expected_text(server.url, ssl.create_default_context(cafile=str(authority.ca)))
     env = (
         os.environ

@@ -42,7 +42,7 @@ JITTER_S = 0.01
 
 
 class ClockResult(NamedTuple):
-    """The results of the live run or the replay, in simulated time."""
+    """The latencies and hit ratio of the live run or of the replay, in simulated time."""
 
     ttft_s: float
     tpot_s: float

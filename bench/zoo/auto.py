@@ -2,10 +2,11 @@
 
     python -m bench.zoo.auto --seed SEED --count 20 --out FILE
 
-Each workload is replayed at the load at which the first policy of the portfolio attains 90 %. The
-pool begins with the policy that attains least there. Its requests end in a log, from which the
-planner's own code makes the estimates, with a fleet that knows only what a configuration can say.
-The policies' own capacities and the drawn truth are not used for decisions.
+Starts each workload with the policy that suits it least. Each workload is replayed at the load at
+which the first policy of the portfolio attains 90 %. The pool begins with the policy that attains
+least there. Its requests end in a log, from which the planner's own code makes the estimates, with
+a fleet that knows only what a configuration can say. The policies' own capacities and the drawn
+truth are not used for decisions.
 
 A replay has a fixed number of requests, which stand for an interval of 5 minutes and a window of
 7.5 minutes: the second half of the requests, after three comparisons, is what counts.
@@ -47,7 +48,8 @@ MOST_REPLAYED = 4_000
 
 
 class AutoResult(msgspec.Struct, frozen=True):
-    """One workload: attainment of each policy alone and of auto, over the counted requests.
+    """The result of one workload: attainment of each policy alone and of auto, over the counted
+    requests.
 
     decisions  the action, the policy and the reason of each comparison
     """
@@ -68,7 +70,9 @@ class AutoResult(msgspec.Struct, frozen=True):
 
 
 class LoggedFleet(Fleet):
-    """A replay whose requests end in an access log, and whose policy may be replaced."""
+    """A replay that records its requests in an access log, and whose policy may be replaced while
+    it runs.
+    """
 
     lines: list[LoggedRequest]
 

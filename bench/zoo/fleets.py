@@ -164,7 +164,7 @@ def idle_ttft_s(workload: Workload, spec: FleetSpec, requests: Sequence[TraceReq
 
 
 def estimate_rate(spec: FleetSpec, requests: Sequence[TraceRequest], uncached: float) -> float:
-    """Return a rough estimate of the requests per second that the fleet can serve.
+    """Return a rough estimate of the requests per second that a fleet can serve.
 
     uncached  share of prompt tokens that must be computed
     """

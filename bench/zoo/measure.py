@@ -54,7 +54,7 @@ SECONDS_PER_TOKEN, FIXED_S = 0.03, 1.0
 
 
 class Case(msgspec.Struct, frozen=True):
-    """A workload with one random seed of its arrivals, ready to be replayed.
+    """A drawn workload and the random seed of its arrival times, ready to be replayed.
 
     rate_s   requests per second at load 1
     users    concurrent sessions at load 1; 0: requests do not wait for earlier answers
@@ -72,11 +72,15 @@ class Case(msgspec.Struct, frozen=True):
 
     @property
     def horizon_s(self) -> float | None:
-        """The time in seconds at which sessions of the case end; None if there are no sessions."""
+        """Return the time in seconds at which the sessions of a workload end; None if it has no
+        sessions.
+        """
         return self.workload.requests / self.rate_s if self.users else None
 
     def at(self, load: float) -> Traffic:
-        """Return the traffic of this case at a load: a multiple of its rate, or of its sessions."""
+        """Return the traffic of a workload at a load: a multiple of its rate, or of its number of
+        sessions.
+        """
         change = msgspec.structs.replace
         if self.users:
             assert self.horizon_s is not None
@@ -133,7 +137,10 @@ def _fit_prompts(workload: Workload, fleet: FleetSpec, arrivals: int) -> tuple[R
 
 
 class Attainments:
-    """Attainment of one policy on one case by load step, replayed when first needed."""
+    """The attainment of one policy on one workload by load step.
+
+    Each step is replayed when it is first needed.
+    """
 
     def __init__(
         self, case: Case, policy: str, parameters: Mapping[str, object] | None = None
@@ -143,7 +150,7 @@ class Attainments:
         self.cpu_s = 0.0
 
     def at(self, step: int) -> float:
-        """Return the share of requests within both latency budgets at load STEP**step."""
+        """Return the share of requests within both latency budgets at the load STEP**step."""
         if step not in self.by_step:
             began = process_time()
             self.by_step[step] = self._replay(STEP**step)

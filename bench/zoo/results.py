@@ -1,4 +1,4 @@
-"""The result of one policy on one workload, and which routing rule was best there."""
+"""The result of one policy on one drawn workload, and which routing rule was best there."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ LEAST = STEP**LOWEST
 
 
 class Result(msgspec.Struct, frozen=True):
-    """Attainment of one policy by load step, and its capacity by target (as text).
+    """The result of a policy on one workload: attainment by load step, and capacity by target (as
+    text).
 
     code     digest of the measured source code
     dropped  the reason why the workload is left out; empty if it counts

@@ -66,7 +66,10 @@ class ResultFile:
                     self.known[result.key] = result
 
     def add(self, result: Result) -> None:
-        """Append a result. It replaces an earlier one of the same policy and workload."""
+        """Append a result to the results file.
+
+        It replaces an earlier one of the same policy and workload.
+        """
         result = msgspec.structs.replace(result, code=self._code)
         self.known[result.key] = result
         with self._path.open("ab") as file:
@@ -81,7 +84,9 @@ class Comparison:
         self._file = file
 
     def run(self, policies: Sequence[str], quick: bool = False) -> None:
-        """Measure missing results: first capacities, then, unless `quick`, the other figures."""
+        """Measure the results that are missing: capacities first, then, unless `quick`, the other
+        figures.
+        """
         start = 0
         for policy in policies:
             result = self._measure(policy, start, TARGETS[:1])

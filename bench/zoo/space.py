@@ -109,7 +109,7 @@ class Workload(msgspec.Struct, frozen=True):
 
     @property
     def is_long(self) -> bool:
-        """Whether the mean answer has at least 1,500 tokens."""
+        """Return whether the workload's mean answer has at least 1,500 tokens."""
         return self.answers == "reasoning"
 
 

@@ -79,7 +79,9 @@ def _split_dropped(
 
 
 def ratio(by: ByPolicy, rule: str, ours: str, target: str = "0.9") -> float:
-    """Return our capacity over a rule's, as the geometric mean over the seeds of arrivals."""
+    """Return Penstock's capacity over another rule's, as the geometric mean over the seeds of
+    arrivals.
+    """
     logs = [
         log(by[ours][arrivals].load(target) / result.load(target))
         for arrivals, result in by[rule].items()
@@ -89,7 +91,7 @@ def ratio(by: ByPolicy, rule: str, ours: str, target: str = "0.9") -> float:
 
 
 def best_rule_ratio(by: ByPolicy, rules: Sequence[str], ours: str, target: str = "0.9") -> float:
-    """Return our capacity over the best rule's.
+    """Return Penstock's capacity over the best rule's.
 
     The best rule is chosen with the other seed of arrivals.
     """
@@ -165,7 +167,7 @@ def _targets_table(used: Mapping[int, ByPolicy], rules: Sequence[str], ours: str
 
 
 def attainment_gap(by: ByPolicy, rules: Sequence[str], ours: str, share: float) -> float:
-    """Return the best rule's attainment minus ours, at a share of the best rule's capacity.
+    """Return the best rule's attainment minus Penstock's, at a share of the best rule's capacity.
 
     The best rule is chosen with the other seed of arrivals, among those measured there.
     """

@@ -21,7 +21,7 @@ PYTHON_FOLDERS = (*SHIPPED, "tools", "bench", "tests", "deploy")
 
 @dataclass(frozen=True)
 class Module:
-    """One module: its dotted name, its source, and what it imports.
+    """One Python module of the project: its dotted name, its source text, and what it imports.
 
     imported        project modules that it imports at run time
     imported_types  project modules that it imports only under TYPE_CHECKING
@@ -51,12 +51,11 @@ def dotted_name(path: Path) -> str:
 
 
 def package_of(name: str) -> str:
-    """Return the package to which import rules apply for this module.
+    """Return the package of a module for the table of allowed imports.
 
     It is two levels below a top-level folder, or a single module.
 
-    >>> package_of("gateway.http.upstream")
-    'gateway.http'
+    >>> package_of("gateway.http.upstream") 'gateway.http'
     """
     return ".".join(name.split(".")[:2])
 

@@ -1,4 +1,5 @@
-"""Imports between packages follow the table imports.txt, without mutual imports and cycles.
+"""Tests that imports between packages follow the table imports.txt, without mutual imports or
+cycles.
 
 A package is two levels below a top-level folder (gateway.http), or a module in the folder itself
 (gateway.app). Imports that are only for types count too.

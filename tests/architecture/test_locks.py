@@ -1,4 +1,6 @@
-"""Lock files pin and hash every requirement, and contain no registry URL or local path."""
+"""Tests that lock files pin and hash every requirement, and contain no registry URL or local
+path.
+"""
 
 from __future__ import annotations
 

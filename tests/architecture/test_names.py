@@ -1,4 +1,4 @@
-"""Names that were replaced are not used again; renamed.tsv lists them.
+"""Tests that names which were replaced are not used again; renamed.tsv lists them.
 
 Each line has kind, qualified place, old name and new name. A renamed class or module must not exist
 under its old name anywhere. A renamed function or attribute must not exist at its place. A renamed

@@ -1,4 +1,5 @@
-"""Only one loop picks endpoints and sends requests: `attempts` in gateway/proxy/attempts.py.
+"""Tests that only one loop picks endpoints and sends requests: `attempts` in
+gateway/proxy/attempts.py.
 
 A retry needs a budget, a health check and a list of failed endpoints. A second loop would have to
 repeat all of that, and would soon differ.

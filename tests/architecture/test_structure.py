@@ -1,4 +1,6 @@
-"""Limits on the shipped packages: sizes, line widths, names, and the share of I/O-free code."""
+"""Tests of limits on the shipped packages: module sizes, line widths, names, and the share of
+I/O-free code.
+"""
 
 from __future__ import annotations
 

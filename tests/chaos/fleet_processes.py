@@ -1,6 +1,7 @@
 """Runs mock engines and a gateway as processes, with clients that record how requests end.
 
-This module starts, kills and loads them, and injects faults. The expectations are in the tests.
+The module starts and kills processes, sends load and injects faults. The expectations are in the
+tests.
 """
 
 from __future__ import annotations

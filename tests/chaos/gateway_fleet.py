@@ -107,7 +107,7 @@ class GatewayFleet:
 
 
 class Answer:
-    """A response as the client received it.
+    """A response of the gateway as a client received it.
 
     `fate` is ok, error_event, broken, silent (incomplete without an error), or the status of a
     refusal.

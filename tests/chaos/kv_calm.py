@@ -1,4 +1,6 @@
-"""Measures a KV transfer without faults, so that trials can be slowed on slow machines."""
+"""Measures how long a KV transfer takes without faults, so that trials use longer time limits on
+slow machines.
+"""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ from kvtransfer.util.clock import Clock
 
 
 class FaultProbabilities(msgspec.Struct, frozen=True):
-    """The probabilities of faults per message and per window (batch of KV bytes).
+    """The probabilities of injected faults, for each message and each batch of KV bytes (window).
 
     Delays last up to `late_s` seconds.
     """
@@ -181,7 +181,7 @@ class FaultyLink:
 
 
 class Proxy:
-    """A TCP proxy to `target` that can be made to misbehave.
+    """A TCP proxy to `target` that a test can let delay, drop or close connections.
 
     Its threads end with the connections.
     """

@@ -1,4 +1,6 @@
-"""KV transfer between processes that are suspended or killed: peers notice, and free everything."""
+"""Tests that KV agents notice peers whose processes are suspended or killed, and free all KV
+memory.
+"""
 
 from __future__ import annotations
 

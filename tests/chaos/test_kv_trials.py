@@ -1,4 +1,6 @@
-"""Runs several hundred trials of kv_trials.py, and checks that the trials detect injected bugs."""
+"""Tests that run several hundred trials of kv_trials.py, and check that trials detect injected
+bugs.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Broken streams are resumed on another endpoint, exactly, or end with an error event."""
+"""Tests that broken streams are resumed exactly on another endpoint, or end with an error event."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""A gateway that stops while requests wait for a retry permit still answers them."""
+"""Tests that a stopping gateway still answers the requests that wait for permission to be
+retried.
+"""
 
 from __future__ import annotations
 

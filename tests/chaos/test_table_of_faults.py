@@ -1,4 +1,6 @@
-"""For each engine fault, what the client receives, as the error table says, on real sockets."""
+"""Tests of what the client receives for each engine fault, compared with the error table, on real
+sockets.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Engine processes die, lose ranks and hang under load; requests without output are unaffected."""
+"""Tests that engine processes may die, lose ranks and hang under load while other requests are
+unaffected.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The Helm chart, rendered by Helm: all Kubernetes objects and gateway.yaml files are valid."""
+"""Tests of the Helm chart, rendered by Helm: all Kubernetes objects and gateway.yaml files are
+valid.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""nginx and HAProxy with the shipped files, in front of a gateway: streams are not buffered."""
+"""Tests that nginx and HAProxy with the shipped files do not buffer streams of a gateway behind
+them.
+"""
 
 from __future__ import annotations
 
@@ -190,8 +192,7 @@ class HeaderRecorder(BaseHTTPRequestHandler):
         self.send_header("Content-Length", "0")
         self.end_headers()
 
-    def log_message(self, *_: object) -> None:
-        """Suppress the log lines of the base class."""
+    def log_message(self, *_: object) -> None: ...
 
 
 @every_proxy

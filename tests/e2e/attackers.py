@@ -39,7 +39,7 @@ READ, WRITE = select.EPOLLIN, select.EPOLLOUT
 
 @dataclass(frozen=True)
 class Script:
-    """What every connection of an attack does.
+    """What every connection of an attack on the gateway does.
 
     sent    bytes to send: repeatedly, or only one time with `once`
     drip    bytes to send afterwards, 20 times a second per connection
@@ -205,9 +205,9 @@ def dry_run() -> bytes:
 
 @dataclass(frozen=True)
 class CostlyAttack:
-    """A named attack.
+    """A named attack on a gateway's CPU time or memory.
 
-    It may fill `budget` bytes of a configured limit, in addition to MOST_GROWTH.
+    It may fill `budget` bytes of a configured limit, in addition to the allowed growth MOST_GROWTH.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Malicious requests, and the responses that they must get, for test_attacks.py."""
+"""Malicious requests for test_attacks.py, each with the response that it must get."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""An engine process with canned responses, optionally bound to one core. It prints its port.
+"""A process that acts as an engine with canned responses, optionally bound to one core.
 
-    python -m tests.e2e.canned_engine [CORE]
+    python -m tests.e2e.canned_engine [CORE]    # prints its port
 
 The request's member `user` selects the response:
 

@@ -1,4 +1,6 @@
-"""A gateway in front of engines that answer, refuse connections, or reset them, as tests choose."""
+"""Runs a gateway in front of engines that answer, refuse connections, or reset them, as a test
+chooses.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,7 @@ class Mode(Enum):
 
 
 class Engine:
-    """One engine on its own port, which it keeps in every mode.
+    """A fake engine on its own port, which it keeps in every mode.
 
     posts      number of requests read, by the gateway's request id
     delay_s    seconds from a request to its answer

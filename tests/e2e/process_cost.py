@@ -26,7 +26,7 @@ class ProcessCost:
     def __init__(
         self, pid: int, listens: Collection[int] = (), dials: Collection[int] = ()
     ) -> None:
-        """Measure process `pid`.
+        """Prepare to measure the process `pid`.
 
         Its sockets are those with a local port in `listens` or a remote port in `dials`.
         """

@@ -1,4 +1,4 @@
-"""A client connection that sends raw bytes and parses HTTP/1.1 responses strictly."""
+"""A client connection that sends raw bytes, and parses the HTTP/1.1 responses strictly."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ WITHIN_S = 20.0
 
 
 class Answer(NamedTuple):
-    """One response.
+    """One HTTP response.
 
     `body` is without chunk framing; `framing` is "length", "chunked" or "close".
     """

@@ -1,4 +1,6 @@
-"""Two mock engines in processes of their own, and a gateway that resumes streams on the other."""
+"""Two mock engines in processes of their own, and a gateway that resumes broken streams on the
+other one.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Several gateway processes that share state through Redis, and clients that alternate them."""
+"""Runs several gateway processes that share state through Redis, and clients that use them in
+turn.
+"""
 
 from __future__ import annotations
 

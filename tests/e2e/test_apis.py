@@ -1,4 +1,6 @@
-"""Every HTTP API over raw sockets and the openai SDK, through a gateway with mock engines."""
+"""Tests of every HTTP API over raw sockets and the openai SDK, through a gateway with mock
+engines.
+"""
 
 from __future__ import annotations
 

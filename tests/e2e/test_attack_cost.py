@@ -1,4 +1,5 @@
-"""Limits on what attacks may cost other clients: waiting time, memory, and failed requests.
+"""Tests of limits on what attacks may cost other clients: waiting time, memory, and failed
+requests.
 
 Waits are CPU time of the gateway's event loop (timed_gateway.py), so the results do not depend on
 how busy the machine is. bench/load/attack_cost.py measures the same attacks in wall time.

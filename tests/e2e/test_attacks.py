@@ -1,4 +1,5 @@
-"""Malicious requests sent as raw bytes to a real gateway are refused and not forwarded.
+"""Tests that a real gateway refuses malicious requests, sent as raw bytes, and does not forward
+them.
 
 Each attack of attacks.py must get its status and an error body in OpenAI's shape. It must cause no
 traceback, and the gateway must keep serving.

@@ -1,4 +1,4 @@
-"""A real gateway chooses its policy by the access log: a switch, its pages, a rollback and a pin.
+"""Tests of a real gateway that chooses its own routing policy from its access log.
 
 The log is of virtual traffic, so that nothing depends on how fast this machine is.
 """

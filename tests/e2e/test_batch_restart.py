@@ -1,4 +1,6 @@
-"""Batches over restarts, pre-emption, cancellation and expiry, with mock engines that take time."""
+"""Tests of batches of requests over restarts, pre-emption, cancellation and expiry, with slow mock
+engines.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tenants share no cached prompts on an engine, whichever API their requests use."""
+"""Tests that tenants share no cached prompts on an engine, whichever API their requests use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""KV events over real ZeroMQ make the prefix index exact; without them it is belief again."""
+"""Tests that KV events over real ZeroMQ make the prefix index exact, and that it is an estimate
+again without them.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Two workers' access log is moved and rotated under load; the operator log reports it as JSON."""
+"""Tests of log files: two workers' access log is moved and rotated under load, and the operator log
+is JSON.
+"""
 
 from __future__ import annotations
 

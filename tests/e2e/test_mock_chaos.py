@@ -1,4 +1,6 @@
-"""Split requests to mock engines under random faults and disconnects: no text is ever wrong."""
+"""Tests of split requests to mock engines under random faults and disconnects: no text is ever
+wrong.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Failing split requests between mock engines: no wrong text is returned, no resource kept."""
+"""Tests of failing split requests between mock engines: no wrong text is returned, and no resource
+is kept.
+"""
 
 from __future__ import annotations
 

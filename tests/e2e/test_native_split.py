@@ -1,4 +1,6 @@
-"""Messages and Responses are split and resumed also where engines serve these APIs themselves."""
+"""Tests that Messages and Responses requests are split and resumed where engines serve these APIs
+themselves.
+"""
 
 from __future__ import annotations
 

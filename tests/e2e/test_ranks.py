@@ -1,4 +1,6 @@
-"""A gateway in front of a mock engine with data-parallel ranks, each a target of its own."""
+"""Tests of a gateway in front of a mock engine with data-parallel ranks, each of which can be
+routed to.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Restart by SIGUSR2 under load: no request is lost, and the successor keeps the learned state."""
+"""Tests of restarts by SIGUSR2 under load: no request is lost, and the successor keeps the learned
+state.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Two gateway processes share state through a real Redis, with failures of each of them."""
+"""Tests of two gateway processes that share state through a real Redis, while each of the three
+fails.
+"""
 
 from __future__ import annotations
 

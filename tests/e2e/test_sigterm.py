@@ -1,4 +1,6 @@
-"""SIGTERM with open streams: they finish, or end with an error event after the time limit."""
+"""Tests of SIGTERM with open streams: they finish, or end with an error event after the time
+limit.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The files that `penstock size` writes can be started unchanged: mock engines and a gateway."""
+"""Tests that the files which `penstock size` writes start mock engines and a gateway without a
+change.
+"""
 
 from __future__ import annotations
 

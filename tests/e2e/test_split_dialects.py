@@ -1,4 +1,6 @@
-"""Split requests through a gateway, with two prefill and two decode engines of each kind."""
+"""Tests of split requests through a gateway, with two prefill and two decode engines of each kind
+of engine.
+"""
 
 from __future__ import annotations
 

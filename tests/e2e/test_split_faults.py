@@ -1,4 +1,6 @@
-"""Faults at every stage of split requests: the client gets the right text or a clean error."""
+"""Tests of faults at every stage of split requests: the client gets the right text or a clean
+error.
+"""
 
 from __future__ import annotations
 

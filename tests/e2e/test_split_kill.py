@@ -1,4 +1,5 @@
-"""SIGKILL of the decode engine's process in the middle of a split answer, for each dialect.
+"""Tests that kill a decode engine's process in the middle of a split answer, with each handoff
+protocol.
 
 Prefill and decode engines and the gateway are processes of their own. The engine to be killed
 stalls after some tokens, so that the kill comes in the middle of its answers on any machine.

@@ -1,4 +1,6 @@
-"""How split requests appear in the access log, on /endpoints and /live, and in the metrics."""
+"""Tests of how split requests appear in the access log, on /endpoints and /live, and in the
+metrics.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Streams of split requests whose decode engine dies: the client reads each word exactly once."""
+"""Tests of split streams whose decode engine dies: the client reads each word exactly once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stored responses can be read by id through any gateway, but only by their tenant."""
+"""Tests that stored responses can be read by id through any gateway, but only by their tenant."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def forgetting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
 
 @pytest.fixture(scope="module")
 def resuming(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    """A fleet whose engines keep nothing, so that responses are sent as chats."""
+    """Yield a fleet whose engines store no responses, so that responses are requested as chats."""
     yield from fleet(tmp_path_factory.mktemp("resuming"), more=RESUMED)
 
 

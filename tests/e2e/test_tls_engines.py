@@ -1,4 +1,6 @@
-"""Engines with https:// URLs and a path prefix, with certificates verified on both sides."""
+"""Tests of engines with https:// URLs and a path prefix, with certificates verified on both
+sides.
+"""
 
 from __future__ import annotations
 

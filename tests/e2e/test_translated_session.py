@@ -1,4 +1,4 @@
-"""Tests of one recorded agent session with engines with and without its API.
+"""Tests that send one recorded agent session to engines with and without the API that it uses.
 
 The APIs are Messages and Responses.
 """

@@ -1,4 +1,6 @@
-"""Translated API requests on prefill and decode engines, and after a decode engine has died."""
+"""Tests of translated API requests on prefill and decode engines, and after a decode engine has
+died.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""If requests fail after a configuration change, all workers return to the old configuration."""
+"""Tests that all workers return to the old configuration if requests fail after a configuration
+change.
+"""
 
 from __future__ import annotations
 
@@ -36,8 +38,7 @@ class BrokenEngine(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(body)
 
-    def log_message(self, *_: object) -> None:
-        """Suppress the log lines of the base class."""
+    def log_message(self, *_: object) -> None: ...
 
 
 @pytest.fixture

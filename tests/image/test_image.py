@@ -1,4 +1,5 @@
-"""The OCI image, unpacked and run as a container runtime would: its user, read-only, no privileges.
+"""Tests of the OCI image, unpacked and run as a container runtime would: its user, read-only, no
+privileges.
 
 `make test-image` builds it. Requires root and umoci, but no container runtime.
 """

@@ -1,4 +1,4 @@
-"""Skips these tests without an RDMA device; `make rdma` runs them on soft-RoCE.
+"""Skips the RDMA tests if there is no RDMA device; `make rdma` runs them on soft-RoCE.
 
 If PENSTOCK_RDMA is set, they fail instead.
 """

@@ -19,7 +19,7 @@ PATIENCE_S = 20.0
 
 
 class RecordingOwner:
-    """A link owner that records all events in order in `heard`.
+    """An owner of an RDMA link that records all events of the link in order in `heard`.
 
     `expecting` says where a transfer's data is written.
     """
@@ -68,7 +68,7 @@ class RecordingOwner:
 
 
 class LinkedEnds:
-    """Both ends of an RDMA link: the sink has connected to the source.
+    """Both ends of an RDMA link, of which the sink has connected to the source.
 
     `near` is the sink's link object, `far` the source's.
     """

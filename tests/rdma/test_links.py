@@ -1,4 +1,6 @@
-"""Links over real RDMA queue pairs: arrival, order, and accesses that the device refuses."""
+"""Tests of links over real RDMA queue pairs: arrival, order, and accesses that the device
+refuses.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs the randomized fault trials of KV transfer over real RDMA queue pairs.
+"""Tests that run the randomized fault trials of KV transfer over real RDMA queue pairs.
 
 Several trials run concurrently, each in its own process, because most of a trial is waiting. A
 crash or a hang is a failure with its seed. The virtual machine is slow; its pace is measured first

@@ -1,4 +1,6 @@
-"""An engine with a gateway in front of it, which answer the same requests of any API."""
+"""Runs a real engine and a gateway in front of it, to compare their answers to the same
+requests.
+"""
 
 from __future__ import annotations
 
@@ -26,15 +28,16 @@ Call = tuple[str, dict[str, Any]]
 
 
 class Pair:
-    """An engine and a gateway in front of it."""
+    """A real engine and a gateway in front of it, which get the same requests."""
 
     def __init__(self, engine: Engine, front: GatewayProcess) -> None:
         self.engine, self.front = engine, front
 
     async def both(self, path: str, body: dict[str, Any]) -> tuple[Reply, Reply]:
-        """Return the gateway's answer and the engine's own.
+        """Return the gateway's answer to a request, and the engine's own answer to it.
 
-        The engine has answered the request once before, so that both find its prompt cached.
+        The engine has already answered the request once before, so that both find its prompt
+        cached.
         """
         await send(self.engine.url, path, {"model": MODEL, **body})
         own = await send(self.engine.url, path, {"model": MODEL, **body})
@@ -54,7 +57,9 @@ class Pair:
 
 @contextmanager
 def engine_and_gateway(folder: Path, model: str, *options: str) -> Iterator[Pair]:
-    """Run an engine without a KV connector, and a gateway."""
+    """Run a real engine without a KV connector and a gateway in front of it, during a `with`
+    block.
+    """
     if not (REAL / "installed").exists():
         pytest.fail("the real engines are not installed; `make real` does it")
     env = {"VLLM_ENABLE_RESPONSES_API_STORE": "1"}

@@ -1,4 +1,6 @@
-"""Requests of the tests with real engines: unique prompts, and answers as tokens with logprobs."""
+"""Builds requests for tests with real engines: unique prompts, and answers as tokens with
+logprobs.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Fixtures with two real engines for the whole test run, because they take a minute to start.
 
-A test that kills one restarts it.
+A test that kills an engine restarts it.
 """
 
 from __future__ import annotations

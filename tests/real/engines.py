@@ -1,7 +1,7 @@
 """Two real vLLM processes on free ports of 127.0.0.1, as `make real` installs them.
 
-This module starts them, waits, reads their metrics and kills them by process group. The requests
-are in other modules.
+This module starts the engines, waits until they serve, reads their metrics and kills them by
+process group.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ ENV = {
 
 
 class Engine:
-    """A vLLM server of the model in a folder of REAL, with a KV connector or without.
+    """A vLLM server process of one model, with or without a KV connector.
 
     If it is killed and started again, it has the same ports and a new engine id.
     """

@@ -1,4 +1,4 @@
-"""Answers of an engine and of the gateway in front of it, in a form in which they can be compared.
+"""Answers of a real engine and of the gateway in front of it, in a comparable form.
 
 Ids and times differ between two answers to one request, and the same tokens may arrive in other
 pieces. All else must be equal, numbers to 4 digits.
@@ -54,7 +54,7 @@ class Reply(msgspec.Struct, frozen=True):
 
     @property
     def message(self) -> str:
-        """The message of an error, in whichever API's form."""
+        """Return the message of an error, in the error format of any API."""
         error = self.body.get("error", self.body) if isinstance(self.body, dict) else self.body
         return str(error.get("message") if isinstance(error, dict) else error)
 
@@ -66,7 +66,7 @@ async def send(
     method: str = "POST",
     headers: Mapping[str, str] | None = None,
 ) -> Reply:
-    """Send a request and return the whole answer."""
+    """Send an HTTP request and return the whole answer."""
     timeout = aiohttp.ClientTimeout(total=PATIENCE_S)
     async with (
         aiohttp.ClientSession(timeout=timeout) as http,
@@ -90,7 +90,7 @@ def _events(text: str) -> Iterator[tuple[str, Any]]:
 
 
 def unlike(reply: Reply, engine: Reply, names: tuple[str, str]) -> list[str]:
-    """Return what differs between the gateway's answer and the engine's own.
+    """Return the differences between the gateway's answer and the engine's own, as texts.
 
     `names` are the model's name in a request to the gateway and in one to the engine.
     """
@@ -100,7 +100,7 @@ def unlike(reply: Reply, engine: Reply, names: tuple[str, str]) -> list[str]:
 
 
 def _plain(reply: Reply, model: str) -> Any:
-    """Return what an answer says: a body, or the kinds of events with the text that they bring."""
+    # The body of an answer, or the kinds of its events with the text that they bring.
     if not reply.events:
         return _without_ids(reply.body, model)
     kinds: list[Any] = []
@@ -123,7 +123,7 @@ def _without_ids(value: Any, model: str) -> Any:
 
 
 def _without_pieces(value: Any, pieces: dict[str, Any], where: str) -> Any:
-    """Return an event without its text and tokens, which are appended to `pieces`."""
+    # An event without its text and tokens, which are appended to `pieces`.
     if isinstance(value, list):
         return [
             _without_pieces(each, pieces, f"{where}[{place}]") for place, each in enumerate(value)

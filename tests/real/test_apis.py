@@ -1,4 +1,4 @@
-"""Every API through the gateway and at the engine itself: the answers are equal but for ids.
+"""Tests that every API gives the same answer through the gateway as at the engine, apart from ids.
 
 The engine generates text; test_apis_without_text.py is about the others.
 """
@@ -222,7 +222,7 @@ async def test_a_stored_response_is_read_continued_and_cancelled_as_at_the_engin
 
 
 async def _stored_responses(url: str, asked: dict[str, Any]) -> list[Reply]:
-    """Create, read and continue a response; then begin one in the background and cancel it."""
+    # Create, read and continue a response; then begin one in the background and cancel it.
     first = await send(url, RESPONSES, asked)
     read = await send(url, f"{RESPONSES}/{first.body['id']}", method="GET")
     follows = {"previous_response_id": first.body["id"], "input": "And how wide?"}

@@ -1,4 +1,5 @@
-"""Every API that computes no text, through the gateway and at the engine itself.
+"""Tests that every API that computes no text gives the same answer through the gateway as at the
+engine.
 
 Three engines run one after another: an encoder for embeddings, a cross-encoder and a classifier.
 """

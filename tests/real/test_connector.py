@@ -1,4 +1,6 @@
-"""PenstockConnector between two real engines: answers are right, even if a handoff fails."""
+"""Tests of PenstockConnector between two real engines: answers are right, even if a handoff
+fails.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The commands that `penstock size` prints for vLLM are what vLLM's own argument parser reads."""
+"""Tests that vLLM's own argument parser accepts the commands that `penstock size` prints for
+vLLM.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""An engine is killed between prefill and decode: the client gets the answer or a clean error."""
+"""Tests that kill an engine between prefill and decode: the client gets the answer or a clean
+error.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""KV events of two real engines: the gateway's index equals the engines' own block pools."""
+"""Tests of KV events from two real engines: the gateway's index equals the engines' own block
+pools.
+"""
 
 from __future__ import annotations
 

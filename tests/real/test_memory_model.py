@@ -1,4 +1,4 @@
-"""The memory model of `penstock size` against what vLLM itself allocates, at TP 1 and 2.
+"""Tests of the memory model of `penstock size` against what vLLM itself allocates, at TP 1 and 2.
 
 vLLM builds the whole models on torch's meta device (deploy/real/memory_probe.py), so no weight is
 loaded. Quantisation is left out: its kernels need a GPU.
@@ -70,7 +70,7 @@ def test_weights_blocks_and_tokens_are_those_of_vllm(tmp_path: Path, tp: int) ->
 
 
 def _probed(folder: Path, tp: int, names: list[str]) -> dict[str, dict[str, Any]]:
-    """Return vLLM's figures by model."""
+    # vLLM's figures by model.
     options = f"--dtype bfloat16 --max-model-len {CONTEXT}"
     done = subprocess.run(
         [

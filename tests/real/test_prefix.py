@@ -1,4 +1,6 @@
-"""Prefix-aware routing over real engines, checked against the cache hits that they report."""
+"""Tests of prefix-aware routing over real engines, checked against the cache hits that they
+report.
+"""
 
 from __future__ import annotations
 

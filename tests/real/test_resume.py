@@ -1,4 +1,6 @@
-"""An engine is killed with open streams: the other engine continues them with the same tokens."""
+"""Tests that kill an engine with open streams: the other engine continues them with the same
+tokens.
+"""
 
 from __future__ import annotations
 

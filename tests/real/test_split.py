@@ -1,4 +1,6 @@
-"""Answers of split requests on two real engines equal unsplit ones in tokens and logprobs."""
+"""Tests that split requests on two real engines return the tokens and logprobs of unsplit
+requests.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""A tenant's prompts find another tenant's in no engine cache, by the engine's own count of hits."""
+"""Tests that no tenant's prompt finds another tenant's in an engine cache, by the engine's own
+count of cache hits.
+"""
 
 from __future__ import annotations
 
@@ -70,7 +72,7 @@ def test_only_the_tenant_itself_finds_its_prompts_in_the_engine_s_cache(
 async def _hits(
     engine: Engine, front: GatewayProcess, path: str, body: dict[str, Any]
 ) -> tuple[int, ...]:
-    """Return the engine's cache hits in tokens: of acme, of zeta with the same, of acme again."""
+    # The engine's cache hits in tokens: of acme, of zeta with the same prompt, of acme again.
     found = []
     for tenant in ("acme", "zeta", "acme"):
         before = (await engine.numbers())["prefix_cache_hits_total"]
@@ -82,8 +84,7 @@ async def _hits(
 
 
 def _own(path: str, body: dict[str, Any]) -> dict[str, Any]:
-    """Return the body with a prompt that begins with the path, so that APIs share no prompt."""
-
+    # The body with a prompt that begins with the path, so that APIs share no prompt.
     def changed(value: Any) -> Any:
         if isinstance(value, str):
             return f"{path} {value}" if value == LONG else value

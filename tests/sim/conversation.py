@@ -1,4 +1,6 @@
-"""The excerpt of the Mooncake conversation trace, and cache hit ratios on a trace."""
+"""Reads the excerpt of the Mooncake conversation trace, and computes cache hit ratios on a
+trace.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Predicted TTFTs compared with actual ones, on the conversation trace with simulated engines."""
+"""Tests of predicted TTFTs against actual ones, on the conversation trace with simulated
+engines.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The engines of `penstock demo` have enough capacity for the load that README.md suggests."""
+"""Tests that the engines of `penstock demo` have enough capacity for the load that README.md
+suggests.
+"""
 
 from __future__ import annotations
 

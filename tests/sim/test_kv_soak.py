@@ -1,4 +1,4 @@
-"""A simulated fleet runs for a long time, with a fault in each wave of requests.
+"""Tests that a simulated fleet holds no KV memory after any wave of requests with a fault in it.
 
 After each wave, no KV memory may be held.
 """

@@ -1,4 +1,5 @@
-"""KV transfer agents in simulated time: bandwidth, latency, priorities, leases and heartbeats.
+"""Tests of KV transfer agents in simulated time: bandwidth, latency, priorities, leases and
+heartbeats.
 
 Times are exact to the millisecond.
 """

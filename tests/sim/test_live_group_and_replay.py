@@ -1,4 +1,5 @@
-"""The live mock engine and the simulated one produce every token of equal jobs at the same time.
+"""Tests that the live mock engine and the simulated one produce every token of equal jobs at the
+same time.
 
 The live one runs on an event loop whose clock jumps to the next timer, so that nothing waits.
 """

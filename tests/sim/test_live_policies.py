@@ -1,4 +1,4 @@
-"""Routing policies over real HTTP have the results that the simulation predicts.
+"""Tests that routing policies have the results over real HTTP that the simulation predicts.
 
 `make policies` runs the full trace.
 """

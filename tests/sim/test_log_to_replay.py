@@ -1,4 +1,6 @@
-"""A gateway's access log can be replayed: the same requests with the same shared prefixes."""
+"""Tests that a gateway's access log can be replayed: the same requests with the same shared
+prefixes.
+"""
 
 from __future__ import annotations
 

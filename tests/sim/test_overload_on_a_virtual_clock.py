@@ -1,4 +1,6 @@
-"""A small `make overload` in simulated time: attainment of latency budgets in and after a spike."""
+"""Tests of a small overload in simulated time: shares of requests within their latency budgets,
+during and after it.
+"""
 
 from __future__ import annotations
 

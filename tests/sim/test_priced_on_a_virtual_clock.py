@@ -1,4 +1,5 @@
-"""The policy `priced` with simulated engines, compared with other rules on short slices of traffic.
+"""Tests of the policy `priced` with simulated engines, against other rules on short slices of
+traffic.
 
 The runs are small, and the bounds are wide enough for their noise. Published figures come from
 `make goodput`.

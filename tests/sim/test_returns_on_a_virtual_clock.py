@@ -1,4 +1,6 @@
-"""Tests that Retry-After is right for refused clients that obey it, in simulated time."""
+"""Tests that clients which wait as long as Retry-After says are then admitted, in simulated
+time.
+"""
 
 from __future__ import annotations
 

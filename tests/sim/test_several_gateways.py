@@ -1,4 +1,5 @@
-"""Two gateways with four simulated engines: cache hits, depending on the delay of their messages.
+"""Tests of two gateways with four simulated engines: cache hits by the delay of messages between
+gateways.
 
 Each gateway has its own prefix index and loads, and receives the other's routing decisions after a
 delay, through the functions that the gateway's peer exchange uses. There is no bus, clock or
@@ -59,7 +60,7 @@ class Known:
 
 
 class Gateways(Fleet):
-    """A simulation whose requests come to several gateways in turn.
+    """A simulation in which requests arrive at several gateways in turn.
 
     `late_s` is the delay of messages between them in seconds; None: no messages.
     """

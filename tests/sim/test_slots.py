@@ -1,4 +1,6 @@
-"""Tests of engines whose slots for concurrent sequences are all taken, in simulated time."""
+"""Tests of engines whose slots for concurrently running requests are all taken, in simulated
+time.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One of four engines is slow, in simulated time: every policy detects it and gives it little work.
+"""Tests that every policy detects the slow one of four simulated engines, and gives it little work.
 
 The load is half of what three healthy engines serve.
 """

@@ -1,4 +1,6 @@
-"""A returning engine is neither flooded nor starved, on half a minute of the conversation trace."""
+"""Tests that a returning engine is neither flooded nor starved, on half a minute of the
+conversation trace.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The live page in a browser: the fleet, an engine that dies, draining, no external requests."""
+"""Tests of the live page in a browser: the fleet, an engine that dies, draining, no external
+requests.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Details of the live page: charts with values, sorting, recent requests, no injected markup."""
+"""Tests of the live page's details: charts with values, sorting, recent requests, no injected
+markup.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The wheels of dist/, installed with pip as users do, with the extra `demo`.
+"""Tests of the wheels in dist/, installed with pip as users do, with the extra `demo`.
 
 `make smoke-wheel` builds and tests one; `make wheel test-wheels` all, and the one for Debian's
 Python also in a plain Debian if root has mmdebstrap.

@@ -1,4 +1,4 @@
-"""Selection of the classes in compiled modules that become C classes (Cython extension types).
+"""Selects the classes of the compiled modules that become C classes (Cython extension types).
 
 Every class with __slots__ becomes one if all its bases do. Attributes of C classes are fields of a
 struct instead of dictionary look-ups. Everything is derived from the sources. The main class is
@@ -15,7 +15,7 @@ from functools import cached_property
 
 @dataclass(frozen=True)
 class Project:
-    """All parsed modules of the project, and those of their classes that become C classes.
+    """All parsed modules of the project, and the classes in them that Cython turns into C classes.
 
     trees     all modules by name
     compiled  names of the modules that Cython compiles
@@ -85,7 +85,7 @@ class Project:
 
     @cached_property
     def used_as_values(self) -> frozenset[str]:
-        """Functions and methods that are passed on as values, and so must stay Python functions.
+        """Return the full names of functions and methods that are passed on as values.
 
         Contains full names, and bare method names where the class is unknown. If the class is
         unknown and some class has an attribute of that name, the name is taken for the attribute;
@@ -111,8 +111,9 @@ class Project:
 
     @cached_property
     def called_with_unpacking(self) -> frozenset[str]:
-        """Names of functions and methods that are called with *arguments or **keywords, as C
-        cannot.
+        """Return the names of functions and methods that are called with *arguments or **keywords.
+
+        They stay Python functions, because C functions cannot be called like that.
         """
         return frozenset(
             ast.unparse(node.func).rpartition(".")[2]
@@ -147,7 +148,10 @@ def _c_classes(trees: Mapping[str, ast.Module]) -> dict[str, ast.ClassDef]:
 
 
 def slots(node: ast.ClassDef) -> list[str] | None:
-    """Return the names in a class's __slots__; None without it, or if they are not all literals."""
+    """Return the names in a class's __slots__.
+
+    Returns None if the class has no __slots__, or if they are not all string literals.
+    """
     for statement in node.body:
         if isinstance(statement, ast.Assign) and ast.unparse(statement.targets[0]) == "__slots__":
             parts = list(ast.walk(statement.value))
@@ -206,7 +210,9 @@ def container_of(full: str) -> str:
 
 
 def names_of(module: str, tree: ast.Module) -> dict[str, str]:
-    """Return the full names of a module's classes and imported names, by local name."""
+    """Return the full names of the classes that a module defines and of what it imports, by local
+    name.
+    """
     return {node.name: f"{module}.{node.name}" for node in classes_of(tree)} | from_imports(
         tree.body
     )

@@ -151,12 +151,16 @@ def _c_functions(
 
 @dataclass(frozen=True)
 class CTypes:
-    """The C classes that a module can use in declarations; `names` has full names by local name."""
+    """Maps annotations in one module to the C classes that the module may name in declarations."""
 
     names: Mapping[str, str]
 
     def of(self, annotation: ast.expr | None) -> str:
-        """Return the C class that an annotation names, alone or with None; "" otherwise."""
+        """Return the name of the C class that a type annotation names, alone or in a union with
+        None.
+
+        Returns "" if it names no C class.
+        """
         if isinstance(annotation, ast.BinOp) and ast.unparse(annotation.right) == "None":
             annotation = annotation.left
         name = "" if annotation is None else ast.unparse(annotation)
@@ -181,7 +185,7 @@ class CTypes:
         )
 
     def attribute_types(self, node: ast.ClassDef) -> dict[str, str]:
-        """Return the C class of each attribute of a class, by its annotation or first
+        """Return the C class of each attribute of a class, taken from its annotation or first
         assignment.
         """
         types: dict[str, str] = {}

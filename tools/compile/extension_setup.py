@@ -1,4 +1,4 @@
-"""Build script of a tree with generated C files: every C file becomes an extension module.
+"""Build script that makes an extension module of every generated C file in a source tree.
 
 source_tree.py copies it to that tree as setup.py.
 """

@@ -1,4 +1,4 @@
-"""Alerts on causes: problems inside the system, even if no service level objective is missed yet.
+"""Alerts on problems inside the system that may not have violated a service level objective yet.
 
 Every alert lists series of metrics that make it fire and series that do not; its promtool test is
 generated from them. The runbooks are in docs/runbooks/.
@@ -20,7 +20,7 @@ Series = tuple[tuple[str, str], ...]
 
 
 class Alert(msgspec.Struct, frozen=True):
-    """An alert that fires when the query `value` satisfies `compare` for the duration `hold`.
+    """A Prometheus alert; it fires when `value` has satisfied `compare` for the duration `hold`.
 
     fires      metric series with which the alert fires within 30 minutes, with `labels`
     quiet      metric series with which it does not fire

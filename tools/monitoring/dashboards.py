@@ -24,7 +24,7 @@ UNITS: Mapping[str, str] = MappingProxyType(
 
 
 class Query(msgspec.Struct, frozen=True):
-    """A query of a panel, and the legend of its lines, which may contain {{label}}."""
+    """A query of a dashboard panel, and the legend of its lines, which may contain {{label}}."""
 
     expr: str
     legend: str = ""
@@ -45,7 +45,7 @@ class Panel(msgspec.Struct, frozen=True):
 
 
 class Board(msgspec.Struct, frozen=True):
-    """A dashboard: its file name, its title, and its rows with their handwritten panels."""
+    """A Grafana dashboard: its file name, its title, and its rows of handwritten panels."""
 
     uid: str
     title: str

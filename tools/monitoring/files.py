@@ -1,4 +1,4 @@
-"""All files generated from the catalogue of metrics, by path, and all queries in them."""
+"""The files that are generated from the catalogue of metrics, by path, and all queries in them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ PROMTOOL_TESTS = "deploy/prometheus/tests.yml"
 
 
 def files(runbooks: str = rules.RUNBOOKS) -> Mapping[str, str]:
-    """Return the text of each generated file by path; alerts link to pages below `runbooks`."""
+    """Return the text of each generated monitoring file by path.
+
+    Alerts link to pages below `runbooks`, a folder or URL.
+    """
     catalogue = Metrics().catalogue()
     boards = {
         f"deploy/grafana/{spec.uid}.json": grafana.dashboard_json(spec, catalogue)

@@ -70,7 +70,7 @@ def add_variables(query: str, labels_of: Callable[[str], Collection[str]]) -> st
 
 
 def fill_variables(query: str, window: str) -> str:
-    """Return the query as Grafana sends it when every variable is set to "All".
+    """Return a dashboard query as Grafana sends it when every dashboard variable is set to "All".
 
     `window` replaces Grafana's rate interval.
     """

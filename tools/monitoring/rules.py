@@ -39,8 +39,8 @@ def rules_yaml(runbooks: str = RUNBOOKS) -> str:
 
 
 def promtool_tests(runbooks: str = RUNBOOKS) -> str:
-    """Return the text of the promtool tests: each alert fires on its problem, and not without
-    it.
+    """Return the text of the promtool tests: each alert fires on its problem, and stays silent
+    without it.
     """
     tests = [test for objective in OBJECTIVES for test in _burn_tests(objective, runbooks)]
     for alert in ALERTS:
@@ -62,7 +62,10 @@ def alert_names() -> tuple[str, ...]:
 
 
 def queries() -> Mapping[str, str]:
-    """Return the queries of all rules, by place, without comparisons so that all have results."""
+    """Return the queries of all rules, by the name of the rule.
+
+    Comparisons are removed, so that every query has results.
+    """
     by_place = {
         f"record {window} {slo.slo}": slo.bad_share(window)
         for slo in OBJECTIVES

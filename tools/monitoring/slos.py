@@ -51,7 +51,9 @@ class Objective(msgspec.Struct, frozen=True):
         return f'penstock:slo_errors:ratio_rate{window}{{slo="{self.slo}"}}'
 
     def budget_left(self) -> str:
-        """Return the query for the unused share of the error budget of the last three days."""
+        """Return the query for the unused share of an objective's error budget over the last three
+        days.
+        """
         return f"1 - {self.recorded_series('3d')} / {1 - self.goal:.6g}"
 
 
@@ -69,7 +71,9 @@ class Burn(msgspec.Struct, frozen=True):
     severity: str
 
     def limit(self, objective: Objective) -> str:
-        """Return the share of bad requests at which the error budget is used up at this rate."""
+        """Return the share of bad requests at which the error budget is used up at this threshold's
+        rate.
+        """
         return f"{self.factor * (1 - objective.goal):.6g}"
 
     def rule(self, objective: Objective) -> str:

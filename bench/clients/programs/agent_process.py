@@ -1,4 +1,4 @@
-"""Runs command-line agents that write one JSON object per line."""
+"""Runs command-line agents whose output is one JSON object per line."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ HOME = Path(tempfile.mkdtemp(prefix="client-home-"))
 
 
 async def start(*command: str, folder: Path = HOME, **env: str) -> Process:
-    """Start an agent with its own home directory, so that no user settings apply."""
+    """Start a command-line agent with its own home directory, so that no user settings apply."""
     return await asyncio.create_subprocess_exec(
         *command,
         stdin=PIPE,

@@ -1,4 +1,4 @@
-"""Conversations with Anthropic's SDK over the Messages API."""
+"""Client program of `make clients`: conversations with Anthropic's SDK over the Messages API."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Conversations with Claude Code, one process per session."""
+"""Client program of `make clients`: conversations with Claude Code, one process per session."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Conversations with Codex, one process per turn, which resumes the session."""
+"""Client program of `make clients`: conversations with Codex.
+
+Each turn is one process, which resumes the session.
+"""
 
 from __future__ import annotations
 

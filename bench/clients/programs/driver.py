@@ -40,8 +40,8 @@ TOOL_SCHEMA: dict[str, Any] = {
 
 @dataclass
 class Turn:
-    """The answer to one turn of a conversation: its text, number of stream chunks, and pumps
-    measured.
+    """The answer to one turn of a conversation: its text, the number of stream chunks, and the
+    numbers of the pumps that the tool measured.
     """
 
     text: str = ""
@@ -58,7 +58,9 @@ class Session(Protocol):
 
 
 def measure(pump: int) -> str:
-    """Return the result of the tool `measure`: the depth at the pump with this number."""
+    """Return the result of the tool `measure` that the model may call: the depth at pump number
+    `pump`, as text.
+    """
     return f"The depth at pump {pump} is {pump + 3} m."
 
 
@@ -67,12 +69,13 @@ Call = Callable[[int], tuple[str, dict[str, Any]]]
 
 
 def measure_call(pump: int) -> tuple[str, dict[str, Any]]:
-    """Return the name and arguments for calling the program's own tool `measure`."""
+    """Return the name and the arguments of a call of the tool `measure` for one pump."""
     return TOOL_NAME, {"pump": pump}
 
 
 def shell_call(name: str, member: str, **others: str) -> Call:
-    """Return a function that builds the call of an agent's shell tool.
+    """Return a function that builds the call of an agent's shell tool, as the model would request
+    it.
 
     name    name of the tool
     member  the argument that holds the command
@@ -87,9 +90,9 @@ def measured_pump(command: str) -> int:
 
 
 def question(session: int, turn: int, call: Call) -> str:
-    """Return the user's message of a turn.
+    """Return the user's message of one turn of a session.
 
-    In the middle turn it requests a tool call.
+    In the middle turn the message requests the tool call `call`.
     """
     if turn == TURNS // 2:
         name, arguments = call(turn)
@@ -125,8 +128,9 @@ async def _run(start: Callable[[int], Session], call: Call) -> dict[str, Any]:
 
 
 def run(start: Callable[[int], Session], call: Call = measure_call) -> None:
-    """Run all sessions and print their counts as JSON.
+    """Run all sessions of a client program and print their counts as one line of JSON.
 
-    `start` creates the session with this number; `call` builds the tool call to request.
+    `start` creates the session with a given number; `call` builds the tool call that a message
+    requests.
     """
     print(json.dumps(asyncio.run(_run(start, call))))

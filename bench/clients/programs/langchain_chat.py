@@ -1,4 +1,5 @@
-"""Conversations with LangChain: ChatOpenAI, or ChatAnthropic with VARIANT=anthropic.
+"""Client program of `make clients`: ChatOpenAI of LangChain, or ChatAnthropic with
+VARIANT=anthropic.
 
 With VARIANT=responses, ChatOpenAI uses the Responses API.
 """

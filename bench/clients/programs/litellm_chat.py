@@ -1,4 +1,4 @@
-"""Conversations with litellm: chat completions, or the API that VARIANT names.
+"""Client program of `make clients`: litellm with chat completions, or the API that VARIANT names.
 
 VARIANT=anthropic uses the model `anthropic/NAME`, and VARIANT=responses the Responses API;
 otherwise the model is `openai/NAME`.

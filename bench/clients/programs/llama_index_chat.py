@@ -1,4 +1,7 @@
-"""Conversations with LlamaIndex: OpenAILike, or as VARIANT says OpenAIResponses or Anthropic."""
+"""Client program of `make clients`: LlamaIndex with OpenAILike.
+
+VARIANT selects OpenAIResponses or Anthropic instead.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Conversations with OpenAI's Agents SDK: responses, or chat completions with VARIANT=chat."""
+"""Client program of `make clients`: OpenAI's Agents SDK with the Responses API, or with chat
+completions if VARIANT=chat.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Conversations with OpenAI's SDK: chat completions, or responses as VARIANT says.
+"""Client program of `make clients`: OpenAI's SDK with chat completions, or with the Responses API
+as VARIANT says.
 
 Responses may also be stored and continued by id.
 """

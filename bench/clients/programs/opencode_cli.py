@@ -1,4 +1,4 @@
-"""OpenCode: its server, as its own interfaces use it, with all sessions at once."""
+"""Client program of `make clients`: OpenCode's server, with all sessions at once."""
 
 from __future__ import annotations
 

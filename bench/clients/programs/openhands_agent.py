@@ -1,4 +1,6 @@
-"""Conversations with OpenHands, by the SDK of its agent, which uses litellm."""
+"""Client program of `make clients`: the agent of OpenHands' SDK, which sends requests by
+litellm.
+"""
 
 from __future__ import annotations
 

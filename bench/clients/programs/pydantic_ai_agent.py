@@ -1,4 +1,4 @@
-"""Conversations with pydantic-ai; VARIANT is the provider in its model name."""
+"""Client program of `make clients`: pydantic-ai. VARIANT is the provider in its model name."""
 
 from __future__ import annotations
 

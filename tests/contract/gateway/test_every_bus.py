@@ -1,4 +1,4 @@
-"""What gateways may rely on from every implementation of the message bus between them.
+"""Contract tests of every implementation of the message bus between gateways.
 
 Add a new implementation to the `medium` fixture.
 """

@@ -1,4 +1,6 @@
-"""The bus between gateways over a Redis server that requires TLS and client certificates."""
+"""Tests of the message bus between gateways over a Redis server that requires TLS and client
+certificates.
+"""
 
 from __future__ import annotations
 

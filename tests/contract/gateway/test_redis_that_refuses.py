@@ -1,4 +1,6 @@
-"""The bus with a Redis server that refuses writes: it logs once and retries with backoff."""
+"""Tests of the message bus between gateways while Redis refuses writes: one log line, then retries
+with backoff.
+"""
 
 from __future__ import annotations
 

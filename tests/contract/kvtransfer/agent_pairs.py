@@ -1,4 +1,6 @@
-"""Helpers of the tests of two KV transfer agents: layouts, time limits, and refused fetches."""
+"""Helpers for tests of two KV transfer agents: layouts, time limits, and fetches that must be
+refused.
+"""
 
 from __future__ import annotations
 

@@ -184,7 +184,7 @@ def until(holds: Callable[[], object]) -> None:
 
 @dataclass
 class Pair:
-    """Both ends of a link:
+    """Two connected ends of a link between KV agents:
 
     `sink` has connected to `source`. Each has one region of BLOCKS blocks.
     """

@@ -1,4 +1,4 @@
-"""What every KV transport must fulfil (kvtransfer/contract.py), tested with real bytes."""
+"""Contract tests that every KV transport must pass (kvtransfer/contract.py), with real bytes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Engines with one transfer agent per rank: all bytes arrive, and an offer ends on all ranks."""
+"""Tests of engines with one KV transfer agent per rank: all bytes arrive, and an offer ends on all
+ranks.
+"""
 
 from __future__ import annotations
 

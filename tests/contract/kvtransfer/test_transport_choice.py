@@ -1,4 +1,4 @@
-"""How two agents choose the best common transport, and what happens if it cannot connect."""
+"""Tests of how two KV agents choose their best common transport, also if that cannot connect."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""TCP connections without the fleet's key use bounded memory and cannot keep members out."""
+"""Tests that TCP connections without the fleet's key use bounded memory and cannot keep members
+out.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Unauthorised and lying peers, and random bytes, are refused and counted on every transport."""
+"""Tests that KV agents refuse and count unauthorised peers, lying peers and random bytes, on every
+transport.
+"""
 
 from __future__ import annotations
 

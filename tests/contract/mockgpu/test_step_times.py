@@ -1,4 +1,6 @@
-"""Step-time models are positive and monotone, for any GPU, model, TP size and profile."""
+"""Tests that models of an engine's step time are positive and monotone, for any GPU, model, TP size
+and profile.
+"""
 
 from __future__ import annotations
 

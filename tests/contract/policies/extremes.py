@@ -1,4 +1,4 @@
-"""Generates parameters at the limits of their types; every valid configuration must work."""
+"""Generates policy parameters at the limits of their types. Policies must work with all of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the wait queue relies on from every registered admission rule.
+"""Contract tests of every registered admission rule, as the wait queue uses them.
 
 New admission rules are tested automatically.
 """

@@ -1,4 +1,4 @@
-"""What the gateway relies on from every registered routing policy.
+"""Contract tests of every registered routing policy, as the gateway uses them.
 
 New policies are tested automatically.
 """

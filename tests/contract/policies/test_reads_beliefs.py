@@ -1,4 +1,6 @@
-"""A policy that declares to use no load forecast decides independently of it."""
+"""Tests that a policy which declares that it reads no load forecast decides independently of the
+forecast.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Faults injected into a mock engine on real sockets, and the command that serves such engines."""
+"""Tests of faults injected into a mock engine on real sockets, and of the command that serves mock
+engines.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""A mock engine publishes KV events on a real ZeroMQ socket, and replays them on request."""
+"""Tests that a mock engine publishes KV events on a real ZeroMQ socket, and replays them on
+request.
+"""
 
 from __future__ import annotations
 

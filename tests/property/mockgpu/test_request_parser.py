@@ -1,4 +1,6 @@
-"""Any JSON is either a valid request or an ApiError with a 4xx status, never a crash."""
+"""Property tests: any JSON is either a valid request or an ApiError with a 4xx status, never a
+crash.
+"""
 
 from __future__ import annotations
 

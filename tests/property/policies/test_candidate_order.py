@@ -1,4 +1,6 @@
-"""Candidates kept in sorted order give the same pick as a scan of all candidates."""
+"""Property tests: candidates kept in sorted order give the same pick as a scan of all
+candidates.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Property tests of the ledger (reserved load of endpoints), under any order of events.
 
-All reserved load is released, and the forecast stays valid.
+All reserved load is released, and the forecast of load stays valid.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Randomly drawn workloads: their shares, reproducibility, and the search for a capacity."""
+"""Tests of randomly drawn workloads: their shares, reproducibility, and the search for a
+capacity.
+"""
 
 from __future__ import annotations
 

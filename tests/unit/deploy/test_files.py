@@ -1,4 +1,5 @@
-"""The files of deploy/ are consistent: named files exist, commands parse, limits and times fit.
+"""Tests that the files of deploy/ are consistent: named files exist, commands parse, limits and
+times fit.
 
 These tests are fast and need no tool. tests/deploy (`make deploy-check`) renders, lints and runs
 proxies.

@@ -1,4 +1,4 @@
-"""The values that docs/deploying.md shows are those of the Helm chart.
+"""Tests that the values in docs/deploying.md are those of the Helm chart.
 
 Other names in that page are checked by tests/unit/docs.
 """

@@ -1,4 +1,5 @@
-"""Documentation pages name only what exists: links, files, commands, options, metrics, keys.
+"""Tests that documentation pages name only what exists: links, files, commands, options, metrics,
+keys.
 
 This covers README.md and docs/. The prose of a page is checked in tests/architecture/test_prose.py.
 """

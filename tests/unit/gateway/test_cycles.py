@@ -1,4 +1,4 @@
-"""A request leaves no reference cycles behind, however it ends.
+"""Tests that a request leaves no reference cycles behind, however it ends.
 
 A cycle would keep the body, the response and the configuration with which the request began. An
 endpoint that a reload removed would then stay until the next garbage collection, which is rare.

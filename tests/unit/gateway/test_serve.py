@@ -1,4 +1,6 @@
-"""Tests of how exchanges begin: their ids, and which streams are measured between their chunks."""
+"""Tests of how exchanges (records of a request) begin: their ids, and which streams are measured
+between chunks.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The KV transfer agent: invalid arguments, closing despite failing transports, notifications."""
+"""Tests of the KV transfer agent: invalid arguments, closing despite failing transports,
+notifications.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Figures of `make overload` from its clients' records, and its HTTP client."""
+"""Tests of the figures that `make overload` computes from its clients' records, and of its HTTP
+client.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The area under the ROC curve and its interval, which measure the isolation of tenants."""
+"""Tests of the area under the ROC curve and its interval, which measure the isolation of
+tenants.
+"""
 
 from __future__ import annotations
 

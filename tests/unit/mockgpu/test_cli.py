@@ -1,4 +1,4 @@
-"""Invalid options of `penstock mock` are refused at its start, with an error of one line."""
+"""Tests that `penstock mock` refuses invalid options at its start, with an error of one line."""
 
 from __future__ import annotations
 

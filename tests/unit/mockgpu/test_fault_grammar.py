@@ -1,4 +1,4 @@
-"""The syntax of faults, when a fault hits a request, and how faults begin and end."""
+"""Tests of the syntax of faults, when a fault hits a request, and how faults begin and end."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ class ManualClock:
         return self.now
 
     def call_soon(self, act: Callable[..., None], *what: object) -> None:
-        """Ignore the call, because nothing is computed here."""
+        """Ignore the scheduled call, because nothing is computed here."""
 
     def call_later(
         self, delay_s: float, act: Callable[..., None], *what: object

@@ -1,4 +1,4 @@
-"""Step times compared with the measured grids (mockgpu/data): errors are bounded.
+"""Tests of step times against the measured grids in mockgpu/data: errors are bounded.
 
 They are printed with -s.
 """

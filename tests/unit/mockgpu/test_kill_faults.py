@@ -1,4 +1,6 @@
-"""An engine that dies during a KV transfer: no block stays allocated, and it can be restored."""
+"""Tests of an engine that dies during a KV transfer: no block stays allocated, and it can be
+restored.
+"""
 
 from __future__ import annotations
 

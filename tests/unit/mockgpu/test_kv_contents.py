@@ -1,4 +1,6 @@
-"""The bytes of a mock's KV depend only on the prompt, in any layout; wrong bytes are found."""
+"""Tests that the bytes of a mock's KV depend only on the prompt, in any layout, and that wrong
+bytes are found.
+"""
 
 from __future__ import annotations
 

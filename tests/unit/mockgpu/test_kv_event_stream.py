@@ -1,4 +1,4 @@
-"""KV events in the formats of vLLM and SGLang, and faults of their delivery."""
+"""Tests of KV events in the formats of vLLM and SGLang, and of faults in their delivery."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Step times of pipelines, experts, data and context parallel ranks, and mocks that have them."""
+"""Tests of step times of pipelines, experts, data and context parallel ranks, and of mocks that
+have them.
+"""
 
 from __future__ import annotations
 

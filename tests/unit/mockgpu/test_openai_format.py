@@ -1,4 +1,6 @@
-"""Response bytes: templates equal the encoder's output, and streams equal whole responses."""
+"""Tests of response bytes: templates equal the encoder's output, and streams equal whole
+responses.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Published performance figures of LLM engines compared with what the mock engine computes.
+"""Tests of published performance figures of LLM engines against what the mock engine computes.
 
 Figures that agree are one table. Figures that contradict each other, or the hardware, are named
 fixtures with a note.
@@ -180,7 +180,7 @@ def test_the_2023_profile_has_splitwises_floor_below_which_more_ranks_gain_littl
 
 
 class TestHarborAnalytics:
-    """A published example contradicts itself, so that each figure is checked separately.
+    """A published example that contradicts itself, so that each figure is checked separately.
 
     94 ms at TP 8 is nine times an H100 engine and twice a 2023 A100 engine: it implies a slow
     fabric under every all-reduce. 38 ms at TP 4 fp8 matches a 2023 stack on A100. The profile

@@ -1,4 +1,4 @@
-"""The figures of docs/when-splitting-pays.md equal those of the step-time model."""
+"""Tests that the figures of docs/when-splitting-pays.md equal those of the step-time model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The relay before a KV agent: connections that end while their other side is being opened."""
+"""Tests of the relay before a KV agent: connections that end while their other side is being
+opened.
+"""
 
 from __future__ import annotations
 

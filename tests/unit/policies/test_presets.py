@@ -1,4 +1,4 @@
-"""The built-in policies round_robin, least_loaded and prefix_aware, rule by rule."""
+"""Tests of the built-in policies round_robin, least_loaded and prefix_aware, rule by rule."""
 
 from __future__ import annotations
 

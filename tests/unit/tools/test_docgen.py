@@ -1,4 +1,4 @@
-"""The generated documentation pages match the code."""
+"""Tests that the generated documentation pages match the code."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Property tests of the endpoint table over configuration changes, as a state machine.
 
-Slots are unique, and reservations of capacity (reservations) survive a change.
+Slots of endpoints are unique, and reservations of their capacity survive a change.
 """
 
 from __future__ import annotations

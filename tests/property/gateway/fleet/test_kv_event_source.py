@@ -1,5 +1,5 @@
-"""A source of KV events against a model engine whose messages are lost, doubled or out of order, and
-which restarts.
+"""Property tests of a source of KV events, against a model of an engine that restarts and whose
+messages are lost, doubled or out of order.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Feeds engine responses in pieces to a relay, and builds and parses such responses."""
+"""Builds engine responses, feeds them to a relay in pieces, and parses what the relay returns."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Requests are parsed to the same result with and without the cache of request shapes."""
+"""Property tests: requests are parsed to the same result with and without the cache of request
+shapes.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Streams with named events, split anywhere: bytes are relayed unchanged and parsed equally."""
+"""Property tests: streams with named events, split anywhere, are relayed unchanged and parsed
+equally.
+"""
 
 from __future__ import annotations
 

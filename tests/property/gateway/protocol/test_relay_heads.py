@@ -1,4 +1,6 @@
-"""Property tests of the relay of heads and whole bodies: framing, interim and malformed heads."""
+"""Property tests of the relay of response heads and whole bodies: framing, interim and malformed
+heads.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Request heads that the gateway's own parser accepts mean the same to aiohttp's parser."""
+"""Property tests: request heads that the gateway's parser accepts mean the same to aiohttp's
+parser.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A reader that compares heads with the newest one reads what the parser alone would read."""
+"""Property tests: comparing a response head with the newest one gives the result of parsing it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Streams broken anywhere and continued by other engines: the client reads each token once."""
+"""Property tests: of a stream broken anywhere and continued by other engines, the client reads each
+token once.
+"""
 
 from __future__ import annotations
 

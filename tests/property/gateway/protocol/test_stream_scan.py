@@ -1,4 +1,6 @@
-"""Token counts and finish reasons are found where patterns over the whole text find them."""
+"""Property tests: a scan of streamed bytes finds the token counts and finish reasons that a search
+of the whole text finds.
+"""
 
 from __future__ import annotations
 

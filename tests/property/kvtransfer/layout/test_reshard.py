@@ -1,4 +1,4 @@
-"""Resharding of KV between layouts, compared with a simple model in which each scalar is unique.
+"""Property tests of resharding KV between layouts, against a model in which each scalar is unique.
 
 After copying the planned runs, each destination rank must have exactly the right scalars in the
 right places, and nothing else may have changed.

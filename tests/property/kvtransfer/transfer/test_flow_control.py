@@ -1,4 +1,6 @@
-"""Credits and transfer order under any order of events: no bytes are lost, no transfer starves."""
+"""Property tests of credits and the order of transfers: no bytes are lost, and no transfer
+starves.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""TransferSink under any order of events: every incoming transfer ends once, after its fence.
+"""Property tests of TransferSink: under any order of events, every incoming transfer ends once.
 
 The fence guarantees that no more bytes are written. A transfer ends as LANDED only if complete.
 """
@@ -53,7 +53,7 @@ class FakeLink:
 
 
 class World:
-    """A sink under test, with a simulated source and a simulated transport.
+    """A TransferSink under test, with a simulated source and a simulated transport.
 
     The source sends random messages; the transport writes until the fence.
     """

@@ -1,4 +1,6 @@
-"""Inputs of the admission price: shares of an overloaded pool, scheduled returns, pacing."""
+"""Property tests of the inputs of the admission price: overload shares, scheduled returns,
+pacing.
+"""
 
 from __future__ import annotations
 

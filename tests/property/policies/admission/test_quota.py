@@ -1,4 +1,4 @@
-"""Quotas never admit more than a minute's worth plus the refill.
+"""Property tests that quotas never admit more than a minute's worth plus the refill.
 
 Clients that return at the given time are admitted.
 """

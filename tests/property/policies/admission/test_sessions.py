@@ -1,4 +1,6 @@
-"""Active sessions of several gateways: after an exchange all count the same context tokens."""
+"""Property tests of active sessions at several gateways: after an exchange all count the same
+context tokens.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Tenants' shares of work: a fair level for any weights, a price share from 0 to 1, discounts."""
+"""Property tests of tenants' shares of work: the fair level for any weights, price shares, and
+discounts.
+"""
 
 from __future__ import annotations
 

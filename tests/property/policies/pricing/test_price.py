@@ -1,4 +1,6 @@
-"""Prices for any load: more waiting is never cheaper, a longer cached prefix never dearer."""
+"""Property tests of prices: more waiting is never cheaper, and a longer cached prefix is never
+dearer.
+"""
 
 from __future__ import annotations
 

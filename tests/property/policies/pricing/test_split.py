@@ -1,4 +1,4 @@
-"""Invariants of the rule that splits requests into prefill and decode, over any requests."""
+"""Property tests of the rule that splits requests into prefill and decode, over any requests."""
 
 from __future__ import annotations
 

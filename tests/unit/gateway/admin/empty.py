@@ -1,4 +1,4 @@
-"""Builds metric samples that are zero except for the given fields."""
+"""Builds samples of a gateway's metrics in which all fields are zero except the given ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Tests of the live page's diagnosis: most severe finding first, each about a named subject."""
+"""Tests of the live page's diagnosis: the most severe finding comes first, and each names its
+subject.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The end of an admin server: requests that are on their way are answered first."""
+"""Tests that a stopping admin server first answers the requests that it has already received."""
 
 from __future__ import annotations
 

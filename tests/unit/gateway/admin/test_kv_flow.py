@@ -1,4 +1,4 @@
-"""KV bytes that decode engines report are divided among the prefill/decode pairs."""
+"""Tests that KV bytes which decode engines report are divided among the prefill/decode pairs."""
 
 from __future__ import annotations
 

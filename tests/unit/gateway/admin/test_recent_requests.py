@@ -1,4 +1,6 @@
-"""GET /requests lists the last finished requests, without any text that clients wrote."""
+"""Tests that GET /requests lists the last finished requests, without any text that clients
+wrote.
+"""
 
 from __future__ import annotations
 

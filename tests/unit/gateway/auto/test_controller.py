@@ -1,4 +1,6 @@
-"""Tests of the choice of policies with a scripted replay: switches, pins, rollbacks and trouble."""
+"""Tests of automatic policy selection with a scripted replay: switches, pins, rollbacks and
+errors.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,7 @@ pools:
 
 
 class ScriptedTarget:
-    """A target whose changes take effect at once."""
+    """A fake target of policy changes, on which changes take effect at once."""
 
     def __init__(self, text: str) -> None:
         self.running: LoadedConfig = load_text(text.encode(), "gateway.yaml", {})
@@ -65,7 +67,9 @@ class ScriptedTarget:
 
 
 async def answer_better(job: ReplayJob) -> ReplayAnswer:
-    """Say that the first other policy would serve 40 points more."""
+    """Answer a replay job: the first other policy would serve 40 percentage points more requests in
+    time.
+    """
     (pool,) = job.pools
     first, *others = pool.members
     members = [MemberEstimate(first.label, 0.5)]

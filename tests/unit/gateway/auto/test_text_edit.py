@@ -1,4 +1,4 @@
-"""Tests that a change of a pool's policy keeps the rest of a configuration's text."""
+"""Tests that a change of a pool's policy keeps the rest of a configuration file's text."""
 
 from __future__ import annotations
 

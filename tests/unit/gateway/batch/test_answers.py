@@ -1,5 +1,5 @@
-"""Tests of answers to batch requests: which are requested as streams, and how their parts are
-joined.
+"""Tests of answers to batch requests: which are requested as streams, and how the parts of an
+answer are joined.
 """
 
 from __future__ import annotations

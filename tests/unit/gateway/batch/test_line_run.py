@@ -1,4 +1,6 @@
-"""How an attempt at a request of a batch ends: with a result, or to be tried again."""
+"""Tests of how an attempt to serve one request of a batch ends: with a result, or to be tried
+again.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,7 @@ def run_of(
     clients: list[LineClient] = []
 
     async def nothing() -> None:
-        """Serve nothing: the test writes the response."""
+        """Serve nothing, because the test writes the response."""
 
     def serve(_: str, client: LineClient, __: Api) -> tuple[Any, Coroutine[Any, Any, None]]:
         clients.append(client)

@@ -1,4 +1,6 @@
-"""Leases on batches: one owner at a time, and a quick successor for one that ended."""
+"""Tests of leases on batches: one owner at a time, and a quick successor after an owner has
+ended.
+"""
 
 from __future__ import annotations
 

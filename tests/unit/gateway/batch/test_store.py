@@ -1,4 +1,4 @@
-"""Files and batches on the disk: quotas, expiry, and what a crash leaves behind."""
+"""Tests of files and batches stored on disk: quotas, expiry, and what a crash leaves behind."""
 
 from __future__ import annotations
 

@@ -39,12 +39,14 @@ class AnyServer(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(b"{}")
 
-    def log_message(self, *_: object) -> None:
-        """Suppress the log lines of the base class."""
+    def log_message(self, *_: object) -> None: ...
 
 
 class TlsServer(ThreadingHTTPServer):
-    """A server that accepts TLS in each connection's thread. Failed handshakes do not stop it."""
+    """A test server that accepts TLS in each connection's thread.
+
+    Failed handshakes do not stop it.
+    """
 
     context: ssl.SSLContext
 
@@ -57,7 +59,7 @@ class TlsServer(ThreadingHTTPServer):
         super().process_request_thread(request, client_address)
 
     def handle_error(self, *_: object) -> None:
-        """Ignore clients that close because they refuse the certificate."""
+        """Ignore clients that close the connection because they refuse the certificate."""
 
 
 @pytest.fixture(scope="module")

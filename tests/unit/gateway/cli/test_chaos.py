@@ -1,4 +1,6 @@
-"""`penstock chaos` and the fault servers of mocks: local access only, never from a web page."""
+"""Tests that `penstock chaos` and mocks' fault servers accept local access only, never from a web
+page.
+"""
 
 from __future__ import annotations
 

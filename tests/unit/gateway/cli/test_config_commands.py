@@ -1,4 +1,6 @@
-"""Admin commands with a wrong address, server or key print one sentence and no traceback."""
+"""Tests that admin commands with a wrong address, server or key print one sentence and no
+traceback.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +26,7 @@ class Stranger(BaseHTTPRequestHandler):
 
     do_POST = do_GET
 
-    def log_message(self, *_: object) -> None:
-        """Suppress the log lines of the base class."""
+    def log_message(self, *_: object) -> None: ...
 
 
 @pytest.fixture

@@ -1,4 +1,6 @@
-"""The contract of the command line: commands, options, output and exit codes that tools rely on."""
+"""Tests of the command line's contract: commands, options, output and exit codes that tools rely
+on.
+"""
 
 from __future__ import annotations
 

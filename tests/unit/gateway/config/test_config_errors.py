@@ -1,4 +1,6 @@
-"""Invalid configuration files: all mistakes are reported, at the places named in their headers."""
+"""Tests of invalid configuration files: all mistakes are reported, at the places named in the
+files' headers.
+"""
 
 from __future__ import annotations
 

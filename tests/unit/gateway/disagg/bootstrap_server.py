@@ -1,4 +1,4 @@
-"""A bootstrap server of a scripted prefill engine, from which clients learn its addresses."""
+"""A scripted server from which clients learn a prefill engine's bootstrap address."""
 
 from __future__ import annotations
 

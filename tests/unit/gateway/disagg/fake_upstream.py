@@ -1,4 +1,4 @@
-"""Fakes for tests of a leg (one engine request): connections to an engine, and an event loop."""
+"""Fakes for tests of one engine request (leg): connections to an engine, and an event loop."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ from tests.replaced import stand_in
 
 
 class ManualLoop:
-    """A fake of the event loop methods that a leg uses; `later` has the scheduled calls."""
+    """A fake event loop with the methods that one engine request (leg) uses; `later` has the
+    scheduled calls.
+    """
 
     def __init__(self) -> None:
         self.later: list[tuple[float, Callable[[], object]]] = []

@@ -1,4 +1,4 @@
-"""Scripted prefill and decode engines in the test's event loop, and a gateway in front of them.
+"""Scripted prefill and decode engines in the test's event loop, with a gateway in front of them.
 
 Each engine records its requests and runs a script for each: a coroutine that may answer, hold,
 refuse or close. Health probes and model lists are answered without the script.

@@ -1,4 +1,6 @@
-"""Handoff protocols that send both requests at once (vLLM push, SGLang), over real sockets."""
+"""Tests of handoff protocols that send both requests at once (vLLM push, SGLang), over real
+sockets.
+"""
 
 from __future__ import annotations
 
@@ -195,7 +197,7 @@ async def test_a_client_that_disconnects_closes_both_legs(stage: str) -> None:
 
 
 class Connecting:
-    """Makes connections to these engines hang.
+    """Makes attempts to connect to the given engines hang.
 
     `begun` waits until a request tries to connect to each of them.
     """

@@ -1,4 +1,6 @@
-"""TensorRT-LLM: the gateway passes the context server's handoff to the generation server."""
+"""Tests of TensorRT-LLM: the gateway passes the context server's handoff to the generation
+server.
+"""
 
 from __future__ import annotations
 

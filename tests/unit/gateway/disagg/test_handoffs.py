@@ -1,4 +1,6 @@
-"""State that outlives a split request: ids, figures of pairs, overdue transfers, releases."""
+"""Tests of state that outlives a split request: ids, statistics of engine pairs, late transfers,
+releases.
+"""
 
 from __future__ import annotations
 

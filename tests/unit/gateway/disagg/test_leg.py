@@ -1,4 +1,6 @@
-"""A leg (one engine request) reports its end exactly once, and nothing after it was closed."""
+"""Tests that one engine request (leg) reports its end exactly once, and nothing after it was
+closed.
+"""
 
 from __future__ import annotations
 

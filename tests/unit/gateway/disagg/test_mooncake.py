@@ -1,4 +1,6 @@
-"""Mooncake: both requests are sent at once, after the bootstrap server has named the engine."""
+"""Tests of Mooncake: both requests are sent at once, after the bootstrap server has named the
+engine.
+"""
 
 from __future__ import annotations
 

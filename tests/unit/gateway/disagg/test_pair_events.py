@@ -1,4 +1,6 @@
-"""The state of a split request between its events: load, learned state, blame, event order."""
+"""Tests of a split request's state between its events: load, learned state, blamed engine, event
+order.
+"""
 
 from __future__ import annotations
 

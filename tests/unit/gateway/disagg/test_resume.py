@@ -1,4 +1,6 @@
-"""Models with both split and resume: their requests, and what happens if the decode engine dies."""
+"""Tests of models with both split and resume: their requests, and what happens if the decode engine
+dies.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Tests of "prefill, then decode" over real sockets: every state transition of such a pair."""
+"""Tests of "prefill, then decode" over real sockets: every state transition of such a split
+request.
+"""
 
 from __future__ import annotations
 

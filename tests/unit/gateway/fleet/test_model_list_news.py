@@ -1,4 +1,6 @@
-"""Changes of engines' model lists: the first is reported at once, many are reported together."""
+"""Tests of changes in engines' model lists: the first is reported at once, many are reported
+together.
+"""
 
 from __future__ import annotations
 

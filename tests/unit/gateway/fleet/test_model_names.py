@@ -1,4 +1,4 @@
-"""A model name is served where engines list it, and never by an adapter's base model."""
+"""Tests that a model name is served where engines list it, and never by an adapter's base model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Tests of what the health checker polls: less from busy endpoints, less often from quiet ones."""
+"""Tests of what the health checker polls: less from busy endpoints, and less often from idle
+ones.
+"""
 
 from __future__ import annotations
 

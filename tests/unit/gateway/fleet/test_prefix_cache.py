@@ -1,4 +1,4 @@
-"""Tests of recognising sessions by their growing prompts, in the gateway."""
+"""Tests that the gateway recognises a session by its growing prompts."""
 
 from __future__ import annotations
 

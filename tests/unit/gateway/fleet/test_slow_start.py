@@ -1,4 +1,6 @@
-"""Tests of slow start: a returning endpoint gets fewer concurrent requests for a while."""
+"""Tests of slow start: an endpoint that has come back gets fewer concurrent requests for a
+while.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The speeds of a large pool's endpoints are reviewed in groups, so that no review takes long."""
+"""Tests that the speeds of a large pool's endpoints are reviewed in groups, so that no review takes
+long.
+"""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ async def turns() -> None:
 
 
 class Outcome(NamedTuple):
-    """How a connection handled some bytes.
+    """How a client connection handled some bytes.
 
     responses     (status, body) of each response
     is_closed     whether the connection was closed

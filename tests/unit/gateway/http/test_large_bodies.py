@@ -1,4 +1,6 @@
-"""Large bodies are parsed in turn. A client whose bodies take long to parse waits between them."""
+"""Tests that large bodies are parsed one at a time, and that clients whose bodies take long to
+parse wait in between.
+"""
 
 from __future__ import annotations
 

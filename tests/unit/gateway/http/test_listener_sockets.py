@@ -1,4 +1,4 @@
-"""Sockets from systemd are assigned by name or by order.
+"""Tests that sockets from systemd are assigned to listeners by name or by order.
 
 Anything but a listening TCP socket is an error.
 """

@@ -1,4 +1,6 @@
-"""The client that polls engines: connections are kept, replaced when lost, failures reported."""
+"""Tests of the client that polls engines: connections are kept, replaced when lost, and failures
+reported.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""What one event loop iteration writes and what it defers; no byte is lost or reordered."""
+"""Tests of what one event loop iteration writes and what it defers: no byte is lost or
+reordered.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The metrics page is valid for Prometheus, and the number of label values is bounded."""
+"""Tests that the metrics page is valid for Prometheus, and that the number of label values is
+bounded.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A metric family rendered in parts gives the same page as one rendered at once."""
+"""Tests that a metric family rendered in parts gives the same page as one rendered at once."""
 
 from __future__ import annotations
 

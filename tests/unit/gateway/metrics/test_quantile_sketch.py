@@ -1,4 +1,6 @@
-"""Quantiles of sketches are within 2 % of the true ones, however observations are split."""
+"""Tests that quantiles of sketches are within 2 % of the true ones, however observations are
+split.
+"""
 
 from __future__ import annotations
 

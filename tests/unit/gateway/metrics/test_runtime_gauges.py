@@ -1,4 +1,6 @@
-"""An endpoint's gauges count this gateway's requests, so that their sum is the fleet's."""
+"""Tests that an endpoint's gauges count this gateway's requests only, so that their sum is the
+fleet's.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Conversion of other routers' configurations: complete results, and no option lost silently."""
+"""Tests of the conversion of other routers' configurations: complete results, and no option lost
+silently.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Several gateways that exchange their state without a network, on the test's clock."""
+"""Runs several gateways that exchange their state without a network, on the test's clock."""
 
 from __future__ import annotations
 

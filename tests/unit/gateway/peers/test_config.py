@@ -1,4 +1,6 @@
-"""The configuration of state exchange between gateways: what is rejected, and what is shown."""
+"""Tests of the configuration of state exchange between gateways: what is rejected, and what is
+shown.
+"""
 
 from __future__ import annotations
 

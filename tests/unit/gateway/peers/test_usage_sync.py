@@ -1,4 +1,4 @@
-"""The use of quotas and sessions at one gateway is applied by the other gateways."""
+"""Tests that the use of quotas and sessions at one gateway is applied by the other gateways."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Tests of the table of APIs: each one's prompt, and what a parsed request expects."""
+"""Tests of the table of APIs: where each API has its prompt, and which response a request
+expects.
+"""
 
 from __future__ import annotations
 

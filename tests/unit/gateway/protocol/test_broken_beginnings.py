@@ -1,4 +1,4 @@
-"""A response that breaks before any byte has reached the client: the whole request is retried.
+"""Tests that the whole request is retried if a response breaks before the client has got a byte.
 
 The engines are scripted; the gateway in front of them is real.
 """

@@ -1,4 +1,6 @@
-"""Edits of a client's JSON body: every member occurs once, and other values are unchanged."""
+"""Tests of edits of a client's JSON body: every member occurs once, and other values are
+unchanged.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Each image, audio or video in a prompt counts as one item, however large; text counts as text."""
+"""Tests that each image, audio or video in a prompt counts as one item, however large it is."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Ids of stored responses: which gateways and tenants can read them, and what they reveal."""
+"""Tests of the ids of stored responses: which gateways and tenants can read them, and what they
+reveal.
+"""
 
 from __future__ import annotations
 

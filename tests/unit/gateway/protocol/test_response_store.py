@@ -1,4 +1,4 @@
-"""What the response to a request that computes nothing says about an engine's store."""
+"""Tests of what a response without computed text says about the engine's store of responses."""
 
 from __future__ import annotations
 

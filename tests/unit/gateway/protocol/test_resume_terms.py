@@ -1,4 +1,4 @@
-"""Which requests can be resumed exactly, and how the rest of an answer is requested."""
+"""Tests of which requests can be resumed exactly, and how the rest of an answer is requested."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Responses rewritten while streaming: equal bytes however they are split, little buffering."""
+"""Tests of responses rewritten while streaming: equal bytes however they are split, and little
+buffering.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Each prompt of a list counts towards the request's limit, its choices and the tenant's quota."""
+"""Tests that each prompt of a list counts towards the request's limit, its choices and the tenant's
+quota.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Short responses: any split of the bytes gives the same result; malformed ones are refused."""
+"""Tests of short responses: any split of the bytes gives the same result, and malformed ones are
+refused.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Trace context is propagated as W3C specifies; anything invalid is dropped."""
+"""Tests that trace context is propagated as W3C specifies, and that anything invalid is dropped."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The loop over attempts to serve a request, with a scripted plan and scripted endpoints."""
+"""Tests of the loop over attempts to serve a request, with a scripted plan and scripted
+endpoints.
+"""
 
 from __future__ import annotations
 

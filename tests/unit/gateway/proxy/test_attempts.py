@@ -1,4 +1,6 @@
-"""The refusal when no endpoint is left: how the last attempt failed, and whether to retry."""
+"""Tests of the refusal when no endpoint is left: how the last attempt failed, and whether to
+retry.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""After a failed attempt, the next one goes to an endpoint that passes a health check.
+"""Tests that the next attempt after a failure goes to an endpoint that passes a health check.
 
 Most engines here die at the same moment: they accept connections and close them, and no probe has
 noticed yet.

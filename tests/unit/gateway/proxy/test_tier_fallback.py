@@ -1,4 +1,4 @@
-"""Tests of overflow into a smaller model: the query that its admission receives."""
+"""Tests of overflow into a smaller model: the query that the model's admission rule receives."""
 
 from __future__ import annotations
 

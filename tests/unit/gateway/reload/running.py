@@ -1,4 +1,4 @@
-"""A gateway that watches a file, its mock engines and clients, in the test's event loop."""
+"""Runs a gateway that watches its file, mock engines and clients, in the test's event loop."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Two hundred invalid files, each with one mistake, are rejected with the mistake's line."""
+"""Tests that two hundred invalid files, each with one mistake, are rejected with the mistake's
+line.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +66,8 @@ reload:
 
 
 class Mistake(NamedTuple):
-    """A kind of mistake: `make` puts it into one line, whose number must then be reported.
+    """A kind of mistake in a configuration file: `make` puts it into one line, whose number must be
+    reported.
 
     `make` returns None for lines where the mistake is impossible.
     """

@@ -1,4 +1,4 @@
-"""Latency models are updated only if a policy reads them.
+"""Tests that models of engine latency are updated only if a policy reads them.
 
 If a reload needs one, it starts from the requests in progress.
 """

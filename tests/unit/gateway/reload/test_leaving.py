@@ -1,4 +1,6 @@
-"""Endpoints and pools that are removed: running requests finish, then everything is freed."""
+"""Tests of endpoints and pools that are removed: running requests finish, then everything is
+freed.
+"""
 
 from __future__ import annotations
 

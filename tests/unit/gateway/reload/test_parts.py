@@ -1,4 +1,6 @@
-"""The parts of a configuration reload: changes, versions on disk, snapshots, auto-rollback."""
+"""Tests of the parts of a configuration reload: changes, versions on disk, snapshots,
+auto-rollback.
+"""
 
 from __future__ import annotations
 

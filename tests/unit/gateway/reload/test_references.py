@@ -1,4 +1,6 @@
-"""A configuration received over HTTP neither shows nor sends environment variables and files."""
+"""Tests that a configuration received over HTTP neither shows nor sends environment variables and
+files.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""A change is applied as a whole or not at all, and running requests are not affected."""
+"""Tests that a configuration change is applied as a whole or not at all, without effect on running
+requests.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Changes that make a pool unreachable, and files that differ from the running configuration."""
+"""Tests of changes that make a pool unreachable, and of files that differ from the running
+configuration.
+"""
 
 from __future__ import annotations
 

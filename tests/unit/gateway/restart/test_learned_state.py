@@ -1,4 +1,6 @@
-"""A successor process restores the learned state, even if endpoints and slots have changed."""
+"""Tests that a successor process restores the learned state, even if endpoints and slots have
+changed.
+"""
 
 from __future__ import annotations
 

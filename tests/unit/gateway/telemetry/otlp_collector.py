@@ -1,4 +1,4 @@
-"""A minimal OpenTelemetry collector that stores spans, or answers with a given status."""
+"""A minimal OpenTelemetry collector for tests that stores spans, or answers with a given status."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from aiohttp import web
 
 
 class Collector:
-    """A running collector. `spans` has the received spans, with attributes as a plain mapping.
+    """A running OpenTelemetry collector.
+
+    `spans` has the received spans, with attributes as a plain mapping. `spans` has the received
+    spans, with attributes as a plain mapping.
 
     `url` is its address for the configuration.
     """

@@ -1,4 +1,4 @@
-"""The live cost of reservations: by model, class and tenant, with idle time apart."""
+"""Tests of the live cost of reserved capacity: by model, class and tenant, with idle time apart."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The access log file is moved, truncated and rotated while processes append to it."""
+"""Tests that the access log file may be moved, truncated and rotated while processes append to
+it.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Every line of the operator's log has a time and a level, and each record is one line."""
+"""Tests that every line of the operator's log has a time and a level, and that each record is one
+line.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Tests of the OpenTelemetry resource: unique per process, and the environment has precedence."""
+"""Tests of the OpenTelemetry resource: it is unique per process, and the environment has
+precedence.
+"""
 
 from __future__ import annotations
 

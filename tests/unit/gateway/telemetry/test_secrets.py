@@ -1,4 +1,4 @@
-"""No secret leaves the gateway.
+"""Tests that no secret leaves the gateway.
 
 Each secret is a unique value that is searched for in all output.
 """

@@ -1,4 +1,6 @@
-"""SLO outcomes, predictions and explanations, and what is learned from ended requests."""
+"""Tests of SLO outcomes, predictions and explanations, and of what is learned from ended
+requests.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""A traced request is one tree of spans, and its context reaches every engine that serves it."""
+"""Tests that a traced request is one tree of spans, and that its context reaches every engine that
+serves it.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""A canary policy serves its share, sessions stay with their policy, and both are counted."""
+"""Tests that a canary policy serves its share, that sessions stay with their policy, and that both
+are counted.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Shadow policies see the original query, later and cheaply, and affect only the metrics."""
+"""Tests that shadow policies see the original query, later and cheaply, and affect only the
+metrics.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The garbage collector runs on a schedule, preferably while few requests are in progress."""
+"""Tests that the garbage collector runs on a schedule, preferably while few requests are in
+progress.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Properties of a build in which the modules on the request path are compiled."""
+"""Tests of a build in which the modules on the request path are compiled."""
 
 from __future__ import annotations
 

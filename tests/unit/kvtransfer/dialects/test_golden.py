@@ -1,4 +1,6 @@
-"""The exact requests that each engine's handoff protocol sends, for chat and completions."""
+"""Tests of the exact requests that each engine's handoff protocol sends, for chat and
+completions.
+"""
 
 from __future__ import annotations
 

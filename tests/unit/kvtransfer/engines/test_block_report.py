@@ -1,4 +1,4 @@
-"""BlockReport answers connections to its Unix socket with the state of a block pool."""
+"""Tests that BlockReport answers connections to its Unix socket with the state of a block pool."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Handoffs are usable once, for the prompt they were made for, and require the key."""
+"""Tests that KV handoffs are usable once, only for the prompt they were made for, and only with the
+key.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""LinkManager: which links are accepted, for how long, and when a better transport is used."""
+"""Tests of the link manager: which links are accepted, for how long, and when a better transport is
+used.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Lanes (parallel connections of a link) are opened, kept and lost; each request ends once."""
+"""Tests of lanes (parallel connections of a link): opened, kept and lost, while each request ends
+once.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which connection is dropped when too many have not yet proved that they have the key."""
+"""Tests of which connection is dropped when too many have not yet proved that they have the key."""
 
 from __future__ import annotations
 

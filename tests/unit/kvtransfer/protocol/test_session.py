@@ -1,4 +1,6 @@
-"""A peer without the key, or one that repeats, drops, reorders or alters messages, is refused."""
+"""Tests that a peer without the key, or one that repeats, drops, reorders or alters messages, is
+refused.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Invitations whose memory must be registered first: on another thread, in order, if wanted."""
+"""Tests of invitations to send KV whose memory must be registered first: on another thread, in
+order, if wanted.
+"""
 
 from __future__ import annotations
 

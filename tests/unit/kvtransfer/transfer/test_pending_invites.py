@@ -1,4 +1,6 @@
-"""Invitations to transfer that arrive before their offers: one per name, for a limited time."""
+"""Tests of invitations to send KV that arrive before the offer of that KV: one per name, for a
+limited time.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""ReceiveTracker accepts runs in any order, each once, and nothing outside the plan."""
+"""Tests that ReceiveTracker accepts runs (stretches of bytes) in any order, each once, and only of
+its plan.
+"""
 
 from __future__ import annotations
 

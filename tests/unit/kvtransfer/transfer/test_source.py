@@ -1,4 +1,6 @@
-"""TransferSource by example: what an offer forbids, and offers before or after invitations."""
+"""Tests of TransferSource by example: what an offer forbids, and offers before or after invitations
+to send.
+"""
 
 from __future__ import annotations
 

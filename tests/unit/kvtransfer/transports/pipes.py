@@ -1,4 +1,6 @@
-"""One direction of a link without threads: an Outbound and an Inbound on a socket pair."""
+"""One direction of a KV link without threads for tests: an Outbound and an Inbound on a socket
+pair.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Many short runs are received together, verified, and only then copied to their places."""
+"""Tests that many short runs of bytes are received together, verified, and only then copied to
+their places.
+"""
 
 from __future__ import annotations
 

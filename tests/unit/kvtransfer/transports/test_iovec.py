@@ -1,4 +1,4 @@
-"""System calls with several memory pieces: in order, complete, and limited in size.
+"""Tests of system calls with several pieces of memory: in order, complete, and limited in size.
 
 With a digest, a call has at most as many bytes as fit the CPU cache.
 """

@@ -1,4 +1,6 @@
-"""Clocks run calls in order of time and scheduling, none early, none after cancellation."""
+"""Tests that clocks run scheduled calls in order of time, none too early, and none after
+cancellation.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Workloads of `penstock bench`: equal for equal seeds, with the documented lengths and sharing."""
+"""Tests of the workloads of `penstock bench`: equal for equal seeds, with the documented lengths
+and sharing.
+"""
 
 from __future__ import annotations
 

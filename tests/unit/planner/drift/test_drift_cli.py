@@ -1,4 +1,6 @@
-"""`penstock drift`: prints what a log is sized for, and compares another log with it."""
+"""Tests of `penstock drift`: it prints what a log is sized for, and compares another log with
+it.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Golden comparison: what differs between answers, and alarms beyond the noise floor only."""
+"""Tests of golden comparison: what differs between answers, and alarms only above the noise of
+repeated runs.
+"""
 
 from __future__ import annotations
 

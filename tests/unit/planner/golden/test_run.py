@@ -1,4 +1,6 @@
-"""`penstock golden run` against engines over HTTP: exit statuses, JSON, refused probabilities."""
+"""Tests of `penstock golden run` against engines over HTTP: exit statuses, JSON, refused
+probabilities.
+"""
 
 from __future__ import annotations
 

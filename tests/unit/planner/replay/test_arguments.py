@@ -1,4 +1,6 @@
-"""Option syntax of `penstock replay`: classes, faults and fleets, and errors for invalid ones."""
+"""Tests of the option syntax of `penstock replay`: classes, faults and fleets, and errors for
+invalid ones.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The simulated fleet: requests end once, equal seeds give equal runs, skipping changes nothing."""
+"""Tests of the simulated fleet: requests end once, equal seeds give equal runs, skipped steps
+change nothing.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Computes the outcomes of the statements that `penstock seeds` lists, to check them.
+"""Computes the outcomes of the checkable statements that `penstock seeds` lists.
 
 Some are answered by a command, which this module runs; others by functions registered here.
 """

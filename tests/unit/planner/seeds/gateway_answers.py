@@ -1,4 +1,6 @@
-"""Outcomes of statements (see answers.py) that concern configurations, policies and deployment."""
+"""Computes outcomes of statements of `penstock seeds` that concern configurations, policies and
+deployment.
+"""
 
 from __future__ import annotations
 

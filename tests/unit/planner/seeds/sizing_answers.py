@@ -1,4 +1,6 @@
-"""Outcomes of statements (see answers.py) that are calculations: memory, times, costs, launches."""
+"""Computes outcomes of statements of `penstock seeds` about memory, times, costs and launch
+commands.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Each statement of `penstock seeds` has the expected outcome, by its command or function."""
+"""Tests that each statement of `penstock seeds` has the expected outcome, by its command or
+function.
+"""
 
 from __future__ import annotations
 

@@ -36,7 +36,9 @@ MODEL, H100 = model_named(NAME), msgspec.structs.replace(gpu_named("h100"), grid
 
 
 class OtherTimes:
-    """Step times with other constants, jitter, and a term of the batch that the equation lacks."""
+    """Fake step times with other constants, jitter, and a batch-size term that the fitted equation
+    lacks.
+    """
 
     def __init__(self, seed: int, jitter: float) -> None:
         random = Random(seed)

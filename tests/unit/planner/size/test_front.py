@@ -1,4 +1,4 @@
-"""The Pareto front for 16 GPUs against reference points, the TP ladder, pipeline timing."""
+"""Tests of the Pareto front for 16 GPUs: reference points, increasing TP sizes, pipeline timing."""
 
 from __future__ import annotations
 

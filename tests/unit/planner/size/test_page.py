@@ -1,4 +1,6 @@
-"""The page of `penstock size --report`: one file, rendered values, and no formula in its script."""
+"""Tests of the page of `penstock size --report`: one file, rendered values, and no formula in its
+script.
+"""
 
 from __future__ import annotations
 

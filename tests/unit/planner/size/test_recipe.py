@@ -1,4 +1,6 @@
-"""The sizing recipe: what each step decides for published workloads, and what it refuses."""
+"""Tests of the sizing recipe: what each step decides for published workloads, and what it
+refuses.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Trace formats are detected and converted; invalid input is reported with file and line."""
+"""Tests that trace formats are detected and converted, and that invalid input is reported with file
+and line.
+"""
 
 from __future__ import annotations
 

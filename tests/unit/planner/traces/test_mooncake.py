@@ -1,4 +1,6 @@
-"""Mooncake's trace format: block ids to text, rounded timestamps, invalid lines by number."""
+"""Tests of Mooncake's trace format: block ids to text, rounded timestamps, invalid lines by
+number.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Admission by price: nothing is refused at low load, and every refusal gives its numbers."""
+"""Tests of admission by price: nothing is refused at low load, and every refusal gives its
+numbers.
+"""
 
 from __future__ import annotations
 

@@ -219,7 +219,9 @@ def fleet(waiting: int) -> list[Candidate]:
 
 
 def returning(lost: int, waiting: int, sessions: WorkingSet | None = None) -> WorkingSet:
-    """Return sessions that came back twice each and found `lost` of 100 context tokens evicted."""
+    """Return a state in which each session came back twice, and found `lost` of its 100 context
+    tokens evicted.
+    """
     inside = sessions or WorkingSet(EVIDENCE)
     for turn in range(3):
         for number in range(8):

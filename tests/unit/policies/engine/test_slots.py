@@ -1,4 +1,6 @@
-"""Tests of learning from metric scrapes how many sequences an engine runs concurrently."""
+"""Tests that the number of sequences which an engine runs concurrently is learned from its
+metrics.
+"""
 
 from __future__ import annotations
 

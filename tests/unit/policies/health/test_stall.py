@@ -149,7 +149,7 @@ def test_requests_behind_a_stalled_prompt_are_late_with_it() -> None:
 
 
 def test_a_prompt_is_behind_if_the_step_under_way_began_long_before_it() -> None:
-    """The step goes on in the engine when the prompt that it was measured by is given up."""
+    # The step goes on in the engine when the prompt that it was measured by is given up.
     record = SpeedRecord()
     for sent_at in (0.0, 0.01, 0.2):
         record.on_sent(1500, sent_at)
@@ -161,7 +161,8 @@ def test_a_prompt_is_behind_if_the_step_under_way_began_long_before_it() -> None
 
 
 def expected_left_s(waited_s: float, *, is_doubted: bool, is_behind: bool) -> float | None:
-    """Return how long a request still waits at an endpoint that runs 1,500 tokens since time 0.
+    """Return how many seconds a request still waits at an endpoint that runs 1,500 tokens since
+    time 0.
 
     Its own prompt and those before it have 3,000 tokens, which take about two steps.
     """

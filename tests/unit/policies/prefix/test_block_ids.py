@@ -1,4 +1,6 @@
-"""Ids of prompt blocks in logs: equal prefixes of one tenant, and nothing else."""
+"""Tests of the ids of prompt blocks in logs: they reveal equal prefixes of one tenant, and nothing
+else.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Blocks of several sources by their content, and how far each holds a chain."""
+"""Tests of cached blocks that several sources report: lookup by content, and how far each source
+holds a prompt.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prompts by their bytes and by their tokens: what a learned prompt says about others."""
+"""Tests of learned prompts by bytes and tokens: what a learned prompt says about others."""
 
 from __future__ import annotations
 

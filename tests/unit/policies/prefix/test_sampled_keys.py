@@ -1,4 +1,6 @@
-"""A prefix index built from sampled keys equals one built from prompts; invalid keys fail."""
+"""Tests that a prefix index built from sampled keys equals one built from prompts, and invalid keys
+fail.
+"""
 
 from __future__ import annotations
 

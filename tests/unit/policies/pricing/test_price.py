@@ -1,4 +1,6 @@
-"""The price of serving a request at an endpoint: what each term depends on, and their sum."""
+"""Tests of the price of serving a request at an endpoint: what each term depends on, and their
+sum.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Measured times of KV transfers: per pair, fading, and expected for pairs without handoffs."""
+"""Tests of measured times of KV transfers: per pair of engines, decaying, and estimated for new
+pairs.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Tests of the rule consistent_hash: where sessions go, which move when the fleet changes."""
+"""Tests of the routing rule consistent_hash: where sessions go, and which move when the fleet
+changes.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Drift in virtual time: another kind of traffic is found soon, another rate is no drift."""
+"""Tests of drift in virtual time: another kind of traffic is found soon, another rate is no
+drift.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Model shapes from config.json files of published models, and errors for incomplete ones."""
+"""Tests of model shapes from config.json files of published models, and of errors for incomplete
+ones.
+"""
 
 from __future__ import annotations
 
@@ -277,7 +279,7 @@ def test_bits_are_looked_for_in_four_levels_and_no_deeper() -> None:
 
 @pytest.mark.parametrize(("name", "tokens"), [("gemma-3-27b", 125_406), ("gpt-oss-120b", 727_389)])
 def test_layers_with_windows_hold_as_many_tokens_as_vllm_computes(name: str, tokens: int) -> None:
-    """vLLM 0.32's own kv_cache_size_tokens in 32 GiB, at 8192 tokens a request, blocks of 128."""
+    # vLLM 0.32's own kv_cache_size_tokens in 32 GiB, at 8192 tokens a request, blocks of 128.
     model, context = shape(name), 8192
     kept = model.cached_tokens(context, step_tokens=2048, block_tokens=128) * model.kv_token_bytes
     assert 32 * 2**30 * context / kept == pytest.approx(tokens, rel=0.01)

@@ -1,4 +1,4 @@
-"""Tests of engines' launch commands: the published ones literally, and all members of a plan."""
+"""Tests of engines' launch commands: published commands literally, and every part of a plan."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Live cost: the shares of requests and of idle time add up to price x GPUs x time."""
+"""Tests of the live cost: the shares of requests and of idle time add up to price x GPUs x time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The GPU memory check: worked examples of published guides, and properties over layouts."""
+"""Tests of the GPU memory check: worked examples of published guides, and properties over
+layouts.
+"""
 
 from __future__ import annotations
 

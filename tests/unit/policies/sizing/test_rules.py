@@ -1,4 +1,6 @@
-"""Rules of parallel layouts: each refuses one layout, says what is valid, and accepts that."""
+"""Tests of the rules for parallel layouts: each refuses one layout, says what is valid, and accepts
+that.
+"""
 
 from __future__ import annotations
 

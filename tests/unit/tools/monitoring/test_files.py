@@ -1,4 +1,4 @@
-"""Dashboards, alert rules and runbooks match the metric catalogue and are complete."""
+"""Tests that dashboards, alert rules and runbooks match the metric catalogue and are complete."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every metric and label of a dashboard or rule exists in the metrics of a live gateway.
+"""Tests that every metric and label of a dashboard or rule exists in the metrics of a live gateway.
 
 Generated panels are exempt. The gateway has had mixed traffic.
 """

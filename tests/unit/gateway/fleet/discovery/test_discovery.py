@@ -1,4 +1,4 @@
-"""Discovered endpoints are added and removed as by a reload, and survive reloads."""
+"""Tests that discovered endpoints are added and removed as by a reload, and survive reloads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""A discovery source that raises an exception is restarted, and its endpoints stay."""
+"""Tests that a discovery source which raises an exception is restarted, and that its endpoints
+stay.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The DNS, file and Kubernetes sources yield endpoints; if they fail, they yield nothing."""
+"""Tests that the DNS, file and Kubernetes sources yield endpoints, and yield nothing if they
+fail.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""What an answer must report as cached, by what events say about the endpoint."""
+"""Tests of the cached tokens that an answer must report, by what KV events say about the
+endpoint.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ FINGERPRINTER = Fingerprinter(b"0123456789abcdef")
 
 
 def stored(tokens: list[int]) -> bytes:
-    """Return a message that says that the whole blocks of these tokens are cached."""
+    """Return a KV event message which says that the complete blocks of these tokens are cached."""
     event = {
         "type": "BlockStored",
         "block_hashes": [1000 + start for start in range(0, len(tokens), BLOCK)],
@@ -28,7 +30,10 @@ def stored(tokens: list[int]) -> bytes:
 
 
 def prefixes(*cached: int) -> ExactPrefixes:
-    """Return the index of one endpoint whose ranks have so many tokens of the prompt."""
+    """Return the prefix index of one endpoint.
+
+    Each of its ranks has cached the given number of the prompt's tokens.
+    """
     index = ExactPrefixes(1 << 20)
     sources = [index.new_source(has_replay=False) for _ in cached]
     for source, count in zip(sources, cached, strict=True):

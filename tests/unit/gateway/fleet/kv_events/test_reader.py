@@ -18,7 +18,7 @@ pytest.importorskip("zmq")
 
 
 class Live:
-    """The part of a live endpoint that the reader of KV events uses."""
+    """A fake with the part of a live endpoint that the reader of KV events uses."""
 
     is_leaving = False
 

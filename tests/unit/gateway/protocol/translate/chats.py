@@ -1,4 +1,4 @@
-"""Chat completions of an engine, whole and streamed, and readers of translated events."""
+"""Chat completions of an engine for tests, whole and streamed, and readers of translated events."""
 
 from __future__ import annotations
 

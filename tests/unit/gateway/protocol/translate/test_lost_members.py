@@ -1,4 +1,4 @@
-"""Which members of a request would be lost in a translation to chat completions."""
+"""Tests of which members of a request would be lost in a translation to chat completions."""
 
 from __future__ import annotations
 

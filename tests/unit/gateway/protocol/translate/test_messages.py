@@ -1,4 +1,6 @@
-"""Translation of Anthropic Messages to chat completions: requests, answers, errors, counts."""
+"""Tests of the translation of Anthropic Messages to chat completions: requests, answers, errors,
+counts.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Sender and receiver of an RDMA link without a device: keys, work requests, control messages."""
+"""Tests of sender and receiver of an RDMA link without a device: keys, work requests, control
+messages.
+"""
 
 from __future__ import annotations
 

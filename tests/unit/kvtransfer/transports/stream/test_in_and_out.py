@@ -1,4 +1,6 @@
-"""Bytes sent into one end of a stream arrive in their places, and errors are detected."""
+"""Tests that bytes sent into one end of a stream arrive in their places, and that errors are
+detected.
+"""
 
 from __future__ import annotations
 
