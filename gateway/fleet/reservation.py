@@ -175,7 +175,7 @@ class Reservation:
             if tokens and not self._sees_first_token:
                 self.live.speed.record_answer(tokens, now - self._reserved_at)
         if self._awaited:
-            self.live.speed.on_dropped(self._awaited)
+            self.live.speed.on_dropped(self._awaited, now)
             self._awaited = 0
         if not self._is_computed:
             self._unlearn()

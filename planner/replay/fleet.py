@@ -383,7 +383,7 @@ class Fleet:
         )
         if group is not None and is_awaited:
             group.speed.on_dropped(
-                max(1, flight.trace_request.input_tokens - flight.believed_tokens)
+                max(1, flight.trace_request.input_tokens - flight.believed_tokens), now
             )
         if flight.reservation is not None:
             flight.reservation.drop(now)

@@ -279,8 +279,15 @@ class SpeedRecord:
         """
         return sent_at - self._running_since >= JOIN_S
 
-    def on_dropped(self, tokens: int) -> None:
+    def on_dropped(self, tokens: int, now: float) -> None:
         """Record that a prompt was cancelled before its first token."""
+        was_waiting = bool(self._queue)
+        self._remove(tokens)
+        if was_waiting and not self._queue:
+            # Reviews have counted this wait, so without it the next TPOT sample would be too long.
+            self.prefill_s += now - self.since
+
+    def _remove(self, tokens: int) -> None:
         with suppress(ValueError):
             self._queue.remove(tokens)
 
@@ -293,7 +300,7 @@ class SpeedRecord:
         had to compute.
         """
         if not self._queue or self._queue[0] != tokens:
-            self.on_dropped(tokens)
+            self.on_dropped(tokens, now)
             return
         seconds = now - self.since
         if self._step_tokens:
@@ -312,7 +319,7 @@ class SpeedRecord:
         if queue and queue[0] == tokens:
             queue.popleft()
         else:
-            self.on_dropped(tokens)
+            self._remove(tokens)
         self._begin_next_step(now)
         self._running_since = now
         self.prefill_s += seconds

@@ -194,6 +194,24 @@ def test_prompts_in_between_do_not_make_streams_slow() -> None:
         assert all(engine.record.verdict is SpeedVerdict.NORMAL for engine in engines)
 
 
+@pytest.mark.parametrize("cancelled_s", [0.5, 1.5, 2.5])
+def test_prompts_cancelled_while_they_wait_do_not_make_streams_slow(cancelled_s: float) -> None:
+    # Every fourth second one engine gets a prompt, which is cancelled; its streams pause meanwhile.
+    engines = [Engine(), Engine(), Engine()]
+    for now in range(40):
+        phase = now % 4
+        if phase == 0:
+            engines[0].record.on_sent(8000, now + 0.1)
+        if phase == int(cancelled_s):
+            engines[0].record.on_dropped(8000, now - phase + cancelled_s)
+        for engine in engines:
+            is_paused = engine is engines[0]
+            paused_s = max(0.0, min(phase + 1, cancelled_s) - max(phase, 0.1)) * is_paused
+            engine.record.record_streams(8, round(8 * (1.0 - paused_s) / 0.012), 1.0, now + 1.0)
+        review([engine.member() for engine in engines], now + 1.0, LIMITS)
+        assert all(engine.record.verdict is SpeedVerdict.NORMAL for engine in engines)
+
+
 @pytest.mark.parametrize("stall_s", [0.5, 2.0])
 def test_one_prompt_that_takes_long_is_no_slowness(stall_s: float) -> None:
     engines, rng = [Engine(), Engine(), Engine(), Engine()], Random(13)
