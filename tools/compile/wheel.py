@@ -53,13 +53,18 @@ def build_pure() -> None:
     """Build the sdist from the files that git tracks, and a pure Python wheel from the sdist."""
     source = WORK / "source"
     shutil.rmtree(source, ignore_errors=True)
-    for name in _run(["git", "ls-files", "-z"], ROOT).split("\0")[:-1]:
-        (source / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(ROOT / name, source / name)
+    copy_tracked_files(ROOT, source)
     sdist = DIST / _run([sys.executable, "-c", _BUILD_SDIST, str(DIST)], source).splitlines()[-1]
     pip = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation"]
     _run([*pip, "-w", str(DIST), str(sdist)], WORK)
     print(sdist, *DIST.glob("penstock-*-none-any.whl"), sep="\n")  # noqa: T201
+
+
+def copy_tracked_files(checkout: Path, target: Path) -> None:
+    """Copy the files that git tracks in a checkout; links stay links."""
+    for name in _run(["git", "ls-files", "-z"], checkout).split("\0")[:-1]:
+        (target / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(checkout / name, target / name, follow_symlinks=False)
 
 
 def find_interpreters() -> Iterator[str]:
