@@ -1,4 +1,5 @@
-"""The gateway process:
+"""The gateway process: HTTP servers and clients, the live state of the endpoints, and the admin
+API.
 
 HTTP servers and clients, the live state of the endpoints, and the admin API.
 

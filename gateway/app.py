@@ -255,7 +255,7 @@ class App:
         ]
 
     async def retire(self) -> None:
-        """Serve the open connections until they end, while another process accepts new ones.
+        """Serve the open connections until they end, while a successor process accepts new ones.
 
         Ends after `timeouts.handover` at the latest. An idle connection gets one more request.
         """

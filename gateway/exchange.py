@@ -49,7 +49,9 @@ class Explainable(Protocol):
 
 
 class SecondAttempt(Protocol):
-    """A hedge: a second attempt that runs beside the first one (gateway/legs/hedge.py)."""
+    """A second attempt of a request (hedge), which runs beside the first one
+    (gateway/legs/hedge.py).
+    """
 
     is_over: bool
     loser: str
@@ -234,11 +236,11 @@ class Exchange:
 
     @property
     def failed_attempts(self) -> int:
-        """The number of endpoints that failed after the request was sent to them."""
+        """Return the number of endpoints that failed after this request was sent to them."""
         return len(self.retries) - self.unsent_attempts
 
     def on_reserved(self, room: PoolQueue, query: RoutingQuery, pick: Pick) -> None:
-        """Record that capacity was reserved at an endpoint; report the first reservation to the
+        """Record that capacity was reserved at an endpoint, and report the first reservation to the
         admission queue.
 
         It is reported only if the queue wants feedback.
@@ -264,7 +266,8 @@ class Exchange:
             holder.release_body(self.body_bytes)
 
     def on_first_token(self) -> None:
-        """Remove the prompt from the endpoint's backlog, and free the request's bytes.
+        """Record the first token of the answer: free the request's bytes, and update the endpoint's
+        load.
 
         The answer has begun, so no retry can need them any more.
         """
@@ -282,7 +285,7 @@ class Exchange:
             holder.release_body(self.body_bytes)
 
     def give_back_retry_turn(self, gate: AdmissionController) -> None:
-        """Release the turn of the retry budget, if the request holds one."""
+        """Release the request's turn in the gateway's retry budget, if it holds one."""
         if self.holds_retry_turn:
             self.holds_retry_turn = False
             gate.release_retry()
@@ -296,8 +299,9 @@ class Exchange:
         self.status, self.outcome, self.reason = 200, "interrupted", reason
 
     def drop_heavy_fields(self) -> None:
-        """Free large fields and client data. Times, outcome and pick stay, to explain the request
-        later.
+        """Free large fields and client data of the record.
+
+        Times, outcome and pick stay, to explain the request later.
         """
         if self.ttft_s is None and self.call is not None:  # otherwise released at the first token
             self.call.release()
@@ -333,12 +337,12 @@ class Exchange:
 
     @property
     def is_committed(self) -> bool:
-        """Whether a byte of the answer was sent to the client, which rules out a retry."""
+        """Return whether a byte of the answer was sent to the client, which rules out a retry."""
         return self.relay is not None and self.relay.is_committed
 
     @property
     def stage(self) -> str:
-        """The stage that the request is in: parse, queue, prefill, transfer or decode."""
+        """Return the stage that the request is in: parse, queue, prefill, transfer or decode."""
         if self.relay is not None and self.relay.first_token_at is not None:
             return "decode"
         if self.sent_at is not None:

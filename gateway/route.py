@@ -1,4 +1,4 @@
-"""The data that serving a request needs: routes, the snapshot, and the gateway's live parts.
+"""The data that serving a request needs: its route, the snapshot, and the gateway's live parts.
 
 gateway/reload/snapshot.py builds snapshots from a configuration, reload/swap.py puts them in force,
 and serve.py serves a request along its route.
@@ -51,7 +51,7 @@ class Route(msgspec.Struct, frozen=True):
     room          the admission queue of the model's pool
     prepare       builds an attempt at a whole request
     fingerprints  prompts are fingerprinted: the policy reads prefixes, or the access log has blocks
-    notes_picks   predictions for these endpoints are in use, so every pick is recorded
+    notes_picks   whether predictions for these endpoints are in use, so every pick is recorded
     slo           the service class of requests that name none
     is_low_first  the engines treat a low number in a body's `priority` as urgent
     overflow      names and penalties of the smaller models that may serve instead of a refusal
@@ -87,11 +87,11 @@ class Route(msgspec.Struct, frozen=True):
 
     @property
     def served_model(self) -> str:
-        """The model name in a parsed request, which may differ from the engines' name."""
+        """Return the model name in a parsed request, which may differ from the engines' name."""
         return self.name
 
     def resolve_name(self, endpoint: Endpoint) -> str:
-        """Return the name by which the endpoint's engine lists the model."""
+        """Return the name by which the endpoint's engine lists the model of this route."""
         return self.engine_name or endpoint.served_model or self.name
 
 
@@ -103,7 +103,9 @@ class CanaryRoute(msgspec.Struct, frozen=True):
     arms: CanaryArms
 
     def choose(self, exchange: Exchange, request: Request, primary: Route) -> Route:
-        """Return the route of the policy that serves the request; the exchange records which."""
+        """Return the route whose policy serves the request, and record the choice in the
+        exchange.
+        """
         if self.sampler.selects(request):
             exchange.canary_arm = self.arms.canary
             return self.route
@@ -127,7 +129,10 @@ class PoolTrials(msgspec.Struct, frozen=True):
 
     @property
     def reads_predictions(self) -> bool:
-        """Whether a trial needs latency predictions; shadow results always do."""
+        """Return whether a policy on trial needs latency predictions.
+
+        Shadow results always need them.
+        """
         return self.shadows is not None or (self.canary is not None and self.canary.reads_forecast)
 
 
@@ -198,7 +203,9 @@ class Snapshot(msgspec.Struct, frozen=True, weakref=True):
 
 
 class Gateway:
-    """The parts that every request uses; a reload replaces `snapshot` and keeps the others."""
+    """The parts of the gateway that every request uses; a reload replaces `snapshot` and keeps the
+    others.
+    """
 
     __slots__ = ("accounts", "endpoints", "gate", "handoffs", "hedger", "snapshot")
 

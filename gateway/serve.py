@@ -64,7 +64,8 @@ class RequestFactory:
     def __init__(
         self, gateway: Gateway, gaps: Histogram, proxies: TrustedProxies | None = None
     ) -> None:
-        """Initialize; `gaps` is the histogram of the times between a stream's chunks.
+        """Initialize the factory of exchanges; `gaps` is the histogram of the times between a
+        stream's chunks.
 
         `proxies` may name the client that they forward for.
         """
@@ -94,7 +95,7 @@ class RequestFactory:
     def serve_for(
         self, tenant: str, client: Client, api: Api
     ) -> tuple[Exchange, Coroutine[Any, Any, None]]:
-        """Return the exchange and the coroutine of a request that was authenticated earlier.
+        """Return the record and the serving coroutine of a request that was authenticated earlier.
 
         That is a request of a batch; `tenant` is its owner, "" where the API is open.
         """
@@ -135,7 +136,7 @@ def create_request_factory(
 
 
 async def serve(gateway: Gateway, exchange: Exchange, client: Client, handle: Handler) -> None:
-    """Serve one request.
+    """Serve one request of a client.
 
     In every case, the client gets one answer and the exchange is accounted once.
     """

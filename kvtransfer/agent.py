@@ -69,7 +69,8 @@ _FENCES_S = 5.0
 
 
 class Agent:
-    """The endpoint of all KV transfers of one tensor-parallel group, or of one rank of that group.
+    """The endpoint of all KV transfers of one tensor-parallel group of an engine, or of one rank of
+    it.
 
     layout, regions   the group's KV layout, and the KV memory of each rank; it outlives the agent
     key               the fleet's shared secret, at least 16 bytes; peers without it are refused
@@ -141,7 +142,8 @@ class Agent:
     # ---- API of the engine
 
     async def start(self) -> None:
-        """Start listening; transfer handles can then be awaited on the running event loop.
+        """Start to listen for other agents; handles of transfers can then be awaited on the running
+        event loop.
 
         Raises TransportError if the first transport does not start.
         """
@@ -154,7 +156,7 @@ class Agent:
         self._doorbell = doorbell
 
     def open(self, listener: HandleListener | None = None) -> None:
-        """Start listening without an event loop.
+        """Start to listen for other agents without an event loop.
 
         Transfer handles can then be read but not awaited, and `listener` is notified of every
         change. A transport other than the first that fails to start is logged and dropped. Raises
@@ -188,9 +190,9 @@ class Agent:
         return addresses
 
     async def close(self) -> None:
-        """End every transfer, wait until no peer can write to this memory, and stop listening.
+        """End every KV transfer, wait until no peer can write to this memory, and stop listening.
 
-        When this returns, all blocks belong to the engine again. May be called twice.
+        When this returns, all blocks belong to the engine again. It may be called twice.
         """
         self.begin_close()
         ends = [
@@ -205,7 +207,9 @@ class Agent:
         await asyncio.gather(*ends)
 
     def begin_close(self) -> None:
-        """Refuse new transfers, and begin to end the current ones; `finish_close` follows."""
+        """Refuse new KV transfers, and begin to end the current ones; a call of `finish_close` must
+        follow.
+        """
         with self._lock:
             self._closed = True
             self._board.stop_accepting()
@@ -213,7 +217,7 @@ class Agent:
             self._do(self._sink.close(now) + self._source.close(now))
 
     def finish_close(self) -> None:
-        """Close all links and stop listening; call `begin_close` first.
+        """Close all connections to other agents and stop listening; call `begin_close` first.
 
         Transfers that have not ended yet end with their transports.
         """
@@ -279,7 +283,7 @@ class Agent:
         timeout_s: float = 30.0,
         priority: str = "interactive",
     ) -> Landing:
-        """Fetch tokens [skip_tokens, tokens) of a peer's offer into `blocks`.
+        """Fetch the KV of tokens [skip_tokens, tokens) from another agent's offer into `blocks`.
 
         Returns at once with the handle of the transfer. The blocks belong to the transfer until it
         has ended.
@@ -329,14 +333,15 @@ class Agent:
 
     @property
     def epoch(self) -> bytes:
-        """16 random bytes drawn when this agent started; tickets of an earlier start differ in
-        them.
+        """Return 16 random bytes drawn when this agent started.
+
+        Tickets issued before that have other bytes.
         """
         return self._card.epoch
 
     def decline(self, name: str, detail: str = "") -> None:
-        """Report to waiting sinks that no offer of this name will come, now and for some
-        seconds.
+        """Report to agents that wait for an offer of this name that it will not come, now and for
+        some seconds.
         """
         with self._lock:
             self._do(self._source.decline(name, detail, self._clock.now()))
@@ -395,8 +400,8 @@ class Agent:
             self._do(self._sink.on_landed(link, head, verdict, self._clock.now()))
 
     def on_sent(self, link: Link, head: WindowHead) -> None:
-        """Do nothing when a window of KV has been read, because the sink's messages return the send
-        credit.
+        """Do nothing when bytes of KV have been read for sending, because the receiver's messages
+        return the send credit.
         """
 
     def on_fenced(self, link: Link, transfer: int) -> None:

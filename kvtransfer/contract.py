@@ -1,4 +1,4 @@
-"""The transport interface: links that carry ordered messages and KV bytes between agents.
+"""The interface of KV transports: links that carry ordered messages and KV bytes between agents.
 
 KV is sent in windows, pieces of a transfer that are acknowledged one by one. A transport moves
 bytes and stops moving them; LinkOwner, which owns a link, decides who may move what. Concrete
@@ -23,7 +23,7 @@ MAX_UNPROVEN_BYTES = 24 << 10
 
 
 class TransportError(Exception):
-    """Error: the peer cannot be reached over this transport; the message says why."""
+    """Raised when another agent cannot be reached over a transport; the message says why."""
 
 
 class WindowVerdict(StrEnum):
@@ -39,7 +39,7 @@ class WindowVerdict(StrEnum):
 
 
 class WindowHead(msgspec.Struct, frozen=True, array_like=True):
-    """Header of a window of KV: which runs of bytes of a transfer it carries.
+    """The header of a window, which is a piece of a KV transfer: which byte ranges it carries.
 
     transfer   number of the transfer
     group      layer group
@@ -60,7 +60,7 @@ class WindowHead(msgspec.Struct, frozen=True, array_like=True):
 
 
 class WindowSlice(msgspec.Struct, frozen=True):
-    """A window (piece of a transfer) of KV as one end sees it.
+    """A window (a piece of a KV transfer) as one end sees it.
 
     runs          its byte ranges
     region        this end's memory to read from or write to
@@ -79,7 +79,7 @@ class WindowSlice(msgspec.Struct, frozen=True):
 
 
 class Link(Protocol):
-    """A connection between two agents; the agent that dialled it is the sink for its whole life.
+    """A connection between two KV agents; the agent that opened it is always the sink (receiver).
 
     All methods may be called from any thread, also with the owner's lock held. They do not block,
     and never call the owner before they return. On a closed or lost link, all but `fence` do
@@ -99,25 +99,29 @@ class Link(Protocol):
     """
 
     def send(self, message: bytes) -> None:
-        """Queue a control message; messages and windows of KV of one side keep their order."""
+        """Queue a control message for the other agent.
+
+        Messages and KV bytes of one side keep their order.
+        """
         ...
 
     def put(self, head: WindowHead, window: WindowSlice) -> None:
-        """Queue a window of KV bytes to be sent by the source.
+        """Queue a window (a piece of a KV transfer) to be sent by the source.
 
-        The sink's owner gets `on_landed`, the source's `on_sent`.
+        Then `on_landed` is called at the receiver and `on_sent` at the source.
         """
         ...
 
     def drop(self, transfer: int) -> None:
-        """Drop the transfer's queued windows of KV (source only).
+        """Drop the queued windows (pieces of KV) of a transfer; only a source calls this.
 
         One that has been started ends as STALE.
         """
         ...
 
     def grant(self, transfer: int, regions: Sequence[Region], blocks: Blocks) -> bytes:
-        """Let the peer write to these blocks of KV (sink only), and return data for the invitation.
+        """Let the peer write to these blocks of KV, and return data for the invitation; only a sink
+        calls this.
 
         The data is keys for rdma. Called once per transfer. After the transfer's fence it grants
         nothing and returns b"".
@@ -125,14 +129,16 @@ class Link(Protocol):
         ...
 
     def accept(self, transfer: int, grant: bytes) -> None:
-        """Apply the sink's grant of access to its memory (source only).
+        """Use the permission that the sink has granted to write to its memory; only a source calls
+        this.
 
         For shm, also share the source's memory with the sink.
         """
         ...
 
     def fence(self, transfer: int) -> None:
-        """Stop all writes into the transfer's blocks, whatever the peer does (sink only).
+        """Stop all writes into the transfer's blocks, whatever the peer does; only a sink calls
+        this.
 
         `on_fenced` always follows, also on a closed or lost link and for a transfer without a
         grant, because no other event returns the blocks. `on_landed` does not follow for windows
@@ -142,22 +148,22 @@ class Link(Protocol):
 
     def secure(self, window_key: bytes) -> None:
         """Set the 32-byte key that both ends share after their proof of identity, before the first
-        window.
+        KV bytes.
 
-        A transport that encrypts windows uses it. Control messages are encrypted by the agents
+        A transport that encrypts KV uses it. Control messages are encrypted by the agents
         (kvtransfer/protocol/session.py).
         """
         ...
 
     def close(self) -> None:
-        """Close the connection; the owner gets no `on_lost` for it."""
+        """Close the connection to the other agent. Its owner gets no `on_lost` call for it."""
         ...
 
 
 @runtime_checkable
 class MultiLaneLink(Protocol):
-    """A link that can share its windows of KV with parallel connections to the same peer
-    (lanes).
+    """A connection to another agent that can share its KV traffic with parallel connections (lanes)
+    to the same agent.
     """
 
     lanes: int
@@ -166,7 +172,7 @@ class MultiLaneLink(Protocol):
     """For a lane: it has carried windows of its owner, so a window may be lost with it."""
 
     def add_lane(self, lane: Link) -> None:
-        """Let `lane`, a further connection to the same peer, carry windows of KV for this link.
+        """Let `lane`, a further connection to the same agent, carry KV for this link.
 
         The lane must be proven and secured. It reports the windows as this link's. Its messages and
         its end remain its own. Called on the lane's thread.
@@ -175,20 +181,22 @@ class MultiLaneLink(Protocol):
 
 
 class LinkOwner(Protocol):
-    """Protocol of the object that receives the events of links.
+    """The interface of the object that receives the events of connections between KV agents.
 
     Called on the transport's thread, one call at a time per link and, for windows, per lane. The
     transport must hold no lock then, because an owner calls links with its own lock held.
     """
 
     def on_linked(self, link: Link) -> None:
-        """Record a link that a peer has just dialled; the peer has not proven its identity yet."""
+        """Record a connection that another agent has just opened; that agent has not proven its
+        identity yet.
+        """
         ...
 
     def on_message(self, link: Link, data: bytes) -> None: ...
 
     def place_window(self, link: Link, head: WindowHead) -> WindowSlice | None:
-        """Return where to write a window that arrives (sink only).
+        """Return where to write an arriving window (piece of a KV transfer); only called at a sink.
 
         None means that the window is not expected, or arrived before. Its bytes are read and
         discarded, and no further call follows for it.
@@ -196,13 +204,16 @@ class LinkOwner(Protocol):
         ...
 
     def on_landed(self, link: Link, head: WindowHead, verdict: WindowVerdict) -> None:
-        """Record that a window of KV arrived: its bytes are in place if OK, and must not be used
-        otherwise.
+        """Record that a window (a piece of a KV transfer) has arrived.
+
+        Its bytes may only be used if `verdict` is OK.
         """
         ...
 
     def on_sent(self, link: Link, head: WindowHead) -> None:
-        """Record that the bytes of a queued window have been read from the source's KV memory."""
+        """Record that the bytes of a queued window (piece of a KV transfer) have been read from the
+        source's memory.
+        """
         ...
 
     def on_fenced(self, link: Link, transfer: int) -> None: ...
@@ -213,26 +224,28 @@ class LinkOwner(Protocol):
 class Transport(Protocol):
     """One way to reach peers, such as TCP or shared memory.
 
-    `is_sealed` is whether windows leave this host encrypted; None: they do not leave it.
+    `is_sealed` is whether KV leaves this host encrypted; None: it does not leave the host.
     """
 
     name: str
     is_sealed: bool | None
 
     def start(self, owner: LinkOwner, regions: Sequence[Region]) -> str:
-        """Listen, if the transport does, and return the address for peers.
+        """Listen for other agents, if the transport can, and return the address for them.
 
         There is one region of KV memory per local rank.
         """
         ...
 
     def dial(self, address: str) -> Link:
-        """Open a link to the agent at `address`; may block for some seconds.
+        """Open a connection (link) to the agent at `address`; may block for some seconds.
 
         Raises TransportError.
         """
         ...
 
     def close(self) -> None:
-        """Stop listening, close every link, and end every thread of the transport."""
+        """Stop listening, close every connection to other agents, and end every thread of the
+        transport.
+        """
         ...

@@ -35,7 +35,7 @@ FORWARDING_HEADERS = (
 
 
 def access_middleware(config: Callable[[], Config]) -> Middleware:
-    """Return middleware that refuses a request with 401 or 403 and the reason.
+    """Return aiohttp middleware that refuses a request with 401 or 403 and the reason.
 
     `config` returns the current configuration.
     """
@@ -55,7 +55,7 @@ def access_middleware(config: Callable[[], Config]) -> Middleware:
 
 
 def check_host(request: web.Request, config: Config) -> web.Response | None:
-    """Return a refusal unless the Host header is one of this server's names, else None.
+    """Return a refusal unless the Host header is one of the admin server's names, else None.
 
     An IP address is always accepted, because DNS rebinding needs a host name.
     """

@@ -1,4 +1,6 @@
-"""The admin server's pages for pools that choose their policy: state, pin and unpin."""
+"""The admin server's pages for pools that choose their routing policy automatically: state, pin and
+unpin.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ STATUS = {"applied": 200, "unchanged": 200, "rejected": 400, "nothing": 409, "co
 
 
 def add_auto(routes: web.UrlDispatcher, find: Callable[[], AutoPolicyController | None]) -> None:
-    """Add the admin server's routes below /auto to `routes`.
+    """Add the routes below /auto, about automatic policy selection, to the admin server's `routes`.
 
     `find` returns the AutoPolicyController of this process, or None if the process has none.
     """

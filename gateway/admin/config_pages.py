@@ -42,7 +42,9 @@ STATUS: Mapping[str, int] = MappingProxyType(
 
 
 def add(target: AdminTarget, routes: web.UrlDispatcher) -> None:
-    """Add the routes below /config to the admin server of a gateway without worker processes."""
+    """Add the configuration routes, below /config, to the admin server of a gateway without worker
+    processes.
+    """
     reloader = target.reloader
 
     async def read(_: web.Request) -> web.Response:
@@ -92,7 +94,8 @@ def add_changes(
     reload: Callable[[ChangeOptions], Awaitable[web.Response]],
     rollback: Callable[[int | None, ChangeOptions], Awaitable[web.Response]],
 ) -> None:
-    """Add the admin server's routes that change the configuration, for a gateway or a supervisor.
+    """Add the admin server's routes that change the configuration, for a gateway or a supervisor of
+    workers.
 
     put       called with the text, the request's headers and the options
     reload    called with the options

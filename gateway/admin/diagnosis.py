@@ -120,9 +120,7 @@ class MinuteCounts(msgspec.Struct, frozen=True):
 
 
 def diagnose(minute: MinuteCounts) -> list[DiagnosisLine]:
-    """Return the sentences of the diagnosis, one for each problem of the last minute, most severe
-    first.
-    """
+    """Return the diagnosis of the last minute: one sentence for each problem, most severe first."""
     reasons = [
         *_configuration(minute),
         *_shared(minute),
@@ -247,7 +245,9 @@ def _slow(endpoints: Sequence[Mapping[str, Any]]) -> Iterator[DiagnosisLine]:
 
 
 def median_without(ordered: Sequence[float], value: float) -> float:
-    """Return the median of ascending numbers after removal of one element equal to `value`."""
+    """Return the median of a list of ascending numbers after the removal of one element equal to
+    `value`.
+    """
     left_out, others = bisect_left(ordered, value), len(ordered) - 1
     low, high = (
         index if index < left_out else index + 1 for index in ((others - 1) // 2, others // 2)

@@ -1,4 +1,4 @@
-"""Ends the admin server of a process whose successor accepts the new connections."""
+"""Ends the connections of an admin server whose process is being replaced by a successor."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def announce_close(application: web.Application, is_draining: Callable[[], bool]
 
 
 async def end_connections(server: web.Server, patience_s: float, response_s: float) -> None:
-    """Close all connections of a server that accepts no more, after those in use are answered.
+    """Close all connections of a server that accepts no more, after answering requests in progress.
 
     A connection that was accepted a moment ago is about to send its request, and an idle one may
     have sent it already. So each may send one for `patience_s` seconds. Responses that have not

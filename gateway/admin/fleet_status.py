@@ -1,4 +1,4 @@
-"""The state of a gateway at one moment: configuration, pools, endpoints and pairs, as plain values.
+"""The state of a gateway at one moment: configuration, pools, endpoints and prefill/decode pairs.
 
 Together with a metric sample it is the complete input of a live view. Each gateway process makes
 both; with several workers, the supervisor merges them.
@@ -31,7 +31,11 @@ RowT = TypeVar("RowT")
 async def in_turns(
     lives: Sequence[LiveEndpoint], build: Callable[[LiveEndpoint], RowT]
 ) -> list[RowT]:
-    """Build a row for each endpoint, yielding to the event loop after every few rows."""
+    """Build a table row for each endpoint, and yield to the event loop after every few rows, so
+    that requests are not delayed.
+
+    Returns the rows.
+    """
     rows: list[RowT] = []
     for begin in range(0, len(lives), ROWS_PER_TURN):
         if begin:
@@ -55,16 +59,17 @@ class PairStatus(msgspec.Struct, frozen=True):
 
     @property
     def p95_s(self) -> float | None:
-        """The 95th percentile of the newest handoff times in seconds.
+        """Return the 95th percentile of the newest handoff times in seconds.
 
-        None before the first handoff.
+        Returns None before the first handoff.
         """
         ordered = sorted(self.newest_s)
         return ordered[(len(ordered) * 19 - 1) // 20] if ordered else None
 
 
 class FleetStatus(msgspec.Struct, frozen=True):
-    """The part of a live view that is not in any metric: endpoint rows, handoffs and configuration.
+    """The part of a gateway's live view that is not in any metric: endpoint rows, handoffs and
+    configuration.
 
     slo_by_class          (TTFT, TPOT) SLO in seconds by service class
     default_class         the service class of requests that name none

@@ -55,7 +55,7 @@ class LiveStream:
         self._build_s = 0.0
 
     def start(self) -> None:
-        """Start to sample the metrics in a background task."""
+        """Start to sample the gateway's metrics in a background task, for the live view."""
         self._task = asyncio.create_task(self._run(), name="sample the metrics")
 
     def stop(self) -> None:
@@ -66,7 +66,7 @@ class LiveStream:
             self._next.cancel()
 
     def try_add_watcher(self) -> bool:
-        """Add a watcher and return True, or return False when there are too many.
+        """Register a client that watches the live view; return False when there are too many.
 
         Each added watcher must be removed with remove_watcher().
         """
@@ -80,7 +80,8 @@ class LiveStream:
         self._watchers -= 1
 
     async def current_frame(self) -> bytes:
-        """Return the current frame, at most a quarter of a second old.
+        """Return the current frame of the live view as JSON bytes, at most a quarter of a second
+        old.
 
         Raises LookupError when no process responds.
         """
@@ -89,7 +90,10 @@ class LiveStream:
         return self._frame
 
     async def next_frame(self) -> bytes:
-        """Wait for the next frame; a slow watcher misses frames and delays no other."""
+        """Wait for the next frame of the live view and return it.
+
+        A slow watcher misses frames and delays no other watcher.
+        """
         if self._next is None or self._next.done():
             self._next = asyncio.get_running_loop().create_future()
         return await asyncio.shield(self._next)

@@ -1,4 +1,4 @@
-"""The live view as one JSON-compatible value; docs/live-page.md describes its members.
+"""The live view of a gateway as one JSON-compatible value; docs/live-page.md describes its members.
 
 Rates cover the last ten seconds, percentiles and ratios the last minute; unknown values are None.
 Samples are in metric_samples.py, the state in fleet_status.py, pairs in kv_flow.py, sentences in

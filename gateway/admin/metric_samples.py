@@ -1,4 +1,4 @@
-"""Samples of the metrics over the last minute, and the arithmetic between two of them.
+"""Samples of a gateway's metrics over the last minute, and the differences between two samples.
 
 Rates, percentiles and sparklines are differences between samples. A sample copies counters and
 computes nothing. live_view.py shows them.
@@ -27,7 +27,7 @@ Key = TypeVar("Key")
 
 
 class MetricSample(msgspec.Struct, frozen=True, eq=False):
-    """The metrics at one moment (monotonic seconds), most of them sums since the start.
+    """A gateway's metrics at one moment (monotonic seconds); most are sums since the start.
 
     responses         by (status, reason)
     slo_outcomes      responses by (service class, SLO outcome)
@@ -66,7 +66,7 @@ class MetricSample(msgspec.Struct, frozen=True, eq=False):
 def take_sample(
     target: AdminTarget, now: float, before: MetricSample | None = None
 ) -> MetricSample:
-    """Return a sample of the metrics at time `now`.
+    """Return a sample of the gateway's metrics at time `now` (monotonic seconds).
 
     A sketch that has not changed shares its counts with the sample `before`, to save memory and
     work.
@@ -111,7 +111,9 @@ def _with_kind(kind: str, sums: Mapping[str, float]) -> dict[tuple[str, str], fl
 
 
 class SampleDifference(msgspec.Struct, frozen=True):
-    """The difference between two samples: rates per second, and the 95th percentile of TTFT."""
+    """The difference between two metric samples: rates per second, and the 95th percentile of
+    TTFT.
+    """
 
     at: float
     requests_per_s: float
@@ -137,7 +139,7 @@ def sample_difference(before: MetricSample, after: MetricSample) -> SampleDiffer
 
 
 def count_failed(responses: Mapping[tuple[str, str], float]) -> float:
-    """Return the number of failed responses.
+    """Return the number of failed responses of the gateway.
 
     `responses` counts responses by (HTTP status, reason).
     """
@@ -145,7 +147,7 @@ def count_failed(responses: Mapping[tuple[str, str], float]) -> float:
 
 
 class SampleHistory:
-    """The samples of the last minute, oldest first and about a second apart.
+    """The gateway's metric samples of the last minute, oldest first and about a second apart.
 
     It keeps the differences between them as well.
     """
@@ -159,11 +161,11 @@ class SampleHistory:
 
     @property
     def newest(self) -> MetricSample | None:
-        """The newest metric sample, or None before the first one."""
+        """Return the newest metric sample, or None before the first one."""
         return self._ring[-1] if self._ring else None
 
     def append(self, mark: MetricSample) -> None:
-        """Append a sample, unless the last one is less than MIN_SPACING_S old.
+        """Append a metric sample, unless the last one is less than MIN_SPACING_S seconds old.
 
         Samples older than a minute are dropped.
         """
@@ -177,7 +179,8 @@ class SampleHistory:
             self._steps.popleft()
 
     def differences(self, now: MetricSample) -> list[SampleDifference]:
-        """Return the differences between consecutive samples, including one up to `now`.
+        """Return the differences between consecutive metric samples, including one up to the time
+        `now`.
 
         That last one is left out if it is shorter than half a second.
         """
@@ -187,7 +190,8 @@ class SampleHistory:
         return [*self._steps, sample_difference(last, now)]
 
     def find_before(self, at: float, span_s: float) -> MetricSample | None:
-        """Return the newest sample that is at least `span_s` seconds older than `at`.
+        """Return the newest metric sample that is at least `span_s` seconds older than the time
+        `at`.
 
         Without one, return the oldest sample, or None if there is none before `at`.
         """
@@ -198,14 +202,19 @@ class SampleHistory:
 
 
 def counter_growth(after: Mapping[Key, float], before: Mapping[Key, float]) -> Counter[Key]:
-    """Return by how much each counter has grown, without those that have not."""
+    """Return by how much each counter has grown from `before` to `after`.
+
+    Counters that have not grown are left out.
+    """
     return Counter(
         {key: grown for key, value in after.items() if (grown := value - before.get(key, 0.0)) > 0}
     )
 
 
 def rate_function(after: MetricSample, before: MetricSample) -> Callable[[float], float]:
-    """Return a function that converts a counter's growth between two samples to a rate (1/s)."""
+    """Return a function that converts a counter's growth between two metric samples to a rate per
+    second.
+    """
     span_s = after.at - before.at
     return lambda count: round(count / span_s, 3) if span_s > 0 else 0.0
 

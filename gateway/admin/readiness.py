@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def not_ready_reason(gateway: Gateway, *, is_draining: bool) -> str | None:
-    """Return why requests should not be sent here, or None if the gateway is ready.
+    """Return why load balancers should send no requests to this gateway, or None if it is ready.
 
     A gateway that can serve at least one of its models is ready. Requests for the others get a 503.
     """

@@ -1,4 +1,4 @@
-"""GET /requests of the admin server: the most recently finished requests, as rows.
+"""The admin page GET /requests: the most recently finished requests, as rows.
 
 It has the query, the rows, and the merge of several workers' rows. A row contains no prompt, no
 response text and no client header. explain.py keeps the requests.
@@ -96,7 +96,9 @@ def has_problem(ended: EndedExchange) -> bool:
 
 
 def merge_recent(pages: Iterable[Mapping[str, Any]], query: RecentQuery) -> dict[str, Any]:
-    """Merge the lists of several workers into one, newest first, within the query's limit."""
+    """Merge several workers' lists of finished requests into one, newest first, within the query's
+    limit.
+    """
     rows_by_worker = list(pages)
     rows = sorted(
         (row for page in rows_by_worker for row in page["requests"]), key=_ended_at, reverse=True

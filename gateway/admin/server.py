@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 def admin_application(target: AdminTarget) -> web.Application:
     """Return the admin server's aiohttp application.
 
-    Only the configuration's pages and draining an endpoint change anything.
+    Its only pages that change anything are those of the configuration and of draining an endpoint.
     """
     server = web.Application(
         middlewares=[access_middleware(lambda: target.gateway.snapshot.config)],

@@ -61,7 +61,7 @@ WaiterFuture = asyncio.Future[Verdict]
 
 
 class PoolQueue:
-    """The permits of one pool, and the requests that wait for one; a waiting request is a future.
+    """The wait queue of one pool: permits to be served, and the requests that wait for one.
 
     The object is a context manager that releases a permit at its end.
 
@@ -98,7 +98,7 @@ class PoolQueue:
         candidates: tuple[Candidate, ...],
         leaving: tuple[EndpointLoad, ...] = (),
     ) -> None:
-        """Replace the pool's limits and its set of endpoints.
+        """Replace the limits of a pool's wait queue, and the endpoints that it counts.
 
         leaving  endpoints that are no longer candidates but still serve older requests
         """
@@ -109,8 +109,8 @@ class PoolQueue:
     def set_admission(self, policy: Admission, shares: Mapping[str, float]) -> None:
         """Replace the pool's admission policy and the tenants' shares.
 
-        A plain concurrency limit with a single tenant learns nothing from requests, so it gets no
-        feedback.
+        Results of requests are not reported to a plain concurrency limit with a single tenant,
+        which learns nothing from them.
         """
         self._queue.admission = policy
         self._queue.set_shares(FairShares(shares))
@@ -119,7 +119,7 @@ class PoolQueue:
         self._share_sessions()
 
     def publish_to_peers(self, updates: OutgoingUpdates | None) -> None:
-        """Record charges and sessions of this pool in `updates`, to be sent to other gateways.
+        """Record the tenants' charges and sessions of this pool in `updates`, for other gateways.
 
         None stops the recording.
         """
@@ -136,27 +136,36 @@ class PoolQueue:
 
     @property
     def price(self) -> float:
-        """The price that the admission policy sets for a typical request; 0 if it has no prices."""
+        """Return the price that the admission policy sets for a typical request; 0 if it sets no
+        prices.
+        """
         policy = self._queue.admission
         return policy.price if isinstance(policy, PricedAdmission) else 0.0
 
     @property
     def sessions(self) -> WorkingSet | None:
-        """The sessions whose contexts the admission policy counts, or None if it tracks none."""
+        """Return the sessions whose contexts the admission policy counts, or None if it tracks
+        none.
+        """
         policy = self._queue.admission
         return policy.sessions if isinstance(policy, PricedAdmission | SessionCap) else None
 
     @property
     def session_memory_share(self) -> float:
-        """The share of KV memory (0 to 1) that sessions may fill; 1 if they are not limited."""
+        """Return the share of KV memory (0 to 1) that sessions may fill; 1 if sessions are not
+        limited.
+        """
         return 1.0 if self.sessions is None else min(1.0, self.sessions.memory_share)
 
     def learns_from(self, request: Request) -> bool:
-        """Return whether the request must be reported by on_reserved() and on_finished()."""
+        """Return whether the admission policy must be told of this request, by on_reserved() and
+        on_finished().
+        """
         return self.wants_feedback or (self.reads_sessions and bool(request.session))
 
     def on_reserved(self, query: RoutingQuery, pick: Pick) -> None:
-        """Charge the tenant of an admitted request, once its first endpoint has been picked.
+        """Charge the tenant of an admitted request, once the request's first endpoint has been
+        picked.
 
         Call it only if `learns_from` the request.
         """
@@ -166,7 +175,9 @@ class PoolQueue:
             self._updates.add_charge(self.name, query.request.tenant, tokens)
 
     def on_finished(self, request: Request, outcome: Callable[[], RequestOutcome]) -> None:
-        """Correct the charge for a request that has ended; report its outcome to the policy."""
+        """Correct the tenant's charge for a request that has ended, and report its outcome to the
+        admission policy.
+        """
         if not self.learns_from(request):
             return
         result = outcome()
@@ -176,11 +187,13 @@ class PoolQueue:
             self._updates.add_charge(self.name, request.tenant, correction)
 
     def add_peer_charge(self, tenant: str, tokens: float) -> None:
-        """Charge the tenant for tokens of work that another gateway has done for it."""
+        """Charge the tenant of this gateway's queue for tokens that another gateway has processed
+        for the tenant.
+        """
         self._queue.charge_peer_work(tenant, tokens)
 
     def tick(self, now: float) -> None:
-        """Advance the clock of the admission policy. Call it about every 100 ms."""
+        """Advance the clock of a pool's admission policy. Call it about every 100 ms."""
         self._queue.tick(now)
         if self._queue.waiting:
             self._settle()
@@ -202,17 +215,19 @@ class PoolQueue:
 
     @property
     def queued_tokens(self) -> int:
-        """The number of prompt tokens of the waiting requests."""
+        """Return the number of prompt tokens of all requests that wait in this queue."""
         return self._queue.queued_tokens
 
     @property
     def places(self) -> int:
-        """The number of requests that the pool's available endpoints may run concurrently."""
+        """Return the number of requests that the pool's available endpoints may run
+        concurrently.
+        """
         return self._queue.capacity
 
     @property
     def permits_in_use(self) -> int:
-        """The number of permits held by requests at available endpoints.
+        """Return the number of permits held by requests at available endpoints.
 
         Requests at ejected or leaving endpoints are not counted.
         """
@@ -221,7 +236,7 @@ class PoolQueue:
     async def enter(
         self, query: RoutingQuery, query_at: Callable[[float], RoutingQuery] | None = None
     ) -> PoolQueue:
-        """Take a permit, after waiting if necessary.
+        """Take a permit for a request, after waiting for one if necessary.
 
         Raises GatewayError when the request is rejected.
 
@@ -238,11 +253,16 @@ class PoolQueue:
         return self
 
     def try_enter(self, query: RoutingQuery) -> bool:
-        """Take a permit if that is possible without waiting; return whether it was taken."""
+        """Take a permit for a request if that is possible without waiting.
+
+        Returns whether it was taken.
+        """
         return isinstance(self._queue.decide_without_queueing(query, self._candidates), Admit)
 
     def on_not_routed(self, request: Request) -> None:
-        """Refund the charge for a request that was admitted after a wait but found no endpoint."""
+        """Refund the tenant's charge for a request that was admitted after a wait but found no
+        endpoint.
+        """
         self._queue.on_not_routed(request)
 
     async def _wait(self, request: Request, waiter: WaiterFuture, timeout_s: float) -> Verdict:
@@ -338,20 +358,23 @@ class AdmissionController:
         self.configure(config)
 
     def configure(self, config: Config) -> None:
-        """Apply new limits. Capacity that running requests hold is kept."""
+        """Apply new limits to the admission controller.
+
+        Capacity that running requests hold is kept.
+        """
         self.quotas.configure(config.tenants)
         self._budget_bytes = config.limits.body_budget
         self._retries.limits = RetryLimits(config.retries.budget, config.retries.floor)
 
     def pool_queue(self, pool: str) -> PoolQueue:
-        """Return the queue of this pool.
+        """Return the wait queue of a pool of endpoints.
 
         If the pool is new, return a new queue, which add_queue() must register.
         """
         return self._rooms.get(pool) or PoolQueue(pool)
 
     def add_queue(self, queue: PoolQueue) -> None:
-        """Register the queue of a pool whose configuration has been applied."""
+        """Register the wait queue of a pool whose configuration has been applied."""
         queue.publish_to_peers(self._updates)
         self._rooms[queue.name] = queue
 
@@ -362,7 +385,9 @@ class AdmissionController:
             queue.publish_to_peers(updates)
 
     def remove_queue(self, queue: PoolQueue) -> None:
-        """Remove the queue of a pool that was removed and whose requests have all ended."""
+        """Remove the wait queue of a pool that was removed from the configuration and whose
+        requests have all ended.
+        """
         if self._rooms.get(queue.name) is queue:
             del self._rooms[queue.name]
 
@@ -370,7 +395,7 @@ class AdmissionController:
         return list(self._rooms.values())
 
     def tick(self, now: float) -> None:
-        """Advance the clock of every admission policy. Call it about every 100 ms."""
+        """Advance the clock of every pool's admission policy. Call it about every 100 ms."""
         for queue in self._rooms.values():
             queue.tick(now)
 
@@ -386,7 +411,7 @@ class AdmissionController:
     def reserve_body(self, body_bytes: int) -> int:
         """Reserve memory for a request body; return the number of bytes to release later.
 
-        Raises GatewayError when the budget is used up.
+        Raises GatewayError when the budget for bodies is used up.
         """
         if self.body_bytes + body_bytes > self._budget_bytes:
             raise GatewayError(
@@ -402,10 +427,11 @@ class AdmissionController:
         self.body_bytes -= body_bytes
 
     async def acquire_retry(self) -> bool:
-        """Take one retry from the gateway's budget; return False if none became free in time.
+        """Take the right to one retry from the gateway's budget; return False if none became
+        available in time.
 
         A request over budget waits up to RETRY_WAIT_S. So the requests of a failed endpoint are
-        spread over time instead of refused at once. The caller must release a retry with
+        spread over time instead of refused at once. The caller must give it back with
         release_retry().
         """
         if self.is_stopping:
@@ -430,7 +456,9 @@ class AdmissionController:
         return turn.result()
 
     def try_acquire_retry(self) -> bool:
-        """Take one retry without waiting; return False if the budget is used up."""
+        """Take the right to one retry without waiting; return False if the retry budget is used
+        up.
+        """
         return self._retries.try_take(self.active_requests)
 
     def release_retry(self) -> None:
@@ -459,8 +487,8 @@ class AdmissionController:
 
     @property
     def retries_left(self) -> int | None:
-        """The number of retries that the retry budget would grant now; None if retries are turned
-        off.
+        """Return the number of retries that the retry budget would grant now; None if retries are
+        turned off.
         """
         limits = self._retries.limits
         if not limits.floor and not limits.share:

@@ -30,7 +30,7 @@ class Quotas:
         self.updates: OutgoingUpdates | None = None
 
     def configure(self, tenants: Sequence[Tenant]) -> None:
-        """Apply the limits of these tenants.
+        """Apply new per-minute limits of these tenants.
 
         A tenant whose limits changed starts with a full minute's allowance.
         """
@@ -53,7 +53,9 @@ class Quotas:
         self.by_tenant = unchanged | new
 
     def take(self, request: Request) -> Quota | None:
-        """Charge a request to its tenant's quota; return that quota, or None without limits.
+        """Charge a request to its tenant's quota.
+
+        Return that quota, or None if the tenant has no limits.
 
         Raises GatewayError when the quota is used up.
         """
@@ -102,7 +104,9 @@ def _charged_requests(request: Request) -> int:
 
 
 def rate_limit_error(refused: QuotaRefusal) -> GatewayError:
-    """Return the error 429 for a used-up quota, with the x-ratelimit headers that SDKs read."""
+    """Return the error (status 429) for a used-up quota, with the x-ratelimit headers that SDKs
+    read.
+    """
     what, limit = refused.what, refused.limit
     return GatewayError(
         Failure.TENANT_RATE_LIMITED,

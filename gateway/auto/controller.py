@@ -1,4 +1,4 @@
-"""Compares the policies of pools by replays at regular intervals, and changes a pool's policy.
+"""Compares the routing policies of pools by regular replays, and changes the policy of a pool.
 
 Decisions are pure (policies/auto/decider.py). A change is an ordinary configuration change, with a
 version of its own. A comparison is cancelled when an endpoint fails.
@@ -68,7 +68,7 @@ class AutoPolicyController:
         self._task = self._comparison = None
 
     def on_applied(self, trigger: str) -> None:
-        """Update the pools' states after a configuration was applied.
+        """Update the state of automatic policy selection after a configuration was applied.
 
         `trigger` is the cause of that version. After a rollback to an older version, the restored
         policies are kept until an operator permits changes.

@@ -1,4 +1,4 @@
-"""One gateway process without workers, as the target of the choice of policies."""
+"""Lets automatic policy selection change one gateway process that has no workers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ TRIGGER = "auto"
 
 
 class GatewayAutoTarget:
-    """An AutoTarget for one gateway process without workers.
+    """Lets automatic policy selection read and change one gateway process without workers.
 
     `rows` returns the endpoint rows of the admin page /endpoints.
     """

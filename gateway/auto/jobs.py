@@ -1,4 +1,6 @@
-"""Builds the job of a replay process from the configuration in force."""
+"""Builds the job of a replay process, which compares routing policies, from the configuration in
+force.
+"""
 
 from __future__ import annotations
 

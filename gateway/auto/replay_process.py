@@ -1,4 +1,4 @@
-"""The process that replays the access log beside the gateway: one for each comparison.
+"""The process that replays the access log with other routing policies, one for each comparison.
 
 It limits itself (planner/auto/cpu_budget.py). It ends when its stdin closes, so also when the
 gateway is killed.

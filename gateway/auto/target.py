@@ -1,4 +1,4 @@
-"""The interface of automatic policy selection to its process: a gateway, or a supervisor of
+"""The interface through which automatic policy selection changes a gateway, or a supervisor of
 workers.
 """
 
@@ -16,7 +16,7 @@ EndpointRows = Callable[[], Awaitable[Sequence[Mapping[str, Any]]]]
 
 
 class ChangeResult(msgspec.Struct, frozen=True):
-    """The result of a configuration change.
+    """The result of a configuration change by automatic policy selection.
 
     `changed` has the paths of the changed settings.
     """
@@ -35,7 +35,7 @@ class AutoTarget(Protocol):
 
     @property
     def running(self) -> LoadedConfig:
-        """The configuration in force."""
+        """Return the configuration in force."""
         ...
 
     @property
@@ -44,9 +44,12 @@ class AutoTarget(Protocol):
     def is_draining(self) -> bool: ...
 
     def endpoint_rows(self) -> Awaitable[Sequence[Mapping[str, Any]]]:
-        """Return the endpoint rows that the admin page /endpoints shows."""
+        """Return the rows about endpoints that the admin page /endpoints shows."""
         ...
 
     async def change(self, text: bytes, reason: str, *, dry_run: bool) -> ChangeResult:
-        """Replace the configuration in force by this text, or only validate the text."""
+        """Replace the configuration in force by this text, or only validate the text if `dry_run`.
+
+        Returns the result.
+        """
         ...

@@ -1,4 +1,6 @@
-"""Changes a pool's policy in a configuration text, and keeps comments, order and references."""
+"""Changes a pool's routing policy in a configuration text, and keeps comments, order and
+references.
+"""
 
 from __future__ import annotations
 

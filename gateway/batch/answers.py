@@ -1,4 +1,5 @@
-"""The answer to one batch request: received as a client would receive it, and kept if pre-empted.
+"""Receives the answer to one request of a batch, as a client would, and keeps the part of an answer
+that is interrupted.
 
 LineClient stands in for the connection of a client. An answer that can be continued token for token
 is requested as a stream; StreamedAnswer joins its events to the body of a whole answer. No I/O.
@@ -62,7 +63,7 @@ def rest_body(terms: ContinuationTerms, kept: KeptAnswer, model: str) -> bytes:
 
 
 class StreamedAnswer:
-    """The text of a streamed answer so far, from which the whole answer's body is built at its end.
+    """Collects the text of a streamed answer, and builds the body of the whole answer at its end.
 
     text   the answer's text, including what was kept of an earlier attempt
     first  the first chunk of the answer, raw JSON; b"" until it has arrived
@@ -80,7 +81,7 @@ class StreamedAnswer:
         self._unread = b""
 
     def feed(self, data: bytes) -> None:
-        """Process the next bytes of the stream's events."""
+        """Process the next bytes of a streamed answer's events."""
         *events, self._unread = (self._unread + data).split(b"\n\n")
         for event in events:
             payload = event.removeprefix(b"data:").strip()
@@ -105,11 +106,12 @@ class StreamedAnswer:
 
     @property
     def is_complete(self) -> bool:
-        """Whether the answer has its finish reason, so that its body can be built."""
+        """Return whether the answer has its finish reason, so that its body can be built."""
         return self._last.get("finish_reason") is not None
 
     def end_at_limit(self) -> None:
-        """Complete an answer whose kept part already has the maximum number of tokens.
+        """Complete an answer of which an earlier attempt has already produced the maximum number of
+        tokens.
 
         No engine request is needed for it.
         """
@@ -117,7 +119,9 @@ class StreamedAnswer:
         self._usage = {"completion_tokens": 0}
 
     def body(self) -> bytes:
-        """Return the body of the complete answer, as if it had not been requested as a stream."""
+        """Return the JSON body of the complete answer, as if it had not been requested as a
+        stream.
+        """
         envelope = {
             name: value
             for name, value in _decode(self.first).items()
@@ -146,7 +150,8 @@ class StreamedAnswer:
     def keep(
         self, prompt: Sequence[int], shown: Sequence[int], prompt_tokens: int
     ) -> KeptAnswer | None:
-        """Return the part of the answer that was received over all attempts; None if nothing was.
+        """Return the part of an answer that was received over all attempts, or None if nothing was
+        received.
 
         `prompt` and `shown` are the token ids of the newest attempt's prompt and answer.
         """
@@ -214,7 +219,10 @@ class LineClient:
         return self._request_body
 
     def set_source(self, source: UpstreamConnection | None) -> None:
-        """Do nothing: this client reads everything, so it never pauses the engine's connection."""
+        """Do nothing.
+
+        This client of a batch request reads everything, so it never pauses the engine's connection.
+        """
 
     def write(self, data: bytes) -> None:
         self._received += len(data)
@@ -239,5 +247,5 @@ class LineClient:
         self.status, self._pieces = status, [body]
 
     def close_after_write(self) -> None:
-        """Record that the response ends although it is incomplete."""
+        """Record that the response to a batch request ends although it is incomplete."""
         self.is_cut = True

@@ -47,7 +47,7 @@ def decode_line(raw: bytes) -> InputLine:
 
 
 class InputChecker:
-    """Checks the lines of one input file in order, and collects their problems.
+    """Checks the lines of one batch input file in order, and collects their problems.
 
     lines     number of requests so far
     model     the model of all requests; "" before the first one
@@ -55,7 +55,8 @@ class InputChecker:
     """
 
     def __init__(self, endpoint: str, max_lines: int, max_body: int) -> None:
-        """Initialize; `endpoint` is the path that every line must have as its url.
+        """Initialize the check of a batch's input file, whose lines must all have the url
+        `endpoint`.
 
         At most `max_lines` lines are accepted, each with a body of at most `max_body` bytes.
         """
@@ -67,11 +68,13 @@ class InputChecker:
 
     @property
     def is_full(self) -> bool:
-        """Whether the maximum number of problems was found, so that checking may stop."""
+        """Return whether the maximum number of problems was found, so that the check of the input
+        file may stop.
+        """
         return len(self.problems) >= MAX_PROBLEMS
 
     def check(self, raw: bytes) -> None:
-        """Check the next line of the input file. The line must not be blank."""
+        """Check the next line of a batch's input file. The line must not be blank."""
         self.lines += 1
         if self.lines > self._max_lines:
             message = f"The file has more than {self._max_lines} requests."
@@ -83,7 +86,7 @@ class InputChecker:
             self.problems.append(LineProblem(code, message, self.lines, param))
 
     def finish(self) -> tuple[LineProblem, ...]:
-        """Return the distinct problems of the whole file. An empty file is a problem too."""
+        """Return the distinct problems of the whole input file. An empty file is a problem too."""
         if not self.lines:
             return (LineProblem("empty_file", "The input file contains no requests."),)
         return tuple(dict.fromkeys(self.problems))
@@ -136,7 +139,7 @@ def result_line(
     response: tuple[int, str, bytes] | None,
     error: tuple[str, str] | None = None,
 ) -> bytes:
-    """Return one line of an output or error file, in OpenAI's format, with its line feed.
+    """Return one line of a batch's output or error file, in OpenAI's format, with its line feed.
 
     response  (status, request id, JSON body) of the answer; None without an answer
     error     (code, message) of a request that was not answered

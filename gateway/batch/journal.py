@@ -1,4 +1,4 @@
-"""The journal of one batch: the results so far, and the kept parts of pre-empted answers.
+"""The journal of one batch: results so far, and the received parts of interrupted answers.
 
 An entry is one line of JSON, appended and synced to disk before the result counts. A process that
 was killed leaves at most one incomplete entry at the end, which the next owner cuts off. A write
@@ -13,7 +13,8 @@ import msgspec
 
 
 class KeptAnswer(msgspec.Struct):
-    """The part of an answer that was generated before its request was pre-empted.
+    """The part of an answer to a batch request that was generated before the request was
+    interrupted.
 
     prompt         token ids of the prompt, as the engine rendered it
     tokens         ids of the tokens whose text is in `text`
@@ -30,7 +31,7 @@ class KeptAnswer(msgspec.Struct):
 
 
 class JournalEntry(msgspec.Struct, omit_defaults=True):
-    """One event of a batch: a request has its result, or was pre-empted with a part of its answer.
+    """One event of a batch: a request got its result, or was interrupted with a part of its answer.
 
     number   index of the request in the input file, from 0
     is_good  the result belongs in the output file, otherwise in the errors file
@@ -49,12 +50,13 @@ _encode = msgspec.json.Encoder().encode
 
 
 def encode_entry(entry: JournalEntry) -> bytes:
-    """Return an entry as a line of the journal, with its line feed."""
+    """Return one event of a batch as a line of its journal, with its line feed."""
     return _encode(entry) + b"\n"
 
 
 class JournalReader:
-    """Reads a journal line by line, and keeps what the owner of the batch needs.
+    """Reads the journal of a batch line by line, and keeps what the batch's owner needs to
+    continue.
 
     has_result  one byte for each request: 1 if its result is in the journal
     kept        parts of answers by the request's index
@@ -67,7 +69,8 @@ class JournalReader:
         self.completed = self.failed = self.size = 0
 
     def feed(self, line: bytes) -> JournalEntry | None:
-        """Read the next line; return its entry if it is the first result of a request.
+        """Read the next line of a batch's journal; return its entry if it is the first result of a
+        request.
 
         Return None for any other line, such as the damaged line of a write that failed. A line
         without its line feed ends the journal.
@@ -99,7 +102,7 @@ class JournalReader:
         return True
 
     def missing(self) -> Iterator[int]:
-        """Yield the indexes of the requests without a result, in order."""
+        """Yield the indexes of the batch's requests that have no result yet, in order."""
         at = self.has_result.find(0)
         while at >= 0:
             yield at

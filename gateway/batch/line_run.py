@@ -46,7 +46,7 @@ class LineResult(msgspec.Struct, frozen=True):
 
     @property
     def is_unlimited(self) -> bool:
-        """Whether an attempt with this result may be repeated any number of times."""
+        """Return whether an attempt with this result may be repeated any number of times."""
         return self.status in UNLIMITED_STATUSES
 
 
@@ -89,13 +89,16 @@ class LineRun:
 
     @property
     def is_complete(self) -> bool:
-        """Whether the answer is complete without any further attempt."""
+        """Return whether the answer to the batch request is complete without any further
+        attempt.
+        """
         answer = self._client.answer
         return answer is not None and answer.is_complete
 
     @property
     def lost_tokens(self) -> int:
-        """The number of generated tokens that a pre-emption would lose.
+        """Return the number of generated tokens that would be lost if this batch request were
+        interrupted.
 
         It is 0 if the request was not sent or its answer can be continued. It is MANY_TOKENS if the
         answer is no stream, so that its length is unknown.
@@ -107,8 +110,8 @@ class LineRun:
 
     @property
     def shown_tokens(self) -> int:
-        """The number of tokens that this attempt has received; 0 if its answer cannot be continued
-        by another attempt.
+        """Return the number of tokens that this attempt has received; 0 if another attempt could
+        not continue its answer.
         """
         ledger = self.exchange.ledger
         return 0 if ledger is None else len(ledger.shown_ids)
@@ -119,17 +122,22 @@ class LineRun:
 
     @property
     def is_ending(self) -> bool:
-        """Whether only the answer's last events are missing, so pre-emption would free nothing."""
+        """Return whether only the answer's last events are missing, so that stopping the request
+        would free nothing.
+        """
         ledger = self.exchange.ledger
         return ledger is not None and ledger.is_complete
 
     def preempt(self) -> None:
-        """Mark the attempt as pre-empted. Call this before cancelling its task."""
+        """Mark this attempt at a batch request as interrupted for live traffic.
+
+        Call it before cancelling the attempt's task.
+        """
         self.is_preempted = True
         self.exchange.set_preempted()
 
     def keep(self) -> KeptAnswer | None:
-        """Return the part of the answer to keep if the attempt is cancelled now; None if there is
+        """Return the part of the answer to keep if this attempt is cancelled now; None if there is
         none.
 
         Without a kept part, the next attempt generates the answer from the beginning. Nothing is
@@ -144,12 +152,13 @@ class LineRun:
 
     @property
     def new_tokens(self) -> int:
-        """The number of events that this attempt has received, about one per token."""
+        """Return the number of events that this attempt has received; each is about one token."""
         relay = self.exchange.relay
         return 0 if relay is None else relay.event_count
 
     def ttft_s(self, now: float) -> float | None:
-        """Return the seconds from sending the request to the first token, or else until `now`.
+        """Return the seconds from sending a batch request to its first token, or until `now`
+        without one.
 
         Return None if the request was not sent, or its answer is no stream.
         """
@@ -166,7 +175,10 @@ class LineRun:
         return LineResult(error.status, self.exchange.id, error_body(error))
 
     def result(self) -> LineResult:
-        """Return the result of the attempt. Call it after its coroutine has ended."""
+        """Return the result of an attempt at a batch request.
+
+        Call it after the attempt's coroutine has ended.
+        """
         client, request_id = self._client, self.exchange.id
         if not client.status and client.answer is not None and client.answer.is_complete:
             return LineResult(200, request_id, client.answer.body())

@@ -1,4 +1,4 @@
-"""A batch that this process runs: its input, its journal, and the order of its requests.
+"""A batch that this process runs: its input file, its journal, and the order of its requests.
 
 Calls named load, check, flush and finish use the disk, in threads; everything else does not block.
 """
@@ -70,11 +70,15 @@ class OwnedBatch:
     # Input
 
     async def check(self, checker: InputChecker, max_line: int) -> None:
-        """Check the whole input file with `checker`, and record the positions of its lines."""
+        """Check the whole input file of the batch with `checker`, and record the positions of its
+        lines.
+        """
         await self._scan(max_line, checker.check, lambda: checker.is_full)
 
     async def load(self, max_line: int) -> None:
-        """Record the positions of the lines of a checked input file, and read the journal."""
+        """Record the positions of the lines of a checked input file, and read the batch's
+        journal.
+        """
         if not self._spans:
             await self._scan(max_line, lambda _: None, lambda: False)
         self.progress = JournalReader(len(self._spans) // 2)
@@ -117,7 +121,7 @@ class OwnedBatch:
         self._journal = JournalFile(path, self.progress.size)
 
     async def read(self, number: int) -> InputLine:
-        """Read the request with this index from the input file."""
+        """Read the request with this index from the batch's input file, and return it."""
         return await asyncio.to_thread(self._read_now, number)
 
     def _read_now(self, number: int) -> InputLine:
@@ -132,7 +136,7 @@ class OwnedBatch:
 
     @property
     def backlog(self) -> int:
-        """The number of requests of the batch that have no result yet."""
+        """Return the number of requests of the batch that have no result yet."""
         return self.total - self.progress.completed - self.progress.failed
 
     @property
@@ -140,7 +144,8 @@ class OwnedBatch:
         return not self.tasks and not self._unwritten and not self.backlog
 
     def take_next(self, now: float) -> int | None:
-        """Return the index of the next request to run at `now` (monotonic seconds), or None.
+        """Return the index of the batch's next request to run at `now` (monotonic seconds), or
+        None.
 
         Pre-empted requests come first, then those whose next attempt is due.
         """
@@ -159,18 +164,22 @@ class OwnedBatch:
         return number
 
     def retry_at(self, number: int, due: float) -> None:
-        """Schedule another attempt at a request, not before `due` (monotonic seconds)."""
+        """Schedule another attempt at a request of the batch, not before `due` (monotonic
+        seconds).
+        """
         heappush(self._retries, (due, number))
 
     def put_back(self, number: int, kept: KeptAnswer | None) -> None:
-        """Schedule a pre-empted request to run next; it continues the kept part of its answer, if
-        any.
+        """Schedule an interrupted request to run next.
+
+        It continues the kept part of its answer, if there is any.
         """
         self._ready.append(number)
         self.keep(number, kept)
 
     def keep(self, number: int, kept: KeptAnswer | None) -> None:
-        """Record the received part of an answer, from which the next attempt continues.
+        """Record the received part of an answer to a batch request; the next attempt continues from
+        it.
 
         With None, the next attempt generates the answer from the beginning.
         """
@@ -183,7 +192,7 @@ class OwnedBatch:
     # Results
 
     def add_result(self, run: LineRun, result: LineResult) -> None:
-        """Write the result of a request to the journal."""
+        """Write the result of one request to the batch's journal."""
         response = (result.status, result.request_id, result.body)
         line = result_line(run.number, self.record.id, run.line.custom_id, response)
         self._write(JournalEntry(run.number, result.status == 200, line[:-1].decode()))
@@ -217,7 +226,9 @@ class OwnedBatch:
             del self._unwritten[:count]
 
     async def flush(self) -> None:
-        """Wait until all entries are in the journal, or until it cannot be written any more."""
+        """Wait until all entries are in the batch's journal, or until it cannot be written any
+        more.
+        """
         while self._unwritten and not self.is_blocked:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
 
@@ -245,7 +256,7 @@ class OwnedBatch:
         return RequestCounts(self.total, self.progress.completed, self.progress.failed)
 
     async def finish(self, state: BatchState, now: float, expires_at: int) -> None:
-        """Write the output file and the errors file, and enter the final state.
+        """Write the output and error files of a batch, and put the batch into its final state.
 
         Requests without a result get an error that names `state`. The call may be repeated after a
         restart: the files keep their ids.

@@ -30,10 +30,12 @@ class LeaseLostError(OSError):
 
 
 class BatchOwner:
-    """A gateway process that runs batches: it takes, renews and releases their leases."""
+    """A gateway process that runs batches of requests; it takes, renews and releases leases on
+    them.
+    """
 
     def __init__(self, folder: Path, lease_s: float) -> None:
-        """Initialize; `folder` has one file for each running owner.
+        """Initialize an owner of batches; `folder` has one file for each running owner.
 
         A lease ends after `lease_s` seconds unless it is renewed.
         """
@@ -43,7 +45,9 @@ class BatchOwner:
         self._lock: IO[bytes] | None = None
 
     def open(self) -> None:
-        """Create and lock this owner's file, and delete the files of owners that have ended."""
+        """Create and lock the file that shows that this process runs, and delete the files of
+        processes that have ended.
+        """
         # It gets its name once it is locked, so that no other process takes it for a dead owner's.
         part = self._folder / f"{self.name}.part"
         self._lock = part.open("xb")
@@ -59,7 +63,8 @@ class BatchOwner:
             self._lock.close()
 
     def claim(self, batch: Path, now: float) -> bool:
-        """Take or renew the lease on the batch in this folder; return whether this owner holds it.
+        """Take or renew the lease on the batch in this folder; return whether this process holds
+        it.
 
         It is refused while another owner, which still runs, holds an unexpired lease.
         """
@@ -74,7 +79,8 @@ class BatchOwner:
             return True
 
     def change(self, batch: Path, call: Callable[[], None]) -> None:
-        """Call a function that changes the batch in this folder, while this owner holds the lease.
+        """Call a function that changes the batch in this folder, while this process holds its
+        lease.
 
         Raises LeaseLostError if another process holds the lease. That process has already continued
         from the stored state.

@@ -22,9 +22,9 @@ FIRST_LIMIT = 4.0
 class PoolReading(msgspec.Struct, frozen=True):
     """The load of one pool since the previous reading, measured for the pacing of batch requests.
 
-    places          requests that its available endpoints may run at once
-    busy            requests that run there now, batch requests included
-    waiting         other requests that wait for a place
+    places          the number of requests that its available endpoints may run at once
+    busy            number of requests that run there now, batch requests included
+    waiting         number of other requests that wait to run
     price           the admission price; 0 without overload
     missed          other requests that missed a latency target
     ttft_s, tpot_s  latencies of batch requests in seconds; None while none was measured
@@ -53,7 +53,8 @@ class PoolPacer:
     """
 
     def __init__(self, share: float, most: int) -> None:
-        """Initialize; batches may fill a pool up to the share `share` of its places.
+        """Initialize the limit; batch requests may use up to the share `share` of a pool's
+        capacity.
 
         `most` is the maximum number of batch requests in the pool.
         """
@@ -62,7 +63,8 @@ class PoolPacer:
         self._cut_at = self._grown_at = self._waited_at = float("-inf")
 
     def allow(self, reading: PoolReading, targets: LatencyTargets, running: int, now: float) -> int:
-        """Return how many batch requests the pool may run now; `running` is how many it runs.
+        """Return how many batch requests the pool may run now; `running` is how many it runs at
+        present.
 
         If the result is below `running`, the caller pre-empts the difference.
         """
@@ -91,7 +93,7 @@ def _is_pressed(reading: PoolReading, targets: LatencyTargets) -> bool:
 
 
 def choose_preempted(lost_tokens: Sequence[int], count: int) -> list[int]:
-    """Return the indexes of `count` running requests to pre-empt: those that lose the least.
+    """Return the indexes of the `count` running batch requests to interrupt, which lose the least.
 
     `lost_tokens` has the number of tokens that each of them would have to generate again. Of equal
     ones, the newest is chosen, which has the highest index.
@@ -101,10 +103,10 @@ def choose_preempted(lost_tokens: Sequence[int], count: int) -> list[int]:
 
 
 def retry_delay_s(attempts: int, retry_after_s: float | None) -> float:
-    """Return the seconds to wait before the next attempt at a request that failed.
+    """Return the seconds to wait before the next attempt at a failed batch request.
 
     attempts       number of failed attempts so far
-    retry_after_s  the time that the gateway named; None: exponential back-off
+    retry_after_s  the wait that the gateway named; None: exponential back-off
     """
     if retry_after_s is not None:
         return min(60.0, max(0.1, retry_after_s))

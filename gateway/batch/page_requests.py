@@ -29,7 +29,10 @@ class FileForm(msgspec.Struct, frozen=True):
     fields: Mapping[str, str]
 
     def record(self, file_id: str, now: float, expiry_s: float, size: int) -> FileRecord:
-        """Return the record of the uploaded file. Raises GatewayError for an invalid form."""
+        """Return the stored record of an uploaded file.
+
+        Raises GatewayError if the upload form is invalid.
+        """
         if self.filename is None:
             raise _bad("The form has no file.", "file")
         purpose = self.fields.get("purpose", "")
@@ -119,8 +122,8 @@ def check_purpose(file: FileRecord) -> None:
 
 
 class PageQuery(msgspec.Struct, frozen=True):
-    """The page of a list that a client requests: at most `limit` items after the one with id
-    `after`.
+    """The page of a list of files or batches that a client requests: at most `limit` items after
+    the one with id `after`.
     """
 
     limit: int
@@ -131,7 +134,10 @@ class PageQuery(msgspec.Struct, frozen=True):
 def read_page_query(
     query: Mapping[str, str], max_limit: int, default: int | None = None
 ) -> PageQuery:
-    """Parse the query of a list request. Raises GatewayError for an invalid value."""
+    """Parse the query string of a request for a list of files or batches.
+
+    Raises GatewayError for an invalid value.
+    """
     text = query.get("limit", str(default or max_limit))
     if not (text.isascii() and text.isdigit() and len(text) < 7 and 0 < int(text) <= max_limit):
         raise _bad(f"The limit must be from 1 to {max_limit}.", "limit")

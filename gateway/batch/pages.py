@@ -47,7 +47,7 @@ class BatchPages:
     def __init__(
         self, runner: BatchRunner, snapshot: Callable[[], Snapshot], section: BatchApi
     ) -> None:
-        """Initialize.
+        """Initialize the handlers for files and batches.
 
         `section` is the configuration to use once a reload has removed its section.
         """

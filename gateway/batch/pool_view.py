@@ -1,4 +1,6 @@
-"""Reads from the gateway what the runner of batches needs: pools, latency targets, permissions."""
+"""Reads what the runner of batches needs from the gateway: pools, latency targets, and tenants'
+permissions.
+"""
 
 from __future__ import annotations
 
@@ -77,7 +79,8 @@ def scope_digest(key_digest: bytes) -> str:
 
 
 class PoolView:
-    """Reads the load of one pool, from which a PoolPacer limits the pool's batch requests.
+    """Reads the load of one pool of endpoints, from which the number of its batch requests is
+    limited.
 
     _missed    other requests that missed a latency target in the newest window
     _targets   the latency targets of other requests
@@ -96,7 +99,9 @@ class PoolView:
         self._tpot_s: float | None = None
 
     def allow(self, section: BatchApi, runs: Sequence[LineRun], running: int, now: float) -> int:
-        """Return how many batch requests the pool may run now; `running` is how many it runs."""
+        """Return how many batch requests the pool may run now; `running` is how many it runs at
+        present.
+        """
         queues = self._gateway.gate.pool_queues()
         queue = next((queue for queue in queues if queue.name == self._pool), None)
         if queue is None:  # such requests end with an error at once

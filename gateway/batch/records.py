@@ -55,7 +55,7 @@ class FileRecord(msgspec.Struct, frozen=True):
     expires_at: int
 
     def as_object(self) -> dict[str, Any]:
-        """Return the file as a JSON object of OpenAI's API."""
+        """Return the stored file's description as a JSON object of OpenAI's API."""
         return {
             "id": self.id,
             "object": "file",
@@ -70,7 +70,7 @@ class FileRecord(msgspec.Struct, frozen=True):
 
 
 class LineProblem(msgspec.Struct, frozen=True):
-    """One reason why an input file is refused.
+    """One reason why a batch's input file is refused.
 
     `line` counts from 1; None means that the problem is about the whole file.
     """
@@ -123,7 +123,8 @@ class BatchRecord(msgspec.Struct, frozen=True):
         return self.state in FINAL_STATES
 
     def enter(self, state: BatchState, now: float, **changes: Any) -> BatchRecord:
-        """Return a copy of the record in another state, with its time of entry and further changes.
+        """Return a copy of the batch's record in another state, with its time of entry and further
+        changes.
 
         If the batch is in that state already, the time of entry stays.
         """

@@ -1,4 +1,5 @@
-"""Runs batches: claims them, runs their requests beside live traffic, and writes their results.
+"""Runs batches of requests: takes them over, runs their requests beside live traffic, and writes
+results.
 
 There is one BatchRunner per gateway process. While it has batches, it looks at all pools many times
 a second: PoolPacer says how many requests may run, and the runner starts or pre-empts the
@@ -42,7 +43,7 @@ LINE_OVERHEAD = 4096  # bytes of an input line beside its body
 
 
 class BatchRunner:
-    """Runs the batches of this process.
+    """Runs all batches of requests that this gateway process owns.
 
     `store` is the folder of files and batches.
     """
@@ -76,13 +77,13 @@ class BatchRunner:
         return self._gateway.snapshot.config.batch or self._first_section
 
     async def start(self) -> None:
-        """Create the folder, and start running batches. Raises OSError."""
+        """Create the folder of files and batches, and start to run batches. Raises OSError."""
         await asyncio.to_thread(self.store.create)
         await asyncio.to_thread(self._owner.open)
         self._loop_task = asyncio.create_task(self._run(), name="batches")
 
     async def stop(self) -> None:
-        """Pre-empt all batch requests, store the received parts of their answers, and release all
+        """Interrupt all batch requests, store the received parts of their answers, and release all
         leases.
         """
         if self._loop_task is None:
@@ -98,7 +99,7 @@ class BatchRunner:
         await asyncio.to_thread(self._owner.close)
 
     def wake(self) -> None:
-        """Make the next tick look for new batches and cancellations."""
+        """Make the next periodic check look for new batches and cancellations."""
         self._scan_due = 0.0
 
     async def _run(self) -> None:

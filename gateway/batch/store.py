@@ -1,4 +1,6 @@
-"""Stores files, batches and their journals on a local disk. All calls block; use them in threads.
+"""Stores files, batches of requests and their journals on a local disk.
+
+All calls block; use them in threads.
 
     files/TENANT/ID.json, ID.data               a file's record and content
     batches/TENANT/ID/record.json, input, journal, cancel, owner
@@ -49,7 +51,10 @@ class Upload:
         self._file: IO[bytes] = path.open("xb")
 
     def write(self, data: bytes) -> None:
-        """Append bytes to the file. Raises StorageFullError when the quota is exceeded."""
+        """Append bytes to the uploaded file.
+
+        Raises StorageFullError when the tenant's quota is exceeded.
+        """
         self.size += len(data)
         if self.size > self._most_bytes:
             raise _quota_exceeded()
@@ -74,7 +79,7 @@ class BatchStore:
         self._committing = threading.Lock()
 
     def create(self) -> None:
-        """Create the folders of the store. Raises OSError."""
+        """Create the folders of the store of files and batches. Raises OSError."""
         for name in ("files", "batches", "open", "owners"):
             (self.folder / name).mkdir(mode=0o700, parents=True, exist_ok=True)
 
@@ -94,7 +99,7 @@ class BatchStore:
         return Upload(path, max(0, max_bytes - sum(sizes)), max_bytes)
 
     def commit_upload(self, tenant: str, upload: Upload, record: FileRecord) -> None:
-        """Make a received file visible under its record's id.
+        """Make an uploaded file visible under its record's id.
 
         Raises StorageFullError if other uploads have used up the tenant's quota meanwhile.
         """
@@ -126,7 +131,7 @@ class BatchStore:
             (self._files(tenant) / f"{file_id}{suffix}").unlink(missing_ok=True)
 
     def write_result_file(self, tenant: str, record: FileRecord, lines: Iterator[bytes]) -> int:
-        """Write a file of results, and return its size in bytes.
+        """Write a batch's file of results, and return its size in bytes.
 
         Without any line, nothing is written. Writing the file again replaces it.
         """
@@ -161,7 +166,7 @@ class BatchStore:
         _replace(self.folder / "open" / record.id, record.tenant.encode())
 
     def close_batch(self, record: BatchRecord) -> None:
-        """Remove a batch from the unfinished ones, and delete the files that only unfinished
+        """Remove an ended batch from the unfinished ones, and delete its files that only unfinished
         batches need.
         """
         folder = self.batch_folder(record.tenant, record.id)
@@ -205,7 +210,9 @@ class BatchStore:
         _replace(self.batch_folder(record.tenant, record.id) / "cancel", b"")
 
     def cancelled_at(self, record: BatchRecord) -> float | None:
-        """Return when a cancellation was requested (Unix seconds), or None if none was."""
+        """Return when the cancellation of a batch was requested (Unix seconds), or None if it was
+        not.
+        """
         try:
             return (self.batch_folder(record.tenant, record.id) / "cancel").stat().st_mtime
         except OSError:
@@ -263,7 +270,10 @@ class JournalFile:
         _sync_folder(path.parent)
 
     def append(self, data: bytes) -> None:
-        """Append entries and sync them to disk. Raises OSError; the call may then be repeated."""
+        """Append entries to a batch's journal and sync them to disk.
+
+        Raises OSError; the call may then be repeated.
+        """
         with self._lock:
             if not self._is_open:
                 raise OSError("the journal is closed")
@@ -276,7 +286,7 @@ class JournalFile:
             self._is_damaged = False
 
     def close(self) -> None:
-        """Close the journal, once an append() in another thread has ended."""
+        """Close the journal of a batch, once an append() in another thread has ended."""
         with self._lock:
             self._is_open = False
             os.close(self._fd)
@@ -340,7 +350,7 @@ def _delete_folder(folder: Path) -> None:
 
 @contextmanager
 def locked(path: Path) -> Iterator[IO[bytes]]:
-    """Hold an exclusive lock on a file while the block runs.
+    """Hold an exclusive lock on a file during a `with` block.
 
     The file is created if it is missing.
     """

@@ -15,7 +15,7 @@ from gateway.cli.output import JsonOption, exit_with_error, print_json, print_li
 
 
 class AutoAction(StrEnum):
-    """The actions of the command `penstock auto`."""
+    """The actions of the command `penstock auto`, such as pinning a policy."""
 
     STATUS = "status"
     PIN = "pin"

@@ -1,4 +1,4 @@
-"""The commands status, reload, diff, rollback and history, for a running gateway.
+"""The commands status, reload, diff, rollback and history, which act on a running gateway.
 
 Each one sends requests to the admin server and prints the result. Exit codes: 0 success, 1 rejected
 or not reachable, 2 wrong usage.

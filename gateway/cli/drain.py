@@ -1,4 +1,5 @@
-"""The commands `penstock drain` and `penstock undrain`.
+"""The commands `penstock drain` and `penstock undrain`, which stop and resume routing to an
+endpoint.
 
 They stop and resume routing to one endpoint of a running gateway through its admin server.
 """

@@ -108,7 +108,7 @@ class _Commands(typer.core.TyperGroup):
 
 
 def config_in_text(text: str) -> dict[str, Any]:
-    """Return the configuration in the text of a gateway.yaml, in the form of GET /config.
+    """Return the configuration in the text of a gateway.yaml, in the form that GET /config returns.
 
     Raises ConfigError.
     """

@@ -1,4 +1,6 @@
-"""Rules about patterns of model names: aliases of models, and the models of tenants' keys."""
+"""Checks patterns of model names in a configuration: aliases of models, and the models of tenants'
+keys.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +13,8 @@ from gateway.util.name_patterns import NamePattern, is_pattern, parse_pattern
 
 
 def errors(data: Any) -> Iterator[RuleFinding]:
-    """Yield an error for each pattern with several `*`, or at a place where no pattern is
-    permitted.
+    """Yield an error for each model name pattern with several `*`, or at a place where no pattern
+    is permitted.
     """
     for path, model in iter_mappings(get_member(data, "models"), ("models",)):
         name = get_member(model, "name")

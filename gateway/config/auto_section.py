@@ -46,7 +46,9 @@ class AutoPolicy(Section):
 
 
 def without_auto_name(data: Any) -> Any:
-    """Return a pool's plain data with `policy: auto` replaced by the section `auto`."""
+    """Return a pool's configuration with `policy: auto` replaced by the section `auto`, as plain
+    data.
+    """
     if get_member(data, "policy") != AUTO:
         return data
     rest = {key: value for key, value in data.items() if key != "policy"}
@@ -54,8 +56,8 @@ def without_auto_name(data: Any) -> Any:
 
 
 def auto_errors(data: Any) -> Iterator[RuleFinding]:
-    """Yield an error for each setting that a pool with the section `auto` needs elsewhere and
-    lacks.
+    """Yield an error for each missing setting elsewhere that a pool with the section `auto`
+    needs.
     """
     logs = get_member(data, "observability")
     target, blocks = get_member(logs, "access_log"), get_member(logs, "access_blocks")

@@ -1,4 +1,4 @@
-"""Rules between values: clashing names, unknown pools, equal ports, unknown parameters.
+"""Checks relations between configuration values: clashing names, unknown pools, equal ports.
 
 They read plain data rather than the typed tree, so that their errors appear in the same run as
 those of single values. Values of a wrong type have already been reported and are ignored here.
@@ -23,7 +23,9 @@ from policies import admission_registry, registry
 
 
 def errors(data: Any) -> Iterator[RuleFinding]:
-    """Yield an error for each inconsistency between values in `data` (plain values as read)."""
+    """Yield an error for each inconsistency between configuration values; `data` has the plain
+    values as read.
+    """
     yield from _model_names(data)
     yield from alias_rules.errors(data)
     yield from _model_pools(data)
@@ -47,7 +49,7 @@ def errors(data: Any) -> Iterator[RuleFinding]:
 
 
 def warnings(data: Any) -> Iterator[RuleFinding]:
-    """Yield warnings about values that are permitted but probably unintended."""
+    """Yield warnings about configuration values that are permitted but probably unintended."""
     host = get_member(get_member(get_member(data, "listeners"), "admin"), "host")
     if isinstance(host, str) and not _is_local(host):
         text = (
@@ -106,7 +108,7 @@ def _literal_secrets(data: Any) -> Iterator[RuleFinding]:
 
 
 def secrets_in_clear(data: Any) -> Iterator[Path]:
-    """Yield the paths of secrets that the configuration text itself contains.
+    """Yield the paths of secrets that are written in the configuration text itself.
 
     A default value inside a reference counts as well.
     """

@@ -1,4 +1,4 @@
-"""Differences between two configurations in an operator's terms, and a configuration for display.
+"""Compares two configurations, and displays one, in terms that operators know.
 
 Values are compared by meaning (1s equals 1000ms) and shown as written: a reference is never
 resolved, and a secret in the text is masked.
@@ -65,7 +65,9 @@ def _changed_files(before: LoadedConfig, after: LoadedConfig) -> Iterator[Config
 
 
 def display(loaded: LoadedConfig) -> dict[str, Any]:
-    """Return the configuration as JSON values: with defaults, masked secrets, and references."""
+    """Return a configuration as JSON values for display: with defaults, masked secrets, and
+    unresolved references.
+    """
     tree: dict[str, Any] = loaded.config.model_dump(mode="json", by_alias=True)
     for path, text in loaded.written.items():
         if isinstance(text, str) and "${" in text:

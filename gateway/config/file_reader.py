@@ -1,4 +1,4 @@
-"""Reads the configuration file and the files that it refers to."""
+"""Reads the gateway's configuration file and the files that it refers to."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Rules about tenants: their names, their endpoints, and the isolation of engines' caches.
+"""Checks tenants in a configuration: their names, their endpoints, and the isolation of engines'
+caches.
 
 An engine that does not support cache salts has one cache for everything it serves.
 gateway/protocol/cache_salts.py computes the salts.
@@ -19,7 +20,8 @@ SALT_MEMBERS: Mapping[str, str] = MappingProxyType({"vllm": "cache_salt", "sglan
 
 
 def salt_member(engine: str, cache_salt: bool | None) -> str:
-    """Return the request member for an endpoint's cache salt, or "" if it does not support one.
+    """Return the name of the request member that carries an endpoint's cache salt; "" if it has
+    none.
 
     `cache_salt` is the endpoint's setting in the configuration; None means the engine's default.
     """
@@ -27,8 +29,8 @@ def salt_member(engine: str, cache_salt: bool | None) -> str:
 
 
 def errors(data: Any) -> Iterator[RuleFinding]:
-    """Yield an error for each unknown tenant, and each endpoint that must isolate tenants but
-    cannot.
+    """Yield an error for each unknown tenant name, and for each endpoint that must isolate tenants
+    but cannot.
     """
     names = [
         name

@@ -11,7 +11,7 @@ from gateway.config.values import Bootstrap, Section, setting
 
 
 def own_host(text: object, check: ValidatorFunctionWrapHandler) -> object:
-    """Validate the address of KV events.
+    """Validate the address at which an engine publishes KV events, and return it.
 
     A port alone, such as `:5557`, stands for that port of the endpoint's own host.
     """

@@ -1,4 +1,4 @@
-"""Rules for layouts in a configuration: those of policies/sizing/rules.py, and the number of GPUs.
+"""Checks GPU layouts in a configuration by policies/sizing/rules.py, and the number of GPUs.
 
 They read plain data, like gateway/config/cross_checks.py.
 """
@@ -23,7 +23,7 @@ SIZES = ("tp", "pp", "ep", "dp")
 
 
 def errors(data: Any) -> Iterator[RuleFinding]:
-    """Yield errors for layouts over GPUs with which an engine cannot start."""
+    """Yield errors for configured layouts over GPUs with which an engine cannot start."""
     yield from _findings(data, is_error=True)
     yield from _too_many_gpus(data)
     yield from _misplaced(data)

@@ -28,7 +28,7 @@ _NONE_REFUSED: Mapping[Path, str] = MappingProxyType({})
 
 
 class LoadedConfig(msgspec.Struct, frozen=True):
-    """A valid Config, its warnings, and what it was made from.
+    """A valid configuration, its warnings, and the text and files that it was made from.
 
     file                name of the file, as shown in problems
     text                content of the file, with references as written
@@ -53,12 +53,17 @@ class LoadedConfig(msgspec.Struct, frozen=True):
 
 
 def load_config(path: FilePath, env: Mapping[str, str]) -> Config:
-    """Load the YAML file `path`, with ${NAME} from `env`. Raises ConfigError with all problems."""
+    """Load the configuration file `path`, with ${NAME} taken from `env`.
+
+    Raises ConfigError with all problems.
+    """
     return load_with_warnings(path, env).config
 
 
 def load_with_warnings(path: FilePath, env: Mapping[str, str]) -> LoadedConfig:
-    """Load a file like load_config(), and keep the warnings that `penstock check` shows."""
+    """Load a configuration file like load_config(), and keep the warnings that `penstock check`
+    shows.
+    """
     return load_text(read_config_file(path), str(path), env)
 
 
@@ -81,7 +86,8 @@ def config_from_engines(
     admin_port: int,
     engine_key: str | None = None,
 ) -> LoadedConfig:
-    """Build the configuration of `serve --engine URL ...`: one pool, models as engines list them.
+    """Build the configuration for `penstock serve --engine URL ...`: one pool, with the models that
+    engines list.
 
     `engine_key` is sent to every engine. It is written into the text as a reference, since texts
     are shown. Raises ConfigError.
@@ -247,7 +253,9 @@ def _section_in(annotation: Any) -> type[BaseModel] | None:
 
 
 def default_of(path: Path, value: object) -> object:
-    """Return the default of the setting at `path` as written in a file ("30s"), or else `value`."""
+    """Return the default value of the setting at `path` as written in a file (such as "30s"), or
+    `value` if it has none.
+    """
     section = _section(path[:-1])
     if section is None:
         return value

@@ -1,4 +1,4 @@
-"""Configuration sections in which a pool chooses by name: its policies and its admission.
+"""Configuration sections in which a pool names its routing policies and its admission policy.
 
 The policies themselves are in policies/registry.py.
 """

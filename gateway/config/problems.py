@@ -1,4 +1,4 @@
-"""Problems of a configuration and their positions, and helpers for the words of their messages.
+"""Problems of a configuration and their positions, and helpers for writing their messages.
 
 The rules themselves are in tree.py and the rule modules.
 """
@@ -16,14 +16,14 @@ Path = tuple[str | int, ...]
 
 
 class SourcePosition(msgspec.Struct, frozen=True, order=True):
-    """A position in the file: line and column, counted from 1."""
+    """A position in the configuration file: line and column, counted from 1."""
 
     line: int
     column: int
 
 
 class Problem(msgspec.Struct, frozen=True):
-    """An error or warning at one position in the file.
+    """An error or warning at one position in the configuration file.
 
     `path` is in display form: pools.chat.endpoints[0].url.
     """
@@ -64,7 +64,8 @@ def show_path(path: Path) -> str:
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Return '; did you mean "x"?' for the closest known word, or else the known words if few.
+    """Return '; did you mean "x"?' for the known word closest to `word`, or else a list of the
+    known words if they are few.
 
     Return "" if there are many known words and none is close.
     """

@@ -1,4 +1,6 @@
-"""Configuration sections for changes of the running configuration."""
+"""Configuration sections about changes of the running configuration: reload and automatic
+rollback.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rules about roles: a pool must serve whole requests, or prefill and decode in one dialect.
+"""Checks roles in a configuration: a pool must serve whole requests, or prefill and decode.
 
 disagg/pairing.py decides by the same key which endpoints are paired at run time.
 """
@@ -20,8 +20,8 @@ NEED_BOOTSTRAP = (Prerequisite.ADDRESS, Prerequisite.QUERY)
 
 
 def errors(data: Any) -> Iterator[RuleFinding]:
-    """Yield an error for each model that no endpoint can serve, or that its dialect cannot
-    split.
+    """Yield an error for each model that no endpoint can serve, or that the pool's handoff protocol
+    cannot split.
     """
     reported: set[Path] = set()
     for path, model in iter_mappings(get_member(data, "models"), ("models",)):
@@ -112,7 +112,7 @@ def _dialect_errors(dialect: Dialect, specs: Specs) -> Iterator[RuleFinding]:
 
 
 def unnamed_models(data: Any, pool: object) -> list[str]:
-    """Return the names of a pool's models without a served_model of their own."""
+    """Return the names of a pool's models whose configuration has no served_model."""
     models = (
         model
         for _, model in iter_mappings(get_member(data, "models"), ("models",))

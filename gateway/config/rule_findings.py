@@ -1,4 +1,4 @@
-"""The results of rules between configuration values, and helpers to walk over plain data."""
+"""The result type of rules between configuration values, and helpers to walk over plain data."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from gateway.config.problems import Path
 
 
 class RuleFinding(msgspec.Struct, frozen=True):
-    """An error or warning at `path`; `is_on_key` if it concerns the key rather than its value."""
+    """An error or warning at `path` in a configuration; `is_on_key` if it concerns the key rather
+    than its value.
+    """
 
     path: Path
     message: str

@@ -1,4 +1,5 @@
-"""Checks the files that TLS sections name, and adds them to the configuration's digest.
+"""Checks the certificate and key files that TLS sections name, and adds them to the configuration's
+digest.
 
 An expired certificate is only a warning: as an error it would prevent restarts and reject unrelated
 changes.
@@ -20,7 +21,9 @@ from gateway.util import tls
 
 
 def check_files(config: Config, source: YamlSource) -> None:
-    """Check all files that TLS sections name; add their problems and digests to `source`."""
+    """Check all files that the configuration's TLS sections name, and add their problems and
+    digests to `source`.
+    """
     files = _Files(source)
     for path, section in _sections(config):
         for pair_path, pair in _pairs(path, section):

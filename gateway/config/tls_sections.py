@@ -1,4 +1,5 @@
-"""TLS sections of the listeners, of engines and of Redis; the paths of files become absolute.
+"""Configuration sections for TLS of the listeners, of engines and of Redis; file paths become
+absolute.
 
 tls_files.py checks whether the files can be used; util/tls.py creates contexts.
 """
@@ -51,13 +52,16 @@ class CertificateFiles(Section):
 
     @property
     def pair(self) -> tls.KeyPair:
-        """The paths of certificate and key with the key's password, as a KeyPair."""
+        """Return the paths of certificate and key with the key's password, as a KeyPair."""
         password = None if self.key_password is None else self.key_password.reveal()
         return tls.KeyPair(self.certificate, self.key, password)
 
 
 class ListenerTls(CertificateFiles):
-    """TLS settings of one listener. Changed files apply to new connections only."""
+    """TLS settings of one of the gateway's listeners.
+
+    Changed files apply to new connections only.
+    """
 
     more: Annotated[tuple[CertificateFiles, ...], Field(max_length=64)] = setting(
         (),

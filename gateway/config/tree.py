@@ -1,4 +1,4 @@
-"""The configuration as one immutable typed tree, with a description of every key.
+"""The gateway's configuration as one immutable typed tree, with a description of every key.
 
 The reference page and the JSON schema are generated from it. Single values are in values.py, rules
 between sections in gateway/config/cross_checks.py, the file in yaml_source.py.

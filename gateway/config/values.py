@@ -33,10 +33,12 @@ _PARAMETERS = re.compile(r"^([0-9]{1,6}(?:\.[0-9]{1,3})?)([MBT])$")
 
 
 class Secret(SecretStr):
-    """Text that is never shown: not in a repr, log, dump or traceback. reveal() returns it."""
+    """A secret text that is never shown: not in a repr, log, dump or traceback. reveal() returns
+    it.
+    """
 
     def reveal(self) -> str:
-        """Return the text. Use it only to compare or send it."""
+        """Return the text of the secret. Use it only to compare or send it."""
         return self.get_secret_value()
 
 
@@ -95,7 +97,10 @@ def _resolvable(host: str) -> str:
 
 
 def engine_url(url: str) -> str:
-    """Return an engine's URL with a port and without a final slash. Raises ValueError."""
+    """Return an engine's URL normalized: with a port, and without a final slash.
+
+    Raises ValueError.
+    """
     parts = urlsplit(url)
     try:
         port = parts.port
@@ -259,7 +264,7 @@ Bootstrap = Annotated[str, StringConstraints(max_length=300), AfterValidator(_ho
 
 
 def setting(default: object, text: str) -> Any:
-    """Declare a field with its default, written as in a file, and its description."""
+    """Declare a configuration field with its default, written as in a file, and its description."""
     return Field(default, description=text, validate_default=True)
 
 

@@ -38,7 +38,7 @@ ReadFile = Callable[[FilePath, int], bytes]
 
 
 class NotARegularFileError(Exception):
-    """Raised for a path that is a folder, a pipe or a device."""
+    """Raised for the path of a configuration file that is a folder, a pipe or a device."""
 
 
 def _int(text: str) -> int:
@@ -78,7 +78,7 @@ _CONTAINERS = ("tag:yaml.org,2002:map", "tag:yaml.org,2002:seq")
 
 
 class Substituted(str):
-    """Text whose ${...} references were resolved.
+    """A configuration value whose ${...} references were resolved.
 
     Its repr is the text with references, since the values may be secrets.
     """
@@ -88,8 +88,8 @@ class Substituted(str):
 
     @property
     def is_all_by_reference(self) -> bool:
-        """Whether the text as written has only ${...} references, with no other characters and no
-        defaults.
+        """Return whether the value as written consists of ${...} references only, with no other
+        characters and no defaults.
         """
         matches = _REFERENCE.finditer(self.written)
         if any(match[1] is not None or ":-" in match[2] for match in matches):
@@ -123,7 +123,8 @@ def numbers_if_substituted(value: Any) -> Any:
 
 
 class ResolvedReferences:
-    """The values of the references in a text, so that messages can show the references instead.
+    """The values of the ${...} references in a configuration, so that messages can show the
+    references instead.
 
     Its repr shows no value.
     """
@@ -134,7 +135,9 @@ class ResolvedReferences:
         self._by_value: dict[str, str] = {}
 
     def add(self, reference: str, value: str) -> None:
-        """Add the value of a reference, unless it has fewer than LEAST_HIDDEN characters."""
+        """Remember the value of a reference, so that messages can hide it, unless it is shorter
+        than LEAST_HIDDEN characters.
+        """
         if len(value) >= LEAST_HIDDEN:
             for form in (value, value.strip(), value.lower(), repr(value)[1:-1]):
                 self._by_value[form] = reference
@@ -147,7 +150,7 @@ class ResolvedReferences:
 
 
 class YamlSource:
-    """The content of one file as plain data, with positions and problems.
+    """The content of one configuration file as plain data, with positions and problems.
 
     data           the plain values
     positions      path -> position of the value
@@ -174,7 +177,10 @@ class YamlSource:
         self.warnings: list[Problem] = []
 
     def position_of(self, path: Path, *, on_key: bool = False) -> SourcePosition:
-        """Return the position of `path` or of its key, or else that of its nearest parent."""
+        """Return the position of a value in the configuration file, or of its key.
+
+        Returns the position of the nearest parent if the value itself is not in the file.
+        """
         if on_key and path in self.key_positions:
             return self.key_positions[path]
         while path and path not in self.positions:
@@ -187,21 +193,23 @@ class YamlSource:
         return Problem(self.file, mark.line, mark.column, show_path(path), text)
 
     def add_error(self, path: Path, message: str, *, on_key: bool = False) -> None:
-        """Record an error at `path`; only the first one at a path is kept."""
+        """Record a configuration error at `path`; only the first one at a path is kept."""
         self.problems.setdefault(path, self.problem_at(path, message, on_key=on_key))
 
     def warn(self, path: Path, message: str) -> None:
         self.warnings.append(self.problem_at(path, message))
 
     def add_to_digest(self, *facts: bytes) -> None:
-        """Include `facts` in the digest: bytes that the data depends on, like a file's content."""
+        """Include `facts` in the configuration's digest: bytes that the configuration depends on,
+        such as a file's content.
+        """
         for fact in facts:
             self._digest.update(b"%d:" % len(fact))
             self._digest.update(fact)
 
     @property
     def digest(self) -> bytes:
-        """The SHA-256 of the text and of all it refers to.
+        """Return the SHA-256 of the configuration text and of everything that it refers to.
 
         Do not show it: secrets are part of it.
         """
@@ -227,7 +235,7 @@ def parse_yaml(
 
 
 def written_values(raw: bytes, file: str) -> Mapping[Path, object]:
-    """Return every value as written, with no reference resolved, by path.
+    """Return every value of a configuration text as written, with no reference resolved, by path.
 
     Raises ConfigError when the text is not YAML.
     """

@@ -1,4 +1,4 @@
-"""One attempt to serve a request by a prefill and a decode endpoint.
+"""One attempt to serve a request by two engines, one for prefill and one for decode.
 
 An attempt consists of two requests to engines, its legs. A leg only reports how it ended. The table
 in gateway/disagg/state_machine.py says what follows, which is done at once, one event at a time. At
@@ -46,7 +46,8 @@ _DECODED = Event.DECODED
 
 
 class PairAttempt(AttemptState):
-    """One attempt by a prefill and a decode endpoint: enter it once and run() it once.
+    """One attempt to serve a request by a prefill and a decode endpoint: enter it once and run() it
+    once.
 
     Leaving it releases both capacity reservations and closes open connections.
     """
@@ -72,7 +73,7 @@ class PairAttempt(AttemptState):
     async def run(self, query: RoutingQuery) -> UpstreamError | None:
         """Serve the request; return the error that broke it, or None when the client has an answer.
 
-        `query` is the routing query that led to the pair.
+        `query` is the routing query that led to the choice of the two endpoints.
         """
         self.begin()
         self.exchange.on_reserved(self.context.route.room, query, self.pair.prefill)
@@ -101,7 +102,8 @@ class PairAttempt(AttemptState):
     # Events
 
     def post(self, event: Event) -> None:
-        """Process an event by the state table, in the callback that brought it.
+        """Process an event of the split request by the state table, inside the callback that
+        brought it.
 
         Only this method interprets the table. The request's coroutine just waits for an end state.
         """
@@ -152,7 +154,7 @@ class PairAttempt(AttemptState):
         self.handoffs.transfers.pop(self, None)
 
     def on_overdue(self) -> None:
-        """Fail the transfer because it takes too long; called once, by Handoffs.sweep()."""
+        """Fail the KV transfer because it takes too long. Handoffs.sweep() calls this once."""
         if self.exchange.is_committed:
             return  # the answer flows: the relay may not recognise a token in it
         self.problem = UpstreamError("transfer_timeout", f"{self.state} for too long")

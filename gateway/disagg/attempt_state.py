@@ -1,4 +1,5 @@
-"""The state of one attempt of a pair: two reservations, two engine requests, and the handoff.
+"""The state of one attempt to serve a split request: two reservations, two engine requests, the
+handoff.
 
 gateway/disagg/attempt.py changes the state as gateway/disagg/state_machine.py says;
 gateway/disagg/failure_actions.py handles failures.
@@ -23,7 +24,7 @@ _RESERVED = State.RESERVED
 
 
 class AttemptState:
-    """The state of an attempt; both reservations are made on creation, before the next await.
+    """The state of one attempt to serve a split request; both reservations are made on creation.
 
     prefill, prefill_reservation, inbox
                the request to the prefill engine, its reservation until the prompt is computed, and
@@ -72,6 +73,8 @@ class AttemptState:
         self._number = handoffs.take_number()
 
     def begin(self) -> None:
-        """Create the LegRequests object, which builds this attempt's requests to both engines."""
+        """Create the LegRequests object, which builds this attempt's requests to the two
+        engines.
+        """
         prefill = self.pair.prefill.candidate.endpoint
         self.words = LegRequests(self.context, self.record, prefill, self._number)

@@ -23,14 +23,18 @@ Callback = Callable[[UpstreamError | None, bytes], None]
 
 
 class BootstrapClient:
-    """Queries bootstrap servers, with one query at a time per server; connections are not kept."""
+    """Queries the bootstrap servers of prefill engines, with one query at a time per server.
+
+    Connections are not kept open.
+    """
 
     def __init__(self, outbox: WriteQueue) -> None:
         self._outbox = outbox
         self._queries: dict[str, BootstrapQuery] = {}
 
     def query(self, server: BootstrapAddress, callback: Callback) -> BootstrapQuery:
-        """Query a server; `callback` gets the answer, or an error, within ANSWER_S seconds.
+        """Query a bootstrap server; `callback` gets the answer, or an error, within ANSWER_S
+        seconds.
 
         The callback is not called after the caller has left the returned query.
         """
@@ -48,7 +52,7 @@ class BootstrapClient:
 
 
 class BootstrapQuery:
-    """One `GET /query` request and the callbacks that wait for its answer.
+    """One `GET /query` request to a bootstrap server, and the callbacks that wait for its answer.
 
     It ends with the answer, at its timeout, or when the last callback leaves.
     """
@@ -67,18 +71,20 @@ class BootstrapQuery:
         self._leg.start()
 
     def join(self, callback: Callback) -> None:
-        """Add a callback that is called with the query's answer or error."""
+        """Add a callback that is called with the answer of the bootstrap server, or with an
+        error.
+        """
         self._callbacks.append(callback)
 
     def leave(self, callback: Callback) -> None:
-        """Remove a callback, and end the query if it was the last one."""
+        """Remove a callback, and end the query of the bootstrap server if it was the last one."""
         if callback in self._callbacks:
             self._callbacks.remove(callback)
             if not self._callbacks:
                 self.close()
 
     def close(self) -> None:
-        """End the query without calling its callbacks."""
+        """End the query of the bootstrap server without calling its callbacks."""
         over, self._over = self._over, None
         if over is not None:
             over()

@@ -1,4 +1,5 @@
-"""Actions after a failed attempt of a pair: blame an endpoint, use another one, free the KV.
+"""Actions after a failed attempt of a split request: blame an endpoint, use another one, free the
+KV.
 
 They are actions in the table of gateway/disagg/state_machine.py. Each takes the state of an attempt
 (gateway/disagg/attempt.py) and is done at once.
@@ -26,7 +27,7 @@ KV_FAILURES = frozenset({"status_500", "engine_error"})
 
 
 def blame_prefill(attempt: AttemptState) -> None:
-    """Count the failure against the prefill endpoint.
+    """Count the failure of a split request against its prefill endpoint.
 
     Also forget its engine's identity, since the engine may have been restarted.
     """
@@ -39,7 +40,8 @@ def blame_prefill(attempt: AttemptState) -> None:
 
 
 def blame_decode(attempt: AttemptState) -> None:
-    """Count the failure against the decode endpoint, unless it could not load the KV cache.
+    """Count the failure of a split request against its decode endpoint, unless it could not load
+    the KV.
 
     A failure to load the KV cache makes both endpoints suspects.
     """
@@ -53,7 +55,8 @@ def blame_decode(attempt: AttemptState) -> None:
 
 
 def suspect_both(attempt: AttemptState) -> None:
-    """Mark both endpoints as suspects, so that the whole request is computed at one endpoint next.
+    """Mark both endpoints of a split request as suspects, so that it is computed at one endpoint
+    next.
 
     A decode endpoint that can serve whole requests gets the next attempt, which shows whether it
     was the cause. Any other decode endpoint is blamed: its later successes with other prefill
@@ -81,7 +84,8 @@ def _blame_decoder(attempt: AttemptState, problem: UpstreamError) -> None:
 def reserve_other_decode(attempt: AttemptState) -> bool:
     """Reserve another decode endpoint for the same handoff; return False if there is none.
 
-    The first one never received the request, so the KV still waits at the prefill endpoint.
+    The first decode endpoint never received the request, so the KV still waits at the prefill
+    endpoint.
     """
     context, exchange, problem = attempt.context, attempt.exchange, attempt.problem
     assert problem is not None
@@ -111,7 +115,8 @@ def _group_of(attempt: AttemptState) -> PairGroup:
 
 
 def abort_prefill(attempt: AttemptState) -> None:
-    """Half-close the prefill connection, but only after the time that the engine's step may take.
+    """Abort the prefill request by half-closing its connection, after the time that an engine's
+    step may take.
 
     An engine that is aborted during a step finishes it and then keeps KV that no decode engine
     knows about. So its answer is awaited first. An answer that crosses the abort is read too; its
@@ -175,8 +180,8 @@ def free_by_refuser(attempt: AttemptState) -> None:
 
 
 def free_elsewhere(attempt: AttemptState) -> None:
-    """Schedule a release request at another decode engine, because the first may not have freed the
-    KV.
+    """Schedule a release request at another decode engine, because the first may have left KV
+    allocated.
 
     It is sent once the first engine must be done with the KV, in case only its connection broke. An
     engine that could not load the KV found the prefill engine gone, so nothing has to be freed.

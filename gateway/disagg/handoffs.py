@@ -1,4 +1,5 @@
-"""Live knowledge about handoffs: prefill engines' identities, numbers in use, and times per pair.
+"""Live data about KV handoffs: prefill engines' identities, numbers in use, and times per engine
+pair.
 
 A handoff moves the KV cache of a prompt from a prefill engine to a decode engine. The data survives
 reloads and belongs to the event loop; gateway/disagg/attempt.py is its only writer.
@@ -43,7 +44,7 @@ _DONE, _FAILED = State.DONE, State.FAILED  # local names: Enum access is slow be
 
 
 class PairFigures:
-    """Statistics of the handoffs between two endpoints.
+    """Statistics of the KV handoffs from one prefill endpoint to one decode endpoint.
 
     prefill_s  moving mean of the seconds from the prefill request to its answer; None before the
                first
@@ -74,11 +75,14 @@ class PairFigures:
         self.newest_s.append(handoff_s)
 
     def add_transferred(self, pair: EndpointPair, prompt_tokens: int) -> None:
-        """Add the prompt tokens whose KV was transferred, that is, not cached at the decoder."""
+        """Count the prompt tokens whose KV was transferred, that is, those not cached at the
+        decoder.
+        """
         self.tokens += max(0, prompt_tokens - pair.decode.cached_tokens)
 
     def expected_s(self, prefill_s: float | None) -> float | None:
-        """Return the expected seconds from the pick to the first token.
+        """Return the expected seconds from the choice of endpoints to the first token of a split
+        request.
 
         `prefill_s` is the expected time of the prefill. Return None while it, or the time of the
         handoff, is unknown.
@@ -89,7 +93,7 @@ class PairFigures:
 
     @property
     def step_s(self) -> float:
-        """The seconds to wait for a prefill answer that is no longer needed.
+        """Return the seconds to wait for a prefill answer that is no longer needed.
 
         An aborted engine finishes its current step first. A short prompt is computed in one step,
         and without the answer its KV could not be freed.
@@ -98,8 +102,8 @@ class PairFigures:
 
     @property
     def seen_s(self) -> float:
-        """The seconds to keep a decode request open, so that its engine has certainly read the
-        request.
+        """Return the seconds after which a decode engine has certainly read a request that was sent
+        to it.
 
         Engines read requests between two steps.
         """
@@ -107,17 +111,19 @@ class PairFigures:
 
 
 class Transfer(Protocol):
-    """An attempt whose KV cache is being transferred between two engines."""
+    """An attempt to serve a split request whose KV cache is being transferred between two
+    engines.
+    """
 
     def on_overdue(self) -> None:
-        """Fail the transfer because it has exceeded its time limit."""
+        """Fail the KV transfer because it has exceeded its time limit."""
         ...
 
 
 class Handoffs:
     """The live state of all split requests and of their KV transfers (handoffs).
 
-    splitting  by model: the mode of its rule (policies.pricing.split.SplitRule.hysteresis)
+    splitting  by model: the present mode of its rule (policies.pricing.split.SplitRule.hysteresis)
     pairs      statistics by names of prefill and decode endpoint
     transfers  in progress, with the monotonic time by which each must end
     transfer_times  measured seconds per token of KV, for rules that price a split
@@ -153,7 +159,7 @@ class Handoffs:
         counter.value += 1.0
 
     def count_decision(self, decision: SplitDecision) -> None:
-        """Count a decision whether to split, by its reason.
+        """Count a decision whether to split a request between two engines, by the reason.
 
         Each reason belongs either to splitting or to not splitting.
         """
@@ -178,11 +184,16 @@ class Handoffs:
 
     @property
     def live_count(self) -> int:
-        """The number of split requests that are not over; each may hold KV at a prefill engine."""
+        """Return the number of split requests that are not over; each may hold KV at a prefill
+        engine.
+        """
         return len(self._numbers)
 
     def sweep(self, now: float) -> None:
-        """Fail the KV transfers that have exceeded their time limit, each once."""
+        """Fail the KV transfers that have exceeded their time limit.
+
+        Each transfer is failed once.
+        """
         overdue = [transfer for transfer, until in self.transfers.items() if until <= now]
         for transfer in overdue:
             if self.transfers.pop(transfer, None) is not None:
@@ -203,7 +214,9 @@ class Handoffs:
         self._identities[endpoint] = found
 
     def forget_endpoint(self, endpoint: str) -> None:
-        """Drop the identity and statistics of an endpoint name that is no longer configured."""
+        """Drop the identity and the statistics of an endpoint whose name is no longer
+        configured.
+        """
         self.forget_identity(endpoint)
         self.transfer_times.forget_endpoint(endpoint)
         self.pairs = {
@@ -211,7 +224,9 @@ class Handoffs:
         }
 
     def forget_identity(self, endpoint: str) -> None:
-        """Drop an endpoint's identity after a failed request: engine ids change with a restart."""
+        """Drop an endpoint's engine identity after a failed request, because engine ids change with
+        a restart.
+        """
         self._identities.pop(endpoint, None)
 
     # What outlives a request
@@ -219,7 +234,8 @@ class Handoffs:
     def send_release_request(
         self, upstream: ConnectionPool, words: tuple[bytes, bytes], reason: str
     ) -> None:
-        """Send a release request, so that a prefill engine frees KV that no request needs.
+        """Send a decode engine a release request, so that a prefill engine frees KV that no request
+        needs.
 
         Only a decode engine that fetches the KV, or declines to, can have it freed.
         """
@@ -237,7 +253,9 @@ class Handoffs:
         leg.close()
 
     def figures(self, pair: EndpointPair) -> PairFigures:
-        """Return the statistics of a pair's handoffs; they are created at the first handoff."""
+        """Return the statistics of the KV handoffs between two endpoints; they are created at the
+        first handoff.
+        """
         names = _names(pair)
         figures = self.pairs.get(names)
         if figures is None:
@@ -253,7 +271,7 @@ class Handoffs:
         relay: Relay | None,
         split: tuple[SplitRule, int],
     ) -> None:
-        """Count a finished attempt of a prefill/decode pair, and record its times if it succeeded.
+        """Count a finished attempt of a split request, and record its times if it succeeded.
 
         `split` are the rule by which the pair was chosen, and the prompt's tokens.
         """

@@ -1,4 +1,6 @@
-"""A leg of a split request: one HTTP request to one engine, which reports once how it ended."""
+"""One half of a split request (a leg): an HTTP request to one engine, which reports once how it
+ended.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,8 @@ Ended = Callable[["Leg", UpstreamError | None], None]
 
 
 class Leg(EagerTask):
-    """One request to an engine: start() sends it, and `ended` is called once with an error or None.
+    """A request to one engine, half of a split request; `ended` is called once with an error or
+    None.
 
     A leg that is closed before reports nothing. The leg is its own payload, so it notices when its
     bytes are written. On a connection it is a task without a coroutine: the end of the answer calls
@@ -54,7 +57,7 @@ class Leg(EagerTask):
         self._pooled = True
 
     def start(self, on_sent: Callable[[], None] | None = None) -> None:
-        """Send the request, on a pooled connection if there is one.
+        """Send the request to the engine, on a pooled connection if there is one.
 
         `on_sent` is called when it is written.
         """
@@ -67,7 +70,10 @@ class Leg(EagerTask):
 
     @property
     def body(self) -> bytes:
-        """The bytes to write after the head. Reading them marks the request as sent."""
+        """Return the bytes to write after the request's head.
+
+        Reading them marks the request as sent.
+        """
         if self.sent_at is None:
             self.sent_at = monotonic()
             # The callback leads to the attempt, which leads here: no reference cycle may be left.
@@ -77,13 +83,15 @@ class Leg(EagerTask):
         return self._body
 
     def release(self) -> None:
-        """Free the bytes of the request, because they have been sent and will not be sent again."""
+        """Free the bytes of the engine request, because they have been sent and will not be sent
+        again.
+        """
         self._body = b""
 
     @property
     def is_over(self) -> bool:
-        """Whether the engine request has ended or is about to be closed, so that it reports nothing
-        more.
+        """Return whether the engine request has ended or is about to be closed, so that it reports
+        nothing more.
         """
         return self._on_ended is None or self._is_leaving
 
@@ -94,7 +102,10 @@ class Leg(EagerTask):
             self.cancel()
 
     def cancel(self) -> None:
-        """Close the leg's connection, or stop connecting. `ended` is not called."""
+        """Close the connection to the engine, or stop connecting.
+
+        The callback `ended` is not called.
+        """
         connection, done, connecting = self._connection, self._done, self._connecting
         self._connection = self._done = self._connecting = None
         if connecting is not None:
@@ -135,7 +146,7 @@ class Leg(EagerTask):
             done.waiter = self
 
     def step(self, error: BaseException | None = None) -> None:
-        """Handle the end of the answer.
+        """Handle the end of the engine's answer.
 
         A pooled connection that was lost before the first byte is replaced by a new one, once.
         """
@@ -191,8 +202,10 @@ class Leg(EagerTask):
 
 
 def _ignore(_: Leg, __: UpstreamError | None) -> None:
-    """Ignore the end of a leg that is about to be closed."""
+    # Ignore the end of a leg that is about to be closed.
+    ...
 
 
 def _do_nothing() -> None:
-    """Do nothing at the end of connecting: the leg itself reports how it ended."""
+    # Do nothing at the end of connecting: the leg itself reports how it ended.
+    ...

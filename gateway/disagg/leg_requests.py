@@ -72,7 +72,10 @@ class SplitGateway(Protocol):
     handoffs: Handoffs
 
     def count_unsent(self, exchange: Exchange, problem: UpstreamError, /) -> bool:
-        """Count a failed attempt if its request was never sent; return whether it was counted."""
+        """Count a failed attempt of a split request if it was never sent to an engine.
+
+        Returns whether it was counted.
+        """
 
 
 class SplitModel(Protocol):
@@ -88,11 +91,11 @@ class SplitModel(Protocol):
     def resume(self) -> Resume | None: ...
 
     def resolve_name(self, endpoint: Endpoint, /) -> str:
-        """Return the name by which the endpoint's engine lists the model."""
+        """Return the name by which the endpoint's engine lists the model of the request."""
 
 
 class SplitContext:
-    """One request of a model that is split, with everything that its attempts need."""
+    """A request that is split between two engines, with everything that its attempts need."""
 
     __slots__ = ("call", "client", "exchange", "fingerprint", "gateway", "route", "split")
 
@@ -117,7 +120,7 @@ def one_token(request: Request) -> Request:
 
 
 class LegRequests:
-    """Builds the requests to both engines of one attempt, and interprets the prefill answer.
+    """Builds the requests to both engines of a split request, and interprets the prefill answer.
 
     It keeps the parts of the requests, because one may have to be sent when the client has left and
     its body has been freed.
@@ -164,7 +167,10 @@ class LegRequests:
         )
 
     def release(self) -> None:
-        """Free the client's request body; the Call does the same at the first token."""
+        """Free the client's request body.
+
+        The Call does the same at the first token of the answer.
+        """
         self._members = {}
 
     def set_identity(self, identities: tuple[PrefillIdentity, ...]) -> None:
@@ -182,7 +188,7 @@ class LegRequests:
     def decode(
         self, reservation: Reservation, handover: DecodeRequest | None
     ) -> tuple[bytes, bytes]:
-        """Return head and body of the decode request, as bytes to send.
+        """Return the head and the body of the request to the decode engine, as bytes to send.
 
         Without a handoff, it is the client's own request.
         """
@@ -200,7 +206,8 @@ class LegRequests:
     def release_request(
         self, reservation: Reservation | LiveEndpoint, handover: DecodeRequest
     ) -> tuple[bytes, bytes]:
-        """Return head and body of a decode request that has the prefill engine's KV freed.
+        """Return the head and the body of a request to a decode engine that lets the prefill engine
+        free its KV.
 
         It generates one token, which is discarded. By then the blocks may hold another request's
         KV. So the request has a cache salt of its own, and no other request finds what the engine
@@ -214,7 +221,7 @@ class LegRequests:
         return self._request(reservation, replace(edits, put=put, drop=drop), "")
 
     def relay(self, endpoint: Endpoint, handover: DecodeRequest | None) -> Relay:
-        """Return the relay of the decode engine's answer to the client.
+        """Return the relay that passes the decode engine's answer to the client.
 
         It records the answer's tokens if a broken stream can be continued. It replaces the decode
         engine's count of cached tokens if that counts transferred tokens.
@@ -263,7 +270,8 @@ class LegRequests:
         )
 
     def note_usage(self, usage: TokenUsage) -> None:
-        """Record the number of cached prompt tokens that the prefill engine reported, or 0.
+        """Record the number of cached prompt tokens that the prefill engine reported, or 0 without
+        a report.
 
         The client sees this count.
         """
@@ -274,7 +282,7 @@ class LegRequests:
     def interpret(
         self, answer: PrefillResponse | UnusableResponse, *, alone: bool
     ) -> DecodeRequest | UnusableResponse | FinishedResponse | None:
-        """Return what follows from a complete prefill answer.
+        """Return what follows from a prefill engine's complete answer.
 
         That is a decode request to send, an answer that already finishes the client's request, or
         the reason why the answer is unusable. None: the decode engine has its request and needs
@@ -305,7 +313,9 @@ class LegRequests:
         return handover
 
     def finished(self, answer: FinishedResponse) -> bytes:
-        """Return the prefill answer as an HTTP response to the client's request: JSON or events."""
+        """Return the prefill engine's answer as an HTTP response to the client's request: one JSON
+        body, or events.
+        """
         if not self._context.call.request.stream:
             return _JSON % len(answer.body) + answer.body
         events = as_events(answer.body, usage=shows_usage(self._members))

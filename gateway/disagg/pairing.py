@@ -1,4 +1,5 @@
-"""Decides which endpoints of a model can be paired for prefill and decode, and in which dialect.
+"""Decides which endpoints of a model can serve split requests together, and by which handoff
+protocol.
 
 The configuration gives groups of endpoints with compatible KV caches. policies.pricing.split
 chooses among them.
@@ -46,7 +47,7 @@ class PrefillFacts(msgspec.Struct, frozen=True):
 class SplitRoute(msgspec.Struct, frozen=True):
     """How a model's requests are split between prefill and decode endpoints.
 
-    splitter            decides whether to split a request, and between which endpoints
+    splitter            decides whether to split a request, and chooses the endpoints
     facts               configured facts by name of the prefill endpoint
     transfer_timeout_s  longest time in seconds that the KV transfer of a request may take
     """
@@ -68,7 +69,8 @@ def serving_whole(candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:
 def split_route(model: Model, policy: Policy, candidates: Sequence[Candidate]) -> SplitRoute | None:
     """Return how to split a model's requests, or None if they are not split.
 
-    They are not split without a `split` section, or if no two endpoints can be paired.
+    Requests are not split without a `split` section, or if no two endpoints can serve them
+    together.
     """
     if model.split is None:
         return None

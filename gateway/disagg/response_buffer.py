@@ -1,4 +1,6 @@
-"""The receiver of an engine's answer to the gateway itself: it collects or discards the answer."""
+"""Receives an engine's answer that is for the gateway itself: collects the answer or discards
+it.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,7 @@ MAX_BYTES = 16 * 1024 * 1024  # the ids of a million tokens, or of far more bloc
 
 
 class ResponseBuffer:
-    """Collects the head and body that a relay for an HTTP/1.0 client writes.
+    """Collects the head and the body of an engine's answer that is for the gateway itself.
 
     With `keep` False everything is discarded. An answer that is too long fails its connection.
     """
@@ -40,7 +42,7 @@ class ResponseBuffer:
             self.source.fail("framing", "the engine's answer to the gateway is too long")
 
     def half_close(self) -> None:
-        """Close the sending side of the connection if the answer is still coming.
+        """Close the sending side of the engine connection if the answer is still coming.
 
         Engines treat that as an abort.
         """

@@ -1,4 +1,4 @@
-"""The state machine of a pair's attempt, as a table of states, events and actions.
+"""The state machine of a split request's attempt, as a table of states, events and actions.
 
 gateway/disagg/attempt.py carries out the rows. A state that is not in LIVE_STATES is an end state.
 """
@@ -18,7 +18,9 @@ class _Word(StrEnum):
 
 
 class State(_Word):
-    """The state of an attempt; P is the prefill endpoint, D the decode endpoint."""
+    """The state of an attempt to serve a split request; P is the prefill endpoint, D the decode
+    endpoint.
+    """
 
     RESERVED = "reserved"  # both places are taken, nothing was sent
     QUERYING = "querying"  # P's bootstrap server was asked for P's identity
@@ -36,7 +38,9 @@ class State(_Word):
 
 
 class Event(_Word):
-    """An event that can happen to an attempt; P is the prefill endpoint, D the decode endpoint."""
+    """An event that can happen to a split request; P is the prefill endpoint, D the decode
+    endpoint.
+    """
 
     START_PREFILL = (
         "sequential dialect, or the first request to a prefill endpoint of unknown identity"
@@ -61,7 +65,9 @@ class Event(_Word):
 
 
 class Act(_Word):
-    """An action that an event requires; P is the prefill endpoint, D the decode endpoint."""
+    """An action that an event of a split request requires; P is the prefill endpoint, D the decode
+    endpoint.
+    """
 
     QUERY_BOOTSTRAP = "ask the bootstrap server"
     LEAVE_QUERY = (
@@ -87,7 +93,9 @@ class Act(_Word):
 
 
 class Owner(StrEnum):
-    """What ends a state: one engine's answer, both answers, or the request itself."""
+    """What ends a state of a split request: one engine's answer, both answers, or the request
+    itself.
+    """
 
     PREFILL = "prefill leg"
     DECODE = "decode leg"
@@ -96,7 +104,8 @@ class Owner(StrEnum):
 
 
 class Deadline(StrEnum):
-    """The deadline of a state; the value is the name of a setting where there is one.
+    """The deadline of a state of a split request; the value is the name of its setting where there
+    is one.
 
     CONNECT is enforced while connecting, FIRST_BYTE, STALL and TRANSFER by the gateway's sweep,
     BOOTSTRAP by the query.
@@ -111,7 +120,9 @@ class Deadline(StrEnum):
 
 
 class Row(NamedTuple):
-    """The consequence of an event: the next state, and the actions that are due, in order."""
+    """The consequence of an event of a split request: the next state, and the actions that are due,
+    in order.
+    """
 
     state: State
     acts: tuple[Act, ...] = ()

@@ -119,7 +119,9 @@ class LiveEndpoint:
 
     @property
     def is_doubted(self) -> bool:
-        """Whether the endpoint gets few requests because it was late or is suspected to be slow."""
+        """Return whether the endpoint gets few requests because it was late or is suspected to be
+        slow.
+        """
         is_suspect = self.speed.verdict is SpeedVerdict.SUSPECT
         return (self.throttled_until is not None or is_suspect) and is_doubted(self.load)
 
@@ -140,7 +142,9 @@ class LiveEndpoint:
 
 
 def step_tokens(live: LiveEndpoint) -> int:
-    """Return the most prompt tokens that the endpoint's current prefill step may process."""
+    """Return the largest number of prompt tokens that the endpoint's current prefill step may
+    process.
+    """
     load, speed = live.load, live.speed
     others = load.in_flight - load.decoding - speed.waiting
     return speed.step_tokens(load.prefill_tokens, load.belief.shape.budget_tokens, others)
@@ -170,7 +174,9 @@ class PlannedEndpoint(msgspec.Struct, frozen=True, eq=False):
 
 
 class RegistryPlan(msgspec.Struct, frozen=True, eq=False):
-    """The endpoints that a configuration would give the registry. Valid until the registry changes.
+    """The endpoints that a configuration would give the registry.
+
+    The plan is valid until the registry changes.
 
     pools           candidates by pool
     changes         where the changes of the endpoints' loads are recorded
@@ -260,8 +266,10 @@ class EndpointRegistry:
         return tuple(live for live in self.by_slot if live.load.slot not in self._free)
 
     def plan(self, config: Config) -> RegistryPlan:
-        """Compute which endpoints a configuration would add and remove, without any change to the
+        """Compute which endpoints a configuration would add and remove, without changing the
         registry.
+
+        Returns the plan.
         """
         timeouts = UpstreamTimeouts(
             config.timeouts.connect, config.timeouts.first_byte, config.timeouts.stall
@@ -320,7 +328,10 @@ class EndpointRegistry:
         yield from count(len(self.by_slot))
 
     def apply(self, plan: RegistryPlan) -> RegistryChanges:
-        """Apply a plan: assign slots to new endpoints and update the attributes of all others."""
+        """Apply a plan: assign slots to new endpoints, and update all others.
+
+        Returns the added and the removed endpoints.
+        """
         before = {id(live): live.endpoint.name for live in self.all() if not live.is_leaving}
         added = [member.live for member in plan.members if id(member.live) not in before]
         for member in plan.members:

@@ -50,7 +50,7 @@ OUT_OF_ROTATION = (health.HealthState.EJECTED, health.HealthState.DEAD)
 
 
 class EndpointTable:
-    """All live endpoints by slot.
+    """All live endpoints of the gateway by slot, with their load, health and connections.
 
     on_change     called when an endpoint's availability has changed
     on_model_gone called with an endpoint that lacks a model that it listed
@@ -92,11 +92,11 @@ class EndpointTable:
         self._pools: Mapping[str, tuple[Candidate, ...]] = {}
 
     def plan(self, config: Config) -> RegistryPlan:
-        """Compute which endpoints `config` would add and remove, without any change."""
+        """Return the plan of endpoints that `config` would add and remove, without any change."""
         return self._registry.plan(config)
 
     def apply(self, plan: RegistryPlan) -> RegistryChanges:
-        """Apply a plan.
+        """Apply a plan of changes, and return the added and removed endpoints.
 
         Removed endpoints stay until release(), because older requests may still use them.
         """
@@ -282,7 +282,7 @@ class EndpointTable:
     def on_cache_report(
         self, live: LiveEndpoint, expected: CacheExpectation, usage: TokenUsage
     ) -> None:
-        """Compare an answer's cached tokens with what KV events predicted at the pick."""
+        """Compare the number of cached tokens in an answer with what KV events predicted."""
         endpoint = self.prefixes.exact.endpoints.get(live.load.slot)
         prompt, cached = usage.prompt_tokens, usage.cached_tokens
         if endpoint is not None and prompt and cached is not None:
@@ -322,7 +322,7 @@ class EndpointTable:
             self.on_event(live, HealthEvent.PROBE_FAILED)
 
     async def check_health(self, candidate: Candidate) -> bool | None:
-        """Query an endpoint's /health: True if healthy, None if it did not answer."""
+        """Query an endpoint's /health page: True if healthy, None if it did not answer."""
         return await self.probe_health(self._by_slot[candidate.load.slot])
 
     def is_needed(self, live: LiveEndpoint) -> bool:
@@ -336,7 +336,7 @@ class EndpointTable:
         self.on_event(live, HealthEvent.CONNECT_FAILED)
 
     def silence_limit_s(self, live: LiveEndpoint) -> float:
-        """Return for how many seconds an endpoint with requests may be silent.
+        """Return for how many seconds an endpoint with running requests may send nothing.
 
         After that it is checked for a stall. A long prompt backlog extends the time.
         """
@@ -344,12 +344,12 @@ class EndpointTable:
         return max(self._progress_s, PREFILL_MARGIN * prefill_s)
 
     def on_progress(self, live: LiveEndpoint) -> None:
-        """Record that the engine has generated a token for some request."""
+        """Record that the engine of this endpoint has generated a token for some request."""
         live.upstream.last_body_at = monotonic()
         live.is_stalled = False
 
     def predict_first_byte_s(self, slot: int, request: Request, tokens: int) -> float | None:
-        """Predict the seconds to the first byte at the endpoint in `slot`; see SpeedMonitor."""
+        """Predict the seconds to the first byte of an answer of the endpoint in `slot`."""
         return self.speed_monitor.predict_first_byte_s(self._by_slot[slot], request, tokens)
 
     def find_peer(self, live: LiveEndpoint) -> LiveEndpoint | None:
@@ -455,7 +455,7 @@ class EndpointTable:
         return live.load.in_flight
 
     def restore_health(self, live: LiveEndpoint, health: Health, *, is_drained: bool) -> None:
-        """Use a health state recorded by another process, unless a failure was seen since."""
+        """Restore a health state that another process recorded, unless a failure was seen since."""
         if live.health.state is HealthState.UP:
             live.health = health
         live.is_drained = is_drained
@@ -527,7 +527,7 @@ class EndpointTable:
         live.load.mark_changed()
 
     def glance(self, now: float) -> Sequence[LiveEndpoint]:
-        """Return endpoints whose requests may be late; throttle those that are very late."""
+        """Return endpoints whose requests may be late; send no more requests to very late ones."""
         self._review_speeds(now)
         stalled, doubtful = self.speed_monitor.stalled(self._pools, self._by_slot, now)
         for live in doubtful:
@@ -569,7 +569,7 @@ class EndpointTable:
     def fail_streams(self, *, immediately: bool = False) -> int:
         """Fail all running requests, because the gateway is stopping; return how many still run.
 
-        immediately  fail streams within an event too; otherwise they run on to its end
+        immediately  fail streams in mid-event too; otherwise they run on to the event's end
         """
         kind, message = SHUTDOWN, "the gateway stops"
         if immediately:

@@ -80,7 +80,8 @@ def is_ejected_as_slow(live: LiveEndpoint) -> bool:
 
 
 class HealthChecker:
-    """Runs a task per endpoint that polls it, and one task that looks for stalled endpoints.
+    """Polls all endpoints, with one task for each, and runs one task that looks for stalled
+    endpoints.
 
     Endpoints that are leaving the configuration are not polled, because they get no new requests.
     """
@@ -104,7 +105,10 @@ class HealthChecker:
         self._session: aiohttp.ClientSession | None = None
 
     async def start(self) -> None:
-        """Start polling; return once every endpoint has been polled, before the first request."""
+        """Start to poll all endpoints.
+
+        Returns once every endpoint has been polled, before the first request.
+        """
         self._session = aiohttp.ClientSession(
             timeout=aiohttp.ClientTimeout(total=None),
             # No connection limit: hung engines must not delay the probes of others.
@@ -211,7 +215,10 @@ class HealthChecker:
             log.exception("health check of %s failed", live.endpoint.name)
 
     def probe_until_recovered(self, live: LiveEndpoint) -> None:
-        """Probe an endpoint now, and every second until it recovers. Runs one task per endpoint."""
+        """Probe an endpoint now, and every second until it recovers.
+
+        One task runs for each endpoint.
+        """
         if self._session is not None and live not in self._recoveries and not live.is_leaving:
             name = f"probe {live.endpoint.name} until it recovers"
             task = asyncio.create_task(self._probe_until_recovered(live), name=name)

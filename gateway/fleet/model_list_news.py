@@ -17,8 +17,8 @@ GAP_PER_REPORT = 10.0
 
 
 class ModelListNews:
-    """Calls `report` after changes of model lists: at once for the first, once for those that
-    follow soon.
+    """Calls `report` after changes of engines' model lists: at once for the first change, once for
+    those that follow soon.
     """
 
     __slots__ = ("_has_news", "_is_held_back", "_next_at", "_report", "_timer")
@@ -42,8 +42,8 @@ class ModelListNews:
 
     @contextmanager
     def held_back(self) -> Iterator[None]:
-        """Delay the reports of all changes within the `with` block, and report them once at its
-        end.
+        """Delay reports of changed model lists during a `with` block, and report all changes once
+        at its end.
         """
         self._is_held_back = True
         try:

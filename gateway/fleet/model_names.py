@@ -19,7 +19,9 @@ MOST_CHARACTERS = 64
 
 
 def explicit_models(config: Config) -> list[Model]:
-    """Return the configured models, with served_model set where an endpoint's cannot apply.
+    """Return the configured models with explicit `served_model` names.
+
+    A model's name is set where the `served_model` of an endpoint cannot apply.
 
     An endpoint's served_model applies only if one model of its pool has none of its own.
     """

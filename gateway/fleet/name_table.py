@@ -25,7 +25,7 @@ class NameTable(dict[str, T]):
         others: Set[str] = frozenset(),
         permitted: Iterable[str] | None = None,
     ) -> None:
-        """Initialize with values by name or pattern.
+        """Initialize a table with values by model name or pattern.
 
         others     names and patterns without a value here: what they match has no value, even if a
                    shorter pattern of `values` matches it too
@@ -53,7 +53,7 @@ class NameTable(dict[str, T]):
 
 
 def find(table: Mapping[str, T], name: str) -> T | None:
-    """Return the value for a name, also by a pattern, or None if there is none."""
+    """Return the table's value for a model name, also by a pattern, or None if there is none."""
     try:
         return table[name]
     except KeyError:

@@ -1,4 +1,5 @@
-"""Updates for the other gateways; the path of a request only appends to these lists.
+"""Collects updates for the other gateways; the code that serves requests only appends to these
+lists.
 
 gateway/peers/view.py and sync_loop.py encode and send them later.
 """

@@ -1,7 +1,9 @@
-"""Decides what to request at a poll of one endpoint: its health, its load or neither. No I/O.
+"""Decides what to request at a poll of one endpoint: its health, its load or neither.
 
-A thousand endpoints are polled every second, so a poll requests only what is unknown: an engine
-whose answers arrive is alive, and the load of an idle one rarely changes.
+No I/O.
+
+A thousand endpoints may be polled every second, so a poll requests only what is unknown. An engine
+whose answers arrive is alive, and the load of an idle engine rarely changes.
 """
 
 from __future__ import annotations

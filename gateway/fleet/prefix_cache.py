@@ -30,9 +30,10 @@ class PrefixCacheView:
     def __init__(
         self, secret: bytes, index_bytes: int, block_bytes: int, event_bytes: int = 1 << 26
     ) -> None:
-        """Initialize; gateways with the same `secret` compute the same keys for a prompt.
+        """Initialize the view of prefix caches; gateways with the same `secret` compute the same
+        keys for a prompt.
 
-        event_bytes  memory for what KV events report
+        event_bytes  bytes of memory for what KV events report
         """
         self.exact = ExactPrefixes(event_bytes)
         self._fingerprinter = Fingerprinter(secret, block_bytes)
@@ -88,7 +89,7 @@ class PrefixCacheView:
         return tokens
 
     def holders(self, fingerprint: Fingerprint, prompt_tokens: int) -> PrefixMatch:
-        """Return the endpoints at which part of the prompt is cached, as far as is known.
+        """Return the endpoints at which part of the prompt is cached, as far as the gateway knows.
 
         The result equals that of cached_tokens(), but has no item for other endpoints.
         """

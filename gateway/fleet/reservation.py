@@ -125,19 +125,19 @@ class Reservation:
 
     @property
     def is_behind(self) -> bool:
-        """Whether the engine's current prefill step certainly does not contain the request's
-        prompt.
+        """Return whether the engine's current prefill step certainly does not contain this
+        request's prompt.
         """
         return self._awaited > 0 and self.live.speed.is_behind(self._reserved_at)
 
     @property
     def is_ejected_as_slow(self) -> bool:
-        """Whether the endpoint was ejected because it is slow."""
+        """Return whether the reserved endpoint was ejected because it is slow."""
         health = self.live.health
         return health.state is HealthState.EJECTED and health.cause is HealthEvent.SLOW
 
     def on_served(self, usage: TokenUsage) -> None:
-        """Record a complete answer.
+        """Record that the endpoint has served the request with a complete answer.
 
         The engine's count of cached tokens corrects the prefix index.
         """
@@ -154,7 +154,7 @@ class Reservation:
                 self._table.on_cache_report(self.live, self.expected_cache, usage)
 
     def on_failed(self, broke: UpstreamError) -> None:
-        """Record an incomplete answer as evidence about the endpoint's health.
+        """Record the endpoint's incomplete answer as evidence about the endpoint's health.
 
         Only the first report of a reservation counts.
         """
@@ -199,7 +199,9 @@ class DecodeReservation(Reservation):
     _prefills = False
 
     def on_recompute(self) -> None:
-        """Add the prompt to the endpoint's backlog, because no usable KV cache was transferred."""
+        """Add the prompt to the decode endpoint's backlog, because no usable KV cache was
+        transferred.
+        """
         self.entry.recompute_prompt(monotonic())
 
     def on_handed_over(self) -> None:
@@ -212,7 +214,7 @@ class DecodeReservation(Reservation):
             self.entry.on_kv_arrived(monotonic())
 
     def on_served(self, usage: TokenUsage) -> None:
-        """Record a complete answer.
+        """Record that the decode endpoint has served the request with a complete answer.
 
         Its cached tokens are the transferred KV cache, so they are not used to correct the prefix
         index.

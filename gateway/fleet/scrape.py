@@ -16,7 +16,9 @@ from policies.model import EngineKind
 
 
 class MetricNames(msgspec.Struct, frozen=True):
-    """The metric names of one engine kind; empty if the engine does not export the value.
+    """The metric names of one kind of engine.
+
+    A name is empty if the engine does not export the value.
 
     config        info metric whose labels `block_tokens` and `blocks` give the KV capacity; if
                   empty, those two are metrics of their own
@@ -75,7 +77,9 @@ METRICS_PATHS = {
 
 
 class ScrapedLoad(msgspec.Struct, frozen=True):
-    """The load that an engine reports; None for a value that it does not report.
+    """The load that an engine reports in its metrics.
+
+    A value is None if the engine does not report it.
 
     running, waiting    requests in its batch and in its queue
     kv_usage            share of its KV memory in use, 0 to 1

@@ -86,7 +86,8 @@ class SpeedMonitor:
     def sweep(
         self, pools: Mapping[str, Sequence[Candidate]], by_slot: Sequence[LiveEndpoint], now: float
     ) -> Iterator[tuple[LiveEndpoint, SpeedVerdict]]:
-        """Compare the speed of the endpoints that are due; yield those whose verdict has changed.
+        """Compare the speed of the endpoints that are due, and yield those whose verdict has
+        changed.
 
         `reviewed` receives the endpoints that were reviewed. Of the cohorts (groups) of large
         pools, one is reviewed per call, so that no call takes long.
@@ -140,12 +141,13 @@ class SpeedMonitor:
     def stalled(
         self, pools: Mapping[str, Sequence[Candidate]], by_slot: Sequence[LiveEndpoint], now: float
     ) -> tuple[list[LiveEndpoint], list[LiveEndpoint]]:
-        """Return the endpoints whose requests may be late, and those to throttle.
+        """Return the endpoints at which requests may be late, and those that should get fewer
+        requests.
 
         Requests may be late where the current prefill step is much later than at peers, and at
-        endpoints in doubt. It is called every GLANCE_S and looks at
-        COHORTS_AT_ONCE cohorts in turn. After a long gap between two calls, the gateway itself was
-        delayed, so the age of a step shows nothing and both results are empty.
+        endpoints in doubt. It is called every GLANCE_S and looks at COHORTS_AT_ONCE cohorts in
+        turn. After a long gap between two calls, the gateway itself was delayed, so the age of a
+        step shows nothing and both results are empty.
         """
         elapsed_s, self._glanced_at = now - self._glanced_at, now
         if elapsed_s > LATE_GLANCES * GLANCE_S or not self.limits.factor:
@@ -179,7 +181,7 @@ class SpeedMonitor:
         """Predict the seconds until the first byte of a request that has `tokens` prompt tokens
         ahead of it.
 
-        None if the endpoint's speed is unknown.
+        Returns None if the endpoint's speed is unknown.
         """
         expectations = self._expectations_of(live.endpoint.pool)
         return expectations.first_byte_s(_member(live), *_work(request, tokens))
@@ -249,7 +251,10 @@ def _member(live: LiveEndpoint) -> ReviewedEndpoint:
 
 
 def hardware_key(endpoint: Endpoint) -> Hashable:
-    """Return the attributes that determine speed; endpoints with equal keys are peers."""
+    """Return the hardware attributes that determine an endpoint's speed.
+
+    Endpoints with equal values are compared.
+    """
     return (
         endpoint.role,
         endpoint.engine,

@@ -182,7 +182,9 @@ class AiohttpConnection(ClientConnection, RequestHandler):
     # asyncio.Protocol
 
     def resume_reading(self, resume_parser: bool = True) -> None:
-        """Resume reading if it is paused; aiohttp calls this after every read of a body."""
+        """Resume reading from the client if it is paused. aiohttp calls this after every read of a
+        body.
+        """
         if self._reading_paused:
             super().resume_reading(resume_parser)
 
@@ -216,7 +218,7 @@ class AiohttpConnection(ClientConnection, RequestHandler):
         self._resume_source()
 
     def data_received(self, data: bytes) -> None:
-        """Buffer and parse received bytes.
+        """Buffer and parse bytes that the client has sent.
 
         aiohttp passes b"" when its parser should continue with bytes that it has buffered itself.
         """
@@ -290,7 +292,8 @@ class AiohttpConnection(ClientConnection, RequestHandler):
             self._resume_reading_for_buffer()
 
     def drop_unread(self) -> None:
-        """Discard the unread bytes to free their memory, and close after the current response.
+        """Discard the client's unread bytes to free their memory, and close after the current
+        response.
 
         The connection is aborted at once if the kernel may hold further bytes, since only closing
         the socket frees those.
@@ -319,7 +322,7 @@ class AiohttpConnection(ClientConnection, RequestHandler):
             self.force_close()
 
     async def start(self) -> None:
-        """Serve one request after another until either side closes the connection."""
+        """Serve the client's requests one after another until either side closes the connection."""
         keep = True
         while keep and not self._force_close:
             if not self._messages:

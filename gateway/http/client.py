@@ -28,14 +28,16 @@ class Client(Downstream, Protocol):
     def headers(self) -> Mapping[str, str]: ...
     @property
     def target(self) -> str:
-        """The request's path and query, for APIs whose path has a variable part."""
+        """Return the request's path and query, for APIs whose path has a variable part."""
         ...
 
     @property
     def is_http_1_0(self) -> bool: ...
     @property
     def will_close(self) -> bool:
-        """Whether the connection closes after this response; its head must then announce that."""
+        """Return whether the connection closes after this response; the response head must then
+        announce that.
+        """
         ...
 
     clock: ResponseClock
@@ -43,7 +45,7 @@ class Client(Downstream, Protocol):
     """Header lines of every response: the clock, or what a request adds to it."""
 
     def take_buffered_body(self) -> bytes:
-        """Return the body if all of it has been received, else b"".
+        """Return the request's body if all of it has been received, else b"".
 
         If it is b"", the caller must await read_body().
         """
@@ -67,5 +69,5 @@ class Client(Downstream, Protocol):
     def send_response(self, status: int, body: bytes, headers: list[tuple[str, str]]) -> None: ...
 
     def close_after_write(self) -> None:
-        """Close the connection once the bytes written so far have been sent."""
+        """Close the client's connection once the bytes written so far have been sent."""
         ...

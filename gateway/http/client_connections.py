@@ -2,8 +2,8 @@
 
 Unread bytes belong to no request yet: partial heads and pipelined requests of clients that have not
 been authenticated. All connections share `limits.unread_budget` bytes for them, a part of
-`limits.body_budget`. When it is used up, the connection whose unread bytes are oldest loses them,
-because an honest client completes its request within milliseconds.
+`limits.body_budget`. When it is used up, the unread bytes that are oldest are discarded, because an
+honest client completes its request within milliseconds.
 """
 
 from __future__ import annotations
@@ -44,7 +44,9 @@ class ByteBudget(Protocol):
 
 
 class CountedConnection(Protocol):
-    """A client connection that counts against the connection limits, from its TLS handshake on."""
+    """A client connection that counts against the connection limits, from the start of its TLS
+    handshake.
+    """
 
     def sweep(self, now: float) -> None: ...
     def drop_unread(self) -> None: ...
@@ -95,7 +97,8 @@ class ClientConnections:
         return iter(self._connections)
 
     def sweep(self, now: float) -> None:
-        """Check the deadlines of all connections, or of the next SWEPT_AT_ONCE if there are more.
+        """Check the deadlines of all client connections, or of the next SWEPT_AT_ONCE if there are
+        more.
 
         `now` is in monotonic seconds. Checking in parts bounds the time of one call, but with
         thousands of connections a deadline may take effect a few seconds late.

@@ -125,7 +125,9 @@ class ClientConnection(ABC):
     @property
     @abstractmethod
     def _has_unread_body(self) -> bool:
-        """Whether part of the current body is unread, so that the next request cannot be parsed."""
+        """Return whether part of the current request's body is unread, so that the next request
+        cannot be parsed.
+        """
 
     @property
     def _should_close(self) -> bool:
@@ -157,7 +159,7 @@ class ClientConnection(ABC):
         self.write(head.encode("latin-1", "replace") + body)
 
     def close_after_write(self) -> None:
-        """Close the connection once the bytes written so far have been sent.
+        """Close the client's connection once the bytes written so far have been sent.
 
         The client then sees a cut-off response.
         """
@@ -198,7 +200,8 @@ class ClientConnection(ABC):
         self.phase_since = monotonic()
 
     def sweep(self, now: float) -> None:
-        """Close or abort the connection if a deadline has passed or the client has disconnected.
+        """Close or abort the client's connection if a deadline has passed or the client has
+        disconnected.
 
         `now` is in monotonic seconds. The event loop itself cannot notice a disconnect while
         reading is paused.
@@ -277,12 +280,12 @@ class ClientConnection(ABC):
     @property
     @abstractmethod
     def _has_sent_nothing(self) -> bool:
-        """Whether the client has not sent a complete request head yet."""
+        """Return whether the client has not sent a complete request head yet."""
 
     @property
     @abstractmethod
     def _body_received(self) -> int:
-        """The number of bytes of the current request's body that have been received."""
+        """Return the number of bytes of the current request's body that have been received."""
 
     @abstractmethod
     def _fail_body(self, error: GatewayError) -> None:
@@ -298,10 +301,10 @@ class ClientConnection(ABC):
 
     @abstractmethod
     def _close_after_flush(self) -> None:
-        """Close the connection once all written bytes have been sent."""
+        """Close the client's connection once all written bytes have been sent."""
 
     def abort(self) -> None:
-        """Close the connection at once; bytes that are not yet sent are lost."""
+        """Close the client's connection at once; bytes that are not yet sent are lost."""
         if self.transport is not None:
             self.transport.abort()
 

@@ -28,7 +28,7 @@ IDLE, HEAD, BODY, SERVING, CLOSING = Phase
 
 
 class Expiry(Enum):
-    """How to end a connection whose deadline has passed."""
+    """The ways to end a client connection whose deadline has passed."""
 
     ABORT = auto()
     CLOSE = auto()
@@ -37,12 +37,14 @@ class Expiry(Enum):
 
 
 def reader_expiry(paused_s: float, limits: Limits) -> Expiry | None:
-    """Return ABORT if the client has read nothing for `limits.slow_reader` seconds, else None."""
+    """Return ABORT if the client has not read its response for `limits.slow_reader` seconds, else
+    None.
+    """
     return Expiry.ABORT if paused_s > limits.slow_reader else None
 
 
 def idle_expiry(age_s: float, limits: Limits, *, has_sent_nothing: bool) -> Expiry | None:
-    """Return CLOSE if the next request has not begun in time, else None.
+    """Return CLOSE if the client's next request has not begun in time, else None.
 
     The first request on a connection must begin within `headers_timeout`, a later one within
     `idle_timeout`.
@@ -52,12 +54,15 @@ def idle_expiry(age_s: float, limits: Limits, *, has_sent_nothing: bool) -> Expi
 
 
 def head_expiry(age_s: float, limits: Limits) -> Expiry | None:
-    """Return HEAD_TIMEOUT if a request head is still incomplete after `headers_timeout` seconds."""
+    """Return HEAD_TIMEOUT if a request head is still incomplete after `headers_timeout` seconds,
+    else None.
+    """
     return Expiry.HEAD_TIMEOUT if age_s > limits.headers_timeout else None
 
 
 def body_expiry(age_s: float, received: int, limits: Limits) -> Expiry | None:
-    """Return BODY_TIMEOUT if a body takes too long or arrives below the minimum rate, else None.
+    """Return BODY_TIMEOUT if a request body takes too long or arrives below the minimum rate, else
+    None.
 
     `age_s` is the time since the gateway began to wait for it; `received` is in bytes.
     """
@@ -67,7 +72,7 @@ def body_expiry(age_s: float, received: int, limits: Limits) -> Expiry | None:
 
 
 def closing_expiry(age_s: float, limits: Limits, *, is_flushing: bool) -> Expiry | None:
-    """Return ABORT if closing the connection takes too long, else None.
+    """Return ABORT if closing a client connection takes too long, else None.
 
     While a response is still being sent (`is_flushing`), the limit is that of a slow reader. While
     a refused upload is being discarded, it is LINGER_S.

@@ -26,7 +26,8 @@ class EagerFuture(asyncio.Future[None]):
     waiter: EagerTask | None
 
     def resolve(self, error: Exception | None = None) -> None:
-        """Complete the future, with `error` if given, and resume the EagerTask that waits for it.
+        """Complete the future, with the exception `error` if given, and resume the EagerTask that
+        waits for it.
 
         Does nothing if the future is already done.
         """
@@ -62,7 +63,7 @@ class EagerTask:
         self._task: asyncio.Task[None] | None = None
 
     def step(self, error: BaseException | None = None) -> None:
-        """Run the coroutine to its next wait, raising `error` inside it if given.
+        """Run the task's coroutine to its next wait, raising `error` inside it if given.
 
         The coroutine should let only CancelledError escape; any other exception propagates to the
         caller.
@@ -85,7 +86,9 @@ class EagerTask:
             self._task.add_done_callback(lambda _: self._on_done())
 
     def cancel(self) -> None:
-        """Cancel like Task.cancel(), but at once if the coroutine awaits an EagerFuture."""
+        """Cancel the task like asyncio's Task.cancel(), but at once if its coroutine awaits an
+        EagerFuture.
+        """
         waits_for = self._waits_for
         if self._task is not None:
             self._task.cancel()
@@ -147,7 +150,7 @@ def _become_task() -> Generator[None, None, None]:
 
 @asynccontextmanager
 async def timeout_after(seconds: float) -> AsyncIterator[None]:
-    """Limit the time of the block like asyncio.timeout(), also inside an EagerTask.
+    """Limit the duration of an `async with` block like asyncio.timeout(), also inside an EagerTask.
 
     asyncio.timeout() needs a Task, so an EagerTask becomes one here. That costs time, so code that
     every request passes must not use this function. Raises TimeoutError.

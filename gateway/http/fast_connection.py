@@ -113,7 +113,7 @@ class FastConnection(ClientConnection, asyncio.Protocol):
     # The Client protocol, as far as ClientConnection does not implement it
 
     def take_buffered_body(self) -> bytes:
-        """Return the body if it arrived together with its head, else b""."""
+        """Return the request's body if it arrived together with its head, else b""."""
         return b"" if self._missing else self._pieces.pop()
 
     async def read_body(
@@ -262,7 +262,8 @@ class FastConnection(ClientConnection, asyncio.Protocol):
             self.transport.resume_reading()
 
     def drop_unread(self) -> None:
-        """Discard the unread bytes to free their memory, and close after the current response.
+        """Discard the client's unread bytes to free their memory, and close after the current
+        response.
 
         The connection is aborted at once if the kernel may hold further bytes, since only closing
         the socket frees those.
@@ -403,7 +404,7 @@ class FastConnection(ClientConnection, asyncio.Protocol):
             self.will_close = self._must_close = True
 
     def close_when_idle(self) -> asyncio.Future[None]:
-        """Close now, or after the current response.
+        """Close the client connection now, or after the current response.
 
         The returned future resolves when the connection is lost.
         """

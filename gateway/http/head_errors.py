@@ -13,7 +13,7 @@ from gateway.protocol.errors import Failure, GatewayError
 
 
 def invalid_head(problem: BaseException | None, max_uri: int) -> GatewayError:
-    """Return the error for a request head that aiohttp's parser rejected.
+    """Return the HTTP error for a request head that aiohttp's parser rejected.
 
     problem  the parser's exception, or None if only the HTTP version is unsupported
     max_uri  the parser's limit for the request line, in bytes

@@ -16,7 +16,10 @@ HEALTH_PATHS = ("/health", "/ping")
 
 
 def add_health(routes: web.UrlDispatcher, headers: Callable[[], Mapping[str, str]]) -> None:
-    """Add the routes; `headers` returns the header fields of every response of the listener."""
+    """Add the routes for health and version.
+
+    `headers` returns the header fields of every response of the listener.
+    """
 
     async def show_alive(_: web.Request) -> web.StreamResponse:
         return web.Response(headers=headers())

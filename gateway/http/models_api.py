@@ -42,7 +42,7 @@ class ModelNames(Protocol):
 
     @property
     def unlisted(self) -> Mapping[str, str]:
-        """The error message for every configured model name that no endpoint serves."""
+        """Return the error message for every configured model name that no endpoint serves."""
 
 
 class ModelCatalogue(ModelNames, Protocol):

@@ -29,7 +29,7 @@ class ConnectError(Exception):
 
 
 class ConnectionLostError(Exception):
-    """Raised when the connection ends before the first byte of a response."""
+    """Raised when an engine's connection ends before the first byte of a response."""
 
 
 class _PollConnection(asyncio.Protocol):
@@ -103,7 +103,7 @@ class _PollConnection(asyncio.Protocol):
 
 
 class PollClient:
-    """A client for short requests to one engine, with a small pool of connections."""
+    """A client for short HTTP requests to one engine, with a small pool of connections."""
 
     __slots__ = ("_encryption", "_head", "_host", "_idle", "_key_header", "_path", "_port")
 
@@ -118,7 +118,7 @@ class PollClient:
         self._idle: list[_PollConnection] = []
 
     def configure(self, key_header: Mapping[str, str], encryption: Encryption | None) -> None:
-        """Set the API key header and the TLS settings of later requests.
+        """Set the API key header and the TLS settings for later requests to the engine.
 
         Idle connections are closed if the TLS settings differ.
         """
@@ -127,7 +127,8 @@ class PollClient:
         self._key_header, self._encryption = key_header, encryption
 
     async def get(self, path: str, timeout_s: float, limit: int) -> tuple[int, bytes]:
-        """Send a GET request for `path`; return the status and the body of at most `limit` bytes.
+        """Send a GET request for `path` to the engine; return the status and at most `limit` bytes
+        of the body.
 
         If a kept connection is lost before the first byte of the response, a new connection is
         tried. Raises ConnectError, ConnectionLostError, FramingError, or TimeoutError after
@@ -136,7 +137,9 @@ class PollClient:
         return await self._send(self._request("GET", path, ""), timeout_s, limit)
 
     async def post(self, path: str, body: bytes, timeout_s: float, limit: int) -> tuple[int, bytes]:
-        """Send a POST request with a JSON body that may be repeated; otherwise like `get`."""
+        """Send a POST request with a JSON body, which may be sent twice after a lost connection;
+        otherwise like `get`.
+        """
         fields = f"content-type: application/json\r\ncontent-length: {len(body)}\r\n"
         return await self._send(self._request("POST", path, fields) + body, timeout_s, limit)
 

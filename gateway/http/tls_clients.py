@@ -17,7 +17,7 @@ log = logging.getLogger("penstock")
 
 
 class ClientContexts:
-    """A cache of SSLContext objects by settings.
+    """A cache of SSLContext objects by their TLS settings.
 
     Loading the system's certificate authorities takes about 10 ms, so contexts are shared.
     """

@@ -39,7 +39,7 @@ class HandshakeLimit(Protocol):
 
 
 class TlsListener:
-    """The certificates of one listener, and its connections that are in their TLS handshake.
+    """The TLS certificates of one listener, and its connections that are in their TLS handshake.
 
     new_protocol     creates the HTTP protocol of a connection
     close_s          seconds that a client may take to read the rest of a response while closing
@@ -55,7 +55,7 @@ class TlsListener:
         on_failure: Callable[[], None],
         handshake_limit: HandshakeLimit | None = None,
     ) -> None:
-        """Initialize and load the certificates.
+        """Initialize a TLS listener and load its certificates.
 
         Raises OSError or ValueError for an unusable file.
         """
@@ -79,7 +79,7 @@ class TlsListener:
                 log.warning("TLS: the certificate %s %s", pair.certificate, doubt)
 
     def update(self, section: ListenerTls | None) -> None:
-        """Use new settings, and the current content of their files, for new connections.
+        """Use new TLS settings, and the current content of their files, for new connections.
 
         The current certificate stays in use if a file cannot be used, or if the new certificate has
         expired and the current one has not.
@@ -147,7 +147,7 @@ class TlsListener:
 
 
 class TlsListeners:
-    """The listeners that use TLS, by name.
+    """The gateway's listeners that use TLS, by name.
 
     Handshakes of the API listener count as client connections; those of the admin listener do not.
     """
@@ -181,26 +181,36 @@ class TlsListeners:
         return listener.new_handshake
 
     def update(self, listeners: Listeners) -> None:
-        """Apply a new configuration and the current certificate files to new connections."""
+        """Apply a new configuration, and the current certificate files, to new connections of all
+        TLS listeners.
+        """
         for name, listener in self._listeners.items():
             listener.update(listeners.api.tls if name == API else listeners.admin.tls)
 
     def close(self) -> None:
-        """Abort the connections that are in their TLS handshake, on all listeners."""
+        """Abort the connections that are in their TLS handshake, on all of the gateway's
+        listeners.
+        """
         for listener in self._listeners.values():
             listener.close()
 
     def admit(self, handshake: Handshake, address: str) -> bool:
-        """Count a handshake as a client connection; return False at the connection limit."""
+        """Count a TLS handshake as a client connection.
+
+        Returns False if the connection limit is reached.
+        """
         return self._connections.admit(handshake, address, self._limits())
 
     def remove(self, handshake: Handshake) -> None:
-        """Stop counting a handshake: it failed, or its HTTP protocol is counted from now on."""
+        """Stop counting a TLS handshake: it failed, or its HTTP protocol is counted from now on."""
         self._connections.remove(handshake)
 
 
 class Handshake(asyncio.Protocol):
-    """The protocol of a connection in its TLS handshake; buffers data for the HTTP protocol."""
+    """The asyncio protocol of a connection in its TLS handshake.
+
+    It buffers data for the HTTP protocol.
+    """
 
     __slots__ = ("_early_data", "_listener", "_raw", "_task")
 
@@ -230,10 +240,13 @@ class Handshake(asyncio.Protocol):
         """Do nothing: before the handshake has completed, there are no unread bytes."""
 
     def drain(self) -> None:
-        """Do nothing: no request has arrived yet, so the connection is served like a new one."""
+        """Do nothing.
+
+        The connection is still in its TLS handshake, so it will be served like a new one.
+        """
 
     def abort(self) -> None:
-        """Abort the connection without completing the TLS handshake."""
+        """Close the connection at once, without completing the TLS handshake."""
         if self._raw is not None:
             self._raw.abort()
 

@@ -70,7 +70,7 @@ class Downstream(Protocol):
 
 
 class RequestPayload(Protocol):
-    """The body of a request.
+    """The body of a request to an engine.
 
     It is read once, when the request is sent, and may be freed after that.
     """
@@ -132,7 +132,9 @@ class UpstreamConnection:
     def start(
         self, head: bytes, payload: RequestPayload, relay: Relay, downstream: Downstream
     ) -> EagerFuture:
-        """Send a request; the returned future resolves when its response has been relayed.
+        """Send a request to the engine.
+
+        The returned future resolves when its response has been relayed.
 
         The future raises UpstreamError when the response fails.
         """
@@ -162,7 +164,8 @@ class UpstreamConnection:
             self.transport.abort()
 
     def half_close(self) -> None:
-        """Close the sending side: the engine cancels the request but can still finish its response.
+        """Close the sending side of the connection: the engine cancels the request but can still
+        finish its response.
 
         TLS has no half-close here: the engine notices the cancellation only when the caller closes
         the connection.
@@ -174,12 +177,14 @@ class UpstreamConnection:
 
     @property
     def is_recently_started(self) -> bool:
-        """Whether the request was sent within the last RECENT_S seconds."""
+        """Return whether the request was sent to the engine within the last RECENT_S seconds."""
         return monotonic() - self.last_activity_at < RECENT_S
 
     @property
     def is_mid_event(self) -> bool:
-        """Whether the client has part of an event or body that only this engine can complete."""
+        """Return whether the client has received part of an event or body that only this engine can
+        complete.
+        """
         return (
             self._relay is not None and self._relay.is_committed and not self._relay.is_at_boundary
         )
@@ -191,7 +196,7 @@ class UpstreamConnection:
     def pause(self) -> None:
         """Stop reading from the engine while the client reads too slowly.
 
-        Unread data then stays in the socket.
+        Unread data stays in the socket.
         """
         if self.is_open and self.transport is not None and not self._paused:
             self._paused = True
@@ -205,7 +210,9 @@ class UpstreamConnection:
 
     @property
     def is_awaited(self) -> bool:
-        """Whether a client waits for the engine's response and reads it as fast as it arrives."""
+        """Return whether a client waits for the engine's response and reads it as fast as it
+        arrives.
+        """
         return (
             self._relay is not None
             and self._downstream is not None
@@ -217,14 +224,19 @@ class UpstreamConnection:
 
     @property
     def active_stream(self) -> Relay | None:
-        """The relay of a response that is sending tokens to a client that keeps up, or None."""
+        """Return the relay of a response that is sending tokens to a client which keeps up, or
+        None.
+        """
         relay = self._relay
         if relay is None or not self.is_awaited:
             return None
         return relay if relay.event_count and relay.first_token_at else None
 
     def has_timed_out(self, now: float, timeouts: UpstreamTimeouts) -> bool:
-        """Return whether the engine has been silent too long; reading pauses are not counted."""
+        """Return whether the engine has been silent for too long.
+
+        Times in which reading was paused are not counted.
+        """
         relay = self._relay
         if relay is None or not self.is_awaited:
             return False
@@ -243,7 +255,7 @@ class UpstreamConnection:
             )
 
     def pause_writing(self) -> None:
-        """Do nothing: the whole request is in the transport's buffer already."""
+        """Do nothing. The whole request is already in the transport's buffer."""
 
     def resume_writing(self) -> None: ...
 
@@ -284,7 +296,9 @@ class UpstreamConnection:
                 self.transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, QUICKACK, 0)
 
     def process_deferred(self, relay: Relay, data: bytes) -> None:
-        """Process a chunk that was deferred, if its response (`relay`) is still in progress."""
+        """Process a received chunk that was deferred, if its response (`relay`) is still in
+        progress.
+        """
         if self._relay is not relay:  # that response has ended, so these bytes are surplus
             self.abort()
             return
@@ -341,7 +355,9 @@ class UpstreamConnection:
 
 
 class ConnectionPool:
-    """The connections to one engine; the newest idle one is reused first, so that others expire.
+    """A pool of connections to one engine.
+
+    The newest idle connection is reused first, so that others expire.
 
     last_body_at  when the engine last sent part of any response body (monotonic seconds)
     """
@@ -369,7 +385,8 @@ class ConnectionPool:
         outbox: WriteQueue,
         encryption: Encryption | None = None,
     ) -> None:
-        """Initialize without connecting; `key` is the API key that the engine expects, if any.
+        """Initialize a pool without connecting; `key` is the API key that the engine expects, if
+        any.
 
         Raises ValueError for an https:// URL without `encryption`.
         """
@@ -393,8 +410,8 @@ class ConnectionPool:
         encryption: Encryption | None,
         rank: int | None = None,
     ) -> None:
-        """Use other connection settings from the next request on; responses in progress keep
-        theirs.
+        """Use other connection settings for later requests to the engine; responses in progress
+        keep theirs.
 
         encryption  applies to new connections only
         rank        the engine's data-parallel rank that is to serve all requests; None: any
@@ -411,7 +428,7 @@ class ConnectionPool:
         self.timeouts = timeouts
 
     def request_head(self, path: str) -> bytes:
-        """Return the start of a POST request head for `path`.
+        """Return the start of a POST request head for `path`, as bytes.
 
         The caller appends its own header lines and the blank line.
         """
@@ -528,7 +545,8 @@ class ConnectionPool:
             self._idle.remove(connection)
 
     def sweep(self, now: float) -> None:
-        """Close connections that have been idle too long, and fail responses that have timed out.
+        """Close connections to the engine that have been idle too long, and fail responses that
+        have timed out.
 
         `now` is in monotonic seconds. Idle connections are closed before the engine would close
         them.
@@ -556,7 +574,10 @@ class ConnectionPool:
             connection.fail(kind, message)
 
     def fail_between_events(self, kind: str, message: str) -> int:
-        """Fail the responses that are between two events; return how many others continue."""
+        """Fail the engine's responses that are between two events.
+
+        Returns how many other responses continue.
+        """
         spared = [connection for connection in self.connections if connection.is_mid_event]
         for connection in self.connections.difference(spared):
             connection.fail(kind, message)

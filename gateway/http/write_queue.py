@@ -1,4 +1,4 @@
-"""A queue that sends all writes of one event loop iteration together at its end.
+"""A queue of socket writes that sends all writes of one event loop iteration together at its end.
 
 Handling thirty reads and then thirty sends keeps the processor's caches warm, which saves CPU under
 load (docs/performance.md). On an idle loop a write leaves a few microseconds later.
@@ -34,7 +34,9 @@ class DeferringConnection(Protocol):
 
 
 class WriteQueue:
-    """The queued writes of one event loop, in order. Call flush() before closing a transport.
+    """The queued socket writes of one event loop, in order.
+
+    Call flush() before closing a transport.
 
     budget_spent  this iteration has written enough, so chunks from engines are to be deferred
     """
@@ -50,7 +52,10 @@ class WriteQueue:
         self._deferred_bytes = 0
 
     def enqueue(self, transport: asyncio.Transport, data: bytes) -> None:
-        """Queue a write; it is sent before any callback runs that is scheduled after this call."""
+        """Queue a write to a socket.
+
+        It is sent before any callback runs that is scheduled after this call.
+        """
         if not self._is_scheduled:
             self._is_scheduled = True
             self.loop.call_soon(self._run)

@@ -1,4 +1,4 @@
-"""One attempt at an endpoint: the request that the engine receives, and how its answer is handled.
+"""One attempt to serve a request at one endpoint: the request to the engine, and its answer.
 
 The gateway builds the request itself: a fixed path, its own length, an allow-list of the client's
 headers, and the endpoint's key. gateway/proxy/attempts.py picks the endpoint.
@@ -46,7 +46,7 @@ def prepare(
     on_first: Callable[[], None],
     served: str,
 ) -> tuple[bytes, Call, Relay]:
-    """Build head and body of a request to an endpoint, and the Relay for its answer.
+    """Build the head and body of a request to an engine, and the Relay for its answer.
 
     `served` is the endpoint's name of the model. `on_first` is called at the first generated token.
     """
@@ -192,7 +192,7 @@ def request_headers(
 
 
 def client_lines(headers: Mapping[str, str]) -> str:
-    """Return those header lines of the client that engines receive (PASSED_HEADERS).
+    """Return the client's header lines that are passed on to engines (PASSED_HEADERS).
 
     The trace context is added separately (gateway/protocol/trace_context.py).
     """

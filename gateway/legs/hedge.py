@@ -64,7 +64,9 @@ class HedgedRoute(Protocol):
 
 
 class HedgedRequest(Protocol):
-    """A request that waits for its first byte; gateway/proxy/whole.py's plan implements it."""
+    """The interface of a request that waits for its first byte; the plan in gateway/proxy/whole.py
+    implements it.
+    """
 
     @property
     def exchange(self) -> Exchange: ...
@@ -75,7 +77,8 @@ class HedgedRequest(Protocol):
 
 
 class Race:
-    """Two attempts at one request; the first to receive a byte of its answer serves it.
+    """Two concurrent attempts to serve one request; the first to receive a byte of the answer
+    serves it.
 
     reservation    the capacity reservation of the second attempt
     is_won     the second attempt serves the request
@@ -97,7 +100,8 @@ class Race:
         reservation: Reservation,
         served: str,
     ) -> None:
-        """Initialize; `first` is the connection of the first attempt, `pick` the second endpoint.
+        """Initialize two attempts: `first` is the connection of the first one, `pick` the endpoint
+        of the second.
 
         `served` is the second endpoint's name of the model.
         """
@@ -111,7 +115,7 @@ class Race:
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Send the request to the second endpoint, beside the first attempt."""
+        """Send the request to the second endpoint, beside the first attempt to serve it."""
         exchange, call = self._exchange, self._exchange.call
         assert call is not None
         head, self._sent, self._relay = forward.prepare(
@@ -191,7 +195,7 @@ class Race:
         self.close()
 
     async def finish(self, problem: UpstreamError) -> UpstreamError | None:
-        """Serve the request by the second attempt after the first one ended with `problem`.
+        """Serve the request by its second attempt (hedge) after the first one ended with `problem`.
 
         Returns the second attempt's error, or None when it served the request. Returns `problem` if
         there is no second attempt any more.
@@ -259,7 +263,8 @@ class Hedger:
         self.sent = self.moved = 0
 
     def sweep(self, share: float, now: float) -> None:
-        """Hedge or move late requests among all that wait for their first byte.
+        """Send late requests to a second endpoint, or move them, among all that wait for their
+        first byte.
 
         Called four times a second, with the configured share of hedges and the monotonic time.
         """
@@ -278,7 +283,9 @@ class Hedger:
         self._return_turns()
 
     def glance(self, share: float, stalled: Sequence[LiveEndpoint], now: float) -> None:
-        """Hedge or move late requests at these stalled endpoints, between two sweeps."""
+        """Hedge or move late requests at the endpoints in `stalled`, between two calls of
+        sweep().
+        """
         if not stalled:
             return
         self._return_turns()
@@ -401,7 +408,7 @@ class Hedger:
 
 
 def may_hedge(client: Client, route: HedgedRoute) -> bool:
-    """Return whether a request may be at two endpoints at the same time.
+    """Return whether a request may be sent to two endpoints at the same time.
 
     It may not where broken streams are resumed: the tokens that the client has are recorded for one
     endpoint only.

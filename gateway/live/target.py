@@ -1,4 +1,4 @@
-"""The running gateway as the admin server's pages see it.
+"""The interface through which the admin server's pages see the running gateway.
 
 It is a Protocol, so that the pages do not import the application.
 """
@@ -34,7 +34,7 @@ class AdminTarget(Protocol):
 
     @property
     def auto(self) -> AutoPolicyController | None:
-        """The controller of automatic policy selection (`policy: auto`); None in a worker
+        """Return the controller of automatic policy selection (`policy: auto`), or None in a worker
         process.
         """
 

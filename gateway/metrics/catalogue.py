@@ -1,4 +1,4 @@
-"""The catalogue: every metric of the gateway, with help, labels and buckets.
+"""The catalogue of metrics: every metric of the gateway, with help text, labels and buckets.
 
 docs/reference/metrics.md is generated from it. metric_types.py stores the values, and their callers
 change them. Label values come from small closed sets in the code or from the configuration; their
@@ -111,7 +111,8 @@ class Metrics:
         return render_page(self.collect(), exemplars=False)
 
     def collect(self, unix_offset: float | None = None) -> Iterator[FamilyReading]:
-        """Yield the metric families one by one, so that the server can do other work in between.
+        """Yield the values of each metric family, one family at a time, so that other work can run
+        in between.
 
         unix_offset  Unix time minus the monotonic clock, seconds, for the times of exemplars; None
                      leaves exemplars out
@@ -120,7 +121,9 @@ class Metrics:
         return chain(families, self._process_metrics.collect())
 
     def catalogue(self) -> tuple[FamilySpec, ...]:
-        """Return the specifications of all metric families, in the order of a scrape."""
+        """Return the specifications of all metric families, in the order in which a scrape lists
+        them.
+        """
         return tuple(family.spec for family in self._meters.families)
 
     def remove_endpoint(self, endpoint: str) -> None:

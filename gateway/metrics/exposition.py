@@ -58,7 +58,9 @@ def page_end(*, exemplars: bool) -> bytes:
 
 
 def render_family(reading: FamilyReading, *, exemplars: bool) -> bytes:
-    """Return the values of one metric family in the text format."""
+    """Return the values of one metric family as text, in the format of Prometheus or
+    OpenMetrics.
+    """
     collector = _SingleFamily(_metric(reading, exemplars=exemplars))
     if not exemplars:
         return generate_latest(collector)

@@ -31,7 +31,7 @@ class Label(msgspec.Struct, frozen=True):
 
 
 class Merge(StrEnum):
-    """How the series of several processes are merged into one."""
+    """How the values that several processes report for one metric series are merged into one."""
 
     SUM = "sum"
     MAX = "max"
@@ -75,8 +75,8 @@ class FamilySpec(msgspec.Struct, frozen=True):
 
     @property
     def pool_label(self) -> str | None:
-        """The label from which a scrape derives the pool label; None if the family gets no pool
-        label.
+        """Return the label from which a scrape derives the pool label, or None if the family gets
+        no pool label.
         """
         names = [label.name for label in self.labels]
         if POOL in names:
@@ -85,13 +85,17 @@ class FamilySpec(msgspec.Struct, frozen=True):
 
     @property
     def exposed_labels(self) -> tuple[str, ...]:
-        """The names of the labels in a scrape, including the pool label that a scrape adds."""
+        """Return the names of the metric's labels in a scrape, including the pool label that a
+        scrape adds.
+        """
         names = tuple(label.name for label in self.labels)
         return names if self.pool_label is None else (*names, POOL)
 
     @property
     def unit(self) -> str:
-        """The base unit, which is the suffix of the name, such as seconds; "" for plain counts."""
+        """Return the base unit of the metric, which is the suffix of its name, such as seconds; ""
+        for plain counts.
+        """
         last = self.name.removesuffix("_total").rpartition("_")[2]
         return last if last in UNITS else ""
 
@@ -149,19 +153,22 @@ class Gauge:
         self.value += amount
 
     def set_function(self, function: Callable[[], float | None]) -> None:
-        """Call `function` at each scrape from now on; it must be fast and must not raise.
+        """Compute the gauge by `function` at each scrape from now on.
+
+        It must be fast and must not raise.
 
         While it returns None, the series is not exposed.
         """
         self._function = function
 
     def read(self) -> float | None:
-        """Return the value for a scrape, or None if there is nothing to expose."""
+        """Return the metric's value for a scrape, or None if there is nothing to expose."""
         return self.value if self._function is None else self._function()
 
 
 class Histogram:
-    """Observations in buckets: counts[i] counts (bounds[i-1], bounds[i]], the last one all above.
+    """A histogram: counts[i] is the number of values in (bounds[i-1], bounds[i]], the last one of
+    all above.
 
     exemplars  the newest request of each bucket
     sketch     the same values in finer buckets (gateway/metrics/quantile_sketch.py), for quantiles;
@@ -178,12 +185,14 @@ class Histogram:
         self.sum = 0.0
 
     def observe(self, value: float) -> None:
-        """Count `value`, in the unit that the metric's name ends with."""
+        """Count `value` in the histogram, in the unit that the metric's name ends with."""
         self.counts[bisect_left(self._bounds, value)] += 1
         self.sum += value
 
     def observe_request(self, mark: RequestExemplar) -> None:
-        """Count the exemplar's value, and store the exemplar as the newest of its bucket."""
+        """Count the exemplar's value in the histogram, and store the exemplar as the newest of its
+        bucket.
+        """
         value = mark[0]
         index = bisect_left(self._bounds, value)
         self.counts[index] += 1
@@ -195,7 +204,7 @@ class Histogram:
         self.exemplars[index] = mark
 
     def snapshot(self, unix_offset: float | None = None) -> HistogramValue:
-        """Return the current value, with exemplars if `unix_offset` is given.
+        """Return the present value of the histogram, with exemplars if `unix_offset` is given.
 
         unix_offset  Unix time minus monotonic time, to convert the exemplars' times
         """
@@ -216,7 +225,7 @@ MetricT = TypeVar("MetricT", Counter, Gauge, Histogram)
 class MetricFamily(Generic[MetricT]):
     """One metric with a child (Counter, Gauge or Histogram) per combination of label values.
 
-    Look a child up once and keep it: updates are then cheap.
+    A caller should look its child up once and keep it, because updates are then cheap.
     """
 
     __slots__ = ("_children", "_create", "_label_values", "spec")
@@ -228,12 +237,17 @@ class MetricFamily(Generic[MetricT]):
         self._label_values: tuple[set[str], ...] = tuple(set() for _ in spec.labels)
 
     def labels(self, *values: str) -> MetricT:
-        """Return the child for these label values, in spec order; it is created on first use."""
+        """Return the child of the metric for these label values, given in spec order.
+
+        It is created on first use.
+        """
         child = self._children.get(values)
         return child if child is not None else self._add(values)
 
     def remove_children(self, label: str, value: str) -> None:
-        """Remove every child whose `label` has this value, and stop counting the value."""
+        """Remove every child of the metric whose `label` has this value, and stop counting the
+        value.
+        """
         index = [spec_label.name for spec_label in self.spec.labels].index(label)
         self._label_values[index].discard(value)
         self._children = {
@@ -307,7 +321,10 @@ class FamilyFactory:
         *labels: Label,
         has_exemplars: bool = False,
     ) -> MetricFamily[Histogram]:
-        """Create a family of histograms; `bounds` are the ascending upper bounds of the buckets."""
+        """Create a family of histograms.
+
+        `bounds` are the ascending upper bounds of their buckets.
+        """
         spec = self._spec(name, "histogram", text, labels)
         spec = msgspec.structs.replace(spec, buckets=bounds, has_exemplars=has_exemplars)
         family = MetricFamily(spec, lambda: Histogram(bounds))

@@ -25,7 +25,7 @@ EMPTY: BucketCounts = {}
 
 
 def bucket_of(value: float) -> int:
-    """Return the number of the bucket that counts `value`.
+    """Return the number of the sketch's bucket that counts `value`.
 
     metric_types.py repeats this code to save a call per request.
     """
@@ -40,7 +40,9 @@ def value_of(bucket: int) -> float:
 
 
 def quantile(counts: BucketCounts, share: float) -> float | None:
-    """Return the value that `share` (0 to 1) of the observations do not exceed; None if empty."""
+    """Return the value that `share` (0 to 1) of a sketch's observations do not exceed; None without
+    observations.
+    """
     wanted, below = share * sum(counts.values()), 0
     for bucket in sorted(counts):
         below += counts[bucket]
@@ -63,7 +65,7 @@ def merge_counts(parts: Iterable[BucketCounts]) -> BucketCounts:
 
 
 def difference(after: BucketCounts, before: BucketCounts) -> BucketCounts:
-    """Return the observations that a sketch counted between two moments.
+    """Return the bucket counts of what a sketch counted between two moments.
 
     If the sketch was reset in between, all of `after` is returned.
     """
@@ -75,5 +77,5 @@ def difference(after: BucketCounts, before: BucketCounts) -> BucketCounts:
 
 
 def round_seconds(seconds: float | None) -> float | None:
-    """Return a duration rounded to 10 us for display, or None for None."""
+    """Return a duration in seconds rounded to 10 us for display, or None if it is None."""
     return None if seconds is None else round(seconds, 5)

@@ -1,4 +1,4 @@
-"""Gauges that are computed from live state at a scrape, and cost nothing in between.
+"""Gauges that are computed from live objects at each scrape, and cost nothing in between.
 
 Metrics that events update are in gateway/metrics/catalogue.py.
 """
@@ -34,7 +34,7 @@ BUILD = (Label("version", 2), Label("compiled", 2))
 
 
 class ObservedUpstream(Protocol):
-    """The connections to one engine, as far as gauges read them."""
+    """The properties of the connections to one engine that gauges read."""
 
     def silence_duration_s(self, now: float, /) -> float:
         """Return for how many seconds the engine has sent nothing while requests wait for it."""
@@ -101,7 +101,9 @@ class RuntimeGauges:
         )
 
     def attach_endpoint(self, live: ObservedEndpoint, clock: Callable[[], float]) -> None:
-        """Attach the gauges of an endpoint; `clock` returns monotonic seconds."""
+        """Attach the gauges of an endpoint to the endpoint's live state; `clock` returns monotonic
+        seconds.
+        """
         name, load, others = live.endpoint.name, live.load, live.load.peer_load
         for state in HealthState:
             self.endpoint_state.labels(name, state).set_function(_state_function(live, state))

@@ -44,7 +44,8 @@ class MigrationNote(msgspec.Struct, frozen=True):
 
 
 class Additions(msgspec.Struct, frozen=True):
-    """Values that the operator adds, because the source does not contain them.
+    """Values that the operator adds to a migration, because the other router's configuration lacks
+    them.
 
     model    name of the model, as clients and engines call it
     engines  URLs of engines, for a source that only selects pods
@@ -59,7 +60,7 @@ class Additions(msgspec.Struct, frozen=True):
 
 
 class Draft:
-    """The new configuration as plain data, and the notes so far, each once."""
+    """The new configuration that a migration writes, as plain data, and the notes so far."""
 
     def __init__(self, additions: Additions | None = None) -> None:
         self.additions = additions or Additions()
@@ -68,14 +69,16 @@ class Draft:
         self._secrets: dict[str, str] = {}
 
     def set(self, value: object, *path: str) -> None:
-        """Set the value at a path of keys, creating the sections above it."""
+        """Set a value of the new configuration at a path of keys, creating the sections above
+        it.
+        """
         section = self.data
         for key in path[:-1]:
             section = section.setdefault(key, {})
         section[path[-1]] = value
 
     def get(self, *path: str) -> Any:
-        """Return the value at a path of keys, or None if there is none."""
+        """Return the value of the new configuration at a path of keys, or None if there is none."""
         section: Any = self.data
         for key in path:
             section = section.get(key) if isinstance(section, dict) else None

@@ -53,7 +53,10 @@ class Deployment(msgspec.Struct):
 
 
 def convert(config: Mapping[str, Any], draft: Draft) -> None:
-    """Write the LiteLLM proxy's configuration into the draft. Raises MigrationError."""
+    """Write a configuration of the LiteLLM proxy into the draft of a gateway.yaml.
+
+    Raises MigrationError if it cannot be converted.
+    """
     draft.set("0.0.0.0", "listeners", "api", "host")
     draft.set(4000, "listeners", "api", "port")
     _pools(list(_deployments(config, draft)), draft)

@@ -1,4 +1,4 @@
-"""Reads the settings of a LiteLLM config.yaml: routing, retries, fallbacks, keys."""
+"""Converts the settings of a LiteLLM config.yaml: routing, retries, fallbacks, keys."""
 
 from __future__ import annotations
 
@@ -49,7 +49,10 @@ _REASONS: Mapping[str, str] = MappingProxyType(
 
 
 def convert(config: Mapping[str, Any], draft: Draft) -> None:
-    """Write every setting outside model_list into the draft. Raises MigrationError."""
+    """Write every LiteLLM setting outside model_list into the draft of a gateway.yaml.
+
+    Raises MigrationError.
+    """
     for section in config:
         if section == "environment_variables":
             draft.do(section, "set these variables for the gateway's process")

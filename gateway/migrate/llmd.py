@@ -1,4 +1,4 @@
-"""Reads llm-d's EndpointPickerConfig: plugins, profiles, and how requests are split."""
+"""Converts llm-d's EndpointPickerConfig: plugins, profiles, and how requests are split."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ _REASONS: Mapping[str, str] = MappingProxyType(
 
 
 class Target(msgspec.Struct, frozen=True):
-    """The pods among which the endpoint picker chooses.
+    """The pods among which llm-d's endpoint picker chooses.
 
     labels     labels that select the pods; empty if the source does not contain them
     port       the engines' port
@@ -78,14 +78,14 @@ class Target(msgspec.Struct, frozen=True):
 
 
 class Plugin(msgspec.Struct, frozen=True):
-    """A plugin of the EndpointPickerConfig; its parameters are plain data."""
+    """A plugin of llm-d's EndpointPickerConfig. Its parameters are plain data."""
 
     kind: str
     parameters: Mapping[str, Any]
 
 
 def convert(config: Mapping[str, Any], draft: Draft, target: Target) -> None:
-    """Write the endpoint picker's configuration into the draft of a gateway.yaml.
+    """Write the configuration of llm-d's endpoint picker into the draft of a gateway.yaml.
 
     Raises MigrationError if it cannot be converted.
     """

@@ -1,4 +1,4 @@
-"""Reads the Helm values of llm-d's router and of its predecessor, the inference pool."""
+"""Converts the Helm values of llm-d's router and of its predecessor, the inference pool."""
 
 from __future__ import annotations
 
@@ -35,7 +35,10 @@ def is_chart(data: Mapping[str, Any]) -> bool:
 
 
 def convert_values(chart: Mapping[str, Any], draft: Draft) -> None:
-    """Write the values of a chart into the draft. Raises MigrationError."""
+    """Write the Helm values of a chart of llm-d into the draft of a gateway.yaml.
+
+    Raises MigrationError.
+    """
     path = "router" if isinstance(chart.get("router"), dict) else "inferencePool"
     pool = _mapping(chart.get(path))
     picker = _mapping(pool.get("epp") if path == "router" else chart.get("inferenceExtension"))

@@ -1,4 +1,4 @@
-"""Parses another router's command line: words, options with values, and which options were read."""
+"""Parses the command line of another router into options, and records which of them were read."""
 
 from __future__ import annotations
 
@@ -37,7 +37,10 @@ class CommandOptions:
 
     @classmethod
     def parse(cls, words: Sequence[str], prefix: str = "") -> CommandOptions:
-        """Parse `--name value ...` and `--name=value`; `prefix` may precede each name."""
+        """Parse the words of a command line, `--name value ...` and `--name=value`.
+
+        `prefix` may precede each name.
+        """
         occurrences: list[tuple[str, list[str]]] = []
         for word in words:
             if word.startswith("--") and len(word) > 2:
@@ -73,6 +76,6 @@ class CommandOptions:
         return bool(occurrences) and occurrences[-1] not in (["false"], ["False"], ["0"])
 
     def unread(self) -> Iterator[str]:
-        """Yield each option of the command line that has not been read, once."""
+        """Yield each option of the other router's command line that has not been read, once."""
         names = dict.fromkeys(name for name, _ in self._occurrences)
         yield from (name for name in names if name not in self._read)

@@ -1,4 +1,4 @@
-"""Other routers' policies by name, and the nearest policy of the gateway for each."""
+"""The routing policies of other routers by name, each with the nearest policy of the gateway."""
 
 from __future__ import annotations
 

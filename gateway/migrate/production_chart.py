@@ -1,4 +1,4 @@
-"""Reads the Helm values of the vLLM production stack, whose engines stay as they are."""
+"""Converts the Helm values of the vLLM production stack, whose engines stay as they are."""
 
 from __future__ import annotations
 
@@ -39,7 +39,10 @@ _LAYOUT: Mapping[str, str] = MappingProxyType(
 
 
 def convert_values(chart: Mapping[str, Any], draft: Draft) -> None:
-    """Write the chart's router and its engines' Services into the draft. Raises MigrationError."""
+    """Write a chart's router, and the Services of its engines, into the draft of a gateway.yaml.
+
+    Raises MigrationError.
+    """
     router = _mapping(chart.get("routerSpec"))
     options = _router_options(router, draft)
     for key in chart:

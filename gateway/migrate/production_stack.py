@@ -1,4 +1,4 @@
-"""Reads the router of the vLLM production stack: its command line, or its file of settings."""
+"""Converts the router of the vLLM production stack: its command line, or its file of settings."""
 
 from __future__ import annotations
 
@@ -59,9 +59,9 @@ REASONS: Mapping[str, str] = MappingProxyType(
 
 
 def convert_settings(settings: Mapping[str, Any], draft: Draft) -> None:
-    """Write a settings file of the production stack's router into the draft.
+    """Write a settings file of the production stack's router into the draft of a gateway.yaml.
 
-    It is the file that --dynamic-config-yaml or --dynamic-config-json names.
+    The settings file is the one that --dynamic-config-yaml or --dynamic-config-json names.
     """
     occurrences = []
     for key, value in settings.items():
@@ -97,7 +97,10 @@ def _nested_models(models: Mapping[str, Any]) -> list[tuple[str, list[str]]]:
 
 
 def convert(options: CommandOptions, draft: Draft) -> None:
-    """Write the production stack router's command line into the draft. Raises MigrationError."""
+    """Write the production stack router's command line into the draft of a gateway.yaml.
+
+    Raises MigrationError.
+    """
     draft.set(values.text(options.last("host") or "0.0.0.0"), "listeners", "api", "host")
     port = values.number(options.last("port") or "8001")
     draft.set(port, "listeners", "api", "port")
@@ -120,7 +123,9 @@ def convert(options: CommandOptions, draft: Draft) -> None:
 
 
 def routing_policy(options: CommandOptions, draft: Draft) -> tuple[str, bool]:
-    """Return the policy for --routing-logic, and whether requests are split."""
+    """Return the routing policy for the router's --routing-logic, and whether requests are split
+    into prefill and decode.
+    """
     logic = options.last("routing-logic") or "roundrobin"
     counterpart = PRODUCTION_STACK.get(logic)
     if counterpart is None:

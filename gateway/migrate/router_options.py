@@ -1,4 +1,4 @@
-"""Reads the command lines of vllm-router, and of sglang-router and its successor SMG.
+"""Converts the command lines of vllm-router, and of sglang-router and its successor SMG.
 
 They come from one code base and share most of their options.
 """
@@ -20,7 +20,7 @@ DEFAULT_BOOTSTRAP_PORT = "8998"
 
 
 class RouterKind(msgspec.Struct, frozen=True):
-    """The differences between the two routers.
+    """The differences between vllm-router and sglang-router.
 
     host          default address to listen on
     engine        default kind of engine
@@ -43,7 +43,7 @@ _CONNECTORS: Mapping[str, str] = MappingProxyType({"nixl": "vllm_nixl", "mooncak
 
 
 def convert(options: CommandOptions, draft: Draft, kind: RouterKind) -> None:
-    """Write the command line of vllm-router or sglang-router into the draft.
+    """Write the command line of vllm-router or sglang-router into the draft of a gateway.yaml.
 
     Raises MigrationError if it cannot be converted.
     """
@@ -85,7 +85,10 @@ def apply_rules(
 
 
 def drop_unread(options: CommandOptions, draft: Draft, reasons: Mapping[str, str]) -> None:
-    """Add a note for every option that was not read; the longest known prefix gives the reason."""
+    """Add a note for every router option that was not read.
+
+    The entry in `reasons` with the longest matching prefix says why.
+    """
     for name in options.unread():
         prefixes = [prefix for prefix in reasons if name.startswith(prefix)]
         reason = reasons[max(prefixes, key=len)] if prefixes else "the option is not known"

@@ -1,4 +1,6 @@
-"""Options of vllm-router, sglang-router and SMG: their counterparts, or why there is none."""
+"""The options of vllm-router, sglang-router and SMG: their counterparts, or the reason why there is
+none.
+"""
 
 from __future__ import annotations
 

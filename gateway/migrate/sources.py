@@ -1,4 +1,4 @@
-"""Recognizes which router a text or a command line belongs to, and calls its reader."""
+"""Recognizes which router a configuration text or a command line belongs to, and converts it."""
 
 from __future__ import annotations
 

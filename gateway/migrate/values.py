@@ -1,4 +1,6 @@
-"""Converts values of options and keys to the form of gateway.yaml: numbers, durations, URLs."""
+"""Converts values of other routers' options to the form of gateway.yaml: numbers, durations,
+URLs.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +21,15 @@ MOST_ATTEMPTS = 16
 
 
 def text(value: str) -> str:
-    """Return the text with variable references in gateway.yaml's form, ${NAME}."""
+    """Return a text with its references to variables in the form of gateway.yaml, ${NAME}."""
     return with_references(value)
 
 
 def number(value: str) -> int | str:
-    """Return a whole number, or a reference to one. Raises MigrationError."""
+    """Return the whole number in another router's option, or a reference to a variable.
+
+    Raises MigrationError.
+    """
     value = with_references(value.strip())
     if "${" in value:
         return value
@@ -35,7 +40,10 @@ def number(value: str) -> int | str:
 
 
 def ratio(value: str) -> float | str:
-    """Return a number, or a reference to one. Raises MigrationError."""
+    """Return the number in another router's option, or a reference to a variable.
+
+    Raises MigrationError.
+    """
     value = with_references(value.strip())
     if "${" in value:
         return value
@@ -46,7 +54,7 @@ def ratio(value: str) -> float | str:
 
 
 def positive(value: str) -> int | str | None:
-    """Return a whole number above zero, or None for zero and less."""
+    """Return a whole number above zero, a reference to a variable, or None for zero and less."""
     count = number(value)
     return None if isinstance(count, int) and count < 1 else count
 
@@ -71,7 +79,7 @@ def size(value: str) -> str | None:
 
 
 def attempts(value: str) -> int | str:
-    """Return the number of attempts from a number of retries, within the gateway's limits."""
+    """Return the number of attempts for a number of retries, within the gateway's limits."""
     retries = number(value)
     return retries if isinstance(retries, str) else max(1, min(MOST_ATTEMPTS, retries + 1))
 
@@ -84,7 +92,7 @@ def log_level(value: str) -> str:
 
 
 def engine_url(value: str, item: str, draft: Draft) -> str | None:
-    """Return an engine's URL without data parallel rank and API version.
+    """Return an engine's URL without its data parallel rank and API version.
 
     If the gateway cannot call it, add a note about `item` to the draft and return None.
     """
@@ -106,7 +114,10 @@ def host_of(url: str) -> str:
 
 
 def distinct(endpoints: list[dict[str, object]]) -> list[dict[str, object]]:
-    """Return the endpoints without duplicates: of equal URLs, only the first endpoint stays."""
+    """Return the endpoints without duplicates.
+
+    Of endpoints with equal URLs, only the first one stays.
+    """
     by_url: dict[object, dict[str, object]] = {}
     for endpoint in endpoints:
         by_url.setdefault(endpoint["url"], endpoint)

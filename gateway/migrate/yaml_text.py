@@ -1,4 +1,6 @@
-"""Parses YAML files of other programs to plain data, with limits and without custom objects."""
+"""Parses YAML files of other programs to plain data, with size limits and without custom
+objects.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""State exchange between gateways: picks, reservations, health and charges, sent over a bus.
+"""State exchange between gateways: routed requests, reservations, health and charges, over a
+message bus.
 
 A gateway without contact to others decides by its own state: no request waits for the bus.
 """

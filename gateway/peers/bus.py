@@ -1,4 +1,4 @@
-"""The bus interface: how gateways that share state exchange frames of bytes.
+"""The interface of the message bus over which gateways that share state exchange frames of bytes.
 
 gateway/peers/view.py has the messages in the frames. Delivery is best-effort: frames may be lost or
 late, and no sender waits. The frames of one sender arrive in order.
@@ -29,11 +29,11 @@ DropCounter = Callable[[str], None]
 
 
 class BusState(msgspec.Struct, frozen=True):
-    """The state of a bus at one moment.
+    """The state of the message bus between gateways at one moment.
 
     connected      frames can be sent and received
     staleness_s    seconds since frames could last be received; 0 while they can
-    backlog_bytes  waiting to be sent
+    backlog_bytes  bytes that wait to be sent
     gaps           reconnections after which some frames of the meantime were missing
     problem        why it is not connected; "" while it is, or before the first attempt has failed
     """
@@ -46,24 +46,27 @@ class BusState(msgspec.Struct, frozen=True):
 
 
 class Bus(Protocol):
-    """A bus that moves frames between gateways.
+    """A message bus that moves frames of bytes between gateways.
 
     A gateway may receive its own frames and has to ignore them.
     """
 
     async def start(self, own_id: bytes, deliver: FrameHandler) -> None:
-        """Begin to connect, and return at once; `own_id` is the address of this gateway.
+        """Begin to connect to the other gateways, and return at once; `own_id` is the address of
+        this gateway.
 
         `deliver` is called with each received frame.
         """
         ...
 
     async def stop(self) -> None:
-        """Send the waiting frames if that is possible at once, and disconnect."""
+        """Send the waiting frames if that is possible at once, and disconnect from the other
+        gateways.
+        """
         ...
 
     def publish(self, frame: bytes, to: bytes = BROADCAST) -> None:
-        """Queue a frame for one gateway, or for all. Never blocks and never raises."""
+        """Queue a frame for one gateway, or for all. This never blocks and never raises."""
         ...
 
     def state(self, now: float) -> BusState: ...

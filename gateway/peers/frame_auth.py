@@ -21,7 +21,7 @@ _HEAD = Struct(f"<4s{ID_BYTES}s{ID_BYTES}sQ")
 
 
 class FrameRejectedError(Exception):
-    """Raised for a frame that is not authentic.
+    """Raised for a frame from another gateway that is not authentic.
 
     `reason` is too_long, foreign, forged or replayed.
     """
@@ -46,7 +46,8 @@ class FrameAuth:
         self._last_counts: dict[tuple[bytes, bool], int] = {}
 
     def seal(self, body: bytes, to: bytes = BROADCAST) -> bytes:
-        """Return a frame with `body`, the ids of sender and recipient, a count, and a tag.
+        """Return a frame with `body`, the ids of sender and recipient, a count, and an
+        authentication tag.
 
         The tag authenticates all of them.
         """
@@ -55,7 +56,7 @@ class FrameAuth:
         return data + self._tag(data)
 
     def verify(self, frame: bytes) -> tuple[bytes, memoryview] | None:
-        """Verify a frame and return (sender, body).
+        """Verify a frame from another gateway and return (sender, body).
 
         Returns None for own frames and for those to other recipients. Raises FrameRejectedError
         when the verification fails.

@@ -1,4 +1,4 @@
-"""A bus between processes of one machine, with a hub on a unix socket in a private folder.
+"""A message bus between the processes of one machine: a hub on a unix socket in a private folder.
 
 On the wire: frame length (4 bytes, little-endian), recipient (8), frame. A connection begins with
 the client's id (8). The hub answers with an empty frame, after which the client misses no frame.
@@ -31,7 +31,10 @@ _HEAD = Struct(f"<I{ID_BYTES}s")
 
 
 class LocalHub:
-    """Forwards each frame to its recipient, or to all other clients; a slow client loses frames."""
+    """Forwards each frame to its recipient, or to all other clients of the local bus.
+
+    A slow client loses frames.
+    """
 
     def __init__(self, path: Path, count_drop: DropCounter) -> None:
         self._path = path
@@ -79,7 +82,7 @@ class LocalHub:
 
 
 class LocalBus:
-    """The connection of one process to the hub; implements Bus."""
+    """The connection of one process to the hub of the local message bus; implements Bus."""
 
     def __init__(self, path: Path, count_drop: DropCounter) -> None:
         self._path = path

@@ -1,4 +1,6 @@
-"""The other gateways that have recently sent messages, and which of them warms up a new one."""
+"""The other gateways that have recently sent messages, and the rule for which of them warms up a
+new one.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,7 @@ class PeerTable:
         return any(peer.is_warm for peer in self._by_id.values())
 
     def update(self, peer_id: bytes, uptime_s: float, *, is_warm: bool, now: float) -> Peer:
-        """Add a gateway that has sent its state, or update its entry; return the entry."""
+        """Add a gateway that has sent its state, or update its entry. Returns the entry."""
         peer = self._by_id.get(peer_id)
         if peer is None:
             peer = self._by_id[peer_id] = Peer(now)
@@ -48,11 +50,14 @@ class PeerTable:
         return peer
 
     def remove(self, peer_id: bytes) -> Peer | None:
-        """Remove a gateway that has stopped or expired; return it, or None if it is not known."""
+        """Remove a gateway that has stopped or expired.
+
+        Returns its entry, or None if it is not known.
+        """
         return self._by_id.pop(peer_id, None)
 
     def expired(self, now: float) -> Iterator[bytes]:
-        """Yield the ids of the gateways that have sent nothing for EXPIRY_S seconds."""
+        """Yield the ids of the other gateways that have sent nothing for EXPIRY_S seconds."""
         peers = self._by_id.items()
         yield from [peer_id for peer_id, peer in peers if now - peer.last_seen_at > EXPIRY_S]
 

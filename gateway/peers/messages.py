@@ -22,7 +22,7 @@ ShortText = Annotated[str, msgspec.Meta(max_length=64)]
 
 
 class SentPrompt(msgspec.Struct, frozen=True, array_like=True):
-    """A prompt that was sent to an endpoint, which will cache it.
+    """A message between gateways: a prompt was sent to an endpoint, which will cache it.
 
     blocks, n_bytes  size of its fingerprint
     keys             the block keys that an index samples (policies/prefix/sampled_keys.py)
@@ -39,14 +39,17 @@ class SentPrompt(msgspec.Struct, frozen=True, array_like=True):
 
 
 class SentPrompts(msgspec.Struct, frozen=True, array_like=True, tag="picks"):
-    """Prompts in the order in which they were sent, with one block size."""
+    """Prompts in the order in which they were sent to endpoints, as a message between gateways.
+
+    All have one block size.
+    """
 
     block_bytes: Amount
     prompts: list[SentPrompt]
 
 
 class CacheLoss(msgspec.Struct, frozen=True, array_like=True, tag="forgotten"):
-    """A message that an endpoint has lost its cache.
+    """A message between gateways: an endpoint has lost its prefix cache.
 
     It is sent only to warm up a new gateway; otherwise every gateway detects the loss itself.
     """
@@ -55,8 +58,8 @@ class CacheLoss(msgspec.Struct, frozen=True, array_like=True, tag="forgotten"):
 
 
 class CacheReports(msgspec.Struct, frozen=True, array_like=True, tag="confirmed"):
-    """Comparisons of predicted and reported cached shares: (endpoint, predicted share, reported
-    share).
+    """A message between gateways with comparisons of predicted and reported cached shares:
+    (endpoint, predicted share, reported share).
 
     Shares of a prompt are from 0 to 1.
     """
@@ -67,7 +70,7 @@ class CacheReports(msgspec.Struct, frozen=True, array_like=True, tag="confirmed"
 class PeerLoads(msgspec.Struct, frozen=True, array_like=True, tag="loads"):
     """All reservations of the sender by endpoint; endpoints without any are left out.
 
-    It is also the heartbeat.
+    This message between gateways is also the heartbeat.
 
     is_warm  the sender can warm up other gateways
     """
@@ -78,25 +81,33 @@ class PeerLoads(msgspec.Struct, frozen=True, array_like=True, tag="loads"):
 
 
 class HealthChanges(msgspec.Struct, frozen=True, array_like=True, tag="moved"):
-    """Changes of endpoints' health as the sender observed them: (endpoint, state, cause)."""
+    """A message between gateways: changes of endpoints' health that the sender observed, as
+    (endpoint, state, cause).
+    """
 
     endpoints: list[tuple[NameDigest, ShortText, ShortText]]
 
 
 class TenantCharges(msgspec.Struct, frozen=True, array_like=True, tag="charged"):
-    """Tokens of work done for tenants since the last message: (pool, tenant, tokens)."""
+    """A message between gateways: tokens of work for tenants since the last message, as (pool,
+    tenant, tokens).
+    """
 
     tenants: list[tuple[NameDigest, NameDigest, Annotated[float, msgspec.Meta(ge=-1e12, le=1e12)]]]
 
 
 class QuotaUse(msgspec.Struct, frozen=True, array_like=True, tag="taken"):
-    """Quota that tenants have used since the last message: (tenant, use)."""
+    """A message between gateways: quota that tenants have used since the last message, as (tenant,
+    use).
+    """
 
     tenants: list[tuple[NameDigest, QuotaUsage]]
 
 
 class ActiveSessions(msgspec.Struct, frozen=True, array_like=True, tag="inside"):
-    """Sessions of a pool that were served since the last message."""
+    """A message between gateways: the sessions of a pool that were served since the last
+    message.
+    """
 
     pool: NameDigest
     members: list[SessionUpdate]
@@ -117,7 +128,9 @@ class Bye(msgspec.Struct, frozen=True, array_like=True, tag="bye"):
 
 
 class WarmUpPart(msgspec.Struct, frozen=True, array_like=True, tag="part"):
-    """A part of the answer to a Hello: encoded messages to apply in order, oldest first."""
+    """A part of the answer to a new gateway's Hello: encoded messages to apply in order, oldest
+    first.
+    """
 
     number: Amount
     is_last: bool
@@ -147,7 +160,7 @@ def encode(message: Message) -> bytes:
 
 
 def decode(body: bytes | memoryview) -> Message:
-    """Decode a message.
+    """Decode a message from another gateway.
 
     Raises msgspec.DecodeError (or its subclass ValidationError) if it is invalid.
     """
@@ -156,5 +169,5 @@ def decode(body: bytes | memoryview) -> Message:
 
 
 def message_kind(message: Message) -> str:
-    """Return the message's tag, which is the `kind` label of metrics."""
+    """Return the tag of a message between gateways, which is the `kind` label of metrics."""
     return str(message.__struct_config__.tag)

@@ -1,4 +1,4 @@
-"""A bus over Redis: one stream for broadcasts, and one per gateway for frames to it alone.
+"""A message bus over Redis: one stream for frames to all gateways, and one for each single gateway.
 
 Reads resume at the last entry. So frames sent during a disconnect are received afterwards, as far
 as the stream reaches back. The loss of Redis, or of its data, only makes the shared state less
@@ -59,7 +59,7 @@ class RedisAddress(msgspec.Struct, frozen=True):
 
 
 class RedisBus:
-    """A bus over two connections to Redis, one to write and one for blocking reads.
+    """A message bus over two connections to Redis, one for writing and one for blocking reads.
 
     A task per connection reconnects it after a failure.
     """

@@ -45,7 +45,7 @@ CLASSES: tuple[tuple[str, str], ...] = (
 
 
 def describe_redis_error(error: BaseException) -> str:
-    """Return the cause of an error in words, without any text that was sent to Redis."""
+    """Return the cause of a Redis error in words, without any text that was sent to Redis."""
     text = str(error)
     for part, meaning in CLASSES:
         if part.lower() in text.lower():

@@ -1,4 +1,4 @@
-"""The replay buffer: the newest messages about prompts, which warm up a new gateway."""
+"""The newest messages about prompts (replay buffer), from which a new gateway is warmed up."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ PART_BYTES = 96 << 10
 
 
 class ReplayBuffer:
-    """Encoded messages up to `cap_bytes`, the oldest dropped first.
+    """Keeps encoded messages about prompts up to `cap_bytes` bytes, and drops the oldest ones.
 
     Replaying the messages rebuilds the prefix index. The newest ones suffice, because engines hold
     no more than fits into their KV memory either.

@@ -1,4 +1,4 @@
-"""The sync loop: two tasks that send and receive frames; no request waits for them.
+"""Two tasks that send and receive the frames of state exchange; no request waits for them.
 
 Received frames wait in a bounded queue. They are handled in slices of a millisecond, so that
 streams are not delayed.
@@ -52,7 +52,10 @@ class SyncLoop:
         metrics.shared_peers.set_function(lambda: float(len(view.peers)))
 
     async def start(self) -> None:
-        """Connect, and return once this gateway has the others' state or has found no others."""
+        """Connect to the bus.
+
+        Returns once this gateway has the state of the others, or has found no others.
+        """
         self._view.start(monotonic())
         await self._bus.start(self._view.own_id, self.receive)
         self._tasks = [
@@ -77,7 +80,9 @@ class SyncLoop:
         await self._bus.stop()
 
     def state(self) -> dict[str, object]:
-        """Return the state of the connection to the other gateways, and their number."""
+        """Return the state of the connection to the other gateways, and their number, for
+        display.
+        """
         state = self._bus.state(monotonic())
         return {
             "connected": state.connected,
@@ -87,7 +92,10 @@ class SyncLoop:
         }
 
     def receive(self, frame: bytes, age_s: float) -> None:
-        """Queue a received frame; drop the oldest ones when the queue is full."""
+        """Queue a frame that another gateway has sent.
+
+        The oldest frames are dropped when the queue is full.
+        """
         if len(frame) > FRAME_CAP_BYTES:
             self._view.count_drop("too_long")
             return

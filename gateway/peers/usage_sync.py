@@ -74,7 +74,8 @@ class UsageSync:
                 yield from self._session_messages(queue.name, queue.sessions.all_sessions(now))
 
     def discard(self) -> None:
-        """Discard charges and quota use while the bus is disconnected; sessions are sent later.
+        """Discard collected charges and quota use while the bus is disconnected; sessions are sent
+        later.
 
         By the time of a reconnect the quotas have filled up again.
         """

@@ -1,4 +1,4 @@
-"""The peer view: what this gateway sends to other gateways, and how it applies their messages.
+"""Decides what this gateway sends to other gateways, and applies their messages.
 
 It takes and returns frames, without I/O. The bus is in gateway/peers/bus.py, the schedule in
 sync_loop.py, authentication in frame_auth.py.
@@ -79,7 +79,10 @@ class PeerView:
         self._sent_at = float("-inf")
 
     def start(self, now: float) -> None:
-        """Start the warm-up of this gateway. Call this once, before any other method."""
+        """Start the warm-up of this gateway's shared state.
+
+        Call this once, before any other method.
+        """
         self.warm_up = WarmUp(now)
         self._started_at = now
 
@@ -117,7 +120,7 @@ class PeerView:
     def warm_up_frames(self, newcomer: bytes, now: float) -> Iterator[Frame]:
         """Yield frames for a gateway that has just started, with state that it needs to warm up.
 
-        They contain the recent prompts and the active sessions as of the first step.
+        The frames contain the recent prompts, and the sessions that were active at the first step.
         """
         bodies = chain(
             self.replay_buffer.messages(), map(messages.encode, self._use.all_sessions(now))
@@ -192,7 +195,7 @@ class PeerView:
     # Incoming
 
     def open_frame(self, frame: bytes) -> tuple[bytes, bytes, messages.Message] | None:
-        """Return (sender, body, message) of a received frame.
+        """Return the sender, body and message of a frame that another gateway sent.
 
         Returns None for own frames, for those to others, and for invalid ones, which are counted.
         """
@@ -212,7 +215,10 @@ class PeerView:
         return sender, bytes(body), message
 
     def apply_frame(self, frame: bytes, age_s: float, now: float) -> Iterator[None]:
-        """Apply a received frame in short steps, between which the caller may yield to the loop."""
+        """Apply a frame from another gateway in short steps.
+
+        Between them, the caller may yield to the event loop.
+        """
         opened = self.open_frame(frame)
         if opened is None:
             return

@@ -1,4 +1,4 @@
-"""The warm-up of a new gateway: it requests the others' state and applies it.
+"""The warm-up of a new gateway: it requests the shared state of other gateways and applies it.
 
 The gateway with the earliest start answers. The caller passes times and sends the messages; no I/O
 here.
@@ -16,7 +16,7 @@ BUFFER_CAP_BYTES = 8 << 20
 
 
 class WarmUpState(StrEnum):
-    """The phases of a warm-up: no bus yet, Hello sent, receiving the answer, warm."""
+    """The phases of a gateway's warm-up: no bus yet, Hello sent, receiving the answer, warm."""
 
     DISCONNECTED = "away"
     ASKING = "asking"
@@ -25,9 +25,9 @@ class WarmUpState(StrEnum):
 
 
 class WarmUp:
-    """The warm-up of one gateway.
+    """The warm-up of one gateway with state from the others.
 
-    is_warm            it has been warm once; a repeated warm-up does not reset it
+    is_warm            whether it has been warm once; a repeated warm-up does not reset it
     received_messages  number of messages received from another gateway's stored state
     took_s             seconds from the first Hello to WARM
 
@@ -60,7 +60,7 @@ class WarmUp:
         self._buffer_bytes = 0
 
     def next_hello(self, now: float, *, has_no_peers: bool) -> int | None:
-        """Return the number of the attempt if a Hello has to be sent now, else None.
+        """Return the number of the attempt if a new gateway has to send a Hello now, else None.
 
         has_no_peers  no warm gateway is known that could answer
         """
@@ -79,7 +79,7 @@ class WarmUp:
         return self._attempt
 
     def restart(self) -> None:
-        """Request the state again, because frames were missed.
+        """Request the state of the other gateways again, because frames were missed.
 
         A warm gateway stays warm meanwhile.
         """
@@ -106,8 +106,8 @@ class WarmUp:
     def finish(self, now: float) -> list[bytes] | None:
         """Return the buffered messages to apply if the warm-up is over, or None while it is not.
 
-        If an answer was received, broadcasts sent before the Hello are left out, because the answer
-        contains them.
+        If another gateway has answered, broadcasts sent before the Hello are left out, because the
+        answer contains them.
         """
         if (
             self.state is WarmUpState.WARM

@@ -1,4 +1,4 @@
-"""Protocol code without I/O:
+"""Protocol code without I/O: API bodies, HTTP framing, the SSE relay, errors and service classes.
 
 API bodies, HTTP framing, the SSE relay, errors and service classes.
 """

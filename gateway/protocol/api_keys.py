@@ -36,7 +36,7 @@ def digest_of_headers(headers: Mapping[str, str]) -> bytes:
 
 
 def wrong_key() -> GatewayError:
-    """Return the error for an API key that is missing or belongs to no tenant."""
+    """Return the error (401) for an API key that is missing or belongs to no tenant."""
     return GatewayError(
         Failure.BAD_KEY,
         f"Incorrect API key provided: send 'Authorization: Bearer <key>' or '{KEY_HEADER}: <key>'.",

@@ -1,4 +1,4 @@
-"""The table of APIs: one Api value for each path that clients call and engines serve.
+"""The table of HTTP APIs: one Api value for each path that clients call and engines serve.
 
 Whatever differs between APIs is a field of the value, so the code that serves a request has no
 branch per API. Parsing of bodies is in gateway/protocol/openai.py, parsing of HTTP heads in

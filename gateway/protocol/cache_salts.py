@@ -33,7 +33,7 @@ class CacheSalts:
         self.defaults = {tenant: _hex(key, b"") for tenant, key in keys.items()}
 
     def client_salt(self, tenant: str, client_salt: bytes) -> bytes:
-        """Return the salt (hex) for a request of `tenant` that carries the client's own salt."""
+        """Return the cache salt (hex) for a request of `tenant` that carries a salt of its own."""
         return _hex(self._keys.get(tenant, self._open_key), client_salt)
 
 

@@ -1,4 +1,6 @@
-"""Caches what the members of a chat request say beside its conversation: its shape. No I/O.
+"""Caches what the members of a chat request say apart from its conversation (its shape).
+
+No I/O. No I/O.
 
 Most requests of an application differ in nothing but their conversation. The bytes before and after
 the conversation's value are the key of the cache, so a request with a known shape needs no parsing
@@ -64,7 +66,7 @@ class ShapeCache(Generic[ShapeT]):
     def add(
         self, key: ShapeKey, body: bytes, members: Mapping[str, msgspec.Raw], shape: ShapeT
     ) -> None:
-        """Cache the shape of a body that was found to be unambiguous, if its form is compact.
+        """Cache the shape of a chat request's body, if the body is compact and unambiguous.
 
         The conversation must be a list whose name is a member of the body's own object.
         """

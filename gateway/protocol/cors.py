@@ -56,7 +56,8 @@ class CorsRule:
     def preflight_headers(
         self, headers: Mapping[str, str], methods: Sequence[str]
     ) -> Headers | None:
-        """Return the headers of a preflight's response, or None if the request is no preflight.
+        """Return the headers of the response to a CORS preflight request, or None if the request is
+        none.
 
         The response to an origin that is not permitted grants nothing.
         """
@@ -77,7 +78,7 @@ class CorsRule:
 
 
 def new_cors_rule(origins: Sequence[str]) -> CorsRule | None:
-    """Return the rule for a list of permitted origins, or None if the list is empty."""
+    """Return the CORS rule for a list of permitted origins, or None if the list is empty."""
     return CorsRule(origins) if origins else None
 
 

@@ -34,7 +34,9 @@ class ErrorRow(msgspec.Struct, frozen=True):
 
 
 class Failure(Enum):
-    """A kind of failure of a request; its value is the error that the client receives."""
+    """The kinds of failure of a request; the value of each is the error that the client
+    receives.
+    """
 
     BAD_REQUEST = ErrorRow(400, "invalid_request_error", None)
     CONTEXT_TOO_LONG = ErrorRow(400, "invalid_request_error", "context_length_exceeded")
@@ -75,7 +77,7 @@ class Failure(Enum):
 
 
 class GatewayError(Exception):
-    """An error to be sent to the client.
+    """An exception that becomes the error response to the client.
 
     retry_after_s  seconds after which the client should try again; None if unknown
     reason         short label in logs and metrics
@@ -125,7 +127,7 @@ def error_event(failure: Failure, message: str) -> bytes:
 
 
 def response_not_found(response_id: str) -> GatewayError:
-    """Return the error for a stored response that is unknown, lost, or of another tenant."""
+    """Return the error (404) for a stored response that is unknown, lost, or of another tenant."""
     message = f"Response with id '{response_id[:64]}' not found."
     return GatewayError(Failure.RESPONSE_NOT_FOUND, message)
 
@@ -133,7 +135,7 @@ def response_not_found(response_id: str) -> GatewayError:
 def shutting_down() -> GatewayError:
     """Return the error for requests that are cut off because the gateway stops.
 
-    It is sent after the drain time, in which requests may finish.
+    It is sent after the time in which requests may finish.
     """
     message = "The gateway stopped before it could respond. Try again."
     return GatewayError(Failure.SHUTTING_DOWN, message)

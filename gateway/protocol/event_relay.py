@@ -28,7 +28,7 @@ _ERROR_DATA = re.compile(rb"(?:^|\n)event: ?error\r?\ndata: ?([^\r\n]*)")
 
 
 class EventRelay(Relay):
-    """Relays one response whose stream has named events, according to a grammar.
+    """Relays one response whose stream has named events, as its API's grammar describes them.
 
     Engines announce a response before they compute any of it. Events before the first sign of work
     are held back, so that another endpoint can still serve the request if this one fails.
@@ -52,7 +52,7 @@ class EventRelay(Relay):
 
     @property
     def usage(self) -> TokenUsage:
-        """The token counts of the answer; valid only once the response is complete."""
+        """Return the token counts of the answer; valid only once the response is complete."""
         if self._usage_result is None:
             last = self._grammar.find_usage(self._usage_payload)
             self._usage_result = merge_usage(self._first_usage, last)
@@ -60,7 +60,7 @@ class EventRelay(Relay):
 
     @property
     def finish_reason(self) -> str | None:
-        """The engine's reason why generation ended, or None if it reported none."""
+        """Return the engine's reason why generation ended, or None if it reported none."""
         if self._finish_payload:
             reasons = self._grammar.finish.findall(self._finish_payload)
             self._finish_reason = reasons[-1].decode() if reasons else None

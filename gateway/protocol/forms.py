@@ -33,7 +33,9 @@ _HEX_CHARS = 32
 
 
 class FormPart(NamedTuple):
-    """One part of a form: its name, and the offsets of its beginning and of its content."""
+    """One part of a multipart form: its name, and the offsets of its beginning and of its
+    content.
+    """
 
     name: str
     start: int
@@ -61,7 +63,9 @@ def read_form(body: bytes) -> dict[str, msgspec.Raw]:
 
 
 def edit_form(body: bytes, model: str, drop: Set[str] = frozenset()) -> bytes:
-    """Return the form with another model name and without the fields in `drop`."""
+    """Return a multipart form with another model name and without the fields in `drop`, as
+    bytes.
+    """
     pieces: list[bytes | memoryview] = []
     view, begin = memoryview(body), 0
     delimiter_line = len(b"--") + _boundary_length(body) + len(b"\r\n")

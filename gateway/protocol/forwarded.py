@@ -67,7 +67,7 @@ def plain_request_id(text: str) -> str:
 def all_values(headers: Mapping[str, str], name: str) -> str:
     """Return the values of all header lines with this name, joined by commas.
 
-    A proxy may append a line of its own to the client's.
+    A proxy may have added a line of its own after the client's.
     """
     getall = getattr(headers, "getall", None)
     return headers.get(name, "") if getall is None else ",".join(getall(name, ()))

@@ -102,12 +102,14 @@ def _too_many_members() -> GatewayError:
 
 
 def bad_request(message: str, param: str | None = None) -> GatewayError:
-    """Return an error with status 400; `param` names the body member that is invalid."""
+    """Return the error for an invalid request (status 400); `param` names the body member that is
+    invalid.
+    """
     return GatewayError(Failure.BAD_REQUEST, message, param=param)
 
 
 def missing_member(name: str) -> GatewayError:
-    """Return the error for a required body member that is missing."""
+    """Return the error (400) for a required body member that is missing."""
     return bad_request(f"Missing required parameter: '{name}'.", name)
 
 
@@ -159,7 +161,7 @@ def _reject_duplicates(body: bytes, members: dict[str, msgspec.Raw]) -> None:
 
 
 def string_member(members: Mapping[str, msgspec.Raw], name: str) -> str:
-    """Return a required member that is a string.
+    """Return the value of a required member of a request body that is a string.
 
     Raises GatewayError if it is missing or not a string.
     """
@@ -172,7 +174,8 @@ def string_member(members: Mapping[str, msgspec.Raw], name: str) -> str:
 
 
 def member_value(members: Mapping[str, msgspec.Raw], name: str) -> Any:
-    """Decode a member that is a string, number or literal; return () for a list or an object.
+    """Decode a member of a request body that is a string, number or literal; return () for a list
+    or an object.
 
     Lists and objects may be large, so they are not decoded. Raises GatewayError for a number that
     cannot be represented.

@@ -1,4 +1,4 @@
-"""Applies the edits of an engine dialect to the JSON of a request.
+"""Applies the edits of an engine's handoff protocol to the JSON of a request.
 
 Raw values are joined without being decoded. Parsing drops some members that clients may not send;
 edits that only add such members are spliced in before the closing brace.
@@ -72,7 +72,7 @@ def shows_usage(members: Members) -> bool:
 
 
 def edited(body: bytes, members: Members, edits: RequestEdits, model: str | None) -> bytes:
-    """Return a request body with edits applied; `members` are the members of `body`.
+    """Return a request body with the edits applied; `members` has the parsed members of `body`.
 
     `model` replaces the model name; None leaves it. `body` may be empty if the edits drop a member.
     """

@@ -40,7 +40,9 @@ _LIST = re.compile(
 
 
 class MediaSize(NamedTuple):
-    """The number of media in a prompt, and the tokens that they are estimated to take."""
+    """The number of media (images, audio, files) in a prompt, and the tokens that they are
+    estimated to take.
+    """
 
     parts: int = 0
     tokens: int = 0

@@ -26,7 +26,9 @@ class ListedModel(Protocol):
 
 
 def wants_anthropic(headers: Mapping[str, str]) -> bool:
-    """Return whether a client uses Anthropic's API: its SDKs send the header anthropic-version."""
+    """Return whether a client uses Anthropic's API, which its SDKs show by the header
+    anthropic-version.
+    """
     return VERSION_HEADER in headers
 
 

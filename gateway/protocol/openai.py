@@ -87,27 +87,29 @@ class ModelInfo(Protocol):
 
     @property
     def served_model(self) -> str:
-        """The name that engines use for the model."""
+        """Return the name by which engines know the model."""
         ...
 
     @property
     def context_tokens(self) -> int | None:
-        """The maximum context length in tokens, or None if unknown."""
+        """Return the maximum context length of the model in tokens, or None if unknown."""
         ...
 
     @property
     def sequences(self) -> int:
-        """The maximum number of sequences (prompts times choices) that one request may ask for."""
+        """Return the maximum number of sequences (prompts times choices) that one request for the
+        model may ask for.
+        """
         ...
 
     @property
     def slo(self) -> Slo:
-        """The service level objective of requests that ask for no other."""
+        """Return the service level objective of requests for the model that ask for no other."""
         ...
 
     @property
     def is_low_first(self) -> bool:
-        """Whether a lower number in the body's `priority` means more urgent, as in vLLM."""
+        """Return whether a lower number in the body's `priority` means more urgent, as in vLLM."""
         ...
 
 
@@ -142,7 +144,7 @@ class Call(msgspec.Struct):
         return b',"%b":"%b"' % (name.encode(), self.salt) if name and self.salt else b""
 
     def with_member(self, member: bytes) -> Call:
-        """Return a copy with `member` spliced into the body before its closing brace.
+        """Return a copy of the request with `member` added to its body before its closing brace.
 
         A call whose body is a form is returned unchanged.
         """
@@ -153,7 +155,7 @@ class Call(msgspec.Struct):
         return msgspec.structs.replace(self, body=b"".join((memoryview(body)[:end], member, b"}")))
 
     def adapted_to(self, model: str, known: frozenset[str] | None) -> Call:
-        """Return this call for an engine that uses another model name or accepts fewer members.
+        """Return this request for an engine that uses another model name or accepts fewer members.
 
         `known` has the members that the engine accepts; None means all. Returns self if nothing
         changes.
@@ -170,7 +172,9 @@ class Call(msgspec.Struct):
         return msgspec.structs.replace(self, body=join_members(accepted), members=accepted)
 
     def release(self) -> None:
-        """Free the body: the engine has received it, and no retry follows the first token."""
+        """Free the request's body, because the engine has received it and no retry follows the
+        first token.
+        """
         self.body, self.prompt, self.members = b"", (), {}
 
 

@@ -1,4 +1,6 @@
-"""Relays one response: takes bytes from the engine and returns bytes for the client. No I/O.
+"""Relays one HTTP response: takes bytes from the engine and returns bytes for the client.
+
+No I/O.
 
 The engine's response head is replaced by the gateway's and held until the first body byte, so that
 a failure before that can still be retried elsewhere. The body is forwarded as received, chunk
@@ -63,7 +65,9 @@ EVENT_MARKER, _ERROR = b"\ndata:", b'"error"'
 
 
 class RelayState(Enum):
-    """The state of a relay; a retry elsewhere is possible in HEAD and HELD, but not in FLOWING."""
+    """The state of a relayed response; a retry elsewhere is possible in HEAD and HELD, but not in
+    FLOWING.
+    """
 
     HEAD = auto()
     REFUSED = auto()
@@ -77,7 +81,8 @@ HEAD, REFUSED, HELD, FLOWING, DONE = RelayState
 
 
 class Relay:
-    """One response in transit: pass engine bytes to feed() and send what it returns, until DONE.
+    """Relays one response: pass the engine's bytes to feed(), and send what it returns to the
+    client.
 
     Set by the caller:
     own_headers       the gateway's header fields, each ending in CRLF, without framing
@@ -171,12 +176,12 @@ class Relay:
 
     @property
     def is_untouched(self) -> bool:
-        """Whether the engine has not sent a single byte of a response."""
+        """Return whether the engine has not sent a single byte of its response."""
         return self.head is None and not self._pending
 
     @property
     def is_connection_reusable(self) -> bool:
-        """Whether the engine's connection can carry another request after this response."""
+        """Return whether the engine's connection can carry another request after this response."""
         body, head = self._body, self.head
         return head is not None and head.keep_alive and body.is_complete and not body.surplus_bytes
 
@@ -219,7 +224,7 @@ class Relay:
         return data
 
     def eof(self) -> bytes:
-        """Handle the end of the engine's connection and return the last bytes for the client.
+        """Handle the end of the engine's connection, and return the last bytes for the client.
 
         Raises UpstreamError if the response is incomplete.
         """
@@ -239,7 +244,9 @@ class Relay:
 
     @property
     def is_at_boundary(self) -> bool:
-        """Whether an SSE event may be added after the bytes that the client has received so far."""
+        """Return whether an SSE event may be added after the bytes that the client has received so
+        far.
+        """
         if (
             not self._is_sse
             or self._body.is_complete
@@ -254,8 +261,8 @@ class Relay:
     def end_with_error(self, failure: Failure, message: str) -> bytes:
         """Return the bytes that report a failure at the end of a stream that has begun.
 
-        The result is b"" within a chunk or an event, where nothing can be added. The client then
-        notices the failure because its connection is closed.
+        The result is b"" in the middle of a chunk or an event, where nothing can be added. The
+        client then notices the failure because its connection is closed.
         """
         if not self.is_at_boundary:
             return b""
@@ -269,9 +276,9 @@ class Relay:
 
     @property
     def usage(self) -> TokenUsage:
-        """The token counts of the answer; valid only once the response is complete.
+        """Return the token counts of the answer; valid only once the response is complete.
 
-        They are parsed on first access.
+        The counts are parsed on first access.
         """
         if self._usage_result is None:
             self._usage_result = find_usage(self._usage_payload)
@@ -279,7 +286,7 @@ class Relay:
 
     @property
     def finish_reason(self) -> str | None:
-        """The engine's reason why generation ended, or None if it reported none."""
+        """Return the engine's reason why generation ended, or None if it reported none."""
         if self._finish_payload:
             self._finish_reason = find_finish_reason(self._finish_payload)
             self._finish_payload = b""

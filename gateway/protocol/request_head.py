@@ -49,7 +49,7 @@ _CONNECTION = frozenset(("keep-alive", "upgrade", "http2-settings"))
 
 
 class RequestHead:
-    """A parsed request head, and the bytes before and after the digits of its Content-Length.
+    """A parsed request head, with the bytes before and after the digits of its Content-Length.
 
     Requests on one connection usually differ only in their length, so most heads are recognised by
     comparing these bytes, without parsing.

@@ -1,4 +1,4 @@
-"""The Date header line of responses, formatted once a second."""
+"""Formats the Date header line of HTTP responses once a second."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Protocol
 
 
 class ResponseLines(Protocol):
-    """Header lines that every response of a connection has, each ending in CRLF."""
+    """The header lines that every response on a client connection has, each ending in CRLF."""
 
     @property
     def line(self) -> str: ...
@@ -26,7 +26,7 @@ class ResponseClock:
         self.line = ""
 
     def update(self, unix_s: float) -> None:
-        """Set the current time, in Unix seconds."""
+        """Set the current time for the Date header, in Unix seconds."""
         second = int(unix_s)
         if second != self._second:
             self._second = second

@@ -114,7 +114,8 @@ class ResponseHeadReader:
         self._length_at = 0
 
     def read(self, data: bytes, offset: int) -> tuple[ResponseHead, int] | None:
-        """Return the head at `offset` and where its body begins; None if it is incomplete.
+        """Return the response head at `offset` and the offset of its body; None if it is
+        incomplete.
 
         Raises FramingError if the head is malformed, ambiguous or too long.
         """
@@ -179,7 +180,7 @@ class ResponseBody(Protocol):
 
 
 class ChunkedBody:
-    """A body with Transfer-Encoding: chunked, which may arrive in pieces of any size."""
+    """An HTTP body with Transfer-Encoding: chunked, which may arrive in pieces of any size."""
 
     __slots__ = (
         "_expects_crlf",
@@ -211,7 +212,8 @@ class ChunkedBody:
         return self.match_whole_chunk(data) or self._feed(data)
 
     def match_whole_chunk(self, data: bytes) -> bytes:
-        """Return the payload if `data` is exactly one chunk that begins here; b"" if it is not.
+        """Return the payload if `data` is exactly one HTTP chunk that begins here, or b"" if it is
+        not.
 
         A token of a stream arrives like this. The length of `data` tells what its size line must
         be, so the line is compared and not parsed. The state of the body does not change.
@@ -298,7 +300,7 @@ def _whole_chunks(data: bytes, offset: int, pieces: list[bytes]) -> int:
 
 
 class LengthBody:
-    """A body whose length is given by Content-Length."""
+    """An HTTP body whose length is given by Content-Length."""
 
     __slots__ = (
         "_remaining",
@@ -328,7 +330,9 @@ class LengthBody:
 
 
 class RawBody:
-    """A body that ends when the connection closes, so a cut-off body cannot be detected."""
+    """An HTTP body that ends when the connection closes, so that a cut-off body cannot be
+    detected.
+    """
 
     __slots__ = ("has_trailers", "is_complete", "last_chunk_offset", "partial", "surplus_bytes")
     at_chunk_boundary = was_at_boundary = True
@@ -357,5 +361,8 @@ def new_body(head: ResponseHead) -> ChunkedBody | LengthBody | RawBody:
 
 
 def encode_chunk(payload: bytes) -> bytes:
-    """Return `payload` as one chunk, or b"" if it is empty: an empty chunk would end the body."""
+    """Return `payload` as one HTTP chunk.
+
+    Returns b"" for an empty payload, because an empty chunk would end the body.
+    """
     return b"%x\r\n%b\r\n" % (len(payload), payload) if payload else b""

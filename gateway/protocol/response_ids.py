@@ -64,7 +64,7 @@ class ResponseIds:
         return PREFIX + urlsafe_b64encode(sealed).rstrip(b"=").decode()
 
     def find(self, response_id: str, tenant: str, endpoints: Iterable[str]) -> KeptResponse | None:
-        """Return where a response is stored, or None if the id belongs to none of these endpoints.
+        """Return where a response is stored, or None if it is stored at none of these endpoints.
 
         The result is also None for the id of another tenant's response.
         """
@@ -83,7 +83,8 @@ class ResponseIds:
 
 
 def conversation_of(response_id: str) -> str:
-    """Return what the ids of a conversation's responses have in common; "" for another text.
+    """Return the part that the response ids of one conversation have in common; "" if the text is
+    no such id.
 
     The id may be invented, so the result is only a name and no permission.
     """

@@ -16,7 +16,7 @@ def store_request(model: str) -> dict[str, Any]:
 
 
 def shows_store(status: int, body: bytes) -> bool | None:
-    """Return whether an engine stores responses by its response to store_request().
+    """Return whether an engine stores responses, which its response to store_request() shows.
 
     Return None if the response does not show it. vLLM's refusal names the environment variable that
     turns the store on.

@@ -95,7 +95,7 @@ class ContinuationTerms(msgspec.Struct, frozen=True):
         shown: Sequence[int],
         extra_members: Mapping[str, str] = _NO_MEMBERS,
     ) -> bytes:
-        """Return the body of a completions request that continues after the token ids `shown`.
+        """Return the body of a request that continues a broken answer after the token ids `shown`.
 
         `prompt` has the prompt's token ids, `extra_members` raw JSON of further members by name.
         """
@@ -123,7 +123,7 @@ def continuation_terms(call: Call) -> ContinuationTerms | None:
 
 
 def member_terms(members: Members, api: Api) -> ContinuationTerms | None:
-    """Return the terms for continuing the answer to a body with these members.
+    """Return the terms for continuing the answer to a request with these body members.
 
     `api` is that of chat completions or completions, and the body asks for a stream. Return None if
     the continuation would be inexact.
@@ -153,7 +153,7 @@ def member_terms(members: Members, api: Api) -> ContinuationTerms | None:
 
 
 def call_with_token_ids(call: Call, model: str, salt_member: str) -> Call:
-    """Return the call for an engine that is to report its tokens' ids and their running count.
+    """Return the request for an engine that is to report its tokens' ids and their running count.
 
     The engine serves the model under the name `model`. It accepts the cache salt in the member
     `salt_member`, or nowhere if that is "".

@@ -33,7 +33,7 @@ class ModelNameRewriter:
         self.is_mid_event = False
 
     def feed(self, payload: bytes, *, is_sse: bool, is_complete: bool) -> bytes:
-        """Return the payload with the model's name replaced.
+        """Process a piece of the payload, and return it with the model's name replaced.
 
         An end of the payload that may be the start of the name is held back until the next call.
         """
@@ -67,7 +67,8 @@ class ModelNameRewriter:
 
 
 class CachedTokensRewriter(ModelNameRewriter):
-    """Replaces the model name, and the number of cached tokens by that of the prefill engine.
+    """Replaces the model's name in a response, and its number of cached tokens by the prefill
+    engine's.
 
     A decode engine that received the KV cache from a prefill engine reports all of it as a cache
     hit. `cached_tokens` is set when the prefill response arrives; None keeps the decode engine's
@@ -92,6 +93,8 @@ class CachedTokensRewriter(ModelNameRewriter):
 
 
 def whole_events_length(text: bytes) -> int:
-    """Return the length of the complete events in `text`, that is, up to its last blank line."""
+    """Return the length in bytes of the complete events in `text`, that is, up to its last blank
+    line.
+    """
     lf, crlf = text.rfind(b"\n\n"), text.rfind(b"\n\r\n")
     return max(lf + 2 if lf >= 0 else 0, crlf + 3 if crlf >= 0 else 0)

@@ -39,7 +39,10 @@ ONE_PROMPT = Prompts()
 
 
 def read_prompts(members: Mapping[str, msgspec.Raw], name: str, most: int) -> Prompts:
-    """Count the prompts in the member `name`. Raises GatewayError if there are more than `most`."""
+    """Count the prompts in the member `name` of a request.
+
+    Raises GatewayError if there are more than `most`.
+    """
     prompts = _read(members[name], name, most)
     embeds = members.get(EMBEDS_MEMBER)
     if embeds is not None and memoryview(embeds)[0] == _LIST:
@@ -53,7 +56,7 @@ def read_prompts(members: Mapping[str, msgspec.Raw], name: str, most: int) -> Pr
 def count_sequences(
     numbers: Mapping[str, int], most: int, *, generates: bool = True
 ) -> tuple[int, int]:
-    """Return the number of choices in the response, and the number of prompts.
+    """Return the number of choices in a request's response, and its number of prompts.
 
     A request that generates no text has one response for all its prompts. `numbers` holds the
     request's values of the SEQUENCE_MEMBERS. Raises GatewayError for more than `most` sequences.

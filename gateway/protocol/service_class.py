@@ -92,7 +92,7 @@ class RequestPreferences(msgspec.Struct, frozen=True):
     def effective_priority(self, priority: int) -> int:
         """Return the effective priority; `priority` is the body's, and the header takes precedence.
 
-        It is limited to the tenant's highest priority.
+        The result is limited to the tenant's highest priority.
         """
         return _clamp(
             priority if self.header_priority is None else self.header_priority, self.max_priority

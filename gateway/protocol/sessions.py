@@ -46,7 +46,7 @@ _UNIT_S = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
 
 
 class HeaderSession(msgspec.Struct, frozen=True):
-    """The session that a request's headers name; empty strings if they name none.
+    """The session that a request's headers name; its texts are empty if they name none.
 
     name     as the client sent it, with the agent if there is one
     source   the name of the header
@@ -59,7 +59,7 @@ class HeaderSession(msgspec.Struct, frozen=True):
 
 
 def read_header_session(headers: Mapping[str, str]) -> HeaderSession:
-    """Return the session that the headers name; `headers` has lower-case names.
+    """Return the session that a request's headers name; `headers` has lower-case names.
 
     A name that is empty or too long is skipped, since agents send these headers unasked.
     """
@@ -74,7 +74,9 @@ def read_header_session(headers: Mapping[str, str]) -> HeaderSession:
 
 
 def session_key(tenant: str, name: str) -> str:
-    """Return the key of a session: tenant and name, so that sessions of tenants cannot collide."""
+    """Return the key of a session from tenant and name, so that the sessions of two tenants cannot
+    collide.
+    """
     return f"{tenant}\0{name}" if name and tenant else name
 
 

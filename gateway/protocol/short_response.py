@@ -44,11 +44,14 @@ class ShortResponse:
 
     @property
     def has_begun(self) -> bool:
-        """Whether any byte of the response has arrived."""
+        """Return whether any byte of the engine's response has arrived."""
         return bool(self.status or self._buffer)
 
     def feed(self, data: bytes) -> None:
-        """Process received bytes. Raises FramingError if they are no valid HTTP/1.1 response."""
+        """Process received bytes of an engine's response.
+
+        Raises FramingError if they are not a valid HTTP/1.1 response.
+        """
         while self._body is None:
             buffer = self._buffer + data
             end = buffer.find(HEAD_END)
@@ -74,7 +77,7 @@ class ShortResponse:
         self._body = new_body(parsed)
 
     def end(self) -> bool:
-        """Handle the end of the connection; return whether the response is complete."""
+        """Handle the end of the engine's connection. Returns whether the response is complete."""
         self._keep_alive = False
         self.is_complete = self.is_complete or isinstance(self._body, RawBody)
         return self.is_complete

@@ -127,7 +127,8 @@ def find_finish_reason(text: bytes) -> str | None:
 
 
 def finish_reason_marker(stream: bytes) -> bytes:
-    """Return the bytes with which this stream begins a finish reason, with or without a blank.
+    """Return the bytes with which this stream begins a finish reason; some engines put a blank in
+    them.
 
     The first member of the stream decides.
     """
@@ -136,7 +137,7 @@ def finish_reason_marker(stream: bytes) -> bytes:
 
 
 def find_finished_choices(events: bytes) -> frozenset[int]:
-    """Return the indices of the choices that these events finish.
+    """Return the indices of the choices of an answer that these events finish.
 
     Incomplete events are ignored. An engine's abort or error does not count as a finish.
     """
@@ -154,7 +155,7 @@ def find_finished_choices(events: bytes) -> frozenset[int]:
 
 
 def is_undecided(stream: bytes, hold_until_token: bool) -> bool:
-    """Return whether the first bytes of a stream do not yet show if it begins with an error.
+    """Return whether the first bytes of a stream do not yet show whether it begins with an error.
 
     The first event decides or, with `hold_until_token`, the first token.
     """
@@ -212,7 +213,8 @@ def error_text(text: bytes) -> bytes:
 
 
 def last_event_end(events: bytes) -> int:
-    """Return the offset at which the last complete event ends, without its final newline.
+    """Return the offset at which the last complete event of a stream ends, without its final
+    newline.
 
     That newline stays with the next event, whose beginning is recognised by it.
     """

@@ -71,7 +71,8 @@ class Ledger:
     )
 
     def __init__(self, terms: ContinuationTerms, most_tokens: int) -> None:
-        """Initialize; at most `most_tokens` token ids of prompt and answer are kept.
+        """Initialize a record of an answer; at most `most_tokens` token ids of prompt and answer
+        are kept.
 
         A longer answer cannot be continued.
         """
@@ -93,7 +94,7 @@ class Ledger:
     # What arrived
 
     def mark(self) -> None:
-        """Save the ledger's present state, so that rewind() can return to it."""
+        """Save the present state of the record of tokens, so that rewind() can return to it."""
         state = (
             self.generated_tokens,
             self._is_aligned,
@@ -104,8 +105,8 @@ class Ledger:
         self._saved = len(self.shown_ids), tuple(self._waiting), state
 
     def rewind(self) -> None:
-        """Restore the state of the last mark(), because later chunks were not shown to the
-        client.
+        """Return to the state that the last mark() saved, because later chunks were not shown to
+        the client.
         """
         length, waiting, state = self._saved
         (
@@ -119,7 +120,7 @@ class Ledger:
         self._waiting = list(waiting)
 
     def note(self, chunk: dict[str, Any]) -> tuple[str, dict[str, Any] | None]:
-        """Move ids and counts from a chunk to the ledger; return its text and its choice.
+        """Record the token ids and counts of a chunk; return the chunk's text and its choice.
 
         The choice is None for a chunk without one. Raises UpstreamError if the engine gave up.
         """
@@ -170,7 +171,9 @@ class Ledger:
 
     @property
     def current_obstacle(self) -> str:
-        """The reason why the answer cannot be continued from its present state; "" if it can."""
+        """Return why the answer cannot be continued by another engine from its present state; "" if
+        it can.
+        """
         if self.obstacle or not self.prompt_ids:
             return self.obstacle or "no_token_ids"
         if self.terms.chat and not self.shown_ids and self.finish_reason is None:
@@ -181,7 +184,7 @@ class Ledger:
 
     @property
     def is_complete(self) -> bool:
-        """Whether the answer is complete, so that no engine has to continue it."""
+        """Return whether the answer is complete, so that no other engine has to continue it."""
         return self.finish_reason is not None or self.terms.max_tokens == len(self.shown_ids)
 
     def prepare_rest(self) -> None:
@@ -193,7 +196,7 @@ class Ledger:
 
     @property
     def usage(self) -> TokenUsage:
-        """The token counts of the whole answer, including all engines that generated it."""
+        """Return the token counts of the whole answer, including all engines that generated it."""
         cached = None if self._details is None else self._details.get("cached_tokens")
         return TokenUsage(
             self.prompt_tokens, self.generated_tokens, cached if type(cached) is int else None
@@ -214,7 +217,7 @@ class Ledger:
         return _event(self._with_usage_member(chunk))
 
     def render_rest(self, chunk: dict[str, Any]) -> bytes:
-        """Record a chunk of an engine that continues the answer, and return the client's event.
+        """Record a chunk of an engine that continues the answer; return the client's event for it.
 
         The result is b"" if the client gets no event for it.
         """
@@ -232,7 +235,9 @@ class Ledger:
         return _event(self._with_usage_member(self._envelope | {"choices": [choice]}))
 
     def render_end(self) -> bytes:
-        """Return the events that end an answer whose text is complete; b"" if they were sent."""
+        """Return the events that end an answer whose text is complete; b"" if the client has them
+        already.
+        """
         if self.is_done:
             return b""
         last = counts = b""
@@ -291,7 +296,9 @@ def _event(chunk: dict[str, Any]) -> bytes:
 
 
 class LedgerRecorder(ModelNameRewriter):
-    """Passes every event of a relay through a Ledger, which records and rewrites it."""
+    """Passes every event of a relayed answer through a Ledger, which records its tokens and
+    rewrites it.
+    """
 
     def __init__(
         self,
@@ -300,7 +307,8 @@ class LedgerRecorder(ModelNameRewriter):
         served: str,
         requested_model: str,
     ) -> None:
-        """Initialize; `show` is the ledger's render_first() or render_rest().
+        """Initialize a recorder of an answer's tokens; `show` is the ledger's render_first() or
+        render_rest().
 
         `served` is the engine's name of the model, `requested_model` the client's.
         """
@@ -313,7 +321,8 @@ class LedgerRecorder(ModelNameRewriter):
         self._seam = b""  # its last bytes: the end of an event may be cut by a read
 
     def feed(self, payload: bytes, *, is_sse: bool, is_complete: bool) -> bytes:
-        """Record the events that are complete, and return the client's events for them.
+        """Record the complete events in the engine's bytes, and return the client's events for
+        them.
 
         If one of them shows that the answer is broken, none of them counts as shown, and
         UpstreamError is raised.
@@ -376,7 +385,7 @@ class LedgerRecorder(ModelNameRewriter):
 
 
 class RecordedRelay(Relay):
-    """A relay whose stream another engine can continue.
+    """Relays an answer in such a way that another engine can continue its stream.
 
     Where a plain relay would end the answer with an error, this one raises UpstreamError. Its
     client receives complete events only, so another event may follow at any time.
@@ -386,7 +395,9 @@ class RecordedRelay(Relay):
 
     @property
     def is_at_boundary(self) -> bool:
-        """Whether an SSE event may be added after the events that the client has received."""
+        """Return whether an SSE event may be added after the events that the client has
+        received.
+        """
         return self._is_sse and self.is_committed
 
     @property
@@ -432,8 +443,9 @@ class RecordedRelay(Relay):
 
 
 class ContinuationRelay(RecordedRelay):
-    """The relay for the rest of a broken answer. It sends no response head, since the client has
-    one.
+    """Relays the rest of a broken answer.
+
+    It sends no response head, since the client has received one.
     """
 
     __slots__ = ()

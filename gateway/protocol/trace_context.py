@@ -25,7 +25,7 @@ _STATE = re.compile(r"[!-~](?:[!-~ \t]*[!-~])?")  # a nested repeat would take e
 
 
 class ParentSpan(msgspec.Struct, frozen=True):
-    """The span that a client's request belongs to. Ids are lower-case hexadecimal."""
+    """The trace span that a client's request belongs to. Its ids are lower-case hexadecimal."""
 
     trace_id: str
     span_id: str

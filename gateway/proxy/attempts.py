@@ -30,7 +30,8 @@ _OUTPUT_LIMITS = frozenset(("max_tokens", "max_completion_tokens"))
 
 
 class AttemptPlan(Protocol[ChoiceT]):
-    """A plan for the attempt loop: how to choose endpoints, and what to send to them.
+    """How the attempt loop serves one kind of request: how to choose endpoints, and what to send to
+    them.
 
     There is one plan per request, or per rest of a broken stream.
     """
@@ -41,8 +42,8 @@ class AttemptPlan(Protocol[ChoiceT]):
     def exchange(self) -> Exchange: ...
 
     def choose(self, left_out: Sequence[str]) -> ChoiceT | None:
-        """Pick one endpoint or a pair, except those named in `left_out`; return None if there is
-        none.
+        """Pick one endpoint, or two for a split request, except those in `left_out`; return None if
+        there is none.
 
         A pick changes nothing, so it may be repeated before an attempt.
         """
@@ -57,7 +58,7 @@ class AttemptPlan(Protocol[ChoiceT]):
         ...
 
     async def may_retry(self, problem: UpstreamError) -> bool:
-        """Record a failed attempt, and return whether another one may be made.
+        """Record a failed attempt to serve the request, and return whether another one may be made.
 
         The result is False if the answer has begun, so that it cannot be retried. Raises
         GatewayError if the client is to receive an error instead.
@@ -65,7 +66,7 @@ class AttemptPlan(Protocol[ChoiceT]):
         ...
 
     def give_up(self, problem: UpstreamError | None) -> None:
-        """End the plan because no endpoint can be picked; `problem` is the last attempt's error.
+        """End the request because no endpoint can be picked; `problem` is the last attempt's error.
 
         Raises GatewayError if the client is to receive an error.
         """
@@ -75,7 +76,7 @@ class AttemptPlan(Protocol[ChoiceT]):
 async def attempts(
     plan: AttemptPlan[ChoiceT], left_out: Sequence[str] = ()
 ) -> UpstreamError | None:
-    """Attempt a plan until an endpoint answers or the plan ends.
+    """Attempt to serve a request by its plan until an endpoint answers or the plan ends.
 
     Return the error that broke an answer after its first byte, or None. `left_out` has the names of
     endpoints that have failed this request before.
@@ -127,8 +128,8 @@ class HealthScreen:
         )  # refused connections alone are no reason to check
 
     async def check(self, choice: Pick | EndpointPair | None) -> Sequence[str] | None:
-        """Check the chosen endpoints; return the names of endpoints to leave out of the next
-        choice.
+        """Check the endpoints chosen for a retry; return the names of endpoints to leave out of the
+        next choice.
 
         None means that this choice may be used; capacity must then be reserved before the next
         await.
@@ -199,7 +200,9 @@ async def permit_retry(gateway: Gateway, exchange: Exchange, problem: UpstreamEr
 
 
 def end_retries(gateway: Gateway, exchange: Exchange) -> None:
-    """Cancel a second attempt in progress, and release the turn of the retry budget."""
+    """Cancel the request's second attempt, if one is in progress, and release its turn of the retry
+    budget.
+    """
     if exchange.hedge is not None:
         exchange.hedge.close()
     exchange.give_back_retry_turn(gateway.gate)
@@ -245,7 +248,7 @@ def is_too_long(call: Call, candidates: Sequence[Candidate]) -> bool:
 
 
 def least_tokens(call: Call) -> int:
-    """Return a lower bound on the tokens of one prompt of the call and its answer.
+    """Return a lower bound on the number of tokens of one prompt of a request and of its answer.
 
     Images and files count as almost no tokens, since an engine may count hardly any for them.
     """
@@ -259,7 +262,7 @@ def least_tokens(call: Call) -> int:
 
 
 def limits_output(call: Call) -> bool:
-    """Return whether the client limited the answer's length, so that it is no estimate."""
+    """Return whether the client limited the answer's length, so that the length is no estimate."""
     return not _OUTPUT_LIMITS.isdisjoint(call.members)
 
 
@@ -275,7 +278,8 @@ def _too_long(request: Request) -> GatewayError:
 def end_stream_with_error(exchange: Exchange, client: Client, problem: UpstreamError) -> None:
     """End an answer that broke after its first byte.
 
-    It ends with an error event if the framing permits one, otherwise by closing the connection.
+    The client receives an error event if the framing permits one; otherwise its connection is
+    closed.
     """
     assert exchange.relay is not None
     if problem.kind == SHUTDOWN:

@@ -1,4 +1,5 @@
-"""The plan for a model that is split: a prefill and decode pair, or one endpoint for everything.
+"""The plan for requests of a split model: two endpoints for prefill and decode, or one for
+everything.
 
 policies/pricing/split.py decides between the two for every attempt. gateway/disagg/attempt.py
 performs the attempt of a pair.
@@ -38,7 +39,8 @@ _UNSPLITTABLE = (
 
 
 class SplitPlan:
-    """A request of a split model, attempted by pairs and single endpoints until its answer begins.
+    """A request of a split model, attempted at pairs of endpoints and single ones until its answer
+    begins.
 
     _whole           attempts the whole request at one endpoint
     _ask, _decision  the routing query and the decision of the newest choice

@@ -37,7 +37,8 @@ def prepare_recorded(
     on_first: Callable[[], None],
     served: str,
 ) -> tuple[bytes, Call, Relay]:
-    """Build an attempt as legs.prepare() does, and record the tokens that the client receives.
+    """Build a request to an engine as legs.prepare() does, and record the tokens that the client
+    receives.
 
     `exchange.ledger` is None afterwards if the answer could not be continued exactly. Such a
     request is sent as usual.
@@ -89,7 +90,7 @@ async def continue_stream(
 
 
 class _Body:
-    """The request body for the rest of a broken answer; it is freed once an engine responds."""
+    """The request body for the rest of a broken answer. It is freed once an engine responds."""
 
     __slots__ = ("body",)
 
@@ -169,7 +170,7 @@ class RestPlan:
         self._end("no_endpoint")
 
     def finish(self) -> None:
-        """Set the exchange's status by the plan's result.
+        """Set the status of the request's record by the result of its plan.
 
         A stream that could not be continued ends with an error.
         """

@@ -24,7 +24,8 @@ from gateway.route import Gateway, Route
 def call_for_engines(
     gateway: Gateway, exchange: Exchange, route: Route, call: Call, context: CallContext
 ) -> Call:
-    """Return the request as engines receive it; store the translator of its answer on the exchange.
+    """Return the request as engines receive it, and store a translator of its answer on the
+    exchange.
 
     Raises GatewayError for a request that has to be translated and cannot be.
     """

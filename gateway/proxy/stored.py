@@ -38,7 +38,9 @@ _TARGET = re.compile(
 
 
 class _Bytes(NamedTuple):
-    """A request body in memory that implements RequestPayload; it is kept after it was sent."""
+    """A request body in memory that implements RequestPayload; the body is kept after it was
+    sent.
+    """
 
     body: bytes
 
@@ -116,7 +118,7 @@ def _stores_nothing() -> GatewayError:
 
 
 async def serve_stored(gateway: Gateway, exchange: Exchange, client: Client) -> None:
-    """Read, cancel or delete a stored response, by asking the engine that stores it.
+    """Read, cancel or delete a stored response, at the engine that stores it.
 
     Raises GatewayError if the response or its engine cannot be found.
     """

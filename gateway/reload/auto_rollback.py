@@ -28,7 +28,9 @@ TRIGGER = "auto_rollback"
 
 
 class FailureCount(msgspec.Struct, frozen=True):
-    """The number of ended requests, and of those that failed through no fault of the client."""
+    """The number of requests that have ended, and of those that failed through no fault of the
+    client.
+    """
 
     ended: int = 0
     failed: int = 0
@@ -50,7 +52,7 @@ def is_failure(code: str, reason: str) -> bool:
 
 
 def count_failures(metrics: Metrics) -> FailureCount:
-    """Return the numbers of ended and failed requests since the start of the process."""
+    """Return the numbers of ended and of failed requests since the start of the process."""
     ended = failed = 0
     for (_, code, reason), counter in metrics.requests_total.children():
         ended += int(counter.value)
@@ -60,9 +62,9 @@ def count_failures(metrics: Metrics) -> FailureCount:
 
 
 def regression(before: FailureCount, after: FailureCount, limits: AutoRollback) -> str | None:
-    """Return the reason why a change should be reverted, or None if it should not.
+    """Return the reason why a configuration change should be reverted, or None if it should not.
 
-    It is also None while too few requests have ended.
+    The result is also None while too few requests have ended.
     """
     if after.ended < limits.requests or after.ratio <= before.ratio + limits.error_ratio:
         return None
@@ -70,11 +72,13 @@ def regression(before: FailureCount, after: FailureCount, limits: AutoRollback) 
 
 
 class RollbackTarget(Protocol):
-    """The interface of auto-rollback to one gateway process, or to all workers of a supervisor."""
+    """The interface of auto-rollback, which reverts bad changes, to one gateway process or to all
+    workers of a supervisor.
+    """
 
     @property
     def limits(self) -> AutoRollback | None:
-        """The settings of auto-rollback, or None if it is off."""
+        """Return the settings of auto-rollback, or None if it is off."""
         ...
 
     @property
@@ -83,14 +87,15 @@ class RollbackTarget(Protocol):
     async def failure_count(self) -> FailureCount: ...
 
     async def roll_back(self) -> tuple[str, str]:
-        """Return to the previous configuration version; return (result, message), "applied" on
-        success.
+        """Return to the previous configuration version.
+
+        Returns (result, message), where the result is "applied" on success.
         """
         ...
 
 
 class GatewayRollbackTarget:
-    """A RollbackTarget that is one gateway process, without workers."""
+    """Lets auto-rollback observe and change one gateway process without workers."""
 
     def __init__(self, reloader: Reloader, metrics: Metrics) -> None:
         self._reloader = reloader
@@ -126,7 +131,7 @@ class _Change(msgspec.Struct, frozen=True):
 
 
 class AutoRollbackMonitor:
-    """Checks the last change once a second while auto-rollback is on.
+    """Checks the last configuration change once a second while auto-rollback is on.
 
     Rollbacks themselves are not checked.
     """
@@ -149,7 +154,9 @@ class AutoRollbackMonitor:
                 await self._task
 
     async def on_applied(self, trigger: str) -> None:
-        """Start to observe a change that has been applied, unless it is a rollback."""
+        """Start to observe a configuration change that has been applied, unless it is a
+        rollback.
+        """
         limits = self._target.limits
         if limits is None or trigger in (TRIGGER, "rollback"):
             self._change = None
@@ -168,7 +175,8 @@ class AutoRollbackMonitor:
                 log.exception("auto-rollback failed to check a change")
 
     async def check(self, now: float) -> bool:
-        """Record the current counts, and revert the last change if it is a regression.
+        """Record the current counts of requests, and revert the last change if more of them fail
+        since.
 
         Returns whether a rollback was attempted.
         """

@@ -46,7 +46,10 @@ class Version(msgspec.Struct, frozen=True):
 
     @property
     def etag(self) -> str:
-        """The ETag for If-Match. It differs between versions with equal texts."""
+        """Return the ETag for If-Match.
+
+        Configuration versions with equal texts have different ETags.
+        """
         return f'"{self.number}-{self.hash}"'
 
 
@@ -58,17 +61,20 @@ def create_version(
     changes: tuple[ConfigChange, ...],
     reason: str = "",
 ) -> Version:
-    """Create the version for a loaded configuration; `at` is the Unix time in seconds."""
+    """Create the version of a loaded configuration for the history; `at` is the Unix time in
+    seconds.
+    """
     digest = hashlib.sha256(loaded.text).hexdigest()[:12]
     text = loaded.text.decode("utf-8-sig") or None
     return Version(number, at, trigger, loaded.file, digest, changes, text, reason)
 
 
 class VersionHistory:
-    """The last MAX_VERSIONS versions, oldest first. Written by the Reloader only."""
+    """The last MAX_VERSIONS configuration versions, oldest first. Only the Reloader writes them."""
 
     def __init__(self, folder: Path | None, current: int | None = None) -> None:
-        """Initialize with the versions in `folder`, if it is not None.
+        """Initialize the history of configurations with the versions in `folder`, if it is not
+        None.
 
         `current` is the version that the other workers have in force; None in the first worker.
         Stored versions with a higher number were never in force in the other workers and are
@@ -97,7 +103,9 @@ class VersionHistory:
         self._versions = [*others, version][-MAX_VERSIONS:]
 
     def write(self, version: Version, *, in_clear: bool) -> None:
-        """Write the version to the folder, if there is one, atomically. Call it in a thread.
+        """Write a configuration version to the history's folder, if there is one, atomically.
+
+        Call it in a thread.
 
         Raises OSError when it cannot be written.
 

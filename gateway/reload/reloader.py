@@ -1,4 +1,5 @@
-"""The reload transaction: a configuration is read, built, dry-run and applied, or rejected.
+"""The reload transaction: a configuration is read, built, tried without effect, and applied or
+rejected.
 
 All triggers use the same path, one at a time. This module has the order of the steps, the history
 and the messages. The triggers are in file_watcher.py, gateway/admin/config_pages.py and app.py;
@@ -52,7 +53,7 @@ ReportLine = Callable[[str, bool], None]
 
 
 class ChangeOptions(msgspec.Struct, frozen=True):
-    """How a configuration change is made.
+    """The options of one configuration change.
 
     dry_run              check it and change nothing
     records_rejection    record a rejection although this is a dry run: a supervisor dry-runs a
@@ -105,7 +106,10 @@ class Rejection(msgspec.Struct, frozen=True):
 
 
 async def do_nothing(_trigger: str) -> None:
-    """Do nothing; the default of `on_applied`, where auto-rollback does not run."""
+    """Do nothing after a configuration was applied.
+
+    This is the default of `on_applied`, without auto-rollback.
+    """
 
 
 class Reloader:
@@ -172,7 +176,9 @@ class Reloader:
 
     @property
     def paths(self) -> tuple[Path, ...]:
-        """All files that the configuration in force, or the last rejected one, is read from."""
+        """Return the paths of all files that the configuration in force, or the last rejected one,
+        is read from.
+        """
         own = () if self._file is None else (self._file,)
         return tuple(dict.fromkeys((*own, *self.running.references, *self._missing)))
 
@@ -201,7 +207,9 @@ class Reloader:
         return await self._attempt(lambda: load_with_warnings(file, self._env), trigger, options)
 
     async def reload_changed_files(self) -> ReloadOutcome | None:
-        """Reload after one of `paths` has changed; return None if the configuration is the same."""
+        """Reload the configuration after a file in `paths` has changed; return None if the
+        configuration is the same.
+        """
         file = self._file
         if file is not None:
             outcome = await self._attempt(
@@ -250,7 +258,9 @@ class Reloader:
         if_match: str | None = None,
         options: ChangeOptions = DEFAULT_OPTIONS,
     ) -> ReloadOutcome:
-        """Apply an older version: `number`, or by default the one before the version in force."""
+        """Apply an older configuration version: `number`, or by default the one before the version
+        in force.
+        """
         older = [version for version in self.history.all() if version.number < self.version.number]
         wanted = self.history.find(number) if number is not None else (older[-1] if older else None)
         if wanted is None:

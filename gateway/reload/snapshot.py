@@ -1,4 +1,4 @@
-"""Builds the snapshot of a configuration: routes by model name, tenants, limits.
+"""Builds the snapshot of a configuration: routes by model name, tenants and limits.
 
 build_plan() makes a SnapshotPlan from a Config and the live parts, and changes nothing;
 reload/swap.py carries it out. A snapshot only refers to live state, so replacing one loses nothing,
@@ -40,7 +40,7 @@ from policies.model import Candidate, EngineKind, Slo
 
 
 class PoolAdmissionPlan(msgspec.Struct, frozen=True):
-    """The new endpoints, admission policy and tenant shares of a pool's wait queue.
+    """The new endpoints, admission policy and tenant shares for the wait queue of one pool.
 
     serving           the endpoints that serve whole requests
     uses_predictions  predictions for the pool's endpoints are in use: by a routing policy, an
@@ -55,9 +55,9 @@ class PoolAdmissionPlan(msgspec.Struct, frozen=True):
 
 
 class SnapshotPlan(msgspec.Struct, frozen=True):
-    """A new snapshot, and the changes of live objects that go with it.
+    """A new snapshot of the configuration, and the changes of live objects that go with it.
 
-    It is valid until another plan is carried out.
+    The plan is valid until another plan is carried out.
 
     adoption  the changes of the endpoint registry
     rooms     the changes of the wait queues, by pool
@@ -75,7 +75,7 @@ def build_plan(
     discovered: Mapping[str, Sequence[str]],
     before: Snapshot | None = None,
 ) -> SnapshotPlan:
-    """Return the plan of the generation after `before`; live state stays unchanged.
+    """Return the plan of the snapshot that follows `before`; live state stays unchanged.
 
     A policy whose configuration has not changed is kept with its state. `discovered` lists the
     model names per pool that engines report, for a configuration that names none. A model that no

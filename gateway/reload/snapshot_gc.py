@@ -13,7 +13,9 @@ from gateway.route import Snapshot
 
 
 class SnapshotGc:
-    """The replaced snapshots that requests may still use, and actions to run when none does."""
+    """The replaced snapshots that requests may still use, each with actions to run once no request
+    uses it.
+    """
 
     def __init__(self) -> None:
         self._old: list[tuple[int, ref[Snapshot]]] = []
@@ -24,11 +26,11 @@ class SnapshotGc:
         self._old.append((snapshot.generation, ref(snapshot)))
 
     def when_gone(self, generation: int, action: Callable[[], None]) -> None:
-        """Call `action` once no request uses any snapshot up to this generation."""
+        """Call `action` once no request uses any configuration snapshot up to this generation."""
         self._actions.append((generation, action))
 
     def sweep(self) -> None:
-        """Run the actions whose snapshots are no longer in use. Call it regularly."""
+        """Run the actions of snapshots that no request uses any more. Call it regularly."""
         self._old = [
             (generation, reference)
             for generation, reference in self._old

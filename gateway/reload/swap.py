@@ -1,4 +1,4 @@
-"""Builds a configuration, dry-runs it, and puts it in force in one turn of the event loop.
+"""Builds a configuration, tries its policies, and puts it in force in one turn of the event loop.
 
 Everything that can fail happens before the first change. What the old snapshot may still need is
 freed once no request holds it.
@@ -40,7 +40,7 @@ class ConfigRejectedError(Exception):
 
 
 class Swap:
-    """Replaces the snapshot in force; the only writer of `Gateway.snapshot`.
+    """Replaces the configuration snapshot in force; it is the only writer of `Gateway.snapshot`.
 
     start_discovery  called with each configuration that is put in force
     """
@@ -67,8 +67,7 @@ class Swap:
             raise ConfigRejectedError(("pools", pool), text)
 
     def plan(self, config: Config) -> SnapshotPlan:
-        """Build the plan of a configuration and dry-run its policies, without any change to live
-        state.
+        """Build the plan of a configuration and try its policies, without any change to live state.
 
         Raises ConfigRejectedError if the configuration cannot be applied.
         """
@@ -89,7 +88,8 @@ class Swap:
         return plan.snapshot.generation == self._gateway.snapshot.generation + 1
 
     def apply(self, plan: SnapshotPlan) -> int:
-        """Put a plan in force; return the number of requests at removed endpoints or pools.
+        """Put a plan of a configuration in force; return the number of requests at removed
+        endpoints or pools.
 
         There is no await and nothing that can fail, so requests see all of the change or nothing.
         The affected requests finish where they are.
@@ -194,7 +194,9 @@ class Swap:
 
     @property
     def retiring(self) -> int:
-        """The number of endpoints, names and queues kept for requests of older generations."""
+        """Return the number of endpoints, names and queues that are kept only for requests of older
+        generations.
+        """
         return self._generations.pending_actions
 
 
@@ -262,7 +264,10 @@ def reported_models(gateway: Gateway) -> Mapping[str, Sequence[str]]:
 
 
 def dry_run(plan: SnapshotPlan, before: Snapshot) -> None:
-    """Let every new policy of a plan pick once. Raises ConfigRejectedError if one fails."""
+    """Let every new policy of a plan pick an endpoint once.
+
+    Raises ConfigRejectedError if a policy fails.
+    """
     known = {id(policy) for policy in before.policies.values()}
     known |= {id(policy) for trials in before.trials.values() for policy in trials.policies}
     wanted = [(pool, policy) for pool, policy in plan.snapshot.policies.items()]

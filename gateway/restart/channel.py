@@ -49,7 +49,7 @@ class BoundListener(msgspec.Struct, frozen=True, array_like=True):
 
 
 class HandoverOffer(msgspec.Struct, frozen=True, array_like=True):
-    """The first message of the old process.
+    """The first message of a process to its successor.
 
     `sockets` describes the descriptors that come with it, in order.
     """
@@ -71,7 +71,7 @@ class StateRequest(msgspec.Struct, frozen=True, array_like=True, tag="state_want
 
 
 class EndpointState(msgspec.Struct, frozen=True, array_like=True, tag="endpoint"):
-    """What was learned of an endpoint: health, drain state, latency model, prefix statistics."""
+    """What was learned of one endpoint: health, drain state, latency model, prefix statistics."""
 
     key: EndpointKey
     slot: int
@@ -83,7 +83,9 @@ class EndpointState(msgspec.Struct, frozen=True, array_like=True, tag="endpoint"
 
 
 class SlotMap(msgspec.Struct, frozen=True, array_like=True, tag="slots"):
-    """A message that maps slot numbers, which later index blocks use, to endpoints."""
+    """A message that maps slot numbers, by which index blocks that follow name endpoints, to these
+    endpoints.
+    """
 
     places: list[tuple[int, EndpointKey]]
 
@@ -109,15 +111,20 @@ class OutputLengthState(msgspec.Struct, frozen=True, array_like=True, tag="lengt
 
 
 class StateEnd(msgspec.Struct, frozen=True, array_like=True, tag="end"):
-    """A message that ends the learned state: all of it has been sent."""
+    """The message that ends the learned state, because all of it has been sent to the successor
+    process.
+    """
 
 
 class SuccessorReady(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
-    """The successor's message that it accepts client connections now."""
+    """The message by which a successor process reports that it accepts client connections now."""
 
 
 class RemainingWork(msgspec.Struct, frozen=True, array_like=True, tag="booked"):
-    """A message with the predecessor's remaining work per endpoint; other endpoints have none."""
+    """A message with the predecessor's remaining work per endpoint.
+
+    Endpoints without any are left out.
+    """
 
     shares: list[tuple[EndpointKey, PeerShare]]
 
@@ -135,7 +142,9 @@ _decoder = msgspec.msgpack.Decoder(Message)
 
 
 class ChannelError(Exception):
-    """Raised when the other process has ended or sent an invalid message."""
+    """Raised when the process at the other end of a restart has ended or sent an invalid
+    message.
+    """
 
 
 def pack_message(message: Message | HandoverOffer) -> bytes:
@@ -144,7 +153,7 @@ def pack_message(message: Message | HandoverOffer) -> bytes:
 
 
 async def read_message(reader: asyncio.StreamReader) -> Message:
-    """Read the next message.
+    """Read the next message from the process at the other end of a restart.
 
     Raises ChannelError when the channel ends or the message is invalid.
     """
@@ -163,14 +172,17 @@ async def read_message(reader: asyncio.StreamReader) -> Message:
 
 
 def send_offer(channel: socket.socket, offer: HandoverOffer, sockets: list[socket.socket]) -> None:
-    """Send the first message with its descriptors. Raises OSError."""
+    """Send a successor process the first message, with the descriptors of the sockets.
+
+    Raises OSError.
+    """
     data = pack_message(offer)
     sent = socket.send_fds(channel, [data], [listener.fileno() for listener in sockets])
     channel.sendall(data[sent:])
 
 
 def receive_offer(channel: socket.socket) -> tuple[HandoverOffer, list[socket.socket]]:
-    """Wait for the first message and return it with its sockets.
+    """Wait for the predecessor's first message, and return it with its sockets.
 
     Raises ChannelError, after closing any received descriptors.
     """

@@ -44,7 +44,7 @@ def endpoint_key(live: LiveEndpoint) -> EndpointKey:
 
 
 def collect_state(gateway: Gateway) -> Iterator[LearnedState]:
-    """Yield all learned state, in steps of less than a millisecond.
+    """Yield the gateway's learned state as messages, in steps of less than a millisecond.
 
     Requests are served between the steps.
     """
@@ -76,7 +76,10 @@ def _collect_admission(gate: AdmissionController) -> Iterator[LearnedState]:
 
 
 def remaining_work(gateway: Gateway) -> list[tuple[EndpointKey, PeerShare]]:
-    """Return the unfinished work of this process by endpoint, without endpoints that have none."""
+    """Return the unfinished work of this process by endpoint.
+
+    Endpoints without any are left out.
+    """
     shares = ((endpoint_key(live), own_load(live.load)) for live in gateway.endpoints.all())
     return [(place, share) for place, share in shares if share != NOTHING]
 
@@ -85,7 +88,7 @@ class Restorer:
     """Restores learned state in a gateway that serves no requests yet; unknown state is ignored."""
 
     def __init__(self, gateway: Gateway, *, prefixes: bool) -> None:
-        """Prepare to restore state in this gateway.
+        """Prepare to restore learned state in this gateway.
 
         `prefixes` says whether equal keys mean equal prompts in both processes' prefix indexes.
         """
@@ -98,7 +101,7 @@ class Restorer:
         self.blocks = self.endpoints = self.ejected = 0
 
     def restore(self, state: LearnedState) -> None:
-        """Restore the state in one message. Raises ValueError when it is inconsistent."""
+        """Restore the learned state in one message. Raises ValueError when it is inconsistent."""
         match state:
             case SlotMap(places):
                 self._slots = {

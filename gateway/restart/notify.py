@@ -12,7 +12,7 @@ log = logging.getLogger("penstock")
 
 
 def notify(env: Mapping[str, str], *assignments: str) -> bool:
-    """Send assignments such as READY=1; return False where no service manager listens.
+    """Send systemd assignments such as READY=1; return False if no service manager listens.
 
     A failure is logged and never raised.
     """

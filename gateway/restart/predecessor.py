@@ -56,7 +56,7 @@ class Predecessor:
 
     @property
     def secret(self) -> bytes | None:
-        """The predecessor's key of prompt fingerprints; None if it runs another handover
+        """Return the predecessor's key of prompt fingerprints; None if it runs another handover
         version.
         """
         return self._offer.secret or None
@@ -66,7 +66,7 @@ class Predecessor:
         return frozenset(bound.name for bound in self._offer.sockets if bound.is_activated)
 
     def take_sockets(self, config: Config) -> SocketsByName:
-        """Return the predecessor's listening sockets that `config` uses, and close the others."""
+        """Return the predecessor's listening sockets that `config` uses. All others are closed."""
         sockets_by_name: dict[str, tuple[socket.socket, ...]] = {}
         for bound, sock in zip(self._offer.sockets, self._sockets, strict=False):
             listener = getattr(config.listeners, bound.name, None)
@@ -84,7 +84,8 @@ class Predecessor:
         return self._task is not None and not self._task.done()
 
     async def restore_state(self, gateway: Gateway, config: Config, secret: bytes) -> None:
-        """Restore the learned state; `secret` is this process's fingerprint key.
+        """Restore the predecessor's learned state; `secret` is this process's key of prompt
+        fingerprints.
 
         After an error, the process continues with part of the state, or without it.
         """
@@ -150,7 +151,9 @@ class Predecessor:
         self._writer.write(pack_message(StateRequest(wants_state=False)))
 
     async def report_ready(self, gateway: Gateway | None = None) -> None:
-        """Report that this process accepts connections, so that the predecessor drains."""
+        """Report to the predecessor that this process accepts connections, so that the predecessor
+        drains.
+        """
         assert self._writer is not None
         self._writer.write(pack_message(SuccessorReady()))
         with suppress(OSError):
@@ -158,7 +161,7 @@ class Predecessor:
         self._task = asyncio.create_task(self._follow(gateway), name="follow the predecessor")
 
     async def stop(self, within_s: float) -> None:
-        """Make the predecessor stop, and wait at most `within_s` seconds for its end."""
+        """Make the predecessor process stop, and wait at most `within_s` seconds for its end."""
         if self._writer is not None and self._task is not None and not self._task.done():
             self._writer.write(pack_message(StopRequest()))
             await asyncio.wait([self._task], timeout=within_s)

@@ -1,4 +1,6 @@
-"""How a gateway process was started: configuration, sockets, and number among the workers."""
+"""The options with which a gateway process starts: configuration, sockets, and its number among the
+workers.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,7 @@ class WorkerSettings(msgspec.Struct, frozen=True):
 
     hub      path of the unix socket over which the workers exchange state
     secret   shared by all workers
-    number   from 0; only worker 0 writes the version history to disk
+    number   counts from 0; only worker 0 writes the version history to disk
     admin    path of the unix socket of its admin server
     version  number of the configuration version in force; None in the first worker
     drained  names of the endpoints that an operator has drained
@@ -44,7 +46,7 @@ class WorkerSettings(msgspec.Struct, frozen=True):
 
 
 class StartOptions(msgspec.Struct, frozen=True):
-    """How the process was started.
+    """The options with which a gateway process was started.
 
     loaded       the configuration
     file         what a reload reads; None if the engines were given on the command line

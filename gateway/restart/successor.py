@@ -76,7 +76,7 @@ class Successor:
         self.is_ready = False
 
     async def start(self, block_bytes: int, states: Callable[[], Iterable[LearnedState]]) -> None:
-        """Start the successor and return once it accepts connections.
+        """Start the successor process, and return once it accepts connections.
 
         Raises HandoverError, without leaving a process behind.
         """
@@ -157,7 +157,8 @@ class Successor:
     async def keep_informed(
         self, shares: Callable[[], list[tuple[EndpointKey, PeerShare]]], stop: Callable[[], None]
     ) -> AsyncIterator[None]:
-        """Send the successor this process's remaining work at the endpoints, while the block runs.
+        """Send the successor this process's remaining work at the endpoints, during an `async with`
+        block.
 
         `stop` is called when the successor requests that this process end.
         """
@@ -190,6 +191,8 @@ class Successor:
             stop()
 
     def close(self) -> None:
-        """Close the channel, by which the successor notices that this process is about to end."""
+        """Close the channel, by which the successor process notices that this process is about to
+        end.
+        """
         if self._writer is not None:
             self._writer.close()

@@ -135,7 +135,7 @@ class AccessLog:
     def __init__(
         self, config: Observability, loop: asyncio.AbstractEventLoop, dropped: Counter
     ) -> None:
-        """Initialize and open the file; `dropped` counts lost lines.
+        """Initialize the access log and open its file; `dropped` counts lost lines.
 
         Raises OSError when the file cannot be opened.
         """
@@ -155,7 +155,10 @@ class AccessLog:
         self._writing: asyncio.Future[None] | None = None
 
     def write(self, line: AccessLine) -> None:
-        """Append a line, which must not change any more; it is encoded later, with others."""
+        """Append a line to the access log.
+
+        It must not change any more, because it is encoded later.
+        """
         if self._size > BUFFER_CAP_BYTES:
             self._dropped.inc()
             return
@@ -184,7 +187,7 @@ class AccessLog:
             return b""
 
     def reopen(self) -> None:
-        """Reopen the log in the writing thread, if its path leads to another file now."""
+        """Reopen the access log in the writing thread, if its path leads to another file now."""
         if self._file is None:
             return
         if self._writing is None:
@@ -229,7 +232,10 @@ class AccessLog:
         return b"".join(blocks)
 
     async def close(self) -> None:
-        """Write the remaining lines, waiting at most two seconds for a slow disk. Call it once."""
+        """Write the remaining lines of the access log.
+
+        Call it once; it waits at most two seconds for a slow disk.
+        """
         if self._timer is not None:
             self._timer.cancel()
         for _ in range(2):  # the write in progress, then the remaining lines
@@ -267,7 +273,7 @@ class _MetricChildren:
         prompt_tokens: int,
         now: float,
     ) -> None:
-        """Count one answered request, whose TTFT and TPOT have been set."""
+        """Count one answered request in these metrics. Its TTFT and TPOT must have been set."""
         request_id = exchange.id
         trace_id = "" if exchange.trace is None else exchange.trace.trace_id
         tokens = usage.completion_tokens or max(relay.event_count - 2, 1)
@@ -314,7 +320,7 @@ class Accounting:
         loop: asyncio.AbstractEventLoop,
         secret: bytes,
     ) -> None:
-        """Initialize; `secret` is the key of the ids of prompt blocks in the log."""
+        """Initialize the accounting; `secret` is the key of the ids of prompt blocks in the log."""
         self._loop = loop
         self._block_ids = BlockIds(secret)
         self._over: list[tuple[Exchange, float]] = []
@@ -337,7 +343,7 @@ class Accounting:
         self.recent_exchanges.resize(config.explained)
 
     def on_pick(self, exchange: Exchange, policy: Policy, query: RoutingQuery, pick: Pick) -> None:
-        """Record the endpoints' state before the capacity reservation of a pick changes it."""
+        """Record the endpoints' state at a pick, before the reservation of capacity changes it."""
         self._picks += 1
         if self._picks >= REGRET_SAMPLE_EVERY:
             self._picks = 0
@@ -347,7 +353,7 @@ class Accounting:
 
     @property
     def answered_count(self) -> float:
-        """The number of ended requests whose response had begun; may restart from 0."""
+        """Return the number of ended requests whose response had begun. It may restart from 0."""
         return sum(children.requests.value for children in self._children.values())
 
     def add_ended(self, exchange: Exchange) -> None:

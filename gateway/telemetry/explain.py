@@ -28,7 +28,8 @@ load_values = attrgetter(*_NUMBERS)
 
 
 class PickSnapshot(msgspec.Struct, frozen=True):
-    """The picked endpoint and the runner-up, with their load before the capacity reservation.
+    """The endpoint that was picked and the runner-up, with their load before the capacity
+    reservation.
 
     Recording all candidates would cost as much as the pick. The latency models are not copied:
     terms that read them show their current state.
@@ -40,7 +41,8 @@ class PickSnapshot(msgspec.Struct, frozen=True):
     def score_terms(
         self, query: RoutingQuery, candidates: Sequence[Candidate]
     ) -> Mapping[str, Mapping[str, float]]:
-        """Return the score terms of the picked candidate and the runner-up, by endpoint and term.
+        """Return the score terms of the picked candidate and the runner-up, by endpoint and name of
+        the term.
 
         They are computed from the recorded load; `candidates` are all candidates of the pick.
         """
@@ -59,7 +61,9 @@ class PickSnapshot(msgspec.Struct, frozen=True):
 
 
 def restore_load(candidate: Candidate, numbers: tuple[object, ...]) -> EndpointLoad:
-    """Return a candidate's load, rebuilt from the values that load_values() recorded."""
+    """Return a candidate's load as it was at the pick, rebuilt from the values that load_values()
+    recorded.
+    """
     load = EndpointLoad(candidate.load.slot, candidate.load.belief)
     for name, value in zip(_NUMBERS, numbers, strict=True):
         setattr(load, name, value)
@@ -67,7 +71,7 @@ def restore_load(candidate: Candidate, numbers: tuple[object, ...]) -> EndpointL
 
 
 def snapshot_pick(policy: Policy, pick: Pick) -> PickSnapshot | None:
-    """Record the load of the best two candidates before the capacity reservation.
+    """Return the load of the best two candidates, as it was before the capacity reservation.
 
     The result is None if the policy has no score terms.
     """
@@ -103,7 +107,7 @@ class RecentExchanges:
             self.size, self._ring = size, deque(maxlen=size)
 
     def add(self, exchange: Exchange, usage: TokenUsage, events: int, now: float) -> None:
-        """Add an ended request, and free its large objects."""
+        """Add an ended request to those that can be explained, and free its large objects."""
         exchange.drop_heavy_fields()
         self._ring.append((exchange, usage, events, now))
 
@@ -115,7 +119,9 @@ class RecentExchanges:
         return as_json(self._ring[-1][0]) if self._ring else None
 
     def find_as_json(self, request_id: str) -> dict[str, object] | None:
-        """Return the explanation of one request, or None if it is not stored (any more)."""
+        """Return the explanation of the request with this id, or None if it is not stored (any
+        more).
+        """
         return next((as_json(ended[0]) for ended in self._ring if ended[0].id == request_id), None)
 
 

@@ -1,4 +1,4 @@
-"""The live cost of requests: reads engines' reservations, and counts dollars in the metrics.
+"""Counts the cost of requests in dollars, from the capacity that they reserve at engines.
 
 It runs a few times per second, apart from requests. How dollars are divided is in
 policies/sizing/live_cost.py.
@@ -34,7 +34,10 @@ class CostedEndpoint(Protocol):
 
 
 class LiveCost:
-    """Counts penstock_cost_usd_total and penstock_idle_cost_usd_total. One per process."""
+    """Counts penstock_cost_usd_total and penstock_idle_cost_usd_total.
+
+    There is one object per process.
+    """
 
     def __init__(self, metrics: Metrics, now_s: float) -> None:
         self._metrics = metrics
@@ -47,7 +50,7 @@ class LiveCost:
         has_tenants: bool,
         now_s: float,
     ) -> None:
-        """Add the cost of the time since the last call to the metrics.
+        """Add the cost of the time since the last call to the cost metrics.
 
         prices       dollars per GPU and hour by the label `gpu`; other endpoints cost nothing
         has_tenants  whether the cost has a label for the tenant

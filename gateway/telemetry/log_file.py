@@ -44,7 +44,7 @@ class LogFile:
     __slots__ = ("_fd", "_is_regular", "_needs_newline", "_path", "_rotation")
 
     def __init__(self, where: str, rotation: Rotation | None = None) -> None:
-        """Initialize and open the log; `where` is a path or `stdout`.
+        """Initialize the log and open it; `where` is a path or `stdout`.
 
         Raises OSError when the file cannot be opened.
         """
@@ -59,7 +59,7 @@ class LogFile:
         self._is_regular = self._path is not None and stat.S_ISREG(os.fstat(self._fd).st_mode)
 
     def write(self, block: bytes) -> int:
-        """Append a block of whole lines; return how many lines were lost.
+        """Append a block of whole lines to the log; return how many lines were lost.
 
         Lines are lost when the disk is full or a pipe is closed.
         """
@@ -79,7 +79,10 @@ class LogFile:
         return 0
 
     def reopen(self) -> None:
-        """Open the path again if it leads to another file now. Raises OSError when that fails."""
+        """Open the log's path again if it leads to another file now.
+
+        Raises OSError when that fails.
+        """
         if self._path is None or not self._is_regular or self._is_current():
             return
         fresh = os.open(self._path, OPEN_FLAGS, FILE_MODE)

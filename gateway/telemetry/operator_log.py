@@ -32,7 +32,9 @@ class LogLine(msgspec.Struct, omit_defaults=True):
 
 
 class TextFormatter(logging.Formatter):
-    """Formats a record as `2026-11-23T10:20:30.123Z WARNING endpoint a: up -> ejected`."""
+    """Formats a log record as text, such as `2026-11-23T10:20:30.123Z WARNING endpoint a: up ->
+    ejected`.
+    """
 
     def __init__(self, worker: int | None = None) -> None:
         super().__init__()
@@ -66,7 +68,7 @@ class JsonFormatter(logging.Formatter):
 
 
 class StderrHandler(logging.StreamHandler[TextIO]):
-    """Writes to the current sys.stderr, also after it has been replaced."""
+    """Writes log records to the current sys.stderr, also after it has been replaced."""
 
     def __init__(self) -> None:
         logging.Handler.__init__(self)

@@ -35,13 +35,15 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
 
 
 class SpanExporter:
-    """Decides which requests are traced, and exports their spans. One per process.
+    """Decides which requests are traced, and exports their spans.
+
+    There is one object per process.
 
     active  the exporter itself while a collector is configured, else None
     """
 
     def __init__(self, metrics: Metrics, rng: Random, env: Mapping[str, str]) -> None:
-        """Initialize with tracing off.
+        """Initialize an exporter of spans, with tracing off.
 
         `env` may set attributes of the OpenTelemetry resource (gateway/telemetry/resource.py).
         """
@@ -61,11 +63,13 @@ class SpanExporter:
 
     @property
     def active(self) -> SpanExporter | None:
-        """The exporter itself, or None while tracing is off, so that callers only test for None."""
+        """Return the exporter itself, or None while tracing is off, so that callers only test for
+        None.
+        """
         return None if self._config is None else self
 
     def configure(self, config: Traces | None) -> None:
-        """Set the collector and the sampling ratio; None turns tracing off."""
+        """Set the trace collector and the sampling ratio; None turns tracing off."""
         if config != self._config:
             self._config, self._pause_s = config, 0.0
 
@@ -97,7 +101,7 @@ class SpanExporter:
             self._schedule()
 
     async def close(self) -> None:
-        """Send the remaining spans to the collector, with a short timeout."""
+        """Send the remaining trace spans to the collector, with a short timeout."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

@@ -21,7 +21,10 @@ ATTRIBUTES, SERVICE_NAME = "OTEL_RESOURCE_ATTRIBUTES", "OTEL_SERVICE_NAME"
 
 
 def resource_attributes(env: Mapping[str, str]) -> list[Attribute]:
-    """Return the resource attributes; `service.instance.id` is a new UUID unless `env` sets it."""
+    """Return the OpenTelemetry resource attributes.
+
+    `service.instance.id` is a new UUID unless `env` sets it.
+    """
     values = {
         "service.name": "penstock",
         "service.version": program_version(),

@@ -1,4 +1,5 @@
-"""The names of span attributes: OpenTelemetry's semantic conventions, and the gateway's own names.
+"""The names of trace span attributes: OpenTelemetry's semantic conventions, and the gateway's own
+names.
 
 Source: the conventions for generative AI and HTTP, which are in development and may change. No
 other module contains attribute names.

@@ -80,7 +80,7 @@ def effective_usage(exchange: Exchange, relay: Relay) -> TokenUsage:
 def measure_latency(
     exchange: Exchange, relay: Relay, usage: TokenUsage
 ) -> tuple[float | None, float | None]:
-    """Return TTFT and TPOT in seconds; each is None if it cannot be measured."""
+    """Return TTFT and TPOT of an answer in seconds; each is None if it cannot be measured."""
     first, last = relay.first_token_at, relay.last_data_at
     received = exchange.received_at
     if first is None or last is None or received is None:
@@ -91,7 +91,9 @@ def measure_latency(
 
 
 def stream_outcome(slo: Slo, ttft_s: float, tpot_s: float | None) -> str:
-    """Return the SLO outcome of a streamed response: met, or which of TTFT and TPOT was missed."""
+    """Return the SLO outcome of a streamed response: "met", or which of TTFT and TPOT was
+    missed.
+    """
     if tpot_s is None or tpot_s <= slo.tpot_s:
         return "met" if ttft_s <= slo.ttft_s else "ttft_missed"
     return "tpot_missed" if ttft_s <= slo.ttft_s else "both_missed"
@@ -100,7 +102,8 @@ def stream_outcome(slo: Slo, ttft_s: float, tpot_s: float | None) -> str:
 def whole_outcome(slo: Slo, ttft_s: float, tokens: int) -> str:
     """Return the SLO outcome of a response that is no stream.
 
-    It is met if all tokens arrive within the TTFT budget plus the TPOT budget per further token.
+    The outcome is "met" if all tokens arrive within the TTFT budget plus the TPOT budget per
+    further token.
     """
     budget_s = slo.ttft_s + slo.tpot_s * (tokens - 1 if tokens > 1 else 0)
     return "met" if ttft_s <= budget_s else "ttft_missed"
@@ -132,13 +135,17 @@ class _Kind:
         self.clear()
 
     def clear(self) -> None:
-        """Reset the sums over the pending responses, after they were learned from."""
+        """Reset the sums over responses that were not yet learned from, after they were learned
+        from.
+        """
         self.pending = self.outputs = self.prompts = 0
         self.output_tokens = self.estimated_tokens = self.prompt_tokens = 0
 
 
 class SloTracker:
-    """Counts requests by SLO outcome and measures prediction errors. One per process.
+    """Counts requests by SLO outcome and measures prediction errors.
+
+    There is one object per process.
 
     output_lengths  lengths of responses, to estimate requests without a token limit
     prompt_lengths  ratio of actual to estimated prompt tokens, to correct estimates
@@ -167,7 +174,8 @@ class SloTracker:
         self._kinds = {}
 
     def observe_pick_regret(self, query: RoutingQuery, pick: Pick) -> None:
-        """Observe how many seconds later the first token is expected than at the fastest candidate.
+        """Observe by how many seconds the fastest candidate's first token is expected earlier than
+        the pick's.
 
         Call it before capacity is reserved for the pick.
         """

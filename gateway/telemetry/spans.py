@@ -35,14 +35,14 @@ Attributes = Mapping[str, Value]
 
 
 class Attribute(msgspec.Struct, frozen=True):
-    """One span attribute in OTLP's JSON encoding."""
+    """One attribute of a trace span, in OTLP's JSON encoding."""
 
     key: str
     value: dict[str, object]
 
 
 class Span(msgspec.Struct, frozen=True, omit_defaults=True, rename="camel"):
-    """One span in OTLP's JSON encoding: ids in hexadecimal, times in nanoseconds as text."""
+    """A trace span in OTLP's JSON encoding: ids in hexadecimal, times in nanoseconds as text."""
 
     trace_id: str
     span_id: str
@@ -81,7 +81,7 @@ class _Tree:
         span_id: str = "",
         failure: str = "",
     ) -> None:
-        """Add a span if its start and end are known; it gets a new id unless one is given."""
+        """Add a trace span if its start and end are known. It gets a new id unless one is given."""
         start, end = times
         if start is None or end is None:
             return
@@ -108,7 +108,9 @@ class _Tree:
 
 
 def build_spans(exchange: Exchange, trace: Trace, now: float, unix_offset: float) -> list[Span]:
-    """Return all spans of a request that ended at `now` (monotonic seconds), the root first."""
+    """Return all trace spans of a request that ended at `now` (monotonic seconds), the root
+    first.
+    """
     spans = _Tree(trace, unix_offset)
     operation = exchange.api.operation
     is_ok = exchange.status < 500 and exchange.outcome in _WITHOUT_FAILURE

@@ -1,4 +1,5 @@
-"""A canary: a second policy that serves part of a pool's requests and is compared with the first.
+"""A canary: a second routing policy that serves part of a pool's requests and is compared with the
+first.
 
 This module selects the requests and counts their outcomes. reload/snapshot.py builds the canary's
 route, which differs from the pool's route only in its policy, so the same code serves both.
@@ -23,10 +24,12 @@ MET = "met"
 
 
 class CanarySampler(msgspec.Struct, frozen=True):
-    """Selects the requests for the canary: by tenant, or by a hash of the session below `below`.
+    """Selects the requests that the canary policy serves: by tenant, or by a hash of the session
+    below `below`.
 
-    The hash is the same in every gateway and after every restart, so a session stays in its arm. It
-    includes the pool's name. A larger percentage keeps the sessions that a smaller one selected.
+    The hash is the same in every gateway and after every restart, so a session stays with its
+    policy. It includes the pool's name. A larger percentage keeps the sessions that a smaller one
+    selected.
     """
 
     pool: str
@@ -42,7 +45,9 @@ class CanarySampler(msgspec.Struct, frozen=True):
 
 
 def create_sampler(pool: str, spec: Canary) -> CanarySampler:
-    """Create the sampler for a pool's canary, by the tenants or the percentage configured."""
+    """Create the object that selects a canary policy's requests, by the tenants or the percentage
+    configured.
+    """
     return CanarySampler(
         pool, int(HASH_RANGE * (spec.percent or 0.0) / 100), frozenset(spec.tenants)
     )
@@ -58,7 +63,9 @@ class CanaryArm:
         self._metrics: Metrics | None = None
 
     def count_in(self, metrics: Metrics | None) -> None:
-        """Set the metrics in which the arm counts outcomes; None stops the counting."""
+        """Set the metrics in which one policy of a canary trial counts outcomes; None stops the
+        counting.
+        """
         self._metrics = metrics
 
     def count(self, exchange: Exchange) -> None:
@@ -73,8 +80,8 @@ class CanaryArm:
             ttft.observe_request((exchange.ttft_s, monotonic(), exchange.id, ""))
 
     def as_json(self) -> dict[str, object]:
-        """Return the results of this arm as JSON-compatible values; None if it has served no
-        request.
+        """Return the results of one policy of a canary trial as JSON-compatible values; None
+        without any request.
         """
         if self._metrics is None:
             return summarize_arm(self.name, self.policy, {}, {})
@@ -116,7 +123,7 @@ class CanaryArms:
         metrics.trial_metrics.first_tokens.remove_children("pool", self.pool)
 
     def as_json(self) -> dict[str, object]:
-        """Return the results of both arms as plain values."""
+        """Return the results of both policies of a canary trial as plain values."""
         arms = [self.primary.as_json(), self.canary.as_json()]
         return {"pool": self.pool, "share": self.share, "arms": arms}
 
@@ -124,7 +131,8 @@ class CanaryArms:
 def summarize_arm(
     arm: str, policy: str, outcomes: Mapping[str, int], ttft: BucketCounts
 ) -> dict[str, object]:
-    """Return a summary of one arm: requests by SLO outcome, and times to first token.
+    """Return a summary of one policy of a canary trial: requests by SLO outcome, and times to first
+    token.
 
     `ttft` has the counts of a quantile sketch.
     """

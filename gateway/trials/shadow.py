@@ -45,7 +45,7 @@ BUDGET_CAP_S = 0.01  # cap of the unused CPU budget, so that an idle hour is not
 
 
 class PickedRoute(Protocol):
-    """The properties of the picked request's route that a shadow needs."""
+    """The properties of a request's route that a shadow policy needs."""
 
     @property
     def name(self) -> str: ...
@@ -61,7 +61,7 @@ class NamedPolicy(msgspec.Struct, frozen=True):
 
 
 class PickRecord(msgspec.Struct, frozen=True):
-    """A pick of the serving policy, recorded for a later evaluation by shadows.
+    """A pick of the serving policy, recorded for a later evaluation by shadow policies.
 
     load_values  the picked endpoint's load before the capacity reservation, which changes no other
                  endpoint; None if the pick is not evaluated and only feeds the prefix index
@@ -124,7 +124,7 @@ def _ttft_s(query: RoutingQuery, candidate: Candidate, cached_tokens: int) -> fl
 class Shadows:
     """The shadow policies of one pool, each with its own state.
 
-    They are kept while their configuration is unchanged.
+    The policies are kept while their configuration is unchanged.
     """
 
     def __init__(
@@ -148,7 +148,9 @@ class Shadows:
         self._metrics = metrics
 
     def remove_series(self, metrics: Metrics) -> None:
-        """Remove the metric series of shadows that have ended; later results are not counted."""
+        """Remove the metric series of shadow policies that have ended; later results are not
+        counted.
+        """
         self._metrics = None
         trials = metrics.trial_metrics
         for family in (trials.picks, trials.cost, trials.ttft, trials.tokens):
@@ -157,7 +159,10 @@ class Shadows:
     def on_pick(
         self, exchange: Exchange, route: PickedRoute, query: RoutingQuery, pick: Pick
     ) -> None:
-        """Record a pick if the CPU budget permits. Call it before the capacity reservation."""
+        """Record a pick for the shadow policies, if the CPU budget permits.
+
+        Call it before the capacity reservation.
+        """
         if exchange.call is None or exchange.picked_at is None:
             return
         took_s = exchange.picked_at - query.now
@@ -242,7 +247,9 @@ class Shadows:
             trials.tokens.labels(pool, name, way).value += abs(result.extra_cached_tokens)
 
     def as_json(self) -> dict[str, object]:
-        """Return the results so far as plain values, with the cost relative to the pool's picks."""
+        """Return the results of the shadow policies as plain values, with their cost relative to
+        the pool's picks.
+        """
         pick_us = round(1e6 * self._picks_s / self._picks, 2) if self._picks else None
         return {
             "pool": self.pool,

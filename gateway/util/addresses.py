@@ -35,7 +35,9 @@ def is_port_free(host: str, port: int) -> bool:
 
 @contextmanager
 def naming_config_key(key: str, host: str, port: int) -> Iterator[None]:
-    """Prefix an OSError raised in the block with the configuration key and URL of the listener."""
+    """Prefix an OSError raised in the `with` block with the configuration key and the URL of the
+    listener.
+    """
     try:
         yield
     except OSError as error:
@@ -43,6 +45,8 @@ def naming_config_key(key: str, host: str, port: int) -> Iterator[None]:
 
 
 def http_url(host: str, port: int, *, encrypted: bool = False) -> str:
-    """Return http://host:port or https://host:port, with brackets around an IPv6 address."""
+    """Return http://host:port or https://host:port, as text, with brackets around an IPv6
+    address.
+    """
     scheme = "https" if encrypted else "http"
     return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"

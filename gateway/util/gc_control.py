@@ -56,7 +56,7 @@ class GcSchedule:
         self._collect = collect
 
     def freeze(self) -> None:
-        """Exempt all existing objects from collection, and make automatic collections rare.
+        """Exempt all existing objects from garbage collection, and make automatic collections rare.
 
         Call it once at the end of startup, when every object lives as long as the process.
         """

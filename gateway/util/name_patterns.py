@@ -32,8 +32,8 @@ class NamePattern(msgspec.Struct, frozen=True):
 
     @property
     def rank(self) -> tuple[int, int, str]:
-        """A sort key that orders patterns by precedence: by length, then by length of the
-        prefix.
+        """Return a sort key that orders name patterns by precedence: by length, then by length of
+        the prefix.
         """
         return len(self.prefix) + len(self.suffix), len(self.prefix), self.prefix
 
@@ -48,7 +48,7 @@ def is_pattern(name: str) -> bool:
 def parse_pattern(text: str) -> NamePattern:
     """Parse a name pattern with at most one `*`; without one, it matches only its own text.
 
-    Raises ValueError if the text has several.
+    Raises ValueError if the text has several `*`.
     """
     if text.count(WILDCARD) > 1:
         raise ValueError(f"{text!r} has more than one {WILDCARD}")
@@ -57,7 +57,7 @@ def parse_pattern(text: str) -> NamePattern:
 
 
 class NameFilter:
-    """The set of names that a list of names and patterns permits."""
+    """The set of model names that a list of names and patterns permits."""
 
     __slots__ = ("_names", "_patterns")
 

@@ -40,7 +40,7 @@ class KeyPair(msgspec.Struct, frozen=True):
 
 
 class ServerSettings(msgspec.Struct, frozen=True):
-    """The TLS settings of a listener.
+    """The TLS settings of a listener of the gateway.
 
     The first key pair serves clients that ask for an unknown server name.
     """
@@ -53,7 +53,7 @@ class ServerSettings(msgspec.Struct, frozen=True):
 
 
 class ClientSettings(msgspec.Struct, frozen=True):
-    """The TLS settings of a client.
+    """The TLS settings of the gateway as a client.
 
     `ca` None: the system's authorities; `should_verify` False: any server is trusted.
     """
@@ -135,7 +135,7 @@ def client_context(settings: ClientSettings) -> ssl.SSLContext:
 
 
 def settings_files(settings: ServerSettings | ClientSettings) -> tuple[str, ...]:
-    """Return the paths of all files that the settings name, without duplicates."""
+    """Return the paths of all files that the TLS settings name, without duplicates."""
     if isinstance(settings, ServerSettings):
         pairs: Sequence[KeyPair] = settings.key_pairs
         ca = settings.client_ca
@@ -147,7 +147,9 @@ def settings_files(settings: ServerSettings | ClientSettings) -> tuple[str, ...]
 
 
 def files_stamp(settings: ServerSettings | ClientSettings) -> tuple[tuple[int, ...] | None, ...]:
-    """Return a value that changes whenever one of the files, or a symbolic link to it, changes."""
+    """Return a value that changes whenever one of the TLS files, or a symbolic link to it,
+    changes.
+    """
     return tuple(_stamp(path) for path in settings_files(settings))
 
 
@@ -171,7 +173,7 @@ def key_pair_problems(pair: KeyPair) -> Iterator[FileProblem]:
 
 
 def ca_problem(path: str) -> FileProblem | None:
-    """Return what is wrong with a file of certificate authorities, or None if it can be used."""
+    """Return the problem of a file of certificate authorities, or None if the file can be used."""
     problem = _unreadable("ca", path)
     if problem is None and not _has_certificate(path):
         problem = FileProblem("ca", "holds no certificate in PEM form")

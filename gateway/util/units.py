@@ -1,7 +1,7 @@
 """Parses durations and sizes as people write them: "250ms", "1m30s", "32MiB".
 
-A bare number is rejected, because its unit could only be guessed. Arithmetic is decimal, so "0.1s"
-is the float 0.1, and a size is always a whole number of bytes.
+A number without a unit is rejected, because its unit could only be guessed. Arithmetic is decimal,
+so "0.1s" is the float 0.1, and a size is always a whole number of bytes.
 """
 
 from __future__ import annotations
@@ -46,7 +46,9 @@ class UnitError(ValueError):
 
 
 def parse_duration(text: str) -> float:
-    """Return the seconds in text such as "1m30s". Raises UnitError if it is no duration.
+    """Return the number of seconds in a text such as "1m30s".
+
+    Raises UnitError if the text is no duration.
 
     Units are us, ms, s, m, h and d, each at most once and the largest first.
     """
@@ -65,7 +67,9 @@ def parse_duration(text: str) -> float:
 
 
 def parse_size(text: str) -> int:
-    """Return the bytes in text such as "32MiB". Raises UnitError if it is no size.
+    """Return the number of bytes in a text such as "32MiB".
+
+    Raises UnitError if the text is no size.
 
     Units are B, KB to TB (powers of 1000) and KiB to TiB (powers of 1024).
     """

@@ -1,1 +1,3 @@
-"""Background queries to the engines about health, load and models, apart from client requests."""
+"""Queries the engines in the background about their health, load and models, apart from client
+requests.
+"""

@@ -1,4 +1,4 @@
-"""Auto-rollback (`reload.auto_rollback`) with workers: their requests are evaluated together.
+"""Auto-rollback (`reload.auto_rollback`) of several workers: their requests are evaluated together.
 
 When the new version fails more often, all workers roll back.
 """
@@ -33,7 +33,9 @@ class WorkersRollbackTarget:
 
     @property
     def limits(self) -> AutoRollback | None:
-        """The limits of the running configuration, or None if auto-rollback is off."""
+        """Return the limits of the running configuration for auto-rollback, or None if
+        auto-rollback is off.
+        """
         return self._configured.running.config.reload.auto_rollback
 
     @property
@@ -57,7 +59,10 @@ class WorkersRollbackTarget:
         return total
 
     async def roll_back(self) -> tuple[str, str]:
-        """Make all workers return to the previous version; return (result, message)."""
+        """Make all workers return to the previous configuration version.
+
+        Returns (result, message).
+        """
         response = await self._configured.rollback(None, ChangeOptions(force=True))
         return response_result(response), response_message(response)
 

@@ -1,4 +1,4 @@
-"""All workers of a supervisor, as the target of automatic policy selection (`policy: auto`)."""
+"""Lets automatic policy selection (`policy: auto`) read and change all workers of a supervisor."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from gateway.workers.config_rollout import ConfigRollout, response_message, resp
 
 
 class WorkersAutoTarget:
-    """An AutoTarget for all worker processes; `rows` returns their merged endpoint rows
-    (/endpoints).
+    """Lets automatic policy selection change all worker processes; `rows` returns their endpoint
+    rows.
     """
 
     def __init__(

@@ -62,7 +62,7 @@ class ConfigRollout:
         return versions[-1].number if versions else 1
 
     def set_version_number(self, version: int) -> None:
-        """Record the number of the running version, as reported by the oldest worker.
+        """Record the number of the running configuration version, as reported by the oldest worker.
 
         That worker writes the version files if there is a state folder.
         """
@@ -70,12 +70,14 @@ class ConfigRollout:
 
     @property
     def paths(self) -> tuple[Path, ...]:
-        """Every file that the running configuration, or the last rejected one, depends on."""
+        """Return every file that the running configuration, or the last rejected one, depends
+        on.
+        """
         own = () if self.file is None else (self.file,)
         return tuple(dict.fromkeys((*own, *self.running.references, *self._missing)))
 
     async def reload_changed_files(self) -> None:
-        """Reload after a watched file has changed.
+        """Reload the configuration after a watched file has changed.
 
         If the configuration file was edited, it is applied. Otherwise the running configuration is
         applied again if the files that it references have changed.
@@ -119,7 +121,10 @@ class ConfigRollout:
         return load_text(self.running.text, self.running.file, self._env)
 
     async def reload(self, options: ChangeOptions = DEFAULT_OPTIONS) -> WorkerResponse:
-        """Read the configuration file and apply it to all workers."""
+        """Read the configuration file and apply it to all workers.
+
+        Returns the response for the client.
+        """
         file = self.file
         if file is None:
             return _answer(
@@ -135,7 +140,9 @@ class ConfigRollout:
     async def put(
         self, text: bytes, headers: Mapping[str, str], options: ChangeOptions = DEFAULT_OPTIONS
     ) -> WorkerResponse:
-        """Apply a text that a client sent, if `If-Match` matches on the oldest worker."""
+        """Apply a configuration text that a client sent to all workers, if `If-Match` matches on
+        the oldest worker.
+        """
         match = {"If-Match": headers["If-Match"]} if "If-Match" in headers else {}
         return await self._change("/config", text, match, lambda: self._load_sent(text), options)
 

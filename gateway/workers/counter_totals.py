@@ -25,7 +25,9 @@ _decoder = msgspec.msgpack.Decoder(list[FamilyReading])
 
 
 class CounterTotals:
-    """The metrics of the `serving` workers, and the counters of those that are `ending`."""
+    """The metrics of the `serving` workers, and the counters of the `ending` workers, which finish
+    their last requests.
+    """
 
     def __init__(
         self, serving: Callable[[], Sequence[Worker]], ending: Callable[[], Sequence[Worker]]
@@ -41,7 +43,7 @@ class CounterTotals:
         *,
         exemplars: bool = False,
     ) -> bytes:
-        """Return the text of a scrape, including the supervisor's own metric families.
+        """Return the text of a metrics scrape, including the supervisor's own metric families.
 
         `own` returns them, given the families of each serving worker by its number. Concurrent
         scrapes run one after the other.

@@ -30,7 +30,7 @@ _decoder = msgspec.msgpack.Decoder(WorkerSample)
 
 
 class LiveViewMerger:
-    """Merges samples of the `workers` that serve requests.
+    """Merges the metric samples of the `workers` that serve requests.
 
     It keeps the sums of workers that have ended, so that no total ever falls.
     """
@@ -41,7 +41,10 @@ class LiveViewMerger:
         self._ended: MetricSample | None = None
 
     async def take_sample(self, before: MetricSample | None) -> WorkerSample:
-        """Return the merged sample and status. Raises LookupError when no worker responds."""
+        """Return the merged metric sample and status of all workers.
+
+        Raises LookupError when no worker responds.
+        """
         workers = self._workers()
         responses = [
             response

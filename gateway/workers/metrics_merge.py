@@ -22,7 +22,7 @@ SUMMED_FIELDS = ("in_flight", "connections")
 def merge_families(
     pages: Iterable[Iterable[FamilyReading]], ended: Iterable[Iterable[FamilyReading]] = ()
 ) -> list[FamilyReading]:
-    """Merge metric families by name.
+    """Merge the metric families of several workers by name.
 
     Counters and histograms are summed, gauges follow the merge rule of their specification. Of
     `ended` workers only counters and histograms count.
@@ -103,7 +103,10 @@ def merge_endpoints(pages: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def merge_shadows(pages: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Merge the shadow results of every pool; means are weighted by their observations."""
+    """Merge the workers' results of shadow policies in every pool.
+
+    Means are weighted by their observations.
+    """
     return {
         "shadows": [
             _shadows(rows)
@@ -145,7 +148,9 @@ def _shadow(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def merge_canaries(pages: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return every pool's canary results, merged over all workers' requests, for both policies."""
+    """Merge the workers' results of canary policies in every pool, over all requests and for both
+    policies.
+    """
     return {
         "canaries": [
             _canary(rows)

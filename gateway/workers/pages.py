@@ -180,7 +180,7 @@ async def _request_all(
 
 
 async def first_response(workers: Iterable[Worker], path: str) -> WorkerResponse:
-    """Return the first successful response, asking the oldest worker first.
+    """Return the first successful response of a worker, asking the oldest worker first.
 
     If none is successful, return the last response, or status 503.
     """

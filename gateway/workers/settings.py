@@ -1,4 +1,4 @@
-"""The settings that a supervisor sends a new worker through a pipe.
+"""The settings that a supervisor sends to a new worker process through a pipe.
 
 A pipe keeps the shared secret out of the environment and the command line.
 """
@@ -43,16 +43,16 @@ class WorkerLaunchSettings(msgspec.Struct, frozen=True):
 
     @property
     def reload_path(self) -> Path | None:
-        """The path of the file that a reload reads, or None without one."""
+        """Return the path of the file that a reload reads, or None without one."""
         return None if self.reload_file is None else Path(self.reload_file)
 
 
 def pack_settings(settings: WorkerLaunchSettings) -> bytes:
-    """Return the settings as bytes, with their length in front."""
+    """Return the worker's settings as bytes, with their length in front."""
     body = msgspec.msgpack.encode(settings)
     return LENGTH.pack(len(body)) + body
 
 
 def unpack_settings(body: bytes) -> WorkerLaunchSettings:
-    """Decode settings from the bytes after the length. Raises msgspec.DecodeError."""
+    """Decode a worker's settings from the bytes after the length. Raises msgspec.DecodeError."""
     return msgspec.msgpack.decode(body, type=WorkerLaunchSettings)

@@ -1,4 +1,4 @@
-"""The supervisor of several workers: starts them, replaces them, restarts dead ones, stops them.
+"""The supervisor of several worker processes: it starts, replaces, restarts and stops them.
 
 It handles no API traffic. Each worker has its own listening socket on the API port, which the
 supervisor keeps open: clients that connect while a worker is replaced wait instead of being
@@ -60,7 +60,7 @@ DRAIN_MARGIN_S = 5.0
 
 
 class WorkerSlot:
-    """The slot of one worker, which outlives the worker's process.
+    """The place of one worker process, which a new process takes when the worker has ended.
 
     `retry_s` is the delay in seconds before the next restart.
     """
@@ -78,7 +78,7 @@ class WorkerSlot:
 class Supervisor:
     """Runs the workers and their admin server; call `start`, then `stop`.
 
-    `url` and `admin_url` are set once all workers serve.
+    The attributes `url` and `admin_url` are set once all workers serve.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class Supervisor:
         count: int,
         sockets: SocketsByName = NO_SOCKETS,
     ) -> None:
-        """Prepare the supervisor for `count` workers.
+        """Prepare a supervisor of `count` worker processes.
 
         `sockets` are those that systemd has opened; all workers share that of the API.
         """
@@ -215,7 +215,7 @@ class Supervisor:
             raise RuntimeError("a worker did not become ready; its messages are above")
 
     async def stop_being_ready(self) -> None:
-        """Report not ready, and go on serving for `timeouts.grace` seconds.
+        """Report that this gateway is not ready, and go on serving for `timeouts.grace` seconds.
 
         Load balancers need this time to notice.
         """
@@ -227,7 +227,7 @@ class Supervisor:
         await asyncio.sleep(grace_s)
 
     async def stop(self) -> None:
-        """Drain and stop all workers, then the admin server."""
+        """Let all workers end their requests and stop them, then stop the admin server."""
         started_at, self.is_draining = monotonic(), True
         log.info("drain begins: %d workers finish their requests", len(self.ready_workers()))
         await self._follow.stop()

@@ -63,7 +63,7 @@ class SupervisorMetrics:
         return tuple(family.spec for family in self._meters.families)
 
     def collect(self, workers: Mapping[int, Sequence[FamilyReading]]) -> list[FamilyReading]:
-        """Return the values of the families, and the supervisor's `process_*` metrics.
+        """Return the values of the supervisor's metrics, including its `process_*` metrics.
 
         `workers` has the families of each serving worker by its number. Their connections and
         requests show how evenly the workers are loaded.

@@ -1,4 +1,5 @@
-"""The entry point of a worker: a gateway on sockets that it inherits from its supervisor.
+"""The entry point of a worker: a gateway that serves on sockets which it inherits from its
+supervisor.
 
 The settings come through a pipe on stdin. The pipe's end means that the supervisor has ended, and
 the worker ends too.
@@ -76,7 +77,7 @@ def _stop_with_supervisor(app: App) -> None:
 
 
 def _no_report(line: str, bad: bool) -> None:
-    """Report nothing: the supervisor reports a reload once for all workers."""
+    """Report nothing, because the supervisor reports a reload once for all workers."""
 
 
 if __name__ == "__main__":

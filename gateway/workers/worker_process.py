@@ -78,7 +78,10 @@ class Worker:
         headers: dict[str, str] | None = None,
         timeout_s: float = REQUEST_TIMEOUT_S,
     ) -> WorkerResponse:
-        """Send a request to the worker's admin server. Raises one of REQUEST_ERRORS."""
+        """Send a request to the worker's admin server and return the response.
+
+        Raises one of REQUEST_ERRORS.
+        """
         timeout = aiohttp.ClientTimeout(total=timeout_s)
         request: Any = self._session.request(
             method, f"http://localhost{path}", data=body, headers=headers, timeout=timeout
@@ -89,7 +92,7 @@ class Worker:
     def drain(self) -> None:
         """Make the worker stop accepting connections and end after its current responses.
 
-        It skips the grace period, which all workers have spent together already.
+        The worker skips the grace period, which all workers have spent together already.
         """
         if self.process.returncode is None:
             self.process.send_signal(signal.SIGINT)
@@ -107,7 +110,7 @@ class Worker:
             self.process.send_signal(signal.SIGHUP)
 
     async def wait_until_ended(self, within_s: float) -> None:
-        """Wait until the process has ended; kill it after `within_s` seconds."""
+        """Wait until the worker process has ended; kill it after `within_s` seconds."""
         try:
             async with asyncio.timeout(within_s):
                 await self.process.wait()

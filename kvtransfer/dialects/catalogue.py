@@ -1,4 +1,7 @@
-"""Catalogue of all handoff dialects by name; a new dialect is a module and a line here."""
+"""The catalogue of all handoff protocols (dialects) by name.
+
+A new one is a module and a line here.
+"""
 
 from __future__ import annotations
 
@@ -18,14 +21,14 @@ DIALECTS: Mapping[str, Dialect] = MappingProxyType(
 
 
 def get_dialect(name: str) -> Dialect:
-    """Return the handoff dialect of this name. Raises KeyError for an unknown name."""
+    """Return the handoff protocol (dialect) of this name. Raises KeyError for an unknown name."""
     return DIALECTS[name]
 
 
 def known_members(engine: str, *, chat: bool) -> frozenset[str] | None:
     """Return the JSON members that a request to this engine may have.
 
-    Return None if it ignores unknown ones.
+    Returns None if the engine ignores unknown members.
     """
     if engine != TRTLLM.engine:
         return None
@@ -33,7 +36,9 @@ def known_members(engine: str, *, chat: bool) -> frozenset[str] | None:
 
 
 def standalone_members(engine: str) -> Mapping[str, str | int]:
-    """Return JSON members with which an engine serves a request that belongs to no handoff."""
+    """Return the JSON members that let an engine serve a request which belongs to no handoff, such
+    as a probe.
+    """
     return next(
         (
             dialect.standalone_members

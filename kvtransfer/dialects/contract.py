@@ -1,4 +1,5 @@
-"""The types of a handoff dialect: from the terms of one handoff to the edits of two requests.
+"""The types of a handoff protocol (dialect), which edits the prefill and the decode request of one
+handoff.
 
 A handoff sends a prefill request and a decode request, its two legs. A dialect is data and pure
 functions. It defines which JSON members both requests get, and which parts of a prefill response
@@ -18,14 +19,18 @@ NULL = msgspec.Raw(b"null")
 
 
 class LegOrder(StrEnum):
-    """Whether the prefill and the decode request are sent one after the other, or both at once."""
+    """Whether the prefill and the decode request of a handoff are sent one after the other, or both
+    at once.
+    """
 
     SEQUENTIAL = "sequential"
     CONCURRENT = "concurrent"
 
 
 class Prerequisite(StrEnum):
-    """What the gateway must know of a prefill endpoint before it can send both requests at once."""
+    """What the gateway must know of a prefill endpoint before it can send both requests of a
+    handoff at once.
+    """
 
     NOTHING = "nothing"
     ADDRESS = "address"  # address of its bootstrap server, from the configuration
@@ -34,7 +39,7 @@ class Prerequisite(StrEnum):
 
 
 class BootstrapAddress(msgspec.Struct, frozen=True):
-    """Address of a prefill endpoint's bootstrap server, as decode endpoints reach it."""
+    """The address of a prefill engine's bootstrap server, as decode engines reach it."""
 
     host: str
     port: int
@@ -45,7 +50,7 @@ class BootstrapAddress(msgspec.Struct, frozen=True):
 
 
 class PrefillIdentity(msgspec.Struct, frozen=True):
-    """Identity of a prefill engine for decode engines: its engine id, and its side channel if
+    """The identity of a prefill engine for decode engines: its engine id, and its side channel if
     known.
     """
 
@@ -58,7 +63,7 @@ class PrefillIdentity(msgspec.Struct, frozen=True):
 
 
 class HandoffTerms(msgspec.Struct, frozen=True):
-    """What the gateway chooses for one handoff before it sends a request.
+    """The values that the gateway chooses for one KV handoff before it sends a request.
 
     request_id     the X-Request-Id of both requests
     number         63 bits, unique among live handoffs, new in every attempt: SGLang's room and
@@ -94,7 +99,7 @@ class RequestEdits(msgspec.Struct, frozen=True):
 
 
 class DecodeRequest(msgspec.Struct, frozen=True):
-    """The edits of a decode request, and how to read the usage in its response.
+    """The edits of a handoff's decode request, and how to read the token usage in its response.
 
     reports_own_cache   the decoder reports the prefill engine's cache hits; False: it reports the
                         transferred KV as a hit
@@ -107,7 +112,8 @@ class DecodeRequest(msgspec.Struct, frozen=True):
 
 
 class UnusableResponse(msgspec.Struct, frozen=True):
-    """Result: the prefill response is of no use to a decoder, which must compute the prompt itself.
+    """A prefill response that is of no use to a decode engine, which must compute the prompt
+    itself.
 
     `reason` is a text for logs.
     """
@@ -116,7 +122,7 @@ class UnusableResponse(msgspec.Struct, frozen=True):
 
 
 class FinishedResponse(msgspec.Struct, frozen=True):
-    """Result: the prefill response already is the complete response, with `body` as JSON for the
+    """A prefill response that is already the complete answer, with `body` as JSON for the
     client.
     """
 
@@ -124,7 +130,10 @@ class FinishedResponse(msgspec.Struct, frozen=True):
 
 
 class PrefillResponse(msgspec.Struct, frozen=True):
-    """A prefill response, parsed as far as any dialect needs; absent raw members are `null`."""
+    """A prefill response, parsed as far as any handoff protocol needs it.
+
+    Absent raw members are `null`.
+    """
 
     body: bytes
     handoff: msgspec.Raw
@@ -136,7 +145,7 @@ class PrefillResponse(msgspec.Struct, frozen=True):
 
 
 class Dialect(msgspec.Struct, frozen=True):
-    """The handoff of one engine as data and functions.
+    """The handoff protocol of one kind of engine, as data and functions.
 
     engine               the engine kind that speaks it, as named in the configuration
     order                whether both requests are sent at once
@@ -204,7 +213,7 @@ _NO_USAGE = _Usage()
 
 
 def parse_response(body: bytes) -> PrefillResponse | UnusableResponse:
-    """Parse a prefill response.
+    """Parse the response to a prefill request.
 
     Anything but a completion with one choice is an UnusableResponse. So is invalid UTF-8, because
     members of the response are copied into the decode request.
@@ -236,7 +245,7 @@ def is_null(value: msgspec.Raw) -> bool:
 
 
 def encode_members(put: Mapping[str, bytes]) -> bytes:
-    """Encode members for appending to a JSON object, each with a comma in front."""
+    """Encode JSON members as bytes for appending to a JSON object, each with a comma in front."""
     return b"".join(b',"%b":%b' % (name.encode(), value) for name, value in put.items())
 
 

@@ -1,4 +1,6 @@
-"""Conversion of a complete response to server-sent events, if a prefill finished the request."""
+"""Converts a complete response to server-sent events, for a prefill that has finished the whole
+request.
+"""
 
 from __future__ import annotations
 

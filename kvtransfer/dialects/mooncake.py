@@ -32,8 +32,8 @@ _page = msgspec.json.Decoder(dict[str, _Rank]).decode
 
 
 def prefill(terms: HandoffTerms) -> RequestEdits:
-    """Return the edits of a prefill request: one token, a transfer id, and the decoder's prefill
-    rank.
+    """Return the edits of a prefill request for Mooncake: one token, a transfer id, and the decode
+    engine's prefill rank.
     """
     params = {
         "do_remote_decode": True,
@@ -50,7 +50,9 @@ def prefill(terms: HandoffTerms) -> RequestEdits:
 
 
 def decode(terms: HandoffTerms, answer: PrefillResponse | None) -> DecodeRequest | UnusableResponse:
-    """Return the decode request, with the address of the prefill engine's bootstrap server."""
+    """Return the decode request for Mooncake, with the address of the prefill engine's bootstrap
+    server.
+    """
     if terms.bootstrap is None or terms.identity is None:
         return UnusableResponse("nothing is known of the prefill engine's bootstrap server")
     params = {
@@ -80,7 +82,7 @@ def identify(body: bytes) -> tuple[PrefillIdentity, ...]:
 
 
 def check(answer: PrefillResponse) -> UnusableResponse | None:
-    """Return why a prefill response is unusable, or None if it ended because of its length limit.
+    """Return why a Mooncake prefill response is unusable, or None if it ended at its length limit.
 
     In all other cases the engine keeps no blocks and sends none.
     """

@@ -30,7 +30,7 @@ STANDALONE: Mapping[str, str | int] = MappingProxyType(
 
 
 def prefill(terms: HandoffTerms) -> RequestEdits:
-    """Return the edits of a prefill request: the bootstrap address and the room number.
+    """Return the edits of a prefill request for SGLang: the bootstrap address and the room number.
 
     Raises ValueError without a bootstrap address; configuration has one.
     """
@@ -45,7 +45,7 @@ def prefill(terms: HandoffTerms) -> RequestEdits:
 
 
 def decode(terms: HandoffTerms, answer: PrefillResponse | None) -> DecodeRequest | UnusableResponse:
-    """Return the decode request, with the same edits as the prefill request.
+    """Return the decode request for SGLang, with the same edits as the prefill request.
 
     The decode server reports received KV as cached tokens.
     """

@@ -1,4 +1,5 @@
-"""Handoff dialect of TensorRT-LLM: a context server returns the first token, then decoding follows.
+"""Handoff dialect of TensorRT-LLM: a context server returns the first token, then another server
+decodes.
 
 Its request models refuse unknown members, so only known ones are sent. If the context server's
 token ends the response, its response is the complete one. Source: engines.md E.
@@ -112,7 +113,8 @@ _any = msgspec.json.Decoder(dict[str, Any]).decode
 
 
 def prefill(terms: HandoffTerms) -> RequestEdits:
-    """Return the edits of a context-only request, without members that TensorRT-LLM does not know.
+    """Return the edits of a context-only request for TensorRT-LLM, without members that it does not
+    know.
 
     max_tokens stays unchanged.
     """
@@ -127,7 +129,8 @@ def prefill(terms: HandoffTerms) -> RequestEdits:
 def decode(
     terms: HandoffTerms, answer: PrefillResponse | None
 ) -> DecodeRequest | UnusableResponse | FinishedResponse:
-    """Return the decode request, with the context server's parameters and prompt tokens.
+    """Return the decode request for TensorRT-LLM, with the context server's parameters and prompt
+    tokens.
 
     Return a FinishedResponse if the context server's response is the complete one.
     """

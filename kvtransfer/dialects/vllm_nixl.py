@@ -78,13 +78,15 @@ _PREFILL = RequestEdits(ONE_TOKEN + encode_members({"kv_transfer_params": _ASKS}
 
 
 def prefill(terms: HandoffTerms) -> RequestEdits:
-    """Return the edits of a prefill request: one token, with the KV kept for a decoder."""
+    """Return the edits of a prefill request for NixlConnector: one token, with the KV kept for a
+    decode engine.
+    """
     return _PREFILL
 
 
 def decode(terms: HandoffTerms, answer: PrefillResponse | None) -> DecodeRequest | UnusableResponse:
-    """Return the decode request, with the prefill engine's object if that is valid for a
-    decoder.
+    """Return the decode request for NixlConnector, with the prefill engine's object if a decode
+    engine can use it.
     """
     if answer is None:
         return UnusableResponse("there is no prefill answer")
@@ -102,8 +104,9 @@ def decode(terms: HandoffTerms, answer: PrefillResponse | None) -> DecodeRequest
 
 
 def validate(raw: bytes) -> HandoffObject | UnusableResponse:
-    """Return the parsed object, or an UnusableResponse if a required member is missing or
-    implausible.
+    """Parse kv_transfer_params.
+
+    Returns an UnusableResponse if a required member is missing or implausible.
     """
     if raw == b"null":
         return UnusableResponse("the prefill answer has no kv_transfer_params")
@@ -134,8 +137,8 @@ def _blocks(ids: list[int | list[int]]) -> int:
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether this host name is a loopback address, by which a decoder would reach
-    itself.
+    """Return whether this host name is a loopback address, at which a decode engine on another host
+    reaches only itself.
     """
     bare = host.strip("[]").lower()
     return bare in ("localhost", "::1") or bare.startswith("127.")

@@ -41,8 +41,8 @@ _decode_params = msgspec.json.Decoder(_EngineParams).decode
 
 
 def decode(terms: HandoffTerms, answer: PrefillResponse | None) -> DecodeRequest | UnusableResponse:
-    """Return the decode request, which names the engine that will write and the request's id
-    there.
+    """Return the decode request for NixlPushConnector, which names the engine that will write KV
+    and the request's id there.
     """
     identity = terms.identity
     if identity is None and answer is not None:
@@ -96,7 +96,8 @@ def _identities(answer: PrefillResponse) -> tuple[PrefillIdentity, ...]:
 
 
 def check(answer: PrefillResponse) -> UnusableResponse | None:
-    """Return why a prefill response is unusable: without the object the engine writes nothing.
+    """Return why a prefill response is unusable: without kv_transfer_params the engine writes no
+    KV.
 
     Return None if it has the object.
     """

@@ -1,1 +1,1 @@
-"""Connectors that embed a transfer Agent in a real engine, one package per engine."""
+"""Connectors that embed a KV transfer agent in a real engine, one package per engine."""

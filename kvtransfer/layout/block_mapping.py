@@ -1,4 +1,4 @@
-"""Mapping of the bytes of the source's KV blocks to the bytes of the sink's blocks.
+"""Computes the mapping of the bytes of the source's KV blocks to the bytes of the sink's blocks.
 
 For some heads of some layers of a token range, it derives the strides of both layouts through a
 block, and the runs in which both advance without a gap. It is arithmetic on numpy arrays.
@@ -37,11 +37,11 @@ class ByteRuns(msgspec.Struct, frozen=True):
 
     @property
     def n_bytes(self) -> int:
-        """Total bytes of all byte ranges to copy."""
+        """Return the total number of bytes in all byte ranges to copy."""
         return int(self.length.sum())
 
     def cut(self, first: int, count: int) -> ByteRuns:
-        """Return the byte ranges [first, first + count) as a view of these ranges.
+        """Return the byte ranges [first, first + count) as a view of the ranges of this object.
 
         Raises IndexError if they do not exist.
         """
@@ -54,14 +54,16 @@ class ByteRuns(msgspec.Struct, frozen=True):
 
 
 class RankPair(NamedTuple):
-    """A source rank and a sink rank between which bytes of a layer group move."""
+    """A source rank and a sink rank between which KV bytes of a group of layers move."""
 
     src_rank: int
     dst_rank: int
 
 
 class PairShare(NamedTuple):
-    """What one pair of ranks moves in one layer group: layers and heads, by number in the model."""
+    """The layers and heads that one pair of ranks moves in one layer group, by number in the
+    model.
+    """
 
     pair: RankPair
     layers: range
@@ -69,8 +71,8 @@ class PairShare(NamedTuple):
 
 
 class Segments(NamedTuple):
-    """Token ranges that each lie within one KV block at both ends: start tokens, and lengths in
-    tokens.
+    """Token ranges that each lie within one KV block at both ends of a transfer: start tokens, and
+    lengths in tokens.
     """
 
     src_block: Offsets
@@ -92,7 +94,10 @@ def sorted_distinct(numbers: Offsets) -> Offsets:
 def split_segments(
     src: KvLayout, dst: KvLayout, src_blocks: Offsets, dst_blocks: Offsets, covered: range
 ) -> Segments:
-    """Return the segments of the covered tokens, cut wherever a block ends on either side."""
+    """Split the covered tokens into ranges that end wherever a KV block of source or sink ends.
+
+    Returns the ranges.
+    """
     p, d = src.block_tokens, dst.block_tokens
     cuts = [
         np.arange(covered.start // size + 1, -(-covered.stop // size)) * size for size in {p, d}
@@ -115,7 +120,8 @@ def max_runs(
 def build_runs(
     src: KvLayout, dst: KvLayout, segments: Segments, share: PairShare, most_run_bytes: int
 ) -> ByteRuns:
-    """Return the runs of a share of these segments, none longer than `most_run_bytes`.
+    """Return the byte ranges (runs) to copy for these token ranges, none longer than
+    `most_run_bytes`.
 
     Contiguous runs are joined. If blocks are not the outermost axis on either side, runs are in the
     order of the sink's memory, where the blocks of one layer or head are neighbours.

@@ -62,7 +62,7 @@ class KvOrder(StrEnum):
 
     @property
     def is_block_outermost(self) -> bool:
-        """Whether the bytes of a block are contiguous over all layers."""
+        """Return whether the bytes of a KV block are contiguous over all layers."""
         return self.value[0] == "b"
 
 
@@ -171,15 +171,15 @@ class KvLayout(msgspec.Struct, frozen=True):
 
     @property
     def parts(self) -> int:
-        """Number of rows per layer, head and token: 2 for key and value, 1 for the latent of
-        MLA.
+        """Return the number of rows per layer, head and token: 2 for key and value, 1 for the
+        latent of MLA.
         """
         return 1 if self.mla else 2
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one row: one head of one token's keys in one layer, the smallest unit that
-        moves.
+        """Return the bytes of one row, the smallest unit that moves: one head of one token's keys
+        in one layer.
         """
         return self.head_dim * self.dtype.n_bytes + self.scale_bytes
 
@@ -189,7 +189,7 @@ class KvLayout(msgspec.Struct, frozen=True):
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes of one token's KV in the whole model, with every head counted once."""
+        """Return the bytes of one token's KV in the whole model, with every head counted once."""
         return self.layers * self.parts * self.kv_heads * self.row_bytes
 
     @property
@@ -219,7 +219,7 @@ class KvLayout(msgspec.Struct, frozen=True):
         return range(first, first + self.rank_heads)
 
     def steps(self, stage: int) -> KvSteps:
-        """Return the strides through the memory of any rank of a pipeline stage."""
+        """Return the strides in bytes through the memory of any rank of a pipeline stage."""
         sizes = {
             "l": len(self.layers_of(stage)),
             "b": self.blocks,
@@ -240,9 +240,9 @@ class KvLayout(msgspec.Struct, frozen=True):
         return axes[:place] + "p" + axes[place:]
 
     def has_same_blocks(self, other: KvLayout) -> bool:
-        """Return whether one layer of a block has the same bytes on a rank of either layout.
+        """Return whether one layer of a KV block has the same bytes on a rank of either layout.
 
-        Neighbouring layers can then move as one run.
+        Neighbouring layers can then be copied as one byte range.
         """
         return self.order.value.startswith("bl") and all(
             getattr(self, name) == getattr(other, name)
@@ -250,7 +250,7 @@ class KvLayout(msgspec.Struct, frozen=True):
         )
 
     def fingerprint(self) -> str:
-        """Return a hash of 16 hex digits that is equal exactly for equal layouts.
+        """Return a hash of 16 hex digits that is equal exactly for equal KV layouts.
 
         It is the same in all processes and Python versions.
         """
@@ -276,5 +276,7 @@ class KvLayout(msgspec.Struct, frozen=True):
 
 
 def pair_fingerprint(src: KvLayout, dst: KvLayout) -> str:
-    """Return one fingerprint of both layouts of a transfer, which both ends must agree on."""
+    """Return one fingerprint of both KV layouts of a transfer, as text, on which both ends must
+    agree.
+    """
     return f"{src.fingerprint()}-{dst.fingerprint()}"

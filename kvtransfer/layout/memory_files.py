@@ -66,7 +66,9 @@ class MemoryFileRegion(Region):
         return cls(*_views(memory, blocks, block_bytes), block_bytes, name, fd)
 
     def close(self) -> None:
-        """Close the file; the memory is unmapped once no view of it is left.
+        """Close the memory file.
+
+        The memory is unmapped once no view of it is left.
 
         May be called twice.
         """

@@ -21,15 +21,13 @@ def local_rank(rank: int, has_all: bool) -> int:
 
 
 class RegionError(Exception):
-    """Error: the memory is unusable, because of its size or because it is read-only or can
-    shrink.
-    """
+    """Raised when memory for KV is unusable: it has a wrong size, is read-only, or can shrink."""
 
 
 class Region:
     """The memory of one rank's KV blocks, and the blocks' generations.
 
-    bytes        uint8 (blocks * block_bytes,): where a block lies in it is the layout's order
+    bytes        uint8 (blocks * block_bytes,): the layout decides where a block lies in it
     generations  uint32 (blocks,): incremented when a block changes owner; wraps around
     address      address of the first byte, for iovecs and memory registration
     fd           memory file that peers on this host can map; None: no such file
@@ -70,7 +68,7 @@ class Region:
         return self.generations.size
 
     def bump(self, blocks: Blocks) -> None:
-        """Increment the generations of these blocks, because they change owner.
+        """Increment the generations (owner counters) of these blocks, because they change owner.
 
         A block that is listed twice is incremented once.
         """
@@ -86,7 +84,7 @@ class Region:
         return self.generations.take(blocks).tobytes() == generations.tobytes()
 
     def close(self) -> None:
-        """Drop this region's references to the memory. This may be called twice."""
+        """Drop this region's references to its memory. The method may be called twice."""
         self.bytes = np.empty(0, np.uint8)
         self.generations = np.empty(0, np.uint32)
         self.address = 0

@@ -37,14 +37,15 @@ _MOST_BLOCK = 1 << 31
 
 
 class LayoutMismatch(Exception):
-    """Error: a cache of one layout cannot be converted to the other.
+    """Raised when a KV cache of one layout cannot be converted to another layout.
 
     The message names the field.
     """
 
 
 class PlannedWindow(NamedTuple):
-    """One unit of sending: byte ranges (runs) of one rank pair in a layer group.
+    """A part of a transfer plan that is sent as one piece: byte ranges of one rank pair in a layer
+    group.
 
     `pair` is the number of the rank pair. The runs are [first, first + n_runs) in the plan.
     """
@@ -56,7 +57,7 @@ class PlannedWindow(NamedTuple):
 
 
 class Ranks(NamedTuple):
-    """The rank of the source and of the sink whose bytes a plan moves; None: all ranks."""
+    """The rank of the source and of the sink whose KV bytes a plan moves; None means all ranks."""
 
     src: int | None = None
     dst: int | None = None
@@ -73,7 +74,7 @@ class _Limits(NamedTuple):
 
 
 class TransferPlan:
-    """All byte ranges (runs) of one transfer, by layer group and rank pair.
+    """All byte ranges (runs) that one KV transfer copies, by layer group and rank pair.
 
     It is created by `plan_transfer` and thread-safe.
 
@@ -117,28 +118,35 @@ class TransferPlan:
         self._cached_runs = lru_cache(max(2, 2 * max(map(len, shares))))(make)
 
     def layers(self, group: int) -> range:
-        """Return the model layers of a layer group. Raises IndexError if there is no such group."""
+        """Return the numbers of the model layers in a layer group.
+
+        Raises IndexError if there is no such group.
+        """
         return self._bands[self._band(group)]
 
     def ready_groups(self, layers: int) -> int:
-        """Return how many layer groups may be sent once the first `layers` layers are computed."""
+        """Return how many layer groups may be sent once the first `layers` layers have been
+        computed.
+        """
         if layers >= self.src.layers:
             return self.groups
         return max(layers, 0) // self.group_layers * len(self._chunk_tokens)
 
     def complete_layers(self, groups: int) -> int:
-        """Return how many layers are complete once the first `groups` groups have arrived."""
+        """Return how many model layers are complete once the first `groups` layer groups have
+        arrived.
+        """
         return min(groups // len(self._chunk_tokens) * self.group_layers, self.src.layers)
 
     def pairs(self, group: int) -> tuple[RankPair, ...]:
-        """Return the (source, sink) rank pairs of a layer group, sorted.
+        """Return the pairs of source and sink rank that move bytes of a layer group, sorted.
 
         A window's pair number is an index into them.
         """
         return tuple(share.pair for share in self._shares[self._band(group)])
 
     def runs(self, group: int, pair: int) -> ByteRuns:
-        """Return the byte runs that pair number `pair` of a group copies.
+        """Return the byte ranges (runs) that pair number `pair` of a layer group copies.
 
         Raises IndexError for a pair that does not exist.
         """
@@ -148,7 +156,7 @@ class TransferPlan:
         return self._cached_runs(group, pair)
 
     def group_bytes(self, group: int) -> int:
-        """Return the bytes that a group moves, over all rank pairs."""
+        """Return the number of bytes that a layer group moves, over all rank pairs."""
         rows = sum(
             len(share.layers) * len(share.heads) for share in self._shares[self._band(group)]
         )
@@ -156,12 +164,14 @@ class TransferPlan:
         return rows * tokens * self.src.parts * self.src.row_bytes
 
     def bytes_by_group(self) -> list[int]:
-        """Return `group_bytes` of every group, in order; there may be tens of thousands."""
+        """Return the number of bytes of every layer group, in order; there may be tens of thousands
+        of groups.
+        """
         return np.multiply.outer(self._token_bytes(), self._chunk_tokens).ravel().tolist()
 
     @property
     def n_bytes(self) -> int:
-        """Total bytes of KV that the transfer moves."""
+        """Return the total number of KV bytes that the transfer moves."""
         return sum(self._token_bytes()) * sum(self._chunk_tokens)
 
     def _token_bytes(self) -> list[int]:
@@ -174,8 +184,10 @@ class TransferPlan:
         ]
 
     def windows(self, group: int, window_bytes: int) -> Iterator[PlannedWindow]:
-        """Yield a group's windows of KV of at most `window_bytes`, which are the same on both
-        sides.
+        """Yield the pieces (windows) of at most `window_bytes` bytes in which a layer group is
+        sent.
+
+        They are the same on both sides.
 
         A single longer run is a window by itself.
         """
@@ -209,7 +221,7 @@ def plan_transfer(
     max_runs: int = MAX_RUNS,
     ranks: Ranks = ALL_RANKS,
 ) -> TransferPlan:
-    """Plan how tokens [skip_tokens, tokens) of a request get from `src` into `dst`.
+    """Plan how the KV of a request's tokens [skip_tokens, tokens) is copied from `src` to `dst`.
 
     src_blocks, dst_blocks   the request's blocks in token order, from token 0 on;
                              the same on every rank
@@ -256,12 +268,14 @@ def plan_transfer(
 
 
 def source_ranks(src: KvLayout, dst: KvLayout, dst_rank: int) -> list[int]:
-    """Return the source ranks from which one sink rank fetches, if ranks fetch separately."""
+    """Return the source ranks from which one sink rank fetches KV, if ranks fetch separately."""
     return sorted({pair.src_rank for pair in _rank_pairs(src, dst) if pair.dst_rank == dst_rank})
 
 
 def sink_ranks(src: KvLayout, dst: KvLayout, src_rank: int | None) -> list[int]:
-    """Return the sink ranks that fetch from one source rank, or from any if `src_rank` is None."""
+    """Return the sink ranks that fetch KV from one source rank, or from any if `src_rank` is
+    None.
+    """
     return sorted(
         {pair.dst_rank for pair in _rank_pairs(src, dst) if src_rank in (None, pair.src_rank)}
     )
@@ -279,7 +293,7 @@ def _rank_pairs(src: KvLayout, dst: KvLayout) -> list[RankPair]:
 
 
 def layers_per_group(layout: KvLayout, tokens: int, group_bytes: int = GROUP_BYTES) -> int:
-    """Return the fewest layers whose cache of `tokens` tokens has `group_bytes`.
+    """Return the least number of layers whose KV of `tokens` tokens has `group_bytes` bytes.
 
     That much data per group keeps a link busy.
     """
@@ -288,7 +302,7 @@ def layers_per_group(layout: KvLayout, tokens: int, group_bytes: int = GROUP_BYT
 
 
 def max_pairs(src: KvLayout, dst: KvLayout, group_layers: int) -> int:
-    """Return an upper bound of the pairs of stages and ranks that a plan examines.
+    """Return an upper bound of the number of stage and rank pairs that a transfer plan examines.
 
     The time to plan grows with it, whatever the number of blocks.
     """

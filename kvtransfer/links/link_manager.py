@@ -1,4 +1,5 @@
-"""The links of one agent, from dialling and proof of identity to heartbeat and loss.
+"""Manages an agent's links (connections to other agents), from dialling and proof of identity to
+loss.
 
 LinkManager also replaces a link by one over a better transport, and adds lanes (parallel
 connections) to it. The events of transfers go to source.py and sink.py in kvtransfer/transfer.
@@ -48,7 +49,8 @@ log = logging.getLogger("penstock")
 
 
 class LinkManager:
-    """The links of one agent, which dials peers over the first of `transports`.
+    """The links of one agent: connections to other agents, which it opens over the first of
+    `transports`.
 
     books    the sink, the source and the counters of the agent
     lock     the agent's lock
@@ -81,7 +83,7 @@ class LinkManager:
         self._closed = False
 
     def __len__(self) -> int:
-        """Return the number of links, not counting lanes (parallel connections)."""
+        """Return the number of connections to other agents, without parallel ones (lanes)."""
         return sum(not peer_link.session.lane_of for peer_link in self._peer_links.values())
 
     def open(self, card: AgentCard) -> None:
@@ -89,11 +91,13 @@ class LinkManager:
         self._schedule_heartbeat(self._clock.now())
 
     def stop_accepting(self) -> None:
-        """Refuse all links that peers dial from now on."""
+        """Refuse all connections that other agents open from now on."""
         self._closed = True
 
     def close(self) -> None:
-        """Close all links without an event: the caller has ended all transfers."""
+        """Close all connections to other agents without an event, because the caller has ended all
+        transfers.
+        """
         with self._lock:
             self._closed = True
             if self._heartbeat is not None:
@@ -104,12 +108,12 @@ class LinkManager:
             link.close()
 
     def send(self, link: Link, message: Message) -> None:
-        """Send a message; do nothing on a link that has ended."""
+        """Send a message to another agent; do nothing on a connection that has ended."""
         if (peer_link := self._peer_links.get(link)) is not None:
             peer_link.send(message)
 
     def dial(self, address: str) -> None:
-        """Dial the agent at `address` on another thread.
+        """Open a connection to the agent at `address`, on another thread.
 
         The sink then receives `on_linked` or `on_link_failed`.
         """
@@ -179,7 +183,9 @@ class LinkManager:
             self._unproven.remove(peer_link.link)
 
     def drop_link(self, link: Link, reason: EndReason, detail: str) -> None:
-        """Drop a link, and end every transfer on it once no peer can write its blocks."""
+        """Drop the connection to another agent, and end every transfer on it once that agent cannot
+        write to its blocks.
+        """
         with self._lock:
             peer_link = self._peer_links.pop(link, None)
             self._unproven.remove(link)

@@ -1,4 +1,5 @@
-"""State of one link in its agent: its peer, its last sign of life, and its sealed messages.
+"""The state of one link (connection to another agent): the agent, its last sign of life, its
+messages.
 
 The main class is PeerLink. link_manager.py gives messages their meaning; transports/ has the links.
 """
@@ -17,7 +18,7 @@ from kvtransfer.util.options import AgentOptions
 
 
 class DialRequest(msgspec.Struct, frozen=True, eq=False):
-    """A request to connect to a peer.
+    """A request to connect to another agent.
 
     where      the peer's address for `transport`
     address    the peer's address as engines know it
@@ -35,12 +36,14 @@ class DialRequest(msgspec.Struct, frozen=True, eq=False):
 
     @property
     def parent(self) -> PeerLink | None:
-        """The link over which this agent learnt the address `where`; None if an engine gave it."""
+        """Return the link over which this agent learnt the address `where`; None if the engine gave
+        it.
+        """
         return self.fallback or self.lane_of
 
 
 class PeerLink:
-    """A link, and what the agent knows of the peer at its other end.
+    """A link, and what this agent knows of the other agent at its end.
 
     is_proven          whether both ends have proven their identity
     is_in_use          whether the sink's logic uses the link
@@ -92,7 +95,7 @@ class PeerLink:
         return self.link.peer if self.dial_request is None else self.dial_request.address
 
     def has_same_peer(self, other: PeerLink) -> bool:
-        """Return whether both links lead to the same agent, not restarted in between."""
+        """Return whether both links lead to the same agent, which was not restarted in between."""
         ours, theirs = self.session.peer, other.session.peer
         return (
             ours is not None
@@ -101,7 +104,7 @@ class PeerLink:
         )
 
     def send(self, message: Message) -> None:
-        """Sign and send a message as one step, because signatures are counted.
+        """Sign and send a message in one step, because signatures are counted.
 
         Callable on any thread.
         """
@@ -109,7 +112,8 @@ class PeerLink:
             self.link.send(self.session.seal(message))
 
     def is_silent(self, now: float, late_s: float, options: AgentOptions) -> bool:
-        """Return whether the peer has been silent for too long; call it twice per heartbeat.
+        """Return whether the agent at the other end has been silent for too long; call it twice per
+        heartbeat.
 
         A peer is not blamed for `late_s`, the seconds by which the caller itself is late, nor for
         messages that wait to be handled here. Before its proof of identity, received bytes do not

@@ -1,4 +1,4 @@
-"""Links whose peer has not shown the fleet's key, limited in total and per client address.
+"""Limits the links whose peer has not shown the fleet's key, in total and per client address.
 
 protocol/session.py checks the proof; peer_link.py limits its time.
 """
@@ -12,7 +12,8 @@ from kvtransfer.contract import Link
 
 
 class UnprovenLinks:
-    """A bounded set of unproven links, to which a new link can always be added.
+    """A limited set of connections whose peer has not proven its identity; a new one can always be
+    added.
 
     If its address has `per_address` links, the oldest of them is dropped. Otherwise, if there are
     `most` links in total, the oldest link of the address with the most links is dropped.
@@ -30,7 +31,9 @@ class UnprovenLinks:
         return link in self._address_of
 
     def admit(self, link: Link) -> Link | None:
-        """Add a link; return the link that the caller must close to make room, or None."""
+        """Add a connection; return the one that the caller must close to stay within the limit, or
+        None.
+        """
         address = client_address(link.peer)
         dropped = self._victim(address)
         if dropped is not None:
@@ -40,7 +43,9 @@ class UnprovenLinks:
         return dropped
 
     def remove(self, link: Link) -> None:
-        """Remove a link that has ended or whose peer has shown the key; ignore an unknown link."""
+        """Remove a connection that has ended or whose peer has shown the key; ignore an unknown
+        one.
+        """
         address = self._address_of.pop(link, None)
         if address is None:
             return

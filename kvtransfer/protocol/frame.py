@@ -38,13 +38,13 @@ PROOF_BYTES = 16
 
 
 class FrameError(Exception):
-    """Error: the bytes are not a valid frame, so nothing further from this connection can be
+    """Raised when bytes are not a valid frame, so that nothing further from this connection can be
     trusted.
     """
 
 
 class FrameKind(IntEnum):
-    """The kind of a frame.
+    """The kind of a frame between two agents.
 
     MESSAGE                  a control message
     WINDOW                   a window of KV, whose bytes follow
@@ -61,8 +61,8 @@ class FrameKind(IntEnum):
 
 
 class PayloadProof(IntEnum):
-    """The kind of proof of a frame's payload in its trailer: none, a checksum, or an authentication
-    tag.
+    """How the payload of a frame is proven to be intact, in the frame's trailer: not, by a
+    checksum, or by a tag.
     """
 
     NONE = 0
@@ -79,7 +79,7 @@ MAX_PAYLOAD_BYTES = 64 << 20
 
 
 class FrameLimits(msgspec.Struct, frozen=True):
-    """Limits in bytes of a frame to read or write.
+    """Limits in bytes of one frame that is read or written.
 
     A peer can make an agent buffer one header at most.
     """
@@ -106,7 +106,7 @@ def encode_frame(
 
 
 def encode_window_frame(head: WindowHead, payload_bytes: int, proof: PayloadProof) -> bytes:
-    """Encode the start of the frame that precedes a window's bytes.
+    """Encode the start of the frame that precedes the bytes of a window (piece of a KV transfer).
 
     Raises FrameError for out-of-range numbers.
     """
@@ -147,7 +147,7 @@ def verify_header(data: memoryview, announced: FrameHeader) -> None:
 
 
 def pack_head(head: WindowHead) -> bytes:
-    """Encode a WindowHead. Raises FrameError for out-of-range numbers."""
+    """Encode a WindowHead as bytes. Raises FrameError for out-of-range numbers."""
     try:
         return _HEAD.pack(
             head.transfer, head.group, head.pair, head.first, head.count, head.n_bytes
@@ -164,7 +164,9 @@ def unpack_head(header: bytes | memoryview) -> WindowHead:
 
 
 def encode_trailer(verdict: WindowVerdict, proof: bytes | int = 0) -> bytes:
-    """Encode a window's trailer; `proof` is an xxh3-64 digest or a GCM tag."""
+    """Encode the trailer of a window (piece of a KV transfer); `proof` is an xxh3-64 digest or a
+    GCM tag.
+    """
     data = proof.to_bytes(PROOF_BYTES, "little") if isinstance(proof, int) else proof
     return _TRAILER.pack(_VERDICTS.index(verdict), data)
 

@@ -1,4 +1,4 @@
-"""Lease of prefilled KV: the promise to keep it until it is fetched or its time is up.
+"""The lease of prefilled KV: the promise to keep it until it is fetched or the lease's time is up.
 
     OFFERED -> CLAIMED -> MOVING -> LANDED -> RELEASED        the normal course
     EXPIRED     the deadline passed in any state before RELEASED
@@ -82,7 +82,9 @@ _TIMELESS = frozenset({LeaseEvent.EXPIRE, LeaseEvent.REVOKE, LeaseEvent.RELEASE}
 
 
 class LeaseError(Exception):
-    """Error: the event is illegal in this state, after the deadline, or as an early expiry."""
+    """Raised for an event that is illegal in the lease's state, after the deadline, or as an early
+    expiry.
+    """
 
 
 class Lease(msgspec.Struct, frozen=True):
@@ -99,7 +101,7 @@ class Lease(msgspec.Struct, frozen=True):
 
 
 def advance(lease: Lease, event: LeaseEvent, now: float, deadline: float | None = None) -> Lease:
-    """Return the lease after `event` at `now`; the event RENEW takes the new `deadline`.
+    """Return the lease on KV after `event` at time `now`; the event RENEW takes the new `deadline`.
 
     Raises LeaseError if the event is illegal. After the deadline most events are, even before a
     timer has fired. Otherwise a slow reader could read blocks that already have a new owner.
@@ -124,8 +126,8 @@ def advance(lease: Lease, event: LeaseEvent, now: float, deadline: float | None 
 
 
 def end_lease(lease: Lease, reason: EndReason, now: float) -> Lease:
-    """Return the lease in the final state that follows from this reason for the end of its
-    transfer.
+    """Return the lease in the final state that follows from the reason for which its transfer
+    ended.
     """
     if reason is EndReason.LANDED:
         try:

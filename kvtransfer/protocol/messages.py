@@ -37,7 +37,9 @@ Seconds = Annotated[float, msgspec.Meta(ge=0, le=86_400)]
 
 
 class ProtocolError(Exception):
-    """Error: the peer sent an invalid message, so its link must not be trusted any further."""
+    """Raised when another agent has sent an invalid message, so that its connection must not be
+    trusted any further.
+    """
 
 
 class AgentCard(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -64,15 +66,16 @@ class AgentCard(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
 
     @property
     def only_rank(self) -> int | None:
-        """The only rank that this agent has; None if it has all ranks."""
+        """Return the only rank that this agent has; None if it has all ranks."""
         return None if self.rank < 0 else self.rank
 
 
 class LinkHello(msgspec.Struct, frozen=True, array_like=True, tag=1, forbid_unknown_fields=True):
-    """The first message of a link, from the sink.
+    """The first message on a connection between two agents, from the sink (receiver of KV).
 
-    `budget_bytes` is how many bytes the source may have in flight on the link and its lanes. The
-    format is the same in every version, so that another version can be detected and reported.
+    `budget_bytes` is how many bytes the source may have in flight on the connection and its
+    parallel lanes. The format is the same in every version, so that another version can be detected
+    and reported.
     """
 
     version: Id
@@ -82,7 +85,7 @@ class LinkHello(msgspec.Struct, frozen=True, array_like=True, tag=1, forbid_unkn
 
 
 class Lane(msgspec.Struct, frozen=True, array_like=True, tag=11, forbid_unknown_fields=True):
-    """The first message of a lane (parallel connection), from the sink.
+    """The first message on a further, parallel connection (lane), from the sink.
 
     `lane_of` is the nonce of the LinkHello of the link to which the lane belongs.
     """
@@ -94,7 +97,7 @@ class Lane(msgspec.Struct, frozen=True, array_like=True, tag=11, forbid_unknown_
 
 
 class Welcome(msgspec.Struct, frozen=True, array_like=True, tag=2, forbid_unknown_fields=True):
-    """The source's answer to the sink's first message, LinkHello or Lane."""
+    """The source's answer to the sink's first message on a connection, LinkHello or Lane."""
 
     version: Id
     nonce: Nonce
@@ -102,23 +105,25 @@ class Welcome(msgspec.Struct, frozen=True, array_like=True, tag=2, forbid_unknow
 
 
 class LinkReady(msgspec.Struct, frozen=True, array_like=True, tag=3, forbid_unknown_fields=True):
-    """The sink's last message of a link's handshake; its signature proves the sink's identity."""
+    """The sink's last message of a connection's handshake; its signature proves the sink's
+    identity.
+    """
 
 
 class Beat(msgspec.Struct, frozen=True, array_like=True, tag=4, forbid_unknown_fields=True):
-    """The heartbeat message of either end of a link.
+    """The heartbeat message of either end of a connection between two agents.
 
-    From the sink, it renews every lease that the sink has claimed over the link.
+    From the sink, it renews every lease that the sink has claimed over the connection.
     """
 
 
 class Invite(msgspec.Struct, frozen=True, array_like=True, tag=5, forbid_unknown_fields=True):
-    """The sink's invitation to write the KV of the offer `name` into its blocks.
+    """The sink's message that lets a source write the KV of the offer `name` into its blocks.
 
     skip_tokens    tokens at the start that are not needed
     wait_s         seconds that the invitation may wait for its offer
     slack_s        urgency among transfers of the same priority: seconds to the deadline
-    window_bytes   the largest window, except for a single longer run
+    window_bytes   the largest piece that is sent at once, except for a single longer byte range
     ticket         permission to fetch the offer; None: by its name
     grant          data that lets the source write into the blocks (rdma: keys)
     """
@@ -137,7 +142,7 @@ class Invite(msgspec.Struct, frozen=True, array_like=True, tag=5, forbid_unknown
 
 
 class Accept(msgspec.Struct, frozen=True, array_like=True, tag=6, forbid_unknown_fields=True):
-    """The source's answer that the transfer begins; both ends can now compute the same plan.
+    """The source's message that a KV transfer begins; both ends can now compute the same plan.
 
     `layouts` is the fingerprint of the two layouts that the source plans with.
     """
@@ -150,8 +155,9 @@ class Accept(msgspec.Struct, frozen=True, array_like=True, tag=6, forbid_unknown
 
 
 class StopTransfer(msgspec.Struct, frozen=True, array_like=True, tag=7, forbid_unknown_fields=True):
-    """Message of either side that a transfer has ended without success; also refuses an
-    invitation.
+    """A message of either side that a KV transfer has ended without success.
+
+    It also refuses an invitation.
     """
 
     transfer: Id
@@ -160,14 +166,18 @@ class StopTransfer(msgspec.Struct, frozen=True, array_like=True, tag=7, forbid_u
 
 
 class Landed(msgspec.Struct, frozen=True, array_like=True, tag=8, forbid_unknown_fields=True):
-    """The sink's message that every byte has arrived and is verified, so the lease can end."""
+    """The sink's message that every byte of a transfer has arrived and is verified, so that the
+    lease can end.
+    """
 
     transfer: Id
     n_bytes: Bytes
 
 
 class Credit(msgspec.Struct, frozen=True, array_like=True, tag=9, forbid_unknown_fields=True):
-    """The sink's message that it has received `n_bytes`, so as many more may be sent."""
+    """The sink's message that it has received `n_bytes` bytes of KV, so that as many more may be
+    sent.
+    """
 
     transfer: Id
     n_bytes: Bytes
@@ -206,7 +216,10 @@ def encode(message: Message) -> bytes:
 
 
 def decode(data: bytes | memoryview) -> Message:
-    """Decode a message. Raises ProtocolError if the bytes are not a valid message."""
+    """Decode a message between agents and return it.
+
+    Raises ProtocolError if the bytes are not a valid message.
+    """
     if len(data) > MAX_MESSAGE_BYTES:
         raise ProtocolError(
             f"a message of {len(data)} bytes is over the limit of {MAX_MESSAGE_BYTES}"
@@ -243,7 +256,9 @@ def check_seconds(what: str, seconds: float) -> None:
 
 
 def make_stop(transfer: int, reason: EndReason, detail: str) -> StopTransfer:
-    """Return a StopTransfer message, with the detail truncated to what a message can carry."""
+    """Return a message that a transfer has ended, with the detail truncated to what a message can
+    carry.
+    """
     return StopTransfer(transfer, reason, detail[:256].encode(errors="replace").decode())
 
 

@@ -1,4 +1,4 @@
-"""The ways in which an offer or a fetch of KV can end: one reason from a closed list.
+"""The ways in which an offer or a fetch of KV can end: each with one reason from a closed list.
 
 Both sides and the metrics use the same words. source.py and sink.py decide the reason.
 """
@@ -11,7 +11,7 @@ import msgspec
 
 
 class OutcomeKind(StrEnum):
-    """The kind of a transfer's outcome; only after LANDED may the KV be decoded."""
+    """The ways in which a KV transfer can end. The KV may only be decoded after LANDED."""
 
     LANDED = "landed"
     FAILED = "failed"
@@ -20,7 +20,10 @@ class OutcomeKind(StrEnum):
 
 
 class EndReason(StrEnum):
-    """Why a transfer ended; a closed list, so that it can be a metric label."""
+    """The reasons why a KV transfer ended.
+
+    The list is closed, so that a reason can be a metric label.
+    """
 
     LANDED = "landed"
     CANCELLED = "cancelled"  # the sink's engine gave up

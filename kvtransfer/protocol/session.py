@@ -1,4 +1,5 @@
-"""Session of a link: mutual proof of identity under the fleet's key, then signed messages; no I/O.
+"""The session of a connection between two agents: mutual proof of identity under the fleet's key,
+then signed messages; no I/O.
 
     sink                       source
     Hello(nonce, card)   ->                              (or Lane) the only message without a seal
@@ -34,7 +35,7 @@ _RANDOM_BYTES = 8  # random part of a greeting; the other 8 bytes are its tag
 
 
 def greeting_nonce(key: bytes, random: bytes) -> bytes:
-    """Return a nonce for Hello or Lane that shows the key: 8 random bytes and their HMAC tag.
+    """Return a nonce for a first message that shows the key: 8 random bytes and their HMAC tag.
 
     It can be replayed, so it is no proof. It only decides which new links are served first.
     """
@@ -45,18 +46,19 @@ def greeting_nonce(key: bytes, random: bytes) -> bytes:
 
 
 def shows_key(key: bytes, nonce: bytes) -> bool:
-    """Return whether a nonce was made by `greeting_nonce` with this key, now or earlier."""
+    """Return whether `greeting_nonce` has made a nonce with this key, now or earlier."""
     return hmac.compare_digest(greeting_nonce(key, nonce), nonce)
 
 
 class SealError(Exception):
-    """Error: the signature of a message is invalid. The peer has another key, or the bytes were
-    altered.
+    """Raised when the signature of a message is invalid: the other agent has another key, or the
+    bytes were altered.
     """
 
 
 class LinkSession:
-    """The session at one end of a link: handshake, keys and message counters.
+    """The session at one end of a connection between two agents: handshake, keys and message
+    counters.
 
     peer       the other agent's card; None until its identity is proven
     version    the protocol version that the peer speaks
@@ -87,7 +89,9 @@ class LinkSession:
         self._sealed = self._opened = 0
 
     def hello(self) -> bytes:
-        """Return the first message of the dialling end, Hello or Lane, as bytes."""
+        """Return the first message of the end that opened the connection, Hello or Lane, as
+        bytes.
+        """
         identity = (VERSION, self._nonce, self._card)
         self._hello = encode(
             Lane(*identity, self.lane_of)
@@ -97,7 +101,7 @@ class LinkSession:
         return self._hello
 
     def handle(self, data: bytes) -> tuple[Message | None, bytes | None]:
-        """Handle the next message of the peer.
+        """Handle the next message from the other agent.
 
         Return the decoded message (None during the handshake) and the bytes to send back, or None.
         Raises ProtocolError or SealError; the link must then be closed.
@@ -114,8 +118,9 @@ class LinkSession:
         return None, None
 
     def seal(self, message: Message) -> bytes:
-        """Sign a message and return it as bytes. Call this in the order in which messages
-        are sent.
+        """Sign a message and return it as bytes.
+
+        It must be called in the order in which messages are sent.
         """
         return self._seal(encode(message))
 

@@ -33,7 +33,7 @@ _Nonce = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
 
 
 class TicketRefusal(StrEnum):
-    """Why a ticket is refused.
+    """The reasons why a ticket (permission to fetch an offer) is refused.
 
     Reasons are counted separately, because a restart or a delay is not an attack.
     """
@@ -48,7 +48,7 @@ class TicketRefusal(StrEnum):
 
 
 class TicketRefused(Exception):
-    """Error: the ticket is refused for `reason`; the message never quotes the ticket."""
+    """Raised when a ticket is refused for `reason`; the message never quotes the ticket."""
 
     def __init__(self, reason: TicketRefusal, message: str) -> None:
         super().__init__(message)
@@ -95,12 +95,14 @@ def mint_ahead(
 
 
 def renewed_nonce(nonce: bytes) -> bytes:
-    """Return the nonce of the next ticket for the same offer, which can also be used once."""
+    """Return the nonce of the next ticket for the same offer. That ticket can also be used once."""
     return hashlib.blake2b(nonce, digest_size=16, person=b"kv-renewed").digest()
 
 
 def block_digest(blocks: NDArray[np.int64], generations: NDArray[np.uint32]) -> bytes:
-    """Return a 16-byte hash of these blocks, in this order, with these generations."""
+    """Return a 16-byte hash of these KV blocks, in this order, with these generations (owner
+    counters).
+    """
     hashed = hashlib.blake2b(digest_size=16, person=b"kv-blocks")
     hashed.update(len(blocks).to_bytes(8, "little"))
     hashed.update(np.ascontiguousarray(blocks, "<i8").tobytes())
@@ -121,7 +123,8 @@ def mint(key: bytes, ticket: Ticket) -> str:
 
 
 def check(key: bytes, text: str, now: float, *, epoch: bytes, sink: str | None = None) -> Ticket:
-    """Verify and decode a ticket of this agent; it must be of this epoch, in time and for `sink`.
+    """Verify and decode a ticket of this agent, which must be of this epoch, in time and for
+    `sink`.
 
     Raises TicketRefused. No field is read before the HMAC is verified.
     """
@@ -149,8 +152,8 @@ def check(key: bytes, text: str, now: float, *, epoch: bytes, sink: str | None =
 class SpentTickets:
     """The tickets that were used, each remembered until it would be refused as expired.
 
-    Every rank of a sink group spends a ticket separately. Bounded: when full, further tickets are
-    refused. Not thread-safe.
+    Every rank of a sink group spends a ticket separately. The number is bounded: further tickets
+    are refused. Not thread-safe.
     """
 
     def __init__(self, most: int = 1 << 18) -> None:
@@ -174,7 +177,7 @@ class SpentTickets:
             raise TicketRefused(TicketRefusal.TOO_MANY, f"{self._most} tickets are in use")
 
     def spend(self, ticket: Ticket, now: float, rank: int = -1) -> None:
-        """Mark the ticket as used. Raises TicketRefused as `check_unspent` does."""
+        """Mark a ticket as used. Raises TicketRefused as `check_unspent` does."""
         self.check_unspent(ticket, now, rank)
         key = _spent_key(ticket, rank)
         self._nonces.add(key)

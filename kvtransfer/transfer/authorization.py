@@ -1,4 +1,4 @@
-"""Authorization to fetch an offer, by its ticket or by its name.
+"""Decides whether an agent may fetch an offer of KV, by the offer's ticket or by its name.
 
 A sink needs the offer's ticket, unless the offer names that sink or is public. protocol/ticket.py
 has the ticket format; source.py knows whether the offer still exists.
@@ -33,7 +33,7 @@ _REASON = {
 
 
 def may_fetch_by_name(spec: OfferSpec, agent: str) -> bool:
-    """Return whether the agent with this name may fetch the offer without a ticket."""
+    """Return whether the agent with this name may fetch an offer without a ticket."""
     return spec.public if spec.sink is None else spec.sink == agent
 
 
@@ -67,9 +67,9 @@ class Authorizer:
     def check(
         self, text: str, offer: LeasedOffer | None, name: str, sink: AgentCard, now: float
     ) -> Ticket | EndReason:
-        """Check a ticket without using it.
+        """Check a ticket (permission to fetch an offer) without using it.
 
-        Return the decoded ticket, or the reason for refusing it. A valid ticket whose offer does
+        Returns the decoded ticket, or the reason for refusing it. A valid ticket whose offer does
         not exist any more is refused as GONE. A ticket that was minted ahead is valid before its
         offer exists; the caller knows whether the offer has ended.
         """
@@ -89,9 +89,9 @@ class Authorizer:
         return ticket
 
     def spend(self, ticket: Ticket, sink: AgentCard, now: float) -> EndReason | None:
-        """Mark the ticket as used by this sink's rank.
+        """Mark a ticket as used by one rank of a sink.
 
-        Return None, or the reason if it is refused.
+        Returns None, or the reason if the ticket is refused.
         """
         try:
             self._used.spend(ticket, now, sink.rank)

@@ -1,5 +1,5 @@
-"""Commands that source.py and sink.py return, and that the agent executes in order under its
-lock.
+"""The commands that the logic of a KV transfer returns, and that the agent executes in order under
+its lock.
 """
 
 from __future__ import annotations
@@ -16,14 +16,16 @@ from kvtransfer.protocol.outcomes import TransferOutcome
 
 
 class SendMessage(msgspec.Struct, frozen=True):
-    """Command to send a message over the link."""
+    """Command to send a message to another agent."""
 
     link: Link
     message: Message
 
 
 class SendInvite(msgspec.Struct, frozen=True):
-    """Command to grant the peer access to these blocks of KV, and then to invite it to write."""
+    """Command to grant another agent access to these blocks of KV, and then to invite it to
+    write.
+    """
 
     link: Link
     invite: Invite
@@ -31,7 +33,7 @@ class SendInvite(msgspec.Struct, frozen=True):
 
 
 class AcceptGrant(msgspec.Struct, frozen=True):
-    """Command of the source to pass the sink's grant of memory access to the link."""
+    """Command of the source to use the sink's grant of memory access on the connection."""
 
     link: Link
     transfer: int
@@ -39,7 +41,7 @@ class AcceptGrant(msgspec.Struct, frozen=True):
 
 
 class PutWindow(msgspec.Struct, frozen=True):
-    """Command of the source to queue a window of KV for sending."""
+    """Command of the source to queue a window (piece of a KV transfer) for sending."""
 
     link: Link
     head: WindowHead
@@ -47,14 +49,14 @@ class PutWindow(msgspec.Struct, frozen=True):
 
 
 class DropWindows(msgspec.Struct, frozen=True):
-    """Command of the source to drop the transfer's queued windows of KV."""
+    """Command of the source to drop the queued windows (pieces) of a KV transfer."""
 
     link: Link
     transfer: int
 
 
 class FenceTransfer(msgspec.Struct, frozen=True):
-    """Command of the sink to stop all writes of the transfer into its blocks."""
+    """Command of the sink to stop all writes of a transfer into the sink's blocks."""
 
     link: Link
     transfer: int
@@ -71,8 +73,9 @@ class BumpGenerations(msgspec.Struct, frozen=True):
 
 
 class ResolveHandle(msgspec.Struct, frozen=True):
-    """Command to report the outcome of an offer or a fetch to the engine. It is the last command of
-    each.
+    """Command to report the outcome of an offer or a fetch of KV to the engine.
+
+    It is always the last command.
     """
 
     number: int
@@ -80,26 +83,27 @@ class ResolveHandle(msgspec.Struct, frozen=True):
 
 
 class ReportLayers(msgspec.Struct, frozen=True):
-    """Command of the sink to report that the first `layers` layers of a fetch are complete."""
+    """Command of the sink to report that the first `layers` layers of fetched KV are complete."""
 
     number: int
     layers: int
 
 
 class DialPeer(msgspec.Struct, frozen=True):
-    """Command of the sink to open a link to the agent at this address."""
+    """Command of the sink to open a connection to the agent at this address."""
 
     address: str
 
 
 class EndGroup(msgspec.Struct, frozen=True):
-    """Command of the source to end all of its offers, because a rank of the group is lost."""
+    """Command of the source to end all of its KV offers, because a rank of its group is lost."""
 
     detail: str
 
 
 class ComputePlan(msgspec.Struct, frozen=True):
-    """Command to run `work` without the agent's lock, then call its result under the lock.
+    """Command to run a long computation, `work`, without the agent's lock, and call its result
+    under the lock.
 
     The result is called with the current time and returns commands. The state may have changed in
     the meantime.
@@ -133,7 +137,7 @@ def plan_or_defer(
 ) -> list[Command]:
     """Run `work`, which computes a plan of this many blocks and rank pairs, now or later.
 
-    Return the commands of a small plan, or a command to compute a large one.
+    Returns the commands of a small plan, or a command to compute a large one.
     """
     short = blocks <= _MAX_INLINE_BLOCKS and pairs <= _MAX_INLINE_PAIRS
     return work()(now) if short else [ComputePlan(work)]

@@ -1,4 +1,4 @@
-"""Flow control of sending: order of transfers, bytes in flight to a peer, measured bandwidth.
+"""Flow control of sending KV: order of transfers, bytes in flight to a peer, measured bandwidth.
 
 All functions are pure: the caller passes `now`. The gateway's policies choose a peer by bandwidth.
 """
@@ -48,7 +48,10 @@ class SendCredits:
         self._by_transfer: dict[int, int] = {}
 
     def take(self, transfer: int, n_bytes: int) -> bool:
-        """Take credit for `n_bytes` of a transfer if available; return whether it was taken."""
+        """Take send credit for `n_bytes` bytes of a transfer, if there is enough.
+
+        Returns whether it was taken.
+        """
         if self.in_flight_bytes and self.in_flight_bytes + n_bytes > self.budget_bytes:
             return False
         self.in_flight_bytes += n_bytes
@@ -56,7 +59,7 @@ class SendCredits:
         return True
 
     def put_back(self, transfer: int, n_bytes: int) -> None:
-        """Free the send credit of `n_bytes` of a transfer that have landed.
+        """Give back the send credit of `n_bytes` bytes of a transfer that have arrived.
 
         Raises ValueError if fewer bytes of the transfer are in flight.
         """
@@ -69,8 +72,9 @@ class SendCredits:
             self._by_transfer.pop(transfer, None)
 
     def forget(self, transfer: int) -> int:
-        """Free all send credit of a finished transfer; return its number of bytes that were in
-        flight.
+        """Give back all send credit of a finished transfer.
+
+        Returns the number of its bytes that were in flight.
         """
         in_flight = self._by_transfer.pop(transfer, 0)
         self.in_flight_bytes -= in_flight
@@ -78,7 +82,7 @@ class SendCredits:
 
 
 class QueuedTransfer(msgspec.Struct, frozen=True):
-    """A transfer with windows of KV to send.
+    """A transfer that has KV to send.
 
     `deadline` and `since` (start of its wait) are seconds on the owner's clock.
     """
@@ -90,7 +94,7 @@ class QueuedTransfer(msgspec.Struct, frozen=True):
 
 
 class TransferOrder:
-    """Queue of transfers: by priority, then earliest deadline, then longest wait.
+    """Queue of KV transfers: by priority, then earliest deadline, then longest wait.
 
     A transfer gains one priority level for every `promote_s` seconds it waits, so that none
     starves.
@@ -104,17 +108,17 @@ class TransferOrder:
         return len(self._turns)
 
     def add(self, transfer: int, klass: Priority, deadline: float, now: float) -> None:
-        """Add a transfer; one that is already queued keeps its place."""
+        """Add a KV transfer to the queue. One that is already queued keeps its place."""
         self._turns.setdefault(transfer, QueuedTransfer(transfer, klass, deadline, now))
 
     def remove(self, transfer: int) -> None:
-        """Remove a transfer; do nothing if it is not queued."""
+        """Remove a KV transfer from the queue; do nothing if it is not queued."""
         self._turns.pop(transfer, None)
 
     def next(self, now: float) -> int | None:
-        """Return the transfer of which a window of KV is sent next; None if none is queued.
+        """Return the number of the transfer that sends KV next; None if none is queued.
 
-        It stays queued; the caller removes it when it has no more windows.
+        It stays queued; the caller removes it when it has no more KV to send.
         """
         if not self._turns:
             return None
@@ -140,7 +144,7 @@ class BandwidthMeter:
         self._decayed: dict[tuple[str, str], tuple[float, float]] = {}
 
     def record(self, peer: str, transport: str, n_bytes: int, seconds: float) -> None:
-        """Record that `n_bytes` took `seconds` to send; a time of 0 is ignored."""
+        """Record that sending `n_bytes` bytes to a peer took `seconds`; a time of 0 is ignored."""
         if seconds <= 0:
             return
         old_bytes, old_seconds = self._decayed.pop((peer, transport), (0.0, 0.0))
@@ -158,10 +162,10 @@ class BandwidthMeter:
         return None if decayed is None else decayed[0] / decayed[1]
 
     def all(self) -> dict[tuple[str, str], float]:
-        """Return every measured rate in bytes per second, by (peer, transport)."""
+        """Return every measured bandwidth in bytes per second, by (peer, transport)."""
         return {pair: n_bytes / seconds for pair, (n_bytes, seconds) in self._decayed.items()}
 
     def forget(self, peer: str) -> None:
-        """Drop the rates of a peer that has gone for good."""
+        """Drop the measured bandwidth of a peer that has gone for good."""
         for pair in [pair for pair in self._decayed if pair[0] == peer]:
             del self._decayed[pair]

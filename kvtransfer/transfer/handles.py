@@ -1,4 +1,4 @@
-"""Handles of offers and fetches, which an engine awaits on its event loop.
+"""The handles of KV offers and fetches, which an engine awaits on its event loop.
 
 The agent changes a handle on its own threads, and LoopWaker wakes the event loop.
 """
@@ -14,15 +14,16 @@ from kvtransfer.protocol.outcomes import TransferOutcome
 
 
 class HandleListener(Protocol):
-    """Protocol of a listener for changed handles, called on any thread with the agent's lock
-    held.
+    """The interface of a listener for changed handles.
+
+    It is called on any thread with the agent's lock held.
     """
 
     def on_change(self, handle: TransferHandle) -> None: ...
 
 
 class LoopWaker:
-    """Wakes the coroutines that wait for handles on one event loop, from any thread.
+    """Wakes the coroutines on one event loop that wait for KV transfers, from any thread.
 
     It uses one eventfd.
     """
@@ -56,7 +57,9 @@ class LoopWaker:
 
 
 class TransferHandle:
-    """Base class of offers and fetches; `outcome` is None until the end, and then never changes."""
+    """The base class of KV offers and fetches; `outcome` is None until the end, and then never
+    changes.
+    """
 
     def __init__(self, number: int, name: str) -> None:
         self.number, self.name = number, name
@@ -64,7 +67,7 @@ class TransferHandle:
         self._waiters: set[asyncio.Future[None]] = set()
 
     async def wait_ended(self) -> TransferOutcome:
-        """Wait for the end of the transfer and return its outcome.
+        """Wait for the end of the KV transfer and return its outcome.
 
         The blocks then belong to the engine again.
         """
@@ -73,7 +76,7 @@ class TransferHandle:
         return self.outcome
 
     def wake(self) -> None:
-        """Wake all coroutines that wait for this handle, because it has changed.
+        """Wake all coroutines that wait for this transfer, because its state has changed.
 
         This runs on the event loop.
         """
@@ -93,7 +96,7 @@ class TransferHandle:
 
 
 class OfferOwner(Protocol):
-    """Protocol of the agent's methods that an Offer calls."""
+    """The interface of an agent to the handle of an offer of KV."""
 
     def mark_ready(self, number: int, layers: int) -> None: ...
 
@@ -103,15 +106,15 @@ class OfferOwner(Protocol):
 
 
 class LandingOwner(Protocol):
-    """Protocol of the agent's methods that a Landing calls."""
+    """The interface of an agent to the handle of a fetch of KV."""
 
     def cancel(self, number: int, detail: str) -> None: ...
 
 
 class Offer(TransferHandle):
-    """Handle of KV that one sink may fetch once.
+    """The handle of offered KV, which one other agent may fetch once.
 
-    `ticket` is ASCII text for the sink. Keep it secret: any agent that presents it may fetch.
+    `ticket` is ASCII text for that agent. Keep it secret: any agent that presents it may fetch.
     """
 
     def __init__(self, keeper: OfferOwner, number: int, name: str) -> None:
@@ -120,20 +123,23 @@ class Offer(TransferHandle):
         self._owner = keeper
 
     def mark_ready(self, layers: int) -> None:
-        """Allow the first `layers` layers of the offer to be sent, because they are computed."""
+        """Allow the KV of the first `layers` layers of the offer to be sent, because they are
+        computed.
+        """
         self._owner.mark_ready(self.number, layers)
 
     def renew(self, ttl_s: float) -> bool:
-        """Extend the lease to `ttl_s` seconds from now, never shortening it, and renew `ticket`.
+        """Extend the offer's lease to `ttl_s` seconds from now, never shortening it, and renew
+        `ticket`.
 
-        Return False if the offer has already ended.
+        Returns False if the offer has already ended.
         """
         ticket = self._owner.renew(self.number, ttl_s)
         self.ticket = ticket or self.ticket
         return ticket is not None
 
     def revoke(self, detail: str = "") -> None:
-        """Take the blocks back at once, even while a peer reads them.
+        """Take the offered blocks back at once, even while another agent reads them.
 
         The offer ends as CANCELLED.
         """
@@ -141,7 +147,7 @@ class Offer(TransferHandle):
 
 
 class Landing(TransferHandle):
-    """Handle of KV that is being fetched.
+    """The handle of KV that is being fetched from another agent.
 
     `layers` is the number of complete and verified layers, from the first on. All of them are valid
     once LANDED.
@@ -155,14 +161,15 @@ class Landing(TransferHandle):
     async def wait_layers(self, layers: int) -> bool:
         """Wait until the first `layers` layers of the fetched KV are complete.
 
-        Return False if the fetch ended before that.
+        Returns False if the fetch ended before that.
         """
         while self.layers < layers and self.outcome is None:
             await self._changed()
         return self.layers >= layers
 
     def cancel(self, detail: str = "") -> None:
-        """Cancel the fetch; it ends as CANCELLED once no peer can write to its blocks any more.
+        """Cancel the fetch of KV; it ends as CANCELLED once no peer can write to its blocks any
+        more.
 
         Does nothing if it has ended or is about to end.
         """

@@ -1,7 +1,7 @@
-"""Registration of memory with a network card, before the invitation to write to it is sent.
+"""Registers memory with a network card before another agent is invited to write to it.
 
-Registration runs on other threads; invitations are sent in order. sink.py decides whether a fetch
-is still wanted, and transports/rdma/memory_grants.py registers the memory.
+Registration runs on other threads; the invitations are sent in order. sink.py decides whether a
+fetch is still wanted, and transports/rdma/memory_grants.py registers the memory.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ log = logging.getLogger("penstock")
 
 
 class InviteRegistration:
-    """Registers memory with a network card before a peer is invited to write to it.
+    """Registers memory with a network card before another agent is invited to write to it.
 
     There is one thread per link, which keeps the order of the invitations, because a source accepts
     only growing transfer numbers. `granted` and `failed` are called under the lock.

@@ -1,4 +1,4 @@
-"""Invitations that wait for their offers, and names whose offers have ended or are unwanted.
+"""Sinks' invitations to send them KV that wait for the offer of that KV, and names of ended offers.
 
 No I/O: the caller passes `now`, which never goes back. source.py decides who may fetch an offer,
 and answers the invitations.
@@ -19,7 +19,7 @@ from kvtransfer.util.ttl_map import TtlMap
 
 
 class PendingInvite(msgspec.Struct, frozen=True):
-    """A sink's invitation to send it KV that waits for the offer of that KV, until `deadline`."""
+    """A sink's invitation to send it KV, which waits until `deadline` for the offer of that KV."""
 
     link: Link
     invite: Invite
@@ -28,7 +28,8 @@ class PendingInvite(msgspec.Struct, frozen=True):
 
 
 class PendingInvites:
-    """The sinks' invitations that wait for offers, one per name and rank, bounded in total.
+    """The invitations of sinks that wait for an offer of KV, one per name and rank, bounded in
+    total.
 
     Used by TransferSource.
     """
@@ -60,9 +61,9 @@ class PendingInvites:
         return self._waiting.get(name, {}).get(rank)
 
     def add(self, link: Link, invite: Invite, rank: int, now: float) -> EndReason | None:
-        """Add an invitation of this sink rank (-1: all ranks) to wait for its offer.
+        """Let an invitation of this sink rank (-1: all ranks) wait for the offer of its KV.
 
-        Return None, or why it is refused.
+        Returns None, or why the invitation is refused.
         """
         ended = self._ended.get(invite.name, now)
         if ended is not None:
@@ -102,7 +103,8 @@ class PendingInvites:
             del self._waiting[name]
 
     def withdraw(self, link: Link, transfer: int, agent: str | None, now: float) -> bool:
-        """Remove the waiting invitation of this transfer; return False if there is none.
+        """Remove the invitation of this transfer that waits for an offer; return False if there is
+        none.
 
         `agent` is the sink that does not want the offer later either; None: it may want it.
         """
@@ -131,7 +133,9 @@ class PendingInvites:
             self._remove_one(*waiting)
 
     def mark_ended(self, name: str, reason: EndReason, now: float) -> None:
-        """Refuse further invitations for the offer `name` with `reason`, for some time."""
+        """Refuse further invitations to send the KV of the offer `name`, with `reason`, for some
+        time.
+        """
         self._ended.put(name, reason, now)
 
     def take_expired(self, now: float) -> list[PendingInvite]:

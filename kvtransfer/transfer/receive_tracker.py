@@ -1,4 +1,4 @@
-"""Tracking of which bytes of one transfer have arrived, per layer group, in any order.
+"""Tracks which bytes of one KV transfer have arrived, per layer group, in any order.
 
 ReceiveTracker neither stores nor verifies the bytes.
 """
@@ -12,20 +12,23 @@ from kvtransfer.layout.reshard import TransferPlan
 
 
 class WindowError(Exception):
-    """Error: a received window of KV is not in the plan, has another size, or arrived before."""
+    """Raised when received KV is not in the transfer's plan, has another size, or arrived
+    before.
+    """
 
 
 class RepeatedWindowError(WindowError):
-    """Error: part of a window of KV has arrived before; it is not written again, so no harm is
-    done.
+    """Raised when part of received KV has arrived before.
+
+    It is not written again, so no harm is done.
     """
 
 
 class ReceiveTracker:
-    """Tracks the arrival of a plan's windows of KV; not thread-safe.
+    """Tracks which windows (pieces) of a KV transfer have arrived; not thread-safe.
 
     A window is begun when its head is read, and landed when its bytes are in place and verified. No
-    run is written twice, and only verified bytes count.
+    byte range is written twice, and only verified bytes count.
     """
 
     def __init__(self, plan: TransferPlan) -> None:
@@ -37,7 +40,7 @@ class ReceiveTracker:
         self.n_bytes = 0
 
     def begin(self, group: int, pair: int, first: int, count: int, n_bytes: int) -> ByteRuns:
-        """Mark a window of KV as begun, and return the byte ranges (runs) to write.
+        """Mark a window (piece) of KV as begun, and return the byte ranges (runs) to write.
 
         Raises WindowError; the link must then not be trusted any further.
         """
@@ -55,9 +58,9 @@ class ReceiveTracker:
         return runs
 
     def land(self, group: int, pair: int, first: int, count: int) -> bool:
-        """Count a begun window of KV as verified, and return whether its group is complete.
+        """Count a window (piece) of KV as verified, and return whether its layer group is complete.
 
-        Raises WindowError if it was not begun.
+        Raises WindowError if the window was not begun.
         """
         n_bytes = self._unverified.pop((group, pair, first, count), None)
         if n_bytes is None:
@@ -74,12 +77,12 @@ class ReceiveTracker:
 
     @property
     def is_complete(self) -> bool:
-        """Whether every byte of the transfer's plan has arrived and is verified."""
+        """Return whether every byte of the transfer has arrived and is verified."""
         return self._groups_in_order == len(self._missing)
 
     @property
     def complete_layers(self) -> int:
-        """Number of complete layers, from the first on without a gap."""
+        """Return the number of complete layers, from the first on without a gap."""
         return self.plan.complete_layers(self._groups_in_order)
 
 

@@ -1,4 +1,4 @@
-"""The windows of KV that go to one peer over one link, with their order and their memory.
+"""The windows (pieces of KV) that are sent to one agent, with their order and their memory.
 
 The main classes are LeasedOffer and SendQueue. source.py decides whether an offer may be fetched.
 """
@@ -56,7 +56,7 @@ class OfferSpec(msgspec.Struct, frozen=True):
 
 
 class LeasedOffer:
-    """An offer and the lease that protects its blocks.
+    """An offer of KV and the lease that protects its blocks.
 
     generations     generations of its blocks, per rank, as promised when it was made
     sorted_blocks   its block numbers in order, for a fast search per window
@@ -117,7 +117,7 @@ class LeasedOffer:
 
     @property
     def is_unclaimed(self) -> bool:
-        """Whether no sink has fetched any part of the offer; False for a rank's share of an
+        """Return whether no agent has fetched any part of the offer; False for a rank's share of an
         offer.
         """
         return self.plan is None and self.claimed_by is None and self.whole is None
@@ -127,9 +127,9 @@ class LeasedOffer:
         return self.lease.ended_from is None
 
     def peek(self) -> WindowHead | None:
-        """Return the next window of KV to send.
+        """Return the header of the next window (piece of KV) to send.
 
-        Return None if no more is computed yet, or all have been sent.
+        Returns None if no more is computed yet, or all have been sent.
         """
         if self.head is None:
             self.head = next(self.windows, None)
@@ -137,7 +137,8 @@ class LeasedOffer:
 
 
 class ThroughputMeter:
-    """Measures throughput over busy periods, and passes bytes and seconds to `on_measured`.
+    """Measures how fast KV is sent while bytes are in flight, and passes bytes and seconds to
+    `on_measured`.
 
     A period ends when no bytes are in flight, or after `most_s` seconds, when the next one starts.
     """
@@ -148,12 +149,12 @@ class ThroughputMeter:
         self._bytes = 0
 
     def start(self, now: float) -> None:
-        """Start a busy period at `now`, unless one is running."""
+        """Start a busy period, in which bytes are in flight, at `now`, unless one has begun."""
         if self._since is None:
             self._since = now
 
     def count(self, n_bytes: int, now: float, *, idle: bool) -> None:
-        """Count bytes that the peer has received.
+        """Count bytes of KV that the receiving agent has received.
 
         `idle` is whether no other bytes are in flight, which ends the busy period.
         """
@@ -166,7 +167,7 @@ class ThroughputMeter:
 
 
 class SendQueue:
-    """The pieces of KV (windows) that are sent to one peer over one link.
+    """The pieces of KV (windows) that are sent to one agent over one connection.
 
     claimed   the offers that the peer has taken, by transfer number
     newest    the latest transfer number. Numbers only grow, so a late message about an
@@ -190,31 +191,35 @@ class SendQueue:
         self._flow = ThroughputMeter(on_measured)
 
     def take(self, offer: LeasedOffer, transfer: int) -> None:
-        """Assign an offer of KV to this peer's transfer, before its plan is computed."""
+        """Assign an offer of KV to a transfer to this peer, before the transfer's plan is
+        computed.
+        """
         self.claimed[transfer] = offer
         offer.link, offer.transfer = self._link, transfer
 
     def undo_take(self, offer: LeasedOffer) -> None:
-        """Undo `take` because the claim failed, so that the offer is available again."""
+        """Undo `take` because the transfer could not begin, so that the offer is available
+        again.
+        """
         del self.claimed[offer.transfer]
         offer.link, offer.transfer = None, 0
 
     def claim(self, offer: LeasedOffer, plan: TransferPlan, window_bytes: int) -> None:
-        """Record the plan by which an offer is sent to its sink, and cut it into windows of this
+        """Record the plan by which an offer is sent to its sink, and cut it into pieces of this
         size.
         """
         offer.plan, offer.window_bytes = plan, window_bytes
         offer.windows = _windows(offer, plan)
 
     def release(self, offer: LeasedOffer, now: float, *, landed: bool) -> None:
-        """Remove an offer that has ended from the queue, and free its send credit."""
+        """Remove an offer that has ended from the queue, and give back its send credit."""
         del self.claimed[offer.transfer]
         self._turns.remove(offer.transfer)
         left = self.credits.forget(offer.transfer)
         self._flow.count(left if landed else 0, now, idle=not self.credits.in_flight_bytes)
 
     def put_back(self, transfer: int, n_bytes: int, now: float) -> None:
-        """Free the send credit of bytes that the peer has received.
+        """Give back the send credit of bytes that the peer has received.
 
         Raises ValueError if these bytes were not in flight.
         """
@@ -227,10 +232,11 @@ class SendQueue:
             self._turns.add(offer.transfer, offer.priority, offer.urgent_at, now)
 
     def next_windows(self, now: float) -> list[PutWindow]:
-        """Return the windows of KV to send now, by urgency, as far as the peer's credit allows.
+        """Return the windows (pieces of KV) to send now, by urgency, as far as the peer's credit
+        allows.
 
-        Ends after about MAX_RUNS runs, because other links wait meanwhile. It is called again when
-        credit is returned.
+        The result is limited to about MAX_RUNS byte ranges, because other connections wait
+        meanwhile. It is called again when credit is returned.
         """
         puts: list[PutWindow] = []
         runs = 0
@@ -266,7 +272,7 @@ class SendQueue:
 
 
 def blocks_of(runs: ByteRuns, block_bytes: int) -> NDArray[np.int64]:
-    """Return the source's blocks that these byte ranges (runs) read, in order, without direct
+    """Return the numbers of the KV blocks that these byte ranges read, in order, without direct
     repetitions.
 
     Valid only where blocks are outermost in memory. Otherwise a run's offset does not give its

@@ -1,4 +1,4 @@
-"""Division of one offer among the ranks of a sink group, which claim their shares separately.
+"""Divides one offer of KV among the ranks of a sink group, which claim their shares separately.
 
 The first rank that fetches divides the offer into shares, one for each rank that needs bytes of it.
 Every share is claimed, sent and ended separately and has its own lease; all of them protect the
@@ -17,14 +17,17 @@ from kvtransfer.transfer.send_queue import LeasedOffer
 
 
 class OfferSharing:
-    """Divides the offers of one agent; `add` registers a new share and protects its blocks."""
+    """Divides the KV offers of one agent.
+
+    The function `add` registers a new share and protects its blocks.
+    """
 
     def __init__(self, card: AgentCard, add: Callable[[LeasedOffer], None]) -> None:
         self._card, self._add = card, add
         self._numbers = count(1)
 
     def share_for(self, offer: LeasedOffer, sink: AgentCard, now: float) -> LeasedOffer | None:
-        """Return what this sink may claim: the offer, or its rank's share of it; or None.
+        """Return the part of an offer that this sink may claim: all, its rank's share, or None.
 
         None means that another group shares the offer, or that the lease has ended. The caller
         checks that the result is not claimed yet.

@@ -1,4 +1,4 @@
-"""Logic of the sink: an agent's fetches (landings), from `fetch` until no peer can write any more.
+"""Logic of the sink: an agent's fetches of KV, from `fetch` until no peer can write any more.
 
     WAITING -> INVITED -> MOVING -> FENCING -> gone
 
@@ -56,7 +56,7 @@ from kvtransfer.util.options import AgentOptions
 
 
 class FetchRequest(msgspec.Struct, frozen=True):
-    """An engine's request to fetch tokens [skip_tokens, tokens) of an offer into `blocks`."""
+    """An engine's request to fetch tokens [skip_tokens, tokens) of a KV offer into `blocks`."""
 
     address: str
     name: str
@@ -69,9 +69,9 @@ class FetchRequest(msgspec.Struct, frozen=True):
 
 
 class SinkState(StrEnum):
-    """The states of a fetch.
+    """The states of a fetch of KV.
 
-    WAITING   waits for a link
+    WAITING   waits for a connection
     INVITED   the peer may write
     MOVING    the peer writes
     FENCING   ended, but writers may still be active
@@ -121,7 +121,7 @@ class BlockReservation:
 
 
 class TransferSink:
-    """The fetches of one agent, by the number that the caller gives and that is used on the wire.
+    """The KV fetches of one agent, by a number that the caller gives and that messages carry.
 
     rank   the only rank of the layout that `regions` has; None: all
     """
@@ -149,13 +149,13 @@ class TransferSink:
         return {state.value: states.count(state) for state in SinkState}
 
     def next_deadline(self) -> float | None:
-        """Return the time at which `tick` is due next; None without a deadline."""
+        """Return the time at which `tick` must be called next; None without a deadline."""
         while self._deadlines and self._deadlines[0][1] not in self._reservations:
             heapq.heappop(self._deadlines)
         return self._deadlines[0][0] if self._deadlines else None
 
     def fetch(self, number: int, request: FetchRequest, now: float) -> list[Command]:
-        """Begin a fetch of KV from a source agent, over an existing link or a new one.
+        """Begin a fetch of KV from another agent; return the commands to execute.
 
         `check` must have accepted the request.
         """
@@ -169,7 +169,7 @@ class TransferSink:
         return [DialPeer(request.address)] if waiting is None else []
 
     def join_group(self, addresses: Sequence[str]) -> list[Command]:
-        """Keep a link to each other agent of the group, so that its loss is noticed."""
+        """Connect to each other agent of the group, so that its loss is noticed."""
         self._members = set(addresses)
         self._member_links = {
             there[0]: address for address, there in self._links.items() if address in self._members
@@ -193,7 +193,7 @@ class TransferSink:
         now: float,
         rank: int | None = None,
     ) -> list[Command]:
-        """Invite the peer of a new link to write, for all fetches that waited for the link.
+        """Invite the agent at a new connection to write KV, for all fetches that waited for it.
 
         rank   the only rank that the peer has; None: all
         """
@@ -211,7 +211,7 @@ class TransferSink:
     def on_link_failed(
         self, address: str, reason: EndReason, detail: str, now: float
     ) -> list[Command]:
-        """End all fetches that waited for a link that could not be set up."""
+        """End all KV fetches that waited for a connection that could not be opened."""
         waiters = [
             reservation
             for reservation in self._waiting.pop(address, [])
@@ -225,17 +225,13 @@ class TransferSink:
         return ended + self._lose_member(address, detail or reason)
 
     def retire_link(self, link: Link) -> None:
-        """Start no new transfers on a link that will end soon; its current transfers may still
-        finish.
-        """
+        """Start no new transfers on a connection that will end soon; let current ones finish."""
         self._links = {
             address: there for address, there in self._links.items() if there[0] is not link
         }
 
     def on_lost(self, link: Link, reason: EndReason, detail: str, now: float) -> list[Command]:
-        """End all fetches of a lost link, once no peer can write: its writers may still be
-        active.
-        """
+        """End all fetches of a lost connection, once no writer of the other agent is active."""
         self.retire_link(link)
         affected = [
             reservation for reservation in self._reservations.values() if reservation.link is link
@@ -248,12 +244,12 @@ class TransferSink:
         return ended + self._lose_member(self._member_links.pop(link, None), detail or reason)
 
     def cancel(self, number: int, reason: EndReason, detail: str, now: float) -> list[Command]:
-        """End a fetch as failed or cancelled; do nothing if it has already ended."""
+        """End a KV fetch as failed or cancelled; do nothing if it has already ended."""
         reservation = self._reservations.get(number)
         return [] if reservation is None else self._end(reservation, reason, detail, now)
 
     def close(self, now: float) -> list[Command]:
-        """Cancel all fetches of KV, because the agent closes."""
+        """Cancel all fetches of KV, because the agent closes; return the commands to execute."""
         return [
             command
             for number in list(self._reservations)
@@ -261,9 +257,7 @@ class TransferSink:
         ]
 
     def tick(self, now: float) -> list[Command]:
-        """End all fetches of KV whose deadline has passed at `now` (seconds on the agent's
-        clock).
-        """
+        """End all KV fetches whose deadline has passed at `now`; return the commands."""
         commands: list[Command] = []
         while (due := self.next_deadline()) is not None and due <= now:
             _, number = heapq.heappop(self._deadlines)
@@ -271,9 +265,7 @@ class TransferSink:
         return commands
 
     def on_accept(self, link: Link, message: Accept, now: float) -> list[Command]:
-        """Begin to receive KV, because the source accepted. Raises ProtocolError if it was not
-        invited.
-        """
+        """Begin to receive KV that the source sends. Raises ProtocolError if it was not invited."""
         reservation = self._find(link, message.transfer)
         if reservation is None or reservation.state is SinkState.FENCING:
             return []
@@ -305,7 +297,7 @@ class TransferSink:
         return []
 
     def on_stop(self, link: Link, message: StopTransfer, now: float) -> list[Command]:
-        """End a fetch that the source stopped or refused. Raises ProtocolError for LANDED."""
+        """End a KV fetch that the source has stopped. Raises ProtocolError for LANDED."""
         if message.reason is EndReason.LANDED:
             raise ProtocolError("a source cannot report that bytes have landed")
         reservation = self._find(link, message.transfer)
@@ -314,7 +306,7 @@ class TransferSink:
         return self._end(reservation, message.reason, message.detail, now, tell=False)
 
     def place_window(self, link: Link, head: WindowHead) -> WindowSlice | None:
-        """Return where to write a window of KV; None means to discard it.
+        """Return where to write an arriving window (piece of KV); None means to discard it.
 
         A window is written once, as planned, and only while its transfer is moving. Raises
         WindowError for a window outside the plan; call `on_bad_window` then.
@@ -348,9 +340,7 @@ class TransferSink:
     def on_landed(
         self, link: Link, head: WindowHead, verdict: WindowVerdict, now: float
     ) -> list[Command]:
-        """Count a window of KV that is in place, or end the fetch if the window must not be
-        used.
-        """
+        """Count a piece of KV that has arrived, or end its fetch if it must not be used."""
         reservation = self._find_moving(link, head.transfer)
         if reservation is None or reservation.tracker is None:
             return []
@@ -372,16 +362,14 @@ class TransferSink:
         return [*commands, SendMessage(link, done), FenceTransfer(link, head.transfer)]
 
     def on_fenced(self, link: Link, transfer: int, now: float) -> list[Command]:
-        """End a fetch and return its blocks to the engine, because no peer can write to them any
-        more.
-        """
+        """End a fetch and return its blocks, because no peer can write to them any more."""
         reservation = self._find(link, transfer)
         if reservation is None or reservation.state is not SinkState.FENCING:
             return []
         return self._resolve(reservation, now)
 
     def on_all_fenced(self, now: float) -> list[Command]:
-        """End every fetch that is ending, because all transports and their threads have ended."""
+        """End every fetch that is about to end, because all transports and threads have ended."""
         fencing = [
             reservation
             for reservation in self._reservations.values()
@@ -390,9 +378,7 @@ class TransferSink:
         return [command for reservation in fencing for command in self._resolve(reservation, now)]
 
     def confirm_invite(self, link: Link, transfer: int) -> bool:
-        """Return whether the invitation to write is still wanted; if so, the caller must send
-        it.
-        """
+        """Return whether an invitation is still wanted; if so, the caller must send it."""
         reservation = self._find(link, transfer)
         if reservation is None or reservation.state is SinkState.FENCING:
             return False
@@ -400,7 +386,7 @@ class TransferSink:
         return True
 
     def check(self, request: FetchRequest) -> None:
-        """Raise ValueError for a fetch with invalid blocks, tokens or texts; needs no lock."""
+        """Raise ValueError for a KV fetch with invalid blocks, tokens or texts; needs no lock."""
         check_texts(request.name, request.ticket)
         check_seconds("a landing", request.timeout_s)
         if not 0 <= request.skip_tokens < request.tokens <= MAX_TOKENS:

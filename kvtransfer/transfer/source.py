@@ -61,7 +61,7 @@ from kvtransfer.util.options import AgentOptions
 
 
 class TransferSource:
-    """The KV offers of one agent, numbered by the caller. `key` is the fleet's shared secret."""
+    """The KV offers of one agent, numbered by the caller; `key` is the fleet's shared secret."""
 
     def __init__(
         self,
@@ -100,7 +100,7 @@ class TransferSource:
         return sum(outlet.credits.in_flight_bytes for outlet in self._outlets.values())
 
     def next_deadline(self) -> float | None:
-        """Return a time at or before the next `tick` is due; None without a deadline."""
+        """Return a time at or before the next deadline, at which `tick` is due, or None."""
         while self._deadlines and self._deadlines[0][1] not in self._offers:
             heapq.heappop(self._deadlines)
         dues = [
@@ -110,7 +110,7 @@ class TransferSource:
         return min((due for due in dues if due is not None), default=None)
 
     def offer(self, number: int, spec: OfferSpec, now: float) -> tuple[str, list[Command]]:
-        """Protect blocks until they are fetched; return the ticket and the commands.
+        """Protect the blocks of an offer until they are fetched; return its ticket and commands.
 
         An offer that its sink has given up waiting for ends at once, because no sink would fetch
         it. Raises ValueError for an invalid offer.
@@ -155,7 +155,7 @@ class TransferSource:
         return self._pump(self._outlets[offer.link], now)
 
     def renew(self, number: int, ttl_s: float, now: float) -> str | None:
-        """Extend the lease and return a new ticket; None if the offer has already ended.
+        """Extend an offer's lease and return a new ticket; None if the offer has already ended.
 
         Raises ValueError for an invalid time.
         """
@@ -170,12 +170,12 @@ class TransferSource:
         return offer.ticket
 
     def revoke(self, number: int, reason: EndReason, detail: str, now: float) -> list[Command]:
-        """End an offer at once, even while a peer reads it; readers then find the blocks stale."""
+        """End an offer of KV at once; agents that still read it then find its blocks stale."""
         offer = self._offers.get(number)
         return [] if offer is None else self._end(offer, reason, detail, now)
 
     def lose_rank(self, detail: str, now: float) -> list[Command]:
-        """End all offers, and refuse more until `join_group`: a rank of the group is lost."""
+        """End all KV offers and refuse new ones until `join_group`: the group has lost a rank."""
         self._lost_rank = detail
         return [
             command
@@ -184,17 +184,17 @@ class TransferSource:
         ]
 
     def join_group(self) -> None:
-        """Accept offers again, after they were refused because a rank of the group was lost."""
+        """Accept KV offers again, after they were refused because a rank of the group was lost."""
         self._lost_rank = None
 
     def decline(self, name: str, detail: str, now: float) -> list[Command]:
-        """Report to waiting and later sinks that no offer of this name will come."""
+        """Report to agents that wait for an offer of this name that it will not come."""
         if name not in self._names:
             self._pending_invites.mark_ended(name, EndReason.DECLINED, now)
         return self._refuse_waiting(name, EndReason.DECLINED, detail)
 
     def close(self, now: float) -> list[Command]:
-        """End every offer and refuse every waiting invitation, because the agent closes."""
+        """End every offer of KV and refuse every waiting invitation, because the agent closes."""
         commands = [
             command
             for name in list(self._pending_invites)
@@ -207,7 +207,7 @@ class TransferSource:
         ]
 
     def on_linked(self, link: Link, card: AgentCard, budget_bytes: int) -> None:
-        """Add a peer that dialled this agent and has proven its identity."""
+        """Add an agent that has opened a connection to this one and has proven its identity."""
         pair = (card.agent, link.transport)
 
         def on_measured(n_bytes: int, seconds: float) -> None:
@@ -217,7 +217,7 @@ class TransferSource:
         self._outlets[link] = SendQueue(link, card, budget_bytes, list(self._regions), on_measured)
 
     def on_lost(self, link: Link, reason: EndReason, detail: str, now: float) -> list[Command]:
-        """End every transfer of a lost link; its blocks are free at once."""
+        """End every KV transfer of a lost connection. Its blocks are free at once."""
         outlet = self._outlets.pop(link, None)
         if outlet is None:
             return []
@@ -230,7 +230,7 @@ class TransferSource:
         ]
 
     def tick(self, now: float) -> list[Command]:
-        """End leases that expired at `now`, and refuse invitations that waited too long."""
+        """End leases that have expired at `now`, and refuse invitations that waited too long."""
         commands: list[Command] = []
         while self._deadlines and self._deadlines[0][0] <= now:
             offer = self._offers.get(heapq.heappop(self._deadlines)[1])
@@ -243,7 +243,7 @@ class TransferSource:
         return commands
 
     def on_invite(self, link: Link, invite: Invite, now: float) -> list[Command]:
-        """Answer a sink's invitation, or let it wait for its offer.
+        """Answer a sink's invitation to send KV, or let it wait for the offer of that KV.
 
         Raises ProtocolError if its transfer number is not new.
         """
@@ -270,7 +270,10 @@ class TransferSource:
         return self._match_invite(offer, link, invite, ticket, now)
 
     def on_stop(self, link: Link, message: StopTransfer, now: float) -> list[Command]:
-        """End a transfer that the sink stopped. Raises ProtocolError for an impossible reason."""
+        """End a KV transfer that the sink stopped.
+
+        Raises ProtocolError for an impossible reason.
+        """
         if message.reason in (EndReason.LANDED, EndReason.LEASE_EXPIRED):
             raise ProtocolError(f"{message.reason} is not a reason for a sink to stop")
         outlet = self._outlets[link]
@@ -285,9 +288,9 @@ class TransferSource:
         )
 
     def on_unwanted(self, link: Link, message: Unwanted, now: float) -> list[Command]:
-        """End an offer whose sink gave up before sending an invitation.
+        """End an offer of KV whose sink gave up before it sent an invitation.
 
-        Ignored if that sink may not fetch it.
+        The message is ignored if that sink may not fetch it.
         """
         card, offer = self._outlets[link].card, self._names.get(message.name)
         agent = card.agent
@@ -306,7 +309,7 @@ class TransferSource:
         )
 
     def on_landed(self, link: Link, message: Landed, now: float) -> list[Command]:
-        """End a transfer that the sink reports complete. Raises ProtocolError if it is not."""
+        """End a KV transfer that the sink reports complete. Raises ProtocolError if it is not."""
         offer = self._outlets[link].claimed.get(message.transfer)
         if offer is None:
             return []
@@ -315,9 +318,9 @@ class TransferSource:
         return self._end(offer, EndReason.LANDED, "", now, tell=False)
 
     def on_credit(self, link: Link, message: Credit, now: float) -> list[Command]:
-        """Free send credit, because the sink received bytes of a transfer, and send more.
+        """Give back send credit, because the sink has received bytes of KV, and send more.
 
-        Raises ProtocolError for credit it did not have.
+        Raises ProtocolError for more credit than was taken.
         """
         outlet = self._outlets[link]
         if message.transfer not in outlet.claimed:
@@ -329,12 +332,12 @@ class TransferSource:
         return self._pump(outlet, now)
 
     def on_bad_grant(self, link: Link, transfer: int, detail: str, now: float) -> list[Command]:
-        """End a transfer whose grant of memory access the transport cannot use."""
+        """End a KV transfer whose grant of memory access the transport cannot use."""
         offer = self._outlets[link].claimed.get(transfer)
         return [] if offer is None else self._end(offer, EndReason.PROTOCOL, detail, now)
 
     def on_beat(self, link: Link, now: float) -> None:
-        """Renew the leases that the sink of a link has claimed, because it sent a heartbeat."""
+        """Renew the leases that a sink has claimed, because it sent a heartbeat."""
         for offer in self._outlets[link].claimed.values():
             self._renew(offer, now + offer.spec.ttl_s, now)
 

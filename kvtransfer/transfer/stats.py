@@ -1,4 +1,4 @@
-"""Counters of an agent's transfers, read for metrics."""
+"""The counters of an agent's KV transfers, which metrics read."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class AgentStats:
         self.landings[end.kind, end.reason] += 1
 
     def count_sent(self, pair: tuple[str, str], n_bytes: int, seconds: float) -> None:
-        """Count bytes that this agent sent as a source, and the seconds with bytes in flight.
+        """Count bytes of KV that this agent sent, and the seconds in which bytes were in flight.
 
         `pair` is (peer, transport).
         """
@@ -46,8 +46,8 @@ class AgentStats:
         _add(self._sent_s, pair, seconds)
 
     def count_received(self, pair: tuple[str, str], n_bytes: int, seconds: float) -> None:
-        """Count bytes that this agent received as a sink, and the seconds since the source
-        accepted.
+        """Count bytes that this agent received as a sink, and the seconds since the source accepted
+        the transfer.
 
         `pair` is (peer, transport).
         """

@@ -1,1 +1,3 @@
-"""Transports, which move bytes from one agent's memory into another's: inproc, shm, tcp, rdma."""
+"""KV transports, which move bytes from one agent's memory into another's: inproc, shm, tcp,
+rdma.
+"""

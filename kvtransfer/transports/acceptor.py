@@ -1,4 +1,5 @@
-"""The thread that accepts connections of a stream transport, and the transport's open links.
+"""Accepts connections of a stream transport in a thread, and keeps the transport's open
+connections.
 
 tcp.py and shm.py turn a socket into a link.
 """
@@ -27,7 +28,7 @@ L = TypeVar("L", bound=StreamLink)
 def accepted_sockets(
     listener: socket.socket, closed: threading.Event
 ) -> Iterator[tuple[socket.socket, Any]]:
-    """Yield accepted sockets with their addresses, until `closed` is set.
+    """Yield the sockets that `listener` accepts, with their addresses, until `closed` is set.
 
     The caller must then shut the listener down. After any other error (no file descriptor left, the
     peer has gone, the network is down) it waits and continues.
@@ -42,7 +43,7 @@ def accepted_sockets(
 
 
 class LinkAcceptor(Generic[L]):
-    """Accepts connections in a thread and keeps the open links.
+    """Accepts connections in a thread, and keeps the open ones (links).
 
     `make` builds a link that is not open yet. It may refuse by raising TransportError or OSError.
     """
@@ -64,7 +65,7 @@ class LinkAcceptor(Generic[L]):
         self._thread.start()
 
     def add(self, sock: socket.socket, peer: str, *, dialled: bool) -> L:
-        """Open a link over `sock` and return it.
+        """Open a connection between two agents (link) over `sock`, and return it.
 
         On failure, closes the socket and raises TransportError.
         """
@@ -86,7 +87,9 @@ class LinkAcceptor(Generic[L]):
             self._links.discard(link)
 
     def close(self) -> None:
-        """Stop accepting connections, close all links, and wait until their threads have ended."""
+        """Stop accepting connections, close all open ones, and wait until their threads have
+        ended.
+        """
         self._closed.set()
         if self._listener is not None:
             # Closing alone would leave the thread blocked in accept().

@@ -1,4 +1,4 @@
-"""Choice of a better transport for two agents that are connected over another one.
+"""Chooses a better KV transport for two agents that are already connected over another one.
 
 On one host it is shared memory, otherwise RDMA if both have it. link_manager.py dials, and keeps
 the first transport if the better one fails.

@@ -1,4 +1,4 @@
-"""Copying of many runs of bytes within one machine's memory, with few interpreter steps per run.
+"""Copies many byte ranges (runs) within one machine's memory, with few interpreter steps for each.
 
 shm.py decides whose memory is copied, and when.
 """
@@ -37,7 +37,7 @@ def are_within(region: Region, offsets: Offsets, lengths: Offsets) -> bool:
 
 
 def split_by_bytes(runs: ByteRuns, step_bytes: int) -> Iterator[ByteRuns]:
-    """Yield the byte ranges (runs) in order, in parts of about `step_bytes` bytes."""
+    """Yield the byte ranges in order, in parts of about `step_bytes` bytes each."""
     ends = runs.length.cumsum()
     first, count = 0, len(ends)
     while first < count:
@@ -50,7 +50,7 @@ def split_by_bytes(runs: ByteRuns, step_bytes: int) -> Iterator[ByteRuns]:
 def copy_runs(source: NDArray[np.uint8], sink: NDArray[np.uint8], runs: ByteRuns) -> None:
     """Copy every byte range (run) from `source` to `sink`, which contain all of them.
 
-    `are_within` checks that.
+    The caller must have checked that with `are_within`.
     """
     length = runs.length.item(0)
     if length < _LARGE and runs.count > 2 and _is_regular(source, sink, runs, length):
@@ -86,8 +86,8 @@ def _copy_regular(
 
 
 def is_fine_grained(runs: ByteRuns, n_bytes: int) -> bool:
-    """Return whether the byte ranges (runs) are so many and short that copying them to one buffer
-    saves time.
+    """Return whether the byte ranges are so many and so short that copying them to one buffer saves
+    time.
     """
     return runs.count >= _MANY and n_bytes < runs.count * _FINE
 
@@ -99,7 +99,8 @@ def gather(
     into: Bytes,
     on_part: Callable[[Bytes], object],
 ) -> None:
-    """Copy these byte ranges (runs) of `source` in order to `into`, which has their total size.
+    """Copy these byte ranges (runs) of `source` one after another to `into`, which has their total
+    size.
 
     `on_part` is called with every part while it is in the processor's cache.
     """

@@ -1,8 +1,8 @@
-"""In-process transport: agents of one process, connected with simulated bandwidth, latency and
-faults.
+"""A KV transport within one process: its agents are, connected with simulated bandwidth, latency
+and faults.
 
 The main classes are Inproc and InprocWire. On a VirtualClock it is a seeded simulation; on a
-ThreadClock without latency it is the fastest transport. Windows copy real bytes between regions, in
+ThreadClock without latency it is the fastest transport. Real bytes are copied between regions, in
 two steps with time between them, so races are possible as over other transports.
 """
 
@@ -36,7 +36,7 @@ _TRICKLE_S = 0.02
 
 
 class WireConditions(msgspec.Struct, frozen=True):
-    """The simulated behaviour of a wire; probabilities are per window of KV.
+    """The simulated behaviour of a network; probabilities are per window (piece of a KV transfer).
 
     latency_s     seconds that every message takes
     bytes_per_s   bandwidth; None: as fast as memory
@@ -62,9 +62,9 @@ class WireConditions(msgspec.Struct, frozen=True):
 class InprocWire:
     """The simulated network between the Inproc transports of one process.
 
-    All calls run on `clock`, which its owner closes. `freeze` stops an agent as SIGSTOP would,
-    `thaw` resumes it, and `kill` ends it for good. `stall` holds back everything to and from an
-    agent that keeps running; `unstall` delivers it late.
+    All calls run on `clock`, which its owner closes. `freeze` stops an agent like SIGSTOP, `thaw`
+    resumes it, and `kill` ends it for good. `stall` holds back everything to and from an agent that
+    keeps running; `unstall` delivers it late.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class InprocWire:
         self._ends.pop(address, None)
 
     def find(self, address: str) -> Inproc:
-        """Return the transport at `address`. Raises TransportError if there is none."""
+        """Return the in-process transport at `address`. Raises TransportError if there is none."""
         end = self._ends.get(address)
         if end is None or address in self._dead:
             raise TransportError(f"no transport listens at {address}")
@@ -122,8 +122,8 @@ class InprocWire:
         return self.clock.call_at(self.clock.now() + delay_s, lambda: self._make(address, call))
 
     def deliver(self, source: str, sink: str, call: Callback, delay_s: float = 0.0) -> None:
-        """Schedule a call at `sink` that `source` sent, after the wire's latency and `delay_s`
-        seconds.
+        """Schedule a call at the agent `sink` that the agent `source` sent, after the simulated
+        latency and `delay_s` seconds.
         """
         stalled = self._stalled_calls.get(source, self._stalled_calls.get(sink))
         if stalled is not None:
@@ -141,7 +141,9 @@ class InprocWire:
 
 
 class WireClock:
-    """The clock of one agent on a wire, which stops while the agent is frozen or killed."""
+    """The clock of one agent on the simulated network, which stops while the agent is frozen or
+    killed.
+    """
 
     def __init__(self, wire: InprocWire, address: Callable[[], str]) -> None:
         self._wire = wire
@@ -158,7 +160,7 @@ class WireClock:
 
 
 class Inproc:
-    """The transport of one agent on a wire.
+    """The KV transport of one agent on the simulated network.
 
     Its agent uses `agent_clock`, so that it can be frozen and killed.
     """
@@ -208,9 +210,9 @@ class _Arrival:
 
 
 class InprocLink:
-    """One end of a link between two agents of this process.
+    """One end of a simulated connection (link) between two agents of this process.
 
-    Except for the queue, only the wire's clock uses it, one call at a time.
+    Except for the queue, only the network's clock uses it, one call at a time.
     """
 
     transport = "inproc"
@@ -264,20 +266,24 @@ class InprocLink:
             )
 
     def reset(self) -> None:
-        """End this side of the link as if its process had died."""
+        """End this side of the simulated connection as if its process had died."""
         self._closed = True
         self._wire.deliver(
             self._end.address, self.peer, lambda: self.far.on_far_closed("connection reset")
         )
 
     def on_far_closed(self, reason: str) -> None:
-        """Report to the link's owner, once, that the other end of the link has closed."""
+        """Report to this end's owner, once, that the other end of the simulated connection has
+        closed.
+        """
         self.notify_owner(lambda owner: owner.on_lost(self, reason))
         self._closed = True
         self._leave()
 
     def notify_owner(self, tell: Callable[[LinkOwner], None]) -> None:
-        """Call the link's owner through `tell`, unless this end of the link is closed."""
+        """Call the owner of this end of the connection through `tell`, unless this end is
+        closed.
+        """
         if not self._closed and self._end.owner is not None:
             self.received_bytes += 1
             tell(self._end.owner)

@@ -1,8 +1,8 @@
 """Scatter/gather I/O: sockets read into and write from many pieces of memory without a copy.
 
-Iovecs are rows of a numpy array, so a window of a thousand pieces needs no Python object per piece.
-readv and writev of libc take them directly, and release the interpreter lock. Only this module
-handles addresses. The main class is MemoryPieces.
+Iovecs are rows of a numpy array, so a transfer of a thousand pieces needs no Python object per
+piece. readv and writev of libc take them directly, and release the interpreter lock. Only this
+module handles addresses. The main class is MemoryPieces.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ _PYBUF_WRITE = 0x200
 
 
 def vectors_at(address: int, count: int) -> list[memoryview]:
-    """Return a memoryview for each of `count` iovecs at `address`.
+    """Return a memoryview of the memory that each of the `count` iovecs at `address` names.
 
-    They do not keep the memory alive.
+    The views do not keep the memory alive.
     """
     words = _view(address, 16 * count, _PYBUF_WRITE).cast("q").tolist()
     return [
@@ -62,7 +62,10 @@ def vectors_at(address: int, count: int) -> list[memoryview]:
 
 
 def check_result(count: int) -> int | None:
-    """Return the bytes moved by readv or writev; None if the call would block. Raises OSError."""
+    """Return the number of bytes moved by readv or writev, or None if the call would block.
+
+    Raises OSError.
+    """
     if count >= 0:
         return count
     number = ctypes.get_errno()
@@ -72,7 +75,7 @@ def check_result(count: int) -> int | None:
 
 
 class Iovecs:
-    """A table of iovecs, rows of (address, length), in memory that is reused for every window."""
+    """A table of iovecs, rows of (address, length), in memory that is reused for every transfer."""
 
     __slots__ = ("_rows", "address", "words")
 
@@ -85,7 +88,7 @@ class Iovecs:
         self.address = int(self._rows.__array_interface__["data"][0])
 
     def lay(self, address: int, offsets: Offsets, lengths: Offsets) -> None:
-        """Fill rows 1 to n of the array with these n pieces of memory.
+        """Fill rows 1 to n of the table of iovecs with these n pieces of memory.
 
         Rows 0 and n + 1 are left for a prefix and a suffix.
         """
@@ -99,7 +102,7 @@ class Iovecs:
 class MemoryPieces:
     """`size` bytes of memory in pieces, of which the first `done` bytes have been moved.
 
-    fed_count   number of pieces that a digest has consumed
+    fed_count   number of pieces that a digest (running checksum) has consumed
     was_short   the last call moved less than requested: the socket is empty or full
 
     It uses `iovecs`, which serve one object at a time. The code uses few steps, because a window's
@@ -150,10 +153,10 @@ class MemoryPieces:
         *,
         fed: bool = False,
     ) -> MemoryPieces:
-        """Return the pieces of memory of a window of KV. Raises TransportError if one lies outside.
+        """Return the pieces of memory that one window (piece of a KV transfer) fills or reads.
 
-        `fed` is whether a digest consumes them from the processor's cache; no call then moves more
-        than that holds.
+        Raises TransportError if a piece lies outside the region. `fed` is whether a digest consumes
+        them from the processor's cache; no call then moves more than that holds.
         """
         if not are_within(region, offsets, lengths):
             raise TransportError(
@@ -174,7 +177,9 @@ class MemoryPieces:
 
     @classmethod
     def over(cls, scratch: Bytes, size: int, iovecs: Iovecs) -> MemoryPieces:
-        """Return `size` bytes that all overlap in `scratch`, to read and discard bytes."""
+        """Return `size` bytes of memory in pieces that all overlap in `scratch`, to read and
+        discard bytes.
+        """
         count = -(-size // scratch.size) if size else 0
         lengths = np.full(count, scratch.size, np.int64)
         if count:
@@ -183,13 +188,13 @@ class MemoryPieces:
 
     @classmethod
     def in_order(cls, buffer: Bytes, most: int, iovecs: Iovecs) -> MemoryPieces:
-        """Return all of `buffer` in pieces of at most `most` bytes, for a digest."""
+        """Return all of `buffer` as pieces of memory of at most `most` bytes, for a digest."""
         offsets, lengths = _split_long(np.zeros(1, np.int64), np.array([buffer.size]), most)
         return cls(buffer, address_of(buffer), offsets, lengths, iovecs)
 
     @property
     def remaining(self) -> int:
-        """Number of bytes that have not been moved yet."""
+        """Return the number of bytes that have not been moved yet."""
         return self.size - self.done
 
     @property
@@ -197,9 +202,10 @@ class MemoryPieces:
         return len(self._ends)
 
     def call(self, function: Any, fd: int, ahead: Stretch, behind: Stretch) -> int | None:
-        """Call readv or writev for as many pieces as possible, and return the bytes moved.
+        """Call readv or writev for as many pieces as possible, and return the number of bytes
+        moved.
 
-        `ahead` is added before the first piece, `behind` after the last. Return None if the call
+        `ahead` is added before the first piece, `behind` after the last. Returns None if the call
         would block. Raises OSError.
         """
         words = self._iovecs.words
@@ -218,7 +224,7 @@ class MemoryPieces:
         return count
 
     def advance(self, count: int) -> None:
-        """Count `count` more bytes of the pieces as moved."""
+        """Count `count` more bytes of these pieces of memory as moved."""
         self.done = done = self.done + count
         row = bisect_right(self._ends, done)
         if row < len(self._ends):
@@ -229,8 +235,8 @@ class MemoryPieces:
         self._row = row + 1
 
     def feed(self, update: Callable[[memoryview], object], upto: int) -> None:
-        """Pass pieces to a digest in order: those not yet consumed that end at byte `upto` or
-        before.
+        """Pass pieces of memory to a digest in order: those not yet consumed that end at byte
+        `upto` or before.
         """
         last = bisect_right(self._ends, upto)
         if last > self.fed_count:
@@ -240,11 +246,11 @@ class MemoryPieces:
 
     @property
     def unfed_bytes(self) -> int:
-        """Number of bytes that have been moved but not consumed by a digest."""
+        """Return the number of bytes that have been moved but not consumed by a digest."""
         return self.done - (self._ends[self.fed_count - 1] if self.fed_count else 0)
 
     def parts(self, first: int = 0, last: int | None = None) -> list[memoryview]:
-        """Return memoryviews of the pieces first to last - 1, in order.
+        """Return memoryviews of the pieces of memory `first` to `last` - 1, in order.
 
         If `last` is None, all pieces from `first` on are returned.
         """
@@ -255,7 +261,7 @@ class MemoryPieces:
         ]
 
     def gather(self, into: memoryview) -> None:
-        """Copy all pieces in order to the start of the buffer `into`."""
+        """Copy all pieces of memory in order to the start of the buffer `into`."""
         if len(self._ends) == 1:
             start = self._offsets.item()
             into[: self.size] = self._memory.data[start : start + self.size]
@@ -266,7 +272,9 @@ class MemoryPieces:
             offset += len(part)
 
     def put(self, data: memoryview) -> None:
-        """Copy `data` into the pieces, starting at byte `done`, without counting it as moved."""
+        """Copy `data` into the pieces of memory, starting at byte `done`, without counting it as
+        moved.
+        """
         row, done = self._row - 1, self.done
         memory, taken = self._memory.data, 0
         while taken < len(data):

@@ -1,8 +1,8 @@
-"""Shared-memory transport between processes of one host and user.
+"""A KV transport through shared memory, between processes of one host and user.
 
-The source shares its regions read-only, and the sink's thread copies from them. A window is one
-small frame over a unix socket. The sink itself sees when the source's blocks have changed owner,
-because the generations are in the same memory file. stream/link.py has the thread,
+The source shares its regions read-only, and the sink's thread copies from them. A window (piece of
+KV) is one small frame over a unix socket. The sink itself sees when the source's blocks have
+changed owner, because the generations are in the same memory file. stream/link.py has the thread,
 layout/memory_files.py the memory files.
 """
 
@@ -55,8 +55,8 @@ _DIAL_S = 3.0
 
 
 class SharedOutbound(Outbound):
-    """Sending side that announces windows of KV, with the sum of their generations, without their
-    bytes.
+    """The sending side of a shared-memory connection, which announces KV to read instead of sending
+    its bytes.
     """
 
     def __init__(self, sock: socket.socket, sent: Callable[[WindowHead], None]) -> None:
@@ -65,9 +65,9 @@ class SharedOutbound(Outbound):
         self._fds: list[int] = []
 
     def hand_over(self, fds: list[int], header: bytes) -> None:
-        """Queue file descriptors for the peer, with the frame that describes them.
+        """Queue file descriptors for the other agent, with the frame that describes them.
 
-        Callable from any thread.
+        It may be called on any thread.
         """
         self._fds = fds
         self.enqueue(encode_frame(FrameKind.REGIONS, header))
@@ -93,7 +93,7 @@ class SharedOutbound(Outbound):
 
 
 class ShmLink(StreamLink):
-    """One end of a link between two processes through shared memory."""
+    """One end of a connection between two processes that exchange KV through shared memory."""
 
     transport = "shm"
 
@@ -117,8 +117,8 @@ class ShmLink(StreamLink):
         self._is_fenced = False
 
     def accept(self, transfer: int, grant: bytes) -> None:
-        """Share this agent's KV memory read-only with the peer, at its first accepted
-        invitation.
+        """Share this agent's KV memory read-only with the other agent, at the first transfer that
+        it accepts.
         """
         if self._shared:
             return
@@ -232,7 +232,9 @@ class ShmLink(StreamLink):
 
 
 class Shm:
-    """Transport that listens on a random abstract unix socket, for processes of the same user."""
+    """A KV transport that listens on a random abstract unix socket, for processes of the same
+    user.
+    """
 
     name = "shm"
     is_sealed: bool | None = None
@@ -243,7 +245,7 @@ class Shm:
         self._listening: LinkAcceptor[ShmLink] = LinkAcceptor(self._link)
 
     def start(self, owner: LinkOwner, regions: Sequence[Region]) -> str:
-        """Start listening, and return the address.
+        """Start listening, and return the address for other agents.
 
         Raises TransportError for memory without a file, and on processors other than x86-64. On
         those, loads may be reordered, and a block that changed owner could go unnoticed.
@@ -302,7 +304,8 @@ class Shm:
 
 
 def generation_mark(region: Region, runs: ByteRuns) -> int:
-    """Return the sum of the generations of all blocks that these runs read.
+    """Return the sum of the generations (owner counters) of all KV blocks that these byte ranges
+    read.
 
     Generations only grow, so an equal sum means equal generations. x86-64 does not reorder loads,
     so the sum is read before or after a copy as written; Shm does not start elsewhere.

@@ -1,7 +1,7 @@
-"""TCP transport between any two machines, with TLS if configured.
+"""A KV transport over TCP between any two machines, with TLS if configured.
 
-Without TLS, windows go from the source's memory into the socket, and from the socket into the
-sink's memory, without a copy in between. stream/link.py has the thread that moves them; the agents'
+Without TLS, KV goes from the source's memory into the socket, and from the socket into the sink's
+memory, without a copy in between. stream/link.py has the thread that moves them; the agents'
 handshake decides who may connect.
 """
 
@@ -25,13 +25,13 @@ _BACKLOG = 1024  # a full backlog costs a dialling peer a second
 
 
 class TcpLink(LanedLink):
-    """One end of a link over a TCP connection without TLS."""
+    """One end of a connection between two agents over TCP without TLS."""
 
     transport = "tcp"
 
 
 class Tcp:
-    """Transport that listens on `host`:`port` (0: any free port) for links over TCP.
+    """A KV transport that listens on `host`:`port` (0: any free port) for TCP connections.
 
     advertise   the name or address under which peers reach `host`, if different (0.0.0.0, NAT)
     tls         certificate files with which all bytes are encrypted; peers must use TLS, too;

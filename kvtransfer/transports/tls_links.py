@@ -1,4 +1,5 @@
-"""TLS for links over TCP: certificates at both ends, and files that are reloaded when they change.
+"""TLS for connections between KV agents: certificates at both ends, and files that are reloaded
+when they change.
 
 tcp.py has the connections. The proof of the fleet's key follows inside TLS (protocol/session.py).
 """
@@ -33,7 +34,8 @@ Signature = tuple[tuple[int, int, int], ...]
 
 
 class TlsContexts:
-    """The TLS settings of new connections, reloaded when a certificate file changes.
+    """The TLS settings of new connections between KV agents, reloaded when a certificate file
+    changes.
 
     Files that cannot be loaded are ignored, and the earlier ones stay in use.
     """
@@ -102,7 +104,7 @@ class TlsContexts:
 
 
 class TlsLink(LanedLink):
-    """A link over TLS, whose thread performs the handshake first."""
+    """A connection between two agents over TLS, whose thread performs the handshake first."""
 
     transport = "tcp"
 
@@ -124,7 +126,7 @@ class TlsLink(LanedLink):
     def wait_for_handshake(self, timeout_s: float) -> None:
         """Wait until the TLS handshake is over, at most `timeout_s` seconds.
 
-        Raises TransportError if it fails or is late; a late link is closed.
+        Raises TransportError if the handshake fails or is late; the connection is then closed.
         """
         if not self._handshake_over.wait(timeout_s):
             self.close()
@@ -195,7 +197,7 @@ class TlsLink(LanedLink):
             raise BlockingIOError from wait
 
     def _want_in(self, least: int) -> None:
-        """Do nothing: a poll cannot count bytes that OpenSSL has already buffered."""
+        """Do nothing, because a poll cannot count bytes that OpenSSL has already buffered."""
 
 
 class _TlsInbound(Inbound):

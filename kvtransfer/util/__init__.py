@@ -1,1 +1,1 @@
-"""Helpers of all parts of the transfer layer: clocks, locks, options, and a map with expiry."""
+"""Helpers for all parts of the KV transfer layer: clocks, locks, options, and a map with expiry."""

@@ -1,4 +1,4 @@
-"""The lock of an agent, with work that is deferred until it is released."""
+"""The lock of a KV agent, with work that is deferred until the lock is released."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from collections.abc import Callable
 
 
 class AgentLock:
-    """A reentrant lock that runs deferred work after its outermost release.
+    """A reentrant lock that runs deferred work when it is finally released.
 
-    Work runs on the releasing thread without the lock, before that thread continues. So a link's
-    next event is handled after it.
+    Work runs on the releasing thread without the lock, before that thread continues. So the next
+    event of a connection is handled after that work.
     """
 
     __slots__ = ("_deferred", "_depth", "_lock")
@@ -35,5 +35,5 @@ class AgentLock:
             deferred.popleft()()
 
     def defer(self, work: Callable[[], None]) -> None:
-        """Run `work` after the outermost release of the lock; call it with the lock held."""
+        """Run `work` when the lock is finally released. The caller must hold the lock."""
         self._deferred.append(work)

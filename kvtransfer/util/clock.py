@@ -1,4 +1,4 @@
-"""Clocks: the current time, and calls at a later time.
+"""Clocks, which tell the current time and schedule calls at a later time.
 
 ThreadClock is real: its own thread makes the calls, however busy the event loop is. VirtualClock is
 for simulation.
@@ -20,7 +20,7 @@ Callback = Callable[[], None]
 
 
 class Timer:
-    """A scheduled call; `cancel` may be called from any thread, at any time."""
+    """A call that a clock has scheduled. `cancel` may be called from any thread, at any time."""
 
     __slots__ = ("call", "when")
 
@@ -33,7 +33,7 @@ class Timer:
 
 
 class Clock(Protocol):
-    """Protocol of a monotonic clock in seconds, with scheduled calls.
+    """The interface of a monotonic clock in seconds, with scheduled calls.
 
     Calls are made one at a time, in order of their time and then of scheduling.
     """
@@ -43,12 +43,12 @@ class Clock(Protocol):
     def call_at(self, when: float, call: Callback) -> Timer: ...
 
     def run_in_thread(self, call: Callback) -> None:
-        """Run a call that may block for seconds, without delaying other calls."""
+        """Run a function that may block for seconds, without delaying other scheduled calls."""
         ...
 
 
 class VirtualClock:
-    """Clock with simulated time on one thread; time passes only in `run`."""
+    """A clock with simulated time on one thread; time passes only in `run`."""
 
     def __init__(self) -> None:
         self._now = 0.0
@@ -69,7 +69,7 @@ class VirtualClock:
     def run(self, seconds: float, until: Callable[[], bool] | None = None) -> bool:
         """Let `seconds` of simulated time pass, or less if `until` becomes true.
 
-        Return whether `until` became true; True without `until`.
+        Returns whether `until` became true; True without `until`.
         """
         end_s = self._now + seconds
         while until is None or not until():
@@ -83,7 +83,7 @@ class VirtualClock:
 
 
 class ThreadClock:
-    """Clock with real time, whose thread starts with the first scheduled call and ends with
+    """A clock with real time, whose thread starts with the first scheduled call and ends with
     `close`.
     """
 
@@ -99,7 +99,10 @@ class ThreadClock:
         return time.monotonic()
 
     def call_at(self, when: float, call: Callback) -> Timer:
-        """Schedule a call at the time `when`; after `close` it is never made."""
+        """Schedule a call at the time `when`, in seconds of this clock.
+
+        After `close` it is never made.
+        """
         timer = Timer(when, call)
         with self._wake:
             heapq.heappush(self._timers, (when, next(self._order), timer))
@@ -114,7 +117,9 @@ class ThreadClock:
         threading.Thread(target=call, name=f"{self._name}-aside", daemon=True).start()
 
     def close(self) -> None:
-        """Drop pending calls, and wait for the thread to end unless this is that thread."""
+        """Drop the clock's pending calls, and wait for its thread to end unless this is that
+        thread.
+        """
         with self._wake:
             self._closed = True
             self._timers.clear()

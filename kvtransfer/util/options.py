@@ -1,4 +1,4 @@
-"""Options of a transfer agent: times and limits, with their defaults."""
+"""The options of a KV transfer agent: times and limits, with their defaults."""
 
 from __future__ import annotations
 
@@ -50,5 +50,7 @@ class AgentOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def silence_s(self) -> float:
-        """Seconds that a peer may be silent before its link is lost."""
+        """Return the seconds for which another agent may be silent before its connection counts as
+        lost.
+        """
         return self.beat_s * self.max_missed_beats

@@ -1,4 +1,6 @@
-"""Paths of the certificate files of a TLS link; transports/tls_links.py reads the files."""
+"""The paths of the certificate files for TLS between KV agents; transports/tls_links.py reads the
+files.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,7 @@ import msgspec
 
 
 class TlsFiles(msgspec.Struct, frozen=True, kw_only=True):
-    """Paths of the PEM files of a TLS link, and the name to require of peers.
+    """The paths of the PEM files for TLS between KV agents, and the name that peers must have.
 
     certificate   this agent's certificate and its chain up to an authority
     key           its private key, not encrypted

@@ -1,4 +1,4 @@
-"""A production checklist for a set of TP groups (engine processes), with a verdict per check.
+"""The production checklist for a set of TP groups (engine processes), with a verdict per check.
 
 The checks follow a guide to tensor parallelism for inference: the smallest TP degree that fits,
 fast links within a group, decode speed at batch 1 and 16, admission control, a smaller model as
@@ -37,31 +37,37 @@ MAX_COLLECTIVES = 0.3
 
 
 class CheckedEndpoint(msgspec.Struct, frozen=True):
-    """One endpoint to check, and the responses of its engine."""
+    """An endpoint that `penstock doctor` checks, and the responses of its engine."""
 
     endpoint: Endpoint
     probe_result: ProbeResult
 
     @property
     def context_tokens(self) -> int | None:
-        """The longest request that the engine accepts, in tokens; None if unknown."""
+        """Return the length in tokens of the longest request that the engine accepts; None if
+        unknown.
+        """
         lengths = [length for length in listed_models(self.probe_result).values() if length]
         return max(lengths, default=None)
 
     @property
     def model(self) -> Llm | None:
-        """The built-in model shape of the model that the engine serves; None if there is none."""
+        """Return the built-in model shape of the model that the engine serves; None if there is
+        none.
+        """
         names = (self.endpoint.served_model, *listed_models(self.probe_result))
         return next((MODELS[name.lower()] for name in names if name.lower() in MODELS), None)
 
     @property
     def gpu(self) -> Gpu | None:
-        """The GPU model that the endpoint's label `gpu` names; None if it is missing or unknown."""
+        """Return the GPU model that the endpoint's label `gpu` names; None if it is missing or
+        unknown.
+        """
         return GPUS.get(self.endpoint.labels.get("gpu", "").lower())
 
     @property
     def kv_tokens(self) -> int | None:
-        """The KV cache size that the engine's metrics report, in tokens; None if unknown."""
+        """Return the KV cache size that the engine's metrics report, in tokens; None if unknown."""
         response = self.probe_result.metrics
         return (
             scrape.parse_scrape(response.text, self.endpoint.engine).kv_tokens
@@ -71,7 +77,7 @@ class CheckedEndpoint(msgspec.Struct, frozen=True):
 
 
 class CheckedFleet(msgspec.Struct, frozen=True):
-    """The input of all checks: the endpoints, the configuration, and measured speeds.
+    """The input of the checklist: the endpoints, the configuration, and measured speeds.
 
     `config` is None for engines without a file. `pace_s` maps an endpoint's name to its seconds per
     token at batch 1 and at batch 16, if measured. `collectives` maps it to the computed share of a
@@ -85,7 +91,9 @@ class CheckedFleet(msgspec.Struct, frozen=True):
 
 
 def run_checklist(fleet: CheckedFleet) -> list[CheckFinding]:
-    """Return the findings of all checks, in the guide's order."""
+    """Return the findings of all checks for production, in the order of the guide that they
+    follow.
+    """
     parts: tuple[Callable[[CheckedFleet], Iterator[CheckFinding]], ...] = (
         *(
             _fits,

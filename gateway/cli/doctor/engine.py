@@ -1,5 +1,5 @@
-"""Evaluates one engine's responses for `penstock doctor`: usability, and what cannot be
-observed.
+"""Evaluates one engine's responses for `penstock doctor`: what works, what fails, and what cannot
+be observed.
 """
 
 from __future__ import annotations
@@ -145,7 +145,9 @@ def _remedy(model: str, names: list[str]) -> str:
 
 
 def engine_kind_of(text: bytes) -> EngineKind | None:
-    """Return the kind of engine (such as vllm) that exposes metrics of these names, or None."""
+    """Return the kind of engine (such as vllm) whose metrics names occur in the text, or None if
+    unknown.
+    """
     return next((kind for kind, prefix in METRIC_PREFIXES.items() if prefix in text), None)
 
 

@@ -9,7 +9,7 @@ import msgspec
 
 
 class CheckVerdict(StrEnum):
-    """The result of a check.
+    """The result of one check by `penstock doctor`.
 
     UNKNOWN is not a failure: it cannot be determined from outside the engine, and `fix` says how to
     find out.
@@ -36,17 +36,19 @@ class CheckFinding(msgspec.Struct, frozen=True):
 
 
 def pass_finding(subject: str, check: str, seen: str) -> CheckFinding:
-    """Return the finding of a check that passed; `seen` says what was observed."""
+    """Return the finding of a `doctor` check that passed; `seen` says what was observed."""
     return CheckFinding(subject, check, CheckVerdict.PASS, seen)
 
 
 def warn_finding(subject: str, check: str, seen: str, fix: str) -> CheckFinding:
-    """Return the finding of a check that passed with a warning; `fix` says what to do about it."""
+    """Return the finding of a `doctor` check that passed with a warning; `fix` says what to do
+    about it.
+    """
     return CheckFinding(subject, check, CheckVerdict.WARN, seen, fix)
 
 
 def fail_finding(subject: str, check: str, seen: str, fix: str) -> CheckFinding:
-    """Return the finding of a check that failed; `fix` says what to do about it."""
+    """Return the finding of a `doctor` check that failed; `fix` says what to do about it."""
     return CheckFinding(subject, check, CheckVerdict.FAIL, seen, fix)
 
 
@@ -61,7 +63,8 @@ _SEVERITY = (CheckVerdict.FAIL, CheckVerdict.WARN, CheckVerdict.UNKNOWN, CheckVe
 
 
 def group_findings(findings: Sequence[CheckFinding]) -> list[CheckFinding]:
-    """Merge findings of many subjects into one per check and verdict, worst verdicts first.
+    """Merge equal findings about many subjects into one per check and verdict, worst verdicts
+    first.
 
     With at most MAX_SUBJECTS subjects, the findings are returned unchanged.
     """

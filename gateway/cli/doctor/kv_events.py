@@ -1,4 +1,6 @@
-"""Checks whether an engine publishes KV events from which the gateway can know its prefix cache."""
+"""Checks for `penstock doctor` whether an engine publishes KV events, which report what its prefix
+cache holds.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ def description_path(engine: EngineKind, spec: KvEvents | None) -> str:
 def check_kv_events(
     responses: ProbeResult, endpoint: Endpoint, spec: KvEvents | None
 ) -> Iterator[CheckFinding]:
-    """Yield findings: which KV events the gateway would read, and which settings are missing."""
+    """Yield findings about an engine's KV events: which of them the gateway would read, and which
+    settings are missing.
+    """
     name, response = endpoint.name, responses.events
     if spec is None or response is None:
         return

@@ -30,7 +30,9 @@ VLLM_EXTENSIONS = frozenset({"return_token_ids", "ignore_eos"})
 
 
 class ProbeResponse(msgspec.Struct, frozen=True):
-    """A response: its status, its JSON or None, its text, and the seconds it took."""
+    """An HTTP response of an engine: its status, its JSON or None, its text, and the seconds that
+    it took.
+    """
 
     status: int
     json: Any
@@ -39,7 +41,8 @@ class ProbeResponse(msgspec.Struct, frozen=True):
 
 
 class ProbeResult(msgspec.Struct):
-    """The responses of one engine; None for a response that did not arrive.
+    """The responses of one engine to the requests of `penstock doctor`; None for a response that
+    did not arrive.
 
     problem           why the engine could not be queried
     connection_count  connections opened for all GET requests: 1 with keep-alive
@@ -209,7 +212,7 @@ def token_request(model: str, tokens: int = 1) -> dict[str, Any]:
 
 
 def listed_paths(result: ProbeResult) -> frozenset[str]:
-    """Return the paths of the engine's OpenAPI page; empty if it has no such page."""
+    """Return the paths that the engine's OpenAPI page lists; empty if it has no such page."""
     page = result.schema.json if result.schema is not None and result.schema.status == 200 else None
     paths = page.get("paths") if isinstance(page, dict) else None
     return frozenset(paths) if isinstance(paths, dict) else frozenset()
@@ -231,7 +234,7 @@ def listed_models(result: ProbeResult) -> dict[str, int | None]:
 def measure_decode_s(
     url: str, key: str | None, model: str, tokens: int = 32, encryption: Encryption | None = None
 ) -> float:
-    """Return the seconds per output token of one request, without the first token.
+    """Measure one request to an engine, and return the seconds per output token after the first.
 
     Raises OSError or HTTPException.
     """
@@ -261,7 +264,7 @@ def _number(value: object) -> int | None:
 
 
 def request_members(result: ProbeResult) -> list[frozenset[str]]:
-    """Return the members of each request type according to the engine's OpenAPI page.
+    """Return the member names of each request type in the engine's OpenAPI page.
 
     The result is empty if the engine has no such page.
     """

@@ -32,7 +32,7 @@ ITEM_OF_CHECK: Mapping[str, int] = MappingProxyType(
 
 
 def seed_findings(findings: Sequence[CheckFinding]) -> list[CheckFinding]:
-    """Return the checklist's findings in the order of the items, with the item's number in front.
+    """Return the checklist's findings in the order of the items, each with its number in front.
 
     Problems of the file and of unreachable engines come first, because they leave items without an
     answer.

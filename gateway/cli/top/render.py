@@ -49,7 +49,9 @@ RIGHT_ALIGNED = frozenset(COLUMNS[4:12])
 
 
 def render_view(view: View) -> Group:
-    """Return the complete live view, from the totals at the top to the diagnosis."""
+    """Return the complete live view as a rich renderable, from the totals at the top to the
+    diagnosis.
+    """
     parts: list[Any] = [*render_heading(view), "", render_fleet(view["endpoints"])]
     if view["flow"]["pairs"]:
         parts += ["", render_flow(view["flow"])]
@@ -57,8 +59,8 @@ def render_view(view: View) -> Group:
 
 
 def render_heading(view: View) -> list[Text]:
-    """Return two lines of totals over all endpoints, and a line of SLO attainment if there were
-    requests.
+    """Return the heading of the live view: two lines of totals, and one of SLO attainment if there
+    were requests.
     """
     totals = view["totals"]
     config = view["config"]
@@ -128,7 +130,9 @@ def endpoint_cells(row: Mapping[str, Any]) -> list[Text]:
 
 
 def state_text(row: Mapping[str, Any]) -> str:
-    """Return an endpoint's state as text, such as `up` or `OUT 14s connect_failed`."""
+    """Return an endpoint's state as text for the live view, such as `up` or `OUT 14s
+    connect_failed`.
+    """
     state = STATE_NAMES.get(row["state"], row["state"])
     if row["state"] in ("up", "drained", "draining", "leaving") or row["since_s"] is None:
         return str(state)
@@ -182,7 +186,7 @@ def render_diagnosis(why: Sequence[Mapping[str, Any]]) -> list[Text]:
 
 
 def sparkline(values: Sequence[int]) -> str:
-    """Return a sparkline of SPARK_WIDTH characters, each for the largest value of its interval."""
+    """Return a line of SPARK_WIDTH bar characters, each for the largest value of its interval."""
     if not values:
         return ""
     width = max(1, len(values) // SPARK_WIDTH)

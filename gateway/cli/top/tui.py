@@ -141,7 +141,7 @@ class TopApp(App[None]):
             self.call_from_thread(self.notify, ended, severity="error", timeout=3600)
 
     def show_frame(self, view: Mapping[str, Any]) -> None:
-        """Show `view`, the next frame of the live view, unless the user has paused."""
+        """Show `view`, the next frame of the live view, unless the user has paused the display."""
         if not self._is_paused:
             self.current_view = view
             self._draw()

@@ -1,4 +1,4 @@
-"""Runs the discovery source of each pool that has one.
+"""Runs the service discovery of each pool that is configured to discover its endpoints.
 
 Discovered endpoints are applied like a reload. They outlive configurations, so a reload does not
 empty a pool.
@@ -31,7 +31,10 @@ SourceFactory = Callable[[Discover, Random], Source]
 
 
 def create_source(folder: Path, spec: Discover, rng: Random) -> Source:
-    """Create the source that a pool's configuration names; relative paths start from `folder`."""
+    """Create the discovery source that a pool's configuration names.
+
+    Relative paths start from `folder`.
+    """
     if spec.dns is not None:
         return DnsSource(spec.dns, spec.interval, spec.endpoint, rng)
     if spec.file is not None:
@@ -41,7 +44,9 @@ def create_source(folder: Path, spec: Discover, rng: Random) -> Source:
 
 
 class Discovery:
-    """Runs the discovery sources and stores their endpoints by pool in `discovered`."""
+    """Runs the discovery sources of all pools, and stores their endpoints by pool in
+    `discovered`.
+    """
 
     def __init__(
         self,
@@ -50,7 +55,8 @@ class Discovery:
         rng: Random,
         make: SourceFactory,
     ) -> None:
-        """Initialize; `changed` is called after a change and raises ValueError to reject it.
+        """Initialize; `changed` is called after a change of endpoints and raises ValueError to
+        reject it.
 
         `found` is the dict that becomes `discovered`; `make` creates a source.
         """
@@ -61,7 +67,10 @@ class Discovery:
         self._is_running = False
 
     async def start(self, config: Config) -> None:
-        """Start all sources; return once each has a result, or after START_WAIT_S seconds."""
+        """Start all discovery sources.
+
+        Returns once each has a result, or after START_WAIT_S seconds.
+        """
         self._is_running = True
         self.reconfigure(config)
         waits = [asyncio.create_task(event.wait()) for event in self._has_result.values()]
@@ -71,7 +80,7 @@ class Discovery:
                 task.cancel()
 
     def reconfigure(self, config: Config) -> None:
-        """Start and stop sources as the configuration requires.
+        """Start and stop discovery sources as the configuration requires.
 
         An unchanged source keeps running.
         """

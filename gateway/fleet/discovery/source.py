@@ -1,8 +1,8 @@
 """The interface of a discovery source, which yields all known endpoints after each change.
 
-When a lookup fails, a source raises nothing and yields nothing, so the last known endpoints stay:
-the restart of an API server must not disable the endpoints. gateway/fleet/discovery/discovery.py
-uses the sources.
+When a lookup fails, a source raises nothing and yields nothing, so the last known endpoints stay: a
+restarting API server must not disable the endpoints. gateway/fleet/discovery/discovery.py uses the
+sources.
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ class Source(Protocol):
 
 
 def specs_for(addresses: Iterable[tuple[str, int]], traits: EndpointTraits) -> DiscoveredEndpoints:
-    """Return endpoint configurations for these addresses, with equal traits, sorted by address.
+    """Return endpoint configurations for these addresses, sorted by address.
+
+    All get the same traits.
 
     At most MAX_ENDPOINTS are returned.
     """

@@ -1,6 +1,8 @@
-"""Finds the ZeroMQ addresses at which engines publish KV events. No I/O.
+"""Finds the ZeroMQ addresses at which engines publish KV events.
 
-They come from the configuration, or from an engine's description of itself. Addresses are
+No I/O.
+
+The addresses come from the configuration, or from an engine's description of itself. An address is
 `tcp://host:port`; each data-parallel rank has a port of its own.
 """
 
@@ -19,8 +21,8 @@ _WILDCARDS = ("*", "0.0.0.0", "[::]", "::", "localhost", "127.0.0.1")
 
 
 class SourceAddress(msgspec.Struct, frozen=True):
-    """The address at which one rank publishes KV events, and the address for replays (""
-    if none).
+    """The address at which one engine rank publishes KV events, and the address for replays ("" if
+    it offers none).
     """
 
     events: str
@@ -50,7 +52,7 @@ def configured_addresses(spec: KvEvents, url: str, ranks: int) -> list[SourceAdd
 
 
 def of_rank(addresses: list[SourceAddress], rank: int | None) -> list[SourceAddress]:
-    """Return the KV event source of one data-parallel rank, or of all ranks if `rank` is None.
+    """Return the KV event address of one data-parallel rank, or of all ranks if `rank` is None.
 
     Raises SourceError.
     """

@@ -55,13 +55,15 @@ class EndpointEvents:
 
     @property
     def block_tokens(self) -> int:
-        """Tokens per KV block of the endpoint's ranks; 0 while unknown, or if the ranks differ."""
+        """Return the number of tokens per KV block of the endpoint's ranks; 0 while unknown, or if
+        the ranks differ.
+        """
         sizes = {source.block_tokens for source in self.sources if source.block_tokens}
         return sizes.pop() if len(sizes) == 1 else 0
 
     @property
     def heard_at(self) -> float:
-        """When the newest KV event message of any rank arrived, in monotonic seconds."""
+        """Return when the newest KV event message of any rank arrived, in monotonic seconds."""
         return max((source.heard_at for source in self.sources), default=float("-inf"))
 
     def is_exact(self, now: float) -> bool:
@@ -121,7 +123,9 @@ class EndpointEvents:
             source.resynchronize(now)
 
     def tick(self, now: float) -> None:
-        """Check deadlines: replay requests without a response, and answers without KV events."""
+        """Check deadlines of KV events: replay requests without a response, and answers without
+        events.
+        """
         for source in self.sources:
             source.tick(now)
         since = self._expected_since

@@ -125,7 +125,7 @@ class ExactPrefixes:
         """Return how the cache of an endpoint is known, as text: "exact", or "believed" with the
         reason.
 
-        None for an endpoint without KV events.
+        Returns None for an endpoint without KV events.
         """
         endpoint = self.endpoints.get(slot)
         if endpoint is None:
@@ -262,7 +262,8 @@ class ExactPrefixes:
         return n_bytes if is_whole else SAMPLE_LENGTHS[rung] * size
 
     def note(self, prompt: UnreadPrompt) -> None:
-        """Queue a prompt whose tokens are to be learned; drop the oldest prompts beyond the limits.
+        """Queue a prompt whose token ids are to be learned; drop the oldest prompts beyond the
+        limits.
 
         A prompt shorter than one block could not be recognised, so it is left out.
         """
@@ -274,7 +275,7 @@ class ExactPrefixes:
             self.take_unread()
 
     def take_unread(self, index: int = 0) -> UnreadPrompt:
-        """Remove an unread prompt, by default the oldest, and return it.
+        """Remove a prompt that waits to be tokenized, by default the oldest, and return it.
 
         Raises IndexError if there is none at `index`.
         """

@@ -1,4 +1,6 @@
-"""Decodes the KV events that vLLM and SGLang publish. Pure: bytes in, values out.
+"""Decodes the KV events that vLLM and SGLang publish, from bytes to values.
+
+No I/O.
 
 A message is a batch: MessagePack `[time, events, data-parallel rank]`. An event is a map with a
 member `type` (vLLM 0.24 and newer, SGLang 0.5), or an array that begins with the type (older ones).
@@ -154,7 +156,7 @@ _KNOWN_TYPES = frozenset(("BlockStored", "BlockRemoved", "AllBlocksCleared"))
 
 
 def decode_batch(payload: bytes) -> Batch:
-    """Decode a message in either form; events of unknown types are left out.
+    """Decode a message of KV events, and return it without the events of unknown types.
 
     Raises EventError for anything else, such as events with pairs of tokens.
     """

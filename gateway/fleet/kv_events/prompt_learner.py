@@ -36,14 +36,16 @@ WORKERS = 4
 
 
 class Tokenizer(msgspec.Struct, frozen=True):
-    """The endpoints that can tokenize a model's prompts, and the engines' name of the model."""
+    """The endpoints that can tokenize a model's prompts, and the engine's name of that model."""
 
     endpoints: Sequence[LiveEndpoint]
     engine_model: str
 
 
 class PromptLearner:
-    """Tokenizes the prompts in the queue ExactPrefixes.unread, which only this class reads."""
+    """Lets engines tokenize the prompts in the queue ExactPrefixes.unread, which only this class
+    reads.
+    """
 
     def __init__(
         self,
@@ -51,9 +53,9 @@ class PromptLearner:
         resolve: Callable[[str], Tokenizer | None],
         results: MetricFamily[Counter],
     ) -> None:
-        """Initialize an idle learner.
+        """Initialize a learner of prompts' tokens, which is idle at first.
 
-        resolve  finds the endpoints that tokenize for a model; None: none of them has events
+        resolve  finds the endpoints that tokenize for a model; it returns None if none has events
         results  counts prompts by result
         """
         self._exact, self._resolve, self._results = exact, resolve, results

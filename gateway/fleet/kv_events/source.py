@@ -37,7 +37,7 @@ _NEVER = float("-inf")
 
 
 class EventSource:
-    """The KV events of one rank: their order, the blocks they report, and whether these are
+    """The KV events of one engine rank: their order, the blocks they report, and whether they are
     complete.
 
     blocks          the blocks that the rank has cached, as far as its events say
@@ -83,7 +83,9 @@ class EventSource:
 
     @property
     def is_current(self) -> bool:
-        """Whether all KV events up to now have been applied and describe every cached block."""
+        """Return whether all KV events up to now have been applied and describe every cached block
+        of the rank.
+        """
         is_catching_up = self._is_replaying and not self._is_check
         return self.is_connected and self.is_complete and not is_catching_up and not self.problem
 
@@ -100,8 +102,8 @@ class EventSource:
     # Connection
 
     def on_connected(self, now: float) -> None:
-        """Record that the subscription is established; request a replay of the events published
-        before.
+        """Record that the subscription to KV events is established, and request a replay of earlier
+        events.
         """
         self.is_connected = True
         self._checks_at = now + CHECK_S
@@ -114,7 +116,7 @@ class EventSource:
             self._request_replay(0, now)
 
     def on_disconnected(self) -> None:
-        """Record that the subscription is lost.
+        """Record that the subscription to KV events is lost.
 
         The blocks stay until the reason is known: a lost connection or a restarted engine.
         """
@@ -132,8 +134,8 @@ class EventSource:
         self._drop_held()
 
     def resynchronize(self, now: float) -> None:
-        """Forget all blocks of the rank, and request a replay of all events that the engine still
-        has.
+        """Forget all cached blocks of the rank, and request a replay of all KV events that the
+        engine still has.
         """
         self.reset()
         if self._has_replay and self.is_connected:
@@ -178,7 +180,7 @@ class EventSource:
         self._apply(number, batch)
 
     def on_replay_end(self, now: float) -> None:
-        """Handle the end of a replay: apply the messages that arrived during it."""
+        """Handle the end of a replay of KV events: apply the messages that arrived during it."""
         if not self._awaits_replay:
             return
         if self._verified is not None:  # the engine does not have the last message that we saw
@@ -204,7 +206,8 @@ class EventSource:
         return self._is_replaying and self.replay_from is None
 
     def tick(self, now: float) -> None:
-        """While no messages arrive, check that none is missing; end a replay that gets no response.
+        """Check whether a KV event message is missing while none arrive; end a replay without a
+        response.
 
         A message that the engine published before it knew of the subscription is only in a replay.
         """

@@ -1,4 +1,6 @@
-"""The ZeroMQ sockets of one source of KV events. Needs pyzmq (the extra `events`).
+"""The ZeroMQ sockets through which one engine rank's KV events arrive.
+
+Needs pyzmq (the extra `events`).
 
 ZeroMQ's own thread receives into bounded queues, outside the interpreter. `drain` takes what has
 arrived and never waits.
@@ -24,7 +26,7 @@ _END_OF_REPLAY = b"\xff" * 8
 
 
 class Subscription:
-    """Connects an EventSource to its publisher: passes on messages and lost connections, requests
+    """Connects an EventSource to its engine: passes on messages and lost connections, and requests
     replays.
     """
 
@@ -59,7 +61,7 @@ class Subscription:
         return socket
 
     def drain(self, clock: Callable[[], float], ends: float) -> bool:
-        """Handle received messages until the time `ends` (monotonic seconds).
+        """Handle received KV event messages until the time `ends` (monotonic seconds).
 
         Returns whether more messages may be waiting.
         """

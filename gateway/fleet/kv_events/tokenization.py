@@ -26,7 +26,7 @@ _COMPLETION_MEMBERS = ("prompt", "add_special_tokens")
 
 
 class UnreadPrompt(msgspec.Struct, frozen=True):
-    """A prompt whose tokens are to be learned.
+    """A prompt whose token ids are to be learned from an engine.
 
     model    the gateway's name of the model
     path     of the API that the request used
@@ -67,7 +67,9 @@ def given_tokens(prompt: UnreadPrompt) -> list[int] | None:
 
 
 def tokenize_body(prompt: UnreadPrompt, engine_model: str) -> bytes:
-    """Return the body of the request to /tokenize for this prompt, as JSON."""
+    """Return the JSON body of the request that asks an engine's /tokenize for this prompt's
+    tokens.
+    """
     names = _CHAT_MEMBERS if prompt.path == CHAT_PATH else _COMPLETION_MEMBERS
     members = {name: prompt.members[name] for name in names if name in prompt.members}
     members["model"] = msgspec.Raw(msgspec.json.encode(engine_model))
@@ -75,7 +77,7 @@ def tokenize_body(prompt: UnreadPrompt, engine_model: str) -> bytes:
 
 
 def parse_tokens(status: int, body: bytes) -> list[int] | None:
-    """Return the token ids in a response of /tokenize; None if it has none."""
+    """Return the token ids in an engine's response to /tokenize; None if it has none."""
     if status != 200:
         return None
     try:

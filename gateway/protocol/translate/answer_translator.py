@@ -1,4 +1,4 @@
-"""Translates the payload of one answer on its way through a relay, whole or streamed."""
+"""Translates the payload of one answer on its way through a relay, as a whole or as a stream."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class AnswerTranslator:
     def __init__(
         self, translate_whole: Callable[[bytes], bytes], stream: StreamTranslator | None = None
     ) -> None:
-        """Initialize with the functions that translate a whole answer and a stream.
+        """Initialize a translator of answers with functions for a whole answer and for a stream.
 
         `stream` is None for an API without streams.
         """
@@ -34,7 +34,7 @@ class AnswerTranslator:
         self._size = 0
 
     def feed(self, payload: bytes, *, is_sse: bool, is_complete: bool) -> bytes:
-        """Return the client's bytes for the engine's next bytes.
+        """Translate the engine's next bytes, and return the bytes for the client.
 
         Raises UpstreamError if the answer is too long or cannot be translated.
         """
@@ -52,5 +52,7 @@ class AnswerTranslator:
             raise UpstreamError("translation", str(error)) from error
 
     def finish_with(self, event: bytes) -> bytes:
-        """Return the client's bytes for `event`, the gateway's own last event of a stream."""
+        """Return the client's bytes for `event`, the last event of a stream, which the gateway
+        itself created.
+        """
         return event if self._stream is None else self._stream.finish_with(event)

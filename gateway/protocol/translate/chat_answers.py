@@ -40,7 +40,7 @@ class ChatMessage(msgspec.Struct, frozen=True):
 
     @property
     def thought(self) -> str:
-        """The reasoning text from either of the two members; "" if there is none."""
+        """Return the reasoning text from either of the two members; "" if there is none."""
         return self.reasoning or self.reasoning_content or ""
 
 
@@ -58,7 +58,7 @@ class ChatChoice(msgspec.Struct, frozen=True):
 
     @property
     def stop_string(self) -> str | None:
-        """The stop string of the request that ended the answer, or None if none did."""
+        """Return the stop string of the request that ended the answer, or None if none did."""
         for stop in (self.stop_reason, self.matched_stop):
             if isinstance(stop, str):
                 return stop
@@ -83,19 +83,19 @@ class ChatUsage(msgspec.Struct, frozen=True):
 
     @property
     def cached_tokens(self) -> int:
-        """The number of prompt tokens that were in the engine's cache."""
+        """Return the number of prompt tokens that were in the engine's cache."""
         details = self.prompt_tokens_details
         return (details.cached_tokens or 0) if details is not None else 0
 
     @property
     def reasoning_tokens(self) -> int:
-        """The number of tokens of the answer that the model used for reasoning."""
+        """Return the number of tokens of the answer that the model used for reasoning."""
         details = self.completion_tokens_details
         return (details.reasoning_tokens or 0) if details is not None else 0
 
 
 class ChatAnswer(msgspec.Struct, frozen=True):
-    """A chat completion of an engine, or one chunk of its stream."""
+    """A chat completion of an engine, or one chunk of a streamed one."""
 
     id: str = ""
     created: int = 0

@@ -13,7 +13,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 class EventReader:
-    """Collects the data of events from their lines, which end with LF or CRLF.
+    """Collects the data of server-sent events from their lines, which end with LF or CRLF.
 
     Fields other than data are skipped. flush() returns a last event that lacks its final blank
     line.
@@ -27,7 +27,7 @@ class EventReader:
         self._size = 0
 
     def feed(self, chunk: bytes) -> list[bytes]:
-        """Add bytes and return the data of the events that are complete now.
+        """Add received bytes, and return the data of the events that are complete now.
 
         Raises TranslationError if an event is too long.
         """
@@ -44,7 +44,10 @@ class EventReader:
         return events
 
     def flush(self) -> list[bytes]:
-        """Return the data of a last event that lacks its final blank line. Call it at the end."""
+        """Return the data of the last event of a stream if it lacks its final blank line.
+
+        Call it at the stream's end.
+        """
         return self.feed(b"\n\n")
 
     def _add(self, data: bytes) -> None:

@@ -87,7 +87,7 @@ class _Conversation:
         self._is_leading = True
 
     def add_user(self, messages: list[dict[str, Any]]) -> None:
-        """Append the messages of a user's turn: tool results, then the user message."""
+        """Append the messages of a user's turn to the chat: tool results, then the user message."""
         if self._waiting and messages:
             last = messages[-1]
             texts = (*self._waiting, last["content"])
@@ -98,13 +98,13 @@ class _Conversation:
         self._is_leading = False
 
     def add_assistant(self, message: dict[str, Any]) -> None:
-        """Append an assistant message."""
+        """Append an assistant message to the chat."""
         self._end_user_turn()
         self._chat.append(message)
         self._is_leading = False
 
     def add_system(self, text: str) -> None:
-        """Add the text of a system message to the message beside it.
+        """Add the text of a system message to the neighbouring message of the chat.
 
         A system message before all others is ignored: it is part of the system prompt.
         """

@@ -55,7 +55,8 @@ def to_chat(body: bytes) -> bytes:
 
 
 def lost_member(body: bytes) -> str:
-    """Return the member of a body that a translation changes or leaves out; "" if there is none.
+    """Return the name of a request member that a translation changes or leaves out; "" if there is
+    none.
 
     Members that engines ignore do not count. System messages in the conversation do: the
     translation moves their text.

@@ -20,7 +20,10 @@ MemberHandler = Callable[[Any, str, dict[str, Any]], None]
 
 
 def read_object(body: bytes) -> dict[str, Any]:
-    """Decode a request body. Raises GatewayError (400) if it is not a JSON object."""
+    """Decode a request body and return its JSON object.
+
+    Raises GatewayError (400) if it is no JSON object.
+    """
     try:
         members = _decode(body)
     except RecursionError:
@@ -39,7 +42,7 @@ def encode(value: object) -> bytes:
 
 
 def untranslatable(name: str, what: str = "") -> GatewayError:
-    """Return the error for a member that has no counterpart in chat completions.
+    """Return the error (400) for a request member that has no counterpart in chat completions.
 
     `what` is the value or kind that cannot be translated, for the message.
     """
@@ -51,33 +54,44 @@ def untranslatable(name: str, what: str = "") -> GatewayError:
 
 
 def mistyped(name: str, expected: str) -> GatewayError:
-    """Return the error for a member of a wrong type; `expected` describes the right one."""
+    """Return the error (400) for a request member of the wrong type; `expected` describes the right
+    type.
+    """
     return GatewayError(Failure.BAD_REQUEST, f"'{name}' must be {expected}.", param=name)
 
 
 def text_of(value: Any, name: str) -> str:
-    """Return `value` if it is a string; raise GatewayError for the member `name` otherwise."""
+    """Return `value` if it is a string.
+
+    Raises GatewayError, which names the request member `name`, otherwise.
+    """
     if not isinstance(value, str):
         raise mistyped(name, "a string")
     return value
 
 
 def list_of(value: Any, name: str) -> list[Any]:
-    """Return `value` if it is a list, else raise GatewayError for the member `name`."""
+    """Return `value` if it is a list.
+
+    Raises GatewayError, which names the request member `name`, otherwise.
+    """
     if not isinstance(value, list):
         raise mistyped(name, "a list")
     return value
 
 
 def mapping_of(value: Any, name: str) -> dict[str, Any]:
-    """Return `value` if it is a JSON object, else raise GatewayError for the member `name`."""
+    """Return `value` if it is a JSON object.
+
+    Raises GatewayError, which names the request member `name`, otherwise.
+    """
     if not isinstance(value, dict):
         raise mistyped(name, "an object")
     return value
 
 
 def require(members: Mapping[str, Any], *names: str) -> None:
-    """Raise GatewayError for the first of these members that is missing."""
+    """Raise GatewayError for the first of these request members that is missing."""
     for name in names:
         if members.get(name) is None:
             message = f"Missing required parameter: '{name}'."
@@ -85,8 +99,8 @@ def require(members: Mapping[str, Any], *names: str) -> None:
 
 
 def only(members: Mapping[str, Any], known: frozenset[str], path: str) -> None:
-    """Raise GatewayError for the first member that is not in `known` and whose value is
-    not null.
+    """Raise GatewayError for the first request member that is not in `known` and whose value is not
+    null.
     """
     for name, value in members.items():
         if name not in known and value is not None:
@@ -94,22 +108,26 @@ def only(members: Mapping[str, Any], known: frozenset[str], path: str) -> None:
 
 
 def copy_member(value: Any, name: str, chat: dict[str, Any]) -> None:
-    """Copy a member that has the same name and meaning in chat completions."""
+    """Copy a request member that has the same name and meaning in chat completions."""
     chat[name] = value
 
 
 def skip_member(value: Any, name: str, chat: dict[str, Any]) -> None:
-    """Leave out a body member that does not affect the correctness of the answer."""
+    """Leave out a request member that does not affect the correctness of the answer."""
 
 
 def refuse_member(value: Any, name: str, chat: dict[str, Any]) -> None:
-    """Raise GatewayError for a member, unless its value turns it off (null, false or empty)."""
+    """Raise GatewayError for a request member, unless its value turns it off (null, false or
+    empty).
+    """
     if value not in (None, False, [], {}, ""):
         raise untranslatable(name)
 
 
 def request_stream(value: Any, name: str, chat: dict[str, Any]) -> None:
-    """Handle `stream`: request a stream that ends with token counts, which both APIs report."""
+    """Translate the member `stream`: request a stream that ends with token counts, which both APIs
+    report.
+    """
     if value is not True and value is not False:
         raise mistyped(name, "a boolean")
     if value:
@@ -117,7 +135,10 @@ def request_stream(value: Any, name: str, chat: dict[str, Any]) -> None:
 
 
 def limit_output(value: Any, name: str, chat: dict[str, Any]) -> None:
-    """Set the limit on the answer's tokens from a member. Raises GatewayError if it is invalid."""
+    """Set the maximum number of the answer's tokens from a request member.
+
+    Raises GatewayError if it is invalid.
+    """
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise mistyped(name, "a whole number of at least 1")
     chat["max_tokens"] = value
@@ -126,7 +147,7 @@ def limit_output(value: Any, name: str, chat: dict[str, Any]) -> None:
 def translate_members(
     members: Mapping[str, Any], handlers: Mapping[str, MemberHandler]
 ) -> dict[str, Any]:
-    """Return the chat completion request that the handlers make of all members.
+    """Return the chat completion request that the handlers build from all members.
 
     Members with the value null are left out. Raises GatewayError for a member without a handler.
     """
@@ -138,7 +159,7 @@ def translate_members(
 
 
 def refuse_unknown(value: Any, name: str, chat: dict[str, Any]) -> None:
-    """Raise GatewayError for a body member without a translation handler."""
+    """Raise GatewayError for a request member without a translation handler."""
     raise untranslatable(name)
 
 

@@ -116,7 +116,7 @@ def ended(finish_reason: str | None, output: list[dict[str, Any]]) -> dict[str, 
 
 
 def usage_of(usage: ChatUsage) -> dict[str, Any]:
-    """Return token counts under the names of the Responses API."""
+    """Return an engine's token counts under the names of the Responses API."""
     return {
         "input_tokens": usage.prompt_tokens,
         "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},

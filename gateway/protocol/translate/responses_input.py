@@ -35,7 +35,10 @@ class _Conversation:
         self._thoughts: list[str] = []
 
     def add(self, message: dict[str, Any]) -> None:
-        """Append a message of any role; an assistant message receives the pending reasoning."""
+        """Append a message of any role to the chat.
+
+        An assistant message receives the pending reasoning.
+        """
         if message["role"] == "assistant":
             self._attach_thoughts(message)
         else:
@@ -43,11 +46,13 @@ class _Conversation:
         self.messages.append(message)
 
     def think(self, text: str) -> None:
-        """Keep reasoning text for the assistant message that follows it."""
+        """Keep reasoning text for the assistant message of the chat that follows it."""
         self._thoughts.append(text)
 
     def call(self, call: dict[str, Any]) -> None:
-        """Add a tool call to the last assistant message; append a new message if there is none."""
+        """Add a tool call to the last assistant message of the chat; append a new message if there
+        is none.
+        """
         last = self.messages[-1] if self.messages else {}
         if last.get("role") != "assistant" or self._thoughts:
             last = {"role": "assistant", "content": None}
@@ -61,7 +66,7 @@ class _Conversation:
 
 
 def input_messages(value: Any) -> list[dict[str, Any]]:
-    """Return the chat messages of the member `input`.
+    """Return the chat messages for the member `input` of a Responses request.
 
     Raises GatewayError that names the item which cannot be translated.
     """

@@ -52,7 +52,8 @@ def to_chat(body: bytes) -> bytes:
 
 
 def lost_member(body: bytes) -> str:
-    """Return the member of a body that a translation changes or leaves out; "" if there is none.
+    """Return the name of a request member that a translation changes or leaves out; "" if there is
+    none.
 
     Members that engines ignore do not count. `store` does, unless it is false: the engine of a
     translated request stores nothing. The role `developer` does: engines may render it as such.

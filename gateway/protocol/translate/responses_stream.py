@@ -43,7 +43,7 @@ class OpenItem(msgspec.Struct):
 
     @property
     def text(self) -> str:
-        """The text of the item so far: all received pieces, joined."""
+        """Return the text of the output item so far: all received pieces, joined."""
         return "".join(self.pieces)
 
 

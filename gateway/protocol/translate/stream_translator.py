@@ -39,11 +39,13 @@ class StreamTranslator(ABC):
         self.seen_calls: set[int] = set()
 
     def feed(self, data: bytes) -> bytes:
-        """Process the engine's next bytes, and return the client's complete events."""
+        """Translate the engine's next bytes of a stream, and return the complete events for the
+        client.
+        """
         return self._translate(lambda: self._events.feed(data))
 
     def finish(self) -> bytes:
-        """Return the remaining events when the engine's answer is over.
+        """Return the remaining events for the client when the engine's stream is over.
 
         An answer without a finish reason ends with an error event.
         """
@@ -55,7 +57,8 @@ class StreamTranslator(ABC):
         return left + self._stop(self._end())
 
     def finish_with(self, event: bytes) -> bytes:
-        """Return the client's events for `event`, the gateway's own last event of a stream.
+        """Return the client's events for `event`, the last event of a stream, which the gateway
+        itself created.
 
         An event that the engine has not finished is dropped.
         """
@@ -64,22 +67,28 @@ class StreamTranslator(ABC):
 
     @abstractmethod
     def _start(self, answer: ChatAnswer) -> Iterator[bytes]:
-        """Yield the events before the first piece of the answer."""
+        """Yield the client's events before the first piece of a translated answer."""
 
     @abstractmethod
     def _delta(self, choice: ChatChoice) -> Iterator[bytes]:
-        """Yield the events for one chunk. Raises TranslationError if it is invalid."""
+        """Yield the client's events for one chunk of a translated stream.
+
+        Raises TranslationError if the chunk is invalid.
+        """
 
     @abstractmethod
     def _end(self) -> Iterator[bytes]:
-        """Yield the events after the last piece of a complete answer."""
+        """Yield the client's events after the last piece of a complete translated answer."""
 
     @abstractmethod
     def _fail(self, detail: ErrorDetail) -> Iterator[bytes]:
-        """Yield the events that end a stream which has failed."""
+        """Yield the client's events that end a translated stream which has failed."""
 
     def note_call(self, index: int) -> None:
-        """Record the start of a tool call. Raises TranslationError if it was started before."""
+        """Record the start of a tool call in the stream.
+
+        Raises TranslationError if it was started before.
+        """
         if index in self.seen_calls:
             raise TranslationError("The engine wrote two tool calls at once.")
         self.seen_calls.add(index)

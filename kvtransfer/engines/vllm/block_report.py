@@ -20,14 +20,16 @@ import msgspec
 
 
 class PoolState(msgspec.Struct, frozen=True):
-    """The blocks of an engine's pool: the names of cached ones, and the number of free ones."""
+    """The blocks of an engine's KV pool: the names of cached blocks, and the number of free
+    ones.
+    """
 
     cached: Sequence[int | str]
     free: int
 
 
 class BlockReport:
-    """Answers on a Unix socket at `path` with what `read` returns, until `close`.
+    """Answers connections to a Unix socket at `path` with what `read` returns, until `close`.
 
     Only this user can connect. Raises OSError if the socket cannot be created.
     """

@@ -73,21 +73,21 @@ if not vllm.__version__.startswith(SUPPORTED):
 
 @dataclass
 class StepMetadata(KVConnectorMetadata):
-    """The transfer orders of one engine step, sent from the scheduler to the workers."""
+    """The orders for KV transfers of one engine step, sent from vLLM's scheduler to its workers."""
 
     orders: StepOrders
 
 
 @dataclass
 class AgentMetadata(KVConnectorHandshakeMetadata):
-    """Address of a worker's agent and its KV layout, sent to the scheduler."""
+    """The address of a worker's KV agent and its KV layout, sent to vLLM's scheduler."""
 
     worker: WorkerAddress
     layout: KvLayout
 
 
 class ConnectorStats(KVConnectorStats):
-    """Transfer counters of one reporting interval, by name
+    """The KV transfer counters of one reporting interval, by name
     (kvtransfer/engines/vllm/counters.py).
     """
 
@@ -95,12 +95,12 @@ class ConnectorStats(KVConnectorStats):
         self.data: dict[str, float] = {}
 
     def aggregate(self, other: Any) -> ConnectorStats:
-        """Add the counters of another rank or process, and return the sum."""
+        """Add the KV transfer counters of another rank or process. Returns the sum."""
         self.data = add_counts(self.data, other.data)
         return self
 
     def reduce(self) -> dict[str, float]:
-        """Return the counters of transfers by name, as vLLM logs them."""
+        """Return the counters of KV transfers by name, as vLLM logs them."""
         return dict(self.data)
 
     def is_empty(self) -> bool:
@@ -154,8 +154,8 @@ class ConnectorOptions:
 
 
 class PenstockConnector(KVConnectorBase_V1):
-    """Connector of vLLM: one object in the scheduler's process, and one in each worker's
-    process.
+    """Penstock's KV connector for vLLM: one object in the scheduler's process, and one in each
+    worker's process.
     """
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
@@ -187,7 +187,7 @@ class PenstockConnector(KVConnectorBase_V1):
     # ---- worker
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
-        """Start this rank's agent with its KV cache. Raises UnsupportedCache."""
+        """Start this rank's KV agent with the rank's KV cache. Raises UnsupportedCache."""
         rank = get_tensor_model_parallel_rank()
         facts = _facts(self._vllm_config, self._kv_cache_config)
         self._layout = layout = describe_cache(facts)
@@ -208,7 +208,7 @@ class PenstockConnector(KVConnectorBase_V1):
         log.info("kv: rank %d listens on %s", rank, self._agent.address)
 
     def on_change(self, handle: TransferHandle) -> None:
-        """Wake an engine step that waits for a transfer; called on the agent's threads."""
+        """Wake an engine step that waits for a KV transfer. It is called on the agent's threads."""
         self._changed.set()
 
     def get_handshake_metadata(self) -> AgentMetadata | None:
@@ -227,15 +227,17 @@ class PenstockConnector(KVConnectorBase_V1):
             self._changed.wait(_IDLE_STEP_S)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Do nothing: a request is scheduled only after its KV has arrived."""
+        """Do nothing: vLLM schedules a request only after its KV has arrived."""
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any
     ) -> None:
-        """Do nothing: KV is sent directly from vLLM's own blocks."""
+        """Do nothing: KV is sent directly from vLLM's own blocks, so that no layer has to be
+        saved.
+        """
 
     def wait_for_save(self) -> None:
-        """Do nothing: blocks are kept until `get_transfer_results` reports the end of their
+        """Do nothing: vLLM keeps the blocks until `get_transfer_results` reports the end of their
         offer.
         """
 
@@ -245,7 +247,9 @@ class PenstockConnector(KVConnectorBase_V1):
         return KVConnectorTransferResults(done.sent, done.received, done.failed)
 
     def get_kv_connector_stats(self) -> ConnectorStats | None:
-        """Return the counters of this process since the last call; None if there are none."""
+        """Return the KV transfer counters of this process since the last call; None if there are
+        none.
+        """
         source = self._scheduler if self._worker is None else self._worker
         counts = source.counts.take()
         return ConnectorStats(data=counts) if counts else None
@@ -261,7 +265,7 @@ class PenstockConnector(KVConnectorBase_V1):
         return ConnectorMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     def shutdown(self) -> None:
-        """End all transfers, wait until no peer can write to this memory, and stop the agent and
+        """End all KV transfers, wait until no peer can write to this memory, and stop the agent and
         the report of blocks.
         """
         agent, self._agent = self._agent, None
@@ -275,7 +279,9 @@ class PenstockConnector(KVConnectorBase_V1):
     # ---- scheduler
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
-        """Report the blocks of the scheduler's pool to tests, if `block_report` is set."""
+        """Let a test read the blocks of the scheduler's pool, if the option `block_report` is
+        set.
+        """
         path = self._options.block_report
         if path is not None and self._report is None:
             self._report = BlockReport(path, lambda: _pool_state(gpu_block_pool))
@@ -312,7 +318,7 @@ class PenstockConnector(KVConnectorBase_V1):
     ) -> tuple[bool, dict[str, Any] | None]:
         """Offer the KV of a finished prefill request, and end the transfers of any other request.
 
-        Return whether the blocks must be kept, and the kv_transfer_params of the response.
+        Returns whether the blocks must be kept, and the kv_transfer_params of the response.
         """
         prompt = _prompt_of(request)
         self._scheduler.forget(request.request_id)

@@ -1,4 +1,5 @@
-"""The connector's counters, which vLLM collects from all processes and serves at /metrics.
+"""The counters of Penstock's connector, which vLLM collects from all processes and serves at
+/metrics.
 
 Their classes for vLLM are in connector.py.
 """
@@ -27,23 +28,25 @@ COUNTERS: Mapping[str, str] = MappingProxyType(
 
 
 class PendingCounts:
-    """Counters since the last report, by name."""
+    """Counters of KV transfers since the last report, by name."""
 
     def __init__(self) -> None:
         self._counts: dict[str, float] = {}
 
     def add(self, name: str, amount: float = 1) -> None:
-        """Add `amount` to a counter. Raises KeyError for an unknown counter."""
+        """Add `amount` to a counter of KV transfers. Raises KeyError for an unknown counter."""
         if name not in COUNTERS:
             raise KeyError(name)
         self._counts[name] = self._counts.get(name, 0) + amount
 
     def take(self) -> dict[str, float]:
-        """Return the counters since the last call, without those that are 0, and reset them."""
+        """Return the KV transfer counters since the last call, without those that are 0, and reset
+        them.
+        """
         taken, self._counts = self._counts, {}
         return taken
 
 
 def add_counts(one: Counts, other: Counts) -> dict[str, float]:
-    """Return the sum of two reports, counter by counter."""
+    """Return the sum of two reports of KV transfer counters, counter by counter."""
     return {name: one.get(name, 0) + other.get(name, 0) for name in one.keys() | other.keys()}

@@ -47,7 +47,8 @@ _SCALE_BYTES = 4
 
 
 class UnsupportedCache(Exception):
-    """Error: the connector cannot describe this KV cache, so it is not transferred.
+    """Raised when the connector cannot describe the layout of a KV cache, which is then not
+    transferred.
 
     The message says why.
     """
@@ -81,8 +82,8 @@ class CacheFacts(msgspec.Struct, frozen=True):
 
 
 class LayerView(NamedTuple):
-    """One layer's tensor [B, H, N, C]: its address, and its sizes and strides in bytes (C in
-    bytes).
+    """The tensor [B, H, N, C] of one model layer: its address, and its sizes and strides in bytes
+    (C in bytes).
     """
 
     address: int
@@ -91,7 +92,10 @@ class LayerView(NamedTuple):
 
 
 def describe_cache(facts: CacheFacts) -> KvLayout:
-    """Return the KvLayout of this cache. Raises UnsupportedCache if it is not a known one."""
+    """Return the KvLayout of a vLLM worker's cache.
+
+    Raises UnsupportedCache if the cache is of no known kind.
+    """
     contents = _LATENT_CONTENTS if facts.latent else _CONTENTS
     content = contents.get(facts.backend)
     if content is None:

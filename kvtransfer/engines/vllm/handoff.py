@@ -24,11 +24,14 @@ _MAX_CHARS = 1 << 20
 
 
 class HandoffRefused(Exception):
-    """Error: the handoff is malformed or forged; the message never quotes it."""
+    """Raised for a KV handoff that is malformed or forged; the message never quotes the handoff."""
 
 
 class WorkerAddress(msgspec.Struct, frozen=True, array_like=True):
-    """Address, name and epoch of the agent of one rank; the epoch identifies its start."""
+    """The address, name and epoch of one rank's KV agent.
+
+    The epoch identifies the start of the agent.
+    """
 
     address: str
     agent: str
@@ -36,14 +39,14 @@ class WorkerAddress(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RankSource(msgspec.Struct, frozen=True, array_like=True):
-    """Address of the agent that holds the KV of one rank, and the ticket to fetch it."""
+    """The address of the agent that holds the KV of one rank, and the ticket to fetch that KV."""
 
     address: str
     ticket: str
 
 
 class Handoff(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """The KV of one prompt that is ready at a prefill engine.
+    """A handoff: the KV of one prompt that is ready at a prefill engine.
 
     name      name of the offer, the same at every rank
     prompt    `digest_prompt` of the tokens

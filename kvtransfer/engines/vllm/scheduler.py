@@ -1,4 +1,4 @@
-"""Decisions about handoffs in vLLM's scheduler process, without vLLM's objects.
+"""Decisions about KV handoffs in vLLM's scheduler process, without vLLM's objects.
 
 HandoffScheduler makes handoffs of finished prefills, checks those of incoming requests, and gives
 the workers orders for each step. connector.py converts vLLM's objects, and worker.py executes the
@@ -30,7 +30,7 @@ MEMBER = "kv_handoff"
 
 
 class OfferOrder(msgspec.Struct, frozen=True):
-    """Order to the workers to offer the KV of a finished prefill.
+    """An order to vLLM's workers to offer the KV of a finished prefill.
 
     `ttl_s` is the lease in seconds; `nonces` are those of the tickets, one per rank.
     """
@@ -44,7 +44,9 @@ class OfferOrder(msgspec.Struct, frozen=True):
 
 
 class LoadOrder(msgspec.Struct, frozen=True):
-    """Order to the workers to fetch tokens [skip, tokens) of a handoff into these blocks."""
+    """An order to vLLM's workers to fetch the KV of tokens [skip, tokens) of a handoff into these
+    blocks.
+    """
 
     request: str
     name: str
@@ -56,7 +58,7 @@ class LoadOrder(msgspec.Struct, frozen=True):
 
 
 class StepOrders(msgspec.Struct):
-    """The orders of the scheduler to all workers for one engine step.
+    """The orders of vLLM's scheduler to all workers for the KV transfers of one engine step.
 
     offers    finished prefills to offer
     loads     handoffs to fetch
@@ -75,7 +77,7 @@ class StepOrders(msgspec.Struct):
 
 
 class PromptRequest(msgspec.Struct, frozen=True):
-    """A request as the scheduler knows it; `params` are its kv_transfer_params."""
+    """A request as vLLM's scheduler knows it; `params` are its kv_transfer_params."""
 
     id: str
     prompt: Sequence[int]
@@ -84,7 +86,7 @@ class PromptRequest(msgspec.Struct, frozen=True):
 
 
 class HandoffScheduler:
-    """The handoffs of one engine.
+    """The KV handoffs of one engine, in vLLM's scheduler process.
 
     key        the fleet's shared secret
     engine     the engine's id
@@ -116,7 +118,10 @@ class HandoffScheduler:
         self.counts = PendingCounts()
 
     def set_workers(self, workers: Sequence[WorkerAddress], layout: KvLayout) -> None:
-        """Set the agents of all ranks, in order. Raises ValueError for another number of ranks."""
+        """Set the KV agents of all ranks, in order.
+
+        Raises ValueError for another number of ranks.
+        """
         if len(workers) != layout.ranks:
             raise ValueError(f"{len(workers)} workers of {layout.ranks} have an agent")
         self._workers, self._layout = list(workers), layout
@@ -124,14 +129,16 @@ class HandoffScheduler:
 
     @property
     def has_pending_work(self) -> bool:
-        """Whether KV blocks depend on a transfer, so that the engine must continue to run steps."""
+        """Return whether KV blocks depend on a transfer, so that the engine must continue to run
+        steps.
+        """
         orders = self._orders
         return bool(
             self._sending or self._loading or orders.offers or orders.loads or orders.unused
         )
 
     def loadable_tokens(self, request: PromptRequest, computed: int) -> int:
-        """Return how many tokens beyond `computed` the request's handoff provides.
+        """Return the KV of how many tokens beyond `computed` a request's handoff provides.
 
         A handoff that was used, forged, made for another prompt, or by an engine of another kind
         provides none; the engine then computes the prompt.
@@ -167,7 +174,7 @@ class HandoffScheduler:
         return handoff
 
     def begin_load(self, request: str, blocks: Sequence[int], tokens: int) -> None:
-        """Order the workers to load the handoff's last `tokens` tokens.
+        """Order the workers to load the KV of the handoff's last `tokens` tokens.
 
         0 means that it is not needed. Does nothing for a request without a handoff, or when called
         again for the same request.
@@ -188,7 +195,7 @@ class HandoffScheduler:
     def finish_prefill(
         self, request: PromptRequest, blocks: Sequence[int], tokens: int
     ) -> dict[str, object]:
-        """Order the workers to offer a finished prefill, and return its kv_transfer_params.
+        """Order the workers to offer a finished prefill's KV, and return its kv_transfer_params.
 
         The blocks belong to the offer until every worker reports its end. The other members are
         those of vLLM's own connectors, which gateways check.
@@ -226,7 +233,9 @@ class HandoffScheduler:
         }
 
     def forget(self, request: str) -> None:
-        """End a request: cancel the load of its KV, or release a handoff that it did not use."""
+        """End a request: cancel the load of its KV, or release a handoff that the request did not
+        use.
+        """
         if request in self._accepted:
             self.begin_load(request, [], 0)
         if request in self._loading:
@@ -234,12 +243,14 @@ class HandoffScheduler:
         self._used.discard(request)
 
     def on_ended(self, sent: Sequence[str], received: Sequence[str]) -> None:
-        """Record the transfers that have ended, so that their blocks belong to the engine again."""
+        """Record the KV transfers that have ended, so that their blocks belong to the engine
+        again.
+        """
         self._sending.difference_update(sent)
         self._loading.difference_update(received)
 
     def take_orders(self, has_work: bool) -> StepOrders:
-        """Return the orders since the last step.
+        """Return the orders for KV transfers since the last engine step.
 
         `has_work` is whether the step computes something.
         """

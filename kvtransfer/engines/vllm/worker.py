@@ -26,7 +26,8 @@ _UNUSED_BLOCKS, _UNUSED_TOKENS = (0,), 1
 
 
 class FinishedTransfers(msgspec.Struct):
-    """Requests whose blocks belong to the engine again, since the last report.
+    """Requests whose KV transfers have ended since the last report, so that the engine owns their
+    blocks.
 
     sent      requests whose offers have ended
     received  requests whose fetches have ended
@@ -39,7 +40,7 @@ class FinishedTransfers(msgspec.Struct):
 
 
 class TransferWorker:
-    """The transfers of one rank; all methods are called on one thread."""
+    """The KV transfers of one vLLM rank; all methods are called on one thread."""
 
     def __init__(self, agent: Agent, layout: KvLayout, rank: int, timeout_s: float) -> None:
         self._agent, self._layout, self._rank, self._timeout_s = agent, layout, rank, timeout_s
@@ -114,7 +115,7 @@ class TransferWorker:
             landing.cancel("the KV is not needed")
 
     def take_finished(self) -> FinishedTransfers:
-        """Return the transfers that have ended since the last call, each once."""
+        """Return the KV transfers that have ended since the last call, each once."""
         finished = FinishedTransfers(received=set(self._unstarted), failed=set(self._unstarted))
         self._unstarted.clear()
         for request, offer in list(self._offers.items()):

@@ -1,1 +1,3 @@
-"""Transport over RDMA queue pairs, each accompanied by a TCP connection for control messages."""
+"""A KV transport over RDMA queue pairs, each accompanied by a TCP connection for control
+messages.
+"""

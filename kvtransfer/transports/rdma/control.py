@@ -1,4 +1,5 @@
-"""Control messages of an RDMA link, sent over TCP as length-limited msgpack; no I/O.
+"""The control messages of an RDMA connection between two agents, sent over TCP as length-limited
+msgpack; no I/O.
 
 Queue pairs carry only one-sided writes. A queue pair ends with the first refused write, so control
 messages need another connection.
@@ -24,7 +25,7 @@ Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 class QueuePairSetup(
     msgspec.Struct, frozen=True, array_like=True, tag=1, forbid_unknown_fields=True
 ):
-    """Message of either end with the address of its queue pair for this epoch.
+    """A control message of either end with the address of its queue pair for this epoch.
 
     An end that receives a newer epoch than its own creates a queue pair, too.
     """
@@ -36,15 +37,16 @@ class QueuePairSetup(
 class QueuePairReady(
     msgspec.Struct, frozen=True, array_like=True, tag=2, forbid_unknown_fields=True
 ):
-    """Message of either end that its queue pair of this epoch is connected and may be written
-    to.
+    """A control message of either end that its queue pair of this epoch is connected and may be
+    written to.
     """
 
     epoch: Count
 
 
 class RdmaTrailer(msgspec.Struct, frozen=True, array_like=True, tag=3, forbid_unknown_fields=True):
-    """The source's message that window `number` has been written, with its verdict and checksum.
+    """The source's message that window (piece of KV) `number` has been written, with its verdict
+    and checksum.
 
     digest  xxh3-64 of the bytes; None without checksums
     at      offset of the window in the sink's staging buffer; None: written in place
@@ -58,7 +60,7 @@ class RdmaTrailer(msgspec.Struct, frozen=True, array_like=True, tag=3, forbid_un
 
 
 class OwnerMessage(msgspec.Struct, frozen=True, array_like=True, tag=4, forbid_unknown_fields=True):
-    """A message between the owners of the two ends of the link."""
+    """A message between the owners of the two ends of an RDMA connection."""
 
     data: bytes
 
@@ -78,7 +80,10 @@ _ENCODER = msgspec.msgpack.Encoder()
 
 
 def encode(message: ControlMessage) -> bytes:
-    """Encode a message after its length. Raises TransportError if it is too long."""
+    """Encode a control message, with its length in front.
+
+    Raises TransportError if it is too long.
+    """
     body = _ENCODER.encode(message)
     if len(body) > MOST_FRAME_BYTES:
         raise TransportError(f"{len(body)} bytes exceed the limit of a message")
@@ -86,7 +91,7 @@ def encode(message: ControlMessage) -> bytes:
 
 
 class ControlDecoder:
-    """Decodes messages from a stream of bytes; unusable after a TransportError.
+    """Decodes control messages from a stream of bytes; unusable after a TransportError.
 
     `most_bytes` limits the length of a message; it is small until `raise_limit` is called.
     """
@@ -96,7 +101,9 @@ class ControlDecoder:
         self._buffer = bytearray()
 
     def raise_limit(self) -> None:
-        """Raise the length limit of messages, because the peer has proven its identity."""
+        """Raise the limit on the length of messages, because the other agent has proven its
+        identity.
+        """
         self.most_bytes = MOST_FRAME_BYTES
 
     @property
@@ -107,7 +114,8 @@ class ControlDecoder:
         return self.most_bytes + _LENGTH.size - len(self._buffer)
 
     def feed(self, data: bytes) -> Iterator[ControlMessage]:
-        """Yield the messages that `data` completes; consume all of them before feeding more.
+        """Yield the control messages that `data` completes; consume all of them before feeding
+        more.
 
         Raises TransportError for invalid data. A call of `raise_limit` while consuming applies to
         the next message.

@@ -1,10 +1,10 @@
-"""RDMA link: a thread that writes windows of KV into the peer's granted memory.
+"""An RDMA connection: a thread that writes KV into the memory that the other agent has granted.
 
-Windows are one-sided writes on a reliable queue pair; the last write carries the window's number.
-When the device reports them done, the source checks its generations again and sends the trailer
-over TCP. If the peer's device refuses a write (the sink has fenced), the queue pair ends on both
-sides. The next epoch's pair takes over, and windows of other transfers are written again.
-transport.py dials and listens.
+Windows (pieces of KV) are one-sided writes on a reliable queue pair; the last write carries the
+window's number. When the device reports them done, the source checks its generations again and
+sends the trailer over TCP. If the peer's device refuses a write (the sink has fenced), the queue
+pair ends on both sides. The next epoch's pair takes over, and windows of other transfers are
+written again. transport.py dials and listens.
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ _log = logging.getLogger("penstock")
 
 
 class RdmaOptions(msgspec.Struct, frozen=True):
-    """Options of RDMA links.
+    """The options of RDMA connections between agents.
 
     device, gid_index   None: the first active device, and its IPv4-routed address if there is one
-    checksums           whether the sink compares xxh3-64 of the landed bytes with the source's
+    checksums           whether the sink compares xxh3-64 of the received bytes with the source's
     spin_s              seconds that a busy thread polls its device before it sleeps
     setup_s             seconds that a queue pair may take to connect
     most_keys           keys in one grant; blocks that need more are staged and copied
@@ -71,7 +71,8 @@ class RdmaOptions(msgspec.Struct, frozen=True):
 
 
 class RdmaLink:
-    """One end of an RDMA link; `begin` starts its thread, which does everything except `grant`.
+    """One end of an RDMA connection; `begin` starts its thread, which does everything except
+    `grant`.
 
     `refused_writes` counts writes that the peer's device refused, because the peer had fenced.
     """
@@ -87,7 +88,7 @@ class RdmaLink:
         options: RdmaOptions,
         gone: Callable[[RdmaLink], None],
     ) -> None:
-        """Initialize with the connected socket `side`, which the link then owns.
+        """Initialize an RDMA connection with the connected socket `side`, which it then owns.
 
         `gone` is called last, after all use of the protection domain. Raises TransportError, and
         OSError if the peer has already gone.
@@ -150,7 +151,7 @@ class RdmaLink:
             self._schedule(lambda: self._departures.accept(transfer, grant))
 
     def secure(self, window_key: bytes) -> None:
-        """Allow longer messages, now that the peer has proven its identity.
+        """Allow longer messages, because the other agent has proven its identity.
 
         Nothing is encrypted: a device writes plain bytes, so its network must be trusted.
         """
@@ -180,7 +181,9 @@ class RdmaLink:
     # ---- called by the transport
 
     def begin(self, ending: threading.Event, *, dialled: bool) -> None:
-        """Start the link's thread. Raises RuntimeError if no thread can be started.
+        """Start the thread of the RDMA connection.
+
+        Raises RuntimeError if no thread can be started.
 
         The owner of an accepted link first gets `on_linked`. The dialling end waits in
         `wait_connected`. `ending` is set when the transport closes, and its device with it.
@@ -189,18 +192,20 @@ class RdmaLink:
         self._thread.start()
 
     def abandon(self) -> None:
-        """Release the resources of a link whose thread was never started."""
+        """Release the resources of an RDMA connection whose thread was never started."""
         self._pairs.close()
         os.close(self._wake)
 
     def wait_connected(self) -> None:
-        """Wait until the link is connected. Raises TransportError if it fails."""
+        """Wait until the RDMA connection is established. Raises TransportError if it fails."""
         self._settled.wait()
         if self._reason is not None:
             raise TransportError(self._reason)
 
     def join(self) -> None:
-        """Wait for the link's thread to end; return at once if called on that thread."""
+        """Wait for the thread of the RDMA connection to end; return at once if called on that
+        thread.
+        """
         if threading.current_thread() is not self._thread:
             self._thread.join()
 

@@ -1,4 +1,4 @@
-"""Memory grants: keys with which a peer may write exactly the blocks of a transfer.
+"""Memory grants of RDMA: keys with which a peer may write exactly the blocks of a transfer.
 
 In place, there is one key per range of adjacent blocks of each rank. If that needs too many keys,
 one staging buffer is granted instead, from which the sink copies what has arrived. A key must not
@@ -30,7 +30,7 @@ _IN_PLACE, _STAGED = b"\0", b"\1"
 
 
 class RegisteredHandle(Protocol):
-    """Protocol of registered memory that a peer may write until it is closed."""
+    """The interface of registered memory that a peer may write to until it is closed."""
 
     remote_key: int
 
@@ -38,7 +38,7 @@ class RegisteredHandle(Protocol):
 
 
 class Registry(Protocol):
-    """Protocol of a device's memory registration."""
+    """The interface of an RDMA device for the registration of memory."""
 
     def register(
         self, address: int, length: int, *, writable_by_peer: bool
@@ -54,7 +54,9 @@ class RankRange(NamedTuple):
 
 
 class Write(NamedTuple):
-    """One write request: pieces (offset at the source, length) written to consecutive addresses."""
+    """One RDMA write request: pieces (offset at the source, length) that are written to consecutive
+    addresses.
+    """
 
     address: int
     key: int
@@ -62,7 +64,7 @@ class Write(NamedTuple):
 
 
 def rank_ranges(regions: Sequence[Region], blocks: Blocks) -> list[RankRange]:
-    """Return the byte ranges of these blocks on every rank, with adjacent ones joined.
+    """Return the byte ranges of these KV blocks on every rank, with adjacent ranges joined.
 
     Raises ValueError for a block outside the regions.
     """
@@ -79,7 +81,7 @@ def rank_ranges(regions: Sequence[Region], blocks: Blocks) -> list[RankRange]:
 
 
 class GrantedMemory:
-    """The memory that a sink has registered for one transfer.
+    """The memory that a sink has registered for one KV transfer.
 
     `grant` is the data for the peer; empty if the device could not register the memory. When
     `close` returns, the peer cannot write any more.
@@ -122,9 +124,9 @@ class GrantedMemory:
     def check_arrival(
         self, runs: ByteRuns, region: Region, offset: int | None, digest: int | None
     ) -> bool:
-        """Copy staged bytes to their place.
+        """Copy received bytes from the staging buffer to their place.
 
-        Return whether they are the bytes that the source read.
+        Returns whether they are the bytes that the source read.
         """
         if (offset is None) != (self.arena is None):
             return False
@@ -136,9 +138,9 @@ class GrantedMemory:
         return digest is None or digest == digest_of(region, runs.dst, runs.length)
 
     def close(self) -> None:
-        """Deregister all memory.
+        """Deregister all memory of the transfer.
 
-        Raises TransportError if the device fails to; the next call retries.
+        Raises TransportError if the device fails; the next call tries again.
         """
         remaining: list[RegisteredHandle] = []
         error: TransportError | None = None
@@ -173,9 +175,9 @@ class RemoteGrant:
         self._next = 0
 
     def claim(self, n_bytes: int) -> int | None:
-        """Return the offset of the next window of KV in the staging buffer.
+        """Return the offset of the next `n_bytes` bytes of KV in the sink's staging buffer.
 
-        Return None if windows go in place.
+        Returns None if KV is written in place.
         """
         if not self.staged:
             return None
@@ -186,7 +188,7 @@ class RemoteGrant:
     def writes(
         self, runs: ByteRuns, dst_rank: int, staging_offset: int | None, gather: int
     ) -> list[Write]:
-        """Return the write requests of a window of KV.
+        """Return the RDMA write requests for one window (piece of KV).
 
         Runs that are adjacent at the sink are combined, at most `gather` in one request. Raises
         TransportError for bytes that the grant does not cover.

@@ -1,4 +1,4 @@
-"""The queue pairs of one RDMA link: one per epoch, and both ends change epoch together.
+"""The queue pairs of one RDMA connection, one per epoch; both ends change epoch together.
 
 A queue pair is usable once both ends have connected theirs: Setup is sent both ways, then Ready.
 """
@@ -15,7 +15,7 @@ _MOST_EPOCHS = 1 << 24
 
 
 class QueuePairEpochs:
-    """The current queue pair of a link, and its completion queue.
+    """The current queue pair of an RDMA connection, and its completion queue.
 
     pair         the queue pair; None until `renew`
     is_writable  whether the peer's end is connected, too
@@ -32,7 +32,8 @@ class QueuePairEpochs:
         self._joined = False
 
     def renew(self) -> QueuePairSetup:
-        """End the current queue pair, create the next epoch's one, and return the message about it.
+        """End the current queue pair, create the next epoch's one, and return the message about the
+        new one.
 
         Raises TransportError after the last possible epoch.
         """
@@ -48,7 +49,7 @@ class QueuePairEpochs:
     def join(self, setup: QueuePairSetup) -> QueuePairReady | None:
         """Connect to the peer's queue pair of the current epoch, and return the message about it.
 
-        Return None if that epoch is over or already connected. Raises TransportError for a later
+        Returns None if that epoch is over or already connected. Raises TransportError for a later
         epoch.
         """
         if setup.epoch < self.epoch or self._joined or self.pair is None:
@@ -64,7 +65,9 @@ class QueuePairEpochs:
         self.is_writable = self._joined and (self.is_writable or message.epoch == self.epoch)
 
     def end(self) -> None:
-        """Close the current queue pair at once, so that neither end of the link reads or writes."""
+        """Close the current queue pair at once, so that neither end of the connection reads or
+        writes memory.
+        """
         self.is_writable = self._joined = False
         if self.pair is not None:
             self.pair.close()

@@ -1,7 +1,8 @@
-"""The sink's half of an RDMA link: grants to the peer and received windows, without I/O.
+"""The sink's half of an RDMA connection: memory grants to the peer, and received KV, without I/O.
 
-A window is complete when two things have arrived, in either order: its number, with its last write,
-and its trailer over the control connection. link.py creates and ends the queue pairs.
+A window (piece of KV) is complete when two things have arrived, in either order: its number, with
+its last write, and its trailer over the control connection. link.py creates and ends the queue
+pairs.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ _MAX_INCOMPLETE = 1024
 
 
 class RdmaReceiver:
-    """All memory grants and incoming windows of KV of one link.
+    """All memory grants and incoming windows (pieces of KV) of one RDMA connection.
 
     Grants may be made on any thread; everything else is called by one. A grant is None while a
     thread registers it, without holding a lock.
@@ -36,10 +37,11 @@ class RdmaReceiver:
         self._newest = -1
 
     def grant(self, transfer: int, regions: Sequence[Region], blocks: Blocks) -> bytes:
-        """Register these blocks and return the keys for the peer.
+        """Register the memory of these blocks, and return the keys with which the peer may write to
+        it.
 
-        Return b"" if the device refuses, or after the transfer's fence or `close`. Without keys the
-        source cannot write.
+        Returns b"" if the device refuses, or after the transfer's fence or `close`. Without keys
+        the source cannot write.
         """
         with self._lock:
             if self._closed or transfer in self._openings or transfer in self._fenced_early:
@@ -59,11 +61,11 @@ class RdmaReceiver:
         return opening.grant
 
     def fence(self, transfer: int) -> bool:
-        """Stop all writes of a transfer.
+        """Stop all RDMA writes of a transfer.
 
-        Return False while it is being granted, to be called again. Raises TransportError if the
-        device fails to deregister the memory. A peer can then write to it for as long as it has a
-        queue pair.
+        Returns False while memory is still being granted; the caller must then call again. Raises
+        TransportError if the device fails to deregister the memory. A peer can then write to it for
+        as long as it has a queue pair.
         """
         with self._lock:
             opening = self._openings.get(transfer)
@@ -78,7 +80,7 @@ class RdmaReceiver:
         return True
 
     def close(self) -> None:
-        """Stop all writes of all transfers, and refuse further grants.
+        """Stop all RDMA writes of all transfers, and refuse further grants.
 
         Raises TransportError if memory stays registered.
         """
@@ -97,8 +99,9 @@ class RdmaReceiver:
             raise error
 
     def on_written(self, number: int) -> RdmaTrailer | None:
-        """Record the last write of a window of KV; return the window's trailer if complete, else
-        None.
+        """Record the last write of a window (piece of KV).
+
+        Returns the window's trailer if the window is complete, else None.
         """
         trailer = self._waiting.pop(number, None)
         if trailer is None and number > self._newest:
@@ -107,7 +110,8 @@ class RdmaReceiver:
         return trailer
 
     def on_trailer(self, trailer: RdmaTrailer) -> RdmaTrailer | None:
-        """Record the trailer of a window of KV; return it if the window is complete, else None.
+        """Record the trailer of a window (piece of KV); return it if the window is complete, else
+        None.
 
         Numbers only grow, so older windows are over.
         """
@@ -127,12 +131,14 @@ class RdmaReceiver:
             raise TransportError(f"more than {_MAX_INCOMPLETE} windows are incomplete")
 
     def is_granted(self, transfer: int) -> bool:
-        """Return whether the peer may write the blocks of this transfer."""
+        """Return whether the other agent may write to the blocks of this transfer."""
         with self._lock:
             return transfer in self._openings
 
     def verify(self, trailer: RdmaTrailer, window: WindowSlice) -> WindowVerdict:
-        """Return the verdict on a complete window of KV, and copy staged bytes to their place."""
+        """Return the verdict on a complete window (piece of KV), and copy staged bytes to their
+        place.
+        """
         if trailer.verdict is not WindowVerdict.OK:
             return trailer.verdict
         with self._lock:

@@ -1,4 +1,6 @@
-"""The source's half of an RDMA link: windows of KV as write requests, without I/O.
+"""The source's half of an RDMA connection: KV is sent as write requests.
+
+No I/O.
 
 The device reads a window between posting and completion, so its verdict is known after that.
 link.py creates the queue pairs and sends the verdicts.
@@ -21,7 +23,7 @@ _SIGNAL_EVERY = 64
 
 
 class QueuePairWriter(Protocol):
-    """Protocol of the part of a queue pair that RdmaSender uses (verbs.QueuePair)."""
+    """The interface of the part of a queue pair that RdmaSender uses (verbs.QueuePair)."""
 
     def write(
         self,
@@ -35,8 +37,8 @@ class QueuePairWriter(Protocol):
 
 
 class OutgoingWindow:
-    """A window of KV being sent; `writes` is None until it begins, and `verdict` None while
-    undecided.
+    """A window (piece of KV) that is being sent; `writes` is None until it begins, and `verdict`
+    None while undecided.
     """
 
     __slots__ = (
@@ -69,7 +71,7 @@ class OutgoingWindow:
 
 
 class RdmaSender:
-    """Sends the windows (pieces) of KV of one link by RDMA writes.
+    """Sends windows (pieces of KV) over one connection by RDMA writes.
 
     `ended` is called once per window that has begun, when its memory is not read any more.
     """
@@ -100,9 +102,9 @@ class RdmaSender:
         self._grants.pop(transfer, None)
 
     def put(self, head: WindowHead, window: WindowSlice) -> OutgoingWindow:
-        """Queue a window of KV.
+        """Queue a window (piece of KV) for sending, and return it.
 
-        Raises TransportError when the link has used its 4 billion window numbers.
+        Raises TransportError when the connection has used its 4 billion window numbers.
         """
         if self._numbers >= 1 << 32:
             raise TransportError("the link has used all window numbers")
@@ -112,7 +114,7 @@ class RdmaSender:
         return departure
 
     def drop(self, transfer: int) -> None:
-        """Drop the transfer's queued windows of KV; those in flight end as STALE."""
+        """Drop the queued windows (pieces) of a KV transfer. Those in flight end as STALE."""
         self.withdraw(transfer)
         remaining: deque[OutgoingWindow] = deque()
         for departure in self._queue:
@@ -125,7 +127,7 @@ class RdmaSender:
                 departure.verdict = WindowVerdict.STALE
 
     def post(self, pair: QueuePairWriter, epoch: int) -> bool:
-        """Post as many writes as the device accepts; return whether any was posted."""
+        """Post as many RDMA writes as the device accepts. Returns whether any was posted."""
         posted = False
         while self._queue:
             departure = self._queue[0]
@@ -139,7 +141,7 @@ class RdmaSender:
         return posted
 
     def on_completion(self) -> None:
-        """Record the next signalled completion: that write and all before it are done."""
+        """Record the next completion of the device: that write and all before it are done."""
         count, departure = self._signalled.popleft()
         self._free += count
         if departure is not None:
@@ -150,7 +152,7 @@ class RdmaSender:
             self._end(departure)
 
     def on_refused(self, number: int) -> None:
-        """Mark a window of KV as STALE, because the sink has ended its transfer and refuses
+        """Mark a window (piece of KV) as STALE, because the sink has ended its transfer and refuses
         writes.
         """
         departure = self._in_flight.get(number)
@@ -159,8 +161,8 @@ class RdmaSender:
             self.withdraw(departure.head.transfer)
 
     def restart(self) -> None:
-        """Send the windows of KV in flight again from their first byte, because their queue pair
-        has ended.
+        """Send the windows (pieces of KV) in flight again from their first byte, because their
+        queue pair has ended.
         """
         self._signalled.clear()
         self._free, self._unsignalled = MOST_WRITES, 0

@@ -1,4 +1,4 @@
-"""RDMA transport: reliable queue pairs, each with a TCP connection for control messages.
+"""The RDMA transport of KV: reliable queue pairs, each with a TCP connection for control messages.
 
 The sink hands out keys for the blocks that a transfer writes, and withdraws them before the blocks
 change owner. Its device then refuses a late write, whatever the peer does. link.py has the links,
@@ -26,7 +26,8 @@ _log = logging.getLogger("penstock")
 
 
 class Rdma:
-    """Transport that listens on `host`:`port` (0: any free port) for control connections.
+    """A KV transport over RDMA that listens on `host`:`port` (0: any free port) for control
+    connections.
 
     A source reads its regions through one protection domain for all peers, which allows no writes.
     A sink has a domain per link, so that one peer's keys are useless to another peer.
@@ -56,7 +57,9 @@ class Rdma:
         return verbs.unavailable(device)
 
     def start(self, owner: LinkOwner, regions: Sequence[Region]) -> str:
-        """Register the regions for reading by the device, and listen.
+        """Register the KV memory for reading by the RDMA device, and listen.
+
+        Returns the address for peers.
 
         Raises TransportError without a device.
         """
@@ -74,7 +77,10 @@ class Rdma:
         return "{}:{}".format(*self._listener.getsockname()[:2])
 
     def dial(self, address: str) -> RdmaLink:
-        """Open a link with a connected queue pair. Raises TransportError if that fails."""
+        """Open a connection with a connected queue pair to the agent at `address`.
+
+        Raises TransportError if that fails.
+        """
         with self._dialling():
             host, _, port = address.rpartition(":")
             try:
@@ -88,7 +94,7 @@ class Rdma:
     def close(self) -> None:
         """Close every link and thread, and then the device; may be called twice.
 
-        Must not be called on a link's thread.
+        It must not be called on the thread of a connection.
         """
         with self._gate:
             was_closed = self._closed.is_set()

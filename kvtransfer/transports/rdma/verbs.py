@@ -1,4 +1,4 @@
-"""Calls of the RDMA verbs library, through rdma-core's pyverbs: memory, queue pairs, writes.
+"""Calls the RDMA verbs library, through rdma-core's pyverbs: memory, queue pairs, writes.
 
 pyverbs is imported when a device is opened, so that hosts without it only lack RDMA. Its errors
 become TransportError. link.py decides what is written where.
@@ -34,7 +34,9 @@ _DESCRIPTORS = threading.Lock()
 
 
 class QueuePairAddress(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Address of a queue pair: number, first packet number, GID, LID and path MTU (an enum)."""
+    """The address of an RDMA queue pair: number, first packet number, GID, LID and path MTU (an
+    enum).
+    """
 
     qpn: int
     psn: int
@@ -44,7 +46,7 @@ class QueuePairAddress(msgspec.Struct, frozen=True, array_like=True, forbid_unkn
 
 
 class Completion(NamedTuple):
-    """The result of a write or receive request.
+    """The result of an RDMA write or receive request.
 
     `immediate` is the number that came with a receive.
     """
@@ -55,7 +57,7 @@ class Completion(NamedTuple):
 
 
 class LocalRange(NamedTuple):
-    """A range of local registered memory to read from."""
+    """A range of registered local memory from which the RDMA device reads."""
 
     address: int
     length: int
@@ -63,7 +65,7 @@ class LocalRange(NamedTuple):
 
 
 def unavailable(device: str | None = None) -> str | None:
-    """Return why the RDMA library or device cannot be used here; None if they can."""
+    """Return why the RDMA library or the device cannot be used on this host; None if they can."""
     try:
         Device(device).close()
     except TransportError as error:
@@ -136,7 +138,7 @@ class RegisteredMemory:
 
 
 class ProtectionDomain:
-    """A protection domain, whose queue pairs reach only memory that is registered in it."""
+    """An RDMA protection domain, whose queue pairs reach only memory that is registered in it."""
 
     def __init__(self, device: Device) -> None:
         self.device = device
@@ -155,7 +157,9 @@ class ProtectionDomain:
         self.nowhere = LocalRange(address, 0, self._regions[address].key)
 
     def register(self, address: int, length: int, *, writable_by_peer: bool) -> RegisteredMemory:
-        """Register memory for reading by the local device, or also for writing by the peer."""
+        """Register memory so that the local device may read it, or the other agent may also write
+        to it.
+        """
         access = self._enums.IBV_ACCESS_LOCAL_WRITE
         if writable_by_peer:
             access |= self._enums.IBV_ACCESS_REMOTE_WRITE
@@ -181,7 +185,9 @@ class ProtectionDomain:
 
 
 class CompletionQueue:
-    """The completion queue of all queue pairs of one link, with a file descriptor to wait on."""
+    """The completion queue of all queue pairs of one RDMA connection, with a file descriptor to
+    wait on.
+    """
 
     def __init__(self, device: Device, size: int) -> None:
         cq = _module("cq")
@@ -198,15 +204,15 @@ class CompletionQueue:
         ]
 
     def arm(self) -> None:
-        """Make `fd` readable at the next completion.
+        """Make the descriptor `fd` readable when the next RDMA request completes.
 
-        Completions that came before are not reported, so poll once more afterwards.
+        Earlier completions are not reported, so the caller must poll once more.
         """
         with _as_transport_error("completions cannot be awaited"):
             self._queue.req_notify(0)
 
     def clear_event(self) -> None:
-        """Consume the event that made the descriptor `fd` readable."""
+        """Consume the event that made the completion queue's descriptor `fd` readable."""
         try:
             self._channel.get_cq_event(self._queue)
         except _errors() as error:
@@ -266,7 +272,10 @@ class QueuePair:
         )
 
     def connect(self, peer: QueuePairAddress) -> None:
-        """Connect to the peer's queue pair. Raises TransportError for an unreachable address."""
+        """Connect to the other agent's queue pair.
+
+        Raises TransportError for an unreachable address.
+        """
         addr, attr = _module("addr"), self._attr
         with _as_transport_error("the peer's address is unreachable"):
             route = addr.GlobalRoute(
@@ -283,7 +292,9 @@ class QueuePair:
             self._qp.to_rts(attr)
 
     def post_receive(self) -> None:
-        """Post one more receive request, for the last write of a window of KV."""
+        """Post one more receive request to the RDMA device, for the last write of a window (piece
+        of KV).
+        """
         with _as_transport_error("no arrival can be expected"):
             self._qp.post_recv(self._arrival)
 
@@ -320,18 +331,23 @@ class QueuePair:
             self._qp.post_send(request)
 
     def close(self) -> None:
-        """End the connection at once; afterwards the device accesses no memory for it."""
+        """Close this end of the RDMA connection at once.
+
+        Afterwards the device accesses no memory for it.
+        """
         with _as_transport_error("the queue pair cannot be ended"):
             self._qp.close()
 
 
 def is_refused(status: int) -> bool:
-    """Return whether a write failed because the peer had not registered the memory."""
+    """Return whether an RDMA write failed because the other agent had not registered the memory."""
     return status == int(_module("enums").IBV_WC_REM_ACCESS_ERR)
 
 
 def ends_connection(status: int) -> bool:
-    """Return whether a failure status only ends this connection, so that a new one can continue."""
+    """Return whether a failed RDMA request only ends this connection, so that a new one can
+    continue.
+    """
     enums = _module("enums")
     return status in (
         enums.IBV_WC_WR_FLUSH_ERR,

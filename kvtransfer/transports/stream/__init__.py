@@ -1,1 +1,1 @@
-"""Links over stream sockets, each with a thread that sends and receives."""
+"""Connections between agents over stream sockets, each with a thread that sends and receives."""

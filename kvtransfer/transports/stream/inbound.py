@@ -1,4 +1,4 @@
-"""The receiving side of a stream link: parses frames, and reads KV directly into the sink's memory.
+"""The receiving side of a stream connection: parses frames, and reads KV directly into its place.
 
 Lengths are checked before anything is read, and bytes go only where this side's own plan says.
 link.py decides when to read, and owns the socket.
@@ -50,9 +50,7 @@ _WORTH_BYTES = 512 << 10  # wake up for this much of a large payload
 
 
 class InboundListener(Protocol):
-    """Protocol of the object that receives decoded frames and windows of KV, and counts the
-    bytes.
-    """
+    """The interface of the object that receives decoded frames and KV, and counts the bytes."""
 
     received_bytes: int
 
@@ -90,7 +88,7 @@ class _Arrival:
 
 
 class Inbound:
-    """Reads the socket `fd`, and reports frames and landed windows of KV to its listener.
+    """Reads the socket `fd`, and reports frames and received KV to its listener.
 
     `receive` works like socket.recv_into.
     """
@@ -119,16 +117,16 @@ class Inbound:
 
     @property
     def is_in_large_payload(self) -> bool:
-        """Whether a large payload is being received, so that it saves calls to wait for more
-        bytes.
+        """Return whether a large payload is being received, so that fewer calls that wait for bytes
+        are needed.
         """
         arrival = self._arrival
         return arrival is not None and arrival.pieces.size > _LARGE_BYTES
 
     @property
     def wanted_bytes(self) -> int:
-        """Number of bytes to wait for: with fewer of a large payload, more calls would be
-        needed.
+        """Return the number of bytes to wait for: with fewer bytes of a large payload, more calls
+        would be needed.
         """
         arrival = self._arrival
         return (
@@ -138,7 +136,7 @@ class Inbound:
         )
 
     def discard_transfer(self, transfer: int) -> None:
-        """Discard all further bytes for this transfer's blocks."""
+        """Discard all further bytes that arrive for this transfer's blocks."""
         arrival = self._arrival
         if arrival is None or arrival.head is None or arrival.head.transfer != transfer:
             return
@@ -147,7 +145,7 @@ class Inbound:
         arrival.window = arrival.digest = None
 
     def release(self) -> None:
-        """Free the buffers of an ended link.
+        """Free the receive buffers of a connection that has ended.
 
         References to it may outlive it until a garbage collection.
         """
@@ -156,9 +154,10 @@ class Inbound:
         self._scratch, self._bounce = None, np.empty(0, np.uint8)
 
     def receive_available(self) -> bool:
-        """Read once and handle what has arrived; return False if there was nothing to read.
+        """Read the socket once and handle what has arrived; return False if there was nothing to
+        read.
 
-        Raises EOFError, FrameError or OSError when the link is over.
+        Raises EOFError, FrameError or OSError when the connection is over.
         """
         arrival = self._arrival
         if arrival is None or not arrival.pieces.remaining:

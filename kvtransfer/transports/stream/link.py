@@ -1,4 +1,5 @@
-"""Link over a stream socket with its own thread: the base class of the tcp and shm links.
+"""A connection (link) over a stream socket with its own thread: the base class of the tcp and shm
+links.
 
 The thread polls for a moment after the last byte, then sleeps until the socket or another thread
 wakes it. A thread that waits anyway may move the bytes itself (`drive`). tcp.py and shm.py listen
@@ -55,7 +56,7 @@ _log = logging.getLogger("penstock")
 
 
 class LinkOptions(msgspec.Struct, frozen=True):
-    """Options of a stream link.
+    """The options of a connection between two agents over a stream socket.
 
     checked        whether windows carry xxh3-64, of the source's memory and again of the sink's
     sealed         whether windows are encrypted and authenticated (AES-128-GCM); both ends must
@@ -82,7 +83,7 @@ class LinkOptions(msgspec.Struct, frozen=True):
 
 
 class StreamLink:
-    """One end of a link over a stream socket.
+    """One end of a connection between two agents (link) over a stream socket.
 
     Only the holder of `_lead`, the link's thread or a thread in `drive`, uses the socket and the
     memory.
@@ -132,7 +133,7 @@ class StreamLink:
     # ---- from any thread ----
 
     def open(self, *, dialled: bool) -> None:
-        """Start the link's thread; the owner of an accepted link first gets `on_linked`.
+        """Start the thread of the connection; the owner of an accepted link first gets `on_linked`.
 
         Raises TransportError, after releasing everything, if no thread can be started.
         """
@@ -187,17 +188,18 @@ class StreamLink:
         self._wake(always=True)
 
     def join(self) -> None:
-        """Wait until the link's thread has ended, so that it writes no more.
+        """Wait until the thread of the connection has ended, so that it writes no more.
 
-        Does nothing on the link's own thread, or before it starts.
+        Does nothing on that thread itself, or before it starts.
         """
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join()
 
     def drive(self, done: Callable[[], bool], timeout_s: float) -> bool:
-        """Move this link's bytes on the calling thread until `done()`, which saves a wake-up.
+        """Send and receive on the calling thread until `done()` is true, which saves waking another
+        thread.
 
-        Return whether it was done in time. The owner is called on this thread meanwhile. Raises
+        Returns whether it was done in time. The owner is called on this thread meanwhile. Raises
         TransportError if the link is lost.
         """
         deadline_s = time.perf_counter() + timeout_s
@@ -247,7 +249,7 @@ class StreamLink:
     # ---- on the link's thread ----
 
     def _prepare(self) -> None:
-        """Run once before the link's first byte; subclasses override it."""
+        """Run once before the connection's first byte; subclasses override this method."""
 
     def _run(self) -> None:
         self._prepare()
@@ -383,7 +385,7 @@ class StreamLink:
         os.close(self._bell)
 
     def _release(self) -> None:
-        """Release the resources that only this link used; subclasses override it."""
+        """Release the resources that only this connection used; subclasses override this method."""
 
     def _flush_last(self) -> None:
         try:

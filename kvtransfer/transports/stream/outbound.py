@@ -1,4 +1,4 @@
-"""The sending side of a stream link: messages, and KV directly from the source's memory.
+"""The sending side of a stream connection: messages, and KV directly from the source's memory.
 
 Items are queued from any thread and sent by one. link.py decides when to send, and owns the socket.
 """
@@ -72,7 +72,7 @@ class _Body:
 
 
 class Outbound:
-    """Writes frames and windows of KV to the socket `fd`.
+    """Writes frames and windows (pieces of KV) to the socket `fd`.
 
     `sent` is called for each window that has been read. `checked` is whether windows carry an xxh3
     digest.
@@ -97,7 +97,10 @@ class Outbound:
         self._bounce = np.empty(0, np.uint8)
 
     def enqueue(self, item: bytes | tuple[WindowHead, WindowSlice]) -> None:
-        """Queue a complete frame or a window of KV for sending; callable from any thread."""
+        """Queue a complete frame or a window (piece of KV) for sending.
+
+        It may be called on any thread.
+        """
         with self._gate:
             self._queue.append(item)
 
@@ -106,7 +109,7 @@ class Outbound:
         return not self._queue and self._body is None and self._begin == self._end
 
     def release(self) -> None:
-        """Free the buffers of an ended link.
+        """Free the send buffers of a connection that has ended.
 
         References to it may outlive it until a garbage collection.
         """
@@ -142,7 +145,10 @@ class Outbound:
             body.verdict = WindowVerdict.STALE
 
     def allow_lanes(self, transfer: int) -> None:
-        """Allow lanes (parallel connections) to send windows of this transfer; from any thread."""
+        """Allow parallel connections (lanes) to send the KV of this transfer too.
+
+        It may be called on any thread.
+        """
         with self._gate:
             if transfer not in self._withheld:
                 self._shared[transfer] = None
@@ -153,7 +159,7 @@ class Outbound:
         """Forbid lanes (parallel connections) to take windows of this transfer, because it is about
         to be dropped.
 
-        Callable from any thread, with locks held.
+        It may be called on any thread, with locks held.
         """
         with self._gate:
             self._shared.pop(transfer, None)
@@ -163,7 +169,7 @@ class Outbound:
         """Remove and return a queued window of KV for a lane (parallel connection) to send, or
         None.
 
-        Callable from any thread.
+        It may be called on any thread.
         """
         with self._gate:
             index = self._spare_at()
@@ -175,7 +181,7 @@ class Outbound:
 
     @property
     def has_spare(self) -> bool:
-        """Whether a window of KV is queued that a lane (parallel connection) may send."""
+        """Return whether KV is queued that a parallel connection (lane) may send."""
         if not self._queue:
             return False
         with self._gate:
@@ -193,9 +199,10 @@ class Outbound:
         return None
 
     def send_available(self) -> bool:
-        """Write until the socket is full (`is_blocked`), or one large window is done.
+        """Write queued bytes until the socket is full (`is_blocked`), or one large piece of KV is
+        written.
 
-        Return whether any byte was written.
+        Returns whether any byte was written.
         """
         moved = self.is_blocked = False
         while self._next():
@@ -376,4 +383,5 @@ class Outbound:
 
 
 def _ignore(part: object) -> None:
-    """Do nothing with the bytes, because the window carries no digest."""
+    # Do nothing with the bytes, because the window carries no digest.
+    ...

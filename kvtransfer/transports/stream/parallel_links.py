@@ -1,8 +1,8 @@
-"""Lanes: further TCP connections to a link's peer that share the sending of its windows.
+"""Further TCP connections to the same agent (lanes), which share the sending of KV with a link.
 
 At the sink, one connection can use only one core for copying; a fast network can carry several. A
 lane proves its identity like any link and then belongs to the first link, its owner. Whenever it is
-idle, it takes a window from the owner's queue.
+idle, it takes a window (piece of KV) from the owner's queue.
 
 Messages keep their order on the first link. So a transfer's windows use only that link until the
 sink has received one and sends SPREAD: no window overtakes the message that announces it.
@@ -25,7 +25,7 @@ _SPREAD = struct.Struct("<Q")
 
 
 class LanedLink(StreamLink):
-    """A link over a stream socket that may have lanes (parallel connections), or be a lane of
+    """A connection over a stream socket that may have parallel connections (lanes), or be one of
     another link.
     """
 

@@ -1,4 +1,4 @@
-"""Encryption of windows of KV by AES-128-GCM; needs the extra `seal` (cryptography).
+"""Encrypts KV on a connection by AES-128-GCM; needs the extra `seal` (cryptography).
 
 protocol/session.py derives the key. The agents themselves sign control messages.
 """
@@ -15,11 +15,13 @@ _SLACK = 16  # the cipher needs room for one more block than it writes
 
 
 class WindowSealError(Exception):
-    """Error: the window of KV was not sent by a holder of the key, or not in this order."""
+    """Raised when received KV was not encrypted by a holder of the key, or arrived in another
+    order.
+    """
 
 
 class WindowSeal:
-    """Encrypts or decrypts the windows of KV of one direction of one link.
+    """Encrypts or decrypts the windows (pieces of KV) of one direction of a connection.
 
     The n-th window uses nonce n, so that none can be repeated or left out. A void window (no bytes)
     has separate nonces, because it may replace the n-th window after that was sealed.
@@ -41,7 +43,8 @@ class WindowSeal:
         self._buffer = bytearray()
 
     def void(self, about: bytes, *, instead: bool) -> bytes:
-        """Return the authentication tag that stands for a window of KV whose bytes are not sent.
+        """Return the authentication tag that stands for a window (piece of KV) whose bytes are not
+        sent.
 
         `instead` is whether it replaces the tag of the window that was sealed last.
         """
@@ -51,7 +54,8 @@ class WindowSeal:
     def close(
         self, parts: Iterable[memoryview], size: int, about: bytes
     ) -> tuple[memoryview, bytes]:
-        """Encrypt `size` bytes in parts, and return the ciphertext and the authentication tag.
+        """Encrypt `size` bytes of KV in parts, and return the ciphertext and the authentication
+        tag.
 
         `about` is authenticated but not encrypted. The ciphertext is valid until the next call.
         """
@@ -64,7 +68,7 @@ class WindowSeal:
         return view[:size], cipher.tag
 
     def open(self, sealed: bytearray, tag: bytes, about: bytes) -> memoryview:
-        """Return the decrypted bytes of a window of KV, which are valid until the next call.
+        """Decrypt a window (piece of KV) and return its bytes, which are valid until the next call.
 
         Raises WindowSealError if the bytes were altered.
         """
