@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from math import sqrt
 from operator import mul
 from types import MappingProxyType
+from typing import NamedTuple
 
 import msgspec
 
@@ -136,16 +137,22 @@ MIX_GAIN = 0.1  # weight of one observation in the running mix of work
 REACH_GAIN, MOST_REACH_S = 0.05, 1.0
 
 
-class SpeedFactor:
+class SpeedFactor(NamedTuple):
     """Correction factor for one kind of work in its usual mix, by which prices compare endpoints.
 
     `var` is the variance of the factor's logarithm.
     """
 
-    __slots__ = ("factor", "var")
+    factor: float
+    var: float
 
-    def __init__(self, var: float) -> None:
-        self.factor, self.var = 1.0, var
+
+class UsualSpeeds(NamedTuple):
+    """Correction factors for prefill, its attention, and decode steps, each in its usual mix."""
+
+    prefill: SpeedFactor
+    pairs: SpeedFactor
+    step: SpeedFactor
 
 
 class SpeedBelief:
@@ -157,7 +164,7 @@ class SpeedBelief:
              quarters full, whose matrices do not fill the GPU; and on attention
     decodes  factors on steps without prompts: on all of it, and on reading the context
     layers   factor on the fixed part of a step with prompts
-    prefill, pairs, step  one factor each for prefill, attention and decode steps in their usual mix
+    speeds   one factor each for prefill, attention and decode steps in their usual mix
     paces    factors on the prefill part of steps at the ends of FILLS
     request_s  API latency in seconds before the engine receives a request
 
@@ -184,23 +191,21 @@ class SpeedBelief:
             "_mix",
             "_reached",
             "paces",
-            "pairs",
-            "prefill",
             "prompts",
             "request_s",
             "room",
             "sequence_s",
         ),
-        *("shape", "step", "token_s"),
+        *("shape", "speeds", "token_s"),
     )
 
     def __init__(self, shape: StepCosts = NEUTRAL) -> None:
         self.shape = shape
         self.prompts = KalmanFilter(PRIOR_VAR, *FILLS * (PART_VAR,), PAIRS_VAR)
         self.decodes, self.layers = KalmanFilter(PRIOR_VAR, CONTEXT_VAR), KalmanFilter(PRIOR_VAR)
-        self.prefill = SpeedFactor(PRIOR_VAR)
-        self.pairs = SpeedFactor(PAIRS_VAR)
-        self.step = SpeedFactor(PRIOR_VAR)
+        self.speeds = UsualSpeeds(
+            SpeedFactor(1.0, PRIOR_VAR), SpeedFactor(1.0, PAIRS_VAR), SpeedFactor(1.0, PRIOR_VAR)
+        )
         self.request_s, self.room = shape.request_s, shape.budget_tokens
         self._reached = 1.0  # the prior counts as one observation
         self._mix, self._context = [*FILLS * (0.0,), 1.0], 0.0
@@ -216,8 +221,11 @@ class SpeedBelief:
         shape, (whole, *parts, pairs) = self.shape, self.prompts.factors
         self.paces = [whole * part for part in parts] + [whole]
         slow = sum(map(mul, self._mix, self.paces))
-        self.prefill.factor, self.prefill.var = slow, self.prompts.var
-        self.pairs.factor, self.pairs.var = pairs, self.prompts.covar[-1][-1]
+        self.speeds = UsualSpeeds(
+            SpeedFactor(slow, self.prompts.var),
+            SpeedFactor(pairs, self.prompts.covar[-1][-1]),
+            self.speeds.step,
+        )
         self.area_s = pairs * shape.pair_s
         self.token_s, self.pair_s = slow * (shape.token_s + shape.wire_s), slow * self.area_s
 
@@ -226,8 +234,9 @@ class SpeedBelief:
 
     def _settle_decodes(self) -> None:
         shape, (slower, context) = self.shape, self.decodes.factors
-        self.step.factor = slower * (1.0 - self._context + self._context * context)
-        self.step.var = self.decodes.var
+        usual = slower * (1.0 - self._context + self._context * context)
+        prefill, pairs, _ = self.speeds
+        self.speeds = UsualSpeeds(prefill, pairs, SpeedFactor(usual, self.decodes.var))
         self.context_s = slower * context * shape.context_s
         self.sequence_s = slower * (shape.sequence_s + shape.wire_s)
         self.flop_s, self.floor_s = slower * shape.token_s, slower * shape.weights_s

@@ -7,16 +7,15 @@ engine_timeline.py. docs/how-the-price-works.md explains the price without code.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from math import exp, inf, sqrt
-from operator import attrgetter
-from random import Random
+from operator import attrgetter, neg
 
 import msgspec
 
 from policies import pickers
 from policies.contract import WHOLE_REQUEST, PhaseShare, Policy, Ranking, WeightedScorer
-from policies.engine.step_time import SpeedFactor
+from policies.engine.step_time import SpeedFactor, UsualSpeeds
 from policies.latency.latency import backlog_s, is_first_token_late, room_s
 from policies.load import EndpointLoad
 from policies.model import Candidate, Request, RoutingQuery
@@ -47,12 +46,8 @@ USUAL_REQUEST = Request("", "", "", prompt_tokens=1000, output_tokens=256)
 RANKED = 4
 """Candidates of a large pool that are priced for a request, besides those with its prefix."""
 
-_AS_LEARNED = ([1.0], [1.0], [1.0])
-
 # Every request reads these of all candidates: one call in C each, in place of a loop.
-_PREFILL, _PAIRS = attrgetter("load.belief.prefill"), attrgetter("load.belief.pairs")
-_STEP, _SLOTS = attrgetter("load.belief.step"), attrgetter("load.slots")
-_FACTOR = attrgetter("factor")
+_SPEEDS, _SLOTS = attrgetter("load.belief.speeds"), attrgetter("load.slots")
 
 
 class PricedPolicy(PolicyParams, frozen=True):
@@ -129,6 +124,10 @@ Each in the order of the candidates.
 """
 
 
+_Row = tuple[Candidate, float, float, float, float]
+# A candidate, the three factors on its speed, and the seconds of a KV transfer to or from it.
+
+
 class PriceTerms(msgspec.Struct, frozen=True):
     """The terms of one price, in units of lost requests; PricedPolicy describes them."""
 
@@ -144,21 +143,21 @@ class PriceTerms(msgspec.Struct, frozen=True):
 
 
 class PriceScorer:
-    """The price function for one set of weights, without state.
+    """The price function for one set of weights.
 
     `prices` runs on the path of every request.
     """
 
-    __slots__ = ("_usual", "weights")
+    __slots__ = ("_factors", "_learned", "_loop", "_usual", "weights")
 
     def __init__(self, weights: PricedPolicy) -> None:
-        self.weights = weights
-        usual = RoutingQuery(USUAL_REQUEST, 0.0, Random(0))
-        self._usual = _RequestTerms(weights, usual, WHOLE_REQUEST)
+        self.weights, self._loop, self._usual = weights, _PriceLoop(weights), _PriceLoop(weights)
+        self._learned: list[UsualSpeeds] = []
+        self._factors: SpeedFactors = [], [], []
 
     def scores(self, query: RoutingQuery, candidates: Sequence[Candidate]) -> list[float]:
         """Return the negative price of the whole request at each candidate endpoint, in order."""
-        return [-price for price in self.prices(query, candidates)]
+        return list(map(neg, self.prices(query, candidates)))
 
     def terms(
         self, query: RoutingQuery, candidates: Sequence[Candidate]
@@ -172,16 +171,21 @@ class PriceScorer:
     def prices(
         self, query: RoutingQuery, candidates: Sequence[Candidate], part: PhaseShare = WHOLE_REQUEST
     ) -> list[float]:
-        return _RequestTerms(self.weights, query, part).prices(
-            candidates, query.cached_by_slot, self.speeds(candidates)
-        )
+        loop, factors = self._loop, self.speeds(candidates)
+        loop.set_request(query.request, query.now, part)
+        delays_s = part.transfers_s or [part.transfer_s] * len(candidates)
+        rows = zip(candidates, *factors, delays_s, strict=True)
+        return loop.prices(rows, query.cached_by_slot, usual_slots(candidates))
 
     def usual_price(self, candidate: Candidate, now: float) -> float:
         """Return the price of a usual request without cached tokens, to rank the candidate.
 
         The candidate's speed is not equalized with that of others: the shortlist's speeds are.
         """
-        return self._usual.price_at(candidate, now)
+        usual = self._usual
+        usual.now = now
+        slots = candidate.load.slots
+        return usual.prices(((candidate, 1.0, 1.0, 1.0, 0.0),), (), slots)[0]
 
     def explain(
         self,
@@ -243,140 +247,115 @@ class PriceScorer:
         """Return lists of correction factors, by candidate, for prefill, attention and decode
         steps.
 
-        They make endpoints of similar learned speed equal.
+        They make endpoints of similar learned speed equal. The last result is kept: between two
+        observations of speed it stays the same.
         """
-        if not candidates:
-            return [], [], []
-        alike = self.weights.alike
-        return (
-            equalize_speeds(list(map(_PREFILL, candidates)), alike),
-            equalize_speeds(list(map(_PAIRS, candidates)), alike),
-            equalize_speeds(list(map(_STEP, candidates)), alike),
-        )
+        learned = list(map(_SPEEDS, candidates))
+        if learned != self._learned:
+            prefill, pairs, step = zip(*learned, strict=True) if learned else ((), (), ())
+            alike = self.weights.alike
+            self._factors = (
+                equalize_speeds(prefill, alike),
+                equalize_speeds(pairs, alike),
+                equalize_speeds(step, alike),
+            )
+            self._learned = learned
+        return self._factors
 
     def _loss(self, share: float) -> float:
         capped = min(share, self.weights.late)
         return capped**3 + self.weights.overdue * (share - capped)
 
 
-class _RequestTerms:
-    # The parts of a price that are equal for all candidates, computed once per query.
+class _PriceLoop:
+    # The loop over candidates that computes the prices of one request, for one set of weights.
     #
-    # All attributes are C doubles in the compiled module, and so are locals annotated as float
-    # (deploy/).
+    # Every request runs it. All attributes are C doubles in the compiled module, and so are locals
+    # annotated as float (deploy/). What the loop reads more than once is a local: an attribute
+    # costs twice as much in the interpreter.
 
     __slots__ = (
-        *(
-            "_beyond",
-            "_decoded",
-            "_fresh_s",
-            "_kv_weight",
-            "_late",
-            "_later",
-            "_lumps",
-            "_now",
-            "_oldest",
-            "_others",
-            "_overdue",
-        ),
-        *(
-            "_own",
-            "_per_tpot",
-            "_per_ttft",
-            "_prefills",
-            "_prompt",
-            "_regretted",
-            "_stall",
-            "_transfer_s",
-            "_transfers_s",
-            "_work",
-        ),
+        *("beyond", "fresh_s", "kv", "late", "lumps", "others", "overdue", "regret", "stall"),
+        *("now", "per_tpot", "per_ttft", "per_others", "per_work", "prompt"),
+        *("decoded", "later", "own", "prefills", "tpot", "work"),
     )
 
-    def __init__(self, weights: PricedPolicy, query: RoutingQuery, part: PhaseShare) -> None:
-        request, slo = query.request, query.request.slo
-        self._late, self._overdue = weights.late, weights.overdue
-        self._beyond = weights.late**3 - weights.overdue * weights.late
-        self._fresh_s = weights.fresh_s
-        self._now, self._oldest = query.now, query.now - weights.fresh_s
-        self._prompt, self._later = request.prompt_tokens, part.decodes * request.output_tokens
-        self._prefills, self._transfer_s = part.prefills, part.transfer_s
-        self._transfers_s = part.transfers_s
-        self._per_ttft, self._per_tpot = 1.0 / patience_s(request, query.now), 1.0 / slo.tpot_s
-        self._decoded, self._own = part.decodes / slo.tpot_s, part.decodes * weights.tpot_weight
-        self._others, self._stall = 3.0 * weights.others_weight * slo.tpot_s, weights.stall
-        self._work, self._regretted = weights.work_weight / slo.ttft_s, weights.regret_weight
-        self._kv_weight, self._lumps = weights.kv_weight, weights.lumps - 1.0
+    def __init__(self, weights: PricedPolicy) -> None:
+        self.late, self.overdue = weights.late, weights.overdue
+        self.beyond = weights.late**3 - weights.overdue * weights.late
+        self.fresh_s, self.stall = weights.fresh_s, weights.stall
+        self.tpot, self.lumps = weights.tpot_weight, weights.lumps - 1.0
+        self.others, self.work = 3.0 * weights.others_weight, weights.work_weight
+        self.regret, self.kv = weights.regret_weight, weights.kv_weight
+        self.set_request(USUAL_REQUEST, 0.0, WHOLE_REQUEST)
 
-    def price_at(self, candidate: Candidate, now: float) -> float:
-        # Return the price of this request at one candidate that has none of its prompt, if it
-        # came now.
-        self._now, self._oldest = now, now - self._fresh_s
-        return self.prices((candidate,), (), _AS_LEARNED)[0]
+    def set_request(self, request: Request, now: float, part: PhaseShare) -> None:
+        # Set the request that is priced from here on, as if it came at `now`.
+        tpot_s, decodes = request.slo.tpot_s, part.decodes
+        self.prompt, self.now, self.prefills = float(request.prompt_tokens), now, part.prefills
+        self.per_ttft, self.per_tpot = 1.0 / patience_s(request, now), 1.0 / tpot_s
+        self.later, self.own = decodes * request.output_tokens, decodes * self.tpot
+        self.decoded, self.per_others = decodes / tpot_s, self.others * tpot_s
+        self.per_work = self.work / request.slo.ttft_s
 
-    def prices(
-        self, candidates: Sequence[Candidate], cached: Sequence[int], factors: SpeedFactors
-    ) -> list[float]:
-        # Return the price at each candidate; one unrolled loop, because every request runs it.
+    def prices(self, rows: Iterable[_Row], cached: Sequence[int], usual: float) -> list[float]:
+        # Return the price at each candidate. `usual` is what usual_slots returns for them.
         known, prices = len(cached), []
-        usual: float = usual_slots(candidates)
-        prompt: float = self._prompt
-        late: float = self._late
+        prompt: float = self.prompt
+        now: float = self.now
+        per_tpot: float = self.per_tpot
+        late: float = self.late
         fast: float
         attention: float
         slow: float
         delay_s: float
-        rows = zip(candidates, *factors, self._delays_s(candidates), strict=True)
         for candidate, fast, attention, slow, delay_s in rows:
             load: EndpointLoad = candidate.load
             hit: float = cached[load.slot] if load.slot < known else 0
-            ready_at: float = load.prefill_done_at
-            context_s: float = load.decode_s_per_context_token
-            plain_s: float = load.belief.context_s
             expected: float = load.expected_tokens
+            answers: float = load.answers
             room: float = load.kv_tokens or UNKNOWN_KV_TOKENS
-            share: float = (load.kv_used_tokens + 0.5 * expected) / room
+            used: float = load.kv_used_tokens + 0.5 * expected
             uncached = prompt - hit
             pairs_s: float = attention * (hit + 0.5 * uncached) * load.attention_s_per_pair
             fill_s = fast * uncached * (load.prefill_s_per_token + pairs_s)
-            work_s = self._prefills * fill_s
-            wait_s: float = ready_at - self._now if ready_at > self._now else 0.0
-            if self._now > load.next_first_token_at:
-                wait_s = backlog_s(load, self._now)
-            if load.external_requests and is_fresh(load, self._oldest):
+            work_s = self.prefills * fill_s
+            wait_s: float = load.prefill_done_at - now
+            if wait_s < 0.0 or now > load.next_first_token_at:
+                wait_s = backlog_s(load, now) if now > load.next_first_token_at else 0.0
+            if load.external_requests and is_fresh(load, now - self.fresh_s):
                 wait_s += waiting_external_requests(load) * work_s
-                share = max(share, load.kv_usage or 0.0)
-            start_s: float = (
-                wait_s if prompt <= load.free_kv_tokens else max(wait_s, room_s(load, prompt))
-            )
-            grown = (uncached + self._later) / room
-            full = share + grown if share + grown < FULLEST else FULLEST
-            lack = full * full * full * grown * (load.answers + 1)
+                used = max(used, room * (load.kv_usage or 0.0))
+            start_s = wait_s
+            if prompt > load.free_kv_tokens:
+                start_s = max(wait_s, room_s(load, prompt))
+            grown = (uncached + self.later) / room
+            full = used / room + grown
+            lack = grown * (answers + 1.0) * (full * full * full if full < FULLEST else FULLEST**3)
             if usual < inf:
                 start_s = max(start_s, slot_wait_s(load, usual))
                 lack += slot_loss(load, usual)
-            first = (delay_s + start_s + load.fixed_ttft_s + work_s) * self._per_ttft
-            more = self._decoded * slow * (load.decode_s_per_sequence + context_s * prompt)
-            step = slow * load.decode_s_per_token * self._per_tpot + more
-            answer = expected / (load.answers or 1)
-            per_answer = self._per_tpot / (answer if answer > SHORTEST else SHORTEST)
-            more += work_s * per_answer
-            slope = step + self._stall * per_answer * wait_s + 0.5 * more
-            slope = slope if slope < late else late
-            if context_s > plain_s:  # stretched by others' prefills: their part of a step
-                step *= 1.0 + self._lumps * (1.0 - plain_s / context_s)
+            first: float = (delay_s + start_s + load.fixed_ttft_s + work_s) * self.per_ttft
+            context_s: float = load.decode_s_per_context_token
+            more = self.decoded * slow * (load.decode_s_per_sequence + context_s * prompt)
+            step = slow * load.decode_s_per_token * per_tpot + more
+            harm = 0.0
+            if expected:
+                answer = expected / (answers or 1.0)
+                per_answer = per_tpot / (answer if answer > SHORTEST else SHORTEST)
+                more += work_s * per_answer
+                slope = min(late, step + self.stall * per_answer * wait_s + 0.5 * more)
+                harm = self.per_others * expected * per_answer * more * slope * slope
+            if context_s > load.belief.context_s:  # stretched by others' prefills
+                step *= 1.0 + self.lumps * (1.0 - load.belief.context_s / context_s)
             prices.append(
-                (first * first * first if first < late else self._beyond + self._overdue * first)
-                + self._own
-                * (step * step * step if step < late else self._beyond + self._overdue * step)
-                + self._others * expected * per_answer * more * slope * slope
-                + self._work * (work_s + self._regretted * load.eviction_regret * fill_s)
-                + self._kv_weight * lack
+                (first * first * first if first < late else self.beyond + self.overdue * first)
+                + self.own
+                * (step * step * step if step < late else self.beyond + self.overdue * step)
+                + (harm + self.kv * lack)
+                + self.per_work * (work_s + self.regret * load.eviction_regret * fill_s)
             )
         return prices
-
-    def _delays_s(self, candidates: Sequence[Candidate]) -> Sequence[float]:
-        return self._transfers_s or [self._transfer_s] * len(candidates)
 
 
 def patience_s(request: Request, now: float) -> float:
@@ -441,13 +420,15 @@ def equalize_speeds(speeds: Sequence[SpeedFactor], alike: float) -> list[float]:
     The same would happen to an endpoint without observations where others are slower than
     estimated. Under so much prefill it could not show its decode speed.
     """
-    factors = list(map(_FACTOR, speeds))
+    if not speeds:
+        return []
+    factors = [factor for factor, _ in speeds]
     ordered = sorted(factors)
     middle = ordered[len(ordered) // 2]
     corrections = list(map(middle.__truediv__, factors))
     if ordered[-1] <= alike * middle <= alike * alike * ordered[0]:
         return corrections
-    bounds = [alike * exp(SIGMAS * sqrt(speed.var)) for speed in speeds]
+    bounds = [alike * exp(SIGMAS * sqrt(var)) for _, var in speeds]
     return [
         min(limit, max(1.0 / limit, correction))
         for correction, limit in zip(corrections, bounds, strict=True)

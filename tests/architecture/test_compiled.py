@@ -181,7 +181,7 @@ def test_what_a_price_is_made_of_are_doubles_and_nothing_else_is_declared_so() -
         if line.startswith("    cdef public double ")
     ]
     assert {line.split()[-1] for line in declared} == set(
-        classes.slots(PROJECT.classes["policies.pricing.price._RequestTerms"]) or ()
+        classes.slots(PROJECT.classes["policies.pricing.price._PriceLoop"]) or ()
     )
     others = set(PROJECT.compiled) - {"policies.pricing.price"}
     assert not [line for module in others for line in told(module) if "double" in line]

@@ -45,7 +45,7 @@ The attributes keep memory views as arguments of `chain_words`; creating a view 
 cost more than the call does for a short prompt.
 """
 
-FLOATS = {"policies.pricing.price._RequestTerms"}
+FLOATS = {"policies.pricing.price._PriceLoop"}
 """Classes whose attributes are all floats."""
 
 HAS_NO_C_FORM = (

@@ -186,7 +186,7 @@ class Ledger(RuleBasedStateMachine):
                 exp(-MOST_CORRECTION) * 0.999 <= factor <= exp(MOST_CORRECTION) * 1.001
                 for factor in learnt.factors
             )
-        for speed in (belief.prefill, belief.pairs, belief.step):
+        for speed in belief.speeds:
             assert (
                 exp(-2 * MOST_CORRECTION) * 0.999
                 <= speed.factor

@@ -39,7 +39,11 @@ async def test_after_a_reload_to_priced_the_latency_model_starts_from_its_prior_
         assert (waits.predicted_ttft_s, waits.predicted_tpot_s) == (None, None)
         assert (await harness.put(harness.text().replace(PLAIN, PRICED)))[0] == 200
         belief, timeline = load.belief, load.timeline
-        assert [belief.prefill.factor, belief.step.factor, *belief.layers.factors] == [
+        assert [
+            belief.speeds.prefill.factor,
+            belief.speeds.step.factor,
+            *belief.layers.factors,
+        ] == [
             1.0,
             1.0,
             1.0,

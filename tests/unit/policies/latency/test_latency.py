@@ -74,7 +74,7 @@ def test_an_endpoint_unlike_its_prior_is_known_within_twenty_requests(slowness: 
     for _ in range(20):
         now = serve(load, now + 1.0, slowness)
     assert load.belief.pace(6000) == pytest.approx(slowness, rel=0.05)
-    assert load.belief.step.factor == pytest.approx(slowness, rel=0.05)
+    assert load.belief.speeds.step.factor == pytest.approx(slowness, rel=0.05)
 
 
 @pytest.mark.parametrize("attention", [1.0, 2.5, 0.5])
@@ -94,7 +94,7 @@ def test_attention_is_known_apart_so_that_long_prompts_are_foreseen_as_well_as_s
                 off.append(abs(foreseen / (now - began) - 1.0))
     assert len(off) == 200
     assert max(off) < 0.1  # 0.31 with one factor for all of a prompt's work
-    assert load.belief.pairs.factor == pytest.approx(attention, rel=0.25)
+    assert load.belief.speeds.pairs.factor == pytest.approx(attention, rel=0.25)
 
 
 def test_one_that_is_throttled_and_recovers_is_followed_both_ways() -> None:
@@ -103,7 +103,7 @@ def test_one_that_is_throttled_and_recovers_is_followed_both_ways() -> None:
         for _ in range(60 if now == 0.0 else 20):
             now = serve(load, now + 1.0, slowness)
         assert load.belief.pace(6000) == pytest.approx(slowness, rel=0.1)
-        assert load.belief.step.factor == pytest.approx(slowness, rel=0.1)
+        assert load.belief.speeds.step.factor == pytest.approx(slowness, rel=0.1)
 
 
 @pytest.mark.parametrize("prompt", [60_000, 120_000])
@@ -129,7 +129,7 @@ def test_one_odd_first_token_hardly_moves_a_settled_belief() -> None:
     for _ in range(60):
         now = serve(load, now + 1.0, 1.0)
     serve(load, now + 1.0, 4.0, tokens=2)
-    assert load.belief.prefill.factor == pytest.approx(1.0, abs=0.1)
+    assert load.belief.speeds.prefill.factor == pytest.approx(1.0, abs=0.1)
 
 
 def test_a_reservation_whose_answer_comes_whole_decodes_from_the_handover_and_teaches_nothing() -> (
@@ -143,7 +143,7 @@ def test_a_reservation_whose_answer_comes_whole_decodes_from_the_handover_and_te
     assert (load.decoding, load.timeline.batch) == (1, 1)
     entry.finish(60.0, 100)
     assert (load.decoding, load.timeline.batch, load.decode_tokens) == (0, 0, 0)
-    assert load.belief.step.factor == 1.0
+    assert load.belief.speeds.step.factor == 1.0
 
 
 def test_a_queue_is_waited_for_and_given_back_token_by_token() -> None:
@@ -309,9 +309,9 @@ def test_an_engine_shared_with_other_gateways_is_learned_more_slowly() -> None:
             entry.on_first_token(now + more * ttft_s(load_of(), 6000, 0, 0.0) * 2.0)
             entry.drop(now + 5.0)
         if number == 3:
-            assert shared.belief.prefill.var > 2 * alone.belief.prefill.var
-    assert alone.belief.prefill.factor == pytest.approx(2.0, rel=0.1)
-    assert 1.0 < shared.belief.prefill.factor < 3.0
+            assert shared.belief.speeds.prefill.var > 2 * alone.belief.speeds.prefill.var
+    assert alone.belief.speeds.prefill.factor == pytest.approx(2.0, rel=0.1)
+    assert 1.0 < shared.belief.speeds.prefill.factor < 3.0
 
 
 def test_undone_steps_under_load_of_other_gateways_do_not_change_the_context_factor() -> None:
@@ -334,4 +334,4 @@ def test_undone_steps_under_load_of_other_gateways_do_not_change_the_context_fac
         elif decoding:
             entry, began = decoding.pop(rng.randrange(len(decoding)))
             entry.finish(now, max(1, int((now - began) / 0.03)))
-        assert 0.0 < load.belief.step.factor < 10.0
+        assert 0.0 < load.belief.speeds.step.factor < 10.0

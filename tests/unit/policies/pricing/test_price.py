@@ -15,7 +15,13 @@ from policies import registry
 from policies.contract import DECODE_PHASE, WHOLE_REQUEST, PhaseShare
 from policies.engine.step_time import PRIOR_VAR, SpeedFactor
 from policies.model import Candidate, Request, RoutingQuery, Slo
-from policies.pricing.price import PricedPolicy, PriceScorer, equalize_speeds, patience_s
+from policies.pricing.price import (
+    PricedPolicy,
+    PriceScorer,
+    _PriceLoop,
+    equalize_speeds,
+    patience_s,
+)
 from policies.run import pick
 from tests.unit.policies.builders import ask, candidate
 
@@ -48,9 +54,10 @@ def levelled(factors: Sequence[float], unknown: Sequence[int] = ()) -> list[floa
     # Return the speed factors of endpoints after equalization, as the price uses them.
     #
     # `unknown` has the indices of endpoints whose speed has not been observed.
-    speeds = [SpeedFactor(PRIOR_VAR if place in unknown else 0.0) for place in range(len(factors))]
-    for speed, factor in zip(speeds, factors, strict=True):
-        speed.factor = factor
+    speeds = [
+        SpeedFactor(factor, PRIOR_VAR if place in unknown else 0.0)
+        for place, factor in enumerate(factors)
+    ]
     return [
         factor * times for factor, times in zip(factors, equalize_speeds(speeds, 1.5), strict=True)
     ]
@@ -71,6 +78,25 @@ def test_the_parts_of_a_price_add_up_to_minus_its_score() -> None:
     for parts, score in zip(explained, PRICES.scores(question, fleet), strict=True):
         assert set(parts) == {"ttft", "tpot", "others", "work", "kv"}
         assert sum(parts.values()) == pytest.approx(-score)
+
+
+def test_what_compiled_prices_declare_as_doubles_are_floats() -> None:
+    # Any other value raises a TypeError in the compiled module only.
+    loop = _PriceLoop(PricedPolicy())
+    assert {type(getattr(loop, name)) for name in _PriceLoop.__slots__} == {float}
+
+
+def test_equalized_speeds_follow_each_observation_and_the_candidates_asked_for() -> None:
+    by, fleet, question = PriceScorer(PricedPolicy()), [outlook(0), outlook(1)], ask(8000, 300)
+    fleet[1].load.belief.speeds = fleet[1].load.belief.speeds._replace(prefill=SpeedFactor(1.2, 0))
+    assert by.speeds(fleet)[0] == pytest.approx([1.2 / 1.0, 1.0])
+    assert by.speeds(fleet[:1])[0] == [1.0]
+    assert by.speeds(()) == ([], [], [])
+    before = by.prices(question, fleet)
+    assert by.prices(question, fleet) == before
+    fleet[1].load.belief.observe_decode(4.0, 1.0, 0.5, 0.001)
+    assert by.prices(question, fleet) != before
+    assert by.prices(question, fleet) == PriceScorer(PricedPolicy()).prices(question, fleet)
 
 
 def test_slowdown_is_spread_over_the_slowed_answer() -> None:
@@ -228,7 +254,8 @@ def test_an_unobserved_endpoint_is_no_faster_than_its_slow_peers() -> None:
 def test_a_slow_endpoint_is_passed_over_and_noise_decides_nothing() -> None:
     fleet = [outlook(slot) for slot in range(3)]
     for item, factor in zip(fleet, (1.1, 1.0, 3.0), strict=True):
-        item.load.belief.prefill.factor, item.load.belief.prefill.var = factor, 0.0
+        belief = item.load.belief
+        belief.speeds = belief.speeds._replace(prefill=SpeedFactor(factor, 0.0))
         item.load.prefill_s_per_token *= factor
         item.load.attention_s_per_pair *= factor
     prices = PRICES.prices(ask(8000, 300), fleet)
