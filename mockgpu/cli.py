@@ -29,6 +29,7 @@ from mockgpu.options import (
     Cp,
     DialectName,
     Dp,
+    DpLockstep,
     DpRanks,
     EngineVersion,
     Ep,
@@ -114,24 +115,24 @@ def mock(
     wire_faults: WireFaults = False,
     kv_events_port: KvEventsPort = None,
     dp_ranks: DpRanks = 1,
+    dp_lockstep: DpLockstep = None,
     chaos_port: ChaosPort = None,
     as_json: AsJson = False,
 ) -> None:
     """Serve simulated LLM engines (TP groups) without a GPU, with vLLM's HTTP API."""
     with _exit_on_error():
         _check_ports(groups, port, kv_port, bootstrap_port)
-        spec = _with_ranks(_spec(model, gpu, tp, role, profile, speed), dp_ranks, dialect)
+        spec = _spec(model, gpu, tp, role, profile, speed, dp_ranks, dp_lockstep, dialect)
         spec = _with_layout(spec, (pp, ep, dp, cp), ep_skew, has_dialect=dialect is not None)
         limits = (max_num_seqs, max_num_batched_tokens, kv_tokens, max_queued)
         spec = _limited(spec, *limits, cached_details=cached_details, lacks=tuple(lacks or ()))
         spec = _answering(spec, responses_store, may_end_from)
         specs = _publishing(spec, groups, kv_events_port, dialect, _version(engine_version))
         if dialect is not None:
-            link = (kv_transport, kv_port, kv_key, kv_scale, kv_gbps or inf)
-            transfer = TransferSpec(dialect, *link, kv_lease, handoff_timeout)
+            link = (kv_transport, kv_port, kv_key, kv_scale, kv_gbps or inf, kv_lease)
             checked = _checked(kv_load_failure_policy, engine_version, kv_tls)
             checked |= {"bootstrap_port": bootstrap_port, "wire_faults": wire_faults}
-            specs = _halves(specs, transfer, **checked)
+            specs = _halves(specs, TransferSpec(dialect, *link, handoff_timeout), **checked)
         uvloop.run(_serve(specs, host, port, fault, seed, keep_alive, chaos_port, as_json))
 
 
@@ -173,6 +174,8 @@ def _with_layout(
         )
     if spec.ranks > 1 and dp > 1:
         raise ValueError("--dp-ranks and --dp are two forms of the same ranks: choose one")
+    if wide.shares_experts and pp * cp > 1:
+        raise ValueError("--dp-ranks that share experts have neither --pp nor --cp")
     planned = PlannedGroup(wide.layout, facts_of(wide.model), domain=MAX_SIZE)
     for finding in layout_findings(planned):
         if finding.is_error:
@@ -218,10 +221,20 @@ def _check_ports(groups: int, port: int, kv_port: int, bootstrap_port: int) -> N
             )
 
 
-def _spec(model: str, gpu: str, tp: int | None, role: str, profile: str, speed: str) -> GroupSpec:
-    # Build a group's spec from the options that name known things.
+def _spec(
+    model: str,
+    gpu: str,
+    tp: int | None,
+    role: str,
+    profile: str,
+    speed: str,
+    ranks: int,
+    lockstep: bool | None,
+    dialect: str | None,
+) -> GroupSpec:
+    # Build a group's spec from the options that name known things, and its data-parallel ranks.
     #
-    # Raises ValueError if unknown.
+    # Raises ValueError if a name is unknown, and for ranks that no engine has.
     shape, card = model_named(model), gpu_named(gpu)
     if role not in ("both", "prefill", "decode"):
         raise ValueError(f"unknown role {role!r}: known are both, prefill, decode")
@@ -233,7 +246,8 @@ def _spec(model: str, gpu: str, tp: int | None, role: str, profile: str, speed: 
         factor = -1.0
     if not factor > 0:
         raise ValueError(f"speed {speed!r} is not a positive number")
-    return GroupSpec(model, shape, card, tp, role, profile_named(profile), factor)
+    spec = GroupSpec(model, shape, card, tp, role, profile_named(profile), factor)
+    return _with_ranks(spec, ranks, lockstep, dialect)
 
 
 def _tls(directory: str | None) -> TlsFiles | None:
@@ -263,11 +277,15 @@ def _version(text: str) -> tuple[int, int]:
     return int(major), int(minor)
 
 
-def _with_ranks(spec: GroupSpec, ranks: int, dialect: str | None) -> GroupSpec:
+def _with_ranks(
+    spec: GroupSpec, ranks: int, lockstep: bool | None, dialect: str | None
+) -> GroupSpec:
     # Return the spec with data-parallel ranks. Raises ValueError for halves of split requests.
     if ranks > 1 and dialect is not None:
         raise ValueError("--dp-ranks is for groups that serve whole requests, without --dialect")
-    return msgspec.structs.replace(spec, ranks=ranks)
+    if ranks == 1 and lockstep is not None:
+        raise ValueError("--dp-lockstep and --no-dp-lockstep need --dp-ranks above 1")
+    return msgspec.structs.replace(spec, ranks=ranks, lockstep=lockstep)
 
 
 def _publishing(

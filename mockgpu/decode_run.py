@@ -8,8 +8,7 @@ returns for how many steps this holds.
 from __future__ import annotations
 
 from bisect import bisect_right
-
-from mockgpu.roofline import StepTimes, StepWork
+from collections.abc import Callable
 
 MOST_STEPS = 4096
 _GROWTH = 0.2
@@ -19,33 +18,36 @@ Up to there the parabola is within 0.1 %, and 0.2 % where the measured grid has 
 """
 
 
-class DecodeRun:
-    """A run of `steps` decode-only steps of one batch.
+def most_steps(seqs: int, context: int, most: int) -> int:
+    """Return how many of `most` decode-only steps one run may have for a batch, at least 1.
 
-    Times are seconds from the start of the first step.
+    `context` is the sum over its `seqs` sequences, in tokens.
+    """
+    return max(1, min(most, int(context * _GROWTH / seqs)))
+
+
+class DecodeRun:
+    """A run of `steps` decode-only steps of one batch, or of the batches of ranks in lockstep.
+
+    `step_s` returns the duration of a step by its number, from 0. Times are seconds from the start
+    of the first step.
     """
 
-    __slots__ = ("_base", "_bend", "_slope", "context", "seqs", "steps")
+    __slots__ = ("_base", "_bend", "_slope", "steps")
 
-    def __init__(
-        self, roofline: StepTimes, seqs: int, context: int, most: int, slowness: float = 1.0
-    ) -> None:
-        self.seqs, self.context = seqs, context
-        self.steps = max(1, min(most, int(context * _GROWTH / seqs)))
-        self._base = first = self._at(roofline, 0) * slowness
+    def __init__(self, step_s: Callable[[int], float], steps: int) -> None:
+        self.steps = steps
+        self._base = first = step_s(0)
         self._slope = self._bend = 0.0
-        last = self.steps - 1
+        last = steps - 1
         if last:
-            final = (self._at(roofline, last) * slowness - first) / last
+            final = (step_s(last) - first) / last
             self._slope = final
             half = last // 2
             if half:
-                middle = (self._at(roofline, half) * slowness - first) / half
+                middle = (step_s(half) - first) / half
                 self._bend = (final - middle) / (last - half)
                 self._slope = middle - self._bend * half
-
-    def _at(self, roofline: StepTimes, step: int) -> float:
-        return roofline.step_s(StepWork(0, 0.0, self.seqs, self.context + step * self.seqs))
 
     def end_of(self, steps: int) -> float:
         """Return the time at which the first `steps` steps have ended, in seconds."""

@@ -86,8 +86,8 @@ class FleetGroup:
         loop = asyncio.get_running_loop()
         self.host = host
         self.listener = GroupListener(host, port)
-        self.group = TpGroup(spec, loop)
-        self.ranks = [self.group, *(TpGroup(spec, loop, rank) for rank in range(1, spec.ranks))]
+        self.ranks = _ranks(spec, loop)
+        self.group = self.ranks[0]
         self.pd_role = (
             None if spec.transfer is None else _half(self.group, spec.transfer, host, wire)
         )
@@ -115,6 +115,12 @@ class FleetGroup:
     @property
     def url(self) -> str:
         return f"http://{self.host}:{self.listener.port}"
+
+
+def _ranks(spec: GroupSpec, loop: asyncio.AbstractEventLoop) -> list[TpGroup]:
+    # Return the data-parallel ranks of an engine, which step together if they are in lockstep.
+    lockstep: list[TpGroup] | None = [] if spec.is_lockstep else None
+    return [TpGroup(spec, loop, rank, lockstep) for rank in range(spec.ranks)]
 
 
 def _inproc(spec: GroupSpec) -> bool:

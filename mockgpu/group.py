@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from math import inf
 from typing import TYPE_CHECKING, Protocol
 
 import msgspec
@@ -23,12 +22,18 @@ from mockgpu.handoff_options import TransferSpec
 from mockgpu.job import Job, JobState, PrefillChunk, StepPlan
 from mockgpu.kill_faults import KillFaults
 from mockgpu.kv_event_stream import KvEventSpec
-from mockgpu.layout_times import step_times_for
+from mockgpu.layout_times import (
+    LockstepTimes,
+    SlowestRank,
+    shared_experts_for,
+    step_times_for,
+)
 from mockgpu.leg_params import AnswerTime, DecodeLeg, PrefillLeg
 from mockgpu.metrics import GroupMetrics
 from mockgpu.request_parser import ApiError
 from mockgpu.roofline import PROFILES, Profile
 from mockgpu.scheduler import Scheduler
+from mockgpu.step_timer import StepTimer
 from policies.sizing.gpus import Gpu
 from policies.sizing.layout import Layout
 from policies.sizing.memory import Demand, check_memory
@@ -37,9 +42,6 @@ from policies.sizing.model_shapes import Llm
 if TYPE_CHECKING:  # groups without real KV start without numpy and kvtransfer's agents
     from mockgpu.kv_memory import KvMemory
     from mockgpu.kv_publisher import KvPublisher
-
-# A late process catches up by at most this much and drops the rest, so that it stays responsive.
-MAX_LAG_S = 0.25
 
 
 class GroupSpec(msgspec.Struct, frozen=True):
@@ -56,6 +58,8 @@ class GroupSpec(msgspec.Struct, frozen=True):
     pp, ep, dp, cp    the sizes of its layout beside TP
     ep_skew           load of the busiest expert rank over the mean load, 1 and more
     ranks             addressable data-parallel ranks, each with a scheduler and KV of its own
+    lockstep          whether the steps of these ranks begin and end together; None: if they share
+                      their experts
     """
 
     served_name: str
@@ -81,20 +85,43 @@ class GroupSpec(msgspec.Struct, frozen=True):
     cp: int = 1
     ep_skew: float = 1.0
     ranks: int = 1
+    lockstep: bool | None = None
+
+    @property
+    def shares_experts(self) -> bool:
+        """Whether the experts are spread over all addressable ranks, and not within each."""
+        return self.ranks > 1 and self.ep > self.tp
+
+    @property
+    def is_lockstep(self) -> bool:
+        """Whether the steps of the addressable ranks begin and end together."""
+        return self.shares_experts if self.lockstep is None else self.lockstep
 
     @property
     def layout(self) -> Layout:
-        return Layout(self.tp, self.pp, self.ep, self.dp, self.cp)
+        """The layout of the whole engine if its ranks share experts, else that of each rank."""
+        dp = self.ranks if self.shares_experts else self.dp
+        return Layout(self.tp, self.pp, self.ep, dp, self.cp)
+
+    def times(self) -> LockstepTimes:
+        """Return the durations of the steps of a group, or of ranks that step together."""
+        options = (self.profile, self.max_num_batched_tokens, self.ep_skew)
+        if self.shares_experts and self.is_lockstep:
+            return shared_experts_for(self.model, self.gpu, self.layout, *options)
+        alone = msgspec.structs.replace(self.layout, dp=self.dp)
+        return SlowestRank(step_times_for(self.model, self.gpu, alone, *options))
 
     @property
     def capacity_tokens(self) -> int:
-        """The size of the KV cache in tokens.
+        """The size of the KV cache in tokens, of one addressable rank.
 
         Raises ValueError if the weights do not fit in memory.
         """
         tokens = self.kv_tokens
         if tokens is None:
             tokens = check_memory(self.model, self.gpu, self.layout, Demand(1)).tokens
+            if self.shares_experts:
+                tokens //= self.ranks
         if tokens < BLOCK_TOKENS:
             raise ValueError(
                 f"{self.model.name} does not fit on {self.layout.gpus} x {self.gpu.name}: "
@@ -137,10 +164,19 @@ class _Live:
 class TpGroup:
     """One running mock engine: its scheduler, the health of its ranks (GPUs), and its step timer.
 
-    `memory` and `kv_handoff` are set if it transfers KV, and `kv_events` if it publishes KV events.
+    A data-parallel rank that requests can address is a group too. Those in lockstep share a timer,
+    and a fault of one strikes all. `memory` and `kv_handoff` are set if it transfers KV, and
+    `kv_events` if it publishes KV events.
     """
 
-    def __init__(self, spec: GroupSpec, loop: asyncio.AbstractEventLoop, rank: int = 0) -> None:
+    def __init__(
+        self,
+        spec: GroupSpec,
+        loop: asyncio.AbstractEventLoop,
+        rank: int = 0,
+        lockstep: list[TpGroup] | None = None,
+    ) -> None:
+        # `lockstep` are the earlier ranks whose steps begin and end with those of this one.
         self.spec = spec
         self.scheduler = Scheduler(
             BlockPool(spec.capacity_tokens // BLOCK_TOKENS),
@@ -151,15 +187,14 @@ class TpGroup:
         self.slow_prefill = self.slow_decode = 1.0
         self.is_hanging = False
         self._ranks_up = [True] * spec.layout.gpus
-        budget = spec.max_num_batched_tokens
-        self._roofline = step_times_for(
-            spec.model, spec.gpu, spec.layout, spec.profile, budget, spec.ep_skew
-        )
         self._loop = loop
         self._live: dict[Job, _Live] = {}
-        self._timer: asyncio.Handle | None = None
-        self._step: tuple[StepPlan, float] | None = None
-        self._due = 0.0
+        self._joined = [] if lockstep is None else lockstep
+        self._timer: StepTimer = (
+            self._joined[0]._timer if self._joined else StepTimer(loop, spec.times(), spec.speed)
+        )
+        self._joined.append(self)
+        self._timer.join(self)
         self.memory: KvMemory | None = None
         self.kv_handoff: KvHandoff | None = None
         self.kv_events: KvPublisher | None = None
@@ -191,7 +226,7 @@ class TpGroup:
         has_no_handoff = job.leg is not None and self.kv_handoff is None
         if has_no_handoff or (self.is_dead and not self.is_hanging):
             raise _engine_dead()
-        if self.spec.max_queued is not None and self._queued() >= self.spec.max_queued:
+        if self.spec.max_queued is not None and self.queued >= self.spec.max_queued:
             self.metrics.rejections += 1
             if isinstance(job.leg, DecodeLeg) and self.kv_handoff is not None:
                 self.kv_handoff.decline(job.leg)
@@ -231,15 +266,22 @@ class TpGroup:
         self.wake()
 
     def lose_rank(self, rank: int, hang: bool = False) -> None:
-        """Simulate the loss of a GPU: all jobs fail, or with `hang` they stop without an error."""
+        """Simulate the loss of a GPU: all jobs fail, or with `hang` they stop without an error.
+
+        Data-parallel ranks in lockstep fail together, because each waits for the others.
+        """
+        for group in self._joined:
+            group._fail(rank, hang)
+
+    def _fail(self, rank: int, hang: bool) -> None:
         if hang and self.is_dead and not self.is_hanging:  # a dead group cannot hang
             return
         self._ranks_up[rank % len(self._ranks_up)] = False
         self.is_hanging = hang
-        self._stop()
+        self._timer.stop()
         if hang:
             return
-        self._step = None
+        self._timer.drop_step()
         self.scheduler.pool.clear_prefix_cache()
         if self.kv_events is not None:
             self.kv_events.restart()
@@ -254,18 +296,18 @@ class TpGroup:
 
         A hung engine continues with its interrupted step.
         """
+        for group in self._joined:
+            group._revive()
+        self._timer.resume()
+
+    def _revive(self) -> None:
         self._ranks_up = [True] * self.spec.layout.gpus
         if self.on_change is not None and not self.is_hanging:
             self.on_change(True)
         self.is_hanging = False
-        if self._step is None:
-            self.wake()
-        elif self._timer is None:
-            self._due = self._loop.time()
-            self._timer = self._loop.call_soon(self._end_step)
 
     def close(self) -> None:
-        self._stop()
+        self._timer.stop()
         for job, live in [*self._live.items(), *self._awaiting_fetch.items()]:
             self._drop(job, live)
 
@@ -290,7 +332,9 @@ class TpGroup:
         else:
             live.sink.on_failure(ApiError(500, f"KV transfer failed: {end.reason}"))
 
-    def _queued(self) -> int:
+    @property
+    def queued(self) -> int:
+        """The number of requests that wait in the API server or the scheduler."""
         return self.scheduler.queued + sum(
             live.entering is not None for live in self._live.values()
         )
@@ -310,48 +354,31 @@ class TpGroup:
         self.wake()
 
     def wake(self) -> None:
-        """Start stepping if the engine is idle.
+        """Start stepping if the engine is idle."""
+        self._timer.wake()
 
-        The first step starts in the next turn of the event loop, so that simultaneous requests
-        share it.
-        """
-        if self._timer is None and not self.is_dead:
-            self._due = self._loop.time()
-            self._timer = self._loop.call_soon(self._begin_step)
-
-    def _stop(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-
-    def _begin_step(self) -> None:
-        # Plan a step and schedule its end.
-        #
-        # End times are absolute, so that a late timer does not delay the following steps.
+    def plan_step(self) -> StepPlan | None:
+        """Return the work of the next step; None if there is nothing to compute."""
         plan = self.scheduler.step()
         if self.memory is not None:
             self._prepare(self.memory, plan)
         if plan is None:
-            self._timer = None
-            return
+            return None
         now = self._loop.time()
         for chunk in plan.chunks:
             live = self._live[chunk.job]
             if live.started is None:
                 live.started = now
                 self.metrics.queue_s.observe(now - live.arrived)
-        speed = self.spec.speed
-        slowness = self.slow_prefill if plan.chunks else self.slow_decode
-        step_s = 0.0 if speed == inf else self._roofline.step_s(plan.work) * slowness / speed
-        self._due = max(self._due, now - MAX_LAG_S) + step_s
-        self._step = plan, step_s
+        return plan
+
+    def on_step_timed(self, plan: StepPlan, step_s: float) -> None:
+        """Let the faults of single jobs know when the step will end."""
         if self._kill_faults is not None:
             self._kill_faults.on_step_planned(plan, step_s)
-        self._timer = self._loop.call_at(self._due, self._end_step)
 
-    def _end_step(self) -> None:
-        assert self._step is not None
-        (plan, step_s), self._step = self._step, None
+    def finish_step(self, plan: StepPlan, step_s: float) -> None:
+        """Deliver the tokens of a step of `step_s` seconds that has just ended."""
         decoding = list(self.scheduler.decoding)
         if self.memory is not None:
             self._read_back(self.memory, plan.chunks)
@@ -376,8 +403,6 @@ class TpGroup:
             ended_live.sink.on_end()
         if self._kill_faults is not None:
             self._kill_faults.on_step_done()
-        if not self.is_dead:
-            self._begin_step()
 
     def _hand_over(self, job: Job, live: _Live) -> bool:
         # Offer the KV of an ended job to other groups.

@@ -9,11 +9,12 @@ of tokens with experts, and the load of the busiest expert rank. Not here: memor
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import msgspec
 
 from mockgpu.grids import Grid, roofline_for
-from mockgpu.roofline import PROFILES, Profile, Roofline, StepTimeParts, StepWork
+from mockgpu.roofline import PROFILES, Profile, Roofline, StepTimeParts, StepTimes, StepWork
 from policies.sizing.gpus import Gpu
 from policies.sizing.layout import Layout
 from policies.sizing.model_shapes import Llm
@@ -71,9 +72,9 @@ class LayoutTimes:
         self._budget_tokens, self._skew = budget_tokens, skew
         self._lanes = layout.pp * layout.dp
         dense = model.params - model.expert_params
-        self._expert_share = max(0.0, 1 - dense / model.active_params)
+        self.expert_share = max(0.0, 1 - dense / model.active_params)
         read_s = layout.tp * gpu.hbm_bytes_s * gpu.fit.weights_eff
-        self._dense_weights_s = dense * model.param_bytes / read_s
+        self.dense_weights_s = dense * model.param_bytes / read_s
 
     def step_s(self, work: StepWork) -> float:
         pp, prefills = self._layout.pp, self._micro_batches(work.prefill_tokens)
@@ -113,13 +114,82 @@ class LayoutTimes:
             seconds = alone_s + (seconds - alone_s) / cp
         tokens = work.prefill_tokens + work.decode_seqs
         if self._skew > 1 and self._model.experts:
-            seconds += (self._skew - 1) * self._experts_s(self._line.terms(work))
+            seconds += (self._skew - 1) * self.experts_s(self._line.terms(work))
         return seconds + travel_s(self._model, self._gpu, self._layout, tokens, self._skew)
 
-    def _experts_s(self, parts: StepTimeParts) -> float:
+    def experts_s(self, parts: StepTimeParts) -> float:
+        """Return the seconds that one rank's experts take in a step of this duration."""
         if parts.flops_s >= parts.weights_s:
-            return parts.flops_s * self._expert_share
-        return max(0.0, parts.weights_s - self._dense_weights_s)
+            return parts.flops_s * self.expert_share
+        return max(0.0, parts.weights_s - self.dense_weights_s)
+
+
+class LockstepTimes(Protocol):
+    """The interface to the duration of steps that several data-parallel ranks end together."""
+
+    def step_s(self, works: Sequence[StepWork]) -> float:
+        """Return the seconds of a step in which each rank does its own work, in rank order.
+
+        A rank without requests has an empty StepWork: it computes a dummy batch.
+        """
+        ...
+
+
+class SlowestRank:
+    """Durations of joint steps of ranks that share nothing: a step takes as long as the slowest."""
+
+    def __init__(self, rank: StepTimes) -> None:
+        self._rank = rank
+
+    def step_s(self, works: Sequence[StepWork]) -> float:
+        if len(works) == 1:
+            return self._rank.step_s(works[0])
+        return max(
+            self._rank.step_s(work) for work in works if work.prefill_tokens or work.decode_seqs
+        )
+
+
+class SharedExperts:
+    """Durations of joint steps of data-parallel ranks over which the experts of an MoE are spread.
+
+    Every layer of experts waits for the tokens of all ranks. So the attention and the dense layers
+    of the slowest rank decide, and the experts compute the mean of all ranks' tokens, or `skew`
+    times as many on the busiest rank. With equal work on all ranks this is the time of LayoutTimes.
+    """
+
+    def __init__(
+        self, line: Roofline, model: Llm, gpu: Gpu, layout: Layout, budget_tokens: int, skew: float
+    ) -> None:
+        self._line, self._model, self._gpu = line, model, gpu
+        self._layout, self._skew = msgspec.structs.replace(layout, dp=1), skew
+        self._alone = LayoutTimes(line, model, gpu, self._layout, budget_tokens, skew)
+
+    def step_s(self, works: Sequence[StepWork]) -> float:
+        tokens = [work.prefill_tokens + work.decode_seqs for work in works]
+        mean = sum(tokens) / len(works)
+        experts, share = self._mean_terms(mean), self._alone.expert_share
+        weights_s, experts_s = experts.weights_s, experts.flops_s * share
+        slowest_s = 0.0
+        for work in works:
+            parts = self._line.terms(work)
+            own_s = max(weights_s, parts.flops_s * (1 - share) + experts_s) + sum(parts[2:])
+            slowest_s = max(slowest_s, own_s)
+        if self._skew > 1:
+            slowest_s += (self._skew - 1) * self._alone.experts_s(experts)
+        # The rank with the most tokens sends them all, the busiest expert rank receives its load.
+        busiest = max(*tokens, mean * self._skew)
+        return slowest_s + travel_s(self._model, self._gpu, self._layout, busiest)
+
+    def _mean_terms(self, tokens: float) -> StepTimeParts:
+        # Return the parts of the duration of a step with this mean number of tokens per rank.
+        #
+        # Below one token, the dense weights are read nevertheless, and fewer experts.
+        parts = self._line.terms(StepWork(0, 0.0, max(1.0, tokens), 0.0))
+        if tokens >= 1:
+            return parts
+        dense_s = self._alone.dense_weights_s
+        read_s = dense_s + tokens * (parts.weights_s - dense_s)
+        return parts._replace(weights_s=read_s, flops_s=tokens * parts.flops_s)
 
 
 def step_times_for(
@@ -141,3 +211,17 @@ def step_times_for(
     if layout == Layout(layout.tp) and (skew == 1 or not model.experts):
         return line
     return LayoutTimes(line, ranks, gpu, layout, budget_tokens, skew)
+
+
+def shared_experts_for(
+    model: Llm,
+    gpu: Gpu,
+    layout: Layout,
+    profile: Profile = PROFILES["2026"],
+    budget_tokens: int = 8192,
+    skew: float = 1.0,
+) -> SharedExperts:
+    """Return the durations of joint steps of an engine's `dp` ranks, which share their experts."""
+    ranks = rank_model(model, layout)
+    line = roofline_for(ranks, gpu, layout.tp, profile)
+    return SharedExperts(line, ranks, gpu, layout, budget_tokens, skew)

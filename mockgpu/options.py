@@ -106,6 +106,14 @@ DpRanks = Annotated[
         help="Data-parallel ranks per group that requests can address, each with its own KV.",
     ),
 ]
+DpLockstep = Annotated[
+    bool | None,
+    typer.Option(
+        "--dp-lockstep/--no-dp-lockstep",
+        help="Whether the steps of all --dp-ranks begin and end together. Default: if the ranks "
+        "share their experts (--ep above --tp).",
+    ),
+]
 KvEventsPort = Annotated[
     int | None,
     typer.Option(

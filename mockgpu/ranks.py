@@ -1,11 +1,12 @@
 """Data-parallel ranks of one mock engine: each has a scheduler, KV blocks and events of its own.
 
 All ranks serve one port. A request goes to the rank that its header x-data-parallel-rank names, as
-in vLLM and SGLang, or to the rank with the fewest requests.
+in vLLM and SGLang, or to a rank that the engine chooses (rank_balancer.py).
 """
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -16,6 +17,7 @@ from multidict import CIMultiDict
 from mockgpu.engine_formats import EngineFormat
 from mockgpu.group import TpGroup
 from mockgpu.http_answers import json_answer
+from mockgpu.rank_balancer import RankBalancer
 from mockgpu.request_parser import ApiError
 from mockgpu.server import Handler, MockServer
 
@@ -30,6 +32,7 @@ class RankDispatcher:
     def __init__(self, servers: Sequence[MockServer]) -> None:
         # `servers` are those of the ranks, in order; the first one owns the port.
         self._servers = servers
+        self._balancer = RankBalancer(len(servers))
         self._of_all = {
             "metrics": self._metrics,
             "sources": self._sources,
@@ -53,11 +56,15 @@ class RankDispatcher:
         # Return the server of a request. Raises ApiError 400 for a rank that does not exist.
         text, count = request.headers.get(RANK_HEADER, ""), len(self._servers)
         if not re.fullmatch("-?[0-9]+", text):  # vLLM ignores what is no integer
-            return min(self._servers, key=lambda server: server.group.in_flight)
+            now = asyncio.get_running_loop().time()
+            return self._servers[self._balancer.pick(now, self._counts)]
         if len(text) > 9 or not 0 <= int(text) < count:
             problem = f"data_parallel_rank {text} is out of range [0, {count})."
             raise ApiError(400, problem, "data_parallel_rank")
         return self._servers[int(text)]
+
+    def _counts(self) -> list[tuple[int, int]]:
+        return [(group.queued, group.scheduler.running) for group in self._groups()]
 
     def _groups(self) -> list[TpGroup]:
         return [server.group for server in self._servers]

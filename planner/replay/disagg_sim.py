@@ -164,11 +164,11 @@ class DisaggSim:
         if flight.job is not job or taker is None:  # it was withdrawn in the meantime
             return
         if flight.prefill_group is None:
-            taker.engine.scheduler.recompute(job)
+            taker.engine.scheduler_of(job).recompute(job)
             assert flight.reservation is not None
             flight.reservation.recompute_prompt(now)
         else:
-            taker.engine.scheduler.on_landed(job, job.computed)
+            taker.engine.scheduler_of(job).on_landed(job, job.computed)
             self._release_prefill_blocks(now, flight)
         self._fleet.wake(now, taker)
 
@@ -176,7 +176,7 @@ class DisaggSim:
         giver, given = flight.prefill_group, flight.prefill_job
         flight.prefill_group = flight.prefill_job = None
         if giver is not None and given is not None and giver.is_alive:
-            giver.engine.scheduler.release_kept(given)
+            giver.engine.scheduler_of(given).release_kept(given)
             self._fleet.wake(now, giver)
 
     def withdraw(self, now: float, flight: InflightRequest) -> None:

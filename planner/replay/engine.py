@@ -1,210 +1,170 @@
-"""One TP group on the virtual clock: the mock engine's scheduler and roofline, from event to event.
+"""One rank of a simulated engine: the mock engine's scheduler on a virtual clock.
 
-fleet.py assigns and measures requests. The live group (mockgpu/group.py) waits with a timer; here
-`due_s` is the end of the current step or run of steps.
+fleet.py assigns and measures requests. A TP group is one rank with a clock of its own;
+data-parallel ranks in lockstep share one. rank_choice.py has ranks that the gateway cannot see.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Callable
-from math import inf
-from operator import itemgetter
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
 from mockgpu.blocks import BlockPool
-from mockgpu.decode_run import MOST_STEPS, DecodeRun
-from mockgpu.job import Job, StepPlan
-from mockgpu.roofline import StepTimes
+from mockgpu.job import Job, JobState, StepPlan
 from mockgpu.scheduler import Scheduler
+from planner.replay.step_clock import StepClock
+
+
+class EngineMetrics(NamedTuple):
+    """What a scrape of an engine reads: running and waiting jobs, and share of KV blocks in use."""
+
+    running: int
+    waiting: int
+    kv_usage: float
+
+
+class JobEvents(NamedTuple):
+    """Functions called with a job and the time of an event.
+
+    first_token, last_token  its first, its last token
+    blocks_allocated         its blocks are allocated, and its KV comes from another group
+    """
+
+    first_token: Callable[[Job, float], None]
+    last_token: Callable[[Job, float], None]
+    blocks_allocated: Callable[[Job, float], None]
 
 
 class ReplayEngine:
-    """Queue, batch and clock of one group; `advance()` must be called at `due_s` (inf while idle).
+    """Queue and batch of one rank; `advance()` must be called at `due_s` (inf while idle).
 
-    on_first_token, on_last_token  functions called with a job and the time of its first, last token
-    on_blocks_allocated            function called with a job whose KV comes from another group,
-                                   once its blocks are allocated
-    leaping        False: every step is simulated separately (for tests and comparison)
     slow_prefill, slow_decode  factors on the times of steps with and without prompt tokens
     """
 
     __slots__ = (
-        *(
-            "_gaps",
-            "_leaping",
-            "_pauses",
-            "_plan",
-            "_preemption_count",
-            "_roofline",
-            "_run",
-            "_since",
-            "_preempted_at",
-        ),
-        *(
-            "on_first_token",
-            "busy_s",
-            "due_s",
-            "on_last_token",
-            "on_blocks_allocated",
-            "scheduler",
-            "slow_decode",
-            "slow_prefill",
-            "steps",
-        ),
+        *("_busy_before_s", "_events", "_pauses", "_preempted_at", "_preemption_count"),
+        *("_steps_before", "clock", "scheduler", "slow_decode", "slow_prefill"),
     )
 
     def __init__(
         self,
-        roofline: StepTimes,
+        clock: StepClock,
         pool: BlockPool,
         max_num_seqs: int,
         max_num_batched_tokens: int,
-        began: Callable[[Job, float], None],
-        ended: Callable[[Job, float], None],
-        fetch: Callable[[Job, float], None],
-        leaping: bool = True,
+        events: JobEvents,
     ) -> None:
         self.scheduler = Scheduler(pool, max_num_seqs, max_num_batched_tokens)
-        self._roofline = roofline
-        self._leaping = leaping
-        self.on_first_token, self.on_last_token, self.on_blocks_allocated = began, ended, fetch
+        self._events = events
         self.slow_prefill = self.slow_decode = 1.0
-        self.due_s = inf
-        self.busy_s = 0.0
-        self.steps = 0
-        self._plan: StepPlan | None = None
-        self._run: DecodeRun | None = None
-        self._since = 0.0
-        # Ends and durations of past steps, in decreasing duration: the longest gap of an answer is
-        # found here.
-        self._gaps: list[tuple[float, float]] = []
         # Preempted jobs with the time since when they generate no tokens, and the longest such
         # pause of resumed jobs.
         self._preemption_count = 0
         self._preempted_at: dict[Job, float] = {}
         self._pauses: dict[Job, float] = {}
+        self.clock = clock
+        self._steps_before, self._busy_before_s = clock.steps, clock.busy_s
+        clock.join(self)
+
+    @property
+    def due_s(self) -> float:
+        """When the current step or run of steps ends; inf while idle."""
+        return self.clock.due_s
+
+    @property
+    def steps(self) -> int:
+        return self.clock.steps - self._steps_before
+
+    @property
+    def busy_s(self) -> float:
+        """The seconds in which its engine computed, dummy batches of this rank included."""
+        return self.clock.busy_s - self._busy_before_s
+
+    @property
+    def largest_blocks(self) -> int:
+        """The number of KV blocks that one request may fill."""
+        return self.scheduler.pool.total
+
+    @property
+    def decoding(self) -> Iterable[Job]:
+        return self.scheduler.decoding
+
+    @property
+    def metrics(self) -> EngineMetrics:
+        scheduler = self.scheduler
+        return EngineMetrics(scheduler.running, scheduler.queued, scheduler.pool.usage)
+
+    def count_hits(self, keys: Sequence[int], limit: int) -> int:
+        """Return how many of the first `limit` block ids are cached."""
+        return self.scheduler.pool.count_hits(keys, limit)
+
+    def scheduler_of(self, job: Job) -> Scheduler:
+        """Return the scheduler that has this job."""
+        return self.scheduler
+
+    def add(self, job: Job, now: float) -> None:
+        """Add a job to the queue, which is read after `wake()`."""
+        self.scheduler.add(job)
 
     def wake(self, now: float) -> None:
         """Start a step if idle, or shorten the current run, because a new job is in the queue."""
-        if self._plan is None:
-            self._begin(now)
-        elif self._run is not None:
-            self._shorten_run(now)
+        self.clock.wake(now)
 
     def advance(self, now: float) -> None:
         """Finish the step or run of steps that is due, report its results and begin the next."""
-        outcome = self.scheduler.finish(self._finish_steps(now))
-        for job in outcome.first_token_jobs:
-            if job.made == 1:
-                self._preempted_at.pop(job, None)
-                self.on_first_token(job, now)
-            elif job in self._preempted_at:
-                self._pauses[job] = max(
-                    self._pauses.get(job, 0.0), now - self._preempted_at.pop(job)
-                )
-        for job in outcome.ended:
-            self.on_last_token(job, now)
-        self._begin(now)
+        self.clock.advance(now)
 
     def abort(self, job: Job, now: float) -> None:
         """Remove a job at once.
 
         A run of steps ends after its current step, because the batch changes.
         """
-        if self._run is not None:
-            self._shorten_run(now)
+        self.clock.shorten(now)
         self.scheduler.abort(job)
         self._preempted_at.pop(job, None)
         self._pauses.pop(job, None)
 
     def generated_tokens(self, job: Job, now: float) -> int:
         """Return the number of tokens that a decoding job has generated by `now`."""
-        run = self._run
-        return self.scheduler.count_output(job) + (
-            0 if run is None else run.completed_by(now - self._since)
-        )
+        return self.scheduler.count_output(job) + self.clock.completed_steps(now)
 
     def stop(self) -> None:
         """Stop the engine of a group that has failed; its current work is lost."""
-        self._plan = self._run = None
-        self.due_s = inf
+        self.clock.leave(self)
 
     def longest_gap_s(self, job: Job, since_s: float) -> float:
         """Return the longest seconds between two tokens of a finished job.
 
         `since_s` is the time of its first token.
         """
-        return max(self._longest_step_s(since_s), self._pauses.pop(job, 0.0))
+        return max(self.clock.longest_step_s(since_s), self._pauses.pop(job, 0.0))
 
-    def _longest_step_s(self, since_s: float) -> float:
-        first = bisect_right(self._gaps, since_s, key=itemgetter(0))
-        return self._gaps[first][1] if first < len(self._gaps) else 0.0
-
-    def _begin(self, now: float) -> None:
-        plan = self._plan = self.scheduler.step()
+    def plan_step(self, now: float) -> StepPlan | None:
+        """Return the work of the next step; None if there is nothing to compute."""
+        plan = self.scheduler.step()
         for job in self.scheduler.to_fetch():
-            self.on_blocks_allocated(job, now)
+            self._events.blocks_allocated(job, now)
         if self.scheduler.totals.preemptions != self._preemption_count:
             self._preemption_count = self.scheduler.totals.preemptions
             for job in self.scheduler.waiting:
                 if job.preemptions:
                     self._preempted_at.setdefault(job, now)
-        if plan is None:
-            self.due_s = inf
-            return
-        self._since = now
-        if self._leaping and not plan.chunks:
-            decode_only_steps = self.scheduler.decode_only_steps(MOST_STEPS)
-            if decode_only_steps:
-                run = DecodeRun(
-                    self._roofline,
-                    plan.decode_seqs,
-                    plan.decode_context,
-                    decode_only_steps + 1,
-                    self.slow_decode,
+        return plan
+
+    def finish_step(self, plan: StepPlan, now: float) -> None:
+        """Report the first and last tokens of a step that has just ended."""
+        outcome = self.scheduler.finish(plan)
+        for job in outcome.first_token_jobs:
+            if job.made == 1:
+                self._preempted_at.pop(job, None)
+                self._events.first_token(job, now)
+            elif job in self._preempted_at:
+                self._pauses[job] = max(
+                    self._pauses.get(job, 0.0), now - self._preempted_at.pop(job)
                 )
-                if run.steps > 1:
-                    self._run = run
-                    self.due_s = now + run.end_of(run.steps)
-                    return
-        slowness = self.slow_prefill if plan.chunks else self.slow_decode
-        self.due_s = now + self._roofline.step_s(plan.work) * slowness
+        for job in outcome.ended:
+            self._events.last_token(job, now)
 
-    def _shorten_run(self, now: float) -> None:
-        # Let the current run of decode steps end after its current step.
-        #
-        # The steps finished before are counted.
-        run = self._run
-        assert run is not None
-        finished = run.completed_by(now - self._since)
-        if finished + 1 < run.steps:
-            self.due_s = self._since + run.end_of(finished + 1)
-        self._account_run(run, finished)
-
-    def _finish_steps(self, now: float) -> StepPlan:
-        # Count all steps of the run before its last one, and return the plan of the last one.
-        run = self._run
-        if run is not None:
-            self._account_run(run, run.steps - 1)
-        assert self._plan is not None
-        duration_s = now - self._since
-        self.busy_s += duration_s
-        self.steps += 1
-        self._record_gap(now, duration_s)
-        return self._plan
-
-    def _account_run(self, run: DecodeRun, steps: int) -> None:
-        if steps:
-            self._plan = self.scheduler.advance(steps)
-            duration_s = run.end_of(steps)
-            self._since += duration_s
-            self.busy_s += duration_s
-            self.steps += steps
-            self._record_gap(self._since, run.step_s(steps - 1))
-        self._run = None
-
-    def _record_gap(self, ended_s: float, duration_s: float) -> None:
-        gaps = self._gaps
-        while gaps and gaps[-1][1] <= duration_s:
-            gaps.pop()
-        gaps.append((ended_s, duration_s))
+    def holds(self, job: Job) -> bool:
+        """Return whether the engine has taken this job, or has it in its queue."""
+        return job.state is not JobState.WAITING or job in self.scheduler.waiting

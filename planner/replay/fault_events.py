@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
+from planner.replay.engine import EngineMetrics
 from planner.replay.fleet_port import FleetPort
 from planner.replay.group import ReplayGroup
 from planner.replay.options import GroupFault, GroupFaultKind
 from policies import ledger
 from policies.health.slow_start import soft_cap
 
-Reading = tuple[ReplayGroup, int, int, float]
-"""One scrape of a group: running jobs, waiting jobs, share of KV blocks in use."""
+Reading = tuple[ReplayGroup, EngineMetrics]
+"""One scrape of a group."""
 SWEEP_S = 0.25
 """Interval of the gateway's updates of the soft cap during slow start."""
 
@@ -24,64 +27,74 @@ class FaultEvents:
         fleet = self._fleet
         for fault in fleet.options.faults:
             fleet.schedule(fault.at_s, self._apply_fault, fault)
-        for group in fleet.groups:
-            if not group.is_alive:
-                fleet.schedule(group.kind.up_at_s, self._start_group, group)
+        for ranks in fleet.engines:
+            if not ranks[0].is_alive:
+                fleet.schedule(ranks[0].kind.up_at_s, self._start, ranks)
         if fleet.options.scrape_s is not None:
             fleet.schedule(0.0, self._scrape)
 
     def _apply_fault(self, now: float, fault: GroupFault) -> None:
-        group = self._fleet.groups[fault.group]
+        # Apply a fault to an engine, and so to all of its data-parallel ranks.
+        ranks = self._fleet.engines[fault.group]
+        after: Callable[[float, Sequence[ReplayGroup]], None]
         if fault.trouble is GroupFaultKind.SLOW:
-            self._set_pace(now, group)
-            if fault.for_s is not None:
-                self._fleet.schedule(now + fault.for_s, self._set_pace, group)
+            after = self._set_pace
+            self._set_pace(now, ranks)
         elif fault.trouble is GroupFaultKind.DRAIN:
-            group.load.is_available = False
-            group.load.mark_changed()
+            after = self._bring_back
+            for group in ranks:
+                group.load.is_available = False
+                group.load.mark_changed()
             self._fleet.admission.refresh(now)
-            if fault.for_s is not None:
-                self._fleet.schedule(now + fault.for_s, self._bring_back, group)
-        elif group.is_alive:
-            self._kill(now, group)
-            if fault.for_s is not None:
-                self._fleet.schedule(now + fault.for_s, self._start_group, group)
+        elif ranks[0].is_alive:
+            after = self._start
+            self._kill(now, ranks)
+        else:
+            return
+        if fault.for_s is not None:
+            self._fleet.schedule(now + fault.for_s, after, ranks)
 
-    def _kill(self, now: float, group: ReplayGroup) -> None:
-        # Let a whole group fail, as when one of its ranks fails.
+    def _kill(self, now: float, ranks: Sequence[ReplayGroup]) -> None:
+        # Let a whole engine fail, as when one of its ranks fails.
         #
         # Its requests without a first token are retried elsewhere.
         fleet = self._fleet
-        group.is_alive = group.load.is_available = False
-        group.load.mark_changed()
-        group.engine.stop()
-        group.add_totals()
-        fleet.gateway.forget_group(group)
+        for group in ranks:
+            group.is_alive = group.load.is_available = False
+            group.load.mark_changed()
+            group.engine.stop()
+            group.add_totals()
+            fleet.gateway.forget_group(group)
         fleet.admission.refresh(now)
-        for flight in [flight for flight in fleet.inflight.values() if flight.group is group]:
-            fleet.retry_elsewhere(now, flight, group)
-        if fleet.disagg is not None:
-            fleet.disagg.on_group_died(now, group)
+        for group in ranks:
+            for flight in [flight for flight in fleet.inflight.values() if flight.group is group]:
+                fleet.retry_elsewhere(now, flight, group)
+            if fleet.disagg is not None:
+                fleet.disagg.on_group_died(now, group)
 
-    def _set_pace(self, now: float, group: ReplayGroup) -> None:
+    def _set_pace(self, now: float, ranks: Sequence[ReplayGroup]) -> None:
         # Set an engine's speed by the latest active fault, or without one by its kind.
         prefill = decode = 1.0
         for fault in sorted(self._fleet.options.faults, key=lambda fault: fault.at_s):
             in_force = fault.at_s <= now and (fault.for_s is None or now < fault.at_s + fault.for_s)
-            if in_force and fault.trouble is GroupFaultKind.SLOW and fault.group == group.load.slot:
+            is_slow = in_force and fault.trouble is GroupFaultKind.SLOW
+            if is_slow and self._fleet.engines[fault.group] is ranks:
                 prefill = 1.0 if fault.only == "decode" else fault.factor
                 decode = 1.0 if fault.only == "prefill" else fault.factor
-        group.engine.slow_prefill = group.kind.slowness * prefill
-        group.engine.slow_decode = group.kind.slowness * decode
+        for group in ranks:
+            group.engine.slow_prefill = group.kind.slowness * prefill
+            group.engine.slow_decode = group.kind.slowness * decode
 
-    def _start_group(self, now: float, group: ReplayGroup) -> None:
-        group.restart()
-        group.is_alive = True
-        self._bring_back(now, group)
+    def _start(self, now: float, ranks: Sequence[ReplayGroup]) -> None:
+        for group in ranks:
+            group.restart()
+            group.is_alive = True
+        self._bring_back(now, ranks)
 
-    def _bring_back(self, now: float, group: ReplayGroup) -> None:
-        group.load.is_available = group.is_alive
-        self._raise_soft_cap(now, (group, now))
+    def _bring_back(self, now: float, ranks: Sequence[ReplayGroup]) -> None:
+        for group in ranks:
+            group.load.is_available = group.is_alive
+            self._raise_soft_cap(now, (group, now))
         self._fleet.admission.refresh(now)
 
     def _raise_soft_cap(self, now: float, event: tuple[ReplayGroup, float]) -> None:
@@ -95,11 +108,7 @@ class FaultEvents:
 
     def _scrape(self, now: float, _: object) -> None:
         fleet = self._fleet
-        readings: list[Reading] = []
-        for group in fleet.groups:
-            if group.is_alive:
-                scheduler = group.engine.scheduler
-                readings.append((group, scheduler.running, scheduler.queued, scheduler.pool.usage))
+        readings = [(group, group.engine.metrics) for group in fleet.groups if group.is_alive]
         if fleet.options.scrape_age_s:
             fleet.schedule(now + fleet.options.scrape_age_s, self._scraped, readings)
         else:
@@ -111,7 +120,5 @@ class FaultEvents:
         # Record the delivered metrics as the gateway does.
         #
         # External requests are computed against in_flight at delivery.
-        for group, running, waiting, usage in readings:
-            ledger.record_scrape(
-                group.load, running, waiting, usage, group.kind.capacity_tokens, now
-            )
+        for group, metrics in readings:
+            ledger.record_scrape(group.load, *metrics, group.capacity_tokens, now)

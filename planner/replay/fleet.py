@@ -16,14 +16,14 @@ from math import inf
 from time import perf_counter
 from typing import Any
 
-from mockgpu.job import Job, JobState
+from mockgpu.job import Job
 from mockgpu.leg_params import DecodeLeg
 from planner.replay.admission_sim import AdmissionSim
 from planner.replay.block_chain import UnlimitedCache, keys_of
 from planner.replay.disagg_sim import DisaggSim
 from planner.replay.fault_events import FaultEvents
 from planner.replay.gateway_sim import GatewaySim
-from planner.replay.group import ReplayGroup
+from planner.replay.group import ReplayGroup, build_engines
 from planner.replay.hedge_sim import Hedges
 from planner.replay.inflight import InflightRequest
 from planner.replay.options import CacheView, ReplayOptions
@@ -78,19 +78,8 @@ class Fleet:
     ) -> None:
         self.options = options
         self._spec, self._traffic, self._watch = spec, traffic, watch
-        rooflines = {kind: kind.roofline() for kind in set(spec.groups)}
-        self.groups = [
-            ReplayGroup(
-                slot,
-                kind,
-                rooflines[kind],
-                spec.block_tokens,
-                self,
-                options.leaping,
-                capped=room is not None,
-            )
-            for slot, kind in enumerate(spec.groups)
-        ]
+        self.engines = build_engines(spec, self, options.leaping, capped=room is not None)
+        self.groups = [group for ranks in self.engines for group in ranks]
         self.gateway = GatewaySim(policy, self.groups, options, spec.block_tokens, perf_counter)
         split = spec.pairs or any(kind.role is not Role.BOTH for kind in spec.groups)
         self.disagg = DisaggSim(self, spec.split, policy) if split else None
@@ -243,7 +232,7 @@ class Fleet:
         """Put a job into the engine's queue, unless it was withdrawn meanwhile."""
         group, job = what
         if job in self.inflight:
-            group.engine.scheduler.add(job)
+            group.engine.add(job, now)
             self.wake(now, group)
 
     def wake(self, now: float, group: ReplayGroup) -> None:
@@ -362,8 +351,8 @@ class Fleet:
         self.stop_expecting(flight)
         if job is not None and group is not None and self.inflight.pop(job, None) is not None:
             flight.record.wasted_tokens += max(0, job.computed - max(0, job.cached))
-            scheduler = group.engine.scheduler
-            if group.is_alive and (job.state is not JobState.WAITING or job in scheduler.waiting):
+            if group.is_alive and group.engine.holds(job):
+                scheduler = group.engine.scheduler_of(job)
                 group.engine.abort(job, now)
                 scheduler.release_kept(job)
                 self.wake(now, group)

@@ -56,9 +56,13 @@ class SpeedsPort(Protocol):
 
 
 class FleetPort(Protocol):
-    """Protocol of a running replay (Fleet): its events, its groups and its requests."""
+    """Protocol of a running replay (Fleet): its events, its groups and its requests.
+
+    engines  the groups of each engine, which are its data-parallel ranks if there are several
+    """
 
     options: ReplayOptions
+    engines: list[list[ReplayGroup]]
     groups: list[ReplayGroup]
     gateway: GatewaySim
     inflight: dict[Job, InflightRequest]

@@ -53,10 +53,10 @@ class GatewaySim:
         self._block_tokens = block_tokens
         self.index = PrefixIndex(INDEX_BYTES)
         for group in groups:
-            self.index.set_capacity(group.load.slot, group.kind.capacity_tokens)
+            self.index.set_capacity(group.load.slot, group.capacity_tokens)
         self.candidates = tuple(group.candidate for group in groups)
         self._order = create_order(policy, self.candidates, LoadChanges())
-        self._kv_blocks = [group.engine.scheduler.pool.total for group in groups]
+        self._kv_blocks = [group.engine.largest_blocks for group in groups]
         self._least_kv_blocks = min(self._kv_blocks)
         self.output_lengths = OutputLengths()
         self.picks, self.pick_s = 0, 0.0

@@ -6,15 +6,18 @@ Contains state only; fleet.py and gateway_sim.py decide.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from math import inf
 from typing import Protocol
 
 from mockgpu.blocks import BlockPool
 from mockgpu.job import Job
-from mockgpu.roofline import StepTimes
-from planner.replay.engine import ReplayEngine
+from mockgpu.layout_times import rank_model
+from planner.replay.engine import JobEvents, ReplayEngine
+from planner.replay.rank_choice import HiddenRanks, RankChoice
 from planner.replay.record import GroupTotals
-from planner.replay.spec import GroupKind
+from planner.replay.spec import FleetSpec, GroupKind
+from planner.replay.step_clock import StepClock
 from policies.engine.step_time import SpeedBelief, StepCosts, shape_for
 from policies.health.speed_record import SpeedRecord
 from policies.load import EndpointLoad
@@ -36,8 +39,12 @@ class JobListener(Protocol):
 
 
 class ReplayGroup:
-    """One TP group of the fleet.
+    """One endpoint of the fleet: a TP group, or one or all of an engine's data-parallel ranks.
 
+    Ranks in lockstep share a clock.
+
+    clocks                   one per rank that it contains
+    rank                     the data-parallel rank that it is; None: a whole engine
     expected_keys            block ids of prompts it was sent and has not computed, with the number
                              of such prompts
     sends_at_s, receives_at_s  when its link is free again, in each direction
@@ -49,37 +56,39 @@ class ReplayGroup:
             "is_alive",
             "block_tokens",
             "candidate",
+            "clocks",
             "expected_keys",
             "engine",
             "kind",
             "kv_token_bytes",
-            "leaping",
             "load",
             "name",
         ),
-        *("listener", "receives_at_s", "roofline", "sends_at_s", "speed", "totals", "watched_s"),
+        *("listener", "receives_at_s", "sends_at_s", "speed", "totals", "watched_s"),
     )
 
     def __init__(
         self,
         slot: int,
         kind: GroupKind,
-        roofline: StepTimes,
+        clocks: Sequence[StepClock],
         block_tokens: int,
         listener: JobListener,
-        leaping: bool,
         capped: bool,
+        number: int,
+        rank: int | None = None,
     ) -> None:
-        self.name = f"tp{slot}"
+        # `number` is the index of the engine.
+        self.name = f"tp{number}" if rank is None else f"tp{number}/dp{rank}"
         self.kind = kind
         self.block_tokens = block_tokens
-        self.leaping = leaping
-        self.roofline = roofline
+        self.clocks = clocks
         self.listener = listener
         self.kv_token_bytes = kind.shape.kv_token_bytes
-        self.load = EndpointLoad(slot, SpeedBelief(_prior(kind)))
-        self.load.kv_tokens = kind.capacity_tokens
-        self.candidate = Candidate(_endpoint(self.name, slot, kind, capped), self.load)
+        self.load = EndpointLoad(slot, SpeedBelief(_prior(kind, len(clocks))))
+        self.load.kv_tokens = self.capacity_tokens
+        endpoint = _endpoint(self.name, number, kind, capped, rank)
+        self.candidate = Candidate(endpoint, self.load)
         self.is_alive = kind.up_at_s <= 0
         self.load.is_available = self.is_alive
         self.expected_keys: Counter[int] = Counter()
@@ -90,28 +99,40 @@ class ReplayGroup:
         self.engine = self.new_engine()
 
     @property
+    def capacity_tokens(self) -> int:
+        """Tokens of KV that the endpoint holds, over all of its ranks."""
+        return self.kind.capacity_tokens * len(self.clocks)
+
+    @property
     def step_tokens(self) -> int:
         """Most prompt tokens that the group's current prefill step may have to compute."""
         load, speed = self.load, self.speed
         others = load.in_flight - load.decoding - speed.waiting
         return speed.step_tokens(load.prefill_tokens, load.belief.shape.budget_tokens, others)
 
-    def new_engine(self) -> ReplayEngine:
+    def new_engine(self) -> ReplayEngine | HiddenRanks:
+        if len(self.clocks) == 1:
+            return self._new_rank(self.clocks[0])
+        return HiddenRanks([self._new_rank(clock) for clock in self.clocks], self.kind.rank_choice)
+
+    def _new_rank(self, clock: StepClock) -> ReplayEngine:
         engine = ReplayEngine(
-            self.roofline,
+            clock,
             BlockPool(self.kind.capacity_tokens // self.block_tokens, self.block_tokens),
             self.kind.max_num_seqs,
             self.kind.step_budget,
-            lambda job, now: self.listener.on_first_token(self, job, now),
-            lambda job, now: self.listener.on_last_token(self, job, now),
-            lambda job, now: self.listener.on_blocks_allocated(self, job, now),
-            self.leaping,
+            JobEvents(
+                lambda job, now: self.listener.on_first_token(self, job, now),
+                lambda job, now: self.listener.on_last_token(self, job, now),
+                lambda job, now: self.listener.on_blocks_allocated(self, job, now),
+            ),
         )
         engine.slow_prefill = engine.slow_decode = self.kind.slowness
         return engine
 
     def restart(self) -> None:
         """Replace the engine by a new one with an empty cache."""
+        self.engine.stop()
         self.engine = self.new_engine()
         self.watched_s = inf
 
@@ -141,9 +162,9 @@ class ReplayGroup:
         """Return how many of the first `limit` block ids the group has cached or will compute
         soon.
         """
-        pool, coming, matched = self.engine.scheduler.pool, self.expected_keys, 0
+        engine, coming, matched = self.engine, self.expected_keys, 0
         while matched < limit:
-            hits = pool.count_hits(keys[matched:limit], limit - matched)
+            hits = engine.count_hits(keys[matched:limit], limit - matched)
             matched += hits
             matched_soon = matched
             while matched_soon < limit and keys[matched_soon] in coming:
@@ -154,27 +175,61 @@ class ReplayGroup:
         return matched
 
 
-def _prior(kind: GroupKind) -> StepCosts:
+def build_engines(
+    spec: FleetSpec, listener: JobListener, leaping: bool, capped: bool
+) -> list[list[ReplayGroup]]:
+    """Build the engines of a fleet: each one group, or one per rank if the gateway chooses ranks.
+
+    leaping  False: every step is simulated separately
+    capped   whether the gateway limits the requests in flight per group
+    """
+    times_of = {kind: kind.times() for kind in set(spec.groups)}
+    engines: list[list[ReplayGroup]] = []
+    slot = 0
+    for number, kind in enumerate(spec.groups):
+        times, count = times_of[kind], kind.ranks
+        clocks = (
+            [StepClock(times, leaping)] * count
+            if kind.is_lockstep
+            else [StepClock(times, leaping) for _ in range(count)]
+        )
+        common = (spec.block_tokens, listener, capped, number)
+        if count == 1 or kind.rank_choice is not RankChoice.GATEWAY:
+            ranks = [ReplayGroup(slot, kind, clocks, *common)]
+        else:
+            ranks = [
+                ReplayGroup(slot + rank, kind, clocks[rank : rank + 1], *common, rank)
+                for rank in range(count)
+            ]
+        engines.append(ranks)
+        slot += len(ranks)
+    return engines
+
+
+def _prior(kind: GroupKind, ranks: int) -> StepCosts:
+    # Return the gateway's estimate for a group, or for `ranks` data-parallel ranks of an engine.
     shape = kind.shape
+    held = rank_model(shape, kind.layout) if kind.ranks > ranks else shape
     return shape_for(
         kind.labelled_gpu or kind.gpu,
-        kind.tp * kind.dp,
+        kind.tp * kind.dp * ranks,
         kind.pp,
-        params_b=shape.params / 1e9,
-        active_b=shape.active_params / 1e9,
+        params_b=held.params / 1e9,
+        active_b=held.active_params / 1e9,
         kv_token_bytes=shape.kv_token_bytes,
         weight_bytes=shape.weight_bytes,
-        budget_tokens=kind.labelled_batched_tokens or kind.step_budget,
+        budget_tokens=kind.labelled_batched_tokens or kind.step_budget * ranks,
     )
 
 
-def _endpoint(name: str, slot: int, kind: GroupKind, capped: bool) -> Endpoint:
+def _endpoint(name: str, number: int, kind: GroupKind, capped: bool, rank: int | None) -> Endpoint:
     return Endpoint(
         name=name,
-        url=f"http://127.0.0.1:{9000 + slot}",
+        url=f"http://127.0.0.1:{9000 + number}",
         pool="main",
         served_model=kind.model,
         role=kind.role,
         layout=kind.layout,
         max_concurrency=kind.max_concurrency if capped else UNCAPPED,
+        rank=rank,
     )

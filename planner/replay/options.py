@@ -48,7 +48,7 @@ class GroupFault(msgspec.Struct, frozen=True):
     """A fault of one group.
 
     at_s     when it begins, in seconds of the replay
-    group    index of the group
+    group    index of the group; all data-parallel ranks of an engine are one
     trouble  kind of fault
     for_s    how long it lasts; None: for ever
     factor   factor on the times of slow steps

@@ -8,8 +8,14 @@ from pathlib import Path
 
 import msgspec
 
-from mockgpu.layout_times import step_times_for
+from mockgpu.layout_times import (
+    LockstepTimes,
+    SlowestRank,
+    shared_experts_for,
+    step_times_for,
+)
 from mockgpu.roofline import Profile, StepTimes, profile_named
+from planner.replay.rank_choice import RankChoice
 from planner.text_generator import BLOCK_TOKENS
 from policies.model import Role
 from policies.pricing.split import SplitRule
@@ -42,6 +48,11 @@ class GroupKind(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                      one
     pp, ep, dp, cp   the sizes of its layout beside TP
     ep_skew          load of the busiest expert rank over the mean load, 1 and more
+    ranks            addressable data-parallel ranks of each engine, each with a scheduler, a cap
+                     and `kv_tokens` of its own; they share their experts if ep exceeds tp
+    lockstep         whether the steps of these ranks begin and end together; None: if they share
+                     their experts
+    rank_choice      who chooses the rank of a request
     """
 
     model: str = "llama-3.1-70b-fp8"
@@ -65,6 +76,9 @@ class GroupKind(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     dp: int = 1
     cp: int = 1
     ep_skew: float = 1.0
+    ranks: int = 1
+    lockstep: bool | None = None
+    rank_choice: RankChoice = RankChoice.GATEWAY
 
     @property
     def shape(self) -> Llm:
@@ -92,13 +106,27 @@ class GroupKind(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def capacity_tokens(self) -> int:
+        """Tokens of KV of a group, or of one of its addressable ranks."""
         if self.kv_tokens is not None:
             return self.kv_tokens
-        return check_memory(self.shape, self.hardware, self.layout, Demand(1)).tokens
+        tokens = check_memory(self.shape, self.hardware, self.layout, Demand(1)).tokens
+        return tokens // self.ranks if self.shares_experts else tokens
+
+    @property
+    def shares_experts(self) -> bool:
+        """Whether the experts are spread over all addressable ranks, and not within each."""
+        return self.ranks > 1 and self.ep > self.tp
+
+    @property
+    def is_lockstep(self) -> bool:
+        """Whether the steps of the addressable ranks begin and end together."""
+        return self.shares_experts if self.lockstep is None else self.lockstep
 
     @property
     def layout(self) -> Layout:
-        return Layout(self.tp, self.pp, self.ep, self.dp, self.cp)
+        """The layout of a whole engine if its ranks share experts, else that of each rank."""
+        dp = self.ranks if self.shares_experts else self.dp
+        return Layout(self.tp, self.pp, self.ep, dp, self.cp)
 
     @property
     def step_budget(self) -> int:
@@ -106,8 +134,17 @@ class GroupKind(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.max_num_batched_tokens * self.pp * self.dp
 
     def roofline(self) -> StepTimes:
+        """Return the durations of steps of a group, or of a rank whose peers have equal work."""
+        alone = msgspec.structs.replace(self.layout, dp=self.dp)
         budget = self.max_num_batched_tokens
-        return step_times_for(
+        return step_times_for(self.shape, self.hardware, alone, self.software, budget, self.ep_skew)
+
+    def times(self) -> LockstepTimes:
+        """Return the durations of the steps of a group, or of ranks that step together."""
+        if not self.shares_experts or not self.is_lockstep:
+            return SlowestRank(self.roofline())
+        budget = self.max_num_batched_tokens
+        return shared_experts_for(
             self.shape, self.hardware, self.layout, self.software, budget, self.ep_skew
         )
 
@@ -169,7 +206,7 @@ def _check(kind: GroupKind, block_tokens: int) -> None:
         "max_concurrency",
         "slowness",
         "link_gb_s",
-        *("pp", "ep", "dp", "cp"),
+        *("pp", "ep", "dp", "cp", "ranks"),
     )
     for name in positive:
         if not 0 < getattr(kind, name) < inf:
@@ -177,6 +214,7 @@ def _check(kind: GroupKind, block_tokens: int) -> None:
     if not 0 <= kind.up_at_s < inf:
         raise ValueError(f"up_at_s must be a time of the replay, not {kind.up_at_s}")
     _check_layout(kind)
+    _check_ranks(kind)
     if kind.max_num_batched_tokens < kind.max_num_seqs:
         raise ValueError("max_num_batched_tokens must be at least max_num_seqs")
     # evaluated for their ValueError
@@ -198,6 +236,18 @@ def _check_layout(kind: GroupKind) -> None:
     for finding in layout_findings(planned):
         if finding.is_error:
             raise ValueError(finding.text)
+
+
+def _check_ranks(kind: GroupKind) -> None:
+    # Raise ValueError for addressable data-parallel ranks that no engine has.
+    if kind.ranks == 1:
+        return
+    if kind.dp > 1:
+        raise ValueError("ranks and dp are two forms of the same ranks: choose one")
+    if kind.role is not Role.BOTH:
+        raise ValueError("ranks are for groups that serve whole requests (role both)")
+    if kind.shares_experts and kind.pp * kind.cp > 1:
+        raise ValueError("ranks that share experts have neither pp nor cp")
 
 
 def _f5(prefills: int, decodes: int, link_gb_s: float) -> FleetSpec:

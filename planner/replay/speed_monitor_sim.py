@@ -82,9 +82,7 @@ class SpeedMonitorSim:
         # Record the tokens that the group's streams generated since the last review.
         #
         # Return the generated tokens so far of each running job.
-        generated = {
-            job: group.engine.generated_tokens(job, now) for job in group.engine.scheduler.decoding
-        }
+        generated = {job: group.engine.generated_tokens(job, now) for job in group.engine.decoding}
         older = [job for job in generated if job in self._generated]
         group.speed.record_streams(
             len(older), sum(generated[job] - self._generated[job] for job in older), REVIEW_S, now

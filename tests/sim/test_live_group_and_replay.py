@@ -7,59 +7,39 @@ The live one runs on an event loop whose clock jumps to the next timer, so that 
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+import itertools
 
 import pytest
 
 from mockgpu.group import GroupSpec, TpGroup
 from mockgpu.job import Job
-from mockgpu.request_parser import ApiError
 from planner.replay import FleetSpec, GroupKind, ReplayOptions, ReplayRecord, replay, traffic
 from planner.replay.block_chain import keys_of
 from planner.traces import TraceRequest
 from policies import registry
 from tests.sim.conversation import conversation
+from tests.sim.jumping_loop import JumpingLoop, Stamps
 
 KIND = GroupKind("llama-3.1-70b-fp8", "h200", 4, kv_tokens=120_000)
 
 
-class JumpingLoop(asyncio.SelectorEventLoop):
-    def __init__(self) -> None:
-        super().__init__()
-        self._now = 0.0
-        look = self._selector.select  # type: ignore[attr-defined]
-
-        def select(timeout: float | None) -> Any:
-            self._now += timeout or 0.0
-            return look(0)
-
-        self._selector.select = select  # type: ignore[attr-defined]
-
-    def time(self) -> float:
-        return self._now
-
-
-class Stamps:
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
-        self.tokens_s: list[float] = []
-        self.ended_s = 0.0
-
-    def on_token(self) -> None:
-        self.tokens_s.append(self._loop.time())
-
-    def on_end(self) -> None:
-        self.ended_s = self._loop.time()
-
-    def on_failure(self, error: ApiError) -> None:
-        raise error
-
-
-async def run_live(requests: list[TraceRequest]) -> list[tuple[Job, Stamps]]:
+async def run_live(
+    requests: list[TraceRequest], kind: GroupKind = KIND, turns: list[int] | None = None
+) -> list[tuple[Job, Stamps]]:
     # Run all requests on one live mock engine; return the jobs with their recorded times.
+    #
+    # `turns` are the ranks that get them, in order.
     loop = asyncio.get_running_loop()
-    spec = GroupSpec("m", KIND.shape, KIND.hardware, KIND.tp, kv_tokens=KIND.kv_tokens)
-    group = TpGroup(spec, loop)
+    spec = GroupSpec(
+        *("m", kind.shape, kind.hardware, kind.tp),
+        kv_tokens=kind.kv_tokens,
+        ep=kind.ep,
+        ranks=kind.ranks,
+        ep_skew=kind.ep_skew,
+    )
+    lockstep: list[TpGroup] | None = [] if spec.is_lockstep else None
+    ranks = [TpGroup(spec, loop, rank, lockstep) for rank in range(spec.ranks)]
+    order = itertools.cycle(range(spec.ranks) if turns is None else turns)
     stamped: list[tuple[Job, Stamps]] = []
 
     def arrive(request: TraceRequest) -> None:
@@ -68,17 +48,19 @@ async def run_live(requests: list[TraceRequest]) -> list[tuple[Job, Stamps]]:
             Stamps(loop),
         )
         stamped.append((job, stamps))
-        group.submit(job, stamps, "length")
+        ranks[next(order)].submit(job, stamps, "length")
 
     for request in requests:
         loop.call_at(request.arrival_s, arrive, request)
-    while len(stamped) < len(requests) or group.in_flight:
+    while len(stamped) < len(requests) or any(group.in_flight for group in ranks):
         await asyncio.sleep(1.0)  # of virtual time
     return stamped
 
 
-def replayed(requests: list[TraceRequest], leaping: bool) -> list[ReplayRecord]:
-    spec = FleetSpec("twin", (KIND,), block_tokens=16)
+def replayed(
+    requests: list[TraceRequest], leaping: bool, kind: GroupKind = KIND
+) -> list[ReplayRecord]:
+    spec = FleetSpec("twin", (kind,), block_tokens=16)
     policy = registry.build("round_robin", {})
     return replay(spec, traffic(requests), policy, options=ReplayOptions(leaping=leaping)).records
 
@@ -95,6 +77,27 @@ def test_a_replayed_group_emits_every_token_when_the_live_one_does(
     assert (
         sum(job.preemptions for job, _ in live) == sum(request.preemptions for request in twins) > 0
     )
+    compare(live, twins, within)
+
+
+LOCKSTEP = GroupKind("deepseek-v3", "h200", 1, kv_tokens=120_000, ep=8, ranks=8, ep_skew=1.2)
+
+
+@pytest.mark.parametrize(("leaping", "within"), [(False, 1e-6), (True, 3e-3)])
+def test_replayed_ranks_in_lockstep_emit_every_token_when_the_live_ones_do(
+    leaping: bool, within: float
+) -> None:
+    requests = [request for request in conversation(400) if request.input_tokens < 40_000][:240]
+    twins = replayed(requests, leaping, LOCKSTEP)
+    turns = [int(twin.group.rpartition("/dp")[2]) for twin in twins]
+    with asyncio.Runner(loop_factory=JumpingLoop) as runner:
+        live = runner.run(run_live(requests, LOCKSTEP, turns))
+    assert set(turns) == set(range(8))
+    assert sum(job.preemptions for job, _ in live) > 0
+    compare(live, twins, within)
+
+
+def compare(live: list[tuple[Job, Stamps]], twins: list[ReplayRecord], within: float) -> None:
     for (job, stamps), twin in zip(live, twins, strict=True):
         assert twin.first_s is not None
         assert twin.done_s is not None

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mockgpu.blocks import BlockPool
-from mockgpu.decode_run import DecodeRun
+from mockgpu.decode_run import DecodeRun, most_steps
 from mockgpu.grids import roofline_for
 from mockgpu.job import Job, JobState
 from mockgpu.roofline import Roofline, StepWork
@@ -38,10 +38,14 @@ def test_a_run_in_closed_form_takes_as_long_as_its_steps(
     shape: tuple[str, str, int], seqs: int, each: int, steps: int, slowness: float
 ) -> None:
     timed, context = roofline(*shape), seqs * each
-    run = DecodeRun(timed, seqs, context, steps, slowness)
+
+    def step_s(step: int) -> float:
+        return timed.step_s(StepWork(0, 0.0, seqs, context + step * seqs)) * slowness
+
+    run = DecodeRun(step_s, most_steps(seqs, context, steps))
     real = 0.0
     for step in range(run.steps):
-        seconds = timed.step_s(StepWork(0, 0.0, seqs, context + step * seqs)) * slowness
+        seconds = step_s(step)
         real += seconds
         assert run.step_s(step) == pytest.approx(seconds, rel=5e-3)
         assert run.end_of(step + 1) == pytest.approx(
@@ -52,7 +56,11 @@ def test_a_run_in_closed_form_takes_as_long_as_its_steps(
 @given(steps=st.integers(1, 500), part=st.floats(0.0, 1.2))
 @settings(max_examples=40, deadline=None)
 def test_what_is_over_after_a_time_is_what_ended_by_then(steps: int, part: float) -> None:
-    run = DecodeRun(roofline(*SHAPES[0]), 16, 16 * 5000, steps)
+    timed, context = roofline(*SHAPES[0]), 16 * 5000
+    run = DecodeRun(
+        lambda step: timed.step_s(StepWork(0, 0.0, 16, context + 16 * step)),
+        most_steps(16, context, steps),
+    )
     at_s = run.end_of(run.steps) * part
     over = run.completed_by(at_s)
     assert run.end_of(over) <= at_s or over == 0

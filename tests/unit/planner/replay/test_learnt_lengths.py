@@ -5,8 +5,9 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from mockgpu.job import Job
 from planner.replay import FleetError, FleetSpec, GroupKind, ReplayOptions, Traffic, replay
-from planner.replay.group import ReplayGroup
+from planner.replay.group import build_engines
 from planner.replay.spec import validate
 from planner.traces.shape import TraceRequest
 from policies import registry
@@ -44,14 +45,14 @@ def test_a_label_changes_the_belief_and_not_the_engine() -> None:
         max_num_batched_tokens=4096, labelled_gpu="l40s", labelled_batched_tokens=2048
     )
     groups = [
-        ReplayGroup(0, kind, kind.roofline(), 512, None, True, False)  # type: ignore[arg-type]
+        build_engines(FleetSpec("one", (kind,)), None, leaping=True, capped=False)[0][0]  # type: ignore[arg-type]
         for kind in (true, wrong)
     ]
     believed = [group.load.belief.shape for group in groups]
     assert believed[0].budget_tokens == 4096
     assert believed[1].budget_tokens == 2048
     assert believed[1].token_s > 2 * believed[0].token_s
-    assert groups[1].engine.scheduler.max_num_batched_tokens == 4096
+    assert groups[1].engine.scheduler_of(Job(1, 1)).max_num_batched_tokens == 4096
 
 
 @pytest.mark.parametrize(

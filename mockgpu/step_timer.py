@@ -1,0 +1,130 @@
+"""StepTimer: the clock of one mock engine's steps, in which all of its ranks take part.
+
+A TP group is one rank. Data-parallel ranks that share their experts are several: every layer of
+experts waits for all of them, so their steps begin and end together.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from math import inf
+from typing import Protocol
+
+from mockgpu.job import StepPlan
+from mockgpu.layout_times import LockstepTimes
+from mockgpu.roofline import StepWork
+
+# A late process catches up by at most this much and drops the rest, so that it stays responsive.
+MAX_LAG_S = 0.25
+_NO_WORK = StepWork()
+
+
+class SteppingRank(Protocol):
+    """A rank whose steps a StepTimer times.
+
+    slow_prefill, slow_decode  factors on the times of steps with and without prompt tokens
+    """
+
+    slow_prefill: float
+    slow_decode: float
+
+    @property
+    def is_dead(self) -> bool: ...
+
+    def plan_step(self) -> StepPlan | None:
+        """Return the work of the rank's next step; None if it has nothing to compute."""
+        ...
+
+    def on_step_timed(self, plan: StepPlan, step_s: float) -> None:
+        """Handle the beginning of a planned step that takes `step_s` seconds."""
+        ...
+
+    def finish_step(self, plan: StepPlan, step_s: float) -> None:
+        """Deliver the results of a step that has just ended."""
+        ...
+
+
+class StepTimer:
+    """Runs the steps of an engine's ranks; a rank without work takes part with a dummy batch.
+
+    speed  speed-up of the simulated clock; inf: no waiting
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, times: LockstepTimes, speed: float) -> None:
+        self._loop, self._times, self._speed = loop, times, speed
+        self._ranks: list[SteppingRank] = []
+        self._timer: asyncio.Handle | None = None
+        self._step: tuple[list[StepPlan | None], float] | None = None
+        self._due = 0.0
+
+    def join(self, rank: SteppingRank) -> None:
+        """Let a rank take part in every further step."""
+        self._ranks.append(rank)
+
+    def wake(self) -> None:
+        """Start stepping if the engine is idle and all of its ranks are alive.
+
+        The first step starts in the next turn of the event loop, so that simultaneous requests
+        share it.
+        """
+        if self._timer is None and not self._is_dead:
+            self._due = self._loop.time()
+            self._timer = self._loop.call_soon(self._begin_step)
+
+    def stop(self) -> None:
+        """Stop in the middle of the current step, which `resume()` can end."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def drop_step(self) -> None:
+        """Forget the current step of a stopped engine, because its work is lost."""
+        self._step = None
+
+    def resume(self) -> None:
+        """Continue with an interrupted step, or with the next one."""
+        if self._step is None:
+            self.wake()
+        elif self._timer is None:
+            self._due = self._loop.time()
+            self._timer = self._loop.call_soon(self._end_step)
+
+    @property
+    def _is_dead(self) -> bool:
+        return any(rank.is_dead for rank in self._ranks)
+
+    def _begin_step(self) -> None:
+        # Let all ranks plan a step, and schedule its end.
+        #
+        # End times are absolute, so that a late timer does not delay the following steps.
+        plans = [rank.plan_step() for rank in self._ranks]
+        if not any(plans):
+            self._timer = None
+            return
+        step_s = self._duration_s(plans)
+        self._due = max(self._due, self._loop.time() - MAX_LAG_S) + step_s
+        self._step = plans, step_s
+        for rank, plan in zip(self._ranks, plans, strict=True):
+            if plan is not None:
+                rank.on_step_timed(plan, step_s)
+        self._timer = self._loop.call_at(self._due, self._end_step)
+
+    def _duration_s(self, plans: Sequence[StepPlan | None]) -> float:
+        if self._speed == inf:
+            return 0.0
+        has_prompts = any(plan is not None and plan.chunks for plan in plans)
+        slowness = max(
+            rank.slow_prefill if has_prompts else rank.slow_decode for rank in self._ranks
+        )
+        works = [_NO_WORK if plan is None else plan.work for plan in plans]
+        return self._times.step_s(works) * slowness / self._speed
+
+    def _end_step(self) -> None:
+        assert self._step is not None
+        (plans, step_s), self._step = self._step, None
+        for rank, plan in zip(self._ranks, plans, strict=True):
+            if plan is not None:
+                rank.finish_step(plan, step_s)
+        if not self._is_dead:
+            self._begin_step()

@@ -1,0 +1,141 @@
+"""Data-parallel ranks that the gateway cannot see: the engine chooses the rank of each request.
+
+The gateway knows one endpoint. Engines choose by counts of requests as vLLM does, or in turn as
+SGLang does by default.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from enum import StrEnum
+from itertools import chain
+
+from mockgpu.job import Job
+from mockgpu.rank_balancer import RankBalancer
+from mockgpu.scheduler import Scheduler
+from planner.replay.engine import EngineMetrics, ReplayEngine
+
+
+class RankChoice(StrEnum):
+    """Who chooses the data-parallel rank of a request, and by which rule."""
+
+    GATEWAY = "gateway"  # each rank is an endpoint
+    LEAST = "least"  # the engine, by counts of requests, as vLLM
+    TURNS = "turns"  # the engine, in turn, as SGLang
+
+
+class HiddenRanks:
+    """An engine with several ranks behind one endpoint, with the interface of ReplayEngine."""
+
+    def __init__(self, ranks: Sequence[ReplayEngine], choice: RankChoice) -> None:
+        self.ranks = ranks
+        self._balancer = RankBalancer(len(ranks)) if choice is RankChoice.LEAST else None
+        self._turn = -1
+        self._rank_of: dict[Job, ReplayEngine] = {}
+        self._clocks = list(dict.fromkeys(rank.clock for rank in ranks))
+
+    @property
+    def due_s(self) -> float:
+        """When the first of the current steps ends; inf while all ranks are idle."""
+        return min(clock.due_s for clock in self._clocks)
+
+    @property
+    def steps(self) -> int:
+        return max(rank.steps for rank in self.ranks)
+
+    @property
+    def busy_s(self) -> float:
+        return max(rank.busy_s for rank in self.ranks)
+
+    @property
+    def slow_prefill(self) -> float:
+        """The factor on the times of steps with prompt tokens."""
+        return self.ranks[0].slow_prefill
+
+    @slow_prefill.setter
+    def slow_prefill(self, factor: float) -> None:
+        for rank in self.ranks:
+            rank.slow_prefill = factor
+
+    @property
+    def slow_decode(self) -> float:
+        """The factor on the times of steps without prompt tokens."""
+        return self.ranks[0].slow_decode
+
+    @slow_decode.setter
+    def slow_decode(self, factor: float) -> None:
+        for rank in self.ranks:
+            rank.slow_decode = factor
+
+    @property
+    def largest_blocks(self) -> int:
+        """The number of KV blocks that one request may fill: those of one rank."""
+        return min(rank.largest_blocks for rank in self.ranks)
+
+    @property
+    def decoding(self) -> Iterable[Job]:
+        return chain.from_iterable(rank.decoding for rank in self.ranks)
+
+    @property
+    def metrics(self) -> EngineMetrics:
+        """Sums over the ranks, and the mean KV usage, as the gateway reads them."""
+        pages = [rank.metrics for rank in self.ranks]
+        return EngineMetrics(
+            sum(page.running for page in pages),
+            sum(page.waiting for page in pages),
+            sum(page.kv_usage for page in pages) / len(pages),
+        )
+
+    def count_hits(self, keys: Sequence[int], limit: int) -> int:
+        """Return the mean number of cached blocks over the ranks, of which any may be chosen."""
+        return sum(rank.count_hits(keys, limit) for rank in self.ranks) // len(self.ranks)
+
+    def scheduler_of(self, job: Job) -> Scheduler:
+        """Return the scheduler of the rank that has this job."""
+        return self._rank_of[job].scheduler
+
+    def add(self, job: Job, now: float) -> None:
+        """Choose a rank, and add a job to its queue."""
+        self._rank_of[job] = rank = self.ranks[self._choose(now)]
+        rank.add(job, now)
+
+    def _choose(self, now: float) -> int:
+        if self._balancer is not None:
+            return self._balancer.pick(now, self._counts)
+        self._turn = (self._turn + 1) % len(self.ranks)
+        return self._turn
+
+    def _counts(self) -> list[tuple[int, int]]:
+        return [(page.waiting, page.running) for page in (rank.metrics for rank in self.ranks)]
+
+    def wake(self, now: float) -> None:
+        """Start steps of idle ranks, and shorten current runs, because a new job is in a queue."""
+        for clock in self._clocks:
+            clock.wake(now)
+
+    def advance(self, now: float) -> None:
+        """Finish the steps that are due, report their results and begin the next."""
+        for clock in self._clocks:
+            if clock.due_s == now:
+                clock.advance(now)
+
+    def holds(self, job: Job) -> bool:
+        """Return whether a rank has taken this job, or has it in its queue."""
+        return job in self._rank_of and self._rank_of[job].holds(job)
+
+    def abort(self, job: Job, now: float) -> None:
+        """Remove a job at once."""
+        self._rank_of.pop(job).abort(job, now)
+
+    def generated_tokens(self, job: Job, now: float) -> int:
+        """Return the number of tokens that a decoding job has generated by `now`."""
+        return self._rank_of[job].generated_tokens(job, now)
+
+    def stop(self) -> None:
+        """Stop the engine, which has failed; its current work is lost."""
+        for rank in self.ranks:
+            rank.stop()
+
+    def longest_gap_s(self, job: Job, since_s: float) -> float:
+        """Return the longest seconds between two tokens of a finished job."""
+        return self._rank_of.pop(job).longest_gap_s(job, since_s)
