@@ -8,24 +8,25 @@ after them, and its chunks are rewritten in the form of the first engine's. No I
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
 
+from gateway.protocol.long_event import LONG_EVENT, LongEvent, first_event_length
 from gateway.protocol.relay import Relay, UpstreamError
 from gateway.protocol.resume_terms import ContinuationTerms
 from gateway.protocol.rewrite import ModelNameRewriter, whole_events_length
 from gateway.protocol.stream_scan import TokenUsage
 
-MAX_EVENT_BYTES = 8 * 1024 * 1024
-"""Bytes of one event. The longest has the ids of the prompt, about seven bytes each."""
 _SEAM = 2  # bytes at the end of a read that may be the first part of an event's end
 _DONE = b"[DONE]"
 _LOST = frozenset(
     ("abort", "error")
 )  # finish reasons of a generation that the engine did not complete
 _PLAIN_DELTA = frozenset(("role", "content"))
+_NO_LISTS: Mapping[str, Sequence[int]] = MappingProxyType({})
 
 _decode = msgspec.json.Decoder(dict[str, Any]).decode
 
@@ -41,6 +42,7 @@ class Ledger:
     cached_tokens     cached tokens of the prompt, as the client sees them; None: as the engine
                       reports
     finish_reason     why generation ended; None while it goes on
+    max_tokens        most tokens of prompt and answer whose ids are kept
     is_done           the client has the last event
     obstacle          why this answer cannot be continued exactly; "" while it can
     resumes           how often it was continued
@@ -57,21 +59,22 @@ class Ledger:
     """
 
     __slots__ = (
-        *("_before", "_details", "_envelope", "_has_counts", "_is_aligned", "_most", "_saved"),
+        *("_before", "_details", "_envelope", "_has_counts", "_is_aligned", "_saved"),
         *(
             "_waiting",
             "cached_tokens",
             "is_done",
             "finish_reason",
             "generated_tokens",
+            "max_tokens",
             "obstacle",
             "prompt_ids",
         ),
         *("prompt_tokens", "resumes", "shown_ids", "terms"),
     )
 
-    def __init__(self, terms: ContinuationTerms, most_tokens: int) -> None:
-        """Initialize a record of an answer; at most `most_tokens` token ids of prompt and answer
+    def __init__(self, terms: ContinuationTerms, max_tokens: int) -> None:
+        """Initialize a record of an answer; at most `max_tokens` token ids of prompt and answer
         are kept.
 
         A longer answer cannot be continued.
@@ -82,7 +85,7 @@ class Ledger:
         self.obstacle = ""
         self.cached_tokens: int | None = None
         self.resumes = self.generated_tokens = self.prompt_tokens = 0
-        self._most = most_tokens
+        self.max_tokens = max_tokens
         self._waiting: list[int] = []
         self._is_aligned = True
         self._has_counts = self.is_done = False
@@ -134,7 +137,9 @@ class Ledger:
         ids, shown = choice.pop("token_ids", None) or (), choice.get("delta", choice)
         prompt = choice.pop("prompt_token_ids", None) or prompt
         if prompt and not self.prompt_tokens:
-            self.prompt_ids, self.prompt_tokens = array("I", prompt), len(prompt)
+            self.prompt_tokens = len(prompt)
+            if len(prompt) <= self.max_tokens:
+                self.prompt_ids = array("I", prompt)
         if choice.get("finish_reason") in _LOST:
             raise UpstreamError("aborted", "the engine aborted the request")
         text = shown.get("content" if shown is not choice else "text") or ""
@@ -150,6 +155,9 @@ class Ledger:
         self.generated_tokens += len(ids)
         if self.obstacle:
             return
+        if self.prompt_tokens + self.generated_tokens > self.max_tokens:
+            self.disable("too_long")
+            return
         self._waiting += ids
         if text:
             self.shown_ids.extend(self._waiting)
@@ -158,8 +166,6 @@ class Ledger:
         counted = None if usage is None else usage.get("completion_tokens")
         if counted != self.generated_tokens - self._before:
             self.disable("uncounted")
-        elif self.prompt_tokens + self.generated_tokens > self._most:
-            self.disable("too_long")
 
     def disable(self, obstacle: str) -> None:
         """Record that this answer can no longer be continued, with the reason, and free the ids."""
@@ -318,6 +324,7 @@ class LedgerRecorder(ModelNameRewriter):
         self._show = show
         self._unfinished: list[bytes] = []  # pieces of an event
         self._unfinished_bytes = 0
+        self._long: LongEvent | None = None  # that event, once it has LONG_EVENT bytes
         self._seam = b""  # its last bytes: the end of an event may be cut by a read
 
     def feed(self, payload: bytes, *, is_sse: bool, is_complete: bool) -> bytes:
@@ -330,9 +337,13 @@ class LedgerRecorder(ModelNameRewriter):
         if not is_sse:
             return super().feed(payload, is_sse=is_sse, is_complete=is_complete)
         self.ledger.mark()
-        ready = self._whole_events(payload, ended=is_complete).replace(b"\r\n", b"\n")
         try:
-            return b"".join([self._event(event) for event in ready.split(b"\n\n") if event.strip()])
+            shown = b""
+            if self._long is not None:
+                shown, payload = self._read_long(self._long, payload, ended=is_complete)
+            ready = self._whole_events(payload, ended=is_complete).replace(b"\r\n", b"\n")
+            events = [self._event(event) for event in ready.split(b"\n\n") if event.strip()]
+            return b"".join((shown, *events))
         except UpstreamError:
             self.ledger.rewind()
             raise
@@ -340,7 +351,9 @@ class LedgerRecorder(ModelNameRewriter):
     def _whole_events(self, payload: bytes, *, ended: bool) -> bytes:
         # Return the events that end in this payload, including the first one's kept beginning.
         #
-        # Each byte is searched once. Raises UpstreamError for an event that is too long.
+        # Each byte is searched once. The rest is kept, as a LongEvent if it is long.
+        if self._long is not None:
+            return b""
         seam = self._seam
         whole = len(payload) if ended else whole_events_length(seam + payload) - len(seam)
         if whole > 0 or ended:
@@ -354,16 +367,35 @@ class LedgerRecorder(ModelNameRewriter):
         if payload:
             self._unfinished.append(payload)
             self._unfinished_bytes += len(payload)
-        if self._unfinished_bytes > MAX_EVENT_BYTES:
+        if self._unfinished_bytes >= LONG_EVENT:
+            self._long = LongEvent(self.ledger.max_tokens)
+            for piece in self._unfinished:
+                self._long.add(piece)
             self._unfinished.clear()
-            message = f"the engine sent an event of more than {MAX_EVENT_BYTES} bytes"
-            raise UpstreamError("framing", message)
+            self._unfinished_bytes = 0
         return ready
 
-    def _event(self, event: bytes) -> bytes:
+    def _read_long(self, long: LongEvent, payload: bytes, *, ended: bool) -> tuple[bytes, bytes]:
+        # Continue a long event with `payload`.
+        #
+        # Return the client's event if it is complete, and the bytes of `payload` after it.
+        seam = self._seam
+        end = first_event_length(seam + payload) - len(seam)
+        if end <= 0 and not ended:
+            long.add(payload)
+            self._seam = (seam + payload)[-_SEAM:]
+            return b"", b""
+        end = end if end > 0 else len(payload)
+        long.add(payload[:end])
+        self._long, self._seam = None, b""
+        event, lists = long.finish()
+        return self._event(event.replace(b"\r\n", b"\n").rstrip(b"\n"), lists), payload[end:]
+
+    def _event(self, event: bytes, lists: Mapping[str, Sequence[int]] = _NO_LISTS) -> bytes:
         # Record an event of the engine and return the client's event for it.
         #
-        # Raises UpstreamError for an event that is not in the expected format.
+        # `lists` has the token ids that were taken out of the event. Raises UpstreamError for an
+        # event that is not in the expected format.
         data = event.strip().removeprefix(b"data:").strip()
         if event.lstrip()[:1] == b":":
             return event + b"\n\n"
@@ -378,6 +410,8 @@ class LedgerRecorder(ModelNameRewriter):
         if "model" in chunk:
             chunk["model"] = self._requested_model
         try:
+            for name, ids in lists.items():
+                (chunk if name == "prompt_token_ids" else chunk["choices"][0])[name] = ids
             return self._show(chunk)
         except (TypeError, ValueError, AttributeError, LookupError, OverflowError) as error:
             message = f"the engine sent an event of an unknown form: {error}"

@@ -339,6 +339,10 @@ RESPONSE_ATTACKS = [
         "an event of 30 MB, with resume",
         lambda: Script(2, call(stream=True, user=f"event:{LONG}", model=RESUMED)),
     ),
+    CostlyAttack(
+        "token ids of 8 MB in one event, with resume",
+        lambda: Script(2, call(stream=True, user=f"ids:{8_000_000}", model=RESUMED)),
+    ),
     CostlyAttack("an answer of 30 MB", lambda: Script(2, call(user=f"answer:{LONG}"))),
     CostlyAttack(
         "an answer of 30 MB, by an alias",

@@ -5,6 +5,7 @@
 The request's member `user` selects the response:
 
 event:N   a stream with one event of N bytes
+ids:N     a stream whose first event lists N bytes of token ids of the prompt
 answer:N  a JSON response of N bytes
 head:N    a response head of N bytes
 control   control bytes in the content type
@@ -27,6 +28,7 @@ import uvloop
 
 MODEL = "demo"
 PIECE = b"x" * 65_536
+IDS = b"100000," * (len(PIECE) // 7)
 _USER = re.compile(rb'"user": ?"([a-z]+):?(\d*)"')
 _LENGTH = re.compile(rb"content-length: *(\d+)", re.IGNORECASE)
 _OK = b"HTTP/1.1 200 OK\r\n"
@@ -101,7 +103,7 @@ class Connection(asyncio.Protocol):
             return
         user = _USER.search(request)
         kind, size = ("", 0) if user is None else (user[1].decode(), int(user[2] or 0))
-        if kind in ("event", "answer", "flood"):
+        if kind in ("event", "ids", "answer", "flood"):
             self._sending = asyncio.get_running_loop().create_task(self._send(kind, size))
         elif kind == "head":
             lines = b"".join(
@@ -122,10 +124,17 @@ class Connection(asyncio.Protocol):
             b'data: {"model":"demo","choices":[{"index":0,"delta":{"content":"',
             b'"}}]}\n\n',
         )
-        if kind == "event":
+        if kind in ("event", "ids"):
+            piece = PIECE if kind == "event" else IDS
+            if kind == "ids":
+                first = b'data: {"model":"demo",'
+                before, after = (
+                    first + b'"prompt_token_ids":[',
+                    b"1]," + before.removeprefix(first) + after,
+                )
             await self._write(_OK + _STREAM + _chunk(before))
-            for _ in range(size // len(PIECE)):
-                await self._write(_chunk(PIECE))
+            for _ in range(size // len(piece)):
+                await self._write(_chunk(piece))
             await self._write(_chunk(after) + _END)
             return
         before, after = before[6:].replace(b"delta", b"message"), after[:-2]

@@ -5,13 +5,21 @@ buffering.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.protocol import token_ledger
+from gateway.protocol import long_event, token_ledger
+from gateway.protocol.long_event import (
+    LONG_EVENT,
+    MAX_DECODED_BYTES,
+    MAX_EVENT_BYTES,
+    first_event_length,
+)
 from gateway.protocol.relay import UpstreamError
 from gateway.protocol.resume_terms import ContinuationTerms
 from gateway.protocol.rewrite import (
@@ -20,7 +28,7 @@ from gateway.protocol.rewrite import (
     ModelNameRewriter,
     whole_events_length,
 )
-from gateway.protocol.token_ledger import MAX_EVENT_BYTES, Ledger, LedgerRecorder
+from gateway.protocol.token_ledger import Ledger, LedgerRecorder
 from tests.replaced import stand_in
 
 PARTS = st.lists(
@@ -92,6 +100,7 @@ def test_whole_events_are_released_and_a_partial_one_is_held() -> None:
 class CountingLedger:
     obstacle = ""
     is_done = False
+    max_tokens = 10**6
 
     def __init__(self) -> None:
         self.terms: ContinuationTerms | None = None
@@ -126,13 +135,81 @@ def test_a_recorder_sees_whole_events_however_they_are_cut(
         )
 
 
-def test_a_recorder_joins_the_pieces_of_a_long_event_once() -> None:
-    rewriter, pieces = recorder(), [b'data: {"a":"', *[b"x" * 10_000] * 500, b'"}\n', b"\n"]
-    for piece in pieces[:-1]:
-        assert rewriter.feed(piece, is_sse=True, is_complete=False) == b""
-        assert all(len(piece) <= 10_000 for piece in rewriter._unfinished)
-    assert rewriter.feed(pieces[-1], is_sse=True, is_complete=False) == b"5000000 "
-    assert not rewriter._unfinished
+IDS = '"prompt_token_ids":[%s]'
+
+
+def events_with_ids(number: int, content: str = "a") -> bytes:
+    # Return three events, the second of which lists `number` ids.
+    ids = ",".join(str(id_) for id_ in range(number))
+    return (
+        b'data: {"a":"1"}\n\n'
+        + f'data: {{{IDS % ids},"a":"{content}","choices":[{{"token_ids":[{ids}]}}]}}\n\n'.encode()
+        + b'data: {"a":"3"}\n\n'
+    )
+
+
+def recording(shown: list[dict[str, Any]]) -> LedgerRecorder:
+    def show(chunk: dict[str, Any]) -> bytes:
+        shown.append(chunk)
+        return b"."
+
+    return LedgerRecorder(stand_in(Ledger, CountingLedger()), show, "served", "mine")
+
+
+@given(
+    st.integers(0, 60),
+    st.integers(0, 40),
+    st.lists(st.integers(0, 10**6), max_size=12),
+    st.booleans(),
+)
+def test_a_long_event_is_recorded_like_a_short_one_however_it_is_cut(
+    number: int, padding: int, cuts: list[int], crlf: bool
+) -> None:
+    text = events_with_ids(number, "x" * padding)
+    if crlf:
+        text = text.replace(b"\n", b"\r\n")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(token_ledger, "LONG_EVENT", 30)
+        patch.setattr(long_event, "_SLICE", 10)
+        shown: list[dict[str, Any]] = []
+        assert in_pieces(recording(shown), text, cuts, sse=True) == b"..."
+    ids = list(range(number))
+    assert [chunk["a"] for chunk in shown] == ["1", "x" * padding, "3"]
+    assert list(shown[1]["prompt_token_ids"]) == ids
+    assert list(shown[1]["choices"][0]["token_ids"]) == ids
+
+
+def test_a_recorder_decodes_a_long_event_in_small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Decoding it at once would block the event loop for tens of milliseconds.
+    decoded: list[int] = []
+
+    def count_decoded(decode: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
+        def counting(text: bytes) -> Any:
+            decoded.append(len(text))
+            return decode(text)
+
+        return counting
+
+    monkeypatch.setattr(token_ledger, "_decode", count_decoded(token_ledger._decode))
+    monkeypatch.setattr(long_event, "_decode_ids", count_decoded(long_event._decode_ids))
+    shown: list[dict[str, Any]] = []
+    rewriter, text = recording(shown), events_with_ids(500_000)
+    assert 5_000_000 < len(text) < MAX_EVENT_BYTES
+    for start in range(0, len(text), 256_000):
+        rewriter.feed(text[start : start + 256_000], is_sse=True, is_complete=False)
+    assert len(shown[1]["prompt_token_ids"]) == 500_000
+    assert max(decoded) <= 64 * 1024 + 100
+    assert sum(decoded) <= 1.01 * len(text)
+
+
+def test_of_more_ids_than_a_ledger_keeps_only_the_number_is_recorded() -> None:
+    shown: list[dict[str, Any]] = []
+    rewriter = recording(shown)
+    rewriter.ledger.max_tokens = 1000
+    text = events_with_ids(50_000)
+    for start in range(0, len(text), 10_000):
+        rewriter.feed(text[start : start + 10_000], is_sse=True, is_complete=False)
+    assert shown[1]["prompt_token_ids"] == range(50_000)
 
 
 @pytest.mark.parametrize("piece_bytes", [1_000, 64_000])
@@ -141,21 +218,44 @@ def test_a_recorder_searches_each_byte_of_a_long_event_once(
 ) -> None:
     searched: list[int] = []
 
-    def count_searched(text: bytes) -> int:
-        searched.append(len(text))
-        return whole_events_length(text)
+    def count_searched(search: Callable[[bytes], int]) -> Callable[[bytes], int]:
+        def counting(text: bytes) -> int:
+            searched.append(len(text))
+            return search(text)
 
-    monkeypatch.setattr(token_ledger, "whole_events_length", count_searched)
+        return counting
+
+    for search in (whole_events_length, first_event_length):
+        monkeypatch.setattr(token_ledger, search.__name__, count_searched(search))
     rewriter, reads = recorder(), 4_000_000 // piece_bytes
+    rewriter.feed(b'data: {"token_ids": [1', is_sse=True, is_complete=False)
     for _ in range(reads):
-        rewriter.feed(b"x" * piece_bytes, is_sse=True, is_complete=False)
-    assert len(searched) == reads
+        rewriter.feed(b",2345678" * (piece_bytes // 8), is_sse=True, is_complete=False)
+    assert len(searched) == reads + 1
     assert max(searched) <= piece_bytes + 2  # the end of an event may be cut by a read
 
 
-def test_an_event_that_is_too_long_to_record_breaks_the_response() -> None:
-    rewriter = recorder()
-    for _ in range(MAX_EVENT_BYTES // 100_000):
-        rewriter.feed(b"x" * 100_000, is_sse=True, is_complete=False)
-    with pytest.raises(UpstreamError, match="event of more than"):
-        rewriter.feed(b"x" * 100_000, is_sse=True, is_complete=False)
+@pytest.mark.parametrize(
+    ("begin", "more", "limit"),
+    [(b"{", b"x", MAX_DECODED_BYTES), (b'{"token_ids":[1', b",2345678", MAX_EVENT_BYTES)],
+)
+def test_an_event_that_is_too_long_to_record_breaks_the_response(
+    begin: bytes, more: bytes, limit: int
+) -> None:
+    rewriter, piece = recorder(), more * (LONG_EVENT // len(more))
+    rewriter.feed(b"data: " + begin, is_sse=True, is_complete=False)
+    for _ in range(limit // len(piece) - 1):
+        rewriter.feed(piece, is_sse=True, is_complete=False)
+    with pytest.raises(UpstreamError, match=f"event of more than {limit}"):
+        rewriter.feed(piece * 2, is_sse=True, is_complete=False)
+
+
+@pytest.mark.parametrize("ids", [b'"one"', b"1,,2", b"[1]", b"-1", b"4294967296", b"1" * 100])
+def test_a_long_list_of_anything_but_token_ids_breaks_the_response(
+    ids: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(token_ledger, "LONG_EVENT", 10)
+    rewriter = recording([])
+    event = b'data: {"choices":[{"token_ids":[' + ids + b"]}]}\n\n"
+    with pytest.raises(UpstreamError):
+        in_pieces(rewriter, event, list(range(len(event))), sse=True)
