@@ -1,4 +1,5 @@
-"""vLLM's audio APIs: read an uploaded recording, and write its transcript as JSON or as a stream.
+"""The mock engine's audio APIs, as vLLM serves them: recordings in, transcripts out as JSON or a
+stream.
 
 The generated transcript depends only on the bytes of the recording and their number.
 """
@@ -20,7 +21,7 @@ MAX_TOKENS = 448
 
 
 def read_audio(fields: dict[str, Any]) -> RequestBody:
-    """Convert the fields of an audio upload form into a chat request.
+    """Convert the fields of an audio upload form into a chat request, and return it.
 
     Raises ApiError if invalid.
     """
@@ -34,7 +35,7 @@ def read_audio(fields: dict[str, Any]) -> RequestBody:
 
 
 def transcription(parsed: ParsedRequest, choice: Choice) -> dict[str, Any]:
-    """Return the JSON object of a non-streaming transcription: text and usage."""
+    """Return a non-streaming transcription as a JSON object: its text and token usage."""
     usage = {"type": "duration", "seconds": max(1, parsed.limit // 4)}
     return {"text": choice.text.strip(), "usage": usage}
 
@@ -49,7 +50,9 @@ class AudioChunks:
         self._made = 0
 
     def begin(self) -> bytes:
-        """Return no bytes: the first event of a transcription stream carries the first token."""
+        """Return no bytes, because the first event of a transcription stream carries the first
+        token.
+        """
         return b""
 
     def next(self, cached: int | None) -> bytes:

@@ -38,17 +38,19 @@ class BlockPool:
         self.on_cleared: Callable[[], None] | None = None
 
     def record_allocations(self) -> None:
-        """Start recording the allocated blocks, so that `pop_allocated()` can return them."""
+        """Start to record which KV blocks are allocated, so that `pop_allocated()` can return
+        them.
+        """
         self._taken = []
 
     def pop_allocated(self) -> list[int]:
-        """Return the blocks that were allocated since the last call, and clear the record."""
+        """Return the KV blocks that were allocated since the last call, and clear the record."""
         taken, self._taken = self._taken or [], []
         return taken
 
     @property
     def free(self) -> int:
-        """The number of KV blocks that no request uses.
+        """Return the number of KV blocks that no request uses.
 
         Blocks whose content is still cached count as free, because they can be evicted.
         """
@@ -56,7 +58,7 @@ class BlockPool:
 
     @property
     def usage(self) -> float:
-        """The share of the engine's KV blocks that are in use, from 0 to 1."""
+        """Return the share of the engine's KV blocks that are in use, from 0 to 1."""
         return 1 - len(self._free) / self.total
 
     def count_hits(self, keys: Sequence[int], limit: int) -> int:
@@ -70,16 +72,16 @@ class BlockPool:
         return min(limit, len(keys))
 
     def count_free_hits(self, keys: Sequence[int], hits: int) -> int:
-        """Return how many of the first `hits` cached blocks are free.
+        """Return how many of the first `hits` cached KV blocks are in use by no request.
 
         Using these reduces `free`.
         """
         return sum(self._references[self._by_key[keys[i]]] == 0 for i in range(hits))
 
     def acquire_cached(self, keys: Sequence[int], hits: int) -> list[int]:
-        """Add a reference to the blocks of the first `hits` keys and return them.
+        """Add a reference to the cached KV blocks of the first `hits` keys, and return the blocks.
 
-        All must be cached.
+        All of them must be cached.
         """
         blocks = [self._by_key[keys[i]] for i in range(hits)]
         for block in blocks:
@@ -89,7 +91,7 @@ class BlockPool:
         return blocks
 
     def allocate(self) -> int:
-        """Allocate a free block and return it, evicting the oldest cached content.
+        """Allocate a free KV block and return it, evicting the oldest cached content.
 
         Raises IndexError if no block is free.
         """
@@ -108,7 +110,7 @@ class BlockPool:
         return block
 
     def register(self, block: int, key: int) -> bool:
-        """Add a full block to the prefix cache; return False if its content was already cached.
+        """Add a full KV block to the prefix cache; return False if its content was already cached.
 
         If two blocks have the same content, the first one stays in the cache.
         """
@@ -122,7 +124,7 @@ class BlockPool:
         return list(self._by_key)
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Drop one reference to each block, starting with the last block.
+        """Drop one reference to each KV block, starting with the last block.
 
         Later blocks of a prompt are thus evicted first, because fewer prompts share them. Raises
         ValueError for a block that is not in use.
@@ -138,16 +140,16 @@ class BlockPool:
                     self._free.move_to_end(block, last=False)
 
     def clear_prefix_cache(self) -> None:
-        """Remove all blocks from the prefix cache. Blocks in use keep their references."""
+        """Remove all KV blocks from the prefix cache. Blocks in use keep their references."""
         self._by_key.clear()
         self._keys = [None] * self.total
         if self.on_cleared is not None:
             self.on_cleared()
 
     def check(self) -> None:
-        """Assert that free blocks have no references and that keys and blocks match.
+        """Assert that free KV blocks have no references, and that keys and blocks match.
 
-        Used by tests.
+        Tests use this method.
         """
         assert all(
             (count == 0) == (block in self._free) for block, count in enumerate(self._references)

@@ -31,9 +31,9 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 @asynccontextmanager
 async def run_chaos_server(members: Sequence[FleetGroup], port: int) -> AsyncIterator[int]:
-    """Run the server inside an `async with` block, and yield its port.
+    """Run the fault server during an `async with` block, and yield its port.
 
-    Raises OSError if it is taken.
+    Raises OSError if the port is taken.
     """
     runner = web.AppRunner(application(members), access_log=None)
     await runner.setup()

@@ -51,11 +51,13 @@ class Choice(msgspec.Struct, eq=False):
 
     @property
     def whole_text(self) -> str:
-        """The complete text, with the JSON around it if the request demands JSON."""
+        """Return the complete text of the answer, with the JSON around it if the request demands
+        JSON.
+        """
         return self.text if self.frame is None else self.frame.before + self.text + self.frame.after
 
     def piece(self, number: int) -> str:
-        """Return the text of one token, counted from 0.
+        """Return the text of one token of the answer; tokens are counted from 0.
 
         The first and the last piece also have the JSON around the text, if the request demands
         JSON.
@@ -68,7 +70,7 @@ class Choice(msgspec.Struct, eq=False):
 
     @property
     def output_tokens(self) -> int:
-        """The number of generated tokens, including the tokens of a stop string."""
+        """Return the number of generated tokens, including the tokens of a stop string."""
         return token_count(self.tokens)
 
     def states(self, start: int, end: int) -> Words:
@@ -107,7 +109,9 @@ class Choice(msgspec.Struct, eq=False):
             self.describe_job()
 
     def describe_job(self) -> None:
-        """Copy the tokens and the cache salt to the job, whose KV events report them."""
+        """Copy the answer's tokens and cache salt to its scheduler job, whose KV events report
+        them.
+        """
         self.job.tokens, self.job.salt = self.prompt + self.tokens, self.salt
 
 

@@ -1,4 +1,5 @@
-"""The duration of many decode-only steps in closed form, so that a simulated clock can skip ahead.
+"""Computes the duration of many decode-only engine steps in closed form, so that a simulated clock
+can skip ahead.
 
 A decoding batch reads one more token of KV per sequence and step, so the step time grows nearly
 linearly. A parabola through three step times gives all of them. `Scheduler.decode_only_steps()`
@@ -50,14 +51,16 @@ class DecodeRun:
                 self._slope = middle - self._bend * half
 
     def end_of(self, steps: int) -> float:
-        """Return the time at which the first `steps` steps have ended, in seconds."""
+        """Return the time at which the first `steps` steps of the run have ended, in seconds."""
         pairs = steps * (steps - 1) / 2
         return self._base * steps + self._slope * pairs + self._bend * pairs * (2 * steps - 1) / 3
 
     def step_s(self, step: int) -> float:
-        """Return the duration of one step in seconds; `step` counts from 0."""
+        """Return the duration of one step of the run in seconds; `step` counts from 0."""
         return self._base + self._slope * step + self._bend * step * step
 
     def completed_by(self, seconds: float) -> int:
-        """Return how many steps have ended after `seconds`, but never the last one."""
+        """Return how many steps of the run have ended after `seconds` seconds, but never the last
+        one.
+        """
         return bisect_right(range(1, self.steps), seconds, key=self.end_of)

@@ -1,4 +1,5 @@
-"""Where SGLang's and TensorRT-LLM's HTTP APIs differ from vLLM's: error bodies and some fields.
+"""The places where SGLang's and TensorRT-LLM's HTTP APIs differ from vLLM's: error bodies and some
+fields.
 
 vLLM's own format is in mockgpu/openai_format.py. Source: engines.md A (errors, streams).
 """
@@ -15,7 +16,7 @@ from mockgpu.request_parser import ApiError, ParsedRequest, RequestBody
 
 
 class EngineFormat(StrEnum):
-    """The engine whose HTTP API a mock group imitates."""
+    """The kinds of engines whose HTTP API a mock group can imitate."""
 
     VLLM = "vllm"
     SGLANG = "sglang"
@@ -28,7 +29,7 @@ def engine_of(dialect: str | None) -> EngineFormat:
 
 
 def error_body(error: ApiError, engine: EngineFormat, streaming: bool = False) -> bytes:
-    """Return the JSON body of an error.
+    """Return the JSON body of an error in the format of the imitated engine.
 
     vLLM, and SGLang in streams, nest the fields in `error`; otherwise they are at the top level.
     """
@@ -58,7 +59,7 @@ def with_extra_key(parsed: ParsedRequest) -> ParsedRequest:
 
 
 def request_schemas(engine: EngineFormat) -> dict[str, Any]:
-    """Return an engine's two request schemas for its OpenAPI page, with property names only."""
+    """Return the two request schemas for an engine's OpenAPI page, with property names only."""
     own = frozenset(RequestBody.__struct_fields__) - (
         set() if engine is EngineFormat.SGLANG else {"extra_key"}
     )

@@ -53,7 +53,7 @@ class FaultKind(StrEnum):
 
 
 class InjectedFault(msgspec.Struct, frozen=True):
-    """One fault: its kind, options, chance per request, and when it is active.
+    """One injected fault: its kind, options, chance per request, and when it is active.
 
     start_s, end_s  seconds since the fault was set
     only            the steps that `slow` affects: "prefill" (with prompt tokens), "decode"

@@ -25,7 +25,7 @@ KEEP_ALIVE_S = 5.0
 
 
 class GroupListener:
-    """The listening port of one mock group, which faults can close and open again."""
+    """The listening port of one mock engine, which faults can close and open again."""
 
     def __init__(self, host: str, port: int) -> None:
         self._host = host
@@ -36,7 +36,7 @@ class GroupListener:
         self._is_open = False
 
     async def start(self, server: web.Server) -> None:
-        """Start listening.
+        """Start to listen for HTTP connections.
 
         Port 0 picks a free port and keeps it. Raises OSError if the port is taken.
         """
@@ -62,20 +62,20 @@ class GroupListener:
                 connection.force_close()
 
     def open(self) -> None:
-        """Start listening on the same port again, in a task of the event loop."""
+        """Start to listen on the same port again, in a task of the event loop."""
         self._is_open = True
         opening = self._opening is not None and not self._opening.done()
         if self._listening is None and self._server is not None and not opening:
             self._opening = asyncio.ensure_future(self._listen(self._server))
 
     async def wait_rebound(self) -> None:
-        """Wait until a pending `open()` has bound the port."""
+        """Wait until a pending `open()` has bound the port again."""
         if self._opening is not None:
             await asyncio.wait((self._opening,))
 
 
 class FleetGroup:
-    """One TP group of a fleet, with its HTTP server, faults and port.
+    """One mock engine of a fleet, with its HTTP server, faults and port.
 
     `pd_role` is its half of split (prefill/decode) requests; None if it serves whole requests only.
     """
@@ -159,10 +159,11 @@ async def run_fleet(
     seed: int = 0,
     keep_alive_s: float = KEEP_ALIVE_S,
 ) -> AsyncIterator[list[FleetGroup]]:
-    """Serve one mock group per spec inside an `async with` block, and yield the groups.
+    """Serve one mock engine for each of `specs` during an `async with` block, and yield the
+    engines.
 
-    They listen on `port`, `port + 1`, ..., or on free ports if it is 0. Raises OSError if a port is
-    taken, and FaultError for an invalid fault specification.
+    The engines listen on `port`, `port + 1`, ..., or on free ports if it is 0. Raises OSError if a
+    port is taken, and FaultError for an invalid fault specification.
     """
     # Inproc agents need a shared wire.
     wire = _wire() if any(_inproc(spec) for spec in specs) else None

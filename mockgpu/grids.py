@@ -1,4 +1,4 @@
-"""Corrections of the computed step times by measured grids.
+"""Corrects computed step times of an engine by measured grids.
 
 A correction is the ratio measured / computed, interpolated between the measured points, which are
 met exactly. A ratio is near one and varies slowly, so it interpolates better than milliseconds.
@@ -33,11 +33,13 @@ class Grid(msgspec.Struct, frozen=True):
     decode: Mapping[str, float]
 
     def prefill_points(self) -> Iterator[tuple[int, float]]:
-        """Yield the measured prefill steps as (prompt tokens, seconds)."""
+        """Yield the measured prefill steps of the grid as (prompt tokens, seconds)."""
         return ((int(tokens), ms / 1e3) for tokens, ms in self.prefill.items())
 
     def decode_points(self) -> Iterator[tuple[int, int, float]]:
-        """Yield the measured decode steps as (sequences, context tokens of each, seconds)."""
+        """Yield the measured decode steps of the grid as (sequences, context tokens of each,
+        seconds).
+        """
         for key, ms in self.decode.items():
             seqs, context = key[1:].split("c")
             yield int(seqs), int(context), ms / 1e3
@@ -50,7 +52,7 @@ def load_grids() -> list[Grid]:
 
 
 def grid_for(model: Llm, gpu: Gpu, tp: int, grids: Iterable[Grid]) -> Grid | None:
-    """Return the grid measured for exactly this model, GPU and TP size, or None."""
+    """Return the grid of step times measured for exactly this model, GPU and TP size, or None."""
     for grid in grids:
         if (
             grid.tp == tp
@@ -122,11 +124,11 @@ class GridCorrection:
         )
 
     def prefill(self, tokens: int) -> float:
-        """Return the factor for a prefill-only step of `tokens` prompt tokens."""
+        """Return the correction factor for a prefill-only step of `tokens` prompt tokens."""
         return self._prefill.value(tokens)
 
     def decode(self, seqs: float, context: float) -> float:
-        """Return the factor for a decode-only step.
+        """Return the correction factor for a decode-only step of `seqs` sequences.
 
         `context` is the sum over all sequences, in tokens.
         """

@@ -131,12 +131,12 @@ class GroupSpec(msgspec.Struct, frozen=True):
 
     @property
     def context(self) -> int:
-        """The largest number of tokens that prompt and answer may have together."""
+        """Return the largest number of tokens that prompt and answer may have together."""
         return min(self.model.max_context, self.capacity_tokens // BLOCK_TOKENS * BLOCK_TOKENS)
 
 
 class TokenSink(Protocol):
-    """The receiver of one job's tokens.
+    """Receives the generated tokens of one job.
 
     Its methods are called within an engine step and must not block.
     """
@@ -144,11 +144,11 @@ class TokenSink(Protocol):
     def on_token(self) -> None: ...
 
     def on_end(self) -> None:
-        """Handle the end of the job. This is called after the job's last token."""
+        """Handle the end of the job, after its last token was delivered."""
         ...
 
     def on_failure(self, error: ApiError) -> None:
-        """Handle the failure of the job, which will deliver no more tokens."""
+        """Handle the failure of the job, which delivers no more tokens."""
         ...
 
 
@@ -211,7 +211,10 @@ class TpGroup:
 
     @property
     def is_dead(self) -> bool:
-        """Whether a rank (GPU) is lost. One is enough, because every layer needs all ranks."""
+        """Return whether a rank (GPU) is lost.
+
+        One is enough, because every layer needs all ranks.
+        """
         return not all(self._ranks_up)
 
     @property
@@ -243,7 +246,7 @@ class TpGroup:
             self._enter(job)
 
     def mark_fault(self, job: Job, fault: InjectedFault) -> None:
-        """Mark a job to be hit by a fault of its KV, or of the engine during the job."""
+        """Mark a job, so that a fault will hit its KV, or the engine while the job runs."""
         if self._kill_faults is None:
             self._kill_faults = KillFaults(self, self._loop)
         self._kill_faults.mark(job, fault)
@@ -292,7 +295,7 @@ class TpGroup:
             self.on_change(False)
 
     def restore(self) -> None:
-        """Restore all ranks, as after a restart.
+        """Restore all lost ranks (GPUs) of the engine, as after a restart.
 
         A hung engine continues with its interrupted step.
         """

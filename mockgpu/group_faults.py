@@ -30,12 +30,12 @@ _ON_THE_WIRE = _STALLING | WIRE_FAULTS
 
 
 class FaultyListener(Protocol):
-    """A listening port that a fault can close and open again."""
+    """A listening port that an injected fault can close and open again."""
 
     def shut(self) -> None: ...
 
     def open(self) -> None:
-        """Accept connections on the port again after `shut()`."""
+        """Accept connections on the port again after `shut()` has closed it."""
         ...
 
 
@@ -44,7 +44,9 @@ class FaultyConnection(Protocol):
 
     @property
     def supports_faults(self) -> bool:
-        """Whether faults can be injected, which needs a relay that all bytes pass through."""
+        """Return whether faults can be injected, which needs a relay that all bytes pass
+        through.
+        """
         ...
 
     def set_fault(self, fault: InjectedFault | None) -> None:
@@ -78,7 +80,7 @@ class GroupFaults:
         self._reconnected: asyncio.Event | None = None
 
     async def wait_reachable(self) -> None:
-        """Wait until the engine is reachable.
+        """Wait until the mock engine is reachable.
 
         Returns at once unless a partition fault is active.
         """
@@ -108,7 +110,9 @@ class GroupFaults:
             raise FaultError("faults of KV events need a group with --kv-events-port")
 
     def clear(self) -> None:
-        """End all faults, and restart the engine if a fault or a bad request killed it."""
+        """End all faults of the mock engine, and restart it if a fault or a bad request killed
+        it.
+        """
         for timer in self._timers:
             timer.cancel()
         self._timers.clear()
@@ -127,7 +131,7 @@ class GroupFaults:
         return None
 
     def strikes_events(self, kind: FaultKind) -> bool:
-        """Return whether a fault of this kind hits the next KV event message."""
+        """Return whether an injected fault of this kind hits the next KV event message."""
         elapsed_s = self._loop.time() - self._set_at
         return any(
             fault.kind is kind and fault.should_strike(elapsed_s, self._rng)

@@ -1,4 +1,4 @@
-"""TransferSpec: the options of a mock engine that sends or receives KV."""
+"""The options of a mock engine that sends or receives KV."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class TransferSpec(msgspec.Struct, frozen=True):
     tls: TlsFiles | None = None
 
     def validate(self) -> TransferSpec:
-        """Return this object if its options are valid. Raises ValueError otherwise."""
+        """Return these options unchanged if they are valid. Raises ValueError otherwise."""
         if self.dialect not in DIALECTS:
             raise ValueError(f"unknown dialect {self.dialect!r}: known are {', '.join(DIALECTS)}")
         if self.transport not in TRANSPORTS:

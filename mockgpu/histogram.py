@@ -1,4 +1,4 @@
-"""A Prometheus histogram with one integer per bucket."""
+"""Counts values for a Prometheus histogram, with one integer per bucket."""
 
 from __future__ import annotations
 

@@ -44,8 +44,8 @@ def reset_now(request: web.Request) -> NoReturn:
 
 
 async def break_whole(request: web.Request, body: bytes, kind: FaultKind) -> NoReturn:
-    """Send the headers and none or half of a body, then close the connection and leave the
-    handler.
+    """Send the headers of a response and none or half of its body, then close the connection and
+    leave the handler.
     """
     response = web.StreamResponse(headers={"Content-Type": JSON, "Content-Length": str(len(body))})
     await response.prepare(request)

@@ -33,14 +33,16 @@ class Content(Protocol):
     """The content of a job's KV, and the answer text that depends on it."""
 
     def states(self, start: int, end: int) -> Words:
-        """Return the KV words (one per token) of tokens start to end - 1 of prompt and answer.
+        """Return the KV words, one per token, of tokens `start` to `end` - 1 of prompt and answer.
 
         mockgpu/kv_contents.py defines the words.
         """
         ...
 
     def replace_text(self, taint: int) -> None:
-        """Replace the answer, because the prompt's KV is wrong; `taint` is the error's digest."""
+        """Replace the answer, because the KV of its prompt is wrong; `taint` is the error's
+        digest.
+        """
         ...
 
 
@@ -84,7 +86,9 @@ class Job:
 
     @property
     def known_tokens(self) -> int:
-        """The tokens that a prefill must compute: the prompt and, after preemption, the output."""
+        """Return the number of tokens that a prefill must compute: the prompt and, after
+        preemption, the output.
+        """
         return self.prompt_tokens + self.made
 
 
@@ -100,7 +104,7 @@ class PrefillChunk:
 
 @dataclass(slots=True)
 class StepPlan:
-    """The work of one engine step: chunks of prompts, and the number and total context of decoding
+    """The work of one engine step: parts of prompts, and the number and total context of decoding
     jobs.
     """
 
@@ -110,7 +114,7 @@ class StepPlan:
 
     @property
     def work(self) -> StepWork:
-        """The amount of work in this step, for the step-time model (roofline)."""
+        """Return the amount of work in this step, for the step-time model (roofline)."""
         tokens, area = 0, 0.0
         for chunk in self.chunks:
             tokens += chunk.tokens
@@ -120,8 +124,8 @@ class StepPlan:
 
 @dataclass(slots=True)
 class StepOutcome:
-    """The result of one engine step: jobs with their first token, number of decoded tokens, ended
-    jobs.
+    """The result of one engine step: jobs with their first token, the number of decoded tokens, and
+    ended jobs.
     """
 
     first_token_jobs: list[Job]

@@ -49,12 +49,12 @@ ANY_OBJECT: Mapping[str, Any] = {
 
 
 def fixed_frame(text: str) -> JsonFrame:
-    """Return a JSON frame that consists of this text alone, without generated words."""
+    """Return JSON that consists of this text alone, without generated words."""
     return JsonFrame(text, "", has_words=False)
 
 
 def frame_of(schema: object) -> JsonFrame:
-    """Return the frame of the smallest JSON value that fits a JSON Schema."""
+    """Return the JSON around generated words for the smallest value that fits a JSON Schema."""
     value = _Sample(schema if isinstance(schema, dict) else {}).value(schema, 0)
     text = msgspec.json.encode(value).decode()
     before, mark, after = text.partition(_WORDS)

@@ -1,7 +1,7 @@
 """Faults that hit one request: corrupted or lost KV, and an engine that dies during the request.
 
-mockgpu/fault_grammar.py parses them and decides which requests they hit. An engine creates this
-object when the first such fault strikes, so that healthy engines pay nothing.
+mockgpu/fault_grammar.py parses these faults and decides which requests they hit. An engine creates
+this object when the first such fault strikes, so that healthy engines pay nothing.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ WATCH_S = 0.0005
 
 
 class FaultTarget(Protocol):
-    """The mock engine that the faults hit."""
+    """The interface of a mock engine to the faults that hit its requests."""
 
     scheduler: Scheduler
     memory: KvMemory | None
 
     def lose_rank(self, rank: int, hang: bool = False) -> None:
-        """Simulate the loss of a GPU, which stops the whole engine."""
+        """Simulate the loss of a GPU, which stops the whole mock engine."""
         ...
 
 
@@ -46,13 +46,13 @@ class KillFaults:
         self._fault_by_job.pop(job, None)
 
     def on_step_planned(self, plan: StepPlan, step_s: float) -> None:
-        """If a prompt in this step is marked, kill the engine half-way through the step."""
+        """Kill the engine half-way through the step if a prompt in the step is marked for it."""
         for chunk in plan.chunks:
             if self._kind(chunk.job) is FaultKind.DIE_IN_PREFILL:
                 self._loop.call_later(step_s / 2, self._target.lose_rank, 0)
 
     def on_step_done(self) -> None:
-        """Kill the engine if a job marked to die while decoding has made enough tokens."""
+        """Kill the engine if a job marked to die while decoding has generated enough tokens."""
         scheduler = self._target.scheduler
         for job, fault in list(self._fault_by_job.items()):
             if fault.kind is FaultKind.DIE_MID_DECODE and scheduler.count_output(job) > fault.after:
@@ -68,11 +68,11 @@ class KillFaults:
             region.bytes[block * region.block_bytes] ^= 1
 
     def loses_offer(self, job: Job) -> bool:
-        """Return whether the job's KV is to be lost as soon as it is offered."""
+        """Return whether the job's KV is to be lost as soon as it is offered to another engine."""
         return self._kind(job) is FaultKind.KV_LOST
 
     def on_transfer(self, job: Job, under_way: Callable[[Job], bool | None]) -> None:
-        """If the job is marked for it, kill the engine while the job's KV is being transferred.
+        """Kill the engine while a job's KV is being transferred, if the job is marked for it.
 
         `under_way` returns True during the transfer, False before it, and None after it. A transfer
         that ends unnoticed between two checks kills nothing.

@@ -1,4 +1,6 @@
-"""HTTP routes that describe an engine's publisher of KV events, and list its cached blocks."""
+"""HTTP routes of a mock engine that describe its publisher of KV events, and list its cached
+blocks.
+"""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ _encode = msgspec.msgpack.encode
 
 
 class KvEventSpec(msgspec.Struct, frozen=True):
-    """How an engine publishes KV events: format and ports. Port 0 picks a free one."""
+    """How a mock engine publishes KV events: format and ports. Port 0 picks a free one."""
 
     port: int = 0
     replay_port: int = 0
@@ -41,7 +41,7 @@ class KvEventSpec(msgspec.Struct, frozen=True):
     rank: int = 0
 
     def of_rank(self, rank: int, ranks: int) -> KvEventSpec:
-        """Return the ports of one data-parallel rank.
+        """Return the options for the KV events of one data-parallel rank, with its ports.
 
         The event ports of all ranks come first, then the replay ports.
         """
@@ -59,7 +59,7 @@ class KvEventStream:
     def __init__(
         self, spec: KvEventSpec, block_tokens: int, strikes: Callable[[FaultKind], bool]
     ) -> None:
-        """Create an empty stream.
+        """Create an empty stream of KV events.
 
         `strikes` returns whether a fault of the given kind hits the next message.
         """
@@ -77,7 +77,7 @@ class KvEventStream:
         return bool(self._events)
 
     def hash_of(self, key: int) -> int:
-        """Return the block hash that events use for a block key. SGLang's hashes are signed."""
+        """Return the block hash that KV events use for a block key. SGLang's hashes are signed."""
         return key - (1 << 64) if self._spec.form == "sglang" and key >> 63 else key
 
     def on_stored(self, job: Job, index: int) -> None:
@@ -106,7 +106,7 @@ class KvEventStream:
         self._events.append(event)
 
     def on_removed(self, key: int) -> None:
-        """Record that the block with this key has been evicted."""
+        """Record that the KV block with this key has been evicted from the prefix cache."""
         if self._spec.form == "array":
             self._events.append(["BlockRemoved", [self.hash_of(key)], "GPU"])
         else:
@@ -119,7 +119,8 @@ class KvEventStream:
         self._events.append([cleared] if self._spec.form == "array" else {"type": cleared})
 
     def flush(self, wall_s: float, now: float) -> list[Message]:
-        """Return the messages to publish now: one batch of all new events, and delayed messages.
+        """Return the KV event messages to publish now: one batch of all new events, and delayed
+        messages.
 
         wall_s  timestamp of the batch, in Unix seconds
         now     monotonic time in seconds
@@ -149,11 +150,11 @@ class KvEventStream:
         return copies
 
     def replay(self, start: int) -> list[Message]:
-        """Return the buffered messages with the number `start` and above."""
+        """Return the buffered KV event messages with the number `start` and above."""
         return [message for message in self._buffer if message[0] >= start]
 
     def restart(self) -> None:
-        """Restart numbering at 0 with an empty buffer, as a restarted engine does."""
+        """Number KV events from 0 again with an empty buffer, as a restarted engine does."""
         self._events = []
         self._buffer.clear()
         self._late.clear()

@@ -54,7 +54,7 @@ class KvMemory:
         )
 
     def bump(self, blocks: Sequence[int]) -> None:
-        """Increment the generation numbers of blocks that are about to get new content."""
+        """Increment the generation numbers of KV blocks that are about to get new content."""
         if blocks:
             for region in self.regions:
                 region.bump(blocks)
@@ -75,7 +75,8 @@ class KvMemory:
                 view[chosen, :, :, :, first:last] = part[:, None, None, None, :, None] ^ masks
 
     def taint(self, blocks: Sequence[int], states: Words) -> int:
-        """Return 0 if the KV of tokens [0, len(states)) is correct, else a digest of the errors.
+        """Verify the KV of tokens [0, len(states)); return 0 if it is correct, else a digest of the
+        errors.
 
         On every rank, the bytes are unmasked and compared with the tokens' states in each layer,
         head and replica.

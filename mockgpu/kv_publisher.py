@@ -59,7 +59,7 @@ class KvPublisher:
         self._sockets = publisher, router
 
     def restart(self) -> None:
-        """Cut all connections of the publisher and restart its event numbers at 0, like a new
+        """Cut all connections of the KV event publisher and restart its numbers at 0, like a new
         process.
         """
         self.stream.restart()
@@ -68,7 +68,7 @@ class KvPublisher:
         self._sockets = None
 
     def flush(self) -> None:
-        """Publish the events recorded since the last call."""
+        """Publish the KV events recorded since the last call."""
         if self.stream.has_events and self.stream.strikes(FaultKind.EVENTS_RESTARTED):
             self._scheduler.pool.clear_prefix_cache()
             self.restart()
@@ -83,7 +83,7 @@ class KvPublisher:
         return [self.stream.hash_of(key) for key in self._scheduler.pool.cached_keys()]
 
     def describe(self) -> dict[str, Any]:
-        """Return this publisher's entry for vLLM's /kv_event_sources."""
+        """Return this publisher's entry for vLLM's page /kv_event_sources."""
         return {
             "enable_kv_cache_events": True,
             "publisher": "zmq",
@@ -94,7 +94,7 @@ class KvPublisher:
         }
 
     def describe_as_sglang(self) -> dict[str, Any]:
-        """Return this publisher's entry for SGLang's /server_info."""
+        """Return this publisher's entry for SGLang's page /server_info."""
         return {
             "publisher": "zmq",
             "endpoint_host": "*",

@@ -1,4 +1,4 @@
-"""Step times of an engine with pipeline, expert, data or context parallelism beside TP.
+"""Computes step times of an engine with pipeline, expert, data or context parallelism beside TP.
 
 A TP group computes with its roofline (roofline.py). This module adds what the other axes change:
 micro-batches and bubbles of pipeline stages, the part of a batch on each rank of DP, the exchange
@@ -26,7 +26,7 @@ DISPATCH_BYTES, COMBINE_BYTES = 1, 2
 
 
 def rank_model(model: Llm, layout: Layout) -> Llm:
-    """Return the model of which a TP group of the layout computes a step.
+    """Return the part of the model of which one TP group of the layout computes a step.
 
     With EP over more ranks than TP has, each TP group reads only its part of the experts. The
     measured grid of the whole model then says nothing.
@@ -42,9 +42,10 @@ def rank_model(model: Llm, layout: Layout) -> Llm:
 
 
 def travel_s(model: Llm, gpu: Gpu, layout: Layout, tokens: float, skew: float = 1.0) -> float:
-    """Return the seconds that tokens of one step travel between pipeline stages and to experts.
+    """Return the seconds that one step's tokens take to move between pipeline stages and to
+    experts.
 
-    skew   load of the busiest expert rank over the mean load: it receives so much more
+    skew   load of the busiest expert rank over the mean load: it receives this many times more
     """
     seconds = (layout.pp - 1) * (HOP_S + tokens * model.activation_bytes / gpu.nic_bytes_s)
     ranks = layout.ep
@@ -58,7 +59,7 @@ def travel_s(model: Llm, gpu: Gpu, layout: Layout, tokens: float, skew: float = 
 
 
 class LayoutTimes:
-    """Step times of one engine whose layout has more axes than TP.
+    """Computes the step times of one engine whose layout has more axes than TP.
 
     A step advances every decoding sequence by one token. Sequences are divided over the ranks of DP
     and the micro-batches of PP. Prompts fill micro-batches of `budget_tokens`. The pipeline is full

@@ -1,4 +1,4 @@
-"""The two legs of a split request: PrefillLeg sends KV, DecodeLeg receives it.
+"""The two halves of a split request (legs): PrefillLeg sends KV, DecodeLeg receives it.
 
 A leg is the request that one of the two engines gets. These values are the same for all engines'
 handoff protocols; each protocol (dialect) defines its wire format.

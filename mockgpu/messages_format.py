@@ -41,7 +41,7 @@ class MessagesFormat:
         cached: int | None,
         members: Mapping[str, Any],
     ) -> dict[str, Any]:
-        """Return the complete message object of a non-streaming response."""
+        """Return the complete message object of a non-streaming Messages response."""
         block: dict[str, Any] = {"type": "text", "text": choice.whole_text}
         if parsed.tool is not None:
             block = _tool_use(parsed, msgspec.json.decode(choice.whole_text))
@@ -59,7 +59,9 @@ class MessagesFormat:
 
 
 class MessagesChunks:
-    """Builds the events of one streamed message: one content block, one delta per token."""
+    """Builds the events of one streamed message of the Messages API: one content block, one delta
+    per token.
+    """
 
     __slots__ = ("_choice", "_made", "_parsed")
 
@@ -71,7 +73,10 @@ class MessagesChunks:
         return b""
 
     def next(self, cached: int | None) -> bytes:
-        """Return the events of the next token; the first call also begins message and block."""
+        """Return the events of the next token.
+
+        The first call also begins the message and its content block.
+        """
         piece = self._choice.piece(self._made)
         self._made += 1
         opening = self._opening(cached) if self._made == 1 else b""

@@ -68,7 +68,9 @@ class GroupMetrics:
         desk: KvHandoff | None = None,
         engine: EngineFormat = EngineFormat.VLLM,
     ) -> str:
-        """Return the metrics page: vLLM's metrics, KV transfers, and another engine's metrics."""
+        """Return the text of the metrics page: vLLM's metrics, KV transfers, and another engine's
+        metrics.
+        """
         lines = [*self._gauges(scheduler), *self._counters(scheduler), *self._latencies()]
         if desk is not None:
             lines += [*_fetch_stages(scheduler, self.labels), *desk.lines(self.labels)]

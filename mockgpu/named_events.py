@@ -19,11 +19,11 @@ class EventChunks(Protocol):
     """Builds the events of one streamed answer, as HTTP chunks."""
 
     def begin(self) -> bytes:
-        """Return the events to send before anything is computed."""
+        """Return the events to send before any token of the answer is computed."""
         ...
 
     def next(self, cached: int | None) -> bytes:
-        """Return the events of the next token; `cached` is the number of cached prompt tokens."""
+        """Return the events for the next token; `cached` is the number of cached prompt tokens."""
         ...
 
     def end(self, cached: int | None) -> bytes:
@@ -57,7 +57,7 @@ class NamedEventFormat(Protocol):
     def error(self, error: ApiError) -> bytes: ...
 
     def failure(self, error: ApiError) -> bytes:
-        """Return the error event that ends a failed stream, as an HTTP chunk."""
+        """Return the error event that ends a failed stream, as bytes of one HTTP chunk."""
         ...
 
 

@@ -24,7 +24,7 @@ def event(payload: object) -> bytes:
 
 
 def http_chunk(data: bytes) -> bytes:
-    """Return data as one chunk of HTTP/1.1 chunked encoding, or no bytes if data is empty.
+    """Return `data` as one chunk of HTTP/1.1 chunked encoding, or no bytes if it is empty.
 
     An empty chunk would end the body.
     """
@@ -32,7 +32,7 @@ def http_chunk(data: bytes) -> bytes:
 
 
 def usage(parsed: ParsedRequest, output_tokens: int, cached: int | None) -> dict[str, Any]:
-    """Return the usage object.
+    """Return the token usage of a response as a JSON object.
 
     `cached` is the number of cached prompt tokens, or None if the engine does not report it.
     """
@@ -208,7 +208,7 @@ class StreamChunks:
         return head, tail
 
     def next(self, cached: int | None) -> bytes:
-        """Return the event or events of the next token."""
+        """Return the event or events for the next token of the choice."""
         choice, start = self._choice, self.made * TOKEN_BYTES
         self.made += 1
         end = start + TOKEN_BYTES

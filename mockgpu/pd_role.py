@@ -1,6 +1,6 @@
-"""PdRole: what a mock engine needs to serve one half (prefill or decode) of split requests.
+"""The part of a mock engine that serves one half (prefill or decode) of split requests.
 
-It holds the engine's KV memory, KV transfer agent, KvHandoff and handoff protocol (dialect). It
+PdRole holds the engine's KV memory, KV transfer agent, KvHandoff and handoff protocol (dialect). It
 stops when the engine loses a rank. When the ranks return it starts as a new engine: new identity,
 new agent, no offers.
 """
@@ -45,7 +45,9 @@ PULL_S = 30.0
 
 
 class ProcessWire(InprocWire):
-    """The in-memory connection between KV transfer agents of one process, with its own clock."""
+    """The in-memory connection between KV transfer agents of one process, with a clock of its
+    own.
+    """
 
     def __init__(self) -> None:
         self._own = ThreadClock("kv-wire")
@@ -90,7 +92,7 @@ class PdRole:
 
     @property
     def bootstrap_url(self) -> str:
-        """The URL of the bootstrap server, or "" if there is none."""
+        """Return the URL of the engine's bootstrap server, or "" if there is none."""
         return self._bootstrap.url
 
     async def start(self) -> None:
@@ -208,7 +210,9 @@ class PdRole:
 
     @property
     def supports_faults(self) -> bool:
-        """Whether peers connect through a relay, which is needed to inject faults."""
+        """Return whether other engines connect through a relay, which is needed to inject
+        faults.
+        """
         return self.transfer.transport == "tcp" and self.transfer.wire_faults
 
     def set_fault(self, fault: InjectedFault | None) -> None:

@@ -71,7 +71,9 @@ class DetokenizeBody(msgspec.Struct, frozen=True):
 
 
 class PoolingRequest(msgspec.Struct, frozen=True):
-    """A checked request: its prompts as an engine job, and a function that builds the response."""
+    """A checked request that generates no text: its prompts as an engine job, and a function that
+    builds the response.
+    """
 
     parsed: ParsedRequest
     build: Callable[[int], dict[str, Any]]
@@ -89,7 +91,10 @@ def read_embeddings(
 
 
 def read_pooling(raw: bytes, headers: Mapping[str, str], served: str, name: str) -> PoolingRequest:
-    """Parse the body of POST /pooling, which returns embeddings in another format."""
+    """Parse the body of POST /pooling, which returns embeddings in another format.
+
+    Raises ApiError if it is invalid.
+    """
     return _about_inputs(raw, headers, served, f"pool-{name}", "pooling", _pooled)
 
 
@@ -101,7 +106,10 @@ def read_classify(raw: bytes, headers: Mapping[str, str], served: str, name: str
 def read_moderations(
     raw: bytes, headers: Mapping[str, str], served: str, name: str
 ) -> PoolingRequest:
-    """Parse the body of POST /v1/moderations. The response flags no text."""
+    """Parse the body of POST /v1/moderations, whose response flags no text.
+
+    Raises ApiError if it is invalid.
+    """
     body, prompts = _inputs(raw, headers, served)
     parsed = _job(f"modr-{name}", served, prompts, body.cache_salt)
 
@@ -116,7 +124,10 @@ def read_moderations(
 
 
 def read_rerank(raw: bytes, headers: Mapping[str, str], served: str, name: str) -> PoolingRequest:
-    """Parse the body of POST /rerank, which sorts documents by relevance to a query."""
+    """Parse the body of POST /rerank, which sorts documents by relevance.
+
+    Raises ApiError if it is invalid.
+    """
     body = decode_body(raw, PairBody)
     _check_model(body.model, served, headers)
     if body.query is None or body.documents is None:
@@ -144,7 +155,10 @@ def _ranked(query: bytes, documents: Sequence[bytes]) -> list[dict[str, Any]]:
 
 
 def read_score(raw: bytes, headers: Mapping[str, str], served: str, name: str) -> PoolingRequest:
-    """Parse the body of POST /score, which returns the similarity of each pair of texts."""
+    """Parse the body of POST /score, which returns the similarity of text pairs.
+
+    Raises ApiError if it is invalid.
+    """
     body = decode_body(raw, PairBody)
     _check_model(body.model, served, headers)
     first = body.queries if body.text_1 is None else body.text_1

@@ -61,7 +61,7 @@ class ApiError(Exception):
 
     @property
     def kind(self) -> str:
-        """The error type, as vLLM names it."""
+        """Return the error type, as vLLM names it."""
         return _TYPES.get(self.status, "InternalServerError")
 
     def body(self) -> bytes:
@@ -103,7 +103,7 @@ class StreamOptions(msgspec.Struct, frozen=True):
 class RequestBody(msgspec.Struct, frozen=True):
     """The fields of a chat or completion request that the mock uses or checks.
 
-    It ignores others.
+    Other fields are ignored.
     """
 
     model: str | None = None
@@ -186,12 +186,12 @@ class ParsedRequest(msgspec.Struct, frozen=True):
 
     @property
     def tool(self) -> str | None:
-        """The name of the tool that the answer calls, or None if the answer is text."""
+        """Return the name of the tool that the answer calls, or None if the answer is text."""
         return self.form.tool
 
     @property
     def wants_logprobs(self) -> bool:
-        """Whether the response includes log probabilities.
+        """Return whether the response includes log probabilities.
 
         A completion's `logprobs: 0` means yes.
         """
@@ -204,7 +204,10 @@ class ParsedRequest(msgspec.Struct, frozen=True):
 
 
 def decode_body(raw: bytes, kind: type[Kind]) -> Kind:
-    """Parse a JSON body as an object of this type. Raises ApiError 400 if it is invalid."""
+    """Parse a JSON body as an object of the type `kind` and return it.
+
+    Raises ApiError 400 if it is invalid.
+    """
     try:
         return msgspec.json.decode(raw, type=kind)
     except msgspec.ValidationError as error:
@@ -255,9 +258,11 @@ def parse_request(
     reading: ParsedHandoff = NO_LEG,
     may_end_from: int | None = None,
 ) -> ParsedRequest:
-    """Check a request whose handoff fields are already parsed. Raises ApiError if invalid.
+    """Check a request whose handoff fields are already parsed, and return it with prompts as
+    tokens.
 
-    With a token limit of `may_end_from` or more, the answer may end before the limit.
+    Raises ApiError if it is invalid. With a token limit of `may_end_from` or more, the answer may
+    end before the limit.
     """
     check_rank(headers)
     if body.model is not None and body.model != served:
@@ -319,12 +324,12 @@ def _all_prompts(body: RequestBody, chat: bool) -> list[bytes]:
 
 
 def chat_prompt(body: RequestBody) -> bytes:
-    """Return the rendered prompt of a chat. Raises ApiError if a message is invalid."""
+    """Return the rendered prompt of a chat as tokens. Raises ApiError if a message is invalid."""
     return render_chat(_chat_parts(body))
 
 
 def parse_prompt(raw: bytes) -> bytes:
-    """Return the prompt of a /tokenize body (chat or completion) as tokens.
+    """Return the prompt of a /tokenize request (chat or completion) as tokens.
 
     Raises ApiError if the body is invalid.
     """

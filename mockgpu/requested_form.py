@@ -1,4 +1,4 @@
-"""What a chat requests instead of free text: a tool call, or JSON that fits a schema.
+"""The form that a chat requests instead of free text: a tool call, or JSON that fits a schema.
 
 A tool is called when the request forces it, or when the user writes `call the tool NAME with
 {ARGUMENTS}`. Agents can thus be tested without a real model.
@@ -32,7 +32,7 @@ class RequestedForm(msgspec.Struct, frozen=True):
 
     @property
     def fixed_text(self) -> str | None:
-        """The complete text of the answer if the user dictated it, or None."""
+        """Return the complete text of the answer if the user dictated it, or None."""
         return self.frame.before if self.frame is not None and not self.frame.has_words else None
 
 

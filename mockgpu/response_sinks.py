@@ -1,6 +1,6 @@
-"""Token sinks that write a response to the client's socket, including injected faults.
+"""Token sinks that write a response to the client's socket, with injected faults.
 
-They write to the transport within the engine's step, without a task or await per token.
+The sinks write to the transport within the engine's step, without a task or await per token.
 """
 
 from __future__ import annotations
@@ -19,7 +19,10 @@ KEEP_ALIVE = http_chunk(b": keep-alive\n\n")
 
 
 class PendingResponse:
-    """A response in progress. `done` resolves when all choices have ended or one has failed."""
+    """A response that is being sent.
+
+    `done` resolves when all choices have ended or one has failed.
+    """
 
     __slots__ = ("_open", "done")
 
@@ -42,14 +45,14 @@ class TokenEvents(Protocol):
     """Builds the events of one streamed choice in the format of its API."""
 
     def next(self, cached: int | None) -> bytes:
-        """Return the HTTP chunks that carry the next token."""
+        """Return the HTTP chunks that carry the next token of a stream."""
         ...
 
 
 class WholeSink:
     """The token sink of one choice of a response that is no stream.
 
-    If `stalled`, it never reports the end.
+    If `stalled` is true, it never reports the end.
     """
 
     __slots__ = ("_answer", "_stalled", "on_failure")
@@ -68,7 +71,7 @@ class WholeSink:
 
 
 class StreamSink:
-    """The token sink of one streamed choice. It writes each token to the transport at once."""
+    """The token sink of one streamed choice, which writes each token to the transport at once."""
 
     __slots__ = ("_answer", "_cached", "_chunks", "_job", "_transport", "on_failure")
 
@@ -117,7 +120,7 @@ class FaultySink(StreamSink):
         self._broken = False
 
     def on_token(self) -> None:
-        """Write the next token, or apply the fault when its time has come."""
+        """Write the next token of the stream, or apply the fault when its time has come."""
         self._made += 1
         if self._transport.is_closing() or self._broken:
             return
@@ -162,7 +165,7 @@ def break_off(transport: asyncio.Transport, kind: FaultKind, last: bytes = b"") 
 
 
 def reset_connection(transport: asyncio.Transport) -> None:
-    """Close a connection with a TCP reset instead of a normal end."""
+    """Close a client's connection with a TCP reset instead of a normal end."""
     if transport.is_closing():
         return
     peer = transport.get_extra_info("socket")

@@ -51,13 +51,15 @@ class ResponsesFormat:
         cached: int | None,
         members: Mapping[str, Any],
     ) -> dict[str, Any]:
-        """Return the complete response object, and store it for later requests."""
+        """Return the complete object of a non-streaming response, and store it for later
+        requests.
+        """
         response = finished(parsed, choice, created, cached, members)
         self.keep(members, response)
         return response
 
     def keep(self, members: Mapping[str, Any], response: dict[str, Any]) -> None:
-        """Store the response to a request, together with the conversation up to its end."""
+        """Store the response to a request, with the conversation up to the end of the response."""
         _, messages = self._messages(members)
         answer = _answer(response["output"][0])
         self._store.keep(members, StoredResponse(response, [*messages, answer]))
@@ -83,7 +85,9 @@ class ResponsesFormat:
 
 
 class ResponsesChunks:
-    """Builds the events of one streamed response: one output item, one delta per token."""
+    """Builds the events of one streamed response of the Responses API: one output item, one delta
+    per token.
+    """
 
     __slots__ = ("_choice", "_created", "_finish", "_made", "_members", "_number", "_parsed")
 
@@ -109,7 +113,10 @@ class ResponsesChunks:
         )
 
     def next(self, cached: int | None) -> bytes:
-        """Return the events of the next token; the first call also begins the output item."""
+        """Return the events of the next token of a response.
+
+        The first call also begins the output item.
+        """
         piece = self._choice.piece(self._made)
         self._made += 1
         opening = self._opening() if self._made == 1 else b""
@@ -226,7 +233,10 @@ def item_id(parsed: ParsedRequest) -> str:
 
 
 def output_item(parsed: ParsedRequest, choice: Choice | None) -> dict[str, Any]:
-    """Return the response's only output item; with `choice` None, as it is before any token."""
+    """Return the response's only output item.
+
+    With `choice` None, it is the item before any token.
+    """
     status = "in_progress" if choice is None else "completed"
     item: dict[str, Any] = {"id": item_id(parsed), "status": status}
     if parsed.tool is not None:

@@ -1,6 +1,6 @@
 """Stores responses of the Responses API in memory, so that later requests can continue them.
 
-As in vLLM, it is off by default.
+As in vLLM, storing is off by default.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _NO_STORE = (
 
 
 class StoredResponse(msgspec.Struct, frozen=True):
-    """A response object, and the conversation up to its end without the instructions."""
+    """A stored response object, and the conversation up to its end without the instructions."""
 
     response: dict[str, Any]
     messages: list[dict[str, Any]]
@@ -49,7 +49,7 @@ class ResponsesStore:
         return () if previous is None else self.find(str(previous)).messages
 
     def keep(self, members: Mapping[str, Any], stored: StoredResponse) -> None:
-        """Store a response, unless its request has `store: false`."""
+        """Store a response under its id, unless its request has `store: false`."""
         if not self.is_enabled or members.get("store", True) is False:
             return
         while len(self._responses) >= MAX_RESPONSES:
@@ -57,13 +57,16 @@ class ResponsesStore:
         self._responses[stored.response["id"]] = stored
 
     def find(self, response_id: str) -> StoredResponse:
-        """Return the response with this id. Raises ApiError 404 if it is unknown."""
+        """Return the stored response with this id. Raises ApiError 404 if it is unknown."""
         if response_id not in self._responses:
             raise ApiError(404, f"Response with id '{response_id}' not found.", "response_id")
         return self._responses[response_id]
 
     def delete(self, response_id: str) -> dict[str, Any]:
-        """Delete a response and return the confirmation. Raises ApiError 404 if it is unknown."""
+        """Delete a stored response and return the confirmation.
+
+        Raises ApiError 404 if it is unknown.
+        """
         self.find(response_id)
         del self._responses[response_id]
         return {"id": response_id, "object": "response", "deleted": True}

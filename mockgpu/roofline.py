@@ -18,7 +18,7 @@ from policies.sizing.model_shapes import Llm
 
 
 class StepWork(NamedTuple):
-    """The amount of work in one step.
+    """The amount of work in one engine step.
 
     prefill_tokens   prompt tokens computed, summed over all chunks
     attention_area   query-key pairs of the prompts: the sum over chunks of chunk x (start + chunk /
@@ -68,7 +68,10 @@ PROFILES: Mapping[str, Profile] = MappingProxyType(
 
 
 def profile_named(name: str) -> Profile:
-    """Return the profile with this name. Raises ValueError that lists the known names."""
+    """Return the engine software profile with this name.
+
+    Raises ValueError, which lists the known names.
+    """
     profile = PROFILES.get(name)
     if profile is None:
         raise ValueError(f"unknown profile {name!r}: known are {', '.join(PROFILES)}")
@@ -88,7 +91,9 @@ class StepTimeParts(NamedTuple):
 
     @property
     def total_s(self) -> float:
-        """The step's duration: the larger of the overlapping parts, plus all others."""
+        """Return the step's duration in seconds: the larger of the overlapping parts, plus all
+        others.
+        """
         return max(self.weights_s, self.flops_s) + sum(self[2:])
 
     @property
@@ -100,11 +105,11 @@ class Correction(Protocol):
     """Correction factors of step times (measured / computed) from a measured grid (grids.py)."""
 
     def prefill(self, tokens: int) -> float:
-        """Return the factor for a prefill-only step of `tokens` prompt tokens."""
+        """Return the correction factor for a prefill-only step of `tokens` prompt tokens."""
         ...
 
     def decode(self, seqs: float, context: float) -> float:
-        """Return the factor for a decode-only step.
+        """Return the correction factor for a decode-only step of `seqs` sequences.
 
         `context` is the sum over all sequences, in tokens.
         """
@@ -147,7 +152,7 @@ class Roofline:
         self._correction = correction if profile.exact else None
 
     def terms(self, work: StepWork) -> StepTimeParts:
-        """Return the parts of one step's duration by the equation, in seconds.
+        """Return the parts of one engine step's duration by the equation, in seconds.
 
         The total is max(weights, FLOPs) + KV + attention + overheads + collectives.
         """
@@ -166,7 +171,7 @@ class Roofline:
         )
 
     def equation_s(self, work: StepWork) -> float:
-        """Return one step's duration by the equation alone, in seconds.
+        """Return one engine step's duration by the equation alone, in seconds.
 
         Equal to `terms(work).total_s`, but faster, because a replay calls it for every step.
         """
@@ -183,7 +188,7 @@ class Roofline:
         )
 
     def step_s(self, work: StepWork) -> float:
-        """Return one step's duration in seconds, which is exact at every measured point.
+        """Return one engine step's duration in seconds, which is exact at every measured point.
 
         A chunk that starts late (cached prefix, second chunk) gets the factor of its token count. A
         step with prefill and decode gets both factors, weighted by the time of each part alone.

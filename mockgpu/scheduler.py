@@ -55,19 +55,21 @@ class Scheduler:
 
     @property
     def running(self) -> int:
-        """The number of jobs in the running batch, in prefill or decode."""
+        """Return the number of jobs in the running batch, in prefill or decode."""
         return len(self.prefilling) + len(self.decoding)
 
     @property
     def queued(self) -> int:
-        """The number of jobs that wait for KV blocks, for incoming KV, or for a place in
-        the batch.
+        """Return the number of jobs that wait for KV blocks, for incoming KV, or for a place in the
+        batch.
         """
         return len(self.waiting) + len(self.fetching) + len(self.fetched)
 
     @property
     def kept_blocks(self) -> int:
-        """The number of KV blocks that are kept for transfers although their jobs have ended."""
+        """Return the number of KV blocks that are kept for transfers although their jobs have
+        ended.
+        """
         return sum(map(len, self.kept.values()))
 
     def fits(self, job: Job) -> bool:
@@ -82,7 +84,10 @@ class Scheduler:
         return self.tick - job.origin if job.state is JobState.DECODE else job.made
 
     def add(self, job: Job) -> None:
-        """Add a job to the end of the queue. Raises ValueError if it can never fit."""
+        """Add a job to the end of the engine's queue.
+
+        Raises ValueError if it can never fit into the KV cache.
+        """
         if not self.fits(job):
             raise ValueError(
                 f"{job.prompt_tokens} + {job.output_tokens} tokens exceed the group's KV cache"
@@ -90,7 +95,9 @@ class Scheduler:
         self.waiting.append(job)
 
     def abort(self, job: Job) -> None:
-        """Remove a job in any state and free its blocks. Allowed between step() and finish().
+        """Remove a job in any state and free its KV blocks.
+
+        The call is allowed between step() and finish().
 
         Blocks that a transfer is writing are kept until `release_kept()`.
         """
@@ -108,7 +115,7 @@ class Scheduler:
         job.state = JobState.DONE
 
     def to_fetch(self) -> list[Job]:
-        """Return the decode jobs admitted since the last call.
+        """Return the decode jobs that were admitted to the batch since the last call.
 
         Jobs in FETCHING wait for `on_landed()` or `recompute()`. The KV of the others is already
         cached here.
@@ -130,7 +137,7 @@ class Scheduler:
         self._mark_fetched(job)
 
     def release_kept(self, job: Job) -> None:
-        """Free the blocks kept for an ended job. Do nothing if there are none."""
+        """Free the KV blocks that are kept for an ended job. Do nothing if there are none."""
         self.pool.release(self.kept.pop(job, ()))
 
     def _mark_fetched(self, job: Job) -> None:
@@ -139,7 +146,7 @@ class Scheduler:
         self.fetched.append(job)
 
     def step(self) -> StepPlan | None:
-        """Plan the next step: first decodes, then prompts within the token budget.
+        """Plan the next engine step: first decodes, then prompts within the token budget.
 
         Returns None if there is nothing to do.
         """
@@ -166,7 +173,10 @@ class Scheduler:
         return StepPlan(chunks, len(self.decoding), self._context)
 
     def finish(self, plan: StepPlan) -> StepOutcome:
-        """Apply the results of a planned step. Jobs aborted since it was planned are skipped."""
+        """Apply the results of a planned engine step, and return them.
+
+        Jobs aborted since then are skipped.
+        """
         decoded = len(self.decoding)
         self.tick += 1
         self._context += decoded
@@ -190,7 +200,7 @@ class Scheduler:
         return StepOutcome(first_token_jobs, decoded, ended)
 
     def decode_only_steps(self, most: int) -> int:
-        """Return how many steps from the planned one on only decode, up to `most`.
+        """Return how many engine steps, from the planned one on, only decode; at most `most`.
 
         No sequence ends or is preempted in them. Call it after `step()` planned a step without
         prompts; `advance()` may then run that many.
@@ -210,9 +220,10 @@ class Scheduler:
         return steps
 
     def advance(self, steps: int) -> StepPlan:
-        """Run `steps` decode-only steps at once, and return the plan of the step after them.
+        """Compute `steps` decode-only engine steps at once, and return the plan of the step after
+        them.
 
-        Equivalent to that many pairs of `finish()` and `step()`.
+        The call is equivalent to that many pairs of `finish()` and `step()`.
         """
         decoded = len(self.decoding)
         for _ in range(steps):

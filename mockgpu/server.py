@@ -85,7 +85,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class FaultRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The JSON body of POST /mock/fault and of the chaos server.
+    """The JSON body of POST /mock/fault, and of POST to the fault server.
 
     `spec` is a fault specification; "" ends all faults.
     """
@@ -129,7 +129,7 @@ class MockServer:
     def app(self, *further: Middleware) -> web.Application:
         """Return the aiohttp application, to be served with `handler_cancellation=True`.
 
-        `further` middlewares run inside the one that answers errors.
+        The middlewares in `further` run inside the one that answers errors.
         """
         app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[self._errors, *further])
         missing = tuple(f"/v1/{name}" for name in self.group.spec.lacks)
@@ -222,7 +222,7 @@ class MockServer:
         return fault
 
     async def converse(self, request: web.Request) -> web.StreamResponse:
-        """Serve a POST to an API that is converted to a chat and has named stream events."""
+        """Serve a POST to an API that is translated to a chat and has named stream events."""
         form, fault = self._formats[request.path], self._pick_fault(request)
         check_content_type(request)
         raw = await request.read()
@@ -247,7 +247,7 @@ class MockServer:
         return json_answer(body)
 
     async def listen(self, request: web.Request) -> web.StreamResponse:
-        """Serve POST /v1/audio/transcriptions and /v1/audio/translations."""
+        """Serve POST /v1/audio/transcriptions and /v1/audio/translations of a recording."""
         fault = self._pick_fault(request)
         fields = await form_fields(request)
         name = client_request_id(request.headers) or uuid.uuid4().hex
@@ -299,7 +299,7 @@ class MockServer:
         return openai_format.stream_error(error_body(error, self._engine, streaming=True))
 
     async def stored_response(self, request: web.Request) -> web.Response:
-        """Serve GET /v1/responses/{id}."""
+        """Serve GET /v1/responses/{id}: the stored response with this id."""
         return json_answer(self._stored.find(request.match_info["id"]).response)
 
     async def delete_response(self, request: web.Request) -> web.Response:
@@ -312,7 +312,7 @@ class MockServer:
         raise ApiError(400, "Cannot cancel a synchronous response.", "response_id")
 
     async def count_tokens(self, request: web.Request) -> web.Response:
-        """Serve POST /v1/messages/count_tokens."""
+        """Serve POST /v1/messages/count_tokens: the number of tokens of a Messages request."""
         chat = messages_format.count_body(read_members(await request.read()))
         return json_answer({"input_tokens": token_count(chat_prompt(chat))})
 
@@ -481,7 +481,7 @@ class MockServer:
         return json_answer({"object": "list", "data": [card]})
 
     async def tokenize(self, request: web.Request) -> web.Response:
-        """Serve POST /tokenize, for a chat or a prompt."""
+        """Serve POST /tokenize: the token ids of a chat or a prompt."""
         prompt = parse_prompt(await request.read())
         return web.Response(
             body=openai_format.tokenize_response(prompt, self.group.spec.context), content_type=JSON
@@ -518,7 +518,7 @@ class MockServer:
         return json_answer({"server_load": self.group.in_flight})
 
     async def version(self, _: web.Request) -> web.Response:
-        """Serve GET /version, as the imitated engine does."""
+        """Serve GET /version: the version of the imitated engine."""
         return json_answer({"version": self._version})
 
     async def openapi(self, request: web.Request) -> web.Response:
@@ -531,7 +531,7 @@ class MockServer:
         return json_answer(page)
 
     async def metrics(self, _: web.Request) -> web.Response:
-        """Serve GET /metrics in Prometheus text format."""
+        """Serve GET /metrics: the engine's metrics in Prometheus text format."""
         text = self.group.metrics.render(self.group.scheduler, self.group.kv_handoff, self._engine)
         return web.Response(
             body=text.encode(), headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"}
@@ -554,7 +554,7 @@ class MockServer:
     async def renew(self, request: web.Request) -> web.Response:
         """Serve POST /mock/renew `{"name", "ticket"}`, which keeps KV longer for a queued request.
 
-        Answers 404 if the KV is already gone.
+        The answer is 404 if the KV is already gone.
         """
         renewal = decode_body(await request.read(), RenewRequest)
         ticket = (

@@ -1,4 +1,4 @@
-"""Tokens and text without a model: four bytes are one token, and the next token is a hash.
+"""Makes tokens and text without a model: four bytes are one token, and the next token is a hash.
 
 A token sequence is `bytes`, four per token (token ids: little-endian u32). Every part of a rendered
 prompt fills whole tokens. An answer that is sent back as a message thus has the same tokens again,
@@ -53,7 +53,7 @@ class GeneratedText(NamedTuple):
 
     @property
     def text(self) -> str:
-        """The tokens decoded as text."""
+        """Return the generated tokens decoded as text."""
         return self.tokens.decode()
 
 
@@ -63,7 +63,9 @@ def pad_to_tokens(part: bytes) -> bytes:
 
 
 def render_chat(body: Mapping[str, Any]) -> bytes:
-    """Return the prompt of a chat: tools, each message with its role, the assistant's prefix."""
+    """Return the rendered prompt of a chat: tools, each message with its role, the assistant's
+    prefix.
+    """
     parts = []
     if body.get("tools"):
         parts.append(pad_to_tokens(b"<|tools|>" + msgspec.json.encode(body["tools"])))
@@ -94,7 +96,9 @@ def _is_text(part: object) -> bool:
 
 
 def token_bytes(prompt: str | Sequence[int]) -> bytes:
-    """Convert a completion prompt to tokens: text is padded to whole tokens, ids are packed."""
+    """Convert the prompt of a completion to tokens: text is padded to whole tokens, and ids are
+    packed.
+    """
     if isinstance(prompt, str):
         return pad_to_tokens(prompt.encode("utf-8", "surrogatepass"))
     return array("I", prompt).tobytes()

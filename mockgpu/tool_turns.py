@@ -29,7 +29,7 @@ def chat_turns(message: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def chat_call(call_id: object, name: object, arguments: object) -> dict[str, Any]:
-    """Return a tool call in the format of an assistant's chat message."""
+    """Return a tool call in the form that an assistant's chat message has."""
     function = {"name": name, "arguments": arguments}
     return {"id": call_id, "type": "function", "function": function}
 
@@ -42,7 +42,9 @@ def chat_tool(tool: Mapping[str, Any], schema: str) -> dict[str, Any]:
 
 
 def join_calls(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the messages with separate tool calls merged into the assistant's message before."""
+    """Merge separate tool calls into the assistant's message before them, and return the
+    messages.
+    """
     joined: list[dict[str, Any]] = []
     for message in messages:
         last = joined[-1] if joined else {}

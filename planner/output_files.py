@@ -1,4 +1,4 @@
-"""Check of output paths before a command does its work; nothing is written here."""
+"""Checks output paths of commands before the work begins. Nothing is written here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Generator of text with a known number of tokens.
+"""Generates text with a known number of tokens.
 
 It consists of three-letter English words and a space, 4 bytes and one token each. Equal keys give
 equal text on every machine, so prompts share a prefix exactly where a trace or workload defines it.
@@ -23,7 +23,7 @@ _TABLE = tuple(word.encode() + b" " for word in _WORDS.split()) * 2
 
 
 def block(*key: object) -> str:
-    """Return the text of 512 tokens (2,048 bytes) that is generated from this key."""
+    """Return a text of 512 tokens (2,048 bytes) that is generated from this key."""
     digest = hashlib.shake_128(repr(key).encode()).digest(BLOCK_TOKENS)
     return b"".join(map(_TABLE.__getitem__, digest)).decode()
 

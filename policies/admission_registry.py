@@ -1,4 +1,4 @@
-"""Registry of the admission policies by name, with the types of their parameters.
+"""The registry of admission policies by name, with the types of their parameters.
 
 To add an admission policy, write a parameter struct with `build()` in its module, and one line
 here.
@@ -19,7 +19,9 @@ from policies.registry import PolicyConfigError, did_you_mean, parse_params
 
 
 class UncappedParams(AdmissionParams, frozen=True):
-    """Admission of every request while an endpoint is available, without parameters."""
+    """The parameters (none) of an admission policy that admits every request while an endpoint is
+    available.
+    """
 
     def build(self) -> Admission:
         return UncappedAdmission()
@@ -46,7 +48,7 @@ def names() -> tuple[str, ...]:
 
 
 def params_type(name: str) -> type[AdmissionParams]:
-    """Return the type of an admission's parameters.
+    """Return the type of an admission policy's parameters.
 
     Raises PolicyConfigError for an unknown name.
     """
@@ -58,7 +60,7 @@ def params_type(name: str) -> type[AdmissionParams]:
 
 
 def build_admission(name: str, params: Mapping[str, object]) -> Admission:
-    """Build the admission of one pool from its name and a mapping of parameters.
+    """Build the admission policy of one pool from its name and a mapping of parameters.
 
     Raises PolicyConfigError for an unknown name or an invalid parameter.
     """

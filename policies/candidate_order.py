@@ -1,4 +1,5 @@
-"""A pool's candidates sorted by the policy's ranking, so that a pick need not scan all of them.
+"""Keeps a pool's candidates sorted by the policy's ranking, so that a pick need not scan all of
+them.
 
 A request then costs the same in a pool of a thousand endpoints as in one of ten. CandidateOrder
 ranks only the loads that have changed since the last pick. The filters, scorers and picker of
@@ -84,7 +85,7 @@ class CandidateOrder:
         """Choose the endpoint for a request, with the same arguments and result as
         policies.run.pick().
 
-        Return None if no endpoint may serve it.
+        Returns None if no endpoint may serve it.
         """
         if not query.failed_endpoints:
             self._catch_up(query)
@@ -304,9 +305,9 @@ def _level(slot: int, wide: Sequence[WideMatch]) -> int:
 def create_order(
     policy: Policy, candidates: Sequence[Candidate], changes: LoadChanges
 ) -> CandidateOrder | None:
-    """Return a sorted order of these candidates.
+    """Return these candidates in a sorted order that is kept up to date.
 
-    Return None if they are few or the policy has no ranking.
+    Returns None if they are few or the policy has no ranking.
     """
     if policy.ranking is None or len(candidates) < LEAST_CANDIDATES:
         return None

@@ -70,7 +70,8 @@ Costs of phases add up.
 
 
 class Ranking(msgspec.Struct, frozen=True):
-    """How a policy keeps candidates sorted between requests (see policies/candidate_order.py).
+    """How a routing policy keeps candidates sorted between requests (see
+    policies/candidate_order.py).
 
     With a ranking, a request's filters, scorers and picker only see a shortlist: the candidates
     that have most of its prompt cached, and the best of the others. A policy's score must keep this
@@ -106,14 +107,14 @@ class Ranking(msgspec.Struct, frozen=True):
 
 
 class WeightedScorer(msgspec.Struct, frozen=True):
-    """A scorer and the weight with which its score enters the sum."""
+    """A scorer of a routing policy, and the weight with which its score enters the sum."""
 
     scorer: Scorer
     weight: float = 1.0
 
 
 def weighted_sum(scorers: tuple[WeightedScorer, ...]) -> Scorer:
-    """Return a scorer that adds the weighted scores.
+    """Return a scorer that adds the weighted scores of several scorers.
 
     A single scorer of weight 1 is returned itself.
     """

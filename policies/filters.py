@@ -1,7 +1,7 @@
 """Filters of a routing policy: each returns the candidates that may serve a request, in order.
 
-Filters are strict. If a filter keeps no candidate, there is no pick, and the caller decides whether
-to wait, refuse or fail.
+If a filter keeps no candidate, there is no pick, and the caller decides whether to wait, refuse or
+fail.
 """
 
 from __future__ import annotations
@@ -96,14 +96,14 @@ def serves_tenant(query: RoutingQuery, candidates: Sequence[Candidate]) -> Seque
 
 @RetryFilter
 def prefer_proven(query: RoutingQuery, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
-    """Keep the candidate endpoints with a success since their last failure, or all if there is
-    none.
+    """Keep the candidate endpoints with a success since their last failure, or all candidates if
+    there is none.
     """
     return [candidate for candidate in candidates if candidate.load.is_proven] or candidates
 
 
 def applicable(filters: tuple[Filter, ...], candidates: Sequence[Candidate]) -> tuple[Filter, ...]:
-    """Return the filters that may reject one of these candidates for some request."""
+    """Return the filters of a policy that may reject one of these candidates for some request."""
     no_effect = set()
     if all(candidate.endpoint.context_tokens is None for candidate in candidates):
         no_effect.add(fits_context)

@@ -1,4 +1,4 @@
-"""Reservations: the load that each accepted request adds to its endpoint until it ends.
+"""Reserves load at endpoints: each accepted request adds its load to its endpoint until it ends.
 
 This is the only code that changes the reserved numbers of EndpointLoad. A LoadReservation adds a
 request's load, and subtracts exactly what it added, in whatever order events arrive. Where a policy
@@ -21,7 +21,7 @@ FREE_KV = 0.9
 
 
 class LoadReservation(QueuedPrompt):
-    """The load of one request at an endpoint, made by `reserve` or by `reserve_decode`.
+    """The reserved load of one request at an endpoint, made by `reserve` or by `reserve_decode`.
 
     Every method may be called at any time, in any order and repeatedly; after the end none has an
     effect.
@@ -97,7 +97,9 @@ class LoadReservation(QueuedPrompt):
         return None if self._reserved_at is None else self._token_s
 
     def rejoin_timeline(self, now: float) -> None:
-        """Add the request to its endpoint's restarted timeline, with its current progress."""
+        """Add the request to the restarted engine model of its endpoint, with its current
+        progress.
+        """
         self._begin(now, self._context > 0 and not self._uncached)
 
     def _begin(self, now: float, handed: bool) -> None:
@@ -154,9 +156,9 @@ class LoadReservation(QueuedPrompt):
             load.mark_changed()
 
     def on_kv_arrived(self, now: float) -> None:
-        """Start decoding a reserved request whose KV has arrived.
+        """Start to decode a reserved request whose KV has arrived.
 
-        No first token will be reported.
+        No first token of it will be reported.
         """
         if self._open and self._context and not self.is_decoding and not self._uncached:
             load = self._load
@@ -177,9 +179,9 @@ class LoadReservation(QueuedPrompt):
             load.timeline.on_first_token(load, self, now)
 
     def mark_decoding(self) -> None:
-        """Count the request as decoding, without an event for the timeline.
+        """Count the request as decoding, without an event for the engine model.
 
-        The timeline calls it for a prompt whose first token will not be reported.
+        The engine model calls this for a prompt whose first token will not be reported.
         """
         load, prompt = self._load, self._request.prompt_tokens
         load.prefill_tokens -= self._uncached
@@ -216,7 +218,7 @@ class LoadReservation(QueuedPrompt):
         load.mark_changed()
 
     def drop(self, now: float) -> None:
-        """End the reservation of a request that failed or was cancelled, and release its load."""
+        """End the reservation of a request that failed or was cancelled, and subtract its load."""
         self.finish(now)
 
 
@@ -234,7 +236,11 @@ def reserve_decode(
     now: float,
     sees_first_token: bool = True,
 ) -> LoadReservation:
-    """Reserve the decode endpoint of a split request: all of its KV from the start, no prefill."""
+    """Reserve load for a split request at its decode endpoint: all of its KV from the start, and no
+    prefill.
+
+    Returns the reservation.
+    """
     return LoadReservation(load, request, cached_tokens, now, sees_first_token, True)
 
 
@@ -300,7 +306,7 @@ def _learn_slots(load: EndpointLoad, running: int, kv_usage: float) -> None:
 def set_peer_load(load: EndpointLoad, source: bytes, share: PeerShare | None, now: float) -> bool:
     """Replace the load that the gateway `source` has reserved at the endpoint.
 
-    None or NOTHING means that it has no load there any more. Return False if that changes nothing.
+    None or NOTHING means that it has no load there any more. Returns False if that changes nothing.
     """
     others = load.peer_load
     before = others.shares.get(source, NOTHING)

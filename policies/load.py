@@ -1,7 +1,7 @@
-"""Live load of one endpoint: reserved and scraped numbers, flags, learned speed and forecast.
+"""The live load of one endpoint: reserved and scraped numbers, flags, learned speed and forecast.
 
-Contains mutable state only. ledger.py changes the reserved numbers; the gateway's health checks and
-drains change the availability.
+The module contains mutable state only. ledger.py changes the reserved numbers; the gateway's health
+checks and drains change the availability.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ CHANGES = 4096
 
 
 class LoadChanges:
-    """A ring buffer of the slots whose loads have changed, for any number of readers.
+    """A ring buffer of the endpoint slots whose loads have changed, for any number of readers.
 
     A reader stores the count up to which it has read. A reader that is more than CHANGES behind has
     missed changes and must read every load.
@@ -39,7 +39,7 @@ class LoadChanges:
     def since(self, count: int) -> list[int] | None:
         """Return the slots of endpoints whose load changed after the first `count` changes.
 
-        Return None if some of these changes were overwritten.
+        Returns None if some of these changes were overwritten.
         """
         behind = self.count - count
         if behind > CHANGES:
@@ -123,7 +123,7 @@ class EndpointLoad(EngineLoad):
         self.timeline.refresh_forecast(self, 0.0)
 
     def mark_changed(self) -> None:
-        """Record in `changes` that a value has changed by which candidates are filtered or
+        """Record that a value of the load has changed by which candidates are filtered or
         scored.
         """
         if self.changes is not None:

@@ -1,6 +1,7 @@
-"""Value types of routing: endpoints, requests, candidates, queries and picks.
+"""The value types of routing: endpoints, requests, candidates, queries and picks.
 
-All are immutable. load.py has the live numbers of an endpoint; the gateway parses HTTP requests.
+All values are immutable. load.py has the live numbers of an endpoint; the gateway parses HTTP
+requests.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ from policies.sizing.layout import Layout
 
 
 class Role(StrEnum):
-    """The phases that an endpoint may serve; only BOTH may serve whole requests."""
+    """The phases of requests (prefill, decode) that an endpoint may serve; only BOTH may serve
+    whole requests.
+    """
 
     PREFILL = "prefill"
     DECODE = "decode"
@@ -25,7 +28,7 @@ class Role(StrEnum):
 
 
 class EngineKind(StrEnum):
-    """The inference engine of an endpoint, which determines its HTTP dialect."""
+    """The kind of an endpoint's inference engine, which determines the engine's HTTP dialect."""
 
     VLLM = "vllm"
     SGLANG = "sglang"
@@ -67,7 +70,9 @@ class Endpoint(msgspec.Struct, frozen=True):
 
 
 def endpoint_key(pool: str, url: str, rank: int | None) -> tuple[str, str]:
-    """Return the pool and the address, with the rank as its fragment: unique among endpoints."""
+    """Return the pool and the address of an endpoint, with its rank as the fragment; they identify
+    the endpoint.
+    """
     return pool, url if rank is None else f"{url}#dp{rank}"
 
 
@@ -147,7 +152,7 @@ class Request(msgspec.Struct, frozen=True):
 
     @property
     def is_session_inferred(self) -> bool:
-        """Whether the session was recognised by its prompt, so that it began an unknown time
+        """Return whether the session was recognised by its prompt, so that it began an unknown time
         ago.
         """
         return self.session_source == INFERRED_SESSION
@@ -174,7 +179,8 @@ class RoutingQuery(msgspec.Struct, frozen=True):
 
 
 class Pick(msgspec.Struct, frozen=True):
-    """The chosen candidate and the reasons for the choice.
+    """The candidate endpoint that a policy has chosen for a request, and the reasons for the
+    choice.
 
     score            its score: higher is better; the unit depends on the policy
     candidate_count  number of candidates that passed the filters

@@ -1,4 +1,5 @@
-"""Numeric types for parameters; a value outside its range is refused with the parameter's name.
+"""Numeric types for policy parameters; a value outside its range is refused with the parameter's
+name.
 
 NaN and infinity are outside every range.
 """

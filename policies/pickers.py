@@ -15,7 +15,7 @@ from policies.model import Candidate, RoutingQuery
 
 
 def best(query: RoutingQuery, candidates: Sequence[Candidate], scores: Sequence[float]) -> int:
-    """Return the index of the highest score.
+    """Return the index of the candidate with the highest score.
 
     Ties are broken at random, so that gateways with equal views do not all choose the first one.
     """
@@ -30,7 +30,8 @@ def best(query: RoutingQuery, candidates: Sequence[Candidate], scores: Sequence[
 
 
 def best_with_tie_breakers(*costs: Callable[[EndpointLoad], float]) -> Picker:
-    """Return a picker of the highest score that breaks ties by the lowest of each cost in turn.
+    """Return a picker of the candidate with the highest score; ties go to the lowest cost, cost by
+    cost.
 
     Remaining ties are broken at random.
     """
@@ -66,7 +67,7 @@ def better_of_two(
 
 
 def softmax(temperature: float) -> Picker:
-    """Return a picker that draws a candidate in proportion to exp(score / temperature).
+    """Return a picker that draws a candidate at random, in proportion to exp(score / temperature).
 
     A temperature of 0 chooses the best. Scores are scaled to a range of 1 first. Raises ValueError
     for a negative temperature.
@@ -91,7 +92,8 @@ def softmax(temperature: float) -> Picker:
 
 
 class Rotation:
-    """Round robin: of the candidates with the best score, choose the one whose last turn is oldest.
+    """A round-robin picker: of the candidates with the best score, it picks the one used longest
+    ago.
 
     Unlike a counter modulo the number of candidates, this stays fair when candidates are added or
     removed. It is the only picker with state, and belongs to the policy it was built for. Slots
@@ -125,7 +127,9 @@ class Rotation:
         return chosen
 
     def last_turn(self, candidate: Candidate, now: float) -> float:
-        """Return the number of the candidate's last turn, counted from 1; 0 if it had none."""
+        """Return the number of the candidate's last turn in the round robin, counted from 1; 0 if
+        it had none.
+        """
         return max(0.0, self._last_turn.get(candidate.load.slot, 0.0))
 
     def _add_new_slots(self, query: RoutingQuery, candidates: Sequence[Candidate]) -> None:

@@ -22,7 +22,7 @@ DEFAULT_FILTERS: tuple[Filter, ...] = (
 
 
 class PolicyParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Base class for the parameters of a routing policy; every parameter has a default.
+    """The base class for the parameters of a routing policy; every parameter has a default.
 
     Each `build()` returns a new, independent Policy.
     """
@@ -32,7 +32,7 @@ class PolicyParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class RoundRobin(PolicyParams, frozen=True):
-    """Policy without parameters that chooses endpoints in turn."""
+    """A routing policy without parameters that chooses endpoints in turn."""
 
     def build(self) -> Policy:
         rotation = pickers.Rotation()
@@ -46,7 +46,7 @@ class RoundRobin(PolicyParams, frozen=True):
 
 
 class LeastLoaded(PolicyParams, frozen=True):
-    """Policy that chooses the endpoint with the least outstanding work.
+    """A routing policy that chooses the endpoint with the least outstanding work.
 
     Reserved requests are compared first, then scraped load.
 
@@ -77,7 +77,8 @@ class LeastLoaded(PolicyParams, frozen=True):
 
 
 class PrefixAware(PolicyParams, frozen=True):
-    """Policy that chooses the endpoint with the least prefill work before the first token.
+    """A routing policy that chooses the endpoint with the least prefill work before the first
+    token.
 
     Cached prefixes need no work. Prefill that another endpoint has cached counts additionally as
     harm.
@@ -115,7 +116,8 @@ class PrefixAware(PolicyParams, frozen=True):
 
 
 class DecodeLoad(PolicyParams, frozen=True):
-    """Policy for the decode endpoint of a split request: little decode work and KV to transfer.
+    """A policy that picks the decode endpoint of a split request, with little decode work and KV to
+    transfer.
 
     It cannot be configured by name.
 

@@ -1,4 +1,4 @@
-"""Registry of the routing policies by name, with the types of their parameters.
+"""The registry of the routing policies by name, with the types of their parameters.
 
 To add a policy, write a parameter struct with `build()` in presets.py or its own module, and one
 line here.
@@ -33,7 +33,7 @@ T = TypeVar("T", bound=msgspec.Struct)
 
 
 class PolicyConfigError(ValueError):
-    """An error in a policy's name or parameters.
+    """Raised for an error in a policy's name or parameters.
 
     param  name of the invalid parameter; None if the policy's name is unknown
     """
@@ -109,6 +109,8 @@ def parse_params(name: str, kind: type[T], params: Mapping[str, object]) -> T:
 
 
 def did_you_mean(given: str, known: tuple[str, ...]) -> str:
-    """Return a "did you mean" suffix for an error message; empty if no known name is close."""
+    """Return the suffix "did you mean ...?" for an error message; empty if no known name is
+    close.
+    """
     close = get_close_matches(given, known, n=1)
     return f" (did you mean {close[0]!r}?)" if close else ""

@@ -16,7 +16,7 @@ from policies.model import Candidate, Pick, RoutingQuery
 def pick(
     policy: Policy, query: RoutingQuery, candidates: Sequence[Candidate], considered: int = 0
 ) -> Pick | None:
-    """Choose the endpoint for a request; return None if the filters keep no candidate.
+    """Choose the endpoint for a request by a policy; return None if the filters keep no candidate.
 
     `rejecting_filter` then names the filter. `considered` is the number of candidates that a
     shortlist stands for; 0 if `candidates` are all.
@@ -38,7 +38,7 @@ def pick(
 def repick(pick: Pick, candidate: Candidate, cached: Sequence[int]) -> Pick:
     """Return a copy of the pick that names another one of its candidates.
 
-    The reasons stay the same.
+    The reasons for the pick stay the same.
     """
     slot = candidate.load.slot
     score = next(
@@ -63,7 +63,7 @@ def repick(pick: Pick, candidate: Candidate, cached: Sequence[int]) -> Pick:
 def rejecting_filter(policy: Policy, query: RoutingQuery, candidates: Sequence[Candidate]) -> str:
     """Return the name of the filter that removed the last candidate.
 
-    Return "no_candidates" if there were none at all. Raises ValueError if the filters keep one.
+    Returns "no_candidates" if there were none at all. Raises ValueError if the filters keep one.
     """
     remaining = candidates
     if not remaining:

@@ -1,7 +1,8 @@
-"""Learned state of policies as plain values, to move it to a process that replaces this one.
+"""The learned state of policies as plain values, to move it to a process that replaces this one.
 
-Contains the value types and their conversion from and to live objects. The gateway chooses which
-objects to save. Slots differ between processes, so state per slot is restored through a map.
+The module contains the value types and their conversion from and to live objects. The gateway
+chooses which objects to save. Slots differ between processes, so state per slot is restored through
+a map.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class Blocks(msgspec.Struct, frozen=True, array_like=True, tag="blocks"):
 
 
 class HolderState(msgspec.Struct, frozen=True, array_like=True):
-    """Saved state of one slot (endpoint) of a prefix index, without its blocks.
+    """The saved state of one slot (endpoint) of a prefix index, without its blocks.
 
     See prefix_index._Holder for the members.
     """
@@ -72,7 +73,7 @@ class KalmanState(msgspec.Struct, frozen=True, array_like=True):
 
 
 class BeliefState(msgspec.Struct, frozen=True, array_like=True):
-    """Saved state of an endpoint's learned speed (SpeedBelief).
+    """The saved state of an endpoint's learned speed (SpeedBelief).
 
     shape    the estimated step costs that the learned factors correct
     """
@@ -94,7 +95,7 @@ class SessionState(msgspec.Struct, frozen=True, array_like=True):
 
 
 class AdmissionState(msgspec.Struct, frozen=True, array_like=True):
-    """Saved running means of a priced admission and its active sessions, least recently used
+    """The saved running means of a priced admission and its active sessions, least recently used
     first.
     """
 
@@ -106,7 +107,9 @@ class AdmissionState(msgspec.Struct, frozen=True, array_like=True):
 
 
 class QuotaState(msgspec.Struct, frozen=True, array_like=True):
-    """Saved (level, at) of each token bucket; `at` is on the machine's monotonic clock."""
+    """The saved (level, time) of each token bucket of a quota; times are on the machine's monotonic
+    clock.
+    """
 
     limits: QuotaLimits
     requests: tuple[float, float] | None
@@ -123,7 +126,7 @@ class LengthState(msgspec.Struct, frozen=True, array_like=True):
 
 
 def index_blocks(index: PrefixIndex) -> Iterator[Blocks]:
-    """Yield all blocks of an index, in parts.
+    """Yield all blocks of a prefix index, in parts.
 
     The index may change between two parts; prompts inserted meanwhile may be missing.
     """
@@ -141,7 +144,7 @@ def index_blocks(index: PrefixIndex) -> Iterator[Blocks]:
 
 
 def index_holders(index: PrefixIndex) -> list[HolderState]:
-    """Return the saved state of all slots of an index.
+    """Return the state to save of all slots of a prefix index.
 
     Call it after `index_blocks`, so that every stamp of a block is known.
     """
@@ -162,7 +165,7 @@ def index_holders(index: PrefixIndex) -> list[HolderState]:
 
 
 def restore_blocks(index: PrefixIndex, blocks: Blocks, slots: Mapping[int, int]) -> int:
-    """Add saved blocks to an index and return how many were added.
+    """Add saved blocks to a prefix index and return how many were added.
 
     `slots` maps saved slots to those of this process; others are left out. Raises ValueError if the
     arrays do not match.
@@ -204,7 +207,10 @@ def _with_slot(stamp: int, slot: int) -> int:
 
 
 def restore_holder(index: PrefixIndex, state: HolderState, slot: int) -> None:
-    """Restore the state of one slot of an index; its capacity stays as its endpoint reported it."""
+    """Restore the state of one slot of a prefix index.
+
+    Its capacity stays as its endpoint reported it.
+    """
     holder = index._holder(slot)
     holder.stamp, holder.reborn = _with_slot(state.stamp, slot), _with_slot(state.reborn, slot)
     holder.tokens = {_with_slot(stamp, slot): tokens for stamp, tokens in state.tokens.items()}
@@ -231,9 +237,9 @@ def belief_state(belief: SpeedBelief) -> BeliefState:
 
 
 def restore_belief(belief: SpeedBelief, state: BeliefState) -> bool:
-    """Restore the learned speed, and return whether it was restored.
+    """Restore an endpoint's learned speed, and return whether it was restored.
 
-    It is not if the saved estimate `shape` differs or numbers are invalid.
+    It is not restored if the saved estimate `shape` differs or numbers are invalid.
     """
     filters = (
         (belief.prompts, state.prompts),
@@ -306,7 +312,10 @@ def quota_state(live: Quota) -> QuotaState:
 
 
 def restore_quota(live: Quota, state: QuotaState) -> bool:
-    """Restore the levels of a quota; return False, without changes, if the limits differ."""
+    """Restore the levels of a tenant's quota.
+
+    Returns False, without changes, if the limits differ.
+    """
     if state.limits != live.limits:
         return False
     for bucket, saved in ((live._requests, state.requests), (live._tokens, state.tokens)):

@@ -29,7 +29,7 @@ def constant() -> Scorer:
 
 
 def outstanding_work(output_weight: float, request_tokens: float, fresh_s: float) -> Scorer:
-    """Return a scorer that prefers the least outstanding work.
+    """Return a scorer that prefers the endpoint with the least outstanding work.
 
     cost = prefill_tokens + output_weight * expected_tokens + request_tokens * in_flight + external
     requests' work
@@ -77,13 +77,15 @@ def reserved_work(
 
 
 def requests_from_outside(load: EndpointLoad) -> int:
-    """Return the number of external requests at the last scrape, however old it is."""
+    """Return the number of external requests at the endpoint's last scrape, however old the scrape
+    is.
+    """
     return load.external_requests
 
 
 def fewest_requests(fresh_s: float) -> Scorer:
-    """Return a scorer that prefers the fewest requests, including external ones of a recent
-    scrape.
+    """Return a scorer that prefers the endpoint with the fewest requests, including external ones
+    of a recent scrape.
     """
 
     def score(query: RoutingQuery, candidates: Sequence[Candidate]) -> list[float]:
@@ -99,7 +101,7 @@ def fewest_requests(fresh_s: float) -> Scorer:
 def uncached_work(
     harm_weight: float, patience_tokens: float, decode_weight: float, fresh_s: float
 ) -> Scorer:
-    """Return a scorer that prefers the least prefill work before the first token.
+    """Return a scorer that prefers the endpoint with the least prefill work before the first token.
 
     Redundant work, which another endpoint has cached, counts additionally as harm to others.
 
@@ -159,10 +161,10 @@ def uncached_work(
 
 
 def external_requests(load: EndpointLoad, now: float, fresh_s: float) -> int:
-    """Return the number of external requests at the last scrape; 0 if older than `fresh_s` seconds.
+    """Return the number of external requests at an endpoint's last scrape; 0 if that is too old.
 
-    The number was computed when the metrics arrived. A comparison with the present in_flight would
-    count own requests that have ended since.
+    A scrape is too old after `fresh_s` seconds. The number was computed when the metrics arrived. A
+    comparison with the present in_flight would count own requests that have ended since.
     """
     if load.scraped_at is None or now - load.scraped_at > fresh_s:
         return 0
@@ -179,7 +181,9 @@ def _pressure(load: EndpointLoad) -> float:
 
 
 def has_room_and_own_requests_only(load: EndpointLoad) -> bool:
-    """Return whether the last scrape showed neither external requests nor nearly full KV memory."""
+    """Return whether an endpoint's last scrape showed neither external requests nor nearly full KV
+    memory.
+    """
     return not load.external_requests and not _pressure(load)
 
 
@@ -203,7 +207,7 @@ def queued_work(decode_weight: float) -> Callable[[Candidate, float], float]:
 
 
 def decode_load(request_tokens: float, transfer_weight: float, fresh_s: float) -> Scorer:
-    """Return a scorer that prefers little decode work and little KV to transfer.
+    """Return a scorer that prefers endpoints with little decode work and little KV to transfer.
 
     cost = decode_tokens + expected_tokens + prefill_tokens + request_tokens * in_flight +
     transfer_weight * u, plus external requests as large as this one. u is the part of the prompt

@@ -23,7 +23,7 @@ QUERY_S = 5.0
 
 
 class BootstrapServer:
-    """The bootstrap server of one prefill engine. It keeps its port when it is restarted."""
+    """The bootstrap server of one prefill engine, which keeps its port when it is restarted."""
 
     def __init__(self, host: str, port: int, dialect: str, tp: int) -> None:
         self.is_needed = dialect in PAGES
@@ -33,7 +33,7 @@ class BootstrapServer:
         self._identity: EngineIdentity | None = None
 
     async def start(self, here: EngineIdentity) -> None:
-        """Start serving this engine's identity. Raises OSError if the port is taken."""
+        """Start to serve the identity of the engine `here`. Raises OSError if the port is taken."""
         self._identity = here
         app = web.Application()
         app.add_routes(
@@ -90,9 +90,9 @@ class PeerResolver:
         self._addresses: dict[BootstrapPeer, str] = {}
 
     async def address(self, leg: DecodeLeg) -> str:
-        """Return the address of the prefill engine's agent.
+        """Return the address of the prefill engine's KV transfer agent.
 
-        Raises UnknownPeerError if not found.
+        Raises UnknownPeerError if the address cannot be found.
         """
         if isinstance(leg.peer, AgentPeer):
             return leg.peer.address
@@ -105,7 +105,7 @@ class PeerResolver:
             self._addresses.pop(leg.peer, None)
 
     async def renew(self, leg: DecodeLeg) -> str | None:
-        """Ask the prefill engine to keep the KV longer.
+        """Ask the prefill engine to keep the KV of a split request longer.
 
         Returns the new ticket, or None if it is too late.
         """

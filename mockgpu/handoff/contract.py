@@ -1,4 +1,4 @@
-"""The interfaces of this package: an engine's handoff protocol and its KV transfer agent."""
+"""The interfaces of split requests in a mock engine: handoff protocol and KV transfer agent."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def agent_address(host: str, port: int) -> str:
 class EngineDialect(Protocol):
     """The protocol by which one kind of engine handles split requests.
 
-    Its only state is which transfer names have been used.
+    The protocol object only remembers which transfer names have been used.
     """
 
     name: str
@@ -74,7 +74,7 @@ class EngineDialect(Protocol):
         offered: OfferedKv | None,
         here: EngineIdentity,
     ) -> dict[str, Any]:
-        """Return the handoff fields to add at the top level of a prefill response.
+        """Return the handoff fields to add to a prefill response at its top level.
 
         `offered` describes the KV that can be fetched, and is None if none is kept.
         """

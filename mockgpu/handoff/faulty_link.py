@@ -24,7 +24,10 @@ class FaultyRelay:
         self._ends: set[RelayConnection] = set()
 
     async def start(self, host: str, port: int) -> None:
-        """Start relaying to the agent at this address. Raises OSError if no port is free."""
+        """Start to relay bytes to the KV agent at this address.
+
+        Raises OSError if no port is free.
+        """
         self._target = (host, port)
         loop = asyncio.get_running_loop()
         self._server = await loop.create_server(
@@ -66,7 +69,7 @@ class FaultyRelay:
 
 
 class RelayConnection(asyncio.Protocol):
-    """One of the two connections of a relayed stream; `other` is the opposite one.
+    """One of the two connections of a relayed TCP stream; `other` is the opposite connection.
 
     A connection that a peer opened has `dial`, which opens the opposite connection.
     """
@@ -104,7 +107,7 @@ class RelayConnection(asyncio.Protocol):
         self._relay_bytes(data, self._other._transport)
 
     def resume(self) -> None:
-        """Relay the bytes that a fault has held back."""
+        """Relay the bytes that a fault has held back until now."""
         waiting, self._waiting = self._waiting, []
         for data in waiting:
             self.data_received(data)

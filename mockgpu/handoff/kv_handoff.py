@@ -28,16 +28,16 @@ DECLINE_S = 1.0
 
 
 class HandoffOwner(Protocol):
-    """The mock engine that uses a KvHandoff."""
+    """The interface of a mock engine to its KvHandoff."""
 
     scheduler: Scheduler
 
     def wake(self) -> None:
-        """Resume stepping, because jobs or blocks may have become available."""
+        """Resume the computation of steps, because jobs or blocks may have become available."""
         ...
 
     def fail_job(self, job: Job, why: str) -> None:
-        """Fail a job whose KV is lost and will not be recomputed."""
+        """Fail a job whose KV is lost and will not be computed again."""
         ...
 
     def on_blocks_taken(self, job: Job, end: TransferOutcome) -> None:
@@ -46,19 +46,19 @@ class HandoffOwner(Protocol):
 
 
 class PeerDirectory(Protocol):
-    """Resolves the addresses of the KV transfer agents of prefill engines."""
+    """The interface to the addresses of prefill engines' KV transfer agents."""
 
     async def address(self, leg: DecodeLeg) -> str:
-        """Return the address of the prefill engine's agent.
+        """Return the address of the prefill engine's KV transfer agent.
 
-        Raises UnknownPeerError if not found.
+        Raises UnknownPeerError if the address cannot be found.
         """
         ...
 
     def forget(self, leg: DecodeLeg) -> None: ...
 
     async def renew(self, leg: DecodeLeg) -> str | None:
-        """Ask the prefill engine to keep the KV longer.
+        """Ask the prefill engine to keep the KV of a split request longer.
 
         Returns the new ticket, or None if it is too late.
         """
@@ -82,7 +82,7 @@ class KvHandoff:
         lease_s: float = 30.0,
         connector: str = "nixl",
     ) -> None:
-        """Create the handoff of one engine run.
+        """Create the KV handoff of one mock engine, from its start to the loss of a rank.
 
         link        limits the speed of incoming KV
         recompute   whether to compute KV that fails to arrive; False: the job fails
@@ -104,11 +104,11 @@ class KvHandoff:
 
     @property
     def running_tasks(self) -> int:
-        """The number of running tasks: offers, incoming transfers and refusals to fetch."""
+        """Return the number of running tasks: offers, incoming transfers and refusals to fetch."""
         return len(self._tasks)
 
     def lines(self, labels: str) -> Iterator[str]:
-        """Yield the metrics of transfers and leases in Prometheus text format."""
+        """Yield the metrics of KV transfers and leases in Prometheus text format."""
         yield from self.stats.lines(labels)
         stats = self.agent.stats()
         yield "# TYPE mock:kv_leases gauge"
@@ -118,14 +118,16 @@ class KvHandoff:
         yield f"mock:kv_unclaimed_seconds_total{{{labels}}} {stats['unclaimed_s']}"
 
     def is_sending(self, job: Job) -> bool | None:
-        """Return whether KV is being sent now; None if the offer of this job has ended."""
+        """Return whether the KV of this job is being sent now; None if its offer has ended."""
         if job not in self._offers:
             return None
         leases = self.agent.stats()["leases"]
         return bool(leases["claimed"] + leases["moving"])
 
     def is_receiving(self, job: Job) -> bool | None:
-        """Return whether KV is being received now; None if this job does not wait for KV."""
+        """Return whether KV for this job is being received now; None if the job does not wait for
+        KV.
+        """
         if job.state is not JobState.FETCHING:
             return None
         return bool(self.agent.stats()["reservations"]["moving"])
@@ -146,7 +148,7 @@ class KvHandoff:
         return OfferedKv(leg.name, offer.ticket, blocks, job.prompt_tokens, max(0, job.cached))
 
     def renew(self, name: str, ticket: str) -> str | None:
-        """Extend an offer to two thirds of a lease from now.
+        """Extend an offer of KV to two thirds of a lease from now.
 
         Returns its ticket, or None if there is no such offer.
         """
@@ -183,7 +185,7 @@ class KvHandoff:
     def fetch(self, job: Job) -> None:
         """Start fetching the KV of a job that has been scheduled.
 
-        If all of it is already cached here, only notify the sender, which then frees it.
+        If all of it is already cached here, the sender is only notified, and frees it.
         """
         leg = job.leg
         assert isinstance(leg, DecodeLeg)
@@ -214,12 +216,14 @@ class KvHandoff:
             self._free(job)
 
     def decline(self, leg: DecodeLeg) -> None:
-        """Notify the sender that this KV will not be fetched, so that it frees the blocks."""
+        """Notify the sending engine that its KV will not be fetched, so that it frees the
+        blocks.
+        """
         if not leg.is_parked and not self._closed:
             self._spawn(self._decline(leg))
 
     def drop_all(self) -> None:
-        """End all offers and incoming transfers, because the engine has died."""
+        """End all offers and incoming transfers of KV, because the engine has died."""
         for job in list(self._renewal_timers):
             self._stop_renewing(job)
         for offer in list(self._offers.values()):
@@ -333,5 +337,7 @@ class KvHandoff:
 
 
 def unreachable_outcome(detail: str) -> TransferOutcome:
-    """Return the outcome of a transfer that could not be started, with the reason in `detail`."""
+    """Return the outcome of a KV transfer that could not be started, with the reason in
+    `detail`.
+    """
     return outcome_for(EndReason.UNREACHABLE, detail=detail)

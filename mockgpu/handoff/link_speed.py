@@ -12,7 +12,7 @@ from math import inf
 class PacedLink:
     """The simulated network link of one engine, which carries one transfer at a time.
 
-    Other transfers wait for their turn. Times are event-loop seconds.
+    Other transfers wait for their turn. Times are in seconds of the event loop.
     """
 
     def __init__(self, token_bytes: int, bytes_s: float = inf, speed: float = 1.0) -> None:

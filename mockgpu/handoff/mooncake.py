@@ -1,7 +1,7 @@
 """The engine's side of vLLM's MooncakeConnector: KV is pushed to the decode engine.
 
-The two legs of a split request are matched by their transfer id, and agents are found through a
-bootstrap server. A prefill response has no handoff object. Its KV is kept only if the answer was
+The prefill and the decode request are matched by their transfer id, and KV agents are found through
+a bootstrap server. A prefill response has no handoff object. Its KV is kept only if the answer was
 cut at its single token. Source: engines.md B.0, B.4.
 """
 
@@ -39,9 +39,9 @@ class MooncakeDialect:
         request_id: str,
         here: EngineIdentity,
     ) -> ParsedHandoff:
-        """Parse the handoff fields of a request.
+        """Parse the handoff fields of a request in Mooncake's protocol.
 
-        A leg that does not fit the engine's role kills it.
+        A request that does not fit the engine's role kills the engine.
         """
         params = checked_object(body)
         if params is None:
@@ -71,11 +71,13 @@ class MooncakeDialect:
         offered: OfferedKv | None,
         here: EngineIdentity,
     ) -> dict[str, Any]:
-        """Return no fields: the decode engine needs nothing from the prefill response."""
+        """Return no fields, because a Mooncake decode engine needs nothing from the prefill
+        response.
+        """
         return {}
 
     def choice_members(
         self, parsed: ParsedRequest, offered: OfferedKv | None, first: bytes, here: EngineIdentity
     ) -> dict[str, Any]:
-        """Return no fields: Mooncake adds nothing to a choice."""
+        """Return no fields, because Mooncake adds nothing to a choice of the response."""
         return {}

@@ -1,4 +1,4 @@
-"""The engine's side of SGLang's disaggregation: both engines get the same body.
+"""The engine's side of SGLang's disaggregation: both engines of a split request get the same body.
 
 They are matched by the number `bootstrap_room` in it. A prefill engine stops after one token and
 answers when its KV has been fetched. A probe names a host that belongs to no engine, and either
@@ -47,7 +47,9 @@ class SglangDialect:
         request_id: str,
         here: EngineIdentity,
     ) -> ParsedHandoff:
-        """Parse the handoff fields; the server's role decides whether it prefills or decodes."""
+        """Parse the handoff fields of a request; the server's role decides whether it prefills or
+        decodes.
+        """
         for field in ("kv_transfer_params", "disaggregated_params"):
             if getattr(body, field) is not None:
                 raise MalformedHandoffError(field)
@@ -90,11 +92,11 @@ class SglangDialect:
         offered: OfferedKv | None,
         here: EngineIdentity,
     ) -> dict[str, Any]:
-        """Return no fields: both engines know the room from the request."""
+        """Return no fields, because both SGLang engines know the room number from the request."""
         return {}
 
     def choice_members(
         self, parsed: ParsedRequest, offered: OfferedKv | None, first: bytes, here: EngineIdentity
     ) -> dict[str, Any]:
-        """Return no fields: SGLang adds nothing to a choice."""
+        """Return no fields, because SGLang adds nothing to a choice of the response."""
         return {}

@@ -1,4 +1,4 @@
-"""Counters of an engine's KV transfers, under the metric names of its vLLM connector."""
+"""Counts an engine's KV transfers, under the metric names of its vLLM connector."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ BYTES_BUCKETS = tuple(float(1 << exponent) for exponent in range(10, 34, 2))
 
 
 class HandoffStats:
-    """KV transfer counters of one engine, both as sender and as receiver.
+    """The KV transfer counters of one engine, both as sender and as receiver.
 
     `connector` is "nixl" or "mooncake", as in the metric names.
     """

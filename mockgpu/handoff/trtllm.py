@@ -104,13 +104,13 @@ COMPLETION_FIELDS = frozenset((*_SHARED, "prompt", "detokenize", "return_context
 
 
 class Details(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The JSON object `prompt_tokens_details` in a response's usage."""
+    """The JSON object `prompt_tokens_details` in the usage of TensorRT-LLM's responses."""
 
     cached_tokens: int = 0
 
 
 class ContextUsage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The object `ctx_usage`: the usage that the context (prefill) server reported."""
+    """TensorRT-LLM's object `ctx_usage`: the usage that the context (prefill) server reported."""
 
     prompt_tokens: int = 0
     total_tokens: int = 0
@@ -119,7 +119,7 @@ class ContextUsage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Params(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The JSON object `disaggregated_params` of a split request."""
+    """TensorRT-LLM's JSON object `disaggregated_params` of a split request."""
 
     request_type: str
     disagg_request_id: int | None = None
@@ -138,7 +138,9 @@ class Params(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class OpaqueState(msgspec.Struct, frozen=True, array_like=True):
-    """The content of the opaque state: where the KV is, and the ticket to fetch it."""
+    """The content of TensorRT-LLM's opaque handoff state: where the KV is, and the ticket to fetch
+    it.
+    """
 
     address: str
     name: str
@@ -161,7 +163,10 @@ class TrtllmDialect:
         request_id: str,
         here: EngineIdentity,
     ) -> ParsedHandoff:
-        """Parse the handoff fields of a request. Raises ApiError 400 for unknown fields."""
+        """Parse the handoff fields of a TensorRT-LLM request.
+
+        Raises ApiError 400 for unknown fields.
+        """
         known = CHAT_FIELDS if body.messages is not None else COMPLETION_FIELDS
         for field in msgspec.json.decode(raw):
             if field not in known:
@@ -240,13 +245,17 @@ class TrtllmDialect:
         offered: OfferedKv | None,
         here: EngineIdentity,
     ) -> dict[str, Any]:
-        """Return the prompt's token ids as the context server rendered them."""
+        """Return the prompt's token ids as TensorRT-LLM's context (prefill) server rendered
+        them.
+        """
         return {"prompt_token_ids": token_ids(parsed.prompts[0])}
 
     def choice_members(
         self, parsed: ParsedRequest, offered: OfferedKv | None, first: bytes, here: EngineIdentity
     ) -> dict[str, Any]:
-        """Return the generation server's parameters; null if the first token ended the answer."""
+        """Return the parameters for the generation (decode) server; null if the first token ended
+        the answer.
+        """
         if offered is None:
             return {FIELD: None}
         state = OpaqueState(here.address, offered.name, offered.ticket)

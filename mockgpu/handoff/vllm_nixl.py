@@ -47,7 +47,10 @@ class VllmNixlDialect:
         request_id: str,
         here: EngineIdentity,
     ) -> ParsedHandoff:
-        """Parse the handoff object. A request whose object is absent or empty is served whole."""
+        """Parse the handoff object of a request.
+
+        A request whose object is absent or empty is served whole.
+        """
         params = checked_object(body)
         if params is None:
             return NO_LEG
@@ -64,18 +67,18 @@ class VllmNixlDialect:
         offered: OfferedKv | None,
         here: EngineIdentity,
     ) -> dict[str, Any]:
-        """Return the object `kv_transfer_params` of the response; null if no KV is kept."""
+        """Return the object `kv_transfer_params` of a prefill response; null if no KV is kept."""
         return {FIELD: None if offered is None else build_object(offered, here, "pull")}
 
     def choice_members(
         self, parsed: ParsedRequest, offered: OfferedKv | None, first: bytes, here: EngineIdentity
     ) -> dict[str, Any]:
-        """Return no fields: vLLM's object is at the top level of the response."""
+        """Return no fields, because vLLM's handoff object is at the top level of the response."""
         return {}
 
 
 def checked_object(body: RequestBody) -> dict[str, Any] | None:
-    """Return the request's `kv_transfer_params`, or None if absent.
+    """Return a request's handoff object `kv_transfer_params`, or None if it is absent.
 
     Raises ApiError for handoff fields of other engines.
     """
@@ -94,9 +97,9 @@ def checked_object(body: RequestBody) -> dict[str, Any] | None:
 
 
 def prefill_leg(request_id: str, here: EngineIdentity) -> PrefillLeg:
-    """Return a prefill leg whose KV is pulled, and kept for a lease.
+    """Return a prefill request's handoff in pull mode, whose KV is kept for a lease.
 
-    Old versions keep it for a fixed time instead.
+    Old versions of vLLM keep the KV for a fixed time instead.
     """
     leases = here.version >= LEASES_SINCE
     return PrefillLeg(
@@ -134,7 +137,7 @@ def _cached_tokens(params: dict[str, Any]) -> int | None:
 
 
 def given_prompt(params: dict[str, Any], body: RequestBody) -> bytes | None:
-    """Return the prompt tokens that the prefill response included (chat only, not with `echo`).
+    """Return the prompt tokens that a handoff includes (only for chats without `echo`), or None.
 
     Raises ApiError 400 unless they are a list of token ids.
     """

@@ -40,7 +40,9 @@ class VllmPushDialect:
         request_id: str,
         here: EngineIdentity,
     ) -> ParsedHandoff:
-        """Parse the handoff fields. Prefill and decode request have the same X-Request-Id."""
+        """Parse the handoff fields of a request; prefill and decode request have the same
+        X-Request-Id.
+        """
         params = checked_object(body)
         if params is None:
             return NO_LEG
@@ -67,11 +69,13 @@ class VllmPushDialect:
         offered: OfferedKv | None,
         here: EngineIdentity,
     ) -> dict[str, Any]:
-        """Return `kv_transfer_params` that name this engine, in push mode without a ticket."""
+        """Return the handoff object `kv_transfer_params` that names this engine, in push mode
+        without a ticket.
+        """
         return {FIELD: None if offered is None else build_object(offered, here, "push")}
 
     def choice_members(
         self, parsed: ParsedRequest, offered: OfferedKv | None, first: bytes, here: EngineIdentity
     ) -> dict[str, Any]:
-        """Return no fields: vLLM's object is at the top level of the response."""
+        """Return no fields, because vLLM's handoff object is at the top level of the response."""
         return {}

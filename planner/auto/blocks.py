@@ -19,9 +19,9 @@ T_95 = 2.36
 
 
 def in_blocks(items: Sequence[Item]) -> list[Sequence[Item]]:
-    """Split the items into BLOCKS consecutive parts of equal size.
+    """Split a sequence into BLOCKS consecutive parts of equal size, and return them.
 
-    At least BLOCKS items are needed.
+    The sequence must have at least BLOCKS items.
     """
     edges = [len(items) * block // BLOCKS for block in range(BLOCKS + 1)]
     return [items[begin:end] for begin, end in pairwise(edges)]

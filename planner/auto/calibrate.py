@@ -1,4 +1,4 @@
-"""Corrects the speeds of a pool's mock groups by what the access log says of each endpoint.
+"""Corrects the speeds of a pool's mock groups by comparing a replay with the access log.
 
 The log's requests are replayed on the endpoints that served them, so that nothing but the speed of
 the engines differs from what happened. The ratio of the times per token then is the speed.

@@ -32,7 +32,10 @@ def set_limits() -> None:
 
 
 class CpuBudget:
-    """Pauses this process so that it uses at most a share of a core. Call pause() often."""
+    """Pauses this process so that it uses at most a given share of a CPU core.
+
+    Call pause() often.
+    """
 
     def __init__(
         self,
@@ -44,7 +47,9 @@ class CpuBudget:
         self._paused_at_s = 0.0  # so that the CPU time of the start counts as well
 
     def pause(self, _clock_s: float = 0.0, _ended: int = 0) -> None:
-        """Sleep as long as the share requires for the CPU time used since the last pause."""
+        """Sleep for as long as the allowed share requires, after the CPU time used since the last
+        pause.
+        """
         used_s = self._cpu_s() - self._paused_at_s
         if used_s >= SLICE_S:
             self._sleep(used_s * (1 - self._share) / self._share)

@@ -1,4 +1,4 @@
-"""Estimates what the policies of a portfolio would have made of the last minutes of an access log.
+"""Estimates how each routing policy of a portfolio would have served the requests of an access log.
 
 All policies are replayed on the same arrivals, so that differences are those of the policies. The
 error of a difference comes from blocks of consecutive requests; the best policies are replayed a
@@ -40,7 +40,8 @@ def evaluate(
     in_force_since_s: float = 0.0,
     on_progress: OnProgress | None = None,
 ) -> PoolEstimate:
-    """Return the estimates of `members`, the first of which is the policy in force.
+    """Replay the requests with the policies `members`, the first of which is in force; return the
+    estimates.
 
     endpoints         names of the case's groups in the log, in order
     in_force_since_s  Unix time since when it has served all requests; only later requests show
@@ -93,7 +94,10 @@ def _estimate(
 
 
 class _Runs:
-    """The replays of one pool's requests, one per policy; each is run when it is first needed."""
+    """The replays of one pool's requests, one for each routing policy.
+
+    Each is run when it is first needed.
+    """
 
     def __init__(
         self,
@@ -107,8 +111,8 @@ class _Runs:
         self._known: dict[tuple[str, int], list[ReplayRecord]] = {}
 
     def records(self, member: PolicyMember, seed: int) -> list[ReplayRecord]:
-        """Return the records of the counted requests in order of arrival, which are the same for
-        all policies.
+        """Return the records of the counted requests in order of arrival, which are the same
+        requests for all policies.
         """
         key = member.label, seed
         if key not in self._known:
@@ -180,7 +184,7 @@ def _served(line: LoggedRequest, case: PoolCase) -> ServedRequest | None:
 
 
 def portfolio(incumbent: PolicyMember, members: Sequence[PolicyMember]) -> tuple[PolicyMember, ...]:
-    """Return the policies to compare: first the policy in force, then the others of the
+    """Return the routing policies to compare: first the policy in force, then the others of the
     portfolio.
     """
     return (incumbent, *(member for member in members if member.label != incumbent.label))

@@ -31,7 +31,7 @@ MET = "met"
 
 
 class ServedRequest(msgspec.Struct, frozen=True):
-    """How one request was served, in the log or in the replay; unknown values are None."""
+    """How one request was served, in the access log or in the replay. Unknown values are None."""
 
     slo: Slo
     is_good: bool

@@ -1,4 +1,6 @@
-"""Runs one comparison that the gateway asks for: reads the log, and evaluates every pool."""
+"""Runs one comparison of routing policies that the gateway asks for: reads the log, and evaluates
+every pool.
+"""
 
 from __future__ import annotations
 
@@ -24,13 +26,15 @@ MOST_REQUESTS = 4_000
 
 
 def read_job(pipe: BinaryIO) -> ReplayJob | None:
-    """Return the job that is one line of JSON; None at the end of the pipe."""
+    """Return the comparison job in one line of JSON from the gateway; None at the end of the
+    pipe.
+    """
     line = pipe.readline()
     return msgspec.json.decode(line, type=ReplayJob) if line.endswith(b"\n") else None
 
 
 def run_job(job: ReplayJob, on_progress: OnProgress | None = None) -> bytes:
-    """Run a job of the gateway, and return its result as JSON."""
+    """Run a comparison job of the gateway, and return its result as a line of JSON."""
     estimates: list[PoolEstimate] = []
     failed: dict[str, str] = {}
     for pool in job.pools:

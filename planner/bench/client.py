@@ -52,7 +52,9 @@ class BenchRecord(msgspec.Struct):
 
     @property
     def tpot_s(self) -> float | None:
-        """Mean seconds per output token after the first; None for fewer than two tokens."""
+        """Return the mean seconds per output token after the first; None for fewer than two
+        tokens.
+        """
         if self.first_s is None or self.last_s is None or self.output_tokens < 2:
             return None
         return (self.last_s - self.first_s) / (self.output_tokens - 1)
@@ -63,7 +65,9 @@ class BenchRecord(msgspec.Struct):
 
     @property
     def lag_s(self) -> float:
-        """Seconds between the planned time of the request and the time when this client sent it."""
+        """Return the seconds between the planned time of the request and the time when this client
+        sent it.
+        """
         return self.sent_s - self.due_s
 
 
@@ -89,7 +93,8 @@ class BenchClient:
         await self._http.close()
 
     async def model(self) -> str:
-        """Return the model to request: the plan's, or the first one that the server lists.
+        """Return the name of the model to request: the plan's, or the first one that the server
+        lists.
 
         Raises BenchError if the server lists none.
         """
@@ -115,7 +120,8 @@ class BenchClient:
     async def send(
         self, record: BenchRecord, messages: Sequence[dict[str, str]], output_tokens: int
     ) -> str:
-        """Send a streaming chat completion, fill in the record and return the generated text.
+        """Send a streaming chat request, write its measurements into `record`, and return the
+        generated text.
 
         Errors are stored in the record.
         """

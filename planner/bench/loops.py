@@ -1,4 +1,5 @@
-"""The run of a benchmark: open loop (requests at given times) or closed loop (waiting users).
+"""The run of a benchmark: open loop (requests at given times) or closed loop (users who wait for
+answers).
 
 A user of a closed loop sends the next request after the answer to the last one. The main function
 is `run`.
@@ -23,7 +24,7 @@ _WATCH_EVERY_S = 0.25
 
 
 class RunProgress(msgspec.Struct):
-    """The progress of a run, which the run updates for an observer."""
+    """The progress of a benchmark run, which the run updates for an observer."""
 
     plan: BenchPlan
     started_s: float = 0.0
@@ -35,7 +36,7 @@ class RunProgress(msgspec.Struct):
 
 
 async def run(plan: BenchPlan, watch: Watch | None = None) -> BenchReport:
-    """Run the plan and return its report.
+    """Run the benchmark that `plan` describes, and return its report.
 
     Raises PlanError for an invalid plan, and BenchError without a usable server. When cancelled,
     the run ends early and returns a report that is marked as `interrupted`.

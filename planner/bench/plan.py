@@ -21,7 +21,7 @@ class BenchSlo(msgspec.Struct, frozen=True):
 
 
 class BenchPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """The options of one run: an open loop with `rate` or `trace`, else a closed loop.
+    """The options of one benchmark run: an open loop with `rate` or `trace`, else a closed loop.
 
     url          scheme, host and port; /v1/chat/completions is appended
     model        None: the first that /v1/models lists
@@ -55,12 +55,14 @@ class BenchPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_open(self) -> bool:
-        """Whether requests are sent at given times, whether or not earlier ones were answered."""
+        """Return whether requests are sent at given times, whether or not earlier ones were
+        answered.
+        """
         return self.rate is not None or self.trace is not None
 
 
 def with_defaults(plan: BenchPlan) -> BenchPlan:
-    """Return the plan with defaults: 8 users if it has no load, 30 s if it has no end.
+    """Return the benchmark's plan with defaults: 8 users if it has no load, 30 s if it has no end.
 
     Raises PlanError if options are invalid or exclude each other.
     """

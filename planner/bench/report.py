@@ -1,4 +1,5 @@
-"""Report of a run: percentiles, throughput, goodput and errors, as JSON with three naming schemes.
+"""The report of a benchmark run: percentiles, throughput, goodput and errors, as JSON with three
+naming schemes.
 
 Names at the top level are those of vLLM's and SGLang's benchmarks. `guidellm` and `aiperf` hold the
 same numbers with the names and definitions of those tools, for comparison.
@@ -18,7 +19,7 @@ from planner.bench.stats import Summary, convert_unit, summarise
 
 
 def is_good(record: BenchRecord, slo: BenchSlo) -> bool:
-    """Return whether a request succeeded within the limits of the SLO.
+    """Return whether a request succeeded within the latency limits of the SLO.
 
     The limit of TPOT does not apply to an answer of one token.
     """
@@ -30,7 +31,7 @@ def is_good(record: BenchRecord, slo: BenchSlo) -> bool:
 
 
 class BenchReport:
-    """The immutable result of one run, with times in seconds, and None where nothing was
+    """The immutable result of one benchmark run, with times in seconds, and None where nothing was
     measured.
     """
 
@@ -70,9 +71,10 @@ class BenchReport:
 
     @property
     def cached_ratio(self) -> float | None:
-        """Share of prompt tokens that came from prefix caches, over the answers that report it.
+        """Return the share of prompt tokens that came from prefix caches, over the answers that
+        report it.
 
-        None if no answer reports it.
+        Returns None if no answer reports it.
         """
         reporting = [record for record in self.completed if record.cached_tokens is not None]
         prompt = sum(record.prompt_tokens or 0 for record in reporting)
@@ -90,7 +92,9 @@ class BenchReport:
         return amount / self.duration_s if self.duration_s else 0.0
 
     def as_json(self) -> dict[str, Any]:
-        """Return the whole report as a JSON object, except the records of single requests."""
+        """Return the whole benchmark report as a JSON object, except the records of single
+        requests.
+        """
         return {
             "schema": "penstock-bench/1",
             "plan": _plain(self.plan),

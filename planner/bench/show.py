@@ -1,4 +1,4 @@
-"""Terminal output of a run: a progress line while it runs, and a table at its end."""
+"""Terminal output of a benchmark run: a progress line while it runs, and a table at its end."""
 
 from __future__ import annotations
 
@@ -41,14 +41,16 @@ class LiveProgress:
         self._bar.stop()
 
     def watch(self, progress: RunProgress) -> None:
-        """Redraw the bar with the present progress of the run."""
+        """Redraw the progress bar with the present state of the benchmark run."""
         done = progress.sent - progress.in_flight
         completed = progress.elapsed_s if self._by_time else done
         self._bar.update(self._task, completed=completed, line=describe(progress))
 
 
 def describe(progress: RunProgress) -> str:
-    """Return one line about a run: done, running, errors, and the latest requests' median TTFT."""
+    """Return one line about a benchmark run: requests done and running, errors, and the median TTFT
+    of the latest.
+    """
     recent = progress.records[-_RECENT:]
     errors = sum(record.error is not None for record in progress.records)
     times = sorted(

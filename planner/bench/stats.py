@@ -1,4 +1,6 @@
-"""Percentiles and summaries of samples, interpolated linearly between ranks (numpy's default)."""
+"""Computes percentiles and summaries of samples, interpolated linearly between ranks (numpy's
+default).
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,7 @@ def summarise(samples: Sequence[float]) -> Summary | None:
 
 
 def convert_unit(summary: Summary, factor: float) -> Summary:
-    """Return the summary with all values multiplied by `factor`, to change the unit."""
+    """Return the statistics with all values multiplied by `factor`, to change their unit."""
     values = {
         name: getattr(summary, name) * factor
         for name in summary.__struct_fields__

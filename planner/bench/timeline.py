@@ -1,5 +1,6 @@
-"""Parser of a streamed answer that records the times of its tokens, its usage and its end; no
-I/O.
+"""Parses a streamed answer, and records the times of its tokens, its token usage and its end.
+
+No I/O.
 """
 
 from __future__ import annotations
@@ -14,7 +15,10 @@ class _Details(msgspec.Struct):
 
 
 class ReportedUsage(msgspec.Struct):
-    """The token usage that an engine reports; `cached_tokens` is None if it does not report it."""
+    """The token usage that an engine reports.
+
+    `cached_tokens` is None if the engine does not report it.
+    """
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
@@ -86,18 +90,21 @@ class AnswerTimeline:
 
     @property
     def text(self) -> str:
-        """The generated text, without reasoning and tool calls."""
+        """Return the generated text of the answer, without reasoning and tool calls."""
         return "".join(self._pieces)
 
     @property
     def tokens(self) -> int:
-        """Number of generated tokens: by usage, else one for each event with content."""
+        """Return the number of generated tokens: the engine's count, or one for each event with
+        content.
+        """
         if self.usage is not None:
             return self.usage.completion_tokens
         return 0 if self.first_s is None else len(self.gaps_s) + 1
 
     def feed(self, data: bytes, now_s: float) -> None:
-        """Parse bytes, received at `now_s`, however they are divided into chunks.
+        """Parse the next bytes of the streamed answer, which arrived at `now_s` in chunks of any
+        size.
 
         Lines end with a line feed, with or without a carriage return before it.
         """

@@ -1,4 +1,4 @@
-"""Workloads: kinds of traffic as seeded generators of sessions.
+"""The workloads of `penstock bench`: kinds of traffic as seeded generators of sessions.
 
 Lengths follow the published workloads named at each shape. Equal seeds give equal sessions on every
 machine. loops.py decides when they are sent.
@@ -18,8 +18,8 @@ from planner.traces import read_mooncake
 
 
 class Turn(msgspec.Struct, frozen=True):
-    """One user message, the maximum tokens of its answer, and the pause in seconds after the
-    answer.
+    """One user message of a session, the maximum tokens of its answer, and the pause in seconds
+    after the answer.
     """
 
     content: str
@@ -28,7 +28,7 @@ class Turn(msgspec.Struct, frozen=True):
 
 
 class WorkloadSession(msgspec.Struct, frozen=True):
-    """One conversation; each turn is sent with all turns before it and their answers."""
+    """One conversation. Each turn is sent with all earlier turns and their answers."""
 
     id: int
     turns: tuple[Turn, ...]
@@ -48,7 +48,9 @@ class WorkloadShape(msgspec.Struct, frozen=True):
 
 
 class Arrival(msgspec.Struct, frozen=True):
-    """A session and the time at which it is due, in seconds from the start."""
+    """A session of a workload and the time at which it is due, in seconds from the start of the
+    benchmark.
+    """
 
     due_s: float
     session: WorkloadSession
@@ -75,7 +77,9 @@ def poisson(rate: float, seed: int) -> Iterator[float]:
 
 
 def open_loop(shape: WorkloadShape, rate: float, seed: int) -> Iterator[Arrival]:
-    """Yield sessions of a shape, so that requests come at `rate` per second on average."""
+    """Yield sessions of a workload with start times, so that requests come at `rate` per second on
+    average.
+    """
     for due_s, session in zip(
         poisson(rate / shape.mean_turns, seed), shape.sessions(seed), strict=False
     ):

@@ -1,1 +1,3 @@
-"""`penstock drift`: whether recorded requests have the shapes that a fleet was sized for."""
+"""The command `penstock drift`: checks whether recorded requests have the shapes that a fleet was
+sized for.
+"""

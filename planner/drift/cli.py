@@ -76,7 +76,10 @@ def _block(requests: Sequence[TraceRequest], pool: str) -> str:
 def read_sized_for(
     file: Path, pool: str | None
 ) -> tuple[Mapping[str, Sequence[float]], Sequence[float]]:
-    """Return the shares and hourly rates of a pool's `sized_for`. Raises DriftError."""
+    """Return the shares of requests and the hourly rates in a pool's `sized_for`.
+
+    Raises DriftError.
+    """
     from ruamel.yaml import YAML
     from ruamel.yaml.error import YAMLError
 

@@ -1,4 +1,5 @@
-"""Converts recorded requests to shapes: turn of the session, and new share of the prompt.
+"""Converts recorded requests to shapes, such as the turn of the session and the prompt's new share.
+
 No I/O.
 """
 
@@ -14,14 +15,17 @@ MAX_BLOCKS, MAX_SESSIONS = 1 << 20, 1 << 17
 
 
 class ShapeReader:
-    """Converts requests to shapes, with a bounded memory of prompt blocks and sessions."""
+    """Converts recorded requests to shapes, with a bounded memory of prompt blocks and sessions."""
 
     def __init__(self) -> None:
         self._blocks: OrderedDict[int, None] = OrderedDict()
         self._turns: OrderedDict[str, int] = OrderedDict()
 
     def read(self, request: TraceRequest) -> RequestShape:
-        """Return the shape of the next request, in order of arrival."""
+        """Return the shape of the next recorded request.
+
+        Requests must be passed in order of arrival.
+        """
         new = sum(block not in self._blocks for block in request.blocks)
         for block in request.blocks:
             self._blocks[block] = None
@@ -51,7 +55,10 @@ def count_shapes(requests: Iterable[TraceRequest]) -> ShapeCounts:
 
 
 def windows_of(requests: Iterable[TraceRequest], watch: DriftWatch) -> Iterator[DriftWindow]:
-    """Yield the windows of requests in order of arrival. The last, incomplete one is left out."""
+    """Group requests into consecutive windows of time, and yield these in order.
+
+    The last, incomplete one is left out.
+    """
     reader = ShapeReader()
     for request in requests:
         yield from watch.add(request.arrival_s, reader.read(request))

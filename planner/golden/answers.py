@@ -1,4 +1,4 @@
-"""Prompts and answers of a golden comparison as plain values, from OpenAI's formats. No I/O."""
+"""The prompts and answers of a golden comparison as plain values, from OpenAI's formats. No I/O."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class GoldenAnswer(msgspec.Struct, frozen=True):
     """An engine's answer to one prompt.
 
     calls       tool calls as (name, arguments as text)
-    tokens      generated tokens with probabilities; empty where the engine gives none
+    tokens      generated tokens with probabilities; empty if the engine reports none
     error       why there is no answer; empty if there is one
     took_s      seconds from the request to the end of the answer
     """
@@ -47,7 +47,8 @@ class GoldenAnswer(msgspec.Struct, frozen=True):
 def read_prompts(lines: Sequence[str]) -> list[dict[str, Any]]:
     """Return the request bodies of a JSON Lines file: one body, or {"prompt": ...}, a line.
 
-    A body has `messages` (a chat) or `prompt` (a completion). Raises GoldenError with the line.
+    A body has `messages` (a chat) or `prompt` (a completion). Raises GoldenError with the line's
+    number.
     """
     prompts = []
     for number, line in enumerate(lines, 1):
@@ -69,7 +70,10 @@ def read_prompts(lines: Sequence[str]) -> list[dict[str, Any]]:
 
 
 def request_of(prompt: Mapping[str, Any], model: str, max_tokens: int, top: int) -> dict[str, Any]:
-    """Return the greedy request for a prompt. `top` is the number of probabilities; 0: none."""
+    """Return the request body for a prompt, with greedy sampling.
+
+    `top` is the number of probabilities to ask for; 0: none.
+    """
     body = {"temperature": 0, "max_tokens": max_tokens, **prompt, "model": model, "stream": False}
     if top and "messages" in prompt:
         body |= {"logprobs": True, "top_logprobs": top}

@@ -129,7 +129,7 @@ def report_of(
     again: list[GoldenAnswer],
     tolerance: float,
 ) -> GoldenReport:
-    """Return the comparison of a candidate's answers with two runs of the base."""
+    """Compare a candidate engine's answers with two runs of the base engine. Returns the report."""
     floors = [compare(*three) for three in zip(prompts, base, again, strict=True)]
     pairs = [compare(*three) for three in zip(prompts, base, candidate, strict=True)]
     took_s = [sum(answer.took_s for answer in each) / len(each) for each in (base, candidate)]

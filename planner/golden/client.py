@@ -37,7 +37,7 @@ async def send_to_all(
     """Return the answers of each engine to all prompts.
 
     The engines are asked for a prompt one after another, so that all of them see a similar load.
-    `tell` gets the share that is done. Raises GoldenError if an engine answers no prompt.
+    `tell` is called with the share that is done. Raises GoldenError if an engine answers no prompt.
     """
     slots, answers = (
         asyncio.Semaphore(concurrency),

@@ -1,8 +1,10 @@
-"""Comparing answers to the same prompts: what differs, and whether more than by chance. No I/O.
+"""Compares two engines' answers to the same prompts: what differs, and whether more than by chance.
 
-Greedy answers of one engine differ between runs too, because other batches round differently.
-So the base is asked twice, and its difference from itself is the noise floor. A candidate is worse
-if its paired differences exceed the floor by more than chance explains.
+No I/O.
+
+Greedy answers of one engine differ between runs too, because other batches round differently. So
+the base is asked twice, and its difference from itself is the noise floor. A candidate is worse if
+its paired differences exceed the floor by more than chance explains.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ LEAST_PROBABILITY = 1e-6
 
 
 class AnswerPair(msgspec.Struct, frozen=True):
-    """Two answers to one prompt, compared.
+    """The comparison of two answers to one prompt.
 
     same         1.0 if they are equal, else 0.0
     shared       share of the first answer before the first difference, 0 to 1
@@ -103,7 +105,8 @@ def _divergence(ones: Sequence[TokenChoice], others: Sequence[TokenChoice]) -> f
 
 
 def token_kl(one: Mapping[str, float], other: Mapping[str, float]) -> float:
-    """Return the divergence in nats of two distributions of which the likeliest tokens are known.
+    """Return the divergence in nats of two token distributions, of which the likeliest tokens are
+    known.
 
     All other tokens count as one. A token unknown to `other` has at most its smallest probability.
     """
@@ -120,7 +123,8 @@ def token_kl(one: Mapping[str, float], other: Mapping[str, float]) -> float:
 
 
 class MeasureResult(msgspec.Struct, frozen=True):
-    """One measure: of the base against itself, of the candidate, and whether it is worse.
+    """The result of one measure of answers: for base and candidate, and whether the candidate is
+    worse.
 
     worse_by   mean paired difference; positive is worse
     error      its standard error
@@ -135,7 +139,10 @@ class MeasureResult(msgspec.Struct, frozen=True):
 
 
 class GoldenReport(msgspec.Struct, frozen=True):
-    """The result over all prompts. Shares are 0 to 1, divergences in nats."""
+    """The result of a golden comparison over all prompts.
+
+    Shares are 0 to 1, divergences in nats.
+    """
 
     prompts: int
     measures: tuple[MeasureResult, ...]
@@ -146,7 +153,7 @@ class GoldenReport(msgspec.Struct, frozen=True):
 
     @property
     def is_worse(self) -> bool:
-        """Whether any measure is worse by more than chance and the tolerance."""
+        """Return whether any measure is worse by more than chance and the tolerance."""
         return any(measure.is_worse for measure in self.measures)
 
 
@@ -166,7 +173,8 @@ def judge(
     tolerance: float,
     took_s: tuple[float, float],
 ) -> GoldenReport:
-    """Return the report of the base against itself (`floors`) and the candidate (`pairs`).
+    """Return the report of a golden comparison: the base against itself (`floors`) and the
+    candidate (`pairs`).
 
     tolerance  loss of a share, or nats, that is accepted beyond chance
     took_s     mean seconds of an answer of the base and of the candidate

@@ -1,4 +1,4 @@
-"""Comparison of two configurations on the last minutes of an access log, by two replays."""
+"""Compares two configurations by two replays of the last minutes of an access log."""
 
 from planner.plan.plan import ConfigComparison, PoolComparison, plan
 from planner.plan.pool_case import Assumptions, PoolCase, PoolCaseError, cases

@@ -1,4 +1,4 @@
-"""Replay of every pool of two configurations on the same traffic, and the differences."""
+"""Replays every pool of two configurations on the same traffic, and computes the differences."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ class PoolComparison(msgspec.Struct, frozen=True):
 
     @property
     def gain(self) -> float:
-        """By how much the changed configuration raises SLO attainment, as a share of requests.
+        """Return by how much the changed configuration raises SLO attainment, as a share of
+        requests.
 
         It is the smallest increase among all service classes.
         """
@@ -43,7 +44,7 @@ class PoolComparison(msgspec.Struct, frozen=True):
 
 
 class ConfigComparison(msgspec.Struct, frozen=True):
-    """The comparison of all pools.
+    """The comparison of all pools of two configurations.
 
     requests  number of counted requests
     span_s    seconds of traffic in which they arrived

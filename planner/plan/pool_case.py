@@ -1,7 +1,7 @@
-"""Conversion of a gateway's configuration to what a replay of one of its pools needs.
+"""Converts a gateway's configuration to what a replay of one of its pools needs.
 
-Contains which mock TP groups represent a pool's endpoints, and the pool's policy and admission. The
-gateway reads and checks configurations; the input is its own dump as plain values.
+The module decides which mock TP groups represent a pool's endpoints, and the pool's policy and
+admission. The gateway reads and checks configurations; the input is its own dump as plain values.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ class PoolCase(msgspec.Struct, frozen=True):
     hedge_share: float = 0.0
 
     def options(self, seed: int = 0) -> ReplayOptions:
-        """Return the options of a replay that does what the gateway does with this configuration.
+        """Return the options of a replay that behaves as the gateway does with this configuration.
 
         It learns the lengths of answers, and looks for slow groups as configured.
         """
@@ -157,13 +157,14 @@ class PoolCase(msgspec.Struct, frozen=True):
         )
 
     def policy(self) -> Policy:
-        """Return a new routing policy of the pool. Each replay needs its own, because policies
-        learn.
+        """Return a new routing policy for the pool.
+
+        Each replay needs its own, because policies learn.
         """
         return registry.build(self.policy_name, self.policy_params)
 
     def admission(self) -> Admission:
-        """Return a new admission policy of the pool, with the tenants' weights if it uses them."""
+        """Return a new admission policy for the pool, with the tenants' weights if it uses them."""
         takes_weights = (
             "weights" in admission_registry.params_type(self.admission_name).__struct_fields__
             and self.shares.weights
@@ -177,7 +178,7 @@ class PoolCase(msgspec.Struct, frozen=True):
 
 
 def cases(config: Mapping[str, Any], taken: Assumptions | None = None) -> dict[str, PoolCase]:
-    """Return every pool of a configuration by name.
+    """Return every pool of a configuration as input of a replay, by name.
 
     `config` is the gateway's dump, with durations in seconds. Raises PoolCaseError.
     """

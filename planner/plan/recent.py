@@ -1,7 +1,7 @@
 """The last minutes of a gateway's access log, as the requests of one pool.
 
-Contains how far back it reads, and what is assumed about refused requests. The log's format is in
-planner/traces/access.py.
+The module decides how far back to read, and what to assume about refused requests. The log's format
+is in planner/traces/access.py.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ SHED, USUAL_TOKENS = 429, 256
 
 
 class RecentTraffic(msgspec.Struct, frozen=True):
-    """The last lines of a log, in order of arrival.
+    """The last requests of an access log, in order of arrival.
 
     begins_s, from_s  Unix time; requests between them warm caches and do not count
     """
@@ -37,15 +37,17 @@ class RecentTraffic(msgspec.Struct, frozen=True):
 
     @property
     def warmup_s(self) -> float:
-        """Seconds of requests that warm caches, before those that count."""
+        """Return the length in seconds of the traffic that warms caches, before the requests that
+        count.
+        """
         return self.from_s - self.begins_s
 
     def requests(self, models: Collection[str] | None) -> list[TraceRequest]:
-        """Return the requests for these models, or for all models if None."""
+        """Return the recent requests for these models, or for all models if None."""
         return [request for _, request in self.pairs(models)]
 
     def pairs(self, models: Collection[str] | None) -> list[tuple[LoggedRequest, TraceRequest]]:
-        """Return the lines for these models, or for all models if None, with their requests.
+        """Return the log lines for these models, or for all models if None, each with its request.
 
         A refused request is assumed to have wanted an answer of median length. A request that
         failed for another reason is left out.
@@ -61,7 +63,7 @@ class RecentTraffic(msgspec.Struct, frozen=True):
 
 
 def recent(path: Path, last_s: float, tail_bytes: int = TAIL_BYTES) -> RecentTraffic:
-    """Read the last `last_s` seconds of a log, and as much before them to warm caches.
+    """Read the last `last_s` seconds of an access log, and as much before them to warm caches.
 
     Only the last `tail_bytes` of the log are read.
 

@@ -1,4 +1,4 @@
-"""Output of a comparison of configurations: a table per pool with before and after, and JSON."""
+"""Prints a comparison of configurations: a table per pool with before and after, or JSON."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Replay of traffic on simulated TP groups and a virtual clock, with the gateway's own policies.
+"""Replays traffic on simulated TP groups and a virtual clock, with the gateway's own policies.
 
 Readers of recorded traffic are in planner/traces.
 """

@@ -1,4 +1,5 @@
-"""Admission of a replayed fleet: which requests enter, wait or are refused, and what clients do.
+"""Simulates admission in a replay: which requests enter, wait or are refused, and what clients do
+then.
 
 Clients retry or give up. Wait queue and admission are the gateway's own (wait_queue.py,
 policies/admission/admission.py). fleet.py serves admitted requests.
@@ -22,9 +23,9 @@ SHORT_BACKOFF_S, LONG_BACKOFF_S = 0.5, 8.0
 
 
 class AdmissionSim:
-    """The wait queue of a replay, and the simulated clients that retry or give up.
+    """The wait queue of a replay, and its simulated clients, which retry or give up.
 
-    Without `room`, the wait queue, every request enters at once.
+    If `room`, the wait queue, is None, every request enters at once.
     """
 
     def __init__(self, fleet: FleetPort, room: WaitQueue[int] | None) -> None:
@@ -35,31 +36,37 @@ class AdmissionSim:
         self._waiting: dict[int, InflightRequest] = {}
 
     def open(self) -> None:
-        """Set the queue's capacity, and start its periodic tick."""
+        """Set the capacity of the replay's wait queue, and start the queue's periodic tick."""
         if self._room is not None:
             self.refresh(0.0)
             self._fleet.schedule(0.0, self._tick)
 
     def arrive(self, now: float, flight: InflightRequest) -> None:
-        """Simulate the first attempt of a client; its patience starts to run out."""
+        """Simulate the first attempt of a client to enter; from now on the client's patience runs
+        out.
+        """
         if self._clients.patience_s is not None:
             self._fleet.schedule(now + self._clients.patience_s, self._give_up, flight)
         self._try_enter(now, flight)
 
     def refresh(self, now: float) -> None:
-        """Update the queue's capacity after groups were added, removed or failed."""
+        """Update the capacity of the replay's wait queue after groups were added, removed or
+        failed.
+        """
         if self._room is not None:
             self._room.refresh(self._fleet.gateway.candidates)
             self._apply_verdicts(now)
 
     def on_reserved(self, query: RoutingQuery, pick: Pick) -> None:
-        """Charge the tenant of a request that was assigned to a group, if there is a wait queue."""
+        """Charge the tenant of a request that was assigned to a group, if the replay has a wait
+        queue.
+        """
         if self._room is not None:
             self._room.on_reserved(query, pick)
 
     def on_ended(self, now: float, flight: InflightRequest) -> None:
-        """Release the permit of a request that has ended, and report its outcome to the
-        admission.
+        """Release the permit of a request that has ended, and report its outcome to the admission
+        policy.
         """
         if self._returns_permit(flight):
             assert self._room is not None

@@ -1,4 +1,4 @@
-"""Parsers for arguments of `penstock replay`: durations, loads, service classes and faults."""
+"""Parses arguments of `penstock replay`: durations, loads, service classes and faults."""
 
 from __future__ import annotations
 
@@ -35,7 +35,10 @@ class _Class(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def parse_seconds(text: str) -> float:
-    """Return the seconds of a text such as 250ms, 30s, 5m, 1h or a number. Raises ArgumentError."""
+    """Return the number of seconds in a text such as 250ms, 30s, 5m, 1h or a number.
+
+    Raises ArgumentError.
+    """
     match = _TIME.fullmatch(text.strip())
     if match is None:
         raise ArgumentError(f"{text!r} is not a time; write 250ms, 30s, 5m or 1h")

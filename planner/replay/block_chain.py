@@ -1,4 +1,6 @@
-"""Chained block ids of prompts in the fleet's block size, and the hits of an unlimited cache."""
+"""Computes chained block ids of prompts in the fleet's block size, and the hits of an unlimited
+cache.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,7 @@ from planner.traces.shape import TraceRequest, to_64_bits
 
 
 def keys_of(request: TraceRequest, block_tokens: int) -> tuple[int, ...]:
-    """Return the ids of the prompt's whole blocks of `block_tokens` tokens each.
+    """Return the chained ids of a prompt's complete blocks of `block_tokens` tokens each.
 
     Ids are chained, so a new block takes the id of the recorded block in which it ends: an equal id
     means an equal prefix. Several blocks that end in one recorded block are distinguished by their
@@ -43,7 +45,9 @@ class UnlimitedCache:
         self._known: set[int] = set()
 
     def hit(self, keys: Sequence[int], prompt_tokens: int) -> int:
-        """Return how many tokens of a prompt are cached, and add the whole prompt to the cache."""
+        """Return how many tokens of a prompt are in the unlimited cache, and add the whole prompt
+        to it.
+        """
         known, hits = self._known, 0
         limit = min(len(keys), (prompt_tokens - 1) // self._block_tokens)
         while hits < limit and keys[hits] in known:

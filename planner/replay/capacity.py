@@ -1,6 +1,6 @@
-"""Search for the capacity, the highest load at which a policy meets its target, by bisection.
+"""Searches for the capacity, the highest load at which a policy meets its target, by bisection.
 
-It is independent of replays.
+The search is independent of replays.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Line charts and bars as inline SVG, without scripts, fonts or external resources."""
+"""Draws line charts and bars as inline SVG, without scripts, fonts or external resources."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DASHES = ("", "6 3", "2 3", "8 3 2 3")
 
 
 class Series(msgspec.Struct, frozen=True):
-    """One line of a chart: name, points in order of x, and index of the name (for its colour)."""
+    """One line of a chart: its name, its points in order of x, and its index (for the colour)."""
 
     name: str
     points: Sequence[tuple[float, float]]

@@ -269,8 +269,8 @@ def _print(standing: ComparisonResult, as_json: bool) -> None:
 
 
 def as_plain(standing: ComparisonResult) -> dict[str, Any]:
-    """Return the result of a comparison as a JSON object: figures by policy and load, and
-    capacities.
+    """Return the result of a comparison of policies as a JSON object: figures by policy and load,
+    and capacities.
 
     Single requests are left out.
     """

@@ -1,6 +1,8 @@
-"""Split requests in a replay: prefill job, KV transfer over the two groups' links, decode job.
+"""Simulates split requests in a replay: prefill job, KV transfer over the groups' links, decode
+job.
 
-The gateway's own Splitter decides. Blocks are kept and fetched as in a live mock group.
+The gateway's own Splitter decides which requests are split. Blocks are kept and fetched as in a
+live mock group.
 """
 
 from __future__ import annotations
@@ -36,7 +38,9 @@ _NOWHERE = AgentPeer("")
 
 
 class DisaggSim:
-    """Simulates split requests, with the schedules of the groups' links and the splitter's mode."""
+    """Simulates split requests, with the schedules of the groups' network links and the splitter's
+    mode.
+    """
 
     def __init__(self, fleet: FleetPort, rule: SplitRule, policy: Policy) -> None:
         self._fleet = fleet
@@ -75,9 +79,9 @@ class DisaggSim:
         )
 
     def serve(self, now: float, flight: InflightRequest, query: RoutingQuery) -> bool:
-        """Send the request to a pair of groups if the gateway would split it, and return True.
+        """Send the request to two groups if the gateway would split it, and return True.
 
-        Return False if it is for a single group.
+        Returns False if a single group should serve it.
         """
         front, groups = self._fleet.gateway, self._fleet.groups
         pools = self.fitting(flight.trace_request)
@@ -112,7 +116,7 @@ class DisaggSim:
     def on_prefilled(
         self, now: float, flight: InflightRequest, giver: ReplayGroup, given: Job
     ) -> None:
-        """Send the decode half of a request whose prompt was computed."""
+        """Send the decode half of a split request, whose prompt was computed by another group."""
         record, taker = flight.record, flight.decode_group
         assert flight.prefill_reservation is not None
         assert taker is not None
@@ -134,7 +138,7 @@ class DisaggSim:
         self._fleet.schedule(now + taker.kind.software.request_s, self._fleet.enter, (taker, job))
 
     def on_first_token(self, now: float, flight: InflightRequest) -> None:
-        """Record how long the KV of a split request took from prefill to decode."""
+        """Record how long the KV of a split request took from the prefill to the decode group."""
         pair, rule = flight.pair, self._splitter.rule
         if pair is not None and flight.prefilled_s is not None:
             took_s, tokens = now - flight.prefilled_s, flight.request.prompt_tokens
@@ -142,7 +146,7 @@ class DisaggSim:
             flight.pair = None
 
     def fetch(self, taker: ReplayGroup, job: Job, now: float) -> None:
-        """Transfer the KV that the decode group lacks over the links, one transfer after
+        """Transfer the KV that the decode group lacks over the groups' links, one transfer after
         another.
         """
         flight = self._fleet.inflight[job]
@@ -180,7 +184,7 @@ class DisaggSim:
             self._fleet.wake(now, giver)
 
     def withdraw(self, now: float, flight: InflightRequest) -> None:
-        """Cancel the prefill half of a request and its KV transfer."""
+        """Cancel the prefill half of a split request and its KV transfer."""
         if flight.prefill_reservation is not None:
             flight.prefill_reservation.drop(now)
             flight.prefill_reservation = None
@@ -188,8 +192,8 @@ class DisaggSim:
         flight.decode_group = None
 
     def on_group_died(self, now: float, group: ReplayGroup) -> None:
-        """Record the death of a group: its unfetched KV is lost, and requests that decode there
-        fail.
+        """Record the death of a group: its unfetched KV is lost, and split requests that decode
+        there fail.
         """
         group.sends_at_s = group.receives_at_s = now
         for flight in list(self._fleet.inflight.values()):

@@ -107,15 +107,19 @@ class ReplayEngine:
         self.scheduler.add(job)
 
     def wake(self, now: float) -> None:
-        """Start a step if idle, or shorten the current run, because a new job is in the queue."""
+        """Start an engine step if idle, or shorten the current run of steps, because a new job is
+        in the queue.
+        """
         self.clock.wake(now)
 
     def advance(self, now: float) -> None:
-        """Finish the step or run of steps that is due, report its results and begin the next."""
+        """Finish the step or the run of steps that is due, report its results and begin the next
+        one.
+        """
         self.clock.advance(now)
 
     def abort(self, job: Job, now: float) -> None:
-        """Remove a job at once.
+        """Remove a job from the simulated engine at once.
 
         A run of steps ends after its current step, because the batch changes.
         """
@@ -133,7 +137,7 @@ class ReplayEngine:
         self.clock.leave(self)
 
     def longest_gap_s(self, job: Job, since_s: float) -> float:
-        """Return the longest seconds between two tokens of a finished job.
+        """Return the longest time between two tokens of a finished job, in seconds.
 
         `since_s` is the time of its first token.
         """

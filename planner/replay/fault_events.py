@@ -1,4 +1,6 @@
-"""Events of a replayed fleet other than requests: faults, drains, new groups, scraped metrics."""
+"""Simulates events of a replayed fleet other than requests: faults, drains, new groups, scraped
+metrics.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,10 @@ SWEEP_S = 0.25
 
 
 class FaultEvents:
-    """Schedules and executes the faults, drains and scrapes of a replay; has no state."""
+    """Schedules and executes the faults, drains and scrapes of a replay.
+
+    The object has no state.
+    """
 
     def __init__(self, fleet: FleetPort) -> None:
         self._fleet = fleet

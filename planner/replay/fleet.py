@@ -56,8 +56,8 @@ def replay(
 ) -> ReplayRun:
     """Replay the traffic on a fleet with empty caches, and return the run.
 
-    `policy` and `admission` learn, so build new ones for every replay. Without an admission every
-    request enters at once, whatever the groups' caps. `watch` is called with (clock, finished
+    `policy` and `admission` learn, so build new ones for every replay. Without an admission policy
+    every request enters at once, whatever the groups' caps. `watch` is called with (clock, finished
     requests) at every end of a request.
     """
     room = None if admission is None else WaitQueue[int](admission, limits, shares)
@@ -99,7 +99,9 @@ class Fleet:
         return len(self._records)
 
     def run(self) -> ReplayRun:
-        """Process all events, up to the last token or the end of the replay, and return the run."""
+        """Process all events of the replay, up to the last token or the end of the replay, and
+        return the run.
+        """
         began = perf_counter()
         self._prepare()
         heap, horizon_s = self._heap, self.options.horizon_s
@@ -111,7 +113,8 @@ class Fleet:
         return self._report(perf_counter() - began)
 
     def schedule(self, when_s: float, act: Callable[[float, Any], None], what: Any = None) -> None:
-        """Schedule a call of `act` at the virtual time `when_s`, with the time and `what`.
+        """Schedule a call of `act` at the virtual time `when_s`, with that time and `what` as
+        arguments.
 
         Events of the same moment run in the order in which they were scheduled.
         """
@@ -177,7 +180,9 @@ class Fleet:
     # Sending to a group
 
     def serve(self, now: float, flight: InflightRequest, query: RoutingQuery) -> None:
-        """Pick a group, reserve the request there and send it, in one step as the gateway does."""
+        """Pick a group for the request, reserve the capacity there and send the request, in one
+        step as the gateway does.
+        """
         if self.disagg is not None and self.disagg.serve(now, flight, query):
             return
         pick = self.gateway.pick(query, self._single_candidates(flight.trace_request))
@@ -229,14 +234,16 @@ class Fleet:
         self.schedule(now + group.kind.software.request_s, self.enter, (group, job))
 
     def enter(self, now: float, what: tuple[ReplayGroup, Job]) -> None:
-        """Put a job into the engine's queue, unless it was withdrawn meanwhile."""
+        """Put a job into the queue of its group's engine, unless the job was withdrawn
+        meanwhile.
+        """
         group, job = what
         if job in self.inflight:
             group.engine.add(job, now)
             self.wake(now, group)
 
     def wake(self, now: float, group: ReplayGroup) -> None:
-        """Let a group's engine read its queue after its current step; an idle engine reads it now.
+        """Let a group's engine read its job queue after the current step, or now if it is idle.
 
         An idle engine wakes after all other events of this moment, so that simultaneous jobs start
         together.
@@ -299,14 +306,14 @@ class Fleet:
         self.disagg.fetch(group, job, now)
 
     def stop_expecting(self, flight: InflightRequest) -> None:
-        """Stop counting the request's KV blocks as blocks that its group will soon have cached."""
+        """Stop counting a request's KV blocks as blocks that its group will soon have cached."""
         if flight.is_expected:
             flight.is_expected = False
             assert flight.group is not None
             flight.group.expect_no_more(flight.keys)
 
     def on_last_token(self, group: ReplayGroup, job: Job, now: float) -> None:
-        """Record a job's last token, and end its request or start the decode half."""
+        """Record a job's last token, and end its request or start its decode half."""
         flight = self.inflight.pop(job)
         if job.keeps_blocks:
             assert self.disagg is not None
@@ -330,7 +337,10 @@ class Fleet:
         self.end(now, flight, RequestEnd.SERVED, "")
 
     def end(self, now: float, flight: InflightRequest, end: RequestEnd, reason: str) -> None:
-        """End a request with this result and reason. Every request of the replay ends here."""
+        """End a request with this result and reason.
+
+        Every request of the replay ends by this call.
+        """
         flight.has_ended = True
         record = flight.record
         record.end, record.reason = end, reason

@@ -1,4 +1,4 @@
-"""Protocols with which the parts of a replay call each other.
+"""The interfaces by which the parts of a replay call each other.
 
 They make it unnecessary to import fleet.py, which creates the parts.
 """
@@ -18,18 +18,18 @@ from policies.model import Pick, RoutingQuery
 
 
 class AdmissionPort(Protocol):
-    """Protocol of the admission's methods that other parts of the replay call (AdmissionSim)."""
+    """The interface of the simulated admission (AdmissionSim) to the other parts of a replay."""
 
     def refresh(self, now: float) -> None:
-        """Update the queue's capacity after groups were added, removed or failed."""
+        """Update the capacity of the wait queue after groups were added, removed or failed."""
 
     def on_reserved(self, query: RoutingQuery, pick: Pick) -> None:
         """Charge the tenant of a request that was assigned to a group."""
 
 
 class DisaggPort(Protocol):
-    """Protocol of the methods for split requests that other parts of the replay call
-    (DisaggSim).
+    """The interface of the simulation of split requests (DisaggSim) to the other parts of a
+    replay.
     """
 
     def on_group_died(self, now: float, group: ReplayGroup) -> None:
@@ -37,7 +37,7 @@ class DisaggPort(Protocol):
 
 
 class HedgesPort(Protocol):
-    """Protocol of the methods for hedged requests that other parts of the replay call."""
+    """The interface of the simulation of hedged requests to the other parts of a replay."""
 
     def may_send(self) -> bool:
         """Return whether one more hedge (second copy of a slow request) is within the allowed
@@ -45,11 +45,11 @@ class HedgesPort(Protocol):
         """
 
     def send(self, now: float, flight: InflightRequest, group: ReplayGroup) -> None:
-        """Send a copy of the request to a second group; the first answer wins."""
+        """Send a copy of the request to a second group. The first answer wins."""
 
 
 class SpeedsPort(Protocol):
-    """Protocol of the review of groups' speeds, as other parts of the replay call it."""
+    """The interface of the review of groups' speeds to the other parts of a replay."""
 
     def on_overtaken(self, now: float, flight: InflightRequest, group: ReplayGroup) -> None:
         """Record that the request leaves the group before its first token, and doubt the group."""
@@ -82,38 +82,42 @@ class FleetPort(Protocol):
 
     @property
     def arrived(self) -> int:
-        """Number of requests that have arrived so far."""
+        """Return the number of requests that have arrived so far."""
 
     def schedule(self, when_s: float, act: Callable[[float, Any], None], what: Any = None) -> None:
-        """Schedule a call of `act` at the virtual time `when_s`, with the time and `what`.
+        """Schedule a call of `act` at the virtual time `when_s`, with that time and `what` as
+        arguments.
 
         Events of the same moment run in the order in which they were scheduled.
         """
 
     def serve(self, now: float, flight: InflightRequest, query: RoutingQuery) -> None:
-        """Pick a group for an admitted request, reserve it and send it there."""
+        """Pick a group for an admitted request, reserve capacity there and send the request."""
 
     def start(self, now: float, flight: InflightRequest, group: ReplayGroup, pick: Pick) -> None:
-        """Reserve the picked group and send it the whole request."""
+        """Reserve capacity at the picked group and send it the whole request."""
 
     def send(
         self, now: float, flight: InflightRequest, group: ReplayGroup, pick: Pick, job: Job
     ) -> None:
-        """Send a job to a group; it enters the engine's queue after the API latency."""
+        """Send a job to a group.
 
-    def enter(self, now: float, what: tuple[ReplayGroup, Job]) -> None:
-        """Put a job into the engine's queue, unless it was withdrawn meanwhile."""
-
-    def wake(self, now: float, group: ReplayGroup) -> None:
-        """Let a group's engine read its queue at the end of its current step, or now if it is
-        idle.
+        It enters the queue of the group's engine after the API latency.
         """
 
+    def enter(self, now: float, what: tuple[ReplayGroup, Job]) -> None:
+        """Put a job into the queue of its group's engine, unless the job was withdrawn
+        meanwhile.
+        """
+
+    def wake(self, now: float, group: ReplayGroup) -> None:
+        """Let a group's engine read its job queue after the current step, or now if it is idle."""
+
     def withdraw(self, now: float, flight: InflightRequest) -> None:
-        """Cancel a request's jobs and its reserved load."""
+        """Cancel a request's jobs and release its reserved load."""
 
     def retry_elsewhere(self, now: float, flight: InflightRequest, group: ReplayGroup) -> None:
-        """Retry a request whose group died on another group, or end it if its answer had begun."""
+        """Retry a request whose group died at another group, or end it if its answer had begun."""
 
     def end(self, now: float, flight: InflightRequest, end: RequestEnd, reason: str) -> None:
-        """End a request with this result and reason."""
+        """End a request of the replay with this result and reason."""

@@ -1,4 +1,5 @@
-"""The gateway's part in a replay: its view of the fleet, its picks, and what it learns.
+"""Simulates the gateway in a replay: its view of the fleet, its routing decisions, and what it
+learns.
 
 Uses the gateway's own policy, ledger and prefix index. fleet.py schedules the events.
 """
@@ -88,9 +89,9 @@ class GatewaySim:
         self.output_lengths.record("model", record.tenant, record.slo.name, record.output_tokens)
 
     def fingerprint(self, request: Request, keys: tuple[int, ...]) -> Fingerprint | None:
-        """Return the fingerprint of the prompt's whole blocks.
+        """Return the fingerprint of the prompt's complete blocks.
 
-        Return None if the policy reads no prefixes.
+        Returns None if the policy reads no prefixes.
         """
         if not self.policy.reads_prefix:
             return None
@@ -118,27 +119,32 @@ class GatewaySim:
         return RoutingQuery(request, now, self.rng, cached, flight.failed_endpoints, fingerprint)
 
     def fitting(self, request: TraceRequest) -> Sequence[Candidate]:
-        """Return the groups whose KV could hold the request's prompt and answer."""
+        """Return the groups whose KV memory could hold the request's prompt and answer."""
         if self.fits_everywhere(request):
             return self.candidates
         return self.with_room_for(request.input_tokens + request.output_tokens, self.candidates)
 
     def fits_everywhere(self, request: TraceRequest) -> bool:
-        """Return whether every group's KV could hold the request's prompt and answer."""
+        """Return whether the KV memory of every group could hold the request's prompt and
+        answer.
+        """
         return (
             blocks_for(request.input_tokens + request.output_tokens, self._block_tokens)
             <= self._least_kv_blocks
         )
 
     def with_room_for(self, tokens: int, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
-        """Return the candidate groups whose KV memory could hold this many tokens."""
+        """Return those of the candidate groups whose KV memory could hold this many tokens."""
         needed = blocks_for(tokens, self._block_tokens)
         return [
             candidate for candidate in candidates if needed <= self._kv_blocks[candidate.load.slot]
         ]
 
     def pick(self, query: RoutingQuery, candidates: Sequence[Candidate]) -> Pick | None:
-        """Return the group that the policy picks, or None; measure the time that the pick takes."""
+        """Return the group that the policy picks, or None.
+
+        The time that the pick takes is added to `pick_s`.
+        """
         began = self.clock()
         if self._order is not None and candidates is self.candidates:
             pick = self._order.pick(query)
@@ -170,12 +176,14 @@ class GatewaySim:
     def forget_prompt(
         self, fingerprint: Fingerprint | None, slot: int, kept_tokens: int, prompt_tokens: int
     ) -> None:
-        """Remove a prompt from the index, beyond `kept_tokens`, because it was never computed."""
+        """Remove a prompt from the prefix index, beyond `kept_tokens` tokens, because it was never
+        computed.
+        """
         if fingerprint is not None:
             self.index.trim(fingerprint, slot, kept_tokens, prompt_tokens)
 
     def forget_group(self, group: ReplayGroup) -> None:
-        """Remove a group that has failed from the index."""
+        """Remove a group that has failed from the prefix index."""
         self.index.forget(group.load.slot)
         group.load.prefix_cache_tokens = 0.0
 

@@ -1,6 +1,6 @@
 """A TP group of the replayed fleet: its engine, the gateway's view of it, and its network link.
 
-Contains state only; fleet.py and gateway_sim.py decide.
+The module contains state only; fleet.py and gateway_sim.py decide.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ UNCAPPED = 1 << 30
 
 
 class JobListener(Protocol):
-    """Protocol of the object that receives the events of jobs; the fleet implements it."""
+    """The interface of the object that receives the events of jobs; the fleet implements it."""
 
     def on_first_token(self, group: ReplayGroup, job: Job, now: float) -> None: ...
 
     def on_last_token(self, group: ReplayGroup, job: Job, now: float) -> None: ...
 
     def on_blocks_allocated(self, group: ReplayGroup, job: Job, now: float) -> None:
-        """Record that the blocks of a job are allocated, whose KV comes from another group."""
+        """Record that the blocks of a job, whose KV comes from another group, are allocated."""
         ...
 
 
@@ -105,7 +105,9 @@ class ReplayGroup:
 
     @property
     def step_tokens(self) -> int:
-        """Most prompt tokens that the group's current prefill step may have to compute."""
+        """Return the largest number of prompt tokens that the group's current prefill step may have
+        to compute.
+        """
         load, speed = self.load, self.speed
         others = load.in_flight - load.decoding - speed.waiting
         return speed.step_tokens(load.prefill_tokens, load.belief.shape.budget_tokens, others)
@@ -131,7 +133,7 @@ class ReplayGroup:
         return engine
 
     def restart(self) -> None:
-        """Replace the engine by a new one with an empty cache."""
+        """Replace the group's engine by a new one with an empty cache."""
         self.engine.stop()
         self.engine = self.new_engine()
         self.watched_s = inf
@@ -145,7 +147,7 @@ class ReplayGroup:
         self.totals.busy_s += self.engine.busy_s
 
     def expect(self, keys: tuple[int, ...]) -> None:
-        """Count KV blocks that the group will soon have computed and cached."""
+        """Count these KV blocks as blocks that the group will soon have computed and cached."""
         self.expected_keys.update(keys)
 
     def expect_no_more(self, keys: tuple[int, ...]) -> None:

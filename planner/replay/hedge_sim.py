@@ -15,7 +15,7 @@ CREDIT, MOST_SAVED = 200, 50.0  # as in gateway/legs/hedge.py
 
 
 class Hedges:
-    """Starts second attempts (hedges) for at most `share` of all requests.
+    """Starts second attempts for late requests (hedges) for at most `share` of all requests.
 
     sent  the time of each hedge
     won   how many hedges served their request
@@ -29,7 +29,7 @@ class Hedges:
         self.won = 0
 
     def may_send(self) -> bool:
-        """Return whether the allowed share of hedges permits one more."""
+        """Return whether the allowed share of hedges (second attempts) permits one more."""
         came = self._fleet.arrived - self._paid_for
         self._paid_for += came
         paid_back = min(self._credit, came)
@@ -53,7 +53,7 @@ class Hedges:
     def decide(self, now: float, first: InflightRequest) -> InflightRequest:
         """Withdraw the slower of two attempts at a request, because the other has its first token.
 
-        Return the attempt that represents the request from now on.
+        Returns the attempt that represents the request from now on.
         """
         fleet, other = self._fleet, first.race
         assert other is not None
@@ -78,7 +78,7 @@ class Hedges:
         return first
 
     def end_race(self, now: float, flight: InflightRequest) -> None:
-        """Forget the pairing of a withdrawn attempt with the other attempt at the same request.
+        """End the race of two attempts at one request, because one of them was withdrawn.
 
         If the withdrawn attempt was the first one, its hedge is withdrawn as well.
         """

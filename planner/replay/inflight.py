@@ -1,4 +1,4 @@
-"""State of one running request of a replay: where it is, and what it occupies there."""
+"""The state of one running request of a replay: where it is, and what it occupies there."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from policies.pricing.split import EndpointPair
 
 @dataclass(slots=True, eq=False)
 class InflightRequest:
-    """A request between its arrival and its end.
+    """A request of a replay between its arrival and its end.
 
     Changed by fleet.py, admission_sim.py and disagg_sim.py only.
 

@@ -1,4 +1,4 @@
-"""Options of a replay other than fleet, traffic and policy: classes, clients, faults and
+"""The options of a replay other than fleet, traffic and policy: classes, clients, faults and
 metrics.
 """
 
@@ -14,14 +14,16 @@ from policies.model import STANDARD, Slo
 
 
 class CacheView(StrEnum):
-    """How the gateway knows prefix caches: from its own index, or from the engines' true state."""
+    """How the simulated gateway knows prefix caches: from its own index, or from the engines' true
+    state.
+    """
 
     INDEX = "index"
     EXACT = "exact"
 
 
 class ClientBehaviour(msgspec.Struct, frozen=True):
-    """What clients do when they are refused or wait for long.
+    """What simulated clients do when they are refused or wait for long.
 
     retries     how often a client retries after a 429 (OpenAI's SDKs: 2)
     obey        whether it waits for Retry-After. Otherwise, and without that header, it waits 0.5
@@ -36,7 +38,7 @@ class ClientBehaviour(msgspec.Struct, frozen=True):
 
 
 class GroupFaultKind(StrEnum):
-    """A kind of fault or maintenance of a group."""
+    """A kind of fault or maintenance of a simulated group."""
 
     # a rank fails: all jobs fail at once, and the group is back, empty, after `for_s`
     LOSE = "lose"
@@ -45,7 +47,7 @@ class GroupFaultKind(StrEnum):
 
 
 class GroupFault(msgspec.Struct, frozen=True):
-    """A fault of one group.
+    """A fault of one simulated group.
 
     at_s     when it begins, in seconds of the replay
     group    index of the group; all data-parallel ranks of an engine are one
@@ -64,7 +66,7 @@ class GroupFault(msgspec.Struct, frozen=True):
 
 
 class ReplayOptions(msgspec.Struct, frozen=True):
-    """Options of a replay.
+    """The options of a replay.
 
     expected_output  output tokens the gateway expects of a request; None: clients send max_tokens
                      and use all of it

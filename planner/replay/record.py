@@ -1,4 +1,4 @@
-"""Records of a replay: one per request, per group and per run; results.py evaluates them."""
+"""The records of a replay: one per request, per group and per run; results.py evaluates them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from policies.model import Slo
 
 
 class RequestEnd(StrEnum):
-    """How a request ended; every request ends in exactly one of these ways."""
+    """The ways in which a request of a replay can end; every request ends in exactly one of
+    them.
+    """
 
     SERVED = "served"
     SHED = "shed"  # refused, and its client did not retry
@@ -20,7 +22,9 @@ class RequestEnd(StrEnum):
 
 @dataclass(slots=True)
 class ReplayRecord:
-    """One request as its client saw it, with times on the replay's clock; None: did not happen.
+    """One request of a replay as its client saw it.
+
+    Times are on the replay's clock, or None.
 
     arrived_s      when it was first sent; retries after a refusal belong to it
     entered_s      when it was admitted and a group was picked
@@ -61,13 +65,15 @@ class ReplayRecord:
 
     @property
     def ttft_s(self) -> float | None:
-        """Seconds from the first attempt to the first token; None without a first token."""
+        """Return the seconds from the first attempt to the first token; None without a first
+        token.
+        """
         return None if self.first_s is None else self.first_s - self.arrived_s
 
     @property
     def tpot_s(self) -> float | None:
-        """Mean seconds per token after the first; None for answers of one token or incomplete
-        ones.
+        """Return the mean seconds per token after the first; None for incomplete answers and those
+        of one token.
         """
         if self.first_s is None or self.done_s is None or self.output_tokens < 2:
             return None
@@ -75,7 +81,9 @@ class ReplayRecord:
 
     @property
     def is_good(self) -> bool:
-        """Whether the request was served within the TTFT and TPOT budgets of its service class."""
+        """Return whether the request was served within the TTFT and TPOT budgets of its service
+        class.
+        """
         ttft_s, tpot_s = self.ttft_s, self.tpot_s
         if self.end is not RequestEnd.SERVED or ttft_s is None:
             return False
@@ -84,7 +92,9 @@ class ReplayRecord:
 
 @dataclass(slots=True)
 class GroupTotals:
-    """Totals of one group: tokens computed and generated, steps, and seconds spent in steps."""
+    """The totals of one simulated group: tokens computed and generated, steps, and seconds spent in
+    steps.
+    """
 
     name: str
     prompt_tokens: int = 0
@@ -97,7 +107,7 @@ class GroupTotals:
 
 @dataclass(slots=True)
 class ReplayRun:
-    """One replay: its requests in order of arrival, and the totals of each group.
+    """The outcome of one replay: its requests in order of arrival, and the totals of each group.
 
     ended_s     clock at the last event
     picks, pick_s  number of decisions of the policy, and their wall time in seconds

@@ -1,5 +1,5 @@
-"""HTML page of a comparison of policies: curves over load, latencies, hits and a table, in one
-file.
+"""Builds the HTML page of a comparison of policies: curves over load, latencies, hits and a
+table.
 """
 
 from __future__ import annotations
@@ -214,7 +214,7 @@ def _table(points: Sequence[ComparisonPoint]) -> str:
 
 
 def cells_of(point: ComparisonPoint) -> list[str]:
-    """Return a point of a comparison as cells of text, in the order of HEADS."""
+    """Return one result of a comparison of policies as cells of text, in the order of HEADS."""
     f = point.figures
     return [
         point.policy,

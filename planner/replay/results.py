@@ -1,6 +1,7 @@
-"""Results of a replay: goodput, attainment, latencies, cache hits, balance, waste and fairness.
+"""Computes the results of a replay: goodput, attainment, latencies, cache hits, balance, waste and
+fairness.
 
-All are pure functions of a ReplayRun.
+All functions are pure functions of a ReplayRun.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ LONG_PROMPT = 32 * 1024
 
 
 class ShareFigures(msgspec.Struct, frozen=True):
-    """Results of one service class or tenant: requests offered and good, and TTFT in seconds."""
+    """The results of one service class or tenant: requests offered and good, and TTFT in
+    seconds.
+    """
 
     offered: int
     good: int
@@ -28,7 +31,7 @@ class ShareFigures(msgspec.Struct, frozen=True):
 
     @property
     def attainment(self) -> float:
-        """Share of the offered requests that were good; 1 if none were offered."""
+        """Return the share of the offered requests that were good; 1 if none were offered."""
         return self.good / self.offered if self.offered else 1.0
 
 
@@ -90,7 +93,7 @@ class ReplayFigures(msgspec.Struct, frozen=True):
 
 
 def figures(run: ReplayRun, from_s: float = 0.0, to_s: float | None = None) -> ReplayFigures:
-    """Return the results of requests that arrived in [from_s, to_s).
+    """Return the results of a replay for requests that arrived in [from_s, to_s), in seconds.
 
     A request that the end of the replay cut off is left out, because it might have been good. If
     its first token was overdue, it counts as a miss.
@@ -167,7 +170,7 @@ def jain(values: Sequence[float]) -> float:
 
 
 def regret(own: Mapping[str, float], others: Iterable[Mapping[str, float]]) -> float:
-    """Return how close a policy comes to the best other policy on its worst workload.
+    """Return how close a routing policy comes to the best other policy on its worst workload.
 
     It is the minimum over workloads of own figure / best other figure; higher is better. The
     mappings hold one figure per workload, of which more is better. Workloads where all are 0 do not

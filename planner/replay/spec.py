@@ -1,4 +1,4 @@
-"""Description of a replayed fleet: TP groups by kind, from a preset, a file or code."""
+"""The description of a replayed fleet: TP groups by kind, from a preset, a file or code."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class FleetError(ValueError):
 
 
 class GroupKind(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`count` equal TP groups of a fleet.
+    """A kind of TP group in a fleet, which has `count` equal groups of it.
 
     kv_tokens        KV capacity of each in tokens; None: what its memory allows
     kv_scalar_bytes  bytes per cached scalar: 2 normally, 1 for an fp8 cache
@@ -82,25 +82,25 @@ class GroupKind(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def shape(self) -> Llm:
-        """The shape (layers, heads, sizes) of the groups' model.
+        """Return the shape (layers, heads, sizes) of the groups' model.
 
-        Raises ValueError that lists the known models.
+        Raises ValueError, which lists the known models.
         """
         return msgspec.structs.replace(model_named(self.model), kv_bytes=self.kv_scalar_bytes)
 
     @property
     def hardware(self) -> Gpu:
-        """The GPU type of the groups.
+        """Return the GPU type of the groups.
 
-        Raises ValueError that lists the known types.
+        Raises ValueError, which lists the known types.
         """
         return gpu_named(self.gpu)
 
     @property
     def software(self) -> Profile:
-        """The generation of the groups' engine software.
+        """Return the generation of the groups' engine software.
 
-        Raises ValueError that lists the known ones.
+        Raises ValueError, which lists the known generations.
         """
         return profile_named(self.profile)
 
@@ -130,7 +130,9 @@ class GroupKind(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def step_budget(self) -> int:
-        """Prompt tokens of one step: of a micro-batch on each stage and each rank of DP."""
+        """Return the prompt tokens that one engine step may process, over all stages and ranks of
+        the layout.
+        """
         return self.max_num_batched_tokens * self.pp * self.dp
 
     def roofline(self) -> StepTimes:
@@ -150,7 +152,7 @@ class GroupKind(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class FleetSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A fleet: its groups, and when requests are split between prefill and decode groups.
+    """A replayed fleet: its groups, and when requests are split between prefill and decode groups.
 
     kinds         the kinds of groups
     block_tokens  tokens per KV block; blocks of traces are merged or divided to this size
@@ -166,7 +168,9 @@ class FleetSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def groups(self) -> tuple[GroupKind, ...]:
-        """The groups one by one, each as a GroupKind with a count of 1, in order."""
+        """Return the groups of the fleet one by one, each as a GroupKind with a count of 1, in
+        order.
+        """
         return tuple(
             msgspec.structs.replace(kind, count=1) for kind in self.kinds for _ in range(kind.count)
         )
@@ -278,7 +282,7 @@ _SPLIT = re.compile(r"(?i)F5(?::(\d+)p(\d+)d)?(?:@(\d+(?:\.\d+)?))?")
 
 
 def preset(name: str) -> FleetSpec:
-    """Return a fleet by name: F1 to F4, F6, or F5 as `F5:6p2d@50`.
+    """Return a preset fleet by its name: F1 to F4, F6, or F5 as `F5:6p2d@50`.
 
     The latter has 6 prefill and 2 decode groups with links of 50 GB/s. Raises FleetError for an
     unknown name.

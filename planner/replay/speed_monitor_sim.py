@@ -1,4 +1,4 @@
-"""Detection of slow groups in a replay, by the gateway's own comparison of speeds.
+"""Detects slow groups in a replay, by the gateway's own comparison of speeds.
 
 Slow groups get fewer requests, are ejected and return after a probe. Samples and verdicts come from
 speed_record.py, speed_outlier.py and stall.py in policies/health. Late requests at a suspect group
@@ -37,7 +37,7 @@ CLEAR = 1.6
 
 
 class SpeedMonitorSim:
-    """Reviews the groups' speeds once a second, and acts on the verdicts.
+    """Reviews the speeds of the replayed groups once a second, and acts on the verdicts.
 
     `ejected` holds (clock, group) of every ejection.
     """

@@ -1,4 +1,4 @@
-"""Comparison of policies by many replays: every policy at every load, and capacities.
+"""Compares routing policies by many replays: every policy at every load, and capacities.
 
 It is run by `penstock replay`.
 """
@@ -26,7 +26,7 @@ Progress = Callable[[str, float], None]
 
 
 class NoCountedRequestError(ValueError):
-    """Error: no request came after the warm-up at a load; `tried` holds the results so far."""
+    """Raised when no request came after the warm-up at a load; `tried` holds the results so far."""
 
     def __init__(self, message: str, tried: tuple[tuple[float, float], ...]) -> None:
         super().__init__(message)
@@ -34,7 +34,7 @@ class NoCountedRequestError(ValueError):
 
 
 class UnknownCapacity(msgspec.Struct, frozen=True):
-    """Result in place of a Capacity that could not be determined; `reason` says why."""
+    """The result in place of a Capacity that could not be determined; `reason` says why."""
 
     reason: str
     target: float
@@ -43,7 +43,7 @@ class UnknownCapacity(msgspec.Struct, frozen=True):
 
 
 class Comparison(msgspec.Struct, frozen=True):
-    """The policies, loads and options that are compared.
+    """A comparison of routing policies by replays: its policies, loads and options.
 
     policies    names, each with its default parameters
     admission   name of an admission; None: every request enters
@@ -64,7 +64,7 @@ class Comparison(msgspec.Struct, frozen=True):
 
 
 class ComparisonPoint(msgspec.Struct, frozen=True):
-    """One replay of a comparison: a policy at a load, and its results.
+    """One replay of a comparison: a routing policy at a load, and its results.
 
     ttfts_s, tpots_s  TTFT and TPOT of the served requests in seconds, sorted
     """
@@ -77,7 +77,9 @@ class ComparisonPoint(msgspec.Struct, frozen=True):
 
 
 class ComparisonResult(msgspec.Struct, frozen=True):
-    """The result of a comparison: every replay, and each policy's capacities by target."""
+    """The result of a comparison of routing policies: every replay, and each policy's capacities by
+    target.
+    """
 
     contest: Comparison
     points: tuple[ComparisonPoint, ...]
@@ -101,8 +103,8 @@ def _users_at(load: float) -> int:
 def one_run(
     contest: Comparison, policy: str, load: float, watch: Callable[[float, int], None] | None = None
 ) -> ReplayRun:
-    """Replay the traffic at a load with a new policy and admission, on a fleet with empty
-    caches.
+    """Replay the traffic at a load with a new policy and a new admission policy, on a fleet with
+    empty caches.
     """
     gate = None if contest.admission is None else build_admission(contest.admission, {})
     return replay(
@@ -116,7 +118,9 @@ def one_run(
 
 
 def compare(contest: Comparison, tell: Progress | None = None) -> ComparisonResult:
-    """Run all replays of a comparison, one after another, and return the result."""
+    """Run all replays of a comparison of routing policies, one after another, and return the
+    result.
+    """
     points = []
     capacities: dict[str, tuple[Capacity | UnknownCapacity, ...]] = {}
     for policy in contest.policies:

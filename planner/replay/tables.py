@@ -1,6 +1,7 @@
-"""Tables of a replay for the terminal; columns that exceed its width continue in another table.
+"""Builds the tables of a replay for the terminal; columns that do not fit continue in another
+table.
 
-Contains the layout of rows and columns. report.py has the figures; cli.py prints.
+The module has the layout of rows and columns. report.py has the figures; cli.py prints.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ _EDGE = 1
 def figure_tables(
     heads: Sequence[str], rows: Sequence[Sequence[str]], width: int
 ) -> Iterator[Table]:
-    """Yield one table if all columns fit `width`, otherwise several, each with policy and load."""
+    """Yield the result table, or several with policy and load in each if the columns exceed
+    `width`.
+    """
     widths = [_widest(head, [row[column] for row in rows]) for column, head in enumerate(heads)]
     widths[0] = min(widths[0], width // 2)  # longer names wrap
     room = width - _EDGE - sum(widths[column] + _FRAME for column in range(KEYS))
@@ -37,7 +40,7 @@ def figure_tables(
 
 
 def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    """Return a table of text with right-aligned columns except for the first.
+    """Return a table for the terminal, whose columns are right-aligned except for the first.
 
     The first column wraps; no cell is truncated.
     """

@@ -1,4 +1,4 @@
-"""Fingerprints of prompts that a trace contains only as ids of their blocks."""
+"""Computes fingerprints of prompts that a trace contains only as ids of their blocks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Traffic for a fleet: requests at given times (open), and users that wait for answers (closed)."""
+"""The traffic for a replayed fleet: requests at given times (open), and users that wait for answers
+(closed).
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,7 @@ class Traffic(msgspec.Struct, frozen=True):
 
 
 def traffic(requests: Iterable[TraceRequest]) -> Traffic:
-    """Return the traffic of a trace.
+    """Return the traffic that consists of a trace's requests.
 
     A session with think times becomes a closed loop that begins at its first request.
     """
@@ -66,10 +68,10 @@ def users(
 ) -> Traffic:
     """Return `count` endless users that run sessions of the trace one after another.
 
-    There is 1 s between two sessions. Each user starts at a random request of its first session, as
-    in a fleet that has been busy for long, at a random moment of the first `ramp_s` seconds. When
-    the sessions are used up, they are repeated with new ids for all blocks that are not shared. A
-    request without a session is a session of its own.
+    A user pauses 1 s between two sessions. Each user starts at a random request of its first
+    session, as in a fleet that has been busy for long, at a random moment of the first `ramp_s`
+    seconds. When the sessions are used up, they are repeated with new ids for all blocks that are
+    not shared. A request without a session is a session of its own.
     """
     rng = Random(f"users {seed}")
     sessions = _sessions(requests)

@@ -1,1 +1,3 @@
-"""The seeds (119 statements about LLM serving) as a list, each with the command that answers it."""
+"""The command `penstock seeds`: 119 statements about LLM serving, each with the command that
+answers it.
+"""

@@ -1,4 +1,4 @@
-"""The command `penstock seeds`: lists the statements of the seeds, and the command that answers
+"""The command `penstock seeds`: lists statements about LLM serving, and the command that answers
 each.
 """
 
@@ -24,7 +24,9 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print the items as JSON.")
 
 
 def seeds(number: Number = None, seed: OfSeed = None, as_json: AsJson = False) -> None:
-    """List the 119 items of the seeds, the command that answers each, and its golden outcome."""
+    """List 119 statements about LLM serving, the command that answers each, and its expected
+    outcome.
+    """
     items = [
         item for item in seed_items() if number in (None, item.number) and seed in (None, item.seed)
     ]
@@ -55,7 +57,7 @@ def _lines(items: Sequence[SeedItem]) -> Iterator[str]:
 
 
 def counts_text(items: Sequence[SeedItem]) -> str:
-    """Return how many items are answered, planned and missing."""
+    """Return, as text, how many statements are answered, planned and missing."""
     counts = {status: sum(item.status is status for item in items) for status in ItemStatus}
     parts = [f"{count} {status.value}" for status, count in counts.items() if count]
     return f"{len(items)} items: {', '.join(parts)}"

@@ -1,7 +1,7 @@
-"""The 119 statements of the seeds, each with its command and golden outcome. No commands run here.
+"""The 119 statements of `penstock seeds`, each with its command and expected outcome.
 
 The data is data/items.json. Tests run the command or function of every answered item and compare
-its outcome with the golden one.
+its outcome with the expected one.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ TITLES: Mapping[str, str] = {
 
 
 class ItemStatus(StrEnum):
-    """Whether Penstock answers an item.
+    """Whether Penstock answers a statement of `penstock seeds`.
 
-    LATER items belong to features that are planned; MISSING ones lack a part, which `note` names.
+    LATER statements belong to features that are planned; MISSING ones lack a part, which `note`
+    names.
     """
 
     ANSWERED = "answered"
@@ -33,7 +34,8 @@ class ItemStatus(StrEnum):
 
 
 class SeedItem(msgspec.Struct, frozen=True):
-    """One system, rule, table, worked example, checklist item or figure of a seed.
+    """One statement of `penstock seeds`: a system, rule, table, worked example, checklist item or
+    figure.
 
     command  the command line, configuration check or page that answers the item
     golden   outcome by name: a number within 1 %, or a text that the outcome contains. Dotted names
@@ -51,13 +53,15 @@ class SeedItem(msgspec.Struct, frozen=True):
 
 
 def seed_items() -> Sequence[SeedItem]:
-    """Return all items in the order of their numbers, 1 to 119."""
+    """Return all statements in the order of their numbers, 1 to 119."""
     data = files("planner.seeds").joinpath("data/items.json").read_bytes()
     return msgspec.json.decode(data, type=tuple[SeedItem, ...])
 
 
 def golden_text(item: SeedItem) -> str:
-    """Return the golden outcome in one line, or the status of an item without one."""
+    """Return the expected outcome of a statement in one line, or the status of a statement without
+    one.
+    """
     if not item.golden:
         return item.status.value
     return ", ".join(f"{name} {_value(value)}" for name, value in item.golden.items())

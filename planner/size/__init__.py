@@ -1,3 +1,3 @@
-"""The command `penstock size`: computes a fleet for a model and latency promises, and gives
+"""The command `penstock size`: computes a fleet for a model and promised latencies, and gives
 reasons.
 """

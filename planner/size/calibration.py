@@ -1,4 +1,4 @@
-"""Fit of a GPU's eight constants to the times of recorded answers.
+"""Fits a GPU's eight constants to the times of recorded answers.
 
 The equation is that of mockgpu/roofline.py. Its constants are fitted by damped least squares on the
 logarithms of times, with Huber weights against outliers. Constants that the log does not determine
@@ -35,7 +35,7 @@ Residuals = Callable[[Sequence[float]], list[float]]
 
 
 class Calibration(msgspec.Struct, frozen=True):
-    """Fitted constants, and their errors on phases that the fit has not seen.
+    """The fitted constants of a GPU, and their errors on measurements that the fit has not seen.
 
     gpu             the GPU with fitted constants; its `errors` are the 90th percentiles
     prior_errors    the same percentiles with the constants before the fit
@@ -64,7 +64,9 @@ def calibrate_from(model: Llm, gpu: Gpu, tp: int, log_file: Path, last: str) -> 
 
 
 def calibration_lines(found: Calibration, tp: int, log_file: Path) -> Iterator[str]:
-    """Yield the fit as text: its errors before and after, and each constant."""
+    """Yield the fit of a GPU's constants as text: its errors before and after, and each
+    constant.
+    """
     gpu, before = found.gpu, found.prior_errors
     yield (
         f"{gpu.name}: constants fitted to {found.prefills} prefills and {found.decodes} answers of "
@@ -81,7 +83,7 @@ def calibration_lines(found: Calibration, tp: int, log_file: Path) -> Iterator[s
 
 
 def calibrate(model: Llm, gpu: Gpu, tp: int, phases: Sequence[Phase]) -> Calibration:
-    """Fit the GPU's constants to phases measured on TP groups of `tp` of these GPUs.
+    """Fit a GPU's constants to prefills and decodes measured on TP groups of `tp` of these GPUs.
 
     Raises SizingError if there are fewer than LEAST_PHASES phases of a kind.
     """
@@ -218,7 +220,10 @@ def _squares(residue: Sequence[float]) -> float:
 
 
 def solve(matrix: Sequence[Sequence[float]], right: Sequence[float]) -> list[float]:
-    """Solve matrix x = right by elimination, and return x. The matrix must be positive definite."""
+    """Solve the linear equations matrix x = right by elimination, and return x.
+
+    The matrix must be positive definite.
+    """
     size = len(right)
     rows = [[*line, value] for line, value in zip(matrix, right, strict=True)]
     for pivot in range(size):

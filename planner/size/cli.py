@@ -148,7 +148,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")]
 
 
 class SizeOutput(msgspec.Struct, frozen=True):
-    """The options of what to print in addition to the plan, or in its place.
+    """The options of `penstock size` for what to print in addition to the plan, or in its place.
 
     read_config  reads the emitted gateway.yaml for the replays, as the gateway does
     """

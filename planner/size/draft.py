@@ -1,4 +1,6 @@
-"""A plan under construction: what the steps of the recipe have decided, and the finished plan."""
+"""A sizing plan under construction: what the steps of the recipe have decided, and the finished
+plan.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +21,11 @@ from policies.sizing.rules import LayoutFinding, PlannedGroup, layout_findings, 
 
 
 class SizingError(ValueError):
-    """Raised when no plan can be computed; the message says which values are valid."""
+    """Raised when no sizing plan can be computed; the message says which values are valid."""
 
 
 class RecipeGate(msgspec.Struct, frozen=True):
-    """One step (gate) of the recipe: a question, its numbers, the answer, and the source it
+    """One step (gate) of the sizing recipe: a question, its numbers, the answer, and the source it
     follows.
     """
 
@@ -36,11 +38,11 @@ class RecipeGate(msgspec.Struct, frozen=True):
 
 
 class PlanHardware(msgspec.Struct, frozen=True):
-    """The GPUs to plan with.
+    """The GPUs with which a fleet is planned.
 
     gpu             GPU type
     domain          GPUs that fast links connect
-    gpus            GPUs that there are; None: as many as needed
+    gpus            number of available GPUs; None: as many as needed
     price_hour      dollars per GPU and hour
     is_best_effort  whether to raise TP for a promise that no TP size keeps, while that still speeds
                     up decoding
@@ -54,7 +56,7 @@ class PlanHardware(msgspec.Struct, frozen=True):
 
 
 class FleetPlan(msgspec.Struct, frozen=True):
-    """A planned fleet of equal replicas.
+    """A planned fleet of equal replicas (engines).
 
     single, loaded   times of a replica at batch 1, and at `ceiling` requests
     ceiling          requests that one replica serves at once
@@ -83,17 +85,19 @@ class FleetPlan(msgspec.Struct, frozen=True):
 
     @property
     def usd_hour(self) -> float:
-        """The cost of all GPUs of the planned fleet, in dollars per hour."""
+        """Return the cost of all GPUs of the planned fleet, in dollars per hour."""
         return usd_of(self.hardware.price_hour, self.gpus, 3600.0)
 
     @property
     def prices(self) -> TokenPrices:
-        """Dollars per million tokens when every replica serves `ceiling` requests."""
+        """Return the dollars per million tokens when every replica serves `ceiling` requests."""
         return token_prices(self.loaded.seconds, self.hardware.price_hour, self.layout.gpus)
 
 
 class Draft:
-    """The decisions of a plan so far, which the gates read and change; `finish` makes the plan."""
+    """The decisions of a sizing plan so far, which the gates (steps) read and change; `finish`
+    makes the plan.
+    """
 
     def __init__(
         self, model: Llm, hardware: PlanHardware, work: Workload, grids: Sequence[Grid]
@@ -111,11 +115,11 @@ class Draft:
         self._times: dict[Layout, ReplicaTimes] = {}
 
     def memory(self, layout: Layout | None = None) -> MemoryCheck:
-        """Return the memory check of a layout, by default of the one decided so far."""
+        """Return the GPU memory check of a layout, by default of the one decided so far."""
         return check_memory(self.model, self.hardware.gpu, layout or self.layout, self.demand)
 
     def times(self, layout: Layout | None = None) -> ReplicaTimes:
-        """Return the step times of a layout, by default of the one decided so far."""
+        """Return the step times of a layout in seconds, by default of the one decided so far."""
         layout = layout or self.layout
         if layout not in self._times:
             self._times[layout] = ReplicaTimes(self.model, self.hardware.gpu, layout, self.grids)
@@ -126,13 +130,13 @@ class Draft:
     ) -> None:
         """Record the decision of a gate (a step of the sizing recipe) with its reason.
 
-        Gates are numbered from 2, because the first gate compares finished plans.
+        The numbers begin with 2, because the first gate compares finished plans.
         """
         number = len(self.gates) + 2
         self.gates.append(RecipeGate(number, question, tuple(numbers), answer, source, notes))
 
     def finish(self) -> FleetPlan:
-        """Return the finished plan, after all layout rules were applied."""
+        """Return the finished sizing plan, after all layout rules were applied."""
         hardware, memory, times = self.hardware, self.memory(), self.times()
         group = self._group(memory)
         return FleetPlan(

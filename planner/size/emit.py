@@ -1,4 +1,6 @@
-"""Files and commands for a plan: engine commands, gateway.yaml, Helm values, and mock groups."""
+"""Writes files and commands for a sizing plan: engine commands, gateway.yaml, Helm values, mock
+groups.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ LOOSE_TTFT_S, LOOSE_TPOT_S = 60.0, 0.5
 
 
 class Emission(msgspec.Struct, frozen=True):
-    """A plan and the names with which to write files and commands for it.
+    """A sizing plan and the names with which to write files and commands for it.
 
     source       the model's repository or folder, for the engines
     name         the name that clients use and engines serve
@@ -141,7 +143,10 @@ EMITTERS: Mapping[str, Callable[[Emission], str]] = MappingProxyType(
 
 
 def emit(target: str, emission: Emission) -> str:
-    """Return the file or command for a target. Raises SizingError for an unknown target."""
+    """Return the file or command that `target` names, as text.
+
+    Raises SizingError for an unknown target.
+    """
     emitter = EMITTERS.get(target)
     if emitter is None:
         raise SizingError(f"unknown target {target!r}; valid: {', '.join(EMITTERS)}")

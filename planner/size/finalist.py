@@ -1,4 +1,4 @@
-"""Type of the result of one replayed fleet.
+"""The type of the result of one replayed fleet.
 
 It is in its own module because the replay is slow to import.
 """
@@ -9,7 +9,7 @@ import msgspec
 
 
 class Finalist(msgspec.Struct, frozen=True):
-    """The result of replaying one candidate fleet.
+    """The result of replaying recorded traffic on one candidate fleet.
 
     attainment  share of requests served within the promised latencies
     refused     share of requests that the gateway refused with 429

@@ -1,4 +1,4 @@
-"""Replay of the best fleets on recorded traffic, each with the configuration of the emitted files.
+"""Replays the best fleets of a sizing on recorded traffic, each with its emitted configuration.
 
 A static estimate has steady batches; a replay has arrivals, queues and prefix caches. Fleets are
 compared by attainment, the share of requests that are served within the promises. Policy,
@@ -72,7 +72,7 @@ def _replay(
 
 
 def known_model(plan: FleetPlan) -> str:
-    """Return the built-in name of the plan's model.
+    """Return the built-in name of a sizing plan's model.
 
     Raises SizingError if its model or GPU is not a built-in one, since mock groups know no others.
     """

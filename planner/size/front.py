@@ -1,4 +1,5 @@
-"""All layouts of a number of GPUs: their speed and cost, and which of them no other one surpasses.
+"""All layouts of a number of GPUs: their speed and cost, and which of them no other layout
+surpasses.
 
 A point is (weights, TP, PP, replicas, batch). Its times are the static estimate of timing.py;
 attainment under real arrivals needs a replay.
@@ -29,7 +30,7 @@ MAX_LADDER_TP = 16
 
 
 class FleetPoint(msgspec.Struct, frozen=True):
-    """One layout of the fleet at one batch size per replica.
+    """One layout of a fleet's GPUs at one batch size per replica, with its speed and cost.
 
     usd_million   dollars per million answer tokens, prompts included
     kv_use        share of the KV cache that the batch holds
@@ -57,7 +58,7 @@ class FleetPoint(msgspec.Struct, frozen=True):
 def fleet_points(
     models: Sequence[Llm], hardware: PlanHardware, work: Workload, grids: Sequence[Grid]
 ) -> list[FleetPoint]:
-    """Return every point for the GPUs of `hardware`, with the best ones marked."""
+    """Return every layout and batch size for the GPUs of `hardware`, with the best ones marked."""
     gpus = hardware.gpus or hardware.domain
     points = [
         point
@@ -73,7 +74,9 @@ def fleet_points(
 
 
 def best_of(points: Sequence[FleetPoint]) -> list[FleetPoint]:
-    """Return the points that no other point beats in both time per token and requests/s."""
+    """Return the points that no other point beats in both time per token and requests per
+    second.
+    """
     best: list[FleetPoint] = []
     for point in sorted(points, key=lambda point: (point.tpot_s, -point.requests_s)):
         if not best or point.requests_s > best[-1].requests_s:
@@ -134,7 +137,7 @@ def _reason(memory: MemoryCheck, batch: int) -> str:
 
 
 def headline(points: Sequence[FleetPoint], work: Workload) -> str:
-    """Return the main result as one sentence: to replicate, or for what to use TP."""
+    """Return the main result of a sizing as one sentence: to replicate, or for what to use TP."""
     able = [point for point in points if not point.reason]
     if not able:
         return "no layout of these GPUs holds the model"
@@ -159,7 +162,7 @@ def headline(points: Sequence[FleetPoint], work: Workload) -> str:
 
 
 class LadderStep(msgspec.Struct, frozen=True):
-    """Decode speed at one TP size: ideal and expected seconds per token, and their parts.
+    """The decode speed at one TP size: ideal and expected seconds per token, and their parts.
 
     `tax` is the relative change of tokens/s per GPU against the smallest TP size that holds the
     batch; None where the batch does not fit. `problem` says why a size is impossible.
@@ -180,7 +183,7 @@ class LadderStep(msgspec.Struct, frozen=True):
 def tp_ladder(
     model: Llm, hardware: PlanHardware, batch: int, context: int, grids: Sequence[Grid]
 ) -> list[LadderStep]:
-    """Return the decode speed of a batch at TP 1, 2, 4, ... 16."""
+    """Return the decode speed of a batch at TP sizes 1, 2, 4, ... 16."""
     steps: list[LadderStep] = []
     base: float | None = None
     tp = 1

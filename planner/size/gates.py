@@ -29,7 +29,9 @@ MAX_CP = 8
 def quantise(
     candidates: Sequence[Llm], plans: Sequence[FleetPlan], problems: Sequence[str], best: FleetPlan
 ) -> RecipeGate:
-    """Return the first gate: whether weights of one byte save GPUs at equal promises."""
+    """Return the first gate of the recipe: whether weights of one byte save GPUs at equal
+    promises.
+    """
     numbers = [
         f"{plan.model.name}: {gb(plan.model.weights_bytes)} of weights, {plan.layout.label}, "
         f"{plan.replicas} replica(s), {plan.gpus} GPUs"
@@ -50,7 +52,9 @@ def quantise(
 
 
 def fits_one(draft: Draft) -> None:
-    """Decide whether one GPU holds the weights and the requests with their headroom (gate 2)."""
+    """Decide whether one GPU can hold the model's weights and the requests with their headroom
+    (gate 2).
+    """
     check = draft.memory(Layout())
     answer = "yes: TP 1" if check.is_enough else "no"
     draft.add("Does it fit one GPU?", [_memory(check)], answer, "seed 002 (fits? replicate), 003")
@@ -91,7 +95,9 @@ def _refused_sizes(draft: Draft) -> Iterator[str]:
 
 
 def raise_tp(draft: Draft) -> None:
-    """Raise TP until batch 1 keeps the promises of speed that some TP size keeps (gate 4)."""
+    """Raise the TP size until batch 1 keeps the promised speeds that some TP size keeps (gate
+    4).
+    """
     sizes = [tp for tp in draft.tp_sizes if tp >= draft.layout.tp]
     limits = draft.work.limits
     reachable = [name for name in limits if any(_missed_s(draft, tp, name) <= 0 for tp in sizes)]
@@ -135,7 +141,9 @@ def _missed(draft: Draft, tp: int) -> str:
 
 
 def knee_of(draft: Draft, sizes: Sequence[int]) -> int:
-    """Return the knee: the TP size after which doubling it speeds decoding up by less than KNEE."""
+    """Return the TP size after which doubling it speeds decoding up by less than the factor
+    KNEE.
+    """
     for tp, larger in pairwise(sizes):
         slow = draft.times(Layout(tp)).decode_s(1, draft.work.mean_context)
         fast = draft.times(Layout(larger)).decode_s(1, draft.work.mean_context)
@@ -228,7 +236,7 @@ def _pp_notes(draft: Draft) -> Iterator[str]:
 
 
 def most_ep(draft: Draft) -> None:
-    """Spread the experts over all ranks, and with MLA use attention with DP if possible (gate
+    """Spread the experts over all ranks, and with MLA use data-parallel attention if possible (gate
     6).
     """
     source = "seeds 000, 001, 004 (EP maximal for MoE)"

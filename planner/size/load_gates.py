@@ -23,7 +23,9 @@ MOST_FOR_WAITS = 2
 
 
 def count_replicas(draft: Draft) -> None:
-    """Choose the number of replicas, by Little's law and by the waits for prefills (gate 8)."""
+    """Choose the number of replicas of a sizing plan, by Little's law and by the waits for prefills
+    (gate 8).
+    """
     numbers = [_ceiling(draft)]
     loaded = at_batch(draft.times(), draft.work, draft.ceiling)
     load = _concurrency(draft, loaded)

@@ -1,7 +1,8 @@
-"""Phases of recorded answers, with the work that their engine did meanwhile.
+"""Finds the prefills and decodes of recorded answers, with the work that their engine did
+meanwhile.
 
-Reads the access log. A prefill is used if no other prompt was waiting or computed on its endpoint;
-an answer's decoding is used with all sequences and prompts beside it.
+They are read from the access log. A prefill is used if no other prompt was waiting or computed on
+its endpoint; an answer's decoding is used with all sequences and prompts beside it.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ STEP_TOKENS = 8_192  # vLLM's max_num_batched_tokens
 
 
 class MeasuredAnswer(msgspec.Struct, frozen=True):
-    """One answer: when it was sent, its first and its last token (seconds), and its tokens."""
+    """One recorded answer: when it was sent, its first and its last token (seconds), and its
+    tokens.
+    """
 
     endpoint: str
     sent_s: float
@@ -37,7 +40,8 @@ class MeasuredAnswer(msgspec.Struct, frozen=True):
 
 
 class PrefillPhase(msgspec.Struct, frozen=True):
-    """A prefill: its chunks as (tokens, attention area), and the mean batch decoding beside it.
+    """A recorded prefill: its chunks as (tokens, attention area), and the mean batch decoding
+    beside it.
 
     context   tokens of KV that the batch reads per step, in total
     """
@@ -103,7 +107,7 @@ def _answer(row: _TimedLine) -> Iterator[MeasuredAnswer]:
 
 
 def phases_of(answers: Sequence[MeasuredAnswer], model: Llm) -> list[PrefillPhase | DecodePhase]:
-    """Return the usable phases of the answers, at most MOST_PHASES of each kind."""
+    """Return the usable prefills and decodes of the answers, at most MOST_PHASES of each kind."""
     by_endpoint: dict[str, list[MeasuredAnswer]] = defaultdict(list)
     for answer in answers:
         by_endpoint[answer.endpoint].append(answer)

@@ -1,4 +1,4 @@
-"""Conversion of the options of `penstock size` to a model, GPUs and workload, with clear errors."""
+"""Converts the options of `penstock size` to a model, GPUs and workload, with clear errors."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def _json(path: Path) -> Any:
 
 
 def hardware_of(options: SizeOptions) -> list[PlanHardware]:
-    """Return the kinds of GPU to plan with, at least one.
+    """Return the kinds of GPU with which a fleet is planned, at least one.
 
     Raises SizingError for invalid options.
     """
@@ -134,7 +134,10 @@ def _prices(text: str) -> Mapping[str, float]:
 
 
 def workload_of(options: SizeOptions, model: Llm) -> Workload:
-    """Return the traffic and its promises. Raises SizingError if options contradict each other."""
+    """Return the planned traffic and its promised latencies.
+
+    Raises SizingError if options contradict each other.
+    """
     prompt, output = _tokens("--in", options.prompt), _tokens("--out", options.output)
     context = _tokens("--context", options.context or str(prompt + output))
     if context < prompt + output:
@@ -187,7 +190,9 @@ def _seconds(name: str, text: str | None) -> float | None:
 
 
 def promises_of(options: SizeOptions) -> tuple[Promise, ...]:
-    """Return the promises by class: that of --ttft and --tpot, and one for each --promise."""
+    """Return the promised latencies by class: those of --ttft and --tpot, and one for each
+    --promise.
+    """
     promises = [_promise(text, options.percentile) for text in options.promises]
     if options.ttft is not None or options.tpot is not None:
         ttft_s, tpot_s = _seconds("--ttft", options.ttft), _seconds("--tpot", options.tpot)

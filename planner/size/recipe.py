@@ -43,7 +43,7 @@ def variants(model: Llm, quant: str) -> list[Llm]:
 def plan_fleet(
     candidates: Sequence[Llm], hardware: PlanHardware, work: Workload, grids: Sequence[Grid]
 ) -> FleetPlan:
-    """Return the plan for the candidate that needs the fewest GPUs at equal promises.
+    """Return the sizing plan of the candidate model that needs the fewest GPUs at equal promises.
 
     Raises SizingError if no candidate fits the GPUs.
     """

@@ -1,4 +1,4 @@
-"""Reading of the log in `penstock size --from`, and a progress bar for the replays."""
+"""Reads the access log for `penstock size --from`, and shows a progress bar for the replays."""
 
 from __future__ import annotations
 

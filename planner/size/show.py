@@ -1,4 +1,4 @@
-"""Output of `penstock size`: the steps as text, tables, and JSON, without formulas."""
+"""Prints the results of `penstock size`: the steps as text, tables, and JSON."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NOT_CONSIDERED = "Not considered: speculative decoding."
 
 
 def plan_lines(plan: FleetPlan) -> Iterator[str]:
-    """Yield the plan as lines of text: the question, each gate, and the fleet."""
+    """Yield a sizing plan as lines of text: the question, each gate, and the fleet."""
     work, gpu = plan.work, plan.hardware.gpu
     yield (
         f"{plan.model.name} on {gpu.name}: prompts of {work.prompt:,} tokens "
@@ -78,7 +78,7 @@ def _fleet_lines(plan: FleetPlan) -> Iterator[str]:
 
 
 def comparison_lines(plans: Sequence[FleetPlan]) -> Iterator[str]:
-    """Yield a table of the plans for several kinds of GPU."""
+    """Yield a table of the sizing plans for several kinds of GPU, line by line."""
     heads = ("gpu", "layout", "replicas", "gpus", "$/hour", "TTFT", "per token", "missed")
     rows = [
         (
@@ -92,8 +92,8 @@ def comparison_lines(plans: Sequence[FleetPlan]) -> Iterator[str]:
 
 
 def front_lines(points: Sequence[FleetPoint], headline: str) -> Iterator[str]:
-    """Yield a table of the best configurations of a sizing, and the reasons why layouts are
-    impossible.
+    """Yield a table of a sizing's best configurations, and the reasons why layouts are impossible,
+    line by line.
     """
     yield headline
     heads = ("weights", "gpu", "TP", "PP", "replicas", "batch", "TTFT", "per token", "req/s")
@@ -126,7 +126,7 @@ def _reasons(points: Sequence[FleetPoint]) -> Iterator[str]:
 
 
 def ladder_lines(steps: Sequence[LadderStep], batch: int) -> Iterator[str]:
-    """Yield the decode speed by TP size as a table."""
+    """Yield the decode speed by TP size as a table, line by line."""
     yield f"TP ladder at batch {batch}: ideal is weights over peak bandwidth"
     heads = ("TP", "ideal", "expected", "gain", "weights", "KV", "FLOPs", "collectives", "bound")
     rows = [
@@ -153,7 +153,7 @@ def ladder_lines(steps: Sequence[LadderStep], batch: int) -> Iterator[str]:
 
 
 def finalist_lines(results: Sequence[Finalist]) -> Iterator[str]:
-    """Yield the replayed fleets as a table, best attainment first."""
+    """Yield the replayed fleets as a table, line by line, best attainment first."""
     yield "replayed on the log, with the emitted configuration:"
     heads = (
         "fleet",
@@ -178,7 +178,7 @@ def finalist_lines(results: Sequence[Finalist]) -> Iterator[str]:
 
 
 def against_lines(plan: FleetPlan, other: FleetPlan) -> Iterator[str]:
-    """Yield the cost of two models for the same traffic and promises, side by side."""
+    """Yield the cost of two models for the same traffic and promises side by side, line by line."""
     heads = ("model", "layout", "gpus", "$/hour", "per token", "prompt $/1M", "answer $/1M")
     rows = [
         (

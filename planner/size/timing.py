@@ -1,4 +1,5 @@
-"""Times of one replica in any layout: prefill, decode steps, and the resulting speed of a batch.
+"""Computes the times of one replica (engine) in any layout: prefill, decode steps, and the
+resulting speed of a batch.
 
 TP follows the mock's step-time model, which is exact at measured points. PP, EP and DP follow from
 what they change in it: a stage has a part of the layers, a rank a part of the experts, and tokens
@@ -22,7 +23,7 @@ from policies.sizing.model_shapes import Llm
 
 
 class ReplicaTimes:
-    """Step times of one replica in seconds, cached by their arguments."""
+    """The step times of one replica (engine) in seconds, cached by their arguments."""
 
     def __init__(self, model: Llm, gpu: Gpu, layout: Layout, grids: Sequence[Grid]) -> None:
         self.model, self.gpu, self.layout = model, gpu, layout
@@ -59,7 +60,9 @@ class ReplicaTimes:
         return self._decode[key]
 
     def bubble_s(self, tokens: int) -> float:
-        """Return the seconds of a prefill in which all stages but one wait: pp - 1 stage times."""
+        """Return the seconds of a prefill in which all pipeline stages but one wait: pp - 1 stage
+        times.
+        """
         return self.prefill_s(tokens) * (self.layout.pp - 1) / self.layout.pp
 
     def parts(self, batch: int, context: int) -> StepTimeParts:
@@ -79,7 +82,9 @@ class ReplicaTimes:
 
 
 class BatchTimes(msgspec.Struct, frozen=True):
-    """Times of a replica at a steady batch: of a request, per second, and engine seconds."""
+    """The times of a replica at a steady batch: seconds of a request, requests per second, and
+    engine seconds.
+    """
 
     batch: int
     ttft_s: float
@@ -91,7 +96,8 @@ class BatchTimes(msgspec.Struct, frozen=True):
 
 
 def at_batch(times: ReplicaTimes, work: Workload, batch: int) -> BatchTimes:
-    """Return the estimated times at a steady batch, where each request waits for others' prefills.
+    """Return a replica's estimated times at a steady batch, where each request waits for others'
+    prefills.
 
     A cycle of the batch is its prefills and the steps of one answer. Prefills of a pipeline
     overlap, one in each stage; ranks of DP prefill at the same time.
@@ -118,9 +124,9 @@ def at_batch(times: ReplicaTimes, work: Workload, batch: int) -> BatchTimes:
 
 
 def largest_batch(times: ReplicaTimes, work: Workload, limit: int, tpot_s: float | None) -> int:
-    """Return the largest batch up to `limit` that keeps the time per token `tpot_s`.
+    """Return the largest batch size up to `limit` at which a token takes at most `tpot_s` seconds.
 
-    Return 0 if none does.
+    Returns 0 if there is none.
     """
     if limit < 1 or tpot_s is None or at_batch(times, work, limit).tpot_s <= tpot_s:
         return max(0, limit)

@@ -1,4 +1,4 @@
-"""Conversion of numbers to texts with units, and of such texts to numbers."""
+"""Converts numbers to texts with units, and such texts to numbers."""
 
 from __future__ import annotations
 
@@ -36,7 +36,10 @@ def parse_tokens(text: str) -> int:
 
 
 def parse_seconds(text: str) -> float:
-    """Return the seconds in a text such as 1.2s, 40ms or 2m. Raises ValueError for other texts."""
+    """Return the number of seconds in a text such as 1.2s, 40ms or 2m.
+
+    Raises ValueError for other texts.
+    """
     for unit, factor in (("ms", 1e-3), ("s", 1.0), ("m", 60.0)):
         if text.endswith(unit):
             try:

@@ -1,4 +1,4 @@
-"""The input of a sizing plan: traffic, promises and limits, without I/O."""
+"""The input of a sizing plan: traffic, promised latencies and limits. No I/O."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ MAX_BATCH = 256  # vLLM's max_num_seqs; larger batches change a static estimate 
 
 
 class Promise(msgspec.Struct, frozen=True):
-    """Latency limits for a class of requests, kept for `percentile` percent of them.
+    """Promised latencies for a class of requests, kept for `percentile` percent of them.
 
     A limit of None means that there is none.
     """
@@ -43,32 +43,34 @@ class Workload(msgspec.Struct, frozen=True):
 
     @property
     def cached(self) -> int:
-        """Number of prompt tokens that the prefix cache holds; at least one token is computed."""
+        """Return the number of prompt tokens that the prefix cache holds; at least one token is
+        computed.
+        """
         return min(self.prompt - 1, round(self.prompt * self.cached_share))
 
     @property
     def uncached(self) -> int:
-        """Number of prompt tokens that are computed."""
+        """Return the number of prompt tokens that the engine computes."""
         return self.prompt - self.cached
 
     @property
     def mean_context(self) -> int:
-        """Tokens in the KV cache of a decoding request, as the mean over its answer."""
+        """Return the tokens in the KV cache of a decoding request, as the mean over its answer."""
         return self.prompt + self.output // 2
 
     @property
     def ttft_s(self) -> float | None:
-        """The shortest TTFT that any class promises, in seconds; None without a promise."""
+        """Return the shortest TTFT that any class promises, in seconds; None without a promise."""
         return min((p.ttft_s for p in self.promises if p.ttft_s is not None), default=None)
 
     @property
     def tpot_s(self) -> float | None:
-        """The shortest TPOT that any class promises, in seconds; None without a promise."""
+        """Return the shortest TPOT that any class promises, in seconds; None without a promise."""
         return min((p.tpot_s for p in self.promises if p.tpot_s is not None), default=None)
 
     @property
     def limits(self) -> dict[str, float]:
-        """The strictest promised latencies in seconds, by name ("TTFT", "TPOT")."""
+        """Return the strictest promised latencies in seconds, by name ("TTFT", "TPOT")."""
         pairs = (("TPOT", self.tpot_s), ("TTFT", self.ttft_s))
         return {name: limit for name, limit in pairs if limit is not None}
 

@@ -1,4 +1,4 @@
-"""Reader of the gateway's own access log: JSON lines, one per request.
+"""Reads the gateway's own access log: JSON lines, one per request.
 
 A log has times, lengths, tenant and model, but shared prefixes only if the gateway logs `blocks`
 (docs/replay.md). Without them nothing is cached in the replay: compare policies by load then, not
@@ -55,10 +55,10 @@ class LoggedRequest(msgspec.Struct):
 def access(
     lines: Iterable[bytes], name: str = "trace", model: str | None = None
 ) -> Iterator[TraceRequest]:
-    """Yield the requests of a log in order of arrival, with times relative to the first.
+    """Yield the requests of an access log in order of arrival, with times relative to the first.
 
-    Refused and failed ones are left out, and those for models other than `model` if given. If an
-    engine reported no usage, as in most streams, lengths are estimated: four bytes of body per
+    Refused and failed requests are left out, and those for models other than `model` if given. If
+    an engine reported no usage, as in most streams, lengths are estimated: four bytes of body per
     prompt token, one event per token of the answer. Lines are written when requests end, so all are
     read before the first is yielded.
     """
@@ -76,7 +76,7 @@ def access(
 def request_of(
     row: LoggedRequest, begin_s: float, output_tokens: int | None = None
 ) -> TraceRequest:
-    """Return one log line as a request, with times relative to `begin_s` (Unix time).
+    """Return one line of an access log as a request, with times relative to `begin_s` (Unix time).
 
     `output_tokens` overrides the line's own number.
     """

@@ -1,4 +1,4 @@
-"""Reader of agent sessions (callanjfox/kv-cache-tester): one session per line, with think times.
+"""Reads agent sessions (callanjfox/kv-cache-tester): one session per line, with think times.
 
 A session's requests wait for earlier answers. Its subagents run in parallel to it and become
 sessions of their own.

@@ -1,4 +1,4 @@
-"""Reader of Azure's inference traces of 2023: CSV of times and lengths, without prefixes.
+"""Reads Azure's inference traces of 2023: CSV of times and lengths, without prefixes.
 
 Source: Azure/AzurePublicDataset, Splitwise.
 """
@@ -16,7 +16,7 @@ _ROW = re.compile(rb"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)(\.\d+)?(?:\+00:00)?,(\d{1,
 
 
 def azure(lines: Iterable[bytes], name: str = "trace") -> Iterator[TraceRequest]:
-    """Yield requests in order of arrival, with times relative to the first.
+    """Yield the requests of an Azure trace in order of arrival, with times relative to the first.
 
     Prompts share no prefix.
     """

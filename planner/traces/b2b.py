@@ -1,6 +1,7 @@
-"""Generator of the B2B workload of llm-d's posts.
+"""Generates the B2B workload of llm-d's posts.
 
-It has 150 customers with prompts of 6,000 tokens, and five questions of 1,200 tokens on each.
+The workload has 150 customers with prompts of 6,000 tokens, and five questions of 1,200 tokens on
+each.
 """
 
 from __future__ import annotations

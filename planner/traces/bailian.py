@@ -1,4 +1,4 @@
-"""Reader of Qwen's Bailian traces: chats by turns, in 16-token blocks.
+"""Reads Qwen's Bailian traces: chats by turns, in 16-token blocks.
 
 Source: alibaba-edu/qwen-bailian-usagetraces-anon.
 """
@@ -26,7 +26,8 @@ class _Line(msgspec.Struct):
 
 
 def bailian(lines: Iterable[bytes], name: str = "trace") -> Iterator[TraceRequest]:
-    """Yield requests in the order of the file, at their recorded times in seconds.
+    """Yield the requests of a Bailian trace in the order of the file, at their recorded times in
+    seconds.
 
     The session is the root chat of a turn; the type (text, search, image, file) is the service
     class.

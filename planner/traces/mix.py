@@ -1,6 +1,6 @@
-"""Transformations of a trace before its replay: scale, slice, and mix with classes and tenants.
+"""Transforms a trace before its replay: scale, slice, and mix with classes and tenants.
 
-All are pure functions.
+All functions are pure.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ MOST_PARTS = 1 << PART_BITS
 
 
 class MixPart(msgspec.Struct, frozen=True):
-    """One trace of a mix, and how to change it; None: as in the trace.
+    """One trace of a mix, and how to change it.
+
+    A value of None leaves the trace unchanged.
 
     rate     arrival rate relative to the recording
     from_s, to_s  only requests recorded in this span, which becomes the beginning
@@ -35,7 +37,7 @@ class MixPart(msgspec.Struct, frozen=True):
 def slice_span(
     requests: Iterable[TraceRequest], from_s: float = 0.0, to_s: float | None = None
 ) -> list[TraceRequest]:
-    """Return the requests that arrive in [from_s, to_s), with times relative to from_s.
+    """Return the requests of a trace that arrive in [from_s, to_s), with times relative to from_s.
 
     Sessions belong to the span of their first request.
     """

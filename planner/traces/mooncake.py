@@ -1,4 +1,4 @@
-"""Reader of Mooncake's traces: JSON lines with chained ids of 512-token blocks.
+"""Reads Mooncake's traces: JSON lines with chained ids of 512-token blocks.
 
 Source: kvcache-ai/Mooncake, FAST25-release/traces.
 """
@@ -33,7 +33,7 @@ def read_mooncake(
 ) -> Iterator[TraceRequest]:
     """Yield the first `limit` requests of a Mooncake trace file (.jsonl or .jsonl.gz).
 
-    They come in order of arrival, `speed` times as fast as recorded. Raises TraceError.
+    The requests come in order of arrival, `speed` times as fast as recorded. Raises TraceError.
     """
     with open_lines(path) as lines:
         for request in islice(mooncake(lines, str(path)), limit):

@@ -36,11 +36,14 @@ Tokens = Annotated[int, Meta(ge=0, le=1 << 24)]
 
 
 class TraceError(ValueError):
-    """Error: a file or line is not in the expected format; the message has file and line."""
+    """Raised when a file or line is not in the expected trace format.
+
+    The message has the file and the line.
+    """
 
 
 class TraceRequest(msgspec.Struct, frozen=True):
-    """One recorded request.
+    """One recorded request, in the common form of all trace formats.
 
     arrival_s    arrival in seconds from the beginning of its trace
     blocks       chained 64-bit ids: an equal id means an equal prompt up to the end of that block,
@@ -80,7 +83,8 @@ def to_64_bits(number: int) -> int:
 
 @contextmanager
 def open_lines(path: Path) -> Iterator[Iterable[bytes]]:
-    """Open a file, and yield an iterator over its lines; a name that ends in .gz is decompressed.
+    """Open a file, and yield an iterator over its lines; a file whose name ends in .gz is
+    decompressed.
 
     Raises TraceError, also while lines are read: for a missing, corrupt or truncated file, or a
     line of MOST_LINE_BYTES or more.

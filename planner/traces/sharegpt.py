@@ -1,4 +1,4 @@
-"""Reader of ShareGPT conversations as token ids: real prompts with their real prefixes.
+"""Reads ShareGPT conversations as token ids: real prompts with their real prefixes.
 
 Source: casys-kaist/LLMServingSim.
 """
@@ -22,7 +22,7 @@ class _Line(msgspec.Struct):
 
 
 def sharegpt(lines: Iterable[bytes], name: str = "trace") -> Iterator[TraceRequest]:
-    """Yield requests in the order of the file.
+    """Yield the requests of ShareGPT conversations in the order of the file.
 
     Blocks of 16 tokens get ids at first occurrence, by content and previous block.
     """

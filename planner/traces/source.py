@@ -1,4 +1,4 @@
-"""Reading of any trace file; the format is detected from the first line unless it is given.
+"""Reads any trace file; its format is detected from the first line unless it is given.
 
 A .yaml file describes a mix of traces.
 """
@@ -55,7 +55,8 @@ class _Member(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def read_trace(path: Path, kind: str | None = None) -> list[TraceRequest]:
-    """Return all requests of a file (.gz or not) in the given or detected format.
+    """Return all requests of a file (.gz or not) of recorded traffic, in the given or detected
+    format.
 
     Raises TraceError if the file cannot be read or has another format.
     """

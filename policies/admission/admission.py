@@ -23,13 +23,14 @@ KEPT = 0.25
 
 
 class Admit(msgspec.Struct, frozen=True):
-    """Verdict: the request may enter the pool now."""
+    """The verdict of admission control that a request may enter the pool now."""
 
 
 class Wait(msgspec.Struct, frozen=True):
-    """Verdict: the request waits in the queue for at most `timeout_s` seconds.
+    """The verdict of admission control that a request waits in the queue for at most `timeout_s`
+    seconds.
 
-    is_reserved  whether the client retried at its reserved time, so that it goes before others
+    is_reserved  whether the client has retried at its reserved time, so that it goes before others
     """
 
     timeout_s: float
@@ -37,7 +38,7 @@ class Wait(msgspec.Struct, frozen=True):
 
 
 class Shed(msgspec.Struct, frozen=True):
-    """Verdict: the request is refused.
+    """The verdict of admission control that a request is refused.
 
     reason         short label for logs and metrics, listed in docs/admission.md
     retry_after_s  seconds after which the client should retry; None before anything was measured
@@ -87,7 +88,7 @@ class WaitQueueLimits(msgspec.Struct, frozen=True):
 
 
 def shed_until(reason: str, retry_after_s: float | None, detail: str) -> Shed:
-    """Return a refusal with a Retry-After time.
+    """Return the refusal of a request, with a Retry-After time.
 
     retry_after_s  seconds until the client may retry; None: not measured yet; inf: never
     """
@@ -99,8 +100,8 @@ def shed_until(reason: str, retry_after_s: float | None, detail: str) -> Shed:
 class DrainRate:
     """Completed requests (or seconds of work) per second, as an exponentially decaying mean.
 
-    The time constant is `tau_s` seconds. The rate is None before the second completion, and after
-    so long a silence that too little recent data is left. Not safe for use from several threads.
+    The time constant is `tau_s` seconds. The rate is None (unknown) before the second completion,
+    and after so long a silence that too little recent data is left. The object is not thread-safe.
     """
 
     __slots__ = ("_began", "_last", "_presence", "_tau_s", "_weight")
@@ -113,8 +114,8 @@ class DrainRate:
         self._last = self._weight = self._presence = 0.0
 
     def record(self, now: float, amount: float = 1.0) -> None:
-        """Record that `amount` was completed at `now`, in seconds on a clock that never goes
-        back.
+        """Record that `amount` of work was completed at `now`, in seconds on a clock that never
+        goes back.
         """
         if self._began is None:
             self._began = now
@@ -125,7 +126,7 @@ class DrainRate:
         self._last = now
 
     def per_s(self, now: float) -> float | None:
-        """Return the amount completed per second around `now`, or None while it is unknown.
+        """Return the amount of work completed per second around `now`, or None while it is unknown.
 
         The decayed sum is divided by the decayed length of the measurement, so it is unbiased from
         the first seconds on. The first completion only starts the measurement.
@@ -137,16 +138,16 @@ class DrainRate:
         return self._weight * decay / span if span > 0 and self._presence * decay > 0.05 else None
 
     def seconds_for(self, amount: float, now: float) -> float | None:
-        """Return the seconds in which `amount` will be completed at the measured rate.
+        """Return the seconds in which `amount` of work will be completed at the measured rate.
 
-        Return None if unknown.
+        Returns None if the rate is unknown.
         """
         rate = self.per_s(now)
         return amount / rate if rate else None
 
 
 class AdmissionParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Base class for the parameters of an admission; every parameter has a default.
+    """The base class for the parameters of an admission policy; every parameter has a default.
 
     Each `build()` returns a new, independent Admission.
     """
@@ -183,7 +184,9 @@ class WaitQueueView(Protocol):
     def limits(self) -> WaitQueueLimits: ...
 
     def full_rate(self, now: float) -> float | None:
-        """Return how many requests per second end while the pool is full; None if unknown."""
+        """Return how many requests per second end while the pool is full, or None if that is
+        unknown.
+        """
         ...
 
     def is_next(self, tenant: str) -> bool:
@@ -196,7 +199,7 @@ class WaitQueueView(Protocol):
 
 
 class Admission(Protocol):
-    """Protocol of the object that decides which requests may enter one pool.
+    """The interface of the object that decides which requests may enter one pool.
 
     It reads the time only from `query.now` and random numbers only from `query.rng`.
 
@@ -222,7 +225,7 @@ class Admission(Protocol):
     def decide(
         self, query: RoutingQuery, candidates: Sequence[Candidate], queue: WaitQueueView
     ) -> Verdict:
-        """Return the verdict on a new request, or on the request at the head of the queue."""
+        """Return the verdict on a new request, or on the request at the head of the wait queue."""
         ...
 
     def retry_after_s(
@@ -230,23 +233,23 @@ class Admission(Protocol):
     ) -> float | None:
         """Return the Retry-After in seconds for a request that the wait queue refuses.
 
-        Capacity is reserved for its retry. inf means that the client should not retry, None that
-        nothing was measured yet.
+        Capacity is reserved for its retry. The result is inf if the client should not retry, and
+        None if nothing was measured yet.
         """
         ...
 
     def on_reserved(self, query: RoutingQuery, pick: Pick) -> None:
-        """Record that an admitted request was assigned to the endpoint in `pick`."""
+        """Record that an admitted request was assigned to the endpoint of `pick`."""
         ...
 
     def on_ended(self, request: Request, outcome: RequestOutcome) -> None:
-        """Record how a request ended that `on_reserved` had recorded."""
+        """Record how a request ended that was recorded by `on_reserved` before."""
         ...
 
     def tick(self, now: float, candidates: Sequence[Candidate]) -> None:
-        """Run periodic work.
+        """Run the periodic work of the admission policy.
 
-        Called about every 100 ms, though perhaps not while the pool is idle.
+        It is called about every 100 ms, though perhaps not while the pool is idle.
         """
         ...
 
@@ -323,7 +326,8 @@ def shed_past_deadline(queue: WaitQueueView, needed_s: float, left_s: float) -> 
 
 
 class CapAdmission:
-    """Admission by concurrency caps alone: enter while a permit is free, else wait in the queue.
+    """An admission policy with concurrency caps alone: a request enters while a permit is free,
+    else it waits.
 
     A new request that, at the measured drain rate, would time out or miss its client's deadline is
     refused at once. An early refusal is better for the client than a late one. A refused client
@@ -407,7 +411,8 @@ class CapAdmission:
     def retry_after_s(
         self, query: RoutingQuery, candidates: Sequence[Candidate], queue: WaitQueueView
     ) -> float | None:
-        """Reserve the next free time in the schedule of retries, and return the seconds until then.
+        """Reserve the next free time for a refused request's retry, and return the seconds until
+        then.
 
         Every request counts the same.
         """
@@ -427,7 +432,9 @@ class CapAdmission:
 
 
 class UncappedAdmission(CapAdmission):
-    """Admission of every request while an endpoint is available, for engines that refuse load."""
+    """An admission policy that admits every request while an endpoint is available, for engines
+    that refuse load.
+    """
 
     __slots__ = ()
 

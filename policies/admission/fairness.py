@@ -35,7 +35,7 @@ class FairShares(msgspec.Struct, frozen=True):
 
 
 class TenantCounters:
-    """The usage counters of all tenants, in tokens per unit of weight.
+    """Counts the usage of all tenants, in tokens per unit of the tenant's weight.
 
     floor  the pool's virtual time: the counter of the tenant served last, which never goes back. An
            idle tenant restarts at it and so gains no credit; the usage above it is a tenant's debt
@@ -53,7 +53,7 @@ class TenantCounters:
         return len(self._ahead)
 
     def set_shares(self, shares: FairShares) -> None:
-        """Replace the weights and parameters; recorded usage is kept."""
+        """Replace the tenants' weights and parameters. Recorded usage is kept."""
         self._shares = shares
 
     def weight(self, tenant: str) -> float:
@@ -63,7 +63,9 @@ class TenantCounters:
         return max(self.floor, self._ahead.get(tenant, 0.0))
 
     def charge(self, tenant: str, tokens: float) -> float:
-        """Charge the tenant for `tokens` of work (negative: a refund) and return its counter."""
+        """Charge the tenant for `tokens` tokens of work (negative: a refund), and return its usage
+        counter.
+        """
         counter = max(self.floor, self.counter_of(tenant) + tokens / self.weight(tenant))
         if counter <= self.floor + FORGIVEN:
             self._ahead.pop(tenant, None)
@@ -74,16 +76,17 @@ class TenantCounters:
         return counter
 
     def advance_to(self, counter: float) -> None:
-        """Advance the virtual time to `counter`, the lowest counter of all waiting tenants.
+        """Advance the pool's virtual time to `counter`, the lowest usage counter of all waiting
+        tenants.
 
-        The request of that tenant is served now.
+        A request of that tenant is served now.
         """
         self.floor = max(self.floor, counter)
 
     def forgive(self, now: float) -> None:
-        """Let past usage decay.
+        """Let the past usage of all tenants decay.
 
-        Call it regularly while no request waits, and before one starts to wait.
+        Call this regularly while no request waits, and before one starts to wait.
         """
         if self._faded_at is None:
             self._faded_at = now
@@ -97,7 +100,7 @@ class TenantCounters:
             }
 
     def stop_forgiving(self) -> None:
-        """Stop the decay because a request waits; the next `forgive` restarts it."""
+        """Stop the decay of past usage because a request waits; the next `forgive` restarts it."""
         self._faded_at = None
 
     def _prune(self) -> None:

@@ -1,4 +1,4 @@
-"""Measurement of the rate at which a pool completes work while it is full.
+"""Measures the rate at which a pool completes work while it is full.
 
 The drain rate of the last seconds is too low at the beginning of an overload, because it still
 contains the time before. FullLoadRate therefore learns the rate only while the pool is full, and
@@ -20,7 +20,7 @@ MEMORY_S = 30.0
 
 
 class FullLoadRate:
-    """Learned rate at which one unit of a full pool, an endpoint or a permit, completes work.
+    """The learned rate at which one unit of a full pool (an endpoint or a permit) completes work.
 
     per_unit  work per second of one unit; None before the pool was full for `SETTLED_S`
     """
@@ -33,7 +33,9 @@ class FullLoadRate:
         self._last = 0.0
 
     def learn(self, now: float, measured: float | None) -> None:
-        """Update the rate by a measurement; call it often, but only while the pool is full.
+        """Update the learned rate by a measurement.
+
+        Call it often, but only while the pool is full.
 
         now       seconds on a clock that never goes back
         measured  work per second and unit over the last seconds; None if nothing was measured

@@ -1,4 +1,5 @@
-"""Pacing of prompts, so that prefill does not slow running answers beyond their TPOT budget.
+"""Paces the sending of prompts, so that prefill does not slow running answers beyond their TPOT
+budget.
 
 An engine that computes a chunk of a prompt delays all its running answers. If a decode step takes d
 seconds and the budget is b seconds per token, prefill may take 1 - d/b of the time. PrefillPace
@@ -18,7 +19,7 @@ LEAST_SHARE = 0.2
 
 
 class PrefillPace:
-    """Leaky buckets, one per endpoint: seconds of prefill sent in excess of the allowed pace.
+    """Measures the seconds of prefill sent to each endpoint in excess of the allowed pace.
 
     share  fraction of the TPOT budget to plan with; the rest is a margin
     """
@@ -31,8 +32,8 @@ class PrefillPace:
         self._at: dict[int, float] = {}
 
     def ahead_s(self, load: EndpointLoad, tpot_s: float, now: float) -> float:
-        """Return the seconds of prefill by which the endpoint exceeds its pace, for a TPOT budget
-        `tpot_s`.
+        """Return by how many seconds of prefill the endpoint exceeds its allowed pace, for the TPOT
+        budget `tpot_s`.
         """
         level = self._level.get(load.slot, 0.0)
         return (
@@ -44,7 +45,7 @@ class PrefillPace:
     def record(self, load: EndpointLoad, prefill_s: float, tpot_s: float, now: float) -> float:
         """Record a prompt of `prefill_s` seconds sent to the endpoint.
 
-        Return the new excess in seconds.
+        Returns by how many seconds of prefill the endpoint now exceeds its allowed pace.
         """
         level = self._level[load.slot] = self.ahead_s(load, tpot_s, now) + prefill_s
         self._at[load.slot] = now
@@ -54,7 +55,7 @@ class PrefillPace:
         """Return the mean share of the time, 0 to 1, that prefill may take at the available
         candidates.
 
-        Return 1 if no candidate is available.
+        Returns 1 if no candidate is available.
         """
         paces = [
             self._pace(candidate.load, tpot_s)

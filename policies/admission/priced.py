@@ -1,4 +1,4 @@
-"""Admission by price: all requests enter while queues are short, valuable ones also under overload.
+"""Admission by price: while queues are short all requests enter, under overload only valuable ones.
 
 Under overload, requests with the least value per second of work are refused. The price is the dual
 variable of the pool's capacity (docs/routing.md 4.8): an exponential of how far the expected queue
@@ -62,7 +62,8 @@ Clients choose it, and an impossible one must not raise the price for others.
 
 
 class PricedAdmissionParams(AdmissionParams, frozen=True):
-    """Admission that refuses requests of little value for their work while the pool is overloaded.
+    """The parameters of an admission policy that refuses requests of little value for their work
+    while the pool is overloaded.
 
     overload       under overload, requested work is at least this multiple of the endpoints'
                    capacity
@@ -123,7 +124,7 @@ class PricedAdmissionParams(AdmissionParams, frozen=True):
 
 
 class PricedAdmission:
-    """Admission of one pool by a price that rises with the expected queue.
+    """Admits requests to one pool by a price that rises with the expected queue.
 
     is_calm  True while every request may enter as long as a permit is free: no queue, no sessions,
              no reservations for retries
@@ -170,7 +171,7 @@ class PricedAdmission:
 
     @property
     def sessions(self) -> WorkingSet:
-        """The active sessions, whose contexts together must fit the fleet's KV."""
+        """Return the active sessions, whose contexts together must fit the fleet's KV memory."""
         return self._sessions
 
     # Verdicts
@@ -379,8 +380,8 @@ class PricedAdmission:
     def retry_after_s(
         self, query: RoutingQuery, candidates: Sequence[Candidate], queue: WaitQueueView
     ) -> float | None:
-        """Reserve the work of a request in the schedule of retries, and return the seconds until
-        then.
+        """Reserve time for the retry of a refused request in the schedule of retries, and return
+        the seconds until then.
         """
         return self._retry_after(query, estimate_cost(query, candidates), queue, 0.0)
 

@@ -1,4 +1,4 @@
-"""Correction of estimated prompt lengths by the lengths that engines report.
+"""Corrects estimated prompt lengths by the lengths that engines report.
 
 PromptLengths keeps one ratio per model, and a second one for the model's prompts with images or
 other media. The gateway makes the estimate itself; answer lengths are in output_length.py.
@@ -17,7 +17,7 @@ LOWEST, HIGHEST = 1 / 64, 16.0
 
 
 def is_text(estimated_tokens: int, prompt_tokens: int) -> bool:
-    """Return whether a reported length is plausible for a prompt that contains only text.
+    """Return whether a reported prompt length is plausible for a prompt that contains only text.
 
     A far greater length than estimated means that the prompt refers to an image or file.
     """
@@ -25,7 +25,7 @@ def is_text(estimated_tokens: int, prompt_tokens: int) -> bool:
 
 
 class PromptLengths:
-    """Ratios of reported to estimated prompt tokens, learned from answers.
+    """Learns the ratio of reported to estimated prompt tokens from answers.
 
     ratios  ratio by (model, whether the prompt has media); absent where estimates are close enough
     """
@@ -44,7 +44,7 @@ class PromptLengths:
         prompt_tokens: int,
         answers: int = 1,
     ) -> None:
-        """Add the reported length of `answers` prompts, compared with their uncorrected estimate.
+        """Learn from the reported length of `answers` prompts and their uncorrected estimate.
 
         estimated_tokens  sum of the estimates, before any correction
         prompt_tokens     sum of the prompt tokens that the engines counted
@@ -70,8 +70,8 @@ class PromptLengths:
         seen[:] = 0.0, estimated * decay, counted * decay
 
     def correct(self, model: str, has_media: bool, estimated_tokens: int) -> int:
-        """Return the estimate in tokens, multiplied by the model's learned ratio where there is
-        one.
+        """Return the estimated number of prompt tokens, multiplied by the model's learned ratio
+        where there is one.
         """
         ratio = self.ratios.get((model, has_media))
         if ratio is None:

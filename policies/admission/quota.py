@@ -27,7 +27,7 @@ BucketLevel = Annotated[float, msgspec.Meta(ge=-1e15, le=1e15)]
 
 
 class QuotaLimits(msgspec.Struct, frozen=True):
-    """Requests and tokens that a tenant may use per minute; None means unlimited."""
+    """The numbers of requests and tokens that a tenant may use per minute; None means unlimited."""
 
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None
@@ -64,7 +64,7 @@ class QuotaUsage(msgspec.Struct, frozen=True, array_like=True):
 
 
 class TokenBucket:
-    """A token bucket for one limit per minute.
+    """A token bucket, which enforces one limit per minute.
 
     The level may be negative: usage beyond the estimate must be refilled first.
     """
@@ -77,7 +77,7 @@ class TokenBucket:
         self._at = -inf
 
     def level(self, now: float) -> float:
-        """Refill the bucket up to `now` and return its level.
+        """Refill the token bucket up to the time `now` and return its level.
 
         A clock that goes back refills nothing.
         """
@@ -90,14 +90,14 @@ class TokenBucket:
         return self._level
 
     def take(self, amount: float) -> None:
-        """Subtract an amount from the level, or add it if negative.
+        """Subtract an amount from the bucket's level, or add it if it is negative.
 
         The level never exceeds the limit.
         """
         self._level = min(float(self.limit), self._level - amount)
 
     def missing_s(self, amount: float, now: float) -> float:
-        """Return the seconds until `amount` is available; 0 if it is available now.
+        """Return the seconds until the bucket has `amount`; 0 if it has that now.
 
         An amount above the limit is available as soon as the bucket is full.
         """
@@ -110,7 +110,7 @@ class TokenBucket:
 
 
 class Quota:
-    """The request bucket and the token bucket of one tenant at one gateway."""
+    """The quota of one tenant at one gateway: a token bucket for requests, and one for tokens."""
 
     __slots__ = ("_requests", "_tokens", "limits")
 
@@ -124,10 +124,11 @@ class Quota:
         )
 
     def take(self, tokens: int, now: float, requests: int = 1) -> QuotaRefusal | None:
-        """Take requests and tokens (prompt plus expected answer) at `now`, or return the refusal.
+        """Take requests and tokens (prompt plus expected answer) from the quota, or return the
+        refusal.
 
-        Return None on success. A refused request takes nothing. Each prompt of a list counts as one
-        request.
+        Returns None on success. A refused request takes nothing. Each prompt of a list counts as
+        one request.
         """
         refusal = None
         for unit, bucket, amount in (
@@ -160,13 +161,15 @@ class Quota:
         self._count(-requests, -tokens)
 
     def usage_message(self, requests: int, tokens: int, now: float) -> QuotaUsage:
-        """Return the message that reports usage since the previous message to other gateways."""
+        """Return the message that reports a tenant's usage since the previous message to other
+        gateways.
+        """
         return QuotaUsage(
             requests, tokens, _left(self._requests, requests, now), _left(self._tokens, tokens, now)
         )
 
     def apply_peer_usage(self, theirs: QuotaUsage, ours: QuotaUsage) -> None:
-        """Subtract the usage that another gateway reports.
+        """Subtract a tenant's usage that another gateway reports.
 
         `ours` is this gateway's usage that the other gateway has not received yet.
         """

@@ -1,4 +1,4 @@
-"""Scheduled retries of refused clients: when each should retry, with capacity reserved for it.
+"""Schedules retries of refused clients: when each should retry, with capacity reserved for it.
 
 An equal Retry-After for all would bring all clients back at once, and one without a reservation
 would make the retry a lottery. ReturnSchedule therefore places retries one after another along the
@@ -21,7 +21,7 @@ Key = tuple[int, int]
 
 
 class ReturnTimes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Parameters of the schedule of retries.
+    """The parameters of the schedule of refused clients' retries.
 
     share            share of the measured capacity that is reserved for scheduled retries
     soonest_s        minimum Retry-After in seconds
@@ -48,7 +48,7 @@ class ReturnTimes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ReturnSchedule:
-    """Reservations of capacity for retries of refused requests.
+    """Reserves capacity at later times for the retries of refused requests.
 
     Requests with an equal key have one reservation each.
 
@@ -69,20 +69,22 @@ class ReturnSchedule:
 
     @property
     def share(self) -> float:
-        """The share of the measured capacity that is reserved for scheduled retries, 0 to 1."""
+        """Return the share of the measured capacity that is reserved for scheduled retries, 0 to
+        1.
+        """
         return self._times.share
 
     def seconds_early(self, key: Key | None, now: float) -> float | None:
         """Return the seconds by which a retry comes before its scheduled time.
 
-        Return None if it is in time, was not scheduled, or is too short to be recognised with
+        Returns None if it is in time, was not scheduled, or is too short to be recognised with
         certainty.
         """
         due = self._due.get(key) if key is not None and key[0] >= 0 else None
         return due[0] - now if due and due[0] - now > self._times.early_s else None
 
     def is_due(self, key: Key | None, now: float) -> bool:
-        """Return whether the request has a reserved retry time that `now` matches within the
+        """Return whether the request has a reserved retry time that matches `now` within the
         tolerance.
         """
         times = self._times
@@ -92,7 +94,10 @@ class ReturnSchedule:
         )
 
     def remove(self, key: Key | None) -> None:
-        """Remove a request's earliest reservation after use or expiry; a missing one is ignored."""
+        """Remove a request's earliest reservation for a retry, after use or expiry.
+
+        A missing one is ignored.
+        """
         due = self._due.get(key) if key is not None else None
         if due and key is not None:
             self._count -= 1
@@ -155,7 +160,7 @@ def request_key(query: RoutingQuery) -> Key | None:
     salt.
 
     Prompts shorter than one hash block have no hash. Their tenant, session and length identify
-    them, and the first number is negative because other requests may have the same. Return None
+    them, and the first number is negative because other requests may have the same. Returns None
     without a fingerprint.
     """
     fingerprint, request = query.fingerprint, query.request

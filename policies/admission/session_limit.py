@@ -1,4 +1,5 @@
-"""What admissions with a limit on sessions have in common, and `cap` with such a limit.
+"""The common part of admission policies that limit sessions, and the policy `cap` with such a
+limit.
 
 sessions.py has the sessions and the limit itself.
 """
@@ -28,7 +29,7 @@ An idle session then counts for a shorter time than where the limit holds from t
 
 
 class SessionLimit:
-    """Refuses new sessions by a WorkingSet, and reports requests to it.
+    """Refuses new sessions whose contexts do not fit the fleet's KV, and counts active ones.
 
     sessions  the active sessions
     """
@@ -80,7 +81,7 @@ class SessionLimit:
             )
 
     def on_ended(self, request: Request, outcome: RequestOutcome) -> None:
-        """Record how a request ended that `on_reserved` had recorded."""
+        """Record how a request ended that was recorded by `on_reserved` before."""
         if not request.session:
             return
         has_answer = outcome.ttft_s is not None
@@ -91,7 +92,8 @@ class SessionLimit:
 
 
 class CapParams(AdmissionParams, frozen=True):
-    """Admission by concurrency caps and a wait queue, with a limit on sessions.
+    """The parameters of an admission policy with concurrency caps, a wait queue and a limit on
+    sessions.
 
     sessions  parameters of the limit on sessions; None: there is no limit
     """
@@ -103,7 +105,7 @@ class CapParams(AdmissionParams, frozen=True):
 
 
 class SessionCap(CapAdmission):
-    """Admission by concurrency caps that also limits sessions.
+    """An admission policy with concurrency caps that also limits sessions.
 
     Requests without a session, and all requests while sessions are not limited, are treated as by
     CapAdmission.
@@ -119,7 +121,7 @@ class SessionCap(CapAdmission):
 
     @property
     def sessions(self) -> WorkingSet:
-        """The active sessions, whose contexts together should fit the fleet's KV."""
+        """Return the active sessions, whose contexts together should fit the fleet's KV memory."""
         return self._limit.sessions
 
     def decide(

@@ -1,4 +1,4 @@
-"""Admission limit on sessions: a new one enters only while all contexts fit the fleet's KV.
+"""Limits sessions: a new one is admitted only while the contexts of all fit the fleet's KV memory.
 
 Beyond that limit every request evicts a context that another one will need, and goodput collapses
 (CONCUR, ICML 2026; Dynamo's session-aware queue). WorkingSet counts the active sessions of all
@@ -42,7 +42,7 @@ EXTRA_S = 2.0
 
 
 class SessionGate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Parameters of the limit on sessions.
+    """The parameters of the limit on sessions.
 
     start, least, most     initial value and bounds of memory_share, the share of the fleet's KV
                            that sessions may fill. With start None, there is no limit until
@@ -100,7 +100,7 @@ class SessionUpdate(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ActiveSession:
-    """A session whose context counts against the fleet's KV.
+    """A session whose context counts against the fleet's KV memory.
 
     tokens                  tokens of its context, as far as known
     expected_cached_tokens  cached prompt tokens that were expected for its last request
@@ -177,7 +177,7 @@ class WorkingSet:
 
     @property
     def is_limited(self) -> bool:
-        """Whether new sessions are refused where their contexts do not fit."""
+        """Return whether new sessions are refused when their contexts do not fit."""
         return self.memory_share < inf
 
     def contains(self, session: str) -> bool:
@@ -202,7 +202,7 @@ class WorkingSet:
     def can_enter_beyond(self, candidates: Sequence[Candidate], now: float) -> bool:
         """Return whether a session may enter although its context does not fit, and count it.
 
-        That is the case while hardly any prompt waits at the engines, every EXTRA_S for each of
+        This is the case while hardly any prompt waits at the engines, every EXTRA_S for each of
         them, if the limit rests on evidence. Sessions count for minutes after their last answer, so
         without this an idle fleet would refuse clients until sessions that have ended expire.
         """
@@ -217,7 +217,7 @@ class WorkingSet:
         """Return the seconds until a context of `tokens` more fits, at the rate at which sessions
         expire.
 
-        Return None if that rate is unknown.
+        Returns None if that rate is unknown.
         """
         return self._drain.seconds_for(
             max(1.0, self.tokens + tokens - self.memory_share * kv_tokens), now
@@ -328,8 +328,8 @@ class WorkingSet:
             self._resize(one, member.tokens)
 
     def take_updates(self, now: float) -> list[SessionUpdate]:
-        """Return the sessions that this gateway served or ended since the last call, and clear that
-        list.
+        """Return the sessions that this gateway served or ended since the last call, and clear
+        the list of them.
         """
         names, self._updates = self._updates, {}
         ended, self._ended = self._ended, {}
@@ -462,7 +462,7 @@ def _members(
 def fleet_kv_tokens(candidates: Sequence[Candidate]) -> float | None:
     """Return the KV capacity in tokens of all available candidates.
 
-    Return None if that of one is unknown.
+    Returns None if the capacity of one is unknown.
     """
     total = 0.0
     for candidate in candidates:
@@ -477,7 +477,7 @@ def fleet_kv_tokens(candidates: Sequence[Candidate]) -> float | None:
 def waiting_prompts(candidates: Sequence[Candidate]) -> float:
     """Return the mean number of prompts that wait to be computed at each available candidate.
 
-    It is what the engine reports. Of an engine that reports nothing, the requests without a first
+    The number is the engine's own. For an engine that reports none, the requests without a first
     token count.
     """
     loads = [candidate.load for candidate in candidates if candidate.load.is_available]
@@ -488,7 +488,7 @@ def waiting_prompts(candidates: Sequence[Candidate]) -> float:
 
 
 class DecayingMean:
-    """The mean of a value over about the last `tau_s` seconds.
+    """Computes the mean of a value over about the last `tau_s` seconds.
 
     mean  0.0 at the start
     """
@@ -499,13 +499,13 @@ class DecayingMean:
         self._tau_s, self._at, self.mean = tau_s, 0.0, 0.0
 
     def record(self, value: float, now: float) -> None:
-        """Record the present value, which counts for the time since the last one."""
+        """Record the present value, which counts for the time since the previous record."""
         self.mean += (value - self.mean) * (1.0 - exp((self._at - now) / self._tau_s))
         self._at = now
 
 
 def is_continuation(prompt_tokens: int, cached_tokens: int) -> bool:
-    """Return whether a request without a session key seems to continue a session, as most is
-    cached.
+    """Return whether a request without a session key seems to continue a session, because most of
+    its prompt is cached.
     """
     return cached_tokens >= CONTINUING_SHARE * prompt_tokens

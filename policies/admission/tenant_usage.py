@@ -1,4 +1,4 @@
-"""Detection of tenants that request more than their fair share of an overloaded pool.
+"""Detects tenants that request more than their fair share of an overloaded pool.
 
 TenantUsage computes weighted max-min fair shares. A tenant below its share pays no price, whatever
 other tenants request. The order of waiting requests is in fairness.py.
@@ -17,8 +17,7 @@ price always affects some tenant.
 
 
 class TenantUsage:
-    """Requested and admitted work of each tenant, in seconds of one TP group, decaying with
-    `tau_s`.
+    """Measures the work that each tenant requests and is admitted, in seconds of one TP group.
 
     level     decayed work per unit of weight up to which all requested work may be admitted
     _squares  decayed sum of squares of the requested works, as the variance of their sum
@@ -37,7 +36,7 @@ class TenantUsage:
     def record(self, tenant: str, work_s: float, admitted: bool) -> None:
         """Record a request of `work_s` seconds and whether it was admitted.
 
-        Call it once per request.
+        Call this once per request.
         """
         if tenant not in self._offered and len(self._offered) >= MOST_TENANTS:
             del self._offered[min(self._offered, key=lambda name: self._offered[name])]
@@ -47,7 +46,9 @@ class TenantUsage:
             self._admitted += work_s
 
     def tick(self, now: float) -> None:
-        """Let past usage decay to `now`, and compute the fair level of work per unit of weight."""
+        """Let the past usage of tenants decay to `now`, and compute the fair level of work per unit
+        of weight.
+        """
         fade = exp(min(0.0, self._at - now) / self._tau_s) if self._at is not None else 1.0
         self._at = now
         self._admitted *= fade
@@ -72,7 +73,7 @@ class TenantUsage:
 
     @property
     def admitted_per_s(self) -> float:
-        """Recently admitted work of all tenants, in TP-group seconds per second."""
+        """Return the recently admitted work of all tenants, in TP-group seconds per second."""
         return self._admitted / self._tau_s
 
     def demand(self, waiting_s: float, doubt: float) -> float:

@@ -51,7 +51,7 @@ LOOK_AGAIN_S = 0.1
 
 
 class WaitingRequest(Generic[T]):
-    """A request in the wait queue.
+    """A request in the wait queue of a pool.
 
     due_s         time after which waiting is pointless
     must_begin_s  time at which prefill must begin to meet the TTFT budget
@@ -99,7 +99,9 @@ class WaitingRequest(Generic[T]):
 
 
 class TenantQueue(Generic[T]):
-    """A heap of one tenant's waiting requests, most urgent first; `counter` is its usage."""
+    """A heap of one tenant's waiting requests, most urgent first; `counter` is the tenant's
+    usage.
+    """
 
     __slots__ = ("counter", "heap", "size")
 
@@ -190,12 +192,12 @@ class WaitQueue(Generic[T]):
 
     @property
     def queued_tokens(self) -> int:
-        """Total prompt tokens of the waiting requests, counted in O(waiting) time."""
+        """Return the total prompt tokens of the waiting requests, counted in O(waiting) time."""
         return sum(waiter.query.request.prompt_tokens for waiter in self._tickets.values())
 
     @property
     def busy_permits(self) -> int:
-        """Number of permits that requests on available endpoints hold.
+        """Return the number of permits that requests on available endpoints hold.
 
         Requests that still run on an ejected or removed endpoint are not counted.
         """
@@ -214,7 +216,7 @@ class WaitQueue(Generic[T]):
         """Return how many requests per second end while every permit is used.
 
         Before that was measured, the recent rate is scaled from the permits used then to all
-        permits. Return None if no request has ended yet.
+        permits. Returns None if no request has ended yet.
         """
         per_s = self.drain_rate.per_s(now)
         if per_s is None:
@@ -240,7 +242,7 @@ class WaitQueue(Generic[T]):
         return size + sum(others)
 
     def is_next(self, tenant: str) -> bool:
-        """Return whether a new request of the tenant would be the next to enter.
+        """Return whether a new request of the tenant would be the next to enter the pool.
 
         Takes O(waiting tenants) time.
         """
@@ -270,15 +272,15 @@ class WaitQueue(Generic[T]):
         )
 
     def set_shares(self, shares: FairShares) -> None:
-        """Replace the tenants' weights and the other parameters of fairness."""
+        """Replace the tenants' weights and the other parameters of fairness in the wait queue."""
         self._counters.set_shares(shares)
 
     # In and out
 
     def try_enter(self) -> bool:
-        """Take a permit without asking the admission, if the pool is calm.
+        """Take a permit without asking the admission policy, if every request may enter.
 
-        Return whether it was taken.
+        Returns whether it was taken.
         """
         if (
             self._tickets
@@ -337,7 +339,7 @@ class WaitQueue(Generic[T]):
         self.on_ended(request, outcome)
 
     def free_place(self, now: float) -> bool:
-        """Release a permit; return whether requests wait for one.
+        """Release a permit, and return whether requests wait for one.
 
         The outcome of the request that had it is passed to `on_ended` separately.
         """
@@ -362,7 +364,7 @@ class WaitQueue(Generic[T]):
 
     def on_ended(self, request: Request, outcome: RequestOutcome) -> None:
         """Correct the tenant's charge by the real answer length, and report the outcome to the
-        admission.
+        admission policy.
         """
         self._charge(request.tenant, outcome.output_tokens - request.output_tokens)
         self.admission.on_ended(request, outcome)
@@ -377,7 +379,10 @@ class WaitQueue(Generic[T]):
         return waiter is not None
 
     def tick(self, now: float) -> None:
-        """Run periodic work; call it about every 100 ms, and `take_verdicts` afterwards."""
+        """Run the periodic work of the wait queue.
+
+        Call it about every 100 ms, and `take_verdicts` afterwards.
+        """
         if not self._tickets:
             self._counters.forgive(now)
         self._mean_in_flight += BUSY_PER_TICK * (self.in_flight - self._mean_in_flight)
@@ -389,14 +394,15 @@ class WaitQueue(Generic[T]):
     def next_due(self) -> float | None:
         """Return the time at which `take_verdicts` is due at the latest.
 
-        Return None while no request waits.
+        Returns None while no request waits.
         """
         while self._due and self._due[0][-1].is_removed:
             heappop(self._due)
         return self._due[0][0] if self._due else None
 
     def take_verdicts(self, now: float) -> list[tuple[T, Verdict]]:
-        """Remove the tickets that have a verdict at `now`, and return them with it, in order.
+        """Remove the waiting requests that have a verdict at `now`; return their tickets with it,
+        in order.
 
         Each Admit among them holds a permit.
         """

@@ -1,4 +1,5 @@
-"""Decides whether a pool changes its routing policy, from estimates of the policies' goodput.
+"""Decides whether a pool of endpoints changes its routing policy, from estimates of the policies'
+goodput.
 
 A change needs a gain that exceeds its error, seen twice unless it is large, and is limited to three
 per hour. `now` is any clock in seconds that does not jump back.
@@ -49,8 +50,8 @@ class PolicyDecision(msgspec.Struct, frozen=True):
 
 
 class PolicyDecider:
-    """The memory of decisions about one pool's routing policy: past switches, and the last
-    leader.
+    """The memory of decisions about one pool's routing policy: past switches, and the last best
+    policy.
     """
 
     def __init__(self) -> None:
@@ -59,7 +60,7 @@ class PolicyDecider:
         self._leader = ""
 
     def decide(self, now: float, estimate: PoolEstimate, *, may_switch: bool) -> PolicyDecision:
-        """Return the decision that follows from one estimate.
+        """Return the decision about a pool's routing policy that follows from one estimate.
 
         Without `may_switch`, a switch is only advised.
         """
@@ -103,8 +104,8 @@ class PolicyDecider:
         self._leader = ""
 
     def forget_leader(self) -> None:
-        """Restart the confirmation of the leading policy, because the configuration or fleet has
-        changed.
+        """Start to confirm the best policy from the beginning, because the configuration or the
+        fleet has changed.
         """
         self._leader = ""
 

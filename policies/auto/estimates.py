@@ -24,7 +24,7 @@ class PolicyMember(msgspec.Struct, frozen=True):
 
 
 class MemberEstimate(msgspec.Struct, frozen=True):
-    """The estimated goodput of one policy on the requests of the window.
+    """The estimated goodput of one routing policy on a pool's recent requests.
 
     member   the policy's label
     goodput  share of requests within the budgets of their service class, weighted by the class
@@ -39,7 +39,7 @@ class MemberEstimate(msgspec.Struct, frozen=True):
 
 
 class PoolEstimate(msgspec.Struct, frozen=True):
-    """The estimates of one pool.
+    """The estimated goodput of all compared routing policies for one pool.
 
     incumbent  label of the policy in force
     requests   number of requests that were compared

@@ -11,7 +11,7 @@ from policies.auto.estimates import PolicyMember, PoolEstimate
 
 
 class PoolJob(msgspec.Struct, frozen=True):
-    """One pool whose portfolio is to be compared; times are Unix times in seconds.
+    """A pool whose routing policies are to be compared; times are Unix times in seconds.
 
     endpoints         names of its endpoints, in the order of the configuration
     members           the policies, with the one in force first
@@ -28,7 +28,7 @@ class PoolJob(msgspec.Struct, frozen=True):
 
 
 class ReplayJob(msgspec.Struct, frozen=True):
-    """One comparison of all pools that are due.
+    """The job of a replay process: a comparison of policies for all pools that are due.
 
     config  the gateway's configuration as plain values, with durations in seconds
     log     path of the access log

@@ -1,1 +1,1 @@
-"""Model of one inference engine: step times, queue, KV, and factors learned from observations."""
+"""A model of one inference engine: step times, queue, KV, and factors learned from observations."""

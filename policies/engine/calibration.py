@@ -1,4 +1,4 @@
-"""Calibration of an endpoint's learned speed by the time between two observed first tokens.
+"""Calibrates an endpoint's learned speed by the time between two observed first tokens.
 
 Contains StepSpan, the measured sequence of engine steps, and `learn`, which chooses the factor to
 correct. engine_model.py predicts the steps; step_time.py updates the factors.
@@ -21,7 +21,8 @@ LESSON_S = 0.1  # least time between two updates of a kind, because at high rate
 
 
 class StepSpan:
-    """The consecutive engine steps since the last observed moment, with their predicted work.
+    """Measures the consecutive engine steps since the last observed moment, with their predicted
+    work.
 
     anchor         when they began: at a first token or, if `entered` is set, at the end of the
                    decode step during which a prompt entered; then `wait_s` is the mean wait for
@@ -57,7 +58,7 @@ class StepSpan:
         self.begin(0.0)
 
     def begin(self, at: float, wait_s: float = 0.0, entered: float | None = None) -> None:
-        """Restart the measurement of engine steps at the time `at`, with zero steps counted."""
+        """Begin to measure engine steps at the time `at`, with zero steps counted."""
         self.anchor, self.wait_s, self.entered, self.tight = at, wait_s, entered, False
         self.fills = [0.0] * (FILLS + 1)
         self.pairs_s = self.decode_s = 0.0
@@ -71,7 +72,7 @@ class StepSpan:
         decode_s: float,
         foreign_tokens: int,
     ) -> None:
-        """Add one predicted step; all times are in seconds.
+        """Add one predicted engine step; all times are in seconds.
 
         `filling` is how full its prompt tokens made it (StepCosts.filling). `foreign_tokens` is the
         number of prompt tokens of other gateways queued then.
@@ -87,7 +88,8 @@ class StepSpan:
 
 
 def learn(span: StepSpan, load: EngineLoad, ends: float, now: float) -> None:
-    """Correct the learned speed by the real duration of the span, unless a prompt waited for KV.
+    """Correct an engine's learned speed by the real duration of its steps, unless a prompt waited
+    for KV.
 
     `ends` is the predicted end of the last step. The step that completed a prompt is known to a
     fraction of its length. Prompts of other gateways were computed in between, all of them or none,

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class EngineLoad:
-    """Reserved requests, learned speed and forecast of one engine.
+    """The reserved requests, learned speed and load forecast of one engine.
 
     Written by ledger.py:
 

@@ -1,4 +1,4 @@
-"""Model of one inference engine: its queue of prompts, current step, decoding batch and KV.
+"""A model of one inference engine: its queue of prompts, current step, decoding batch and KV.
 
 EngineModel simulates the chunked-prefill scheduler of the engine with learned step times, and
 corrects itself at every observed first token. calibration.py learns from first tokens,
@@ -37,7 +37,8 @@ for KV.
 class EngineModel:
     """The predicted state of one engine: queue, current step, decoding batch and KV.
 
-    Changed by the events of EngineTimeline, and by calibration.py and load_forecast.py for them.
+    It is changed by the events of EngineTimeline, and by calibration.py and load_forecast.py for
+    them.
 
     queue                          prompts of which some tokens are in no step yet, in order of
                                    arrival
@@ -132,7 +133,7 @@ class EngineModel:
         self.span = calibration.StepSpan()
 
     def advance(self, load: EngineLoad, now: float) -> None:
-        """Simulate the engine's steps up to `now`.
+        """Simulate the engine's steps up to the time `now`.
 
         A step that completes a prompt lasts until its first token is reported.
         """
@@ -168,8 +169,8 @@ class EngineModel:
             self._decode_until(now)
 
     def is_same_step(self, now: float) -> bool:
-        """Return whether first tokens ended a step so recently that more of the same step may
-        follow.
+        """Return whether first tokens ended a step so recently that more tokens of the same step
+        may follow.
         """
         return now - self.first_tokens_at <= TOGETHER * self.decode_s
 
@@ -189,8 +190,8 @@ class EngineModel:
         return True
 
     def complete_only_prompt(self, prompt: QueuedPrompt, now: float) -> None:
-        """Complete the only queued prompt, computed since the last event, without planning its
-        step.
+        """Complete the engine's only queued prompt, computed since the last event, without planning
+        its step.
 
         This saves the planning for prompts from which nothing would be learned.
         """
@@ -286,7 +287,9 @@ class EngineModel:
         return prompt.uncached_tokens + self.prefixes.exclusive_share() * prompt.prefix_tokens
 
     def free_kv_tokens(self, load: EngineLoad) -> float:
-        """Return the free KV tokens; inf while the capacity is unknown."""
+        """Return the free KV memory of the modelled engine in tokens; inf while the capacity is
+        unknown.
+        """
         if load.kv_tokens is None:
             return inf
         used = self.context_base + self.batch * self.steps + self.kv_prompts
@@ -334,8 +337,8 @@ class EngineModel:
         self.is_busy, self.span.tight = False, True
 
     def close_step(self, now: float) -> None:
-        """End the current step at `now`, and start decoding for prompts whose first token is not
-        reported.
+        """End the engine's current step at `now`, and start decoding for prompts whose first token
+        is not reported.
         """
         self.prefill_steps += 1
         self.prefill_s += now - self.step_began_at
@@ -355,7 +358,9 @@ class EngineModel:
         return False
 
     def start_decoding(self, prompt: QueuedPrompt, now: float) -> None:
-        """Move a prompt into the decoding batch, because its first token arrived at `now`."""
+        """Move a prompt into the engine's decoding batch, because its first token arrived at
+        `now`.
+        """
         prompt.decode_began_at, prompt.decode_begin_step = now, self.steps
         self.batch_changed_at_step = self.steps
         prompt.prefill_steps, prompt.prefill_s = self.prefill_steps, self.prefill_s
@@ -371,13 +376,15 @@ class EngineModel:
         self.context_base += prompt.sequences * (prompt.prompt_tokens - self.steps)
 
     def on_kv_arrived(self, prompt: QueuedPrompt) -> None:
-        """Allocate KV for a prompt that another endpoint has computed."""
+        """Allocate KV in the modelled engine for a prompt that another endpoint has computed."""
         prompt.awaits_kv, prompt.has_kv = False, True
         self.kv_coming -= prompt.prompt_tokens
         self.kv_prompts += prompt.prompt_tokens
 
     def catch_up_to(self, load: EngineLoad, prompt: QueuedPrompt, now: float) -> None:
-        """Plan ahead to the step that completes this prompt, because the real engine was faster."""
+        """Plan ahead to the step that completes this prompt, because the real engine was faster
+        than predicted.
+        """
         prompt.enters_at = min(prompt.enters_at, now)
         while not prompt.is_planned:
             if self.is_busy:
@@ -407,7 +414,7 @@ class EngineModel:
             self.decode_context_s -= steps * self.raw_context_s
 
     def remove_from_queue(self, prompt: QueuedPrompt) -> None:
-        """Remove the prompt from the queue; do nothing if it is not queued."""
+        """Remove the prompt from the modelled engine's queue; do nothing if it is not queued."""
         if prompt.remaining_tokens and prompt in self.queue:
             self.queue.remove(prompt)
             self.queued_tokens -= prompt.remaining_tokens

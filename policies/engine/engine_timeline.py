@@ -28,7 +28,7 @@ STALE_S = 0.002
 class EngineTimeline(EngineModel):
     """An engine model that ledger.py keeps up to date with the events of reserved requests.
 
-    arrivals  averages of the prompts recently sent to the endpoint
+    arrivals  running averages of the prompts recently sent to the endpoint
     lengths   lengths of its recent answers relative to the expected ones
     """
 
@@ -39,7 +39,9 @@ class EngineTimeline(EngineModel):
         self.arrivals, self.lengths = ArrivalAverages(now), RecentLengths()
 
     def on_sent(self, load: EngineLoad, prompt: QueuedPrompt, now: float) -> None:
-        """Queue a prompt that was sent to the engine, and add its work to the forecast."""
+        """Queue a prompt that was sent to the engine, and add its work to the forecast of the
+        endpoint's load.
+        """
         left, start = prompt.remaining_tokens, prompt.computed_tokens
         pairs = left * (start + 0.5 * left)
         self.arrivals.record(left, now)
@@ -69,13 +71,15 @@ class EngineTimeline(EngineModel):
         load.kv_used_tokens += prompt.prompt_tokens
 
     def on_handoff(self, load: EngineLoad, prompt: QueuedPrompt, now: float) -> None:
-        """Start decoding a prompt whose KV has arrived from another endpoint."""
+        """Start to decode a prompt whose KV has arrived from another endpoint."""
         self.advance(load, now)
         self.start_decoding(prompt, now)
         self._update_forecast(load, now)
 
     def on_first_token(self, load: EngineLoad, prompt: QueuedPrompt, now: float) -> None:
-        """Record that a prompt's first token came, so the step that completed it has ended."""
+        """Record that a prompt's first token came, so that the step which completed the prompt has
+        ended.
+        """
         # it belongs to the step that has ended, and nothing was planned since
         if not prompt.is_planned and self.is_same_step(now):
             self.remove_from_queue(prompt)
@@ -103,10 +107,10 @@ class EngineTimeline(EngineModel):
     def on_ended(
         self, load: EngineLoad, prompt: QueuedPrompt, now: float, output_tokens: int | None
     ) -> None:
-        """Remove a prompt whose request has ended, whether or not it was computed.
+        """Remove a prompt from the engine model because its request has ended, computed or not.
 
         `output_tokens` is the length of a complete answer, or None if it is incomplete or unknown.
-        The caller has advanced the timeline to `now`.
+        The caller must have advanced the model to `now`.
         """
         if output_tokens is not None:
             self.lengths.record(output_tokens / prompt.sequences, prompt.output_tokens)
@@ -134,9 +138,9 @@ class EngineTimeline(EngineModel):
         self._update_forecast(load, now)
 
     def on_scrape(self, load: EngineLoad, kv_usage: float | None, now: float) -> None:
-        """Correct the model by scraped metrics.
+        """Correct the engine model by scraped metrics.
 
-        `kv_usage` is the share of KV in use, None if unknown.
+        `kv_usage` is the share of KV in use, or None if unknown.
         """
         self.advance(load, now)
         if kv_usage is not None:

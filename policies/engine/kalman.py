@@ -1,4 +1,5 @@
-"""Kalman filter for correction factors, from observations that depend on several of them.
+"""A Kalman filter for correction factors of predicted step times, from observations that depend on
+several of them.
 
 Observations come from calibration.py. The factors multiply the predictions of step_time.py.
 """
@@ -49,7 +50,7 @@ class KalmanFilter:
         self.covar, self.var, self._last = [list(row) for row in covar], var, last
 
     def observe(self, ratio: float, shares: Sequence[float], noise_var: float) -> None:
-        """Update the factors: an observed time was `ratio` times its prediction.
+        """Update the correction factors: an observed time was `ratio` times its prediction.
 
         shares     fraction of that time to which each factor applies; 1 for the first factor
         noise_var  variance of the ratio's logarithm

@@ -1,4 +1,4 @@
-"""Forecast of an endpoint's load: the waiting times and speeds that a new request would meet.
+"""Forecasts an endpoint's load: the waiting times and speeds that a new request would meet.
 
 The results are plain floats in EngineLoad, computed from the engine model (engine_model.py) and the
 learned speed (step_time.py). ttft_simulation.py simulates the first token of one prompt.
@@ -24,9 +24,9 @@ def predict_tpot_s(
 ) -> float:
     """Return the expected seconds per output token of a new request.
 
-    Also adds the request to the batch in `decode_s_per_token`. `first_s` is the number of seconds
-    until its first token. The result is the mean over all requests that may arrive meanwhile; most
-    requests meet fewer of them, a few many more.
+    The function also adds the request to the batch in `decode_s_per_token`. `first_s` is the number
+    of seconds until its first token. The result is the mean over all requests that may arrive
+    meanwhile; most requests meet fewer of them, a few many more.
     """
     belief, lately = load.belief, timeline.averages
     share = lately.share if lately.share < MOST_BUSY else MOST_BUSY
@@ -42,7 +42,7 @@ def predict_tpot_s(
 
 
 def refresh_forecast(timeline: EngineModel, load: EngineLoad, now: float) -> None:
-    """Recompute the forecast fields of an endpoint's load, which EngineLoad describes."""
+    """Recompute the forecast of an endpoint's load, whose fields EngineLoad describes."""
     timeline.forecast_at, timeline.is_stale = now, False
     belief, others = load.belief, load.peer_load
     batch = timeline.batch + load.external_requests + others.decoding

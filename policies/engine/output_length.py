@@ -1,4 +1,4 @@
-"""Expected answer lengths, for requests whose client gave no limit.
+"""Estimates answer lengths, for requests whose client gave no limit.
 
 OutputLengths keeps running means by model, tenant and service class. RecentLengths predicts the
 remaining length of a running answer.
@@ -19,7 +19,7 @@ SPREAD = (0.25, 0.5, 1.0, 1.5, 2.5)  # initial ratios of actual to expected leng
 
 
 class OutputLengths:
-    """Running means of answer lengths in tokens, for the model, the tenant and its service class.
+    """Keeps running means of answer lengths in tokens, by model, tenant and service class.
 
     A mean of few answers is blended with the next more general one. At most `most` means are
     stored; the least recently updated one is dropped first. Raises ValueError if `most` is below 3.
@@ -50,9 +50,9 @@ class OutputLengths:
             del means[next(iter(means))]
 
     def estimate(self, model: str, tenant: str, slo: str, bound: int | None = None) -> float | None:
-        """Return the expected output tokens, at most `bound`.
+        """Return the expected number of output tokens of an answer, at most `bound`.
 
-        Return None if the model has no answers yet.
+        Returns None if the model has no answers yet.
         """
         estimate: float | None = None
         for key in ((model,), (model, tenant), (model, tenant, slo)):
@@ -64,7 +64,7 @@ class OutputLengths:
 
 
 class RecentLengths:
-    """Lengths of one endpoint's recent answers, each divided by its expected length."""
+    """The lengths of one endpoint's recent answers, each divided by its expected length."""
 
     __slots__ = ("_ordered", "_ratios")
 

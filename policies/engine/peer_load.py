@@ -1,8 +1,8 @@
-"""The part of an endpoint's load that comes from other gateways, with one share per gateway.
+"""The part of an endpoint's load that other gateways have reserved, with one share per gateway.
 
 ledger.py adds the shares to the numbers of EndpointLoad, so that caps, scorers and the count of
-external requests cover all gateways. Their sum is kept here, so that this gateway's own part can
-be computed. The gateway's package `peers` transports the shares.
+external requests cover all gateways. Their sum is kept here, so that this gateway's own part can be
+computed. The gateway's package `peers` transports the shares.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ FIELDS = PeerShare.__struct_fields__
 
 
 class PeerLoad:
-    """The shares of all other gateways at one endpoint, by gateway, and their sum.
+    """The load that other gateways have reserved at one endpoint, by gateway, and its sum.
 
-    Only ledger.set_peer_load changes them.
+    Only ledger.set_peer_load changes it.
     """
 
     __slots__ = (*FIELDS, "shares")

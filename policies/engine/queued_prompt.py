@@ -1,4 +1,4 @@
-"""State of one reserved prompt in the engine model: its progress and the KV it occupies.
+"""The state of one reserved prompt in the engine model: its progress and the KV that it occupies.
 
 engine_model.py changes the state. ledger.LoadReservation extends the class QueuedPrompt.
 """
@@ -70,8 +70,8 @@ class QueuedPrompt:
 
     @property
     def uncached_tokens(self) -> int:
-        """Number of tokens to compute when it arrived, at least 1: the last token is always
-        computed.
+        """Return the number of tokens to compute when the prompt arrived; at least 1, because the
+        last token is always computed.
         """
         return max(1, self.prompt_tokens - self.prefix_tokens)
 
@@ -81,4 +81,4 @@ class QueuedPrompt:
         """
 
     def rejoin_timeline(self, now: float) -> None:
-        """Add the prompt to its endpoint's timeline, which has just been restarted."""
+        """Add the prompt to the engine model of its endpoint, which has just been restarted."""

@@ -1,6 +1,6 @@
 """Running averages of one engine's recent work and of the prompts recently sent to it.
 
-load_forecast.py and ttft_simulation.py read them.
+The modules load_forecast.py and ttft_simulation.py read them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ LEAST_ARRIVALS, LEAST_S = 3.0, 1.0  # prompts and seconds before arrivals can be
 
 
 class EngineAverages:
-    """Decaying averages of the engine's recent work, according to its model.
+    """Computes decaying averages of an engine's recent work, according to its model.
 
     rate   prompt tokens computed per second, averaged over RATE_S
     share  share of the time spent in steps with prompts, averaged over SHARE_S
@@ -32,7 +32,7 @@ class EngineAverages:
         self.seen_steps = 0
 
     def update(self, planned: int, prefill_s: float, prefill_steps: int, now: float) -> None:
-        """Add the work since the last update.
+        """Add the engine's work since the last update to the averages.
 
         planned        prompt tokens planned since then
         prefill_s      total seconds of steps with prompts since the start
@@ -52,7 +52,8 @@ class EngineAverages:
 
 
 class ArrivalAverages:
-    """Decaying averages, over ARRIVALS_S, of the prompts recently sent to an endpoint.
+    """Computes decaying averages, over ARRIVALS_S seconds, of the prompts recently sent to an
+    endpoint.
 
     prompts, tokens  decayed number of prompts, and of their uncached tokens
     seconds          decayed time that these cover

@@ -1,4 +1,4 @@
-"""Model of the KV of cached prefixes, where several sequences may share one copy.
+"""A model of the KV of cached prefixes, where several sequences may share one copy.
 
 SharedPrefixKv estimates how many tokens are really stored, and how adding or removing a sequence
 changes that. engine_model.py counts unshared KV; engine_timeline.py corrects the estimate by
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 
 class SharedPrefixKv:
-    """Total and stored tokens of the cached prefixes of all prompts that have KV.
+    """Estimates the total and the stored tokens of the cached prefixes of all prompts that have KV.
 
     tokens    total prefix tokens, as if every sequence had its own copy
     distinct  estimate of the tokens really stored; scraped metrics correct it, and `add` and
@@ -32,12 +32,12 @@ class SharedPrefixKv:
         return share * share
 
     def add(self, tokens: int) -> None:
-        """Count a new sequence that has a cached prefix of `tokens` tokens."""
+        """Count a new sequence that has a cached prefix of `tokens` tokens in the estimate."""
         self.distinct += self.exclusive_share() * tokens
         self.tokens += tokens
 
     def remove(self, tokens: int) -> None:
-        """Stop counting a sequence that has a cached prefix of `tokens` tokens."""
+        """Remove a sequence that has a cached prefix of `tokens` tokens from the estimate."""
         self.distinct = max(0.0, self.distinct - self.exclusive_share() * tokens)
         self.tokens -= tokens
         if not self.tokens:

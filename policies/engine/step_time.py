@@ -1,4 +1,4 @@
-"""Learned step times of one endpoint: a roofline estimate, corrected by observations.
+"""Learns the step times of one endpoint: a roofline estimate, corrected by observations.
 
 Contains the analytic cost of an engine step (StepCosts), its initial estimate for a GPU type and
 parallel layout (shape_for), and the online correction (SpeedBelief). latency.py derives the times
@@ -20,7 +20,7 @@ from policies.sizing.gpus import GPUS
 
 
 class StepCosts(msgspec.Struct, frozen=True):
-    """Costs of one engine step, in seconds per unit of work.
+    """The costs of one engine step, in seconds per unit of work.
 
     step = max(weights_s, token_s (p + B)) + wire_s (p + B) + pair_s area + context_s C + sequence_s
     B + step_s
@@ -42,7 +42,7 @@ class StepCosts(msgspec.Struct, frozen=True):
     budget_tokens: int = 8192
 
     def filling(self, tokens: float) -> tuple[int, float]:
-        """Return how full a step with `tokens` prompt tokens is, as (part, share).
+        """Return how full an engine step with `tokens` prompt tokens is, as (part, share).
 
         A full step has FILLS equal parts; the tokens end in this part and fill this share of it.
         """
@@ -138,7 +138,8 @@ REACH_GAIN, MOST_REACH_S = 0.05, 1.0
 
 
 class SpeedFactor(NamedTuple):
-    """Correction factor for one kind of work in its usual mix, by which prices compare endpoints.
+    """A correction factor for one kind of engine work in its usual mix, by which prices compare
+    endpoints.
 
     `var` is the variance of the factor's logarithm.
     """
@@ -212,7 +213,9 @@ class SpeedBelief:
         self.apply_factors()
 
     def apply_factors(self) -> None:
-        """Recompute the corrected costs after the factors have changed."""
+        """Recompute the corrected costs of an engine step after the correction factors have
+        changed.
+        """
         self._settle_prompts()
         self._settle_layers()
         self._settle_decodes()
@@ -243,7 +246,7 @@ class SpeedBelief:
         self.base_s = slower * shape.step_s
 
     def pace(self, tokens: float) -> float:
-        """Return the correction factor on the prefill part of a step with `tokens` prompt
+        """Return the correction factor for the prefill part of an engine step with `tokens` prompt
         tokens.
         """
         part, beyond = self.shape.filling(tokens)
@@ -251,7 +254,8 @@ class SpeedBelief:
         return less + beyond * (self.paces[part + 1] - less)
 
     def prompts_s(self, tokens: float, pairs: float) -> float:
-        """Return the estimated seconds that prompt tokens and query-key pairs add to a step.
+        """Return the estimated seconds that prompt tokens and query-key pairs add to an engine
+        step.
 
         Only attention's own factor is included; multiply the result by `pace(tokens)`.
         """
@@ -263,7 +267,7 @@ class SpeedBelief:
         )
 
     def beside_s(self, batch: int, context: float) -> float:
-        """Return the seconds that `batch` decoding sequences add to a step with prompts.
+        """Return the seconds that `batch` decoding sequences add to an engine step with prompts.
 
         `context` is the total number of tokens in their contexts.
         """
@@ -272,7 +276,7 @@ class SpeedBelief:
     def observe_prefill(
         self, ratio: float, fills: Sequence[float], pairs_s: float, noise_var: float
     ) -> None:
-        """Update the factors: prefill took `ratio` times as long as predicted.
+        """Update the correction factors, because prefill took `ratio` times as long as predicted.
 
         fills      its estimated seconds, distributed over the ends of FILLS as `pace` interpolates
         pairs_s    the part of them that is attention
@@ -290,8 +294,8 @@ class SpeedBelief:
         self._settle_prompts()
 
     def observe_step_overhead(self, ratio: float, noise_var: float) -> None:
-        """Update the factor of the fixed part of prefill steps, which took `ratio` times the
-        prediction.
+        """Update the correction factor of the fixed part of prefill steps, which took `ratio` times
+        the predicted time.
         """
         self.layers.observe(ratio, (1.0,), noise_var)
         self._settle_layers()
@@ -299,7 +303,7 @@ class SpeedBelief:
     def observe_decode(
         self, seen_s: float, base_s: float, context_s: float, noise_var: float
     ) -> None:
-        """Update the factors: decode steps took `seen_s` seconds.
+        """Update the correction factors, because decode steps took `seen_s` seconds.
 
         Their estimate was `base_s`, plus `context_s` to read the context, both in seconds.
         `noise_var` is the variance of the logarithm of the observed ratio.
@@ -312,9 +316,10 @@ class SpeedBelief:
         self._settle_decodes()
 
     def observe_api_latency(self, seen_s: float, weight: float = 1.0) -> None:
-        """Update `request_s` by the seconds that a request needed to reach the engine's scheduler.
+        """Update the API latency `request_s` by the time in which a request reached the engine's
+        scheduler.
 
-        `weight`, 0 to 1, is how reliable the observation is.
+        `seen_s` is that time in seconds. `weight`, 0 to 1, is how reliable the observation is.
         """
         self._reached += weight
         gain = weight * max(REACH_GAIN, 1.0 / self._reached)

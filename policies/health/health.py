@@ -1,7 +1,7 @@
-"""Health of one endpoint: a state machine from events to whether the endpoint may be used.
+"""The health of an endpoint: a state machine from events to whether the endpoint may be used.
 
-Contains the state machine as a table, and the rule for a whole pool. The gateway sends probes and
-delivers events.
+The module contains the state machine as a table, and the rule for a whole pool. The gateway sends
+probes and delivers events.
 
     UP         in use. Consecutive failures are counted; a success resets them.
     EJECTED    not in use. A successful probe after `until` ends it. The pool rule may overrule it,
@@ -21,7 +21,7 @@ import msgspec
 
 
 class HealthState(StrEnum):
-    """The health states of one endpoint; the docstring of this module describes them."""
+    """The health states of one endpoint, such as UP, EJECTED, DEAD and RETURNING."""
 
     UP = "up"
     EJECTED = "ejected"
@@ -51,7 +51,7 @@ class HealthEvent(StrEnum):
 
 
 class HealthLimits(msgspec.Struct, frozen=True):
-    """Limits for when to eject an endpoint and for how long.
+    """The limits that decide when an endpoint is ejected, and for how long.
 
     failures_in_a_row    consecutive failures that eject; a refused connection ejects at once
     first_s, longest_s   seconds of the first ejection, and the maximum; each further one doubles. A
@@ -104,7 +104,8 @@ class _Transition(msgspec.Struct, frozen=True):
 def next_health(
     health: Health, event: HealthEvent, now: float, rng: Random, limits: HealthLimits
 ) -> Health:
-    """Return the health after `event` at `now`; pairs outside the table change nothing.
+    """Return an endpoint's health after `event` at time `now`; events outside the table change
+    nothing.
 
     Reports of earlier requests to an ejected endpoint are left out of the table on purpose. Twenty
     streams that break together are one event, and must not double the back-off twenty times.
@@ -114,7 +115,7 @@ def next_health(
 
 
 def is_probe_due(health: Health, now: float) -> bool:
-    """Return whether an ejection has run out, so that a probe may end it."""
+    """Return whether the ejection of an endpoint has run out, so that a probe may end it."""
     return health.state in (HealthState.EJECTED, HealthState.DEAD) and now >= health.until
 
 

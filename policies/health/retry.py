@@ -10,7 +10,7 @@ import msgspec
 
 
 class RetryLimits(msgspec.Struct, frozen=True):
-    """Limit of concurrent retries: `share` of the active requests, plus `floor` for an idle
+    """The limit of concurrent retries: `share` of the active requests, plus `floor` for an idle
     fleet.
     """
 
@@ -19,7 +19,8 @@ class RetryLimits(msgspec.Struct, frozen=True):
 
 
 class RetryBudget:
-    """Counter of running retries (after Envoy's retry budget: 20 % of active requests, at least 3).
+    """Counts running retries and limits their number (after Envoy's retry budget: 20 % of active
+    requests, at least 3).
 
     There is one per gateway, which may change its `limits`. Every successful `try_take` needs one
     `release` when the attempt ends.
@@ -34,7 +35,7 @@ class RetryBudget:
     def try_take(self, active: int) -> bool:
         """Count a retry and return True if it may start while `active` requests run.
 
-        Return False if not.
+        Returns False if it may not start.
         """
         if self.running >= self.limits.floor + self.limits.share * active:
             return False

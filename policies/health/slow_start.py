@@ -1,4 +1,5 @@
-"""Slow start: the number of concurrent requests that a new or returning endpoint gets at first.
+"""Slow start: limits the number of concurrent requests that a new or returning endpoint gets at
+first.
 
 No request waits or is refused because of it: the filter below_cap (filters.py) prefers other
 endpoints while these have capacity. Envoy's slow start does the same with weights: linear over the

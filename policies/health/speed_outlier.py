@@ -1,4 +1,4 @@
-"""Speed outliers: endpoints that take much longer than their peers for the same work.
+"""Detects speed outliers: endpoints that take much longer than their peers for the same work.
 
 The function `review` compares each endpoint with the peers of its pool. speed_record.py holds the
 samples and the verdict with its hysteresis; the gateway acts on verdicts. These times are compared:
@@ -41,7 +41,7 @@ LEAST_ONGOING_S = 0.1
 
 
 class SlowLimits(msgspec.Struct, frozen=True):
-    """Limits from which on an endpoint counts as slow.
+    """The limits beyond which an endpoint counts as slow.
 
     factor     ratio to the peers' time from which on it is slow; 0: never
     clear      ratio below which a suspect is normal again
@@ -94,8 +94,8 @@ def review(members: Sequence[ReviewedEndpoint], now: float, limits: SlowLimits) 
 
 
 def yardsticks(members: Sequence[ReviewedEndpoint], now: float) -> Yardsticks:
-    """Return the usual times of each kind of endpoint for its work, by measure, without
-    verdicts.
+    """Return the usual times of each kind of endpoint for its work, by measure (such as TTFT),
+    without verdicts.
     """
     for member in members:
         member.record.prepare(now)
@@ -118,7 +118,9 @@ class _Finding:
 
 
 class PeerTimes:
-    """The mean times of one measure at several endpoints, sorted, in bins by size of work."""
+    """The mean times of several endpoints in one measure (such as TTFT), sorted, in bins by size of
+    work.
+    """
 
     __slots__ = ("_means", "_measure", "count")
 
@@ -135,9 +137,9 @@ class PeerTimes:
         ]
 
     def expected_s(self, recent: SpeedSamples, own: SpeedSamples, shape: StepCosts) -> float:
-        """Return the total seconds that the other endpoints would take for the samples.
+        """Return the total seconds that other endpoints would take for the work of the samples.
 
-        Return 0 if unknown. `own` are the endpoint's samples among the references, which are left
+        Returns 0 if unknown. `own` are the endpoint's samples among the references, which are left
         out.
         """
         total = 0.0
@@ -156,7 +158,7 @@ class PeerTimes:
     def other_s(self, work: int, own: SpeedSamples | None, shape: StepCosts) -> float:
         """Return the median seconds of the endpoints other than `own` for this work.
 
-        Return 0 if unknown.
+        Returns 0 if unknown.
         """
         bin_ = min(BINS - 1, work.bit_length())
         return self._without(bin_, own) or self._scaled(bin_, own, shape)
@@ -189,7 +191,7 @@ class PeerTimes:
 def median_without(ordered: Sequence[float], left_out: int) -> float:
     """Return the median of sorted values without the one at index `left_out`.
 
-    Return the median of all values if there is no such index.
+    Returns the median of all values if there is no such index.
     """
     others = len(ordered) - (0 <= left_out < len(ordered))
     skip = left_out if left_out >= 0 else len(ordered)

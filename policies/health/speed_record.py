@@ -1,4 +1,5 @@
-"""Speed samples of one endpoint by size of work, and the verdict of the last comparison.
+"""The speed samples of one endpoint by size of work, and the verdict of the last comparison with
+its peers.
 
 Samples are gathered in every pool, whatever its policy reads. A sample therefore costs one append,
 and is aggregated at the next review. speed_outlier.py compares endpoints with their peers; the
@@ -53,8 +54,8 @@ FIRST_PROBE_GAP_S, MOST_PROBE_GAP_S = 0.5, 30.0
 
 
 class Measure(StrEnum):
-    """The measures of an endpoint's speed: time to first token, time per output token, whole
-    answer.
+    """The measures of an endpoint's speed: time to first token, time per output token, and time of
+    a whole answer.
     """
 
     TTFT = "ttft"
@@ -63,10 +64,10 @@ class Measure(StrEnum):
 
 
 class SpeedVerdict(StrEnum):
-    """Verdict on an endpoint's speed.
+    """The verdicts on an endpoint's speed.
 
-    SUSPECT  it gets few requests while other endpoints have capacity
-    SLOW     it should be ejected
+    SUSPECT  the endpoint gets few requests while other endpoints have capacity
+    SLOW     the endpoint should be ejected
     """
 
     NORMAL = "normal"
@@ -89,7 +90,7 @@ class Slowness(msgspec.Struct, frozen=True):
 
 
 class SpeedSamples:
-    """Decaying sums of measured seconds and numbers of samples, in bins by size of work.
+    """The decaying sums of measured seconds, and the numbers of samples, in bins by size of work.
 
     `total` is the sum of the numbers; the last `least` samples never expire.
     """
@@ -108,7 +109,7 @@ class SpeedSamples:
         self.total += 1.0
 
     def mean_s(self, work: int) -> float:
-        """Return the mean seconds of samples in the bin of `work`; 0 if there are none."""
+        """Return the mean seconds of the samples in the bin of `work`; 0 if there are none."""
         index = min(BINS - 1, work.bit_length())
         return self.seconds[index] / self.counts[index] if self.counts[index] > 1e-9 else 0.0
 
@@ -116,7 +117,7 @@ class SpeedSamples:
         return self.minus(SpeedSamples(self.least))
 
     def minus(self, other: SpeedSamples) -> SpeedSamples:
-        """Return the samples that were added to these since the older state `other`."""
+        """Return the samples that were added since the older state `other` of these samples."""
         difference = SpeedSamples(self.least)
         difference.seconds = [*map(sub, self.seconds, other.seconds)]
         difference.counts = [*map(sub, self.counts, other.counts)]
@@ -124,7 +125,7 @@ class SpeedSamples:
         return difference
 
     def decay(self, factor: float) -> None:
-        """Multiply all samples by `factor`, but keep a total of at least `least`."""
+        """Multiply all speed samples by `factor`, but keep a total of at least `least`."""
         if self.total <= self.least:
             return
         factor = max(factor, self.least / self.total)
@@ -134,7 +135,7 @@ class SpeedSamples:
 
 
 class SampleTrack:
-    """The samples of one measure at one endpoint.
+    """The speed samples of one measure (such as TTFT) at one endpoint.
 
     recent, reference  the same samples with fast and slow decay: `recent` to judge the endpoint,
                        `reference` to judge its peers
@@ -160,15 +161,18 @@ class SampleTrack:
         self.log_usual_ratio = 0.0
 
     def add(self, work: int, seconds: float) -> None:
-        """Record a sample of `seconds`; the next review aggregates it.
+        """Record that work took `seconds`; the next review of speeds aggregates this sample.
 
-        `work` is its size in prompt tokens, streams or output tokens, depending on the measure.
+        `work` is the size of the work in prompt tokens, streams or output tokens, depending on the
+        measure.
         """
         if len(self._uncounted) < MOST_UNCOUNTED:
             self._uncounted.append((work, seconds))
 
     def aggregate(self) -> None:
-        """Add the samples recorded since the last review to both sets of samples."""
+        """Add the samples recorded since the last review to the sums for judging the endpoint and
+        its peers.
+        """
         samples, self._uncounted = self._uncounted, []
         self.fresh_count += len(samples)
         for work, seconds in samples:
@@ -187,11 +191,13 @@ class SampleTrack:
         self.fresh_count = 0
 
     def since_last_review(self, judged: SpeedSamples) -> SpeedSamples:
-        """Return the part of the samples in `judged` that were recorded since the last review."""
+        """Return the samples in `judged` that were recorded since the last review of speeds."""
         return judged.minus(self._reviewed)
 
     def restart(self) -> None:
-        """Discard all samples; the usual ratio is kept."""
+        """Discard all speed samples; the usual ratio of the endpoint's time to its peers' time is
+        kept.
+        """
         least = self.recent.least
         self.recent, self.reference, self.fresh_count = SpeedSamples(least), SpeedSamples(least), 0
         self._reviewed = SpeedSamples(least)
@@ -199,7 +205,7 @@ class SampleTrack:
 
     @property
     def usual_ratio(self) -> float:
-        """Usual ratio of the endpoint's time to its peers' time; 0 until it is known."""
+        """Return the usual ratio of the endpoint's time to its peers' time; 0 until it is known."""
         return exp(self.log_usual_ratio) if self.review_count >= LEAST_USUAL else 0.0
 
     def update_usual_ratio(self, ratio: float) -> None:
@@ -211,7 +217,7 @@ class SampleTrack:
 
 
 class SpeedRecord:
-    """Speed samples of one endpoint, and the verdict of the last review.
+    """The speed samples of one endpoint, and the verdict of the last review.
 
     since      begin of the current prefill step: the previous first token, or the sending of the
                first waiting prompt
@@ -259,7 +265,7 @@ class SpeedRecord:
         return len(self._queue)
 
     def on_sent(self, tokens: int, now: float, *, is_decoding: bool = True) -> None:
-        """Record that a prompt with an observable first token was sent.
+        """Record that a prompt with an observable first token was sent to the endpoint.
 
         `tokens` of it are not cached. `is_decoding` says whether the engine has streams, whose
         decode step it may end first.
@@ -313,7 +319,9 @@ class SpeedRecord:
             self.tracks[0].add(work, 2.0 * seconds if is_late else seconds)
 
     def on_first_token(self, tokens: int, now: float) -> None:
-        """Record the first token of a prompt of which `tokens` were not cached."""
+        """Record that the first token of a prompt came, of which `tokens` tokens were not
+        cached.
+        """
         seconds = now - self.since
         queue = self._queue
         if queue and queue[0] == tokens:
@@ -347,8 +355,9 @@ class SpeedRecord:
         self.tracks[2].add(tokens, seconds)
 
     def take_probe(self, now: float) -> bool:
-        """Return whether an ejected endpoint may get a timed probe now, and double the next
-        interval.
+        """Return whether an ejected endpoint may get a timed probe now.
+
+        If so, the next interval between probes is doubled.
         """
         if now < self._probe_at:
             return False
@@ -362,7 +371,9 @@ class SpeedRecord:
         self.slowness, self._probe_gap_s = None, FIRST_PROBE_GAP_S
 
     def restart(self) -> None:
-        """Discard the samples and the verdict, because the endpoint was ejected or returns."""
+        """Discard the speed samples and the verdict, because the endpoint was ejected or has
+        returned.
+        """
         for track in self.tracks:
             track.restart()
         self._step_s, self._step_tokens = 0.0, 0
@@ -391,8 +402,8 @@ class SpeedRecord:
         return min(waiting_tokens, ceil(self._queue[0] / budget_tokens) * budget_tokens)
 
     def begun_tokens(self, step_tokens: int) -> int:
-        """Return the likely size of the current step: tokens of prompts that were there when it
-        began.
+        """Return the likely size of the current prefill step: tokens of prompts that were there
+        when it began.
 
         The result is at most `step_tokens`.
         """
@@ -406,7 +417,7 @@ class SpeedRecord:
     def set_verdict(
         self, found: Slowness | None, change: int, clear: bool, reviews: int
     ) -> SpeedVerdict:
-        """Set and return the verdict of a review.
+        """Set the verdict of a review of the endpoint's speed, and return it.
 
         found    the slowness that the review found; None if there is none
         change   1 if the latest samples were slow too, -1 if they were not, 0 without any

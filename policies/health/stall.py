@@ -1,4 +1,4 @@
-"""Stalls: prefill steps that run longer than the endpoint's peers would need for them.
+"""Detects stalls: prefill steps that run longer than the endpoint's peers would need for them.
 
 A review (speed_outlier.py) compares completed work once a second. A stall is visible earlier, in
 the age of one running step. It is weak evidence: requests that wait there are hedged, and an
@@ -45,7 +45,9 @@ LEAST_PEERS = 2
 
 
 class Expectations:
-    """Expected times of work at the endpoints of one pool; a review replaces `yardsticks`."""
+    """The times that work is expected to take at the endpoints of a pool; a review replaces
+    `yardsticks`.
+    """
 
     __slots__ = ("yardsticks",)
 
@@ -53,7 +55,7 @@ class Expectations:
         self.yardsticks: Yardsticks = {}
 
     def stalled(self, members: Sequence[ReviewedEndpoint], now: float) -> list[tuple[float, int]]:
-        """Return (ratio, index) of the members whose running prefill step is much slower than at
+        """Return (ratio, index) of the endpoints whose running prefill step is much slower than at
         peers.
 
         The highest ratio comes first. While little is known, expectations are built from what has
@@ -78,7 +80,7 @@ class Expectations:
     ) -> float | None:
         """Return the seconds that a request will probably still wait for its first byte.
 
-        Return None while the request is not late. `waited_s` is how long it has waited;
+        Returns None while the request is not late. `waited_s` is how long it has waited;
         `is_doubted` says that its endpoint was late before or is suspect, and `is_behind` that
         other prompts are computed before its own.
         """
@@ -110,7 +112,7 @@ class Expectations:
         """Return the running prefill step's age divided by the time that its endpoint's peers need
         for it.
 
-        Return 0 if that is unknown.
+        Returns 0 if that is unknown.
         """
         record = member.record
         age_s, yardstick = now - record.since, self.yardsticks.get((member.kind, Measure.TTFT))
@@ -129,10 +131,11 @@ class Expectations:
 
 
 def choose_doubted(stalled: Sequence[tuple[float, int]], doubted: Sequence[bool]) -> list[int]:
-    """Return the indices of stalled members to doubt now, so that half of all stay free of doubt.
+    """Return the indices of stalled endpoints to doubt now, at most so many that half of all are
+    undoubted.
 
-    stalled  (ratio, index) of stalled members, the highest ratio first
-    doubted  for every member, whether it is doubted already
+    stalled  (ratio, index) of stalled endpoints, the highest ratio first
+    doubted  for every endpoint, whether it is doubted already
     """
     free, result = len(doubted) - sum(doubted), list[int]()
     for ratio, index in stalled:
@@ -171,7 +174,7 @@ def left_s(
 ) -> float | None:
     """Return the seconds that a request will probably still wait for its first byte.
 
-    Return None while the request is not late.
+    Returns None while the request is not late.
 
     expected_s   seconds that its endpoint would usually need for it and for the prompts before it
     waited_s     seconds it has waited
@@ -194,10 +197,11 @@ def left_s(
 def left_in_doubt_s(
     record: SpeedRecord, expected_s: float, waited_s: float, *, is_behind: bool
 ) -> float | None:
-    """Return the same as left_s for an endpoint in doubt, which has been found slow already.
+    """Return how many seconds a request will probably still wait at an endpoint that was found
+    slow.
 
-    It is expected to take DOUBT_RATIO times as long at least. A request whose prompt is behind
-    others there is late at once.
+    The result is as for `left_s`, but the endpoint is expected to take DOUBT_RATIO times as long at
+    least. A request whose prompt is behind others there is late at once.
     """
     is_late = is_behind or waited_s >= DOUBTED_FACTOR * expected_s
     if expected_s <= 0.0 or waited_s < LEAST_LATE_S or not is_late:

@@ -1,1 +1,1 @@
-"""Predictions of TTFT and TPOT from the engine model of an endpoint."""
+"""Predicts TTFT and TPOT of requests from the engine model of an endpoint."""

@@ -1,6 +1,6 @@
-"""Expected TTFT and TPOT of one request at an endpoint, computed from the endpoint's forecast.
+"""Computes the expected TTFT and TPOT of one request at an endpoint from the forecast of its load.
 
-All are plain functions of EngineLoad. step_time.py learns the step times.
+All functions are plain functions of EngineLoad. step_time.py learns the step times.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ if TYPE_CHECKING:
 
 
 def backlog_s(load: EngineLoad, now: float) -> float:
-    """Return the seconds until the prompts reserved so far will be computed."""
+    """Return the seconds until the prompts that are reserved at the endpoint so far will be
+    computed.
+    """
     if (
         now > load.next_first_token_at
     ):  # A late first token was mispredicted: expect it to take as long again.
@@ -27,21 +29,26 @@ def backlog_s(load: EngineLoad, now: float) -> float:
 
 
 def is_first_token_late(load: EngineLoad, now: float) -> bool:
-    """Return whether a first token is later than forecast, so that `backlog_s` rises with time."""
+    """Return whether a first token of the endpoint is later than forecast, so that its `backlog_s`
+    rises with time.
+    """
     return now > load.next_first_token_at
 
 
 def room_s(load: EngineLoad, prompt_tokens: float) -> float:
-    """Return the seconds until ending requests have freed KV for `prompt_tokens`.
+    """Return the seconds until ending requests have freed KV for `prompt_tokens` tokens at the
+    endpoint.
 
-    Return 0 if KV is free.
+    Returns 0 if that much KV is free.
     """
     missing = prompt_tokens - load.free_kv_tokens
     return missing * load.s_per_freed_kv_token if missing > 0.0 else 0.0
 
 
 def prefill_s(load: EngineLoad, uncached: float, cached: float) -> float:
-    """Return the seconds to compute `uncached` prompt tokens that follow `cached` ones."""
+    """Return the seconds in which the endpoint computes `uncached` prompt tokens that follow
+    `cached` ones.
+    """
     return (
         uncached * load.prefill_s_per_token
         + uncached * (cached + 0.5 * uncached) * load.attention_s_per_pair
@@ -65,7 +72,9 @@ def ttft_s(load: EngineLoad, uncached: float, cached: float, now: float) -> floa
 
 
 def tpot_s(load: EngineLoad, context_tokens: float) -> float:
-    """Return the expected seconds per output token of a new request with `context_tokens`."""
+    """Return the expected seconds per output token of a new request with `context_tokens` tokens of
+    context.
+    """
     return (
         load.decode_s_per_token
         + load.decode_s_per_sequence

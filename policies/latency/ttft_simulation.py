@@ -1,4 +1,4 @@
-"""Prediction of one prompt's first token, by simulating the engine model step by step.
+"""Predicts the time of one prompt's first token, by simulating the engine model step by step.
 
 The simulation runs on copies of a few numbers, once per reserved request. Candidates are compared
 with the cheaper latency.ttft_s, which is less accurate.
@@ -28,7 +28,7 @@ GOLDEN = 0.618034  # golden ratio: fractions of its multiples are evenly spread 
 
 
 class QueuedWork:
-    """The uncomputed rest of a prompt in the simulation.
+    """The uncomputed rest of a prompt in the simulation of an engine.
 
     at      prompt tokens computed so far
     left    prompt tokens not computed yet
@@ -44,7 +44,7 @@ class QueuedWork:
 
 
 class EngineSimulation:
-    """Simulation of the future steps of one engine.
+    """Simulates the future steps of one engine.
 
     clock, steps    begin of the next step on the policy clock; steps simulated so far
     batch, context  number of decoding sequences, and their total context in tokens
@@ -88,7 +88,8 @@ class EngineSimulation:
             self._start_decoding(timeline.completing)
 
     def first_token(self) -> tuple[float, float]:
-        """Return when the step that completes the last queued prompt begins, and its seconds.
+        """Return the begin and the duration in seconds of the step that completes the last queued
+        prompt.
 
         Prompts that arrive until then are computed in the same step.
         """
@@ -236,7 +237,7 @@ def run_simulation(
 ) -> float:
     """Return the expected seconds until the first token of a prompt, whatever the engine does now.
 
-    The timeline has been advanced to `now`.
+    The caller must have advanced the timeline to `now`.
     """
     simulation = EngineSimulation(timeline, load, now)
     for queued in timeline.queue:

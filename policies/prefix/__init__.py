@@ -1,1 +1,3 @@
-"""Prompts as chains of block hashes, and an index of the prefixes that endpoints have cached."""
+"""Represents prompts as chains of block hashes, and indexes the prefixes that endpoints have
+cached.
+"""

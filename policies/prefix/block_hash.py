@@ -1,5 +1,5 @@
 # cython: boundscheck=False, wraparound=False
-"""Hashing of prompt bytes to block keys, word by word.
+"""Hashes prompt bytes to block keys, word by word.
 
 Compiled, this short loop is faster than numpy, whose calls run much code that is usually not in the
 processor's caches. Python that is not compiled uses numpy_hash.py, which gives the same keys.
@@ -18,7 +18,7 @@ MASK = 0xFFFFFFFFFFFFFFFF
 
 
 class KeyArithmetic(Protocol):
-    """Protocol of a class that computes chained block keys from bytes.
+    """The interface of a class that computes chained block keys from bytes.
 
     word_keys   one secret odd number for each word of a block
     places      one secret number for each block position
@@ -36,8 +36,8 @@ class KeyArithmetic(Protocol):
 
 
 class ScalarArithmetic:
-    """KeyArithmetic that hashes one word after another: fast when compiled, 100 times slower if
-    not.
+    """Computes block keys by hashing one word after another: fast when compiled, 100 times slower
+    if not.
     """
 
     __slots__ = ("_fold", "_mix", "_position_keys", "_word_keys")
@@ -56,7 +56,9 @@ class ScalarArithmetic:
 def chain_words(  # type: ignore[no-untyped-def]
     words, word_keys, position_keys, fold, mix, key, keys
 ) -> None:
-    """Compute the chained key of every block into `keys`, modulo 2**64, as in fingerprint.py."""
+    """Compute the chained key of every prompt block into `keys`, modulo 2**64, as fingerprint.py
+    describes.
+    """
     index = 0
     for block in range(len(keys)):
         total = 0

@@ -1,4 +1,5 @@
-"""Ids of prompt blocks for a log, which show shared prefixes and confirm no guess of a prompt.
+"""Computes ids of prompt blocks for a log, which show shared prefixes and confirm no guess of a
+prompt.
 
 Fingerprint keys depend on a secret already. Their ids in a log depend on the tenant as well, so a
 tenant that sends a guessed prompt and reads the log finds its own ids only, even where tenants
@@ -17,7 +18,7 @@ _MASK = 0xFFFFFFFFFFFFFFFF
 
 
 class BlockIds:
-    """Computes ids under one secret. Equal prefixes of one tenant have equal ids. One owner.
+    """Computes ids of prompt blocks under one secret; equal prefixes of one tenant have equal ids.
 
     Processes with the same secret, and the same secret of fingerprints, compute the same ids.
     """
@@ -29,7 +30,7 @@ class BlockIds:
         self._numbers: dict[str, tuple[int, int]] = {}
 
     def ids(self, fingerprint: Fingerprint, tenant: str) -> list[int]:
-        """Return 48-bit ids, one for each whole block of `ID_BLOCK_BYTES` of the prompt.
+        """Return 48-bit ids, one for each complete block of `ID_BLOCK_BYTES` of the prompt.
 
         Blocks are at least as large as the fingerprint's own. Every id stands for the prompt from
         its beginning to the end of the block.

@@ -1,4 +1,4 @@
-"""CachedBlocks: the KV blocks that engines report as cached, by their content.
+"""An index of the KV blocks that engines report as cached, by the content of the blocks.
 
 Every engine names its blocks by hashes of its own. Here a block's content key is a chained hash of
 its tokens, so that blocks of different engines, and of a prompt whose tokens are known, compare.
@@ -38,7 +38,7 @@ def scope_seed(lora_name: str, salt: str) -> int:
 
 
 def chain_keys(tokens: Sequence[int], block_tokens: int, seed: int) -> Keys:
-    """Return the content keys (uint64) of the whole blocks of a prompt's tokens.
+    """Return the content keys (uint64) of the complete blocks of a prompt's tokens.
 
     Raises OverflowError or TypeError for a token that is no unsigned 32-bit integer.
     """
@@ -84,7 +84,7 @@ class SourceBlocks:
         seed: int = 0,
         mixed: Sequence[int] = (),
     ) -> None:
-        """Record that consecutive blocks of a chain are cached. Storing a block again is harmless.
+        """Record that an engine has cached consecutive blocks of a prompt's chain.
 
         names   one per block
         parent  the block before the first; None: the chain begins here, with `seed`
@@ -93,8 +93,8 @@ class SourceBlocks:
         mixed   for each block a number that is mixed into its key, 0: none, because more than its
                 tokens identifies it
 
-        A block whose parent or tokens are unknown is recorded without a content key.
-        Raises OverflowError or TypeError for a token that is no unsigned 32-bit integer.
+        A block whose parent or tokens are unknown is recorded without a content key. Raises
+        OverflowError or TypeError for a token that is no unsigned 32-bit integer.
         """
         if len(tokens) != len(names) * block_tokens:
             self._store_unread(names, medium)
@@ -131,7 +131,10 @@ class SourceBlocks:
         self._index.blocks += len(known) - before
 
     def remove(self, names: Iterable[EngineHash], medium: int = GPU) -> None:
-        """Record that blocks have left a medium. One that is in another medium stays cached."""
+        """Record that KV blocks have left a storage medium.
+
+        A block that is also in another medium stays cached.
+        """
         known = self._known
         for name in names:
             before = known.get(name)
@@ -151,7 +154,7 @@ class SourceBlocks:
             self._known, self.bit = {}, self._index.take_bit()
 
     def close(self) -> None:
-        """Forget all blocks of this source, and remove the source from the index."""
+        """Forget all blocks of this source of KV events, and remove the source from the index."""
         self._index.retire(self._known, self.bit)
         self._known = {}
 
@@ -161,7 +164,8 @@ class SourceBlocks:
 
 
 class CachedBlocks:
-    """Content key -> the sources that hold the block, one bit each. Owned by one event loop.
+    """An index from blocks' content keys to the engine ranks (sources) that have them cached, one
+    bit each.
 
     holders  bits of sources by content key
     blocks   the number of blocks of all sources; a source of an index that `is_full` must be
@@ -190,7 +194,7 @@ class CachedBlocks:
         return 1 << self._bits - 1
 
     def drop(self, key: int, bit: int) -> None:
-        """Record that a source no longer holds the block."""
+        """Record that a source no longer has the block with this content key cached."""
         left = self.holders.get(key, 0) & ~bit
         if left:
             self.holders[key] = left
@@ -198,11 +202,11 @@ class CachedBlocks:
             self.holders.pop(key, None)
 
     def retire(self, known: dict[EngineHash, int], bit: int) -> None:
-        """Record the blocks that a source has forgotten; `purge` removes them later."""
+        """Record the blocks that a source has lost; `purge` removes them from the index later."""
         self._retired.append((known, bit))
 
     def purge(self, most: int = 2000) -> bool:
-        """Remove up to `most` forgotten blocks from the index; return whether some are left."""
+        """Remove up to `most` lost blocks from the index. Returns whether some are left."""
         while self._retired and most > 0:
             known, bit = self._retired[-1]
             names = list(islice(known, most))

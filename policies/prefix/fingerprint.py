@@ -1,8 +1,8 @@
-"""Fingerprints: a prompt as a chain of block hashes (keys), so that equal prefixes have equal keys.
+"""Fingerprints represent prompts as chains of block hashes (keys); equal prefixes have equal keys.
 
-Contains the keyed hashing from bytes to keys. prefix_index.py stores which endpoint holds which
-block. The gateway chooses what is hashed: tools, template arguments and messages are parts of the
-prompt; tenant, model and LoRA adapter are the salt.
+The module contains the keyed hashing from bytes to keys. prefix_index.py stores which endpoint
+holds which block. The gateway chooses what is hashed: tools, template arguments and messages are
+parts of the prompt; tenant, model and LoRA adapter are the salt.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _NO_KEYS: Keys = array("Q")
 
 
 class Fingerprint:
-    """The block keys of one prompt.
+    """The fingerprint of one prompt: its chained block keys.
 
     keys          uint64 array, one per whole block; keys[i] is a hash of everything from the first
                   byte to the end of block i
@@ -85,7 +85,7 @@ class Fingerprinter:
         self._seeds: dict[bytes, int] = {}
 
     def fingerprint(self, salt: bytes, *parts: bytes | memoryview) -> Fingerprint:
-        """Return the fingerprint of the concatenated parts under a salt.
+        """Return the fingerprint of a prompt, given as parts to be concatenated, under a salt.
 
         The boundaries between parts do not matter. A single contiguous part is read in place;
         several are joined once.
@@ -114,7 +114,9 @@ class Fingerprinter:
 
 
 def default_arithmetic() -> type[block_hash.KeyArithmetic]:
-    """Return the fastest available implementation: compiled, then numpy, then plain Python."""
+    """Return the fastest available implementation of block hashing: compiled, then numpy, then
+    plain Python.
+    """
     if block_hash.is_loop_compiled():
         return block_hash.ScalarArithmetic
     try:

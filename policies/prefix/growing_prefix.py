@@ -1,4 +1,4 @@
-"""Recognition of conversations by their growing prompts, where the client names no session.
+"""Recognises conversations by their growing prompts, where the client names no session.
 
 A client that sends the whole conversation each time repeats the prompt of the previous turn and
 appends the answer and a new message. GrowingPrefixes finds which prompt continues which.
@@ -28,7 +28,8 @@ from a user's words.
 
 
 class GrowingPrefixes:
-    """The ends of recent prompts, by which later prompts of the same conversation are recognised.
+    """Remembers the ends of recent prompts, by which later prompts of the same conversation are
+    recognised.
 
     An end is the key of the prompt's last whole block, plus the bytes after it up to the end of the
     last message. A session gets its name at the second turn: a prompt that is never continued

@@ -1,4 +1,4 @@
-"""LearnedPrompts: the bridge from prompts by their bytes to prompts by their tokens.
+"""Maps prompts known by their bytes to the same prompts known by their tokens.
 
 The gateway knows prompts as chains of keys over bytes (policies/prefix/fingerprint.py), engines
 report blocks of tokens (policies/prefix/cached_blocks.py). Whenever the tokens of a prompt become
@@ -44,10 +44,10 @@ class _Prompt:
 
 
 class LearnedPrompts:
-    """Prompts whose tokens are known, the most recent ones within a memory bound.
+    """The most recent prompts whose tokens are known, within a memory bound.
 
-    Block key -> the newest prompt that has it. Where two prompts diverge after a key, the number of
-    tokens that they share is stored for it; until then it is interpolated from the bytes.
+    A block key leads to the newest prompt that has it. Where two prompts diverge after a key, the
+    number of tokens that they share is stored for it; until then it is interpolated from the bytes.
     """
 
     __slots__ = ("_by_key", "_cap_bytes", "_prompts", "_shared", "_used_bytes")
@@ -73,7 +73,7 @@ class LearnedPrompts:
         return prompt is not None and prompt.n_bytes == fingerprint.n_bytes
 
     def find(self, fingerprint: Fingerprint) -> KnownPrefix | None:
-        """Return the longest beginning of the prompt whose tokens are known; None: there is none.
+        """Return the longest beginning of the prompt whose tokens are known; None if there is none.
 
         Where it ends is exact if another prompt has diverged there, or if the whole prompt is
         known. Otherwise it is an estimate, rounded down.

@@ -1,4 +1,4 @@
-"""Index of the prompt prefixes that each endpoint is believed to have in its prefix cache.
+"""An index of the prompt prefixes that each endpoint is believed to have in its prefix cache.
 
 PrefixIndex maps block keys to the slots (small endpoint numbers) that hold them. Entries age like
 those of the engines' own LRU caches, and memory is bounded. fingerprint.py computes the keys;
@@ -52,7 +52,7 @@ _Run = tuple[int, int, int, int]
 
 
 class IndexStats(msgspec.Struct, frozen=True):
-    """Size and activity of an index.
+    """The size and activity of a prefix index.
 
     bytes          memory in use
     blocks         number of entries
@@ -151,7 +151,7 @@ class _Holder:
 
 
 class PrefixIndex:
-    """A map from block keys to the slots that are believed to hold the block, with their age.
+    """Maps block keys of prompts to the endpoint slots that are believed to have the block cached.
 
     Used by one event loop; survives reloads of the configuration.
 
@@ -209,7 +209,8 @@ class PrefixIndex:
     # -- reading
 
     def match(self, fingerprint: Fingerprint, prompt_tokens: int) -> list[int]:
-        """Return a list with the prompt tokens that each slot is believed to hold.
+        """Return how many tokens of the prompt each endpoint slot is believed to have cached, as a
+        list.
 
         Bytes are converted to tokens by `prompt_tokens / fingerprint.n_bytes`. Slots never used are
         beyond the end of the list.
@@ -224,7 +225,8 @@ class PrefixIndex:
         return tokens
 
     def match_holders(self, fingerprint: Fingerprint, prompt_tokens: int) -> PrefixMatch:
-        """Return the endpoints that hold part of the prompt, as a PrefixMatch.
+        """Return the endpoints that are believed to have part of the prompt cached, as a
+        PrefixMatch.
 
         The result is the same as that of `match`, without a list of all slots.
         """
@@ -293,7 +295,7 @@ class PrefixIndex:
         return holders == stamp or (holders > _LANE and stamp in _stamps(holders))
 
     def cached_tokens(self, slot: int) -> float:
-        """Return the tokens that the endpoint in this slot is believed to hold, over all
+        """Return how many tokens the endpoint in this slot is believed to have cached, over all
         prompts.
         """
         return self._holders[slot].held if slot < len(self._holders) else 0.0
@@ -366,7 +368,8 @@ class PrefixIndex:
     # -- learning
 
     def insert(self, fingerprint: Fingerprint, slot: int, prompt_tokens: int) -> None:
-        """Record that the slot was sent this prompt and will hold all of it.
+        """Record that the endpoint in this slot was sent this prompt and will have all of it
+        cached.
 
         The cost depends only on blocks that are new or were not used for long.
         """
@@ -375,7 +378,9 @@ class PrefixIndex:
             self.insert_keys(fingerprint.sampled_keys, slot, tokens_per_block)
 
     def insert_keys(self, keys: Keys, slot: int, tokens_per_block: float) -> None:
-        """Record a prompt like `insert`, given its sampled keys (sampled_keys.py), at least one."""
+        """Record a prompt like `insert`, given at least one of its sampled keys
+        (sampled_keys.py).
+        """
         holder = self._holder(slot)
         if len(keys) > self._most_blocks:
             keys = keys[: self._most_blocks]
@@ -455,13 +460,15 @@ class PrefixIndex:
     def trim(
         self, fingerprint: Fingerprint, slot: int, kept_tokens: int, prompt_tokens: int
     ) -> None:
-        """Record that a slot failed in prefill and so holds at most `kept_tokens` of the prompt."""
+        """Record that the endpoint in this slot failed in prefill, so that it has at most
+        `kept_tokens` of the prompt cached.
+        """
         if fingerprint.sampled_keys:
             tokens_per_block = prompt_tokens * fingerprint.block_bytes / fingerprint.n_bytes
             self.trim_keys(fingerprint.sampled_keys, slot, kept_tokens, tokens_per_block)
 
     def trim_keys(self, keys: Keys, slot: int, kept_tokens: int, tokens_per_block: float) -> None:
-        """Record a failed prompt like `trim`, given only its sampled keys."""
+        """Record a prompt that failed in prefill like `trim`, given only its sampled keys."""
         if slot >= len(self._holders):
             return
         first = bisect_right(
@@ -512,8 +519,8 @@ class PrefixIndex:
     def forget(self, slot: int) -> None:
         """Drop all entries of a slot that was restarted, removed, or reused for another endpoint.
 
-        O(1). Its capacity stays until `set_capacity` changes it, without the reductions made by
-        `confirm`.
+        The call takes constant time. The capacity stays until `set_capacity` changes it, without
+        the reductions made by `confirm`.
         """
         if slot < len(self._holders):
             self._holders[slot].empty()
@@ -522,9 +529,9 @@ class PrefixIndex:
     # -- memory
 
     def stats(self) -> IndexStats:
-        """Return the size and activity of the index.
+        """Return the size and activity of the prefix index.
 
-        Reads the size of every dict, so it is for scrapes, not for requests.
+        It reads the size of every dict, so it is for scrapes and not for requests.
         """
         key_bytes = sys.getsizeof(_LANE) + 12
         used = (

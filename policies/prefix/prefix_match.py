@@ -1,4 +1,5 @@
-"""The result of a prefix lookup in a large pool: the few endpoints that hold part of the prompt.
+"""The result of a prefix lookup in a large pool: the few endpoints that have part of the prompt
+cached.
 
 A list of tokens by slot would be as long as the pool, for each request.
 """
@@ -10,7 +11,7 @@ from itertools import islice
 
 
 class WideMatch:
-    """A prefix of the prompt that many endpoints hold, such as a common system prompt.
+    """A prefix of the prompt that many endpoints have cached, such as a common system prompt.
 
     tokens  length of the prefix in tokens
     """
@@ -18,7 +19,7 @@ class WideMatch:
     __slots__ = ("_oldest_alive", "_stamps", "tokens")
 
     def __init__(self, tokens: int, stamps: Mapping[int, int], oldest_alive: Sequence[int]) -> None:
-        """Initialize a prefix of `tokens` tokens.
+        """Initialize a cached prefix of `tokens` tokens.
 
         stamps        the holders' stamps (ages) by slot
         oldest_alive  by slot, the oldest stamp that is still valid
@@ -27,17 +28,20 @@ class WideMatch:
         self._stamps, self._oldest_alive = stamps, oldest_alive
 
     def holds(self, slot: int) -> bool:
-        """Return whether the endpoint in this slot is believed to hold the prefix."""
+        """Return whether the endpoint in this slot is believed to have the prefix cached."""
         stamp = self._stamps.get(slot)
         return stamp is not None and stamp >= self._oldest_alive[slot]
 
     def some_holders(self, limit: int) -> list[int]:
-        """Return the slots that hold the prefix, among the first `limit` possible ones."""
+        """Return the slots of endpoints that have the prefix cached, among the first `limit`
+        possible ones.
+        """
         return [slot for slot in islice(self._stamps, limit) if self.holds(slot)]
 
 
 class PrefixMatch(Sequence[int]):
-    """The prompt tokens that each slot is believed to hold, without a list of all slots.
+    """The prompt tokens that each endpoint slot is believed to have cached, without a list of all
+    slots.
 
     narrow   tokens by slot, for prefixes that few endpoints hold
     wide     shorter prefixes that many endpoints hold, longest first; they change with the index
@@ -69,7 +73,7 @@ class PrefixMatch(Sequence[int]):
         return next((layer.tokens for layer in self.wide if layer.holds(slot)), 0)
 
     def settle(self, slots: Iterable[int]) -> None:
-        """Fix the present numbers of cached tokens of these slots, and drop those of all others.
+        """Keep the present numbers of cached tokens of these slots, and drop those of all others.
 
         Call it before the index is changed, because other numbers are looked up in the index.
         """
@@ -78,7 +82,9 @@ class PrefixMatch(Sequence[int]):
 
 
 def longest_match(cached_by_slot: Sequence[int]) -> int:
-    """Return the largest number of prompt tokens that any slot holds; 0 if no slot holds any."""
+    """Return the largest number of prompt tokens that any endpoint has cached; 0 if none has
+    any.
+    """
     # The type is compared first, because isinstance() of an abstract class costs more than max().
     if type(cached_by_slot) is not list and isinstance(cached_by_slot, PrefixMatch):
         return cached_by_slot.longest

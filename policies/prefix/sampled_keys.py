@@ -1,4 +1,4 @@
-"""The keys of a chain that a prefix index stores, and that gateways exchange.
+"""Selects the block keys of a prompt that a prefix index stores, and that gateways exchange.
 
 Each key covers everything before it, so any subset of a chain's keys is a chain. Each of the first
 256 blocks has an entry, every second up to 512, every fourth up to 1024, and so on. A matched
@@ -26,7 +26,9 @@ _FINE_BLOCKS = 256
 
 
 def sample_keys(chain: Keys) -> Keys:
-    """Return the keys of the chain that have an entry in an index, shortest prefix first."""
+    """Return the keys of a prompt's chain that have an entry in a prefix index, shortest prefix
+    first.
+    """
     if len(chain) <= _FINE_BLOCKS:
         return chain
     sampled, covered, stride = chain[:_FINE_BLOCKS], _FINE_BLOCKS, 2
@@ -41,7 +43,7 @@ SAMPLE_LENGTHS = sample_keys(array("Q", range(1, MAX_BLOCKS + 1))).tolist()
 
 
 def pack(keys: Keys) -> bytes:
-    """Serialize sampled keys as 8 little-endian bytes each."""
+    """Serialize sampled block keys as 8 little-endian bytes each, and return the bytes."""
     return _little(keys).tobytes()
 
 

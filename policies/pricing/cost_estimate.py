@@ -1,4 +1,4 @@
-"""Estimate of a request's cost and its earliest first token, from one pass over the candidates.
+"""Estimates a request's cost and its earliest first token in one pass over the candidates.
 
 Reads the forecast of EndpointLoad. The estimate is used by admission; it neither picks an endpoint
 nor decides whether the request may enter.
@@ -16,7 +16,7 @@ from policies.model import Candidate, RoutingQuery
 
 
 class CostEstimate(msgspec.Struct, frozen=True):
-    """Estimated cost of one request over the available candidates, with times in seconds.
+    """The estimated cost of one request over the available candidates, with times in seconds.
 
     ttft_s         from now to the first token where that is earliest, queue included; inf if none
                    is available
@@ -37,12 +37,14 @@ class CostEstimate(msgspec.Struct, frozen=True):
 
     @property
     def work_s(self) -> float:
-        """Seconds of one endpoint's (TP group's) time that serving the request should take."""
+        """Return the seconds of one endpoint's (TP group's) time that serving the request should
+        take.
+        """
         return self.prefill_s + self.decode_s
 
 
 def remaining_ttft_s(query: RoutingQuery) -> float:
-    """Return the seconds left of the request's TTFT budget; negative if it is late."""
+    """Return the seconds left of the request's TTFT budget; negative if the request is late."""
     return (query.request.arrived_s or query.now) + query.request.slo.ttft_s - query.now
 
 

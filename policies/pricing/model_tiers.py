@@ -1,4 +1,4 @@
-"""Smaller models as alternatives to a refusal, in the order of their cost.
+"""Ranks smaller models as alternatives to a refusal, in the order of their cost.
 
 `alternatives` returns which models could serve a request and at which price. Admission is in
 policies/admission; the gateway reports the used model in the response.
@@ -16,7 +16,7 @@ from policies.pricing.cost_estimate import estimate_cost, remaining_ttft_s
 
 
 class ModelTier(msgspec.Struct, frozen=True):
-    """Another model that may serve a request.
+    """A smaller model that may serve a request instead of a refusal.
 
     name        name of the model
     candidates  endpoints that serve it

@@ -1,4 +1,4 @@
-"""Price of serving a request at an endpoint: the expected loss in SLO attainment.
+"""The price of serving a request at an endpoint: the expected loss in SLO attainment.
 
 Contains the terms of the price, the policy `priced` that picks the cheapest endpoint, and prices of
 single phases, which splitting adds up (split.py). Time estimates are in latency.py and
@@ -51,7 +51,8 @@ _SPEEDS, _SLOTS = attrgetter("load.belief.speeds"), attrgetter("load.slots")
 
 
 class PricedPolicy(PolicyParams, frozen=True):
-    """Policy that picks the endpoint with the least expected loss for this and all other requests.
+    """A policy that picks the endpoint with the least expected loss for this and all other
+    requests.
 
     All losses have one unit, one request that uses up exactly its budget. Every delay is a share of
     a budget; its loss is the share cubed, so small delays are nearly free, up to `late` budgets.
@@ -129,7 +130,7 @@ _Row = tuple[Candidate, float, float, float, float]
 
 
 class PriceTerms(msgspec.Struct, frozen=True):
-    """The terms of one price, in units of lost requests; PricedPolicy describes them."""
+    """The terms of the price of serving a request at an endpoint, in units of lost requests."""
 
     ttft: float
     tpot: float
@@ -156,7 +157,9 @@ class PriceScorer:
         self._factors: SpeedFactors = [], [], []
 
     def scores(self, query: RoutingQuery, candidates: Sequence[Candidate]) -> list[float]:
-        """Return the negative price of the whole request at each candidate endpoint, in order."""
+        """Return the negative price of serving the whole request at each candidate endpoint, in
+        order.
+        """
         return list(map(neg, self.prices(query, candidates)))
 
     def terms(
@@ -388,7 +391,7 @@ def usual_slots(candidates: Sequence[Candidate]) -> float:
 def slot_wait_s(load: EndpointLoad, usual: float) -> float:
     """Return the seconds that one more request would wait at an endpoint until a sequence ends.
 
-    Return 0 if a slot is free. `usual` is the slots of an endpoint that has not shown its own.
+    Returns 0 if a slot is free. `usual` is the slots of an endpoint that has not shown its own.
     """
     slots = min(load.slots, usual)
     missing = load.in_flight + 1 - slots

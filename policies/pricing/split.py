@@ -1,7 +1,9 @@
-"""Splitting of requests: a pair of prefill and decode endpoints, or one endpoint for both.
+"""Decides whether a request is split: a pair of prefill and decode endpoints, or one endpoint for
+both.
 
-Contains which requests cannot be split, the rule by uncached tokens, and the choice of a pair. The
-HTTP dialects of handoffs are in kvtransfer.dialects; the gateway handles failures of a pair.
+The module says which requests cannot be split, the rule by uncached tokens, and the choice of a
+pair. The HTTP dialects of handoffs are in kvtransfer.dialects; the gateway handles failures of a
+pair.
 """
 
 from __future__ import annotations
@@ -30,7 +32,9 @@ A request that is late in any case should go where it displaces no other.
 
 
 class SplitReason(StrEnum):
-    """The reasons why a request is split or not, as a metric label and in the access log."""
+    """The reasons why a request is split between two endpoints or not, as metric label and in the
+    access log.
+    """
 
     # Enum's own __hash__ is a Python call, and every decision is counted by its reason.
     __hash__ = str.__hash__
@@ -73,7 +77,7 @@ class SplitShape(msgspec.Struct, frozen=True):
 
 
 class SplitRule(msgspec.Struct, frozen=True):
-    """Parameters of splitting, such as the least number of uncached prompt tokens.
+    """The parameters of splitting, such as the least number of uncached prompt tokens.
 
     threshold_tokens  uncached prompt tokens from which on a request is split
     hysteresis        half the width of a band around the threshold, as a share of it. Inside the
@@ -117,7 +121,7 @@ class PairGroup(msgspec.Struct, frozen=True):
 class SplitPools(msgspec.Struct, frozen=True):
     """The endpoints that a splitting decision may choose from.
 
-    groups  prefill and decode endpoints that can be combined to a pair
+    groups  prefill and decode endpoints that can serve a split request together
     alone   endpoints that can serve a whole request
     """
 
@@ -126,7 +130,7 @@ class SplitPools(msgspec.Struct, frozen=True):
 
 
 class EndpointPair(msgspec.Struct, frozen=True):
-    """The endpoint that computes the prompt, and a different one that decodes.
+    """The two endpoints of a split request: one computes the prompt, a different one decodes.
 
     decode_wait_s  expected seconds at the decoder from the end of the transfer to the first token;
                    None where the pair was not chosen by price
@@ -138,7 +142,7 @@ class EndpointPair(msgspec.Struct, frozen=True):
 
 
 class SplitDecision(msgspec.Struct, frozen=True):
-    """The decision whether to split a request.
+    """The decision whether to split a request between two endpoints.
 
     pair       the two endpoints; None: one endpoint serves the whole request
     reason     why it was split or not
@@ -151,7 +155,9 @@ class SplitDecision(msgspec.Struct, frozen=True):
 
 
 def build_splitter(rule: SplitRule, policy: Policy) -> Splitter:
-    """Return the splitter for a policy: by price if the policy prices phases, else by threshold."""
+    """Return the object that decides about splits for a policy: by price if the policy prices
+    phases, else by threshold.
+    """
     crowded = msgspec.structs.replace(
         policy, filters=tuple(filter_ for filter_ in policy.filters if filter_ is not below_cap)
     )
@@ -168,7 +174,9 @@ def build_splitter(rule: SplitRule, policy: Policy) -> Splitter:
 def cheapest_for_phase(
     name: str, part: PhaseShare, filters: tuple[Filter, ...], prices: PhasePrices
 ) -> Policy:
-    """Return a policy that picks the cheapest endpoint for a phase of a request."""
+    """Return a policy that picks the cheapest endpoint for one phase (prefill or decode) of a
+    request.
+    """
 
     def score(query: RoutingQuery, candidates: Sequence[Candidate]) -> list[float]:
         return [-price for price in prices(query, candidates, part)]
@@ -177,7 +185,7 @@ def cheapest_for_phase(
 
 
 def kv_compatibility_key(engine: str, model: str, labels: Mapping[str, str]) -> str:
-    """Return a key that is equal for compatible KV caches.
+    """Return a key that is equal for endpoints with compatible KV caches.
 
     It consists of the engine, the model, and the labels `version` and `kv_dtype`. An engine refuses
     a peer of another version in its handshake (engines.md B.1), but only after the prefill was
@@ -193,9 +201,10 @@ def transfer_s(
     decode: Pick,
     transfers: TransferTimes | None = None,
 ) -> float:
-    """Return the expected seconds that the KV of a prompt travels from `prefill` to `decode`.
+    """Return the expected seconds that the transfer of a prompt's KV takes from `prefill` to
+    `decode`.
 
-    `transfers` are measured times; without them the rule's constants hold.
+    `transfers` are measured times; without them the constants of `rule` hold.
     """
     token_s = rule.kv_token_s
     if transfers is not None:
@@ -205,7 +214,7 @@ def transfer_s(
 
 
 def decode_wait_s(query: RoutingQuery, decode: Pick) -> float:
-    """Return the expected seconds from the end of the transfer to the first token.
+    """Return the expected seconds from the end of the KV transfer to the first token.
 
     The KV waits behind the prompts that the decoder computes itself, or for free KV.
     """
@@ -220,7 +229,7 @@ def record_transfer(
     handoff_s: float,
     now: float,
 ) -> None:
-    """Learn from a handoff that took `handoff_s` from the end of the prefill to the first token.
+    """Learn from a KV handoff that took `handoff_s` from the end of the prefill to the first token.
 
     The expected wait at the decoder and the fixed time of a handoff are no part of the transfer.
     """
@@ -232,7 +241,7 @@ def record_transfer(
 
 
 def unsplittable_reason(shape: SplitShape) -> SplitReason | None:
-    """Return why a request cannot be split, or None if it can.
+    """Return why a request cannot be split between two endpoints, or None if it can.
 
     Sources: engines.md B.1 (not splittable) and 0.9.
     """
@@ -246,7 +255,7 @@ def unsplittable_reason(shape: SplitShape) -> SplitReason | None:
 
 
 class Splitter(msgspec.Struct, frozen=True):
-    """Splits requests by a threshold of uncached tokens.
+    """Decides about splitting requests by a threshold of uncached tokens.
 
     prefill  policy that chooses the prefill endpoint, by cached prefixes
     decode   policy that chooses the decode endpoint, by load
@@ -267,7 +276,7 @@ class Splitter(msgspec.Struct, frozen=True):
         splitting: bool,
         transfers: TransferTimes | None = None,
     ) -> SplitDecision:
-        """Decide whether to split one request, and choose the pair.
+        """Decide whether to split one request, and choose the two endpoints for it.
 
         `transfers` are measured times of KV transfers, for rules that price them.
 
@@ -294,7 +303,7 @@ class Splitter(msgspec.Struct, frozen=True):
     ) -> EndpointPair | None:
         """Return the least loaded decode endpoint that has a prefill partner, and its best partner.
 
-        Return None if there is no such pair.
+        Returns None if there is no such pair.
         """
         groups = [group for group in pools.groups if _has_candidate(group.prefills, query)]
         if not groups:
@@ -369,7 +378,7 @@ class PricedSplitter(Splitter, frozen=True):
     def choose_pair(
         self, pools: SplitPools, query: RoutingQuery, transfers: TransferTimes | None = None
     ) -> EndpointPair | None:
-        """Return the pair with the lowest sum of both prices, or None if there is no pair.
+        """Return the two endpoints with the lowest sum of their prices, or None if there are none.
 
         Per group of endpoints the cheapest decoders are tried, each with its cheapest partner.
         """

@@ -1,6 +1,6 @@
-"""Measured times of KV transfers between endpoints, per token and pair.
+"""Measures the times of KV transfers between endpoints, per token and pair of endpoints.
 
-The price of a split request contains the time that its KV travels (policies/pricing/split.py). It
+The price of a split request contains the time of its KV transfer (policies/pricing/split.py). It
 depends on the network between two endpoints, so it is learnt from handoffs. A pair without recent
 handoffs is expected to be like the others, and a fleet without any as the rule says.
 """
@@ -52,7 +52,7 @@ class MeasuredRate:
 class TransferTimes:
     """The measured seconds per token of KV transfers between pairs of endpoints.
 
-    It has one owner at a time, and no lock.
+    The object has one owner at a time, and no lock.
     """
 
     __slots__ = ("_all", "_pairs")
@@ -77,7 +77,7 @@ class TransferTimes:
             rate.add(tokens, max(0.0, seconds), now)
 
     def token_s(self, names: Names, expected_s: float, now: float) -> float:
-        """Return the expected seconds per token for a pair.
+        """Return the expected seconds per token of a KV transfer between two endpoints.
 
         expected_s  the value for a fleet without measurements
         """
@@ -86,5 +86,5 @@ class TransferTimes:
         return usual_s if pair is None else pair.token_s(usual_s, now)
 
     def forget_endpoint(self, name: str) -> None:
-        """Drop the measurements of an endpoint that has been removed."""
+        """Drop the transfer times of an endpoint that has been removed."""
         self._pairs = {names: rate for names, rate in self._pairs.items() if name not in names}

@@ -20,7 +20,7 @@ _MOST_SALTS = 8192
 
 
 class ConsistentHash(PolicyParams, frozen=True):
-    """Policy that picks the endpoint by a hash of the session; requests without one go anywhere.
+    """A policy that picks the endpoint by a hash of the session; requests without one go anywhere.
 
     `consistent_hash` of vLLM's router, `consistent_hashing` and `manual` of SMG, and `session` of
     the vLLM production stack. Rendezvous hashing (Thaler and Ravishankar 1998) replaces their
@@ -44,9 +44,9 @@ class ConsistentHash(PolicyParams, frozen=True):
 
 
 class SessionHashPicker:
-    """Picker of the endpoint with the highest hash of session and name; caches the names' hashes.
+    """Picks the endpoint with the highest hash of session and endpoint name.
 
-    It belongs to the policy it was built for.
+    The object caches the names' hashes and belongs to the policy it was built for.
     """
 
     __slots__ = ("_load_factor", "_salts")

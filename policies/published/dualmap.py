@@ -26,7 +26,7 @@ _MOST_EXPANDED = 4096
 
 
 class DualMap(PolicyParams, frozen=True):
-    """Policy that picks one of two endpoints selected by hashes of the prompt's prefix.
+    """A policy that picks one of two endpoints selected by hashes of the prompt's prefix.
 
     It picks the one with more of the prefix cached, unless its TTFT is too long. Source: DualMap
     (ICLR'26, arXiv 2602.06502). The hashed prefix is one block, plus one more wherever a prefix is
@@ -59,9 +59,9 @@ class DualMap(PolicyParams, frozen=True):
 
 
 class TwoHashPicker:
-    """Picker of DualMap, with its memory of hot prefixes.
+    """The picker of the policy DualMap, with its memory of hot prefixes.
 
-    Belongs to the policy it was built for.
+    It belongs to the policy it was built for.
     """
 
     __slots__ = ("_hot", "_salts", "_ttft_slo_s")
@@ -115,7 +115,7 @@ class TwoHashPicker:
 
 
 class HotPrefixes:
-    """Chooses how many blocks of a prompt to hash: one, plus one more for each hot prefix of it.
+    """Chooses how many blocks of a prompt are hashed: one, plus one more for each hot prefix of it.
 
     A prefix is hot if many recent requests share it. It is hashed longer until `_MOST_EXPANDED`
     newer hot ones have displaced it.

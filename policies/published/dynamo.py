@@ -15,7 +15,7 @@ from policies.published.view import cached_tokens
 
 
 class DynamoKv(PolicyParams, frozen=True):
-    """Policy that picks the endpoint with the fewest blocks to prefill and in use.
+    """A policy that picks the endpoint with the fewest blocks to prefill and in use.
 
     cost = prefill_load_scale * max(0, (Q + n) / b - credit) + decode blocks +
     decode_active_request_weight * N

@@ -1,4 +1,6 @@
-"""Early rejection of Mooncake: refuse requests whose predicted TTFT or TPOT is too long."""
+"""Mooncake's admission rule of early rejection: refuse requests whose predicted TTFT or TPOT is too
+long.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,8 @@ from policies.pricing.cost_estimate import estimate_cost
 
 
 class EarlyRejection(AdmissionParams, frozen=True):
-    """Admission that refuses a new request if its best predicted TTFT or TPOT is too long.
+    """An admission policy that refuses a new request if its best predicted TTFT or TPOT is too
+    long.
 
     Other requests are admitted up to the concurrency caps. Source: Mooncake (FAST'25, arXiv
     2407.00079), which decides at arrival, for prefill and for decode, before any work is spent.
@@ -37,7 +40,9 @@ class EarlyRejection(AdmissionParams, frozen=True):
 
 
 class EarlyRejector(CapAdmission):
-    """Admission that applies EarlyRejection and then the concurrency caps, without state."""
+    """An admission policy that refuses by predicted latencies (EarlyRejection), and then applies
+    concurrency caps.
+    """
 
     __slots__ = ("_margin",)
 

@@ -16,7 +16,7 @@ from policies.published.view import cached_tokens, kv_used, queued_requests
 
 
 class LlmdBlend(PolicyParams, frozen=True):
-    """Policy that adds four weighted scores: cached share, short queue, free KV, and turns.
+    """A policy that adds four weighted scores: cached share, short queue, free KV, and turns.
 
     The last score gives prompts that no endpoint has cached to endpoints in turn. Source: the
     default profile of llm-d's inference scheduler until August 2026: prefix-cache-scorer 3,
@@ -55,7 +55,8 @@ def cached_share(query: RoutingQuery, candidates: Sequence[Candidate]) -> list[f
 
 
 def short_queue(fresh_s: float) -> Scorer:
-    """Return a scorer: 1 for the endpoint with the shortest queue, 0 for the longest.
+    """Return a scorer that gives 1 to the endpoint with the shortest queue and 0 to that with the
+    longest.
 
     All score 1 if their queues are equal. Metrics older than `fresh_s` seconds are ignored.
     """
@@ -84,7 +85,7 @@ def free_memory(fresh_s: float) -> Scorer:
 
 
 class ColdTurns:
-    """Scorer and picker that give prompts without any cache hit to endpoints in turn.
+    """A scorer and picker that gives prompts without any cache hit to endpoints in turn.
 
     The endpoint whose last such prompt is longest ago scores 1, the latest one 0. A prompt that an
     endpoint has cached scores all equally. The turns belong to the policy they were built for.

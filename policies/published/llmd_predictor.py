@@ -1,4 +1,4 @@
-"""Routing rule of llm-d's latency predictor: predicted TTFT and TPOT of endpoints with warm
+"""The routing rule of llm-d's latency predictor: predicted TTFT and TPOT of endpoints with warm
 caches.
 """
 
@@ -19,7 +19,8 @@ _BOTH_LATE, _TTFT_LATE, _TPOT_LATE, _IN_TIME = 0, 1, 2, 3
 
 
 class LlmdPredictor(PolicyParams, frozen=True):
-    """Policy that picks the least predicted TTFT and TPOT, weighted 0.8 to 0.2, of warm endpoints.
+    """A policy that picks the least predicted TTFT and TPOT, weighted 0.8 to 0.2, of warm
+    endpoints.
 
     With an SLO, it picks the fullest endpoint that meets it. Source: llm-d / Gateway API Inference
     Extension, latency-scorer (llm-d blog, 2026-03-13). An analytic model replaces its
@@ -74,7 +75,8 @@ def affinity(warm_share: float, break_s: float, explore: float) -> Filter:
 
 
 def latency(ttft_weight: float, tpot_weight: float) -> Scorer:
-    """Return a scorer by tier (0 to 3) plus fit within the tier (0 to 1).
+    """Return a scorer by whether TTFT and TPOT would be in time: a tier (0 to 3) plus a fit (0 to
+    1).
 
     The tier is 3 if both TTFT and TPOT would be in time, 2 if only TPOT would be late, 1 if only
     TTFT would be late, and 0 if both. If all is in time, the least headroom fits best; if late, the

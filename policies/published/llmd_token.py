@@ -1,4 +1,4 @@
-"""Routing rule of llm-d's token-aware router: warm endpoints up to saturation, then fewest
+"""The routing rule of llm-d's token-aware router: warm endpoints up to saturation, then the fewest
 tokens.
 """
 
@@ -16,7 +16,8 @@ from policies.published.view import cached_tokens
 
 
 class LlmdToken(PolicyParams, frozen=True):
-    """Policy that picks the fewest queued and new prefill tokens among endpoints with a warm cache.
+    """A policy that picks the fewest queued and new prefill tokens among endpoints with a warm
+    cache.
 
     If their queues are too much longer, all endpoints are considered. This is llm-d's default since
     August 2026 (llm-d blog, 2026-08-17). An endpoint is warm if it has `warm_share` of the prompt

@@ -1,4 +1,6 @@
-"""Routing rule of Llumnix: least prefill work before the first token, then least decode work."""
+"""The routing rule of Llumnix: least prefill work before the first token, then least decode
+work.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ from policies.published.view import cached_tokens
 
 
 class Llumnix(PolicyParams, frozen=True):
-    """Policy that picks the fewest queued and new uncached tokens, then the least decode context.
+    """A policy that picks the fewest queued and new uncached tokens, then the least decode context.
 
     It has no parameters. Source: the cache-aware order of Llumnix (OSDI'24; llumnix-project 2026).
     There a step model extrapolates the queue between reports of the engine; here the predicted end
@@ -33,7 +35,7 @@ class Llumnix(PolicyParams, frozen=True):
 
 
 def prefill_ahead(query: RoutingQuery, candidates: Sequence[Candidate]) -> list[float]:
-    """Return the score of each candidate: -(Q + u).
+    """Return the score of each candidate, which is -(Q + u) in tokens.
 
     Q is the rest of the queued prefill tokens, u the uncached tokens of this prompt.
     """

@@ -1,4 +1,4 @@
-"""Routing rule LMetric: the least product of new prefill tokens and batch size."""
+"""The routing rule LMetric: the least product of new prefill tokens and batch size."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from policies.published.view import cached_tokens
 
 
 class LMetric(PolicyParams, frozen=True):
-    """Policy that picks the least product of prefill tokens before the first token and requests.
+    """A policy that picks the least product of prefill tokens before the first token and requests.
 
     It has no parameters. Source: LMetric (OSDI'26, arXiv 2603.15202), where the product needs no
     weight between its factors. The first factor is the queue plus this prompt's uncached tokens;
@@ -30,7 +30,7 @@ class LMetric(PolicyParams, frozen=True):
 
 
 def product(query: RoutingQuery, candidates: Sequence[Candidate]) -> list[float]:
-    """Return the score of each candidate: -(Q + u) * (N + 1).
+    """Return the score of each candidate, which is -(Q + u) * (N + 1).
 
     Q is the queued prefill tokens, u the uncached tokens of this prompt, N the requests in flight.
     """

@@ -1,4 +1,4 @@
-"""Routing rule of Mooncake's Conductor: the least expected time to the first token."""
+"""The routing rule of Mooncake's Conductor: the least expected time to the first token."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from policies.published.view import cached_tokens, ttfts
 
 
 class Mooncake(PolicyParams, frozen=True):
-    """Policy that picks the least expected time to the first token: queue plus uncached prefill.
+    """A policy that picks the least expected time to the first token: queue plus uncached prefill.
 
     It has no parameters. Source: Mooncake (FAST'25), algorithm 1, with a roofline of the hardware
     instead of its offline polynomial. Its transfer branch is left out: engines fetch a prefix only

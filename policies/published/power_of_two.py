@@ -1,4 +1,4 @@
-"""Routing rule "power of two choices": use the less loaded of two endpoints drawn at random."""
+"""The routing rule "power of two choices": use the less loaded of two endpoints drawn at random."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from policies.presets import DEFAULT_FILTERS, PolicyParams
 
 
 class PowerOfTwo(PolicyParams, frozen=True):
-    """Policy that draws two endpoints at random and picks the one with fewer requests.
+    """A policy that draws two endpoints at random and picks the one with fewer requests.
 
     Mitzenmacher, "The Power of Two Choices in Randomized Load Balancing" (2001); `power_of_two` of
     SGLang's router.

@@ -18,7 +18,8 @@ from policies.published.view import cached_tokens, prefill_s
 
 
 class Preble(PolicyParams, frozen=True):
-    """Policy that picks the longest cached prefix if it is most of the prompt, else the least cost.
+    """A policy that picks the longest cached prefix if it is most of the prompt, else the least
+    cost.
 
     Source: Preble (ICLR'25), algorithm E2. If the longest match is longer than the rest of the
     prompt, its holder with the least load is picked. Otherwise the least L + P + M in GPU seconds
@@ -50,7 +51,10 @@ class Preble(PolicyParams, frozen=True):
 
 
 class ExploitExplore:
-    """Scorer and picker of Preble, with a window of past picks; belongs to one policy."""
+    """The scorer and picker of Preble's rule, with a window of past picks.
+
+    It belongs to one policy.
+    """
 
     __slots__ = ("_lightest", "_rebalance_after", "_rebalance_ratio", "_window")
 
@@ -87,8 +91,8 @@ class ExploitExplore:
     def pick(
         self, query: RoutingQuery, candidates: Sequence[Candidate], scores: Sequence[float]
     ) -> int:
-        """Return the index of the best score, the least loaded one among ties, and record it as
-        load.
+        """Return the index of the best score, with ties going to the least loaded endpoint, and
+        record the pick as load.
         """
         index = self._lightest(query, candidates, scores)
         load, request = candidates[index].load, query.request
@@ -118,7 +122,9 @@ class ExploitExplore:
 
 
 class SentWork:
-    """One past pick: time, request, slot, GPU seconds, cached and total prompt tokens."""
+    """One past pick of Preble's rule: time, request, slot, GPU seconds, cached and total prompt
+    tokens.
+    """
 
     __slots__ = ("at", "cached", "id", "prompt", "seconds", "slot")
 
@@ -151,12 +157,16 @@ class SentWindow:
         return len(self._by_id)
 
     def seconds(self, slot: int) -> float:
-        """Return the GPU seconds of the work sent to this slot within the window."""
+        """Return the GPU seconds of the work that was sent to the endpoint in this slot within the
+        window.
+        """
         sums = self._sums.get(slot)
         return sums[0] if sums else 0.0
 
     def hit_share(self, slot: int) -> float:
-        """Return the cached share, 0 to 1, of the prompts sent to this slot; 0 before the first."""
+        """Return the cached share, 0 to 1, of the prompts sent to the endpoint in this slot; 0
+        before the first.
+        """
         sums = self._sums.get(slot)
         return sums[1] / sums[2] if sums and sums[2] > 0.0 else 0.0
 

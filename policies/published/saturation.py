@@ -1,4 +1,5 @@
-"""Saturation of a pool as llm-d's scheduler measures it, and two admissions that refuse by it.
+"""The saturation of a pool as llm-d's scheduler measures it, and two admission rules that refuse by
+it.
 
 One refuses from a threshold on, the other with a probability that rises with saturation.
 """
@@ -26,7 +27,8 @@ BEYOND = 1e3
 
 
 class GieSaturation(AdmissionParams, frozen=True):
-    """Admission that refuses requests with a negative priority while the pool is saturated.
+    """An admission policy that refuses requests with a negative priority while the pool is
+    saturated.
 
     Other requests are admitted up to the concurrency caps. Source: the saturation detector and
     legacy admission of the Gateway API Inference Extension (llm-d), with its thresholds. There,
@@ -49,7 +51,8 @@ class GieSaturation(AdmissionParams, frozen=True):
 
 
 class Probabilistic(AdmissionParams, frozen=True):
-    """Admission that refuses requests with a negative priority at random, by the saturation.
+    """An admission policy that refuses requests with a negative priority at random, by the
+    saturation.
 
     The probability is k * saturation ** power. Other requests are admitted up to the concurrency
     caps. Source: llm-d's probabilistic admitter, found by search in the BLIS simulator (llm-d blog,
@@ -75,9 +78,10 @@ class Probabilistic(AdmissionParams, frozen=True):
 def saturation(
     candidates: Sequence[Candidate], now: float, queue_depth: float, kv_usage: float, fresh_s: float
 ) -> float:
-    """Return the mean over available candidates of max(queue / queue_depth, KV use / kv_usage).
+    """Return a pool's saturation: the mean of max(queue / queue_depth, KV use / kv_usage) over
+    candidates.
 
-    Return 1 if none is available.
+    Returns 1 if no candidate is available.
     """
     oldest, total, count = now - fresh_s, 0.0, 0
     for candidate in candidates:
@@ -94,7 +98,7 @@ def saturation(
 
 
 class SheddingBySaturation(CapAdmission):
-    """Admission that refuses by saturation and then applies the concurrency caps, without state.
+    """An admission policy that refuses by saturation, and then applies the concurrency caps.
 
     `ramp` is (power, k) of the probability, or None for a threshold at 1.
     """

@@ -1,5 +1,5 @@
-"""Admission of Dynamo: sessions pause when their contexts outgrow an engine's KV, and resume
-later.
+"""The admission rule of Dynamo: sessions pause when their contexts outgrow an engine's KV, and
+resume later.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from policies.param_types import NonNegative, NonNegativeCount, Positive, Positi
 
 
 class SessionPause(AdmissionParams, frozen=True):
-    """Admission that pauses sessions while their contexts exceed 0.95 of an engine's KV.
+    """An admission policy that pauses sessions while their contexts exceed 0.95 of an engine's KV.
 
     Sessions are paused until the contexts take 0.80; other sessions are admitted where they fit.
     Source: Dynamo's session-aware queue admission
@@ -89,7 +89,7 @@ class Program:
 
 
 class SessionPauser(CapAdmission):
-    """Admission with the sessions of one pool, in the order of their last requests."""
+    """An admission policy with the sessions of one pool, in the order of their last requests."""
 
     __slots__ = ("_kv", "_next_s", "_paused", "_programs", "_rule", "_used")
 

@@ -1,4 +1,4 @@
-"""Routing rule of SGLang: follow cached prefixes while loads are similar, balance loads
+"""The routing rule of SGLang: follow cached prefixes while loads are similar, balance loads
 otherwise.
 """
 
@@ -16,7 +16,7 @@ from policies.published.view import cached_tokens
 
 
 class SglangCacheAware(PolicyParams, frozen=True):
-    """Policy that picks the longest cached prefix while loads are similar, else the fewest
+    """A policy that picks the longest cached prefix while loads are similar, else the fewest
     requests.
 
     If no prefix is long enough, it picks the smallest cache tree. Source: `cache_aware` of SGLang's
@@ -52,7 +52,8 @@ class SglangCacheAware(PolicyParams, frozen=True):
 
 
 def cache_aware(cache_threshold: float, most_apart: int, most_times: float) -> Scorer:
-    """Return a scorer: negative requests, cached tokens, or negative tree size.
+    """Return a scorer by one of three values: negative requests, cached tokens, or negative tree
+    size.
 
     Which of them is used depends on how loads differ and on the longest cached prefix.
     """

@@ -1,8 +1,9 @@
-"""Inputs of published rules, read from a candidate: cached prefix, queue, KV use, predicted TTFT.
+"""Reads the inputs of published rules from a candidate: cached prefix, queue, KV use, predicted
+TTFT.
 
 The original routers read the engine's metrics many times per second. Here scraped metrics are
-seconds old, but own requests in flight are known at once. Therefore these count, and recent
-metrics add external requests.
+seconds old, but own requests in flight are known at once. Therefore these count, and recent metrics
+add external requests.
 """
 
 from __future__ import annotations
@@ -30,9 +31,9 @@ def is_fresh(load: EndpointLoad, oldest: float) -> bool:
 
 
 def queued_requests(load: EndpointLoad, oldest: float) -> int:
-    """Return the number of requests before their first token.
+    """Return the number of requests at an endpoint that have no first token yet.
 
-    These are the gateways' own ones, plus external ones that waited according to recent metrics.
+    They are the gateways' own requests, plus external ones that waited according to recent metrics.
     """
     ours = load.in_flight - load.decoding
     if load.external_requests and load.waiting and is_fresh(load, oldest):
@@ -41,9 +42,10 @@ def queued_requests(load: EndpointLoad, oldest: float) -> int:
 
 
 def kv_used(load: EndpointLoad, oldest: float) -> float:
-    """Return the share of KV in use, 0 to 1, by reserved requests, or by recent metrics if more.
+    """Return the share of an endpoint's KV in use, 0 to 1: reserved, or by recent metrics if that
+    is more.
 
-    Return 0 if unknown.
+    Returns 0 if unknown.
     """
     reserved_share = min(1.0, load.kv_reserved / load.kv_tokens) if load.kv_tokens else 0.0
     if load.kv_usage is not None and load.kv_usage > reserved_share and is_fresh(load, oldest):

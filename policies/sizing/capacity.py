@@ -1,4 +1,6 @@
-"""Number of replicas for a load: Little's law, the limit of one replica, and waiting times."""
+"""Computes the number of replicas for a load: Little's law, the limit of one replica, and waiting
+times.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,7 @@ def replicas_for(concurrency: float, ceiling: int) -> int:
 
 
 def ceiling_of(kv_requests: int, promise_requests: int, cap: int | None) -> int:
-    """Return how many requests one replica can serve at once: the least of three limits.
+    """Return how many requests one replica can serve at once: the smallest of three limits.
 
     kv_requests       requests that its KV cache holds
     promise_requests  the largest batch that keeps the promised time per token
@@ -44,7 +46,8 @@ def wait_quantile_s(load: float, service_s: float, percentile: float) -> float:
 
     `load` is the busy share of a server with Poisson arrivals and equal service times of
     `service_s` seconds. The mean wait is Pollaczek-Khinchine's; waits beyond zero are taken as
-    exponential, which is close from the 80th percentile on. Infinite for a load of one and more.
+    exponential, which is close from the 80th percentile on. The result is infinite for a load of
+    one and more.
     """
     if load >= 1:
         return inf
@@ -59,7 +62,7 @@ def replicas_for_wait(load: float, service_s: float, percentile: float, wait_s: 
     """Return the number of replicas that keep a percentile of waits within `wait_s` seconds.
 
     `load` is the mean number of busy servers. Raises ValueError if not even an idle replica keeps
-    it.
+    that limit.
     """
     if wait_s < 0:
         raise ValueError(f"the allowed wait must be 0 s or more, not {wait_s} s")

@@ -1,4 +1,5 @@
-"""Cost of tokens in dollars: per million tokens, the loss by TP, and each request's share.
+"""Computes the cost of tokens in dollars: per million tokens, the loss by TP, and each request's
+share.
 
 Prices are dollars per GPU and hour. All costs are divided by seconds of the engine, so that the
 parts add up to what the GPUs cost while they were busy; idle time is counted separately.
@@ -25,7 +26,7 @@ def usd_per_million(price_hour: float, gpus: int, tokens_s: float) -> float:
 
 
 def tp_tax(tokens_s_gpu: float, base_tokens_s_gpu: float) -> float:
-    """Return the relative change of tokens/s per GPU when TP is raised from a smaller size.
+    """Return the relative change of tokens per second and GPU when the TP size is raised.
 
     A result of -0.18 means that each GPU generates 18 % fewer tokens.
     """
@@ -33,9 +34,9 @@ def tp_tax(tokens_s_gpu: float, base_tokens_s_gpu: float) -> float:
 
 
 class RequestSeconds(msgspec.Struct, frozen=True):
-    """Engine seconds that one request takes, alone or as its share of a batch.
+    """The engine seconds that one request takes, alone or as its share of a batch.
 
-    prompt_s  to compute its uncached prompt tokens as if no tokens stood before them
+    prompt_s  seconds to compute its uncached prompt tokens as if no tokens stood before them
     cached_s  additional seconds because these tokens attend to the cached ones
     answer_s  its share of the decode steps of all its answer tokens
     """
@@ -49,12 +50,14 @@ class RequestSeconds(msgspec.Struct, frozen=True):
 
     @property
     def total_s(self) -> float:
-        """Engine seconds of the whole request."""
+        """Return the engine seconds of the whole request."""
         return self.prompt_s + self.cached_s + self.answer_s
 
 
 class TokenPrices(msgspec.Struct, frozen=True):
-    """Dollars per million tokens of each kind; None where a request has no such tokens."""
+    """The dollars per million tokens of each kind (uncached, cached, output); None where a request
+    has none.
+    """
 
     prompt: float | None
     cached: float | None
@@ -93,7 +96,7 @@ class EngineShare:
         self.busy_s = self.idle_s = 0.0
 
     def advance(self, now_s: float) -> None:
-        """Count the time up to `now_s` as busy or idle."""
+        """Count the time up to `now_s` as busy or idle time of the engine."""
         elapsed = now_s - self._now_s
         if elapsed <= 0:
             return
@@ -107,7 +110,7 @@ class EngineShare:
     def enter(self, now_s: float, weight: float) -> RequestShare:
         """Start to count a request's share with this weight.
 
-        Raises ValueError if it is not positive.
+        Raises ValueError if the weight is not positive.
         """
         if weight <= 0:
             raise ValueError(f"the weight of a request is {weight}: it must be positive")
@@ -127,8 +130,8 @@ class EngineShare:
 
 
 class RequestShare:
-    """One request's share of an engine: its weight, the running sum when it got it, and its
-    seconds.
+    """One request's share of an engine: its weight, its seconds, and the running sum at its
+    start.
     """
 
     __slots__ = ("seconds", "since", "weight")

@@ -1,4 +1,4 @@
-"""Workload drift: whether the shape of requests still is the one that a fleet was sized for.
+"""Detects workload drift: requests whose shapes differ from those that a fleet was sized for.
 
 Histograms of four measures are compared by the population stability index (PSI). The rate is shown
 beside the one of the same hour, and never alarms: a layout is sized for shapes, replicas for rates.
@@ -24,7 +24,10 @@ SMOOTHING = 0.5
 
 
 class RequestShape(msgspec.Struct, frozen=True):
-    """The measures of one request. `turn` counts the requests of its session, from 1."""
+    """The shape of one request: the measures by which drift is detected.
+
+    `turn` counts the requests of its session, from 1.
+    """
 
     prompt_tokens: int
     output_tokens: int
@@ -33,7 +36,7 @@ class RequestShape(msgspec.Struct, frozen=True):
 
 
 class ShapeCounts:
-    """Requests by bin of each measure."""
+    """Counts requests by bin of each measure, such as prompt length."""
 
     def __init__(self) -> None:
         self.requests = 0
@@ -51,7 +54,9 @@ class ShapeCounts:
             self.counts[name][min(place, BINS[name] - 1)] += 1
 
     def shares(self) -> dict[str, list[float]]:
-        """Return the share of each bin, by measure: what `sized_for` of a configuration holds."""
+        """Return the share of requests in each bin, by measure, as `sized_for` of a configuration
+        has it.
+        """
         total = max(1, self.requests)
         return {
             name: [round(count / total, 4) for count in counts]
@@ -67,7 +72,7 @@ def psi(expected: Sequence[float], counts: Sequence[int]) -> float:
     """Return the population stability index of counts against expected shares, less its bias.
 
     Equal distributions have a positive index by chance, (bins - 1) / requests on average; it is
-    subtracted, so that small windows do not alarm. Zero at least.
+    subtracted, so that small windows do not alarm. The result is at least zero.
     """
     total, bins = sum(counts), len(counts)
     if not total:
@@ -86,7 +91,8 @@ def psi(expected: Sequence[float], counts: Sequence[int]) -> float:
 
 
 class DriftWindow(msgspec.Struct, frozen=True):
-    """One window: the index of each measure, and whether it is the alarm's.
+    """One window of requests: the stability index of each measure, and whether the window raises an
+    alarm.
 
     ends_s      end of the window in seconds
     rate_ratio  requests per second over those of the same hour when it was sized; None: unknown
@@ -119,7 +125,7 @@ class DriftWatch:
         self._above: dict[str, int] = dict.fromkeys(MEASURES, 0)
 
     def add(self, now_s: float, shape: RequestShape) -> Iterator[DriftWindow]:
-        """Count a request; yield the windows that ended before it. Times must not decrease."""
+        """Count a request, and yield the windows that ended before it. Times must not decrease."""
         while now_s >= self._ends_s:
             if self._window.requests >= LEAST_REQUESTS:
                 yield self._close()

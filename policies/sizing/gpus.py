@@ -1,5 +1,5 @@
-"""GPU types as numbers: peak rates, links, and the eight fitted constants of the step-time
-equation.
+"""GPU types described by numbers: peak rates, links, and the eight fitted constants of the
+step-time equation.
 
 Peaks are the vendors' figures; each GPU names its source. The constants are fitted to
 aiconfigurator's silicon tables (mockgpu/data/aic_latencies.json: 70B bf16, 70B fp8 and 8B at TP
@@ -16,7 +16,9 @@ import msgspec
 
 
 class Fit(msgspec.Struct, frozen=True):
-    """Fitted constants of a GPU: reached shares of its peaks and its link, and overheads in us."""
+    """The fitted constants of a GPU: the shares of its peaks and its link that are reached, and
+    overheads in us.
+    """
 
     weights_eff: float
     kv_eff: float
@@ -29,11 +31,11 @@ class Fit(msgspec.Struct, frozen=True):
 
 
 class Gpu(msgspec.Struct, frozen=True):
-    """One GPU type: memory in bytes, peak rates per second, links and fitted constants.
+    """A GPU type: memory in bytes, peak rates per second, links and fitted constants.
 
     link_bytes_s   bytes/s per direction of NVLink or xGMI, or of PCIe if there is neither
     nic_bytes_s    bytes/s of its network adapter
-    domain_gpus    GPUs that these links connect: 8 in an HGX server, 72 in an NVL72 rack
+    domain_gpus    number of GPUs that these links connect: 8 in an HGX server, 72 in an NVL72 rack
     has_fast_link  whether collectives of a TP group use a faster link than PCIe
     fit_of         the GPU whose fitted constants are borrowed; empty if they are this GPU's own
     errors         90th percentile of the equation's relative error for prefill and for decode
@@ -55,7 +57,7 @@ class Gpu(msgspec.Struct, frozen=True):
     source: str = "given by the user"
 
     def flops(self, weight_bytes: float) -> float:
-        """Return the dense peak in FLOP/s for weights of this many bytes per parameter.
+        """Return the GPU's dense peak in FLOP/s for weights of this many bytes per parameter.
 
         A GPU without fp8 units uses bf16.
         """

@@ -1,8 +1,9 @@
-"""Shape of a model from its Hugging Face config.json, with parameters counted tensor by tensor.
+"""Reads a model's shape from its Hugging Face config.json, with parameters counted tensor by
+tensor.
 
-Reads plain data. Known are decoders with MHA, GQA or MLA; dense MLPs and mixtures of experts; full,
-sliding-window and state-space layers. Sources: the modelling code of the `transformers` library and
-of vLLM for the families named here.
+The input is plain data. Known are decoders with MHA, GQA or MLA; dense MLPs and mixtures of
+experts; full, sliding-window and state-space layers. Sources: the modelling code of the
+`transformers` library and of vLLM for the families named here.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Kinds of a model's layers from its config.json: full, window or no attention; dense or
+"""Reads the kinds of a model's layers from its config.json: full, window or no attention; dense or
 experts.
 """
 
@@ -14,7 +14,7 @@ STATE_BYTES = 2  # vLLM keeps states of state-space layers in the model's type
 
 
 class LayerKinds(msgspec.Struct, frozen=True):
-    """Number of a model's layers of each kind, and the size of its state-space layers.
+    """The number of a model's layers of each kind, and the size of its state-space layers.
 
     mlps          layers with an MLP or a mixture of experts
     window        tokens that window attention reaches back
@@ -33,9 +33,9 @@ class LayerKinds(msgspec.Struct, frozen=True):
 
 
 def layer_kinds(config: ConfigMembers) -> LayerKinds:
-    """Return the number of layers of each kind.
+    """Return the number of a model's layers of each kind.
 
-    Raises ConfigError for a pattern that does not fit.
+    Raises ConfigError for a pattern of layers that does not fit.
     """
     layers = config.count("num_hidden_layers")
     pattern = config.get("hybrid_override_pattern")

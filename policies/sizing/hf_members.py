@@ -8,7 +8,7 @@ MAX_COUNT = 1 << 40
 
 
 class ConfigError(ValueError):
-    """Error for a config.json that does not describe a known kind of decoder."""
+    """Raised for a config.json that does not describe a known kind of decoder."""
 
 
 class ConfigMembers:
@@ -19,15 +19,15 @@ class ConfigMembers:
         self.family = str(members.get("model_type", ""))
 
     def has(self, name: str) -> bool:
-        """Return whether the member is present and not null."""
+        """Return whether config.json has this member with a value that is not null."""
         return self._members.get(name) is not None
 
     def get(self, name: str) -> Any:
-        """Return a member's value without conversion; None if absent."""
+        """Return the value of a member of config.json without conversion; None if it is absent."""
         return self._members.get(name)
 
     def require(self, *names: str) -> None:
-        """Raise ConfigError that names all of these members that config.json lacks."""
+        """Raise ConfigError, which names all of these members, if config.json lacks one of them."""
         if missing := [name for name in names if not self.has(name)]:
             raise ConfigError(f"config.json lacks {', '.join(missing)}")
 
@@ -37,18 +37,23 @@ class ConfigMembers:
             raise ConfigError(f"config.json lacks {names[0]} (or {' or '.join(names[1:])})")
 
     def count(self, name: str) -> int:
-        """Return a member's value. Raises ConfigError if it is not a positive integer."""
+        """Return the value of a member of config.json.
+
+        Raises ConfigError if it is not a positive integer.
+        """
         value = self._members.get(name)
         if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < MAX_COUNT:
             raise ConfigError(f"{name} of config.json is {value!r}: a positive integer is needed")
         return value
 
     def optional(self, name: str, default: int) -> int:
-        """Return a member's positive integer, or `default` if it is absent, null or 0."""
+        """Return a member's positive integer in config.json, or `default` if it is absent, null or
+        0.
+        """
         return self.count(name) if self._members.get(name) else default
 
     def flag(self, name: str, default: bool = False) -> bool:
-        """Return a member's boolean value, or `default` if it is absent."""
+        """Return a member's boolean value in config.json, or `default` if it is absent."""
         return bool(self._members.get(name, default))
 
     @property
@@ -65,19 +70,19 @@ class ConfigMembers:
 
     @property
     def experts(self) -> int:
-        """Number of routed experts per layer; 0 for a dense model."""
+        """Return the number of routed experts per layer; 0 for a dense model."""
         names = ("n_routed_experts", "num_local_experts", "num_experts")
         return next((self.count(name) for name in names if self._members.get(name)), 0)
 
     @property
     def max_context(self) -> int:
-        """Maximum tokens of prompt plus answer."""
+        """Return the maximum number of tokens of prompt plus answer."""
         return self.optional("max_position_embeddings", 131_072)
 
     def weight_bytes(self) -> tuple[float, str]:
         """Return the bytes per quantised parameter, and "experts" if only experts are quantised.
 
-        The second value is "" otherwise.
+        Otherwise the second value is "".
         """
         quantised = self._members.get("quantization_config")
         if not isinstance(quantised, dict):

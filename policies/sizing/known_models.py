@@ -1,4 +1,4 @@
-"""Heads, layers and experts of well-known models by name, for the rules of layouts.
+"""The heads, layers and experts of well-known models by name, for the rules of layouts.
 
 Source: each model's published config.json. Whole shapes are in model_shapes.py. These few facts are
 enough to judge a layout if only the model's name is known.

@@ -1,4 +1,4 @@
-"""Launch commands of the engines vLLM, SGLang and TensorRT-LLM for a parallel layout.
+"""Writes launch commands of the engines vLLM, SGLang and TensorRT-LLM for a parallel layout.
 
 Flag names are those of vLLM 0.20 to 0.33, SGLang 0.5 and TensorRT-LLM 1.x. Only what differs from
 an engine's default is written.
@@ -14,7 +14,9 @@ from policies.sizing.layout import Layout
 
 
 class EngineLaunch(msgspec.Struct, frozen=True):
-    """The settings of an engine to launch; members that are None or False are left to the engine.
+    """The settings of an engine to launch.
+
+    Members that are None or False keep the engine's default.
 
     max_num_seqs  sequences of the whole engine; vLLM and TensorRT-LLM get each rank's part
     all_to_all    SGLang's all-to-all backend
@@ -37,7 +39,9 @@ class EngineLaunch(msgspec.Struct, frozen=True):
 
     @property
     def rank_seqs(self) -> int | None:
-        """Sequences of one data-parallel rank, rounded up; None if not set."""
+        """Return the number of sequences of one data-parallel rank, rounded up; None if it is not
+        set.
+        """
         seqs = self.max_num_seqs
         return None if seqs is None else -(-seqs // self.layout.dp)
 

@@ -1,4 +1,4 @@
-"""Parallel layout of an engine process over GPUs, and the layers of its pipeline stages."""
+"""The parallel layout of an engine process over GPUs, and the layers of its pipeline stages."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import msgspec
 
 
 class Layout(msgspec.Struct, frozen=True):
-    """Tensor, pipeline, expert, data and context parallel size (TP, PP, EP, DP, CP) of one
+    """The tensor, pipeline, expert, data and context parallel sizes (TP, PP, EP, DP, CP) of one
     engine.
     """
 
@@ -18,7 +18,7 @@ class Layout(msgspec.Struct, frozen=True):
 
     @property
     def gpus(self) -> int:
-        """Number of GPUs of the engine process.
+        """Return the number of GPUs of the engine process.
 
         Experts take no further GPUs: they are spread over the ranks of TP and DP.
         """
@@ -26,9 +26,9 @@ class Layout(msgspec.Struct, frozen=True):
 
     @property
     def label(self) -> str:
-        """The parallel sizes above one as text, for example `TP 8 x PP 2`.
+        """Return the parallel sizes above one as text, for example `TP 8 x PP 2`.
 
-        `TP 1` for a single GPU.
+        The result is `TP 1` for a single GPU.
         """
         sizes = (("DP", self.dp), ("EP", self.ep), ("CP", self.cp))
         parts = [f"{name} {size}" for name, size in (("PP", self.pp), *sizes) if size > 1]

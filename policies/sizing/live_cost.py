@@ -1,4 +1,4 @@
-"""What requests cost while they are in engines: each moment's dollars, divided by engine use.
+"""Computes what requests cost while they run: an engine's dollars are divided by its use.
 
 An engine's GPUs cost the same every second. A moment's dollars go to the requests in the engine in
 proportion to their weights (cost.py), and to idle time if there are none. So the parts always add
@@ -18,7 +18,7 @@ Key = TypeVar("Key", bound=Hashable)
 
 
 class EngineUse(msgspec.Struct, Generic[Key], frozen=True):
-    """One engine at one moment.
+    """The use of one engine at one moment.
 
     price_hour  dollars per GPU and hour
     weights     weight of the requests of each key that this gateway has there
@@ -34,7 +34,7 @@ class EngineUse(msgspec.Struct, Generic[Key], frozen=True):
 
 
 def divide_usd(use: EngineUse[Key], seconds: float) -> tuple[dict[Key, float], float]:
-    """Return the dollars of each key for some seconds, and those of idle time.
+    """Return the dollars that each key pays for some seconds of an engine, and those of idle time.
 
     The shares of other gateways are theirs to count. Each gateway counts an equal part of idle
     time.
@@ -48,7 +48,7 @@ def divide_usd(use: EngineUse[Key], seconds: float) -> tuple[dict[Key, float], f
 
 
 class CostMeter(Generic[Key]):
-    """The dollars of each key, and of idle time by engine group, since the start.
+    """Counts the dollars of each key, and of idle time by pool, since the start.
 
     Call `advance` often. The requests that are in an engine at that moment pay for the time since
     the last call, so shares of short requests are right on average.

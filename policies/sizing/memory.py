@@ -1,4 +1,4 @@
-"""Memory check of a layout: weights and KV per GPU, and how many requests of a length fit.
+"""Checks the GPU memory of a layout: weights and KV per GPU, and how many requests of a length fit.
 
 The main function is `check_memory`. Shapes are in model_shapes.py, GPUs in gpus.py. The constants
 of Reserve name their source and error.
@@ -19,7 +19,7 @@ GIB = 1 << 30
 
 
 class Reserve(msgspec.Struct, frozen=True):
-    """GPU memory that is not available for weights and KV.
+    """The GPU memory that is not available for weights and KV.
 
     untouched     share of the memory that the engine does not use
     engine_bytes  bytes for the engine itself
@@ -48,7 +48,9 @@ RESERVE_ERROR_BYTES = 2 * GIB
 
 
 class MemoryVerdict(Enum):
-    """Whether a layout holds the model's weights, and at least one request."""
+    """The verdict of the memory check: whether a layout holds the model's weights, and at least one
+    request.
+    """
 
     DOES_NOT_LOAD = "does not load"
     SERVES_NONE = "loads, but serves no request"
@@ -56,7 +58,7 @@ class MemoryVerdict(Enum):
 
 
 class Demand(msgspec.Struct, frozen=True):
-    """The requests that must fit at once.
+    """The requests that must fit into GPU memory at the same time.
 
     context      tokens of each request
     concurrency  number of requests
@@ -69,7 +71,8 @@ class Demand(msgspec.Struct, frozen=True):
 
 
 class MemoryCheck(msgspec.Struct, frozen=True):
-    """Result of the memory check; bytes are those of a GPU in the stage with the least room for KV.
+    """The result of the memory check; bytes are those of a GPU in the stage with the least room for
+    KV.
 
     tokens     tokens of KV that the whole engine holds, in requests of the demanded context
     served     requests of that context that fit at once
@@ -89,7 +92,7 @@ class MemoryCheck(msgspec.Struct, frozen=True):
 
     @property
     def is_enough(self) -> bool:
-        """Whether the demanded requests fit into the KV cache with their headroom."""
+        """Return whether the demanded requests fit into the KV cache with their headroom."""
         return self.verdict is MemoryVerdict.SERVES and self.spare >= self.demand.headroom
 
     @property
@@ -109,7 +112,9 @@ class MemoryCheck(msgspec.Struct, frozen=True):
 
 
 class Stage(msgspec.Struct, frozen=True):
-    """One pipeline stage: bytes of weights, and bytes of KV per token, on each of its GPUs."""
+    """One pipeline stage of a layout: bytes of weights, and bytes of KV per token, on each of its
+    GPUs.
+    """
 
     weights_bytes: float
     kv_token_bytes: float
@@ -159,7 +164,8 @@ def _end_params(model: Llm, layout: Layout, ends: tuple[bool, bool]) -> float:
 def check_memory(
     model: Llm, gpu: Gpu, layout: Layout, demand: Demand, reserve: Reserve = ENGINE_RESERVE
 ) -> MemoryCheck:
-    """Check whether the layout holds the weights and the KV of the demanded requests.
+    """Check whether the GPU memory of a layout holds the weights and the KV of the demanded
+    requests.
 
     The stage with the least room for KV decides, because each token needs all stages. Attention
     with DP has a cache per rank, so the tokens of all ranks count.
@@ -188,15 +194,17 @@ def _stage_tokens(model: Llm, layout: Layout, stage: Stage, demand: Demand, usab
 
 
 def free_kv_bytes(model: Llm, gpu: Gpu, tp: int, reserve: Reserve = ENGINE_RESERVE) -> float:
-    """Return the bytes left for KV on a rank of a TP group; negative if the weights do not fit."""
+    """Return the bytes left for KV on one rank of a TP group; negative if the weights do not
+    fit.
+    """
     return check_memory(model, gpu, Layout(tp), Demand(1), reserve).free_bytes
 
 
 def kv_capacity_tokens(model: Llm, gpu: Gpu, tp: int, reserve: Reserve = ENGINE_RESERVE) -> int:
-    """Return the tokens of KV that a TP group holds; 0 if the weights do not fit."""
+    """Return how many tokens of KV a TP group holds; 0 if the weights do not fit."""
     return check_memory(model, gpu, Layout(tp), Demand(1), reserve).tokens
 
 
 def min_gpus(model: Llm, gpu: Gpu) -> int:
-    """Return the fewest GPUs whose raw memory holds the weights; a layout may need more."""
+    """Return the fewest GPUs whose raw memory holds the model's weights. A layout may need more."""
     return -int(-model.weights_bytes // gpu.hbm_bytes)

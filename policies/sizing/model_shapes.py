@@ -1,4 +1,4 @@
-"""Model shapes and their sizes: parameters, weights, and KV per token and per request.
+"""The shapes of models and their sizes: parameters, weights, and KV per token and per request.
 
 The built-in shapes are the models' published configurations with their published totals.
 hf_config.py counts the shape of a local config.json tensor by tensor. memory.py checks what fits a
@@ -69,19 +69,21 @@ class Llm(msgspec.Struct, frozen=True):
 
     @property
     def param_bytes(self) -> float:
-        """Mean bytes per parameter, over quantised and other weights."""
+        """Return the mean bytes per parameter, over quantised and other weights."""
         kept = self.bf16_params * max(0.0, 2.0 - self.weight_bytes)
         return self.weight_bytes + kept / self.params
 
     @property
     def activation_bytes(self) -> int:
-        """Bytes of one token's hidden state, which is all-reduced and passed between stages."""
+        """Return the bytes of one token's hidden state, which is all-reduced and passed between
+        stages.
+        """
         return 2 * self.width
 
     @property
     def allreduces(self) -> int:
-        """Number of all-reduces per step of a TP group: after attention and after the MLP of each
-        layer.
+        """Return the number of all-reduces per step of a TP group: after attention and after the
+        MLP of each layer.
         """
         return 2 * self.layers
 
@@ -91,18 +93,20 @@ class Llm(msgspec.Struct, frozen=True):
 
     @property
     def kv_token_bytes(self) -> int:
-        """Bytes of KV cache per token, over all layers and KV heads."""
+        """Return the bytes of KV cache per token, over all layers and KV heads."""
         return int(self.kv_layers * self.kv_scalars * self.kv_bytes)
 
     @property
     def mla(self) -> bool:
-        """Whether attention caches one latent vector per token (MLA) instead of keys and values per
-        head.
+        """Return whether attention caches one latent vector per token (MLA) instead of keys and
+        values per head.
         """
         return self.shardable_kv == 1 and self.kv_scalars != 2 * self.head_dim
 
     def kv_share(self, tp: int) -> float:
-        """Return the share of the KV cache on one rank: whole heads, and at least one."""
+        """Return the share of the model's KV cache on one rank of a TP group: whole heads, and at
+        least one.
+        """
         return -(-self.shardable_kv // tp) / self.shardable_kv
 
     def kv_rank_bytes(self, tp: int) -> float:
@@ -143,7 +147,9 @@ def gqa(
     grid_name: str = "",
     vocabulary: int = 0,
 ) -> Llm:
-    """Return a dense bf16 model shape with grouped-query attention and heads of 128 scalars."""
+    """Return a model shape with dense bf16 weights, grouped-query attention and heads of 128
+    scalars.
+    """
     return Llm(
         name,
         layers,
@@ -160,7 +166,7 @@ def gqa(
 
 
 def fp8(model: Llm, name: str, grid_name: str = "") -> Llm:
-    """Return the same model with one-byte weights.
+    """Return the same model shape with weights of one byte.
 
     The KV cache stays bf16, as in vLLM's default.
     """
@@ -225,7 +231,10 @@ MODELS: Mapping[str, Llm] = MappingProxyType(_table())
 
 
 def model_named(name: str) -> Llm:
-    """Return the model shape of a short or full name, in any case. Raises ValueError if unknown."""
+    """Return the model shape of a short or full name, in any case.
+
+    Raises ValueError if the name is unknown.
+    """
     model = MODELS.get(name.lower())
     if model is None:
         short = ", ".join(known for known in MODELS if "/" not in known)

@@ -1,4 +1,5 @@
-"""Placement of engine processes (groups) on link domains: sets of GPUs that fast links connect.
+"""Checks the placement of engine processes (groups) on link domains: sets of GPUs that fast links
+connect.
 
 A group names the domains that hold it; its GPUs are divided evenly among them, in whole TP groups.
 GPUs of a domain belong to one group only.
@@ -21,7 +22,7 @@ class PlacedGroup(msgspec.Struct, frozen=True):
 
     @property
     def domain_gpus(self) -> int:
-        """Number of GPUs that the group takes in each of its domains, rounded up."""
+        """Return the number of GPUs that the group takes in each of its domains, rounded up."""
         return -(-self.layout.gpus // len(self.domains))
 
 
@@ -30,8 +31,8 @@ def placement_problems(
 ) -> Iterator[tuple[int, str]]:
     """Yield the problems of groups that cannot be placed, as (index of the group, problem).
 
-    The problem includes the valid values. `sizes` are the GPUs of each domain. Groups of unknown
-    size must be left out.
+    A problem's text includes the valid values. `sizes` are the GPUs of each domain. Groups of
+    unknown size must be left out.
     """
     used = dict.fromkeys(sizes, 0)
     for place, group in enumerate(groups):

@@ -1,4 +1,4 @@
-"""Rules of parallel layouts, shared by the commands `size`, `check` and `doctor`.
+"""The rules of parallel layouts, shared by the commands `size`, `check` and `doctor`.
 
 Each rule has a code, says what is valid instead, and names its source: a seed (docs/sizing.md lists
 them by number) or an engine's own rule. A rule that needs an unknown (None) member of a
@@ -107,7 +107,9 @@ def valid_tp_sizes(facts: ModelFacts, limit: int) -> list[int]:
 
 
 def valid_ep_sizes(facts: ModelFacts, ranks: int) -> list[int]:
-    """Return the divisors of `ranks` over which the model's experts can be spread evenly."""
+    """Return the numbers of expert-parallel ranks over which the model's experts can be spread
+    evenly: divisors of `ranks`.
+    """
     return [ep for ep in divisors(ranks) if facts.experts and facts.experts % ep == 0]
 
 
@@ -117,7 +119,7 @@ def divisors(number: int) -> list[int]:
 
 
 def heads_problem(facts: ModelFacts, tp: int) -> str | None:
-    """Return as text why an engine with this TP size does not start; None if it starts.
+    """Return the reason why an engine with this TP size does not start; None if it starts.
 
     By vLLM's rules TP divides the query heads, and KV heads are divided or replicated evenly.
     """
