@@ -38,7 +38,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## /{printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-demo: $(VENV)/.runtime ## run mock TP groups and a gateway, no GPU needed; options: make demo DEMO="--groups 6 --port 9080"
+demo: $(VENV)/.runtime $(VENV)/.pump ## run mock TP groups and a gateway, no GPU needed; options: make demo DEMO="--groups 6 --port 9080"
 	@exec $(VENV)/bin/penstock demo $(DEMO)
 
 test: style ## run all checks and tests without a target of their own (TESTS="tests/unit -k queue": only these)
@@ -62,7 +62,7 @@ rdma: $(VENV)/.dev build/rdma/initrd.gz ## test KV transfer over RDMA verbs in a
 	sh deploy/rdma/test.sh $(PY) $(RDMA_TESTS)
 
 kv-trials: $(VENV)/.dev ## run 10,000 seeded faults of KV transfer on all transports (TRIALS="--trials 500 --seed 7")
-	$(PY) -m tests.chaos.kv_trials $(or $(TRIALS),--trials 10000 --transport inproc$(comma)shm$(comma)tcp$(comma)lanes)
+	$(PY) -m tests.chaos.kv_trials $(or $(TRIALS),--trials 10000 --transport inproc$(comma)shm$(comma)tcp$(comma)tcp-python$(comma)lanes)
 
 bench: $(VENV)/.dev ## compare this gateway with its peers under the same load (docs/performance.md)
 	$(PY) bench/peers.py
@@ -216,7 +216,12 @@ $(VENV)/.runtime: requirements.lock pyproject.toml | $(VENV)/bin/python
 	@$(PY) -m pip install -q --no-deps --no-build-isolation -e .
 	@touch $@
 
-$(VENV)/.dev: requirements-dev.lock $(VENV)/.runtime
+# The native pump of KV links, where a C compiler is.
+$(VENV)/.pump: kvtransfer/transports/_pump.c $(VENV)/.runtime
+	@$(PY) -m tools.compile.pump
+	@touch $@
+
+$(VENV)/.dev: requirements-dev.lock $(VENV)/.runtime $(VENV)/.pump
 	@echo "Installing the dependencies of the tests into $(VENV) (once)"
 	@$(PY) -m pip install -q --require-hashes -r requirements-dev.lock
 	@touch $@

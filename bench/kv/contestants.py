@@ -78,6 +78,10 @@ def all_contestants() -> list[Contestant]:
             "raw tcp, scattered, xxh3", "side_raw", settings={"scattered": True, "checked": True}
         ),
         *(Contestant(name, "side_ours", settings=settings) for name, settings in OURS.items()),
+        *(
+            Contestant(f"ours tcp, {kind}", "side_ours", settings=settings, env=env)
+            for kind, settings, env in WITHOUT_THE_LOCK
+        ),
         Contestant(
             "ours agents tcp", "side_agent", "sink", {"transport": "tcp"}, sizes=(64 << 10,)
         ),
@@ -104,6 +108,19 @@ OURS: dict[str, dict[str, Any]] = {
     "ours tcp aes": {"transport": "tcp", "sealed": True},
     "ours shm": {"transport": "shm"},
 }
+
+
+_ONE_LANE = {"transport": "tcp", "checked": True}
+_NO_PUMP = {"PENSTOCK_KV_PUMP": "off"}
+# What the native pump is for: both processes also compute in Python, in a thread of the same
+# process or, for comparison, in another process.
+WITHOUT_THE_LOCK: list[tuple[str, dict[str, Any], dict[str, str]]] = [
+    ("no pump", _ONE_LANE, _NO_PUMP),
+    ("busy thread", _ONE_LANE | {"busy": "thread"}, {}),
+    ("busy process", _ONE_LANE | {"busy": "process"}, {}),
+    ("busy thread, no pump", _ONE_LANE | {"busy": "thread"}, _NO_PUMP),
+    ("busy process, no pump", _ONE_LANE | {"busy": "process"}, _NO_PUMP),
+]
 
 
 def _nixl(name: str, op: str, env: Mapping[str, str]) -> Contestant:

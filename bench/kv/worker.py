@@ -9,7 +9,9 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import subprocess
 import sys
+import threading
 import time
 from typing import Any, Protocol, TextIO
 
@@ -40,10 +42,46 @@ class Side(Protocol):
     def post(self, index: int) -> None: ...
 
 
+class BusyLoop:
+    """Python code that computes without pause while a transfer is measured.
+
+    kind  "thread": in this process, where it takes the interpreter lock; "process": in another
+          one; "": not at all
+    """
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        self.is_over = True
+        self.thread: threading.Thread | None = None
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        if self.kind == "thread":
+            self.is_over = False
+            self.thread = threading.Thread(target=self._count, daemon=True)
+            self.thread.start()
+        elif self.kind == "process":
+            self.process = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+
+    def stop(self) -> None:
+        self.is_over = True
+        if self.thread is not None:
+            self.thread.join()
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait()
+        self.thread = self.process = None
+
+    def _count(self) -> None:
+        while not self.is_over:
+            pass
+
+
 class Worker:
     """Executes the benchmark's commands on one side of a transfer, and measures time and CPU."""
 
-    def __init__(self, side: Side, role: str, expected: Bytes) -> None:
+    def __init__(self, side: Side, role: str, expected: Bytes, busy: str) -> None:
+        self.busy = BusyLoop(busy)
         self.side, self.role, self.expected = side, role, expected
         self.drawn: Draw | None = None
         self.since = 0.0
@@ -64,6 +102,7 @@ class Worker:
 
     def begin(self) -> None:
         self.since = time.process_time()
+        self.busy.start()
         self.side.begin()
 
     def finish(self) -> float:
@@ -71,6 +110,7 @@ class Worker:
         `begin`.
         """
         self.side.finish()
+        self.busy.stop()
         return time.process_time() - self.since
 
     def run(self) -> float:
@@ -119,8 +159,9 @@ def main() -> None:
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     expected = np.memmap(expected_path, dtype=np.uint8, mode="r")
+    busy = settings.pop("busy", "")
     side = importlib.import_module(module).open_side(role, len(expected), settings)
-    serve(Worker(side, role, expected), replies)
+    serve(Worker(side, role, expected, busy), replies)
     os._exit(0)
 
 

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from kvtransfer.contract import TransportError
 from kvtransfer.layout.memory_regions import Region
 from kvtransfer.transports.copy_runs import are_within
+from kvtransfer.transports.pump import Digest, PumpCalls
 
 Bytes = NDArray[np.uint8]
 Offsets = NDArray[np.int64]
@@ -208,20 +209,62 @@ class MemoryPieces:
         `ahead` is added before the first piece, `behind` after the last. Returns None if the call
         would block. Raises OSError.
         """
-        words = self._iovecs.words
         first, last = self._row, min(len(self._ends) + 1, self._row + MOST_IOVECS)
         if self._call_bytes is not None:
             last = min(last, max(first, bisect_right(self._ends, self.done + self._call_bytes)) + 1)
         requested = (self._ends[last - 2] if last > 1 else 0) - self.done + ahead[1]
+        if last <= len(self._ends):
+            behind = NOTHING
+        first, last = self._add_rows(first, last, ahead, behind)
+        count = check_result(function(fd, self._iovecs.address + 16 * first, last - first))
+        self.was_short = count is None or count < requested + behind[1]
+        return count
+
+    def move(
+        self,
+        calls: PumpCalls,
+        ahead: Stretch,
+        behind: Stretch,
+        optional: int,
+        digest: Digest | None,
+    ) -> int | None:
+        """Let the native pump move all remaining pieces, and pass them to `digest`.
+
+        The pump does not wait for the last `optional` bytes of `behind`. Returns the bytes moved,
+        with `ahead` and `behind`, as `call` does. Raises OSError.
+        """
+        first, last = self._add_rows(self._row, len(self._ends) + 1, ahead, behind)
+        total = ahead[1] + self.remaining + behind[1]
+        count, calls.was_stopped = calls.pump.move(
+            calls.fd,
+            calls.stop_fd,
+            calls.is_writing,
+            self._iovecs.address + 16 * first,
+            last - first,
+            total,
+            ahead[1],
+            behind[1],
+            optional,
+            0 if digest is None else digest.update_address,
+            0 if digest is None else digest.state_address,
+            calls.patience_ms,
+            calls.spin_us,
+        )
+        self.was_short = count < total - behind[1]
+        return None if count < 0 else count
+
+    def _add_rows(self, first: int, last: int, ahead: Stretch, behind: Stretch) -> tuple[int, int]:
+        # Put `ahead` before row `first` and `behind` at row `last`, unless they are empty.
+        #
+        # Returns the first row and the row after the last.
+        words = self._iovecs.words
         if ahead[1]:
             first -= 1
             words[2 * first], words[2 * first + 1] = ahead
-        if behind[1] and last == len(self._ends) + 1:
+        if behind[1]:
             words[2 * last], words[2 * last + 1] = behind
-            last, requested = last + 1, requested + behind[1]
-        count = check_result(function(fd, self._iovecs.address + 16 * first, last - first))
-        self.was_short = count is None or count < requested
-        return count
+            last += 1
+        return first, last
 
     def advance(self, count: int) -> None:
         """Count `count` more bytes of these pieces of memory as moved."""

@@ -28,6 +28,7 @@ class TcpLink(LanedLink):
     """One end of a connection between two agents over TCP without TLS."""
 
     transport = "tcp"
+    _is_pumped = True
 
 
 class Tcp:

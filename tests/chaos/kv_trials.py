@@ -250,8 +250,9 @@ class Trial:
             self.at(self.moment(), lambda: take(None))
 
     def address_of(self, source: TrialEngine) -> str:
-        over_tcp = self.transport in ("tcp", "lanes", "tls", "tls-lanes")
-        if not over_tcp or self.fault not in STREAM_FAULTS:
+        from tests.contract.kvtransfer.links import OVER_TCP
+
+        if self.transport not in OVER_TCP or self.fault not in STREAM_FAULTS:
             return source.agent.address
         proxy = Proxy(source.agent.address, Random(self.rng.random()))
         self.proxies.append(proxy)

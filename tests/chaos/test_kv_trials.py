@@ -25,6 +25,7 @@ from tests.chaos.kv_trials import FAULTS, trial
         ("tcp", range(24, 48)),
         ("lanes", range(48, 72)),
         ("tls", range(72, 84)),
+        ("tcp-python", range(84, 100)),
     ],
 )
 def test_under_any_fault_nothing_wrong_lands_and_nothing_stays_reserved(

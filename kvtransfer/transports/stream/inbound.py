@@ -38,6 +38,7 @@ from kvtransfer.transports.iovec import (
     address_of,
     readv,
 )
+from kvtransfer.transports.pump import Digest, PumpCalls
 from kvtransfer.transports.stream.seal import WindowSeal
 
 _STAGE_BYTES = 8 << 10  # holds a whole window of 4 KiB
@@ -81,7 +82,7 @@ class _Arrival:
         self.head = head
         self.window = window
         self.message: tuple[FrameHeader, bytearray] | None = None
-        self.digest: xxhash.xxh3_64 | None = None
+        self.digest: xxhash.xxh3_64 | Digest | None = None
         self.opening = b""
         self.sealed: bytearray | None = None
         self.bounce: NDArray[np.uint8] | None = None
@@ -90,7 +91,7 @@ class _Arrival:
 class Inbound:
     """Reads the socket `fd`, and reports frames and received KV to its listener.
 
-    `receive` works like socket.recv_into.
+    `receive` works like socket.recv_into; it is not called with a native pump.
     """
 
     _readv: Any = staticmethod(readv)
@@ -101,7 +102,9 @@ class Inbound:
         receive: Callable[[memoryview], int],
         hearer: InboundListener,
         limits: FrameLimits,
+        calls: PumpCalls | None = None,
     ) -> None:
+        self.calls = calls
         self.limits = limits
         self.seal: WindowSeal | None = None
         self._fd = fd
@@ -114,6 +117,11 @@ class Inbound:
         self._iovecs = Iovecs()
         self._scratch: NDArray[np.uint8] | None = None  # allocated for the first discarded payload
         self._bounce = np.empty(0, np.uint8)
+
+    @property
+    def is_in_payload(self) -> bool:
+        """Whether the next bytes belong to a payload, whose place in memory is known."""
+        return self._arrival is not None and self._arrival.pieces.remaining > 0
 
     @property
     def is_in_large_payload(self) -> bool:
@@ -184,6 +192,8 @@ class Inbound:
         # Read a payload to its end, or a few times; return False if the socket is empty.
         pieces = arrival.pieces
         behind: Stretch = (self._address, _BEHIND_WINDOW) if arrival.head is not None else NOTHING
+        if self.calls is not None:
+            return self._pump_body(arrival, self.calls, behind)
         for _ in range(_READS):
             count = pieces.call(self._readv, self._fd, NOTHING, behind)
             if count is None:
@@ -198,11 +208,31 @@ class Inbound:
                 return False
         return True
 
-    def _read_frames(self) -> bool:
-        try:
-            count = self._receive(self._stage[self._end :])
-        except BlockingIOError:
+    def _pump_body(self, arrival: _Arrival, calls: PumpCalls, behind: Stretch) -> bool:
+        # Like _read_body, but the pump waits for the bytes, for calls.patience_ms.
+        pieces = arrival.pieces
+        digest = arrival.digest if isinstance(arrival.digest, Digest) else None
+        optional = max(0, behind[1] - TRAILER_BYTES)
+        count = pieces.move(calls, NOTHING, behind, optional, digest)
+        if count is None:
             return False
+        self._count_received(count)
+        payload_count = min(count, pieces.remaining)
+        self._end = count - payload_count
+        pieces.advance(payload_count)
+        return True
+
+    def _read_frames(self) -> bool:
+        if self.calls is not None:
+            end = self._end
+            count = self.calls.pump.receive(self._fd, self._address + end, _STAGE_BYTES - end)
+            if count < 0:
+                return False
+        else:
+            try:
+                count = self._receive(self._stage[self._end :])
+            except BlockingIOError:
+                return False
         self._count_received(count)
         self._end += count
         return True
@@ -297,7 +327,7 @@ class Inbound:
             bounce = self._bounce_buffer(window, head.n_bytes)
             pieces = MemoryPieces.in_order(bounce, IN_CACHE, self._iovecs)
         else:
-            fed = announced.proof is PayloadProof.XXH3
+            fed = announced.proof is PayloadProof.XXH3 and self.calls is None
             pieces = MemoryPieces.of_window(
                 window.region, window.runs.dst, window.runs.length, self._iovecs, fed=fed
             )
@@ -311,7 +341,7 @@ class Inbound:
             arrival.opening, arrival.sealed = bytes(frame_bytes), bytearray(announced.payload_bytes)
             arrival.pieces = MemoryPieces.of_buffer(arrival.sealed, self._iovecs)
         elif announced.proof is PayloadProof.XXH3 and window is not None:
-            arrival.digest = xxhash.xxh3_64()
+            arrival.digest = xxhash.xxh3_64() if self.calls is None else Digest()
         self._arrival = arrival
         self._copy_staged(arrival)
 
@@ -333,9 +363,14 @@ class Inbound:
     def _copy_staged(self, arrival: _Arrival) -> None:
         count = min(self._end - self._begin, arrival.pieces.remaining)
         if count:
-            arrival.pieces.put(self._stage[self._begin : self._begin + count])
+            data = self._stage[self._begin : self._begin + count]
+            arrival.pieces.put(data)
             self._begin += count
-            self._on_payload(arrival, count)
+            if isinstance(arrival.digest, Digest):
+                arrival.digest.update(data)
+                arrival.pieces.advance(count)
+            else:
+                self._on_payload(arrival, count)
 
     def _close_window(self, arrival: _Arrival) -> None:
         verdict, proof = decode_trailer(self._stage[self._begin :])

@@ -40,6 +40,7 @@ from kvtransfer.protocol.frame import (
     FrameLimits,
     encode_frame,
 )
+from kvtransfer.transports.pump import PUMP, PUMP_MS, PumpCalls, PumpFunctions
 from kvtransfer.transports.stream.inbound import Inbound
 from kvtransfer.transports.stream.outbound import Outbound
 from kvtransfer.transports.stream.seal import WindowSeal, WindowSealError
@@ -64,6 +65,7 @@ class LinkOptions(msgspec.Struct, frozen=True):
     spin_s         seconds to poll before sleeping, four times as long if that was too short;
                    0 on machines without a spare core
     window_bytes   the preferred maximum size of a window
+    native         whether to use the native pump where it is compiled (pump.py)
     lanes          connections to a dialled peer (tcp); one core can copy what one carries
     """
 
@@ -71,6 +73,7 @@ class LinkOptions(msgspec.Struct, frozen=True):
     sealed: bool = False
     spin_s: float = 50e-6
     window_bytes: int = 8 << 20
+    native: bool = True
     lanes: int = 1
 
     def __post_init__(self) -> None:
@@ -91,6 +94,8 @@ class StreamLink:
 
     transport = "stream"
     is_one_sided = False
+    # Whether the socket carries the frames as they are, so that the native pump can read it.
+    _is_pumped = False
     _HOLD_MS = 5  # how long the thread waits for the next driver before it takes over
 
     def __init__(
@@ -106,10 +111,17 @@ class StreamLink:
         self.window_bytes = manner.window_bytes
         self._sock, self._owner, self._manner, self._ended_hook = sock, owner, manner, ended
         sock.setblocking(False)
-        self._out: Outbound = Outbound(sock.fileno(), self._sent, checked=manner.checked)
-        self._in = Inbound(sock.fileno(), self._receive, self, _UNPROVEN_LIMITS)
-        self._orders: deque[Callable[[], None]] = deque()
         self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._pump = PUMP if manner.native else None
+        fd, reading, writing = sock.fileno(), self._pump_calls(sock), self._pump_calls(sock)
+        if reading is not None:
+            reading.spin_us = int(manner.spin_s * 1e6)
+        if writing is not None:
+            # A message of the peer, or an order for this link, ends the wait for room.
+            writing.is_writing, writing.patience_ms = True, PUMP_MS
+        self._out: Outbound = Outbound(fd, self._sent, checked=manner.checked, calls=writing)
+        self._in = Inbound(fd, self._receive, self, _UNPROVEN_LIMITS, reading)
+        self._orders: deque[Callable[[], None]] = deque()
         self._lead = threading.Lock()
         self._gate = threading.Lock()
         self._report_lock = threading.Lock()
@@ -129,6 +141,11 @@ class StreamLink:
         self._thread = threading.Thread(
             target=self._run, name=f"kv-{self.transport}-{peer}", daemon=True
         )
+
+    def _pump_calls(self, sock: socket.socket) -> PumpCalls | None:
+        if self._pump is None or not self._is_pumped:
+            return None
+        return PumpCalls(self._pump, sock.fileno(), self._bell)
 
     # ---- from any thread ----
 
@@ -240,7 +257,7 @@ class StreamLink:
         if self._asleep or always:
             with self._gate:
                 if not self._ended:
-                    os.eventfd_write(self._bell, 1)
+                    self._ring()
 
     def _fenced_late(self, transfer: int) -> None:
         with self._report_lock:
@@ -285,11 +302,27 @@ class StreamLink:
         moved = out.send_available() if not out.is_idle else False
         if self._room_alone:
             self._room_alone = False
-        elif self._in.receive_available():
+        elif self._receive_available():
             moved = True
             if not (out.is_idle or out.is_blocked):
                 # Send a reply at once.
                 out.send_available()
+        return moved
+
+    def _receive_available(self) -> bool:
+        # Read what has arrived, and for a payload also wait a moment for the rest.
+        calls = self._in.calls
+        if calls is None or not self._in.is_in_payload:
+            return self._in.receive_available()
+        self._asleep = True  # so that other threads ring the bell, which ends the wait
+        try:
+            may_wait = not self._orders and self._out.is_idle and not self._closing
+            calls.patience_ms = PUMP_MS if may_wait else 0
+            moved = self._in.receive_available()
+        finally:
+            self._asleep = False
+        if calls.was_stopped:
+            self._clear_bell()
         return moved
 
     def _run_orders(self) -> None:
@@ -297,13 +330,23 @@ class StreamLink:
         while self._orders:
             self._orders.popleft()()
 
+    def _ring(self) -> None:
+        if self._pump is not None:
+            self._pump.ring(self._bell)
+        else:
+            os.eventfd_write(self._bell, 1)
+
     def _clear_bell(self) -> None:
+        if self._pump is not None:
+            self._pump.clear(self._bell)
+            return
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._bell)
 
     def _rest(self, done: Callable[[], bool] | None) -> None:
         self._want_in(self._in.wanted_bytes)
-        if not self._out.is_blocked and not self._in.is_in_large_payload and self._spin(done):
+        may_spin = not self._out.is_blocked and not self._in.is_in_large_payload
+        if may_spin and self._pump is None and self._spin(done):
             return
         self._asleep = True
         try:
@@ -318,24 +361,37 @@ class StreamLink:
                 return
             if done is None and self._drivers:
                 return
-            self._want_out(self._out.is_blocked)
-            since_s = time.perf_counter()
-            events = self._poll.poll(
-                _DRIVER_POLL_MS
-                if done is not None
-                else _TRICKLE_MS
-                if self._polled_in > 1
-                else None
+            timeout_ms = (
+                _DRIVER_POLL_MS if done is not None else _TRICKLE_MS if self._polled_in > 1 else -1
             )
-            self._room_alone = events == [(self._sock.fileno(), select.POLLOUT)]
-            if any(fd == self._bell for fd, _ in events):
-                self._clear_bell()
+            since_s = time.perf_counter()
+            if self._pump is None:
+                self._sleep(timeout_ms)
+            else:
+                self._sleep_natively(self._pump, self._spin_s if may_spin else 0.0, timeout_ms)
             # A sleep and a wake-up cost both ends more than this took, and would keep a short
             # exchange slow.
             was_short = time.perf_counter() - since_s < _LONG_SPIN_FACTOR * self._manner.spin_s
             self._spin_s = self._manner.spin_s * (_LONG_SPIN_FACTOR if was_short else 1)
         finally:
             self._asleep = False
+
+    def _sleep(self, timeout_ms: int) -> None:
+        self._want_out(self._out.is_blocked)
+        events = self._poll.poll(timeout_ms)
+        self._room_alone = events == [(self._sock.fileno(), select.POLLOUT)]
+        if any(fd == self._bell for fd, _ in events):
+            self._clear_bell()
+
+    def _sleep_natively(self, pump: PumpFunctions, spin_s: float, timeout_ms: int) -> None:
+        # Sleep after polling for `spin_s` seconds, with one release of the interpreter lock.
+        events = select.POLLIN | select.POLLOUT if self._out.is_blocked else select.POLLIN
+        found, was_stopped = pump.wait(
+            self._sock.fileno(), events, self._bell, int(spin_s * 1e6), timeout_ms
+        )
+        self._room_alone = found == select.POLLOUT and not was_stopped
+        if was_stopped:
+            self._clear_bell()
 
     def _spin(self, done: Callable[[], bool] | None) -> bool:
         # Poll for a while; return True if bytes were moved or are waiting.

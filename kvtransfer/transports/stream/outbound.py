@@ -20,6 +20,7 @@ from kvtransfer.contract import TransportError, WindowHead, WindowSlice, WindowV
 from kvtransfer.protocol.frame import PROOF_BYTES, PayloadProof, encode_trailer, encode_window_frame
 from kvtransfer.transports.copy_runs import are_within, gather, is_fine_grained
 from kvtransfer.transports.iovec import NOTHING, Iovecs, MemoryPieces, address_of, writev
+from kvtransfer.transports.pump import Digest, PumpCalls
 from kvtransfer.transports.stream.seal import WindowSeal
 
 _FULL_BYTES = 64 << 10  # buffered bytes at which no further frame is added
@@ -53,7 +54,7 @@ class _Body:
         self.head = head
         self.current = current
         self.verdict = WindowVerdict.OK
-        self.digest: xxhash.xxh3_64 | None = None
+        self.digest: xxhash.xxh3_64 | Digest | None = None
         self.tag = b""
 
     def trailer(self) -> bytes:
@@ -75,12 +76,20 @@ class Outbound:
     """Writes frames and windows (pieces of KV) to the socket `fd`.
 
     `sent` is called for each window that has been read. `checked` is whether windows carry an xxh3
-    digest.
+    digest. With a native pump, which waits for room, no other function writes.
     """
 
     _writev: Any = staticmethod(writev)
 
-    def __init__(self, fd: int, sent: Callable[[WindowHead], None], *, checked: bool) -> None:
+    def __init__(
+        self,
+        fd: int,
+        sent: Callable[[WindowHead], None],
+        *,
+        checked: bool,
+        calls: PumpCalls | None = None,
+    ) -> None:
+        self.calls = calls
         self.is_blocked = False
         self.seal: WindowSeal | None = None
         self._fd = fd
@@ -247,7 +256,7 @@ class Outbound:
         # Begin to send a window of KV; if its blocks changed owner, send only the header and STALE.
         if self.seal is None and is_fine_grained(window.runs, head.n_bytes):
             return self._begin_fine(head, window)
-        checked = self._checked and self.seal is None
+        checked = self._checked and self.seal is None and self.calls is None
         pieces = MemoryPieces.of_window(
             window.region, window.runs.src, window.runs.length, self._iovecs, fed=checked
         )
@@ -262,7 +271,7 @@ class Outbound:
             return self._stage(pieces, head, window.is_current)
         self._body = body = _Body(pieces, head, window.is_current)
         if self._checked:
-            body.digest = xxhash.xxh3_64()
+            body.digest = xxhash.xxh3_64() if self.calls is None else Digest()
         if pieces.size <= _AHEAD_BYTES and not self._queue:
             # Latency matters for a short window with nothing after it: the peer prepares while its
             # bytes are copied.
@@ -347,13 +356,19 @@ class Outbound:
         if body is None:
             return self._write_small()
         pieces, small = body.pieces, self._end - self._begin
-        count = pieces.call(self._writev, self._fd, (self._address + self._begin, small), NOTHING)
+        ahead = (self._address + self._begin, small)
+        digest = body.digest if isinstance(body.digest, Digest) else None
+        count = (
+            pieces.call(self._writev, self._fd, ahead, NOTHING)
+            if self.calls is None
+            else pieces.move(self.calls, ahead, NOTHING, 0, digest)
+        )
         if count is None:
             return False
         small_count = min(count, small)
         self._advance(small_count)
         pieces.advance(count - small_count)
-        if body.digest is not None:
+        if body.digest is not None and digest is None:
             # The written bytes are in the cache, and the peer is busy.
             pieces.feed(body.digest.update, pieces.done)
         if not pieces.remaining:
@@ -361,6 +376,12 @@ class Outbound:
         return True
 
     def _write_small(self) -> bool:
+        if self.calls is not None:
+            count = self.calls.pump.send(
+                self._fd, self._address + self._begin, self._end - self._begin
+            )
+            self._advance(max(0, count))
+            return count >= 0
         try:
             self._advance(self._send(self._small[self._begin : self._end]))
         except BlockingIOError:

@@ -1,8 +1,8 @@
 """Both ends of a link over any KV transport, with owners that record the link's events.
 
-PENSTOCK_KV_TRANSPORTS lists the transports to test (default: inproc,shm,tcp,lanes,tls; rdma needs
+PENSTOCK_KV_TRANSPORTS lists the transports to test (default: all but rdma, which needs
 verbs). lanes is tcp with three parallel connections per link, tls is tcp with certificates, and
-tls-lanes is both.
+tls-lanes is both. tcp-python is tcp without the native pump.
 """
 
 from __future__ import annotations
@@ -40,7 +40,10 @@ from kvtransfer.util.clock import ThreadClock
 if TYPE_CHECKING:
     from kvtransfer.util.tls_files import TlsFiles
 
-TRANSPORTS = os.environ.get("PENSTOCK_KV_TRANSPORTS", "inproc,shm,tcp,lanes,tls").split(",")
+TRANSPORTS = os.environ.get("PENSTOCK_KV_TRANSPORTS", "inproc,shm,tcp,tcp-python,lanes,tls").split(
+    ","
+)
+OVER_TCP = ("tcp", "tcp-python", "lanes", "tls", "tls-lanes")
 BLOCKS, BLOCK_BYTES = 64, 32 << 10
 LANES = 3
 # Timeout for events that must happen, longer on an emulated processor.
@@ -66,12 +69,13 @@ def make(name: str, wire: InprocWire, pace: float = 1.0) -> Transport:
     # Its module is imported only when needed.
     if name == "inproc":
         return Inproc(wire)
-    if name in ("tcp", "lanes", "tls", "tls-lanes"):
+    if name in OVER_TCP:
         from kvtransfer.transports.stream.link import LinkOptions
         from kvtransfer.transports.tcp import Tcp
 
         files = tls_files() if name.startswith("tls") else None
-        return Tcp(manner=LinkOptions(lanes=LANES if name.endswith("lanes") else 1), tls=files)
+        lanes = LANES if name.endswith("lanes") else 1
+        return Tcp(manner=LinkOptions(lanes=lanes, native=name != "tcp-python"), tls=files)
     if name == "shm":
         from kvtransfer.transports.shm import Shm
 
@@ -110,7 +114,7 @@ def tls_files() -> TlsFiles:
 
 
 def kind_of(name: str) -> str:
-    return "tcp" if name in ("lanes", "tls", "tls-lanes") else name
+    return "tcp" if name in OVER_TCP else name
 
 
 @dataclass

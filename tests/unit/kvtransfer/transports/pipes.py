@@ -4,6 +4,7 @@ pair.
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ from kvtransfer.layout.block_mapping import ByteRuns
 from kvtransfer.layout.memory_files import MemoryFileRegion
 from kvtransfer.layout.memory_regions import Region
 from kvtransfer.protocol.frame import FrameKind, FrameLimits
+from kvtransfer.transports.pump import PumpCalls, PumpFunctions
 from kvtransfer.transports.stream.inbound import Inbound
 from kvtransfer.transports.stream.outbound import Outbound
 
@@ -23,6 +25,9 @@ BLOCKS, BLOCK_BYTES = 32, 16 << 10
 SIZE = BLOCKS * BLOCK_BYTES
 TRUSTED = FrameLimits(header_bytes=4 << 20)
 KEY = bytes(range(32))
+
+current_pump: PumpFunctions | None = None
+"""What moves the bytes of a pipe; None: Python."""
 
 
 @dataclass
@@ -92,11 +97,16 @@ def pipe(*, checked: bool = True) -> Iterator[Pipe]:
     source = MemoryFileRegion.create(BLOCKS, BLOCK_BYTES, name="source")
     source.bytes[:] = np.random.default_rng(1).integers(1, 256, SIZE, dtype=np.uint8)
     sink = MemoryFileRegion.create(BLOCKS, BLOCK_BYTES, name="sink")
-    out = Outbound(near.fileno(), sent.append, checked=checked)
-    inn = Inbound(far.fileno(), far.recv_into, ear, TRUSTED)
+    bell = os.eventfd(0)
+    pump = current_pump
+    writing = PumpCalls(pump, near.fileno(), bell, is_writing=True) if pump else None
+    reading = PumpCalls(pump, far.fileno(), bell) if pump else None
+    out = Outbound(near.fileno(), sent.append, checked=checked, calls=writing)
+    inn = Inbound(far.fileno(), far.recv_into, ear, TRUSTED, reading)
     try:
         yield Pipe(out, inn, ear, near, far, source, sink, sent)
     finally:
+        os.close(bell)
         near.close()
         far.close()
         source.close()

@@ -5,6 +5,7 @@ detected.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -24,8 +25,21 @@ from kvtransfer.protocol.frame import (
     encode_trailer,
     pack_head,
 )
+from kvtransfer.transports.pump import PUMP
 from kvtransfer.transports.stream.seal import WindowSeal, WindowSealError
+from tests.unit.kvtransfer.transports import pipes
 from tests.unit.kvtransfer.transports.pipes import BLOCK_BYTES, KEY, SIZE, Pipe, pipe, scattered
+
+
+@pytest.fixture(scope="module", params=["python", "native"], autouse=True)
+def pump(request: pytest.FixtureRequest) -> Iterator[None]:
+    if request.param == "native":
+        if PUMP is None:
+            pytest.skip("the pump is not compiled")
+        pipes.current_pump = PUMP
+    yield
+    pipes.current_pump = None
+
 
 PROOFS = ["none", "xxh3", "gcm"]
 WHOLE = ByteRuns(np.array([0]), np.array([0]), np.array([SIZE]))

@@ -1,0 +1,130 @@
+"""Loads the native pump, which moves the bytes of windows without the interpreter lock.
+
+`PUMP` is None where it was not compiled (`make pump`), where python-xxhash does not export its C
+functions, or with PENSTOCK_KV_PUMP=off. iovec.py then moves the bytes in Python. Either side of a
+link may have it; the bytes on the wire are the same.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import os
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+# Milliseconds that the pump waits for the rest of a window before other work gets a turn: its bytes
+# count as a sign of life of the peer only when it returns.
+PUMP_MS = 50
+
+
+class PumpFunctions(NamedTuple):
+    """The functions of _pump.c, which describes their parameters.
+
+    move           reads or writes the bytes of one window
+    wait           waits for a socket or an eventfd
+    receive, send  read or write a few bytes, with the interpreter lock held
+    ring, clear    make an eventfd readable or unreadable, with the interpreter lock held
+    """
+
+    move: Callable[..., tuple[int, bool]]
+    wait: Callable[[int, int, int, int, int], tuple[int, bool]]
+    receive: Callable[[int, int, int], int]
+    send: Callable[[int, int, int], int]
+    ring: Callable[[int], int]
+    clear: Callable[[int], int]
+
+
+class PumpCalls:
+    """How the native pump is called for one direction of a link.
+
+    pump         the pump's functions
+    fd, stop_fd  the socket, and an eventfd that ends a wait
+    is_writing   whether bytes are written to the socket
+    patience_ms  milliseconds to wait for bytes or room, at most; 0: return at once
+    spin_us      microseconds of a wait to poll before sleeping
+    was_stopped  whether stop_fd was readable at the end of the last call
+    """
+
+    __slots__ = ("fd", "is_writing", "patience_ms", "pump", "spin_us", "stop_fd", "was_stopped")
+
+    def __init__(
+        self, pump: PumpFunctions, fd: int, stop_fd: int, *, is_writing: bool = False
+    ) -> None:
+        self.pump, self.fd, self.stop_fd, self.is_writing = pump, fd, stop_fd, is_writing
+        self.patience_ms = self.spin_us = 0
+        self.was_stopped = False
+
+
+class Digest:
+    """An XXH3-64 digest that C code updates: the equivalent of xxhash.xxh3_64.
+
+    update_address, state_address   C function and state, for the pump; they are valid while this
+                                    object lives
+    """
+
+    __slots__ = ("state_address", "update_address")
+
+    def __init__(self) -> None:
+        self.state_address = 0
+        self.update_address: int = _XXH3.update_address
+        state = _XXH3.create()
+        if not state:
+            raise MemoryError("no memory for a digest")
+        self.state_address = state
+        _XXH3.reset(state)
+
+    def update(self, data: memoryview) -> None:
+        """Add a contiguous piece of memory."""
+        # from_buffer would refuse read-only memory.
+        _XXH3.update(self.state_address, bytes(data), len(data))
+
+    def intdigest(self) -> int:
+        return int(_XXH3.digest(self.state_address))
+
+    def __del__(self) -> None:
+        if self.state_address:
+            _XXH3.free(self.state_address)
+
+
+class _Xxh3:
+    # XXH3's functions in the C library inside python-xxhash. Raises AttributeError if they are not
+    # exported.
+
+    def __init__(self) -> None:
+        library = ctypes.PyDLL(  # short calls: they keep the lock
+            importlib.import_module("xxhash._xxhash").__file__
+        )
+        self.create = _function(library, "XXH3_createState", ctypes.c_void_p)
+        self.free = _function(library, "XXH3_freeState", ctypes.c_int, ctypes.c_void_p)
+        self.reset = _function(library, "XXH3_64bits_reset", ctypes.c_int, ctypes.c_void_p)
+        self.digest = _function(library, "XXH3_64bits_digest", ctypes.c_uint64, ctypes.c_void_p)
+        self.update = _function(
+            library,
+            "XXH3_64bits_update",
+            ctypes.c_int,
+            *(ctypes.c_void_p, ctypes.c_char_p, ctypes.c_size_t),
+        )
+        self.update_address = ctypes.cast(self.update, ctypes.c_void_p).value or 0
+
+
+def _function(library: ctypes.CDLL, name: str, result: Any, *arguments: Any) -> Any:
+    function = getattr(library, name)
+    function.restype, function.argtypes = result, arguments
+    return function
+
+
+def _load() -> tuple[PumpFunctions, _Xxh3] | None:
+    if os.environ.get("PENSTOCK_KV_PUMP") == "off":
+        return None
+    try:
+        native = importlib.import_module("kvtransfer.transports._pump")
+        functions = (getattr(native, name) for name in PumpFunctions._fields)
+        return PumpFunctions(*functions), _Xxh3()
+    except (ImportError, AttributeError, OSError):
+        return None
+
+
+_loaded = _load()
+PUMP: PumpFunctions | None = _loaded[0] if _loaded else None
+_XXH3: Any = _loaded[1] if _loaded else None
