@@ -221,7 +221,7 @@ $(VENV)/.pump: kvtransfer/transports/_pump.c $(VENV)/.runtime
 	@$(PY) -m tools.compile.pump
 	@touch $@
 
-$(VENV)/.dev: requirements-dev.lock $(VENV)/.runtime $(VENV)/.pump
+$(VENV)/.dev: requirements-dev.lock $(VENV)/.runtime | $(VENV)/.pump
 	@echo "Installing the dependencies of the tests into $(VENV) (once)"
 	@$(PY) -m pip install -q --require-hashes -r requirements-dev.lock
 	@touch $@
