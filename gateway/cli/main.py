@@ -176,6 +176,11 @@ EXTRAS: Mapping[str, str] = MappingProxyType(
 )
 """Optional packages by module, with the extra of this project that installs each."""
 
+_SLOW_HASHING = (
+    "prompts are hashed by plain Python, which takes up to 100 times as long as numpy: "
+    "pip install 'penstock[demo]'"
+)
+
 WRITE_FAILURES = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO})
 """Error numbers that mean that the output device accepts no more data."""
 
@@ -479,6 +484,7 @@ def _serve(loaded: LoadedConfig, file: Path | None, workers: int) -> int:
     from gateway.restart.start_options import StartOptions, log_reload
     from gateway.telemetry import operator_log
     from gateway.util.addresses import is_port_free
+    from policies.prefix import fingerprint
 
     # A restart is possible only once this process serves; by default the signal would end it.
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)
@@ -504,6 +510,8 @@ def _serve(loaded: LoadedConfig, file: Path | None, workers: int) -> int:
             )
 
     operator_log.configure_log(config.observability.log)
+    if fingerprint.is_hashing_slow():
+        logging.getLogger("penstock").warning(_SLOW_HASHING)
 
     def log_addresses(started: App | Supervisor) -> None:
         logging.getLogger("penstock").info(

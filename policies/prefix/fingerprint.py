@@ -126,6 +126,13 @@ def default_arithmetic() -> type[block_hash.KeyArithmetic]:
     return NumpyArithmetic
 
 
+def is_hashing_slow() -> bool:
+    """Return whether plain Python hashes the prompts: it takes up to 100 times as long as numpy."""
+    return not block_hash.is_loop_compiled() and (
+        default_arithmetic() is block_hash.ScalarArithmetic
+    )
+
+
 def _secret_numbers(secret: bytes, count: int) -> Keys:
     numbers = array("Q", hashlib.shake_256(b"penstock-fingerprint" + secret).digest(8 * count))
     if sys.byteorder == "big":

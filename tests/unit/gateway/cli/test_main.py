@@ -5,6 +5,7 @@ on.
 from __future__ import annotations
 
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -17,8 +18,10 @@ from typer.testing import CliRunner
 from gateway.cli import main
 from gateway.config import json_schema
 from gateway.protocol import relay
+from policies.prefix.block_hash import is_loop_compiled
 from tests.ports import free_port
 
+ROOT = Path(__file__).parents[4]
 GOOD = "version: 1\npools:\n  chat:\n    endpoints:\n      - url: http://127.0.0.1:9000\n"
 
 
@@ -272,3 +275,20 @@ def test_output_has_no_colour_with_no_color(tmp_path: Path) -> None:
     )
     assert done.returncode == 1
     assert "\x1b[3" not in done.stderr
+
+
+def test_serve_warns_when_neither_a_compiled_module_nor_numpy_hashes_prompts() -> None:
+    program = (
+        "import sys; sys.modules['numpy'] = None; import gateway.lifecycle; "
+        "gateway.lifecycle.run_gateway = lambda *_, **__: 0; import gateway.cli.main as cli; "
+        "cli.main()"
+    )
+    options = ["serve", "--engine", "http://127.0.0.1:1", "--port", "0", "--admin-port", "0"]
+    result = subprocess.run(
+        [sys.executable, "-c", program, *options],
+        env=os.environ | {"PYTHONPATH": os.environ.get("PENSTOCK_HOME", str(ROOT))},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert ("pip install 'penstock[demo]'" in result.stderr) is not is_loop_compiled()
