@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.fair_time import pace
 from tests.ports import free_port
 
 START_S = 60.0
@@ -53,7 +54,7 @@ def started_demo(command: Callable[..., list[str]], folder: Path | None = None) 
         arguments, stdout=subprocess.PIPE, text=True, cwd=folder, start_new_session=True
     ) as process:
         assert process.stdout is not None
-        late = threading.Timer(START_S, os.killpg, (process.pid, signal.SIGKILL))
+        late = threading.Timer(START_S * pace(), os.killpg, (process.pid, signal.SIGKILL))
         late.start()
         lines: list[str] = []
         try:

@@ -31,6 +31,7 @@ _DESCRIBE = (
     "print(sys.implementation.name, sys.version_info.minor, sys.executable)"
 )
 
+_FLAGS_STAMP = "compiled-with"
 _BUILD_SDIST = (
     "import sys; from setuptools.build_meta import build_sdist; print(build_sdist(sys.argv[1]))"
 )
@@ -61,10 +62,21 @@ def build_pure() -> None:
 
 
 def copy_tracked_files(checkout: Path, target: Path) -> None:
-    """Copy the files that git tracks in a checkout; links stay links."""
-    for name in _run(["git", "ls-files", "-z"], checkout).split("\0")[:-1]:
-        (target / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(checkout / name, target / name, follow_symlinks=False)
+    """Copy the files that git tracks in a checkout, those behind a link to a folder twice.
+
+    setuptools takes each folder once, and would leave out the links and what they lead to.
+    """
+    names = _run(["git", "ls-files", "-z"], checkout).split("\0")[:-1]
+    for name in names:
+        if (checkout / name).is_dir():
+            linked = (checkout / name).resolve().relative_to(checkout.resolve())
+            inside = [Path(other) for other in names if Path(other).is_relative_to(linked)]
+            copies = {Path(name, other.relative_to(linked)): other for other in inside}
+        else:
+            copies = {Path(name): Path(name)}
+        for copy, original in copies.items():
+            (target / copy).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(checkout / original, target / copy)
 
 
 def find_interpreters() -> Iterator[str]:
@@ -95,14 +107,21 @@ def _describe(interpreter: str) -> list[str]:
 
 
 def _tree() -> Path:
-    # Return the copy of the project with C files, generated once for all interpreters.
+    # Return the copy of the project with C files, generated once for all interpreters and flags.
     #
     # An interrupted build continues with what it has compiled, unless a source or a flag differs.
-    tree, digest = WORK / "tree", f"{tree_digest()} {compiler_environment()['CFLAGS']}"
-    if not (tree / STAMP).is_file() or (tree / STAMP).read_text() != digest:
+    tree, flags = WORK / "tree", compiler_environment()["CFLAGS"]
+    if not _is_stamped(tree / STAMP, tree_digest()):
         write_tree(tree)
-        (tree / STAMP).write_text(digest)
+        (tree / STAMP).write_text(tree_digest())
+    if not _is_stamped(tree / _FLAGS_STAMP, flags):
+        shutil.rmtree(tree / "build", ignore_errors=True)
+        (tree / _FLAGS_STAMP).write_text(flags)
     return tree
+
+
+def _is_stamped(stamp: Path, text: str) -> bool:
+    return stamp.is_file() and stamp.read_text() == text
 
 
 def build_compiled(tree: Path, interpreter: str) -> Path:

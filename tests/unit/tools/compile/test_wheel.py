@@ -8,7 +8,7 @@ from pathlib import Path
 from tools.compile.wheel import copy_tracked_files
 
 
-def test_an_sdist_is_made_of_the_tracked_files_and_links_to_folders_stay_links(
+def test_an_sdist_is_made_of_the_tracked_files_also_where_a_link_leads_to_their_folder(
     tmp_path: Path,
 ) -> None:
     checkout, target = tmp_path / "checkout", tmp_path / "target"
@@ -16,10 +16,11 @@ def test_an_sdist_is_made_of_the_tracked_files_and_links_to_folders_stay_links(
     (checkout / "deploy" / "rules" / "a.yml").write_text("groups: []\n")
     (checkout / "deploy" / "chart").mkdir()
     (checkout / "deploy" / "chart" / "rules").symlink_to("../rules")
-    (checkout / "untracked").write_text("")
+    (checkout / "deploy" / "rules" / "untracked").write_text("")
     subprocess.run(["git", "init", "-q", checkout], check=True)
-    subprocess.run(["git", "-C", checkout, "add", "deploy"], check=True)
+    tracked = ["deploy/rules/a.yml", "deploy/chart/rules"]
+    subprocess.run(["git", "-C", checkout, "add", *tracked], check=True)
     copy_tracked_files(checkout, target)
-    assert (target / "deploy" / "chart" / "rules").is_symlink()
-    assert (target / "deploy" / "chart" / "rules" / "a.yml").read_text() == "groups: []\n"
-    assert not (target / "untracked").exists()
+    copied = {path.relative_to(target) for path in target.rglob("*") if not path.is_dir()}
+    assert copied == {Path("deploy/rules/a.yml"), Path("deploy/chart/rules/a.yml")}
+    assert not any(path.is_symlink() for path in target.rglob("*"))
