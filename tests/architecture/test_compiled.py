@@ -144,6 +144,12 @@ def test_a_method_without_a_form_in_c_or_handed_on_as_a_value_stays_pythons(body
     assert " m(" not in declarations("item", of(item=ITEM + body))
 
 
+def test_a_method_of_a_new_object_that_is_a_value_stays_pythons_beside_such_a_field() -> None:
+    item = ITEM + "    def m(self): pass\n"
+    user = "from item import Item\nclass Other:\n    m: int\nhanded_on = Item().m\n"
+    assert " m(" not in declarations("item", of(item=item, user=user))
+
+
 def test_a_method_is_declared_with_the_c_classes_and_bytes_of_its_annotations() -> None:
     body = "    def m(self, item: Item, data: bytes, at: float = 0.0) -> Item | None: pass\n"
     assert "    cpdef Item m(self, Item item, bytes data, object at=*)\n" in declarations(

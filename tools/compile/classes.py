@@ -104,7 +104,7 @@ class Project:
             frozenset(
                 name
                 for module in self.compiled
-                for name in _used_as_values(module, self.trees[module])
+                for name in _used_as_values(module, self.trees[module], self.classes)
             )
             - fields
         )
@@ -161,10 +161,11 @@ def slots(node: ast.ClassDef) -> list[str] | None:
     return None
 
 
-def _used_as_values(module: str, tree: ast.Module) -> Iterator[str]:
+def _used_as_values(module: str, tree: ast.Module, classes: Collection[str]) -> Iterator[str]:
     # Yield the names that a module reads without calling them.
     #
-    # A name is full, `module.Class.name`, where its class is known, and bare otherwise.
+    # A name is full, `module.Class.name`, where its class is known, and bare otherwise. `classes`
+    # are the C classes: an attribute of a new object, as in `Class().name`, belongs to one.
     names = names_of(module, tree) | _all_imports(tree)
     types: dict[str, set[str]] = {name: {full} for name, full in names.items()}
     for node in ast.walk(tree):
@@ -181,9 +182,10 @@ def _used_as_values(module: str, tree: ast.Module) -> Iterator[str]:
             if isinstance(node, ast.Name) and id(node) not in called:
                 yield f"{module}.{node.id}"
             elif isinstance(node, ast.Attribute) and id(node) not in called:
-                yield from [
-                    f"{owner}.{node.attr}" for owner in owners.get(ast.unparse(node.value), ())
-                ] or [node.attr]
+                known = owners.get(ast.unparse(node.value), set())
+                if isinstance(node.value, ast.Call):
+                    known = {names.get(ast.unparse(node.value.func), "")} & {*classes}
+                yield from [f"{owner}.{node.attr}" for owner in known] or [node.attr]
 
 
 def _unpacks(call: ast.Call) -> bool:
