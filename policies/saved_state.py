@@ -10,12 +10,13 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator, Mapping
 from itertools import islice
-from math import isfinite
+from math import inf, isfinite
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from policies.admission.quota import QuotaLimits
+from policies.admission.session_limit import SessionCap
 from policies.admission.sessions import ActiveSession
 from policies.engine.kalman import MOST_CORRECTION
 from policies.engine.step_time import StepCosts
@@ -33,6 +34,7 @@ BLOCKS = 512
 """Number of index blocks in one value: about half a millisecond of work."""
 _SLOT = MAX_SLOTS - 1
 _STAMP_BYTES = 8
+_NO_MEANS = (None, None, None, None, None)
 
 
 class Blocks(msgspec.Struct, frozen=True, array_like=True, tag="blocks"):
@@ -95,8 +97,12 @@ class SessionState(msgspec.Struct, frozen=True, array_like=True):
 
 
 class AdmissionState(msgspec.Struct, frozen=True, array_like=True):
-    """The saved running means of a priced admission and its active sessions, least recently used
-    first.
+    """The saved state of an admission that counts sessions.
+
+    means, full_rate  running means of a priced admission; None for another one
+    phi               WorkingSet.memory_share; infinite: sessions are not limited
+    memory_s          WorkingSet.memory_s, in seconds
+    sessions          the active sessions, least recently used first
     """
 
     means: tuple[float | None, float | None, float | None, float | None, float | None]
@@ -277,28 +283,36 @@ def _fits(live: KalmanFilter, state: KalmanState) -> bool:
 # Admission, quotas, lengths of answers
 
 
-def admission_state(live: PricedAdmission) -> AdmissionState:
+def admission_state(live: PricedAdmission | SessionCap) -> AdmissionState:
+    """Return the state to save of an admission that counts sessions."""
     sessions = live.sessions
     rows = [
         SessionState(name, session.tokens, session.last_used_s)
         for name, session in sessions._active.items()
     ]
+    if isinstance(live, SessionCap):
+        return AdmissionState(_NO_MEANS, sessions.memory_share, sessions.memory_s, rows)
     means = (live._budget, live._tpot_budget, live._typical_s, live._per_weight, None)
     rate = live._full_rate.per_unit
     return AdmissionState(means, sessions.memory_share, sessions.memory_s, rows, rate)
 
 
-def restore_admission(live: PricedAdmission, state: AdmissionState) -> None:
-    live._budget, live._tpot_budget, live._typical_s, live._per_weight, _ = state.means
-    live._full_rate.per_unit = state.full_rate
-    sessions, gate = live.sessions, live._rule.sessions
-    sessions.memory_share = min(gate.most, max(gate.least, state.phi))
+def restore_admission(live: PricedAdmission | SessionCap, state: AdmissionState) -> None:
+    """Restore what `admission_state` returned, also that of an admission of the other kind."""
+    if not isinstance(live, SessionCap) and state.means != _NO_MEANS:
+        live._budget, live._tpot_budget, live._typical_s, live._per_weight, _ = state.means
+        live._full_rate.per_unit = state.full_rate
+    sessions, gate = live.sessions, live.sessions.gate
+    if state.phi < inf:
+        # A limit on evidence may lie above `most` while it ends.
+        most = gate.most if gate.start is not None else inf
+        sessions.memory_share = min(most, max(gate.least, state.phi))
     sessions.memory_s = min(gate.longest_s, max(gate.shortest_s, state.memory_s))
     for row in state.sessions:
         if row.name not in sessions._active:
             session = sessions._active[row.name] = ActiveSession(row.seen_s)
             sessions._resize(session, max(0, row.tokens))
-    if state.sessions:
+    if state.sessions and (sessions.is_limited or not isinstance(live, SessionCap)):
         live.is_calm = False
 
 

@@ -22,6 +22,7 @@ from gateway.restart.channel import (
 )
 from policies import saved_state
 from policies.admission.priced import PricedAdmission
+from policies.admission.session_limit import SessionCap
 from policies.engine.peer_load import NOTHING, PeerShare
 from policies.health.health import HealthState as HealthState
 from policies.ledger import own_load
@@ -69,7 +70,7 @@ def collect_state(gateway: Gateway) -> Iterator[LearnedState]:
 
 def _collect_admission(gate: AdmissionController) -> Iterator[LearnedState]:
     for queue in gate.pool_queues():
-        if isinstance(queue.admission, PricedAdmission):
+        if isinstance(queue.admission, PricedAdmission | SessionCap):
             yield PoolState(queue.name, saved_state.admission_state(queue.admission))
     for tenant, quota in gate.quotas.by_tenant.items():
         yield TenantState(tenant, saved_state.quota_state(quota))
@@ -126,7 +127,7 @@ class Restorer:
                     ),
                     None,
                 )
-                if queue is not None and isinstance(queue.admission, PricedAdmission):
+                if queue is not None and isinstance(queue.admission, PricedAdmission | SessionCap):
                     saved_state.restore_admission(queue.admission, admission)
             case TenantState(tenant, quota):
                 live_quota = self._gateway.gate.quotas.by_tenant.get(tenant)

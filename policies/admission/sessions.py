@@ -132,6 +132,7 @@ class WorkingSet:
     tokens        context tokens of all active sessions
     memory_share  share of the fleet's KV that active sessions may fill; inf: no limit
     memory_s      seconds that an idle session stays active
+    gate          the parameters
     """
 
     __slots__ = (
@@ -143,19 +144,19 @@ class WorkingSet:
         "_expected_tokens",
         "_expired",
         "_extra_at",
-        "_gate",
         "_has_refused",
         "_key_of",
         "_lost_tokens",
         "_queued",
         "_updates",
+        "gate",
         "memory_s",
         "memory_share",
         "tokens",
     )
 
     def __init__(self, gate: SessionGate | None = None) -> None:
-        self._gate = gate or SessionGate()
+        self.gate = gate or SessionGate()
         self._active: dict[SessionKey, ActiveSession] = {}
         self._expired: dict[SessionKey, float] = {}
         self._key_of: Callable[[str], SessionKey] | None = None
@@ -163,14 +164,14 @@ class WorkingSet:
         self._ended: dict[SessionKey, None] = {}  # ended since the last updates were taken
         self._due: list[tuple[float, int, SessionKey]] = []  # heap of ends of `keep_s`
         self.tokens = 0
-        self.memory_share = inf if self._gate.start is None else self._gate.start
-        self.memory_s = self._gate.memory_s
+        self.memory_share = inf if self.gate.start is None else self.gate.start
+        self.memory_s = self.gate.memory_s
         self._lost_tokens = self._expected_tokens = 0.0
         self._has_refused = False
         self._changed_s = 0.0
         self._extra_at = -inf
-        self._drain = DrainRate(self._gate.memory_s)
-        self._queued = DecayingMean(self._gate.period_s)
+        self._drain = DrainRate(self.gate.memory_s)
+        self._queued = DecayingMean(self.gate.period_s)
 
     def __len__(self) -> int:
         return len(self._active)
@@ -206,7 +207,7 @@ class WorkingSet:
         them, if the limit rests on evidence. Sessions count for minutes after their last answer, so
         without this an idle fleet would refuse clients until sessions that have ended expire.
         """
-        if self._gate.start is not None or waiting_prompts(candidates) >= CALM:
+        if self.gate.start is not None or waiting_prompts(candidates) >= CALM:
             return False
         if (now - self._extra_at) * max(1, len(candidates)) < EXTRA_S:
             return False
@@ -279,8 +280,8 @@ class WorkingSet:
         if one is None:
             return
         if hints.keep_s is not None:
-            one.keep_s = min(hints.keep_s, self._gate.longest_s)
-            if one.keep_s < self.memory_s and len(self._due) < self._gate.remembered:
+            one.keep_s = min(hints.keep_s, self.gate.longest_s)
+            if one.keep_s < self.memory_s and len(self._due) < self.gate.remembered:
                 heappush(self._due, (now + one.keep_s, len(self._due), name))
         one.is_ending = hints.is_last
         if one.is_ending and not one.in_flight:
@@ -292,7 +293,7 @@ class WorkingSet:
         self.tokens -= one.tokens
         self._drain.record(now, one.tokens)
         self._updates.pop(name, None)
-        if self._key_of is not None and len(self._ended) < self._gate.remembered:
+        if self._key_of is not None and len(self._ended) < self.gate.remembered:
             self._ended[name] = None
 
     # Several gateways
@@ -351,7 +352,7 @@ class WorkingSet:
         A limit that depends on evidence (`start` None) needs the candidates.
         """
         self._expire(now)
-        gate = self._gate
+        gate = self.gate
         if gate.start is None and self._active:
             self._queued.record(waiting_prompts(candidates), now)
         if now - self._changed_s < gate.period_s or not self._expected_tokens:
@@ -372,7 +373,7 @@ class WorkingSet:
         # Limit sessions while evicted contexts make prompts queue; otherwise lift the limit.
         #
         # Contexts that are evicted on a fleet without queues harm no one, and refusals would.
-        gate, queued = self._gate, self._queued.mean
+        gate, queued = self.gate, self._queued.mean
         is_harmful = lost > gate.lost_most and queued >= QUEUED
         if not self.is_limited:
             if is_harmful and kv_tokens and self.tokens > gate.least * kv_tokens:
@@ -385,8 +386,8 @@ class WorkingSet:
             self._grow_carefully(lost)
 
     def _grow_carefully(self, lost: float) -> None:
-        if lost < self._gate.lost_least and self._has_refused:
-            self.memory_share = min(self._gate.most, self.memory_share + 0.01)
+        if lost < self.gate.lost_least and self._has_refused:
+            self.memory_share = min(self.gate.most, self.memory_share + 0.01)
 
     def _expire(self, now: float) -> None:
         while self._due and self._due[0][0] <= now:
@@ -396,7 +397,7 @@ class WorkingSet:
                 self._drop(name, now)
         for _ in range(len(self._active)):
             name, one = next(iter(self._active.items()))
-            too_many = len(self._active) > self._gate.remembered // 2
+            too_many = len(self._active) > self.gate.remembered // 2
             if one.last_used_s + self.memory_s > now and not too_many:
                 return
             if too_many or not (one.in_flight or self._remaining_s(one, now)):
@@ -417,7 +418,7 @@ class WorkingSet:
         self._updates.pop(name, None)
         self._drain.record(now, one.tokens)
         self._expired[name] = one.last_used_s
-        if len(self._expired) > self._gate.remembered // 2:
+        if len(self._expired) > self.gate.remembered // 2:
             del self._expired[next(iter(self._expired))]
 
     def _key(self, session: str) -> SessionKey:
@@ -435,7 +436,7 @@ class WorkingSet:
         #
         # `left_s` is when the returning session was last used; None if unknown. A later return than
         # memory_s raises memory_s; an earlier one lowers it.
-        gate = self._gate
+        gate = self.gate
         if left_s is None or now - left_s > 2 * gate.longest_s:
             return
         late = now - left_s > self.memory_s

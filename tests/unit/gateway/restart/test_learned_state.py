@@ -4,6 +4,7 @@ changed.
 
 from __future__ import annotations
 
+from math import inf
 from random import Random
 
 import msgspec
@@ -14,6 +15,7 @@ from gateway.restart.channel import LENGTH, BoundListener, HandoverOffer, pack_m
 from policies import saved_state
 from policies.admission.priced import PricedAdmission, PricedAdmissionParams
 from policies.admission.quota import Quota, QuotaLimits
+from policies.admission.session_limit import ON_EVIDENCE, SessionCap
 from policies.engine.output_length import OutputLengths
 from policies.engine.step_time import FILLS, SpeedBelief, shape_for
 from policies.prefix.fingerprint import Fingerprint, Fingerprinter
@@ -171,6 +173,27 @@ def test_admission_means_and_sessions_are_restored() -> None:
     assert saved_state.admission_state(after) == AdmissionState(
         (0.5, 20.0, 1.5, 1.0, None), 0.8, 90.0, rows, 1.2
     )
+
+
+@pytest.mark.parametrize("share", [0.6, 1.3, inf])
+def test_a_limit_on_sessions_and_its_sessions_are_restored(share: float) -> None:
+    before, after = SessionCap(ON_EVIDENCE), SessionCap(ON_EVIDENCE)
+    before.sessions.memory_share = share
+    before.sessions.on_reserved("one", 700, 0, 0, 5.0)
+    saved_state.restore_admission(after, saved_state.admission_state(before))
+    assert (after.sessions.tokens, after.sessions.contains("one")) == (700, True)
+    assert after.sessions.memory_share == share
+    assert after.is_calm == (share == inf)
+
+
+def test_sessions_are_restored_where_the_admission_has_changed() -> None:
+    cap, priced = SessionCap(ON_EVIDENCE), PricedAdmission(PricedAdmissionParams())
+    cap.sessions.on_reserved("one", 700, 0, 0, 5.0)
+    saved_state.restore_admission(priced, saved_state.admission_state(cap))
+    assert (priced.sessions.tokens, priced.sessions.memory_share) == (700, 0.7)
+    other = SessionCap(ON_EVIDENCE)
+    saved_state.restore_admission(other, saved_state.admission_state(priced))
+    assert (other.sessions.tokens, other.sessions.memory_share) == (700, 0.7)
 
 
 def test_expected_output_lengths_are_restored() -> None:
