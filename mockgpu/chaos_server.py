@@ -86,7 +86,7 @@ async def _no_pages(request: web.Request, handler: Handler) -> web.StreamRespons
     # A page in a local browser could otherwise reach 127.0.0.1.
     host = request.headers.get("Host", HOST).rpartition(":")[0] or request.headers.get("Host", HOST)
     if host not in (HOST, "localhost") or any(name in request.headers for name in BROWSER_HEADERS):
-        return _json({"error": "web pages may not set faults"}, 403)
+        return _json({"error": "web pages are not allowed to set faults"}, 403)
     return await handler(request)
 
 

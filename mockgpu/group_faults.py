@@ -105,7 +105,7 @@ class GroupFaults:
         if any(fault.kind in WIRE_FAULTS for fault in faults) and (
             self._wires is None or not self._wires.supports_faults
         ):
-            raise FaultError("wire faults need a group that transfers KV over tcp")
+            raise FaultError("faults of KV connections need a group that transfers KV over tcp")
         if any(fault.kind in EVENT_FAULTS for fault in faults) and self._group.kv_events is None:
             raise FaultError("faults of KV events need a group with --kv-events-port")
 

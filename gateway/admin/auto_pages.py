@@ -27,7 +27,7 @@ def add_auto(routes: web.UrlDispatcher, find: Callable[[], AutoPolicyController 
         controller, pool = find(), request.match_info["pool"]
         try:
             if controller is None:
-                raise UnknownPoolError("this process chooses no policies")
+                raise UnknownPoolError("no pool of this process chooses its policy automatically")
             outcome = await controller.set_pin(pool, is_pinned=request.match_info["what"] == "pin")
         except UnknownPoolError as error:
             return web.json_response({"result": "nothing", "message": str(error)}, status=404)

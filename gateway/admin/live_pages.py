@@ -115,7 +115,9 @@ def add_view(server: web.Application, look: SampleFunction, draining: Callable[[
             return web.Response(status=503, text="draining\n")
         if not hub.try_add_watcher():
             return web.Response(
-                status=503, text="too many watchers already\n", headers={"Retry-After": "5"}
+                status=503,
+                text="too many browsers already watch the live view\n",
+                headers={"Retry-After": "5"},
             )
         try:
             return await _stream(request, hub, draining)

@@ -63,7 +63,7 @@ def auto(
             for line in pool_lines(row):
                 print_line(line)
     if not reply["pools"]:
-        print_line("no pool has the section auto")
+        print_line("no pool of the configuration has the section auto")
 
 
 def pool_lines(row: Mapping[str, Any]) -> Iterator[str]:

@@ -91,7 +91,10 @@ def chaos(
         Only | None, typer.Option("--only", help="For slow: only these engine steps; default: all.")
     ] = None,
     rank: Annotated[
-        int, typer.Option("--rank", min=0, help="For lose-rank: rank of the GPU that is lost.")
+        int,
+        typer.Option(
+            "--rank", min=0, help="For lose-rank: number of the GPU (rank) that the group loses."
+        ),
     ] = 0,
     hang: Annotated[
         bool, typer.Option("--hang", help="For lose-rank: the other ranks hang instead of failing.")

@@ -144,7 +144,8 @@ def rollback(
     version: Annotated[
         int | None,
         typer.Argument(
-            min=1, help="Number of the version to return to; default: the previous one."
+            min=1,
+            help="Number of the configuration version to return to; default: the previous one.",
         ),
     ] = None,
     force: ForceOption = False,

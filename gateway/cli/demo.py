@@ -431,7 +431,7 @@ def _next_steps(demo: DemoOptions, file: Path, url: str, admin: str) -> str:
         f"{penstock} explain": "why the newest request was routed as it was",
         set_policy: "change the policy while requests run",
         f"{penstock} diff && {penstock} rollback": "show the last change, then undo it",
-        f"{penstock} demo --split": "prefill on one group, decode on another",
+        f"{penstock} demo --split": "split requests: prefill on one group, decode on another",
         f"{penstock} serve --engine http://HOST:8000": "route to your own engines, without a file",
     }
     width = max(map(len, steps))
@@ -441,7 +441,8 @@ def _next_steps(demo: DemoOptions, file: Path, url: str, admin: str) -> str:
 _BUILDS = MappingProxyType(
     {
         "compiled": "compiled, as installed from a wheel",
-        "sources": "the sources; a wheel with compiled modules needs less CPU (docs/install.md)",
+        "sources": "running from sources; a wheel with compiled modules needs less CPU "
+        "(docs/install.md)",
     }
 )
 

@@ -18,7 +18,8 @@ from gateway.cli.output import JsonOption, exit_with_error, print_json, print_li
 POLL_S = 0.5
 
 EndpointArgument = Annotated[
-    str, typer.Argument(metavar="ENDPOINT", help="Name of the endpoint, as in `penstock top`.")
+    str,
+    typer.Argument(metavar="ENDPOINT", help="Name of the endpoint, as `penstock top` shows it."),
 ]
 
 
@@ -31,7 +32,11 @@ def drain(
     ] = False,
     timeout: Annotated[
         float,
-        typer.Option("--timeout", min=0, help="With --wait: maximum time to wait, in seconds."),
+        typer.Option(
+            "--timeout",
+            min=0,
+            help="With --wait: maximum time to wait for the last request, in seconds.",
+        ),
     ] = 600.0,
     key_file: KeyFileOption = None,
     as_json: JsonOption = False,

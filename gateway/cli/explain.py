@@ -27,7 +27,8 @@ def explain(
         str,
         typer.Argument(
             metavar="ID",
-            help="The x-request-id of the request's response; default: the newest request.",
+            help="The x-request-id in the response of the request to explain; default: the newest "
+            "request.",
         ),
     ] = NEWEST_REQUEST,
     as_json: JsonOption = False,

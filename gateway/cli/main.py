@@ -127,7 +127,7 @@ app = typer.Typer(
 )
 
 _POLICIES = "Routing policy: prefix_aware, priced, or any other name in docs/policies.md."
-_DIALECTS = "vllm_nixl, vllm_push, mooncake, sglang or trtllm."
+_DIALECTS = "KV transfer dialect of the engines: vllm_nixl, vllm_push, mooncake, sglang or trtllm."
 
 PolicyOption = Annotated[str | None, typer.Option("--policy", help=_POLICIES)]
 AdminPortOption = Annotated[
@@ -139,7 +139,8 @@ RunningFileOption = Annotated[
     Path | None,
     typer.Option(
         "--running",
-        help="Configuration to compare with; default: the running one, from --admin.",
+        help="Configuration file to compare with; default: the running configuration, from "
+        "--admin.",
     ),
 ]
 FailIfWorseOption = Annotated[
@@ -148,7 +149,7 @@ FailIfWorseOption = Annotated[
         "--fail-if-worse",
         min=0,
         metavar="POINTS",
-        help="Exit with status 3 if a pool loses more goodput than this, in percentage points.",
+        help="Exit with status 3 if a pool loses more goodput than this many percentage points.",
     ),
 ]
 
@@ -372,15 +373,14 @@ def check(
 @with_admin_options
 def plan(
     admin: AdminAddress,
-    file: Annotated[Path, typer.Argument(help="Configuration file to evaluate.")],
+    file: Annotated[Path, typer.Argument(help="New configuration file to evaluate.")],
     last: Annotated[
         str,
-        typer.Option(
-            "--last", metavar="TIME", help="Newest part of the access log to replay, as a duration."
-        ),
+        typer.Option("--last", metavar="TIME", help="How much of the access log's end to replay."),
     ] = "10m",
     log: Annotated[
-        Path | None, typer.Option("--log", help="Access log; default: that of the running gateway.")
+        Path | None,
+        typer.Option("--log", help="Path of the access log; default: that of the running gateway."),
     ] = None,
     running: RunningFileOption = None,
     model: Annotated[

@@ -32,7 +32,8 @@ def migrate(
         ),
     ] = None,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="File to write; default: stdout.")
+        Path | None,
+        typer.Option("--output", "-o", help="File to write the gateway.yaml to; default: stdout."),
     ] = None,
     model: Annotated[
         str | None, typer.Option("--model", help="Name of the model, if the source names none.")

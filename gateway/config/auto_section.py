@@ -14,7 +14,8 @@ from gateway.config.values import Duration, Section, setting
 from gateway.config.yaml_source import number_if_substituted
 
 AUTO = "auto"
-"""In place of a policy's name: the pool begins with the default policy, and the section `auto`."""
+"Written in place of a policy's name. The pool begins with the default policy, and with the "
+"section `auto`."
 
 DEFAULT_PORTFOLIO = ("prefix_aware", "priced", "llmd_blend", "lmetric")
 LEAST_INTERVAL_S = 2.0
@@ -29,13 +30,13 @@ class AutoPolicy(Section):
         "it, or only advise it.",
     )
     portfolio: Annotated[tuple[PolicyChoice, ...], Field(min_length=1, max_length=8)] = setting(
-        DEFAULT_PORTFOLIO, "The policies that are compared, besides the one in force."
+        DEFAULT_PORTFOLIO, "The routing policies that are compared with the one in force."
     )
     interval: Annotated[Duration, Field(ge=LEAST_INTERVAL_S)] = setting(
         "5m", "Time between two comparisons; at least 2s."
     )
     window: Annotated[Duration, Field(ge=LEAST_INTERVAL_S)] = setting(
-        "10m", "The newest part of the access log that a comparison replays; at least 2s."
+        "10m", "How much of the newest part of the access log a comparison replays; at least 2s."
     )
     cpu_percent: Annotated[float, Field(gt=0, le=50), BeforeValidator(number_if_substituted)] = (
         setting(5, "Share of one core that the replay process may use, in percent; at most 50.")

@@ -19,18 +19,19 @@ class BatchApi(Section):
     )
     slo: Name | None = setting(
         None,
-        "Service class of the requests of batches; by default the class with the least weight.",
+        "Service class of batch requests; by default the class with the least weight.",
     )
     concurrency: Count = setting(
         64,
-        "Maximum number of requests of batches that one gateway process runs at once in each pool.",
+        "Maximum number of batch requests that one gateway process runs at once in each pool.",
     )
     share: Annotated[float, Field(gt=0, le=1), BeforeValidator(number_if_substituted)] = setting(
         0.9,
-        "Share of a pool's places (0 to 1) up to which requests of batches fill it beside others.",
+        "Share of a pool's capacity (0 to 1) up to which batch requests may fill it beside other "
+        "requests.",
     )
     window: Duration = setting(
-        "7d", "Longest completion window of a batch; a longer request for one is refused."
+        "7d", "Longest completion window of a batch. A batch with a longer one is refused."
     )
     file_size: Size = setting("200MiB", "Maximum size of one uploaded file.")
     lines: Count = setting(50000, "Maximum number of requests in one batch.")
@@ -41,7 +42,8 @@ class BatchApi(Section):
     batches: Count = setting(100, "Maximum number of unfinished batches of one tenant.")
     expiry: Duration = setting(
         "30d",
-        "Time after which a file or a finished batch is deleted, if its upload sets no other time.",
+        "Time after which an uploaded file or a finished batch is deleted, if its upload sets no "
+        "other time.",
     )
     lease: Duration = setting(
         "30s",

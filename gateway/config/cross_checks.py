@@ -63,7 +63,7 @@ def warnings(data: Any) -> Iterator[RuleFinding]:
     }
     for path, _ in iter_mappings(get_member(data, "pools"), ("pools",)):
         if used and path[-1] not in used:
-            yield RuleFinding(path, "no model uses this pool", is_on_key=True)
+            yield RuleFinding(path, "is used by no model", is_on_key=True)
     yield from _unused_names(data)
     yield from _names_to_list(data)
     yield from role_rules.warnings(data)

@@ -19,10 +19,10 @@ class Kubernetes(Section):
     The pod's service account needs the rights to list and watch its EndpointSlices.
     """
 
-    service: DnsLabel = Field(description="Name of the Service.")
+    service: DnsLabel = Field(description="Name of the Kubernetes Service.")
     namespace: DnsLabel | None = setting(
-        None, "Namespace of the Service; by default the gateway pod's own."
+        None, "Namespace of the Kubernetes Service; by default that of the gateway's own pod."
     )
     port: Annotated[str, StringConstraints(pattern=r"^[a-z0-9-]{1,15}$")] | None = setting(
-        None, "Name or number (in quotes) of the port; by default the first one."
+        None, "Name, or number in quotes, of the Service's port; by default its first port."
     )

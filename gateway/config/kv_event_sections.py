@@ -29,17 +29,19 @@ class KvEvents(Section):
 
     publisher: EventAddress | None = setting(
         None,
-        "host:port of its publisher, or :port on the endpoint's own host; further data-parallel "
-        "ranks have the following ports. By default the engine is asked (vLLM 0.33: "
-        "/kv_event_sources, SGLang: /server_info).",
+        "Address (host:port) of the engine's publisher of KV events, or :port on the endpoint's "
+        "own host; further data-parallel ranks have the following ports. By default the engine is "
+        "asked (vLLM 0.33: /kv_event_sources, SGLang: /server_info).",
     )
     replay: EventAddress | None = setting(
         None,
-        "host:port or :port of its replay socket; without one, a lost message empties what is "
-        "known of the rank's cache.",
+        "Address (host:port or :port) of the engine's socket for replays of KV events; without "
+        "one, a lost message empties what is known of the rank's cache.",
     )
     topic: Annotated[str, StringConstraints(max_length=256)] = setting(
-        "", "Topic that its messages begin with; by default all are read."
+        "",
+        "Topic with which the engine's KV event messages begin; by default messages of all "
+        "topics are read.",
     )
 
     @model_validator(mode="after")

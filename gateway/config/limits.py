@@ -14,8 +14,8 @@ class Limits(Section):
 
     body: Size = setting(
         "32MiB",
-        "Largest request body in bytes; a larger one gets 413, at once if Content-Length "
-        "announces it.",
+        "Largest request body in bytes. A larger one is refused with 413, at once if "
+        "Content-Length announces it.",
     )
     body_budget: Size = setting(
         "512MiB",
@@ -29,7 +29,7 @@ class Limits(Section):
         "1KiB", "Bytes per second at which a body must arrive after the first second."
     )
     idle_timeout: Duration = setting(
-        "75s", "How long a client connection may stay open between requests."
+        "75s", "How long a client connection may stay open without a request."
     )
     slow_reader: Duration = setting(
         "30s", "How long a client may leave a response unread before its connection is closed."
@@ -40,7 +40,9 @@ class Limits(Section):
         "quarter of it may wait to be sent. It also limits a connection's speed, to about 180 KiB "
         "per round trip.",
     )
-    body_chunks: Count = setting(16384, "Maximum number of chunks in one chunked body.")
+    body_chunks: Count = setting(
+        16384, "Maximum number of chunks in a request body with chunked transfer coding."
+    )
     sequences: Count = setting(
         256,
         "Maximum number of sequences in one request: its prompts times `n` or `best_of`. A "

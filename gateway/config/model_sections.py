@@ -19,8 +19,8 @@ class Split(Section):
     )
     threshold_tokens: Count = setting(
         2048,
-        "Minimum number of prompt tokens not cached at the decode endpoint from which a request "
-        "is split.",
+        "Minimum number of uncached prompt tokens from which a request is split. Tokens are "
+        "uncached if the decode endpoint does not have them in its prefix cache.",
     )
     hysteresis: Annotated[float, Field(ge=0, lt=1)] = setting(
         0.25,
@@ -29,8 +29,8 @@ class Split(Section):
     )
     transfer_timeout: Duration = setting(
         "30s",
-        "Maximum time from the end of the prefill to the first token; after it the request is "
-        "computed again on one endpoint.",
+        "Maximum time from the end of the prefill to the first token of a split request. After it, "
+        "the request is computed again on one endpoint.",
     )
 
 
@@ -39,18 +39,21 @@ class Resume(Section):
 
     attempts: Annotated[
         int, Field(strict=True, ge=2, le=8), BeforeValidator(number_if_substituted)
-    ] = setting(3, "Maximum number of endpoints for one response, including the first.")
+    ] = setting(
+        3,
+        "Maximum number of endpoints that may generate parts of one response, the first included.",
+    )
     tokens: Count = setting(
         32768,
-        "Maximum tokens of prompt and response that are recorded to continue a stream, four bytes"
-        " each; a longer stream is not continued.",
+        "Maximum number of prompt and response tokens that are recorded to continue a broken "
+        "stream, four bytes each. A longer stream is not continued.",
     )
 
 
 class Overflow(Section):
     """A smaller model that may serve requests which would otherwise be refused."""
 
-    model: Name = Field(description="Name of the smaller model, as in the list of models.")
+    model: Name = Field(description="Name of the smaller model, as in the list `models`.")
     penalty: Annotated[float, Field(ge=0, lt=1), BeforeValidator(number_if_substituted)] = setting(
         0.3,
         "Share of a request's worth that is lost if the smaller model serves it (0 to 1); the "
@@ -61,7 +64,9 @@ class Overflow(Section):
 class Model(Section):
     """A model that applications can request by name, and the pool that serves it."""
 
-    name: Name = Field(description="The name applications send and see in /v1/models.")
+    name: Name = Field(
+        description="The name of the model that applications send, and see in /v1/models."
+    )
     aliases: tuple[Name, ...] = setting(
         (),
         "Other names for the same model; a response contains the name that was requested. A name "
@@ -74,10 +79,13 @@ class Model(Section):
         "with several models, only this setting can give it.",
     )
     context_tokens: Count | None = setting(
-        None, "Maximum of prompt plus response; the gateway refuses longer requests."
+        None,
+        "Maximum number of tokens of prompt plus response. The gateway refuses longer requests.",
     )
     split: Split | None = setting(
-        None, "How to split requests between prefill and decode endpoints; not split by default."
+        None,
+        "How requests are split between prefill and decode endpoints. By default they are "
+        "not split.",
     )
     resume: Resume | None = setting(
         None,
@@ -85,17 +93,19 @@ class Model(Section):
         "with an error.",
     )
     slo: Name | None = setting(
-        None, "Service class of requests that name none; slo.default by default."
+        None,
+        "Service class of the model's requests that name none; by default that of slo.default.",
     )
     overflow: Annotated[tuple[Overflow, ...], Field(max_length=8)] = setting(
         (),
-        "Models that serve what this one's pool would refuse, marked by the header "
-        "x-penstock-tier. None by default.",
+        "Smaller models that serve requests which this model's pool would refuse, marked by the "
+        "header x-penstock-tier. None by default.",
     )
     parameters: Parameters | None = setting(
         None, "The model's number of parameters, to estimate its speed before any measurement."
     )
     active_parameters: Parameters | None = setting(
         None,
-        "Number of parameters used for one token (mixture of experts); all of them by default.",
+        "Number of model parameters that one token uses (mixture of experts); all of them by "
+        "default.",
     )

@@ -27,14 +27,17 @@ class Traces(Section):
     """
 
     endpoint: CollectorUrl = Field(
-        description="OTLP over HTTP, for example http://127.0.0.1:4318/v1/traces."
+        description="URL of the trace collector (OTLP over HTTP), for example "
+        "http://127.0.0.1:4318/v1/traces."
     )
     ratio: Annotated[float, Field(ge=0, le=1), BeforeValidator(number_if_substituted)] = setting(
         0.01,
         "Share of requests that are traced. A request with a traceparent is traced if that is "
         "sampled, and only then.",
     )
-    key: Secret | None = setting(None, "Bearer token for the collector, by reference.")
+    key: Secret | None = setting(
+        None, "Bearer token for the trace collector, by reference: ${NAME} or ${file:/path}."
+    )
 
     _sendable_key = field_validator("key")(check_sendable)
 
@@ -42,10 +45,10 @@ class Traces(Section):
 class LogRotation(Section):
     """Rotation of the access log's file. Older files are named FILE.1 (the newest), FILE.2, ..."""
 
-    size: Size = setting("100MiB", "Size at which a new file begins.")
+    size: Size = setting("100MiB", "Size of the access log file at which a new file begins.")
     keep: Annotated[
         int, Field(strict=True, ge=1, le=1000), BeforeValidator(number_if_substituted)
-    ] = setting(5, "Number of older files to keep.")
+    ] = setting(5, "Number of older access log files that are kept.")
 
     @field_validator("size")
     @classmethod
@@ -60,9 +63,11 @@ class LogRotation(Section):
 class OperatorLog(Section):
     """Settings of the gateway's own log messages, on stderr."""
 
-    format: Literal["text", "json"] = setting("text", "Plain lines, or one JSON object per line.")
+    format: Literal["text", "json"] = setting(
+        "text", "Format of the log: plain text lines, or one JSON object per line."
+    )
     level: Literal["debug", "info", "warning", "error"] = setting(
-        "info", "Lowest severity that is written."
+        "info", "Lowest severity of messages that are written to the log."
     )
 
 
@@ -70,10 +75,13 @@ class Observability(Section):
     """Settings for what the gateway reports about itself: access log, log and traces."""
 
     access_log: Annotated[str, StringConstraints(min_length=1, max_length=4096)] = setting(
-        "stdout", "Where to write one JSON line per request: stdout, off, or the path of a file."
+        "stdout",
+        "Where the access log (one JSON line per request) is written: stdout, off, or "
+        "the path of a file.",
     )
     access_flush: Duration = setting(
-        "200ms", "Maximum time a line waits to be written together with others."
+        "200ms",
+        "Maximum time that a line of the access log waits to be written together with others.",
     )
     access_blocks: Annotated[bool, Field(strict=True)] | None = setting(
         None,
@@ -93,4 +101,6 @@ class Observability(Section):
     ] = setting(
         512, "Number of latest requests that /explain/{id} of the admin server can explain."
     )
-    traces: Traces | None = setting(None, "Where traces go; by default no request is traced.")
+    traces: Traces | None = setting(
+        None, "The collector that receives request traces; by default no request is traced."
+    )

@@ -17,14 +17,17 @@ class Redis(Section):
     """
 
     url: RedisUrl = Field(
-        description="redis://host:port, or rediss:// for TLS; a path is the number of the database."
+        description="URL of the Redis server: redis://host:port, or rediss:// for TLS. A path is "
+        "the number of the database."
     )
-    username: Name | None = setting(None, "User name, if Redis has several users.")
+    username: Name | None = setting(None, "User name for Redis, if the server has several users.")
     password: Secret | None = setting(
         None, "Password for Redis, by reference: ${NAME} or ${file:/path}."
     )
     tls: ClientTls | None = setting(
-        None, "Files for rediss://; by default the system's authorities are trusted."
+        None,
+        "Certificate files for a rediss:// URL; by default the system's certificate "
+        "authorities are trusted.",
     )
 
     @model_validator(mode="after")
@@ -39,15 +42,21 @@ class Shared(Section):
 
     redis: Redis = Field(description="The Redis server through which the gateways exchange state.")
     key: Secret = Field(
-        description="A key common to all gateways, by reference; at least 16 characters."
+        description="A secret key that all gateways have in common, by reference; at least 16 "
+        "characters."
     )
     fleet: Annotated[str, StringConstraints(pattern=r"^[0-9A-Za-z._-]{1,64}$")] = setting(
         "penstock",
         "Name of the group of gateways that share state. Its keys in Redis begin with this name, "
         "so that several groups can share a Redis server.",
     )
-    flush: Interval = setting("75ms", "How long updates are collected before they are sent.")
-    memory: Size = setting("16MiB", "Memory for what a new gateway receives from the others.")
+    flush: Interval = setting(
+        "75ms", "How long updates for the other gateways are collected before they are sent."
+    )
+    memory: Size = setting(
+        "16MiB",
+        "Memory for recent messages, with which this gateway brings a new gateway up to date.",
+    )
 
     @field_validator("key")
     @classmethod

@@ -19,22 +19,28 @@ from gateway.config.yaml_source import number_if_substituted, numbers_if_substit
 class PolicySpec(Section):
     """The policy that picks an endpoint: its name, alone or with parameters."""
 
-    name: Name = Field(description="prefix_aware, priced, or another of the table below.")
+    name: Name = Field(
+        description="Name of the routing policy: prefix_aware, priced, or another "
+        "one in the table below."
+    )
     params: Mapping[str, Annotated[Any, BeforeValidator(numbers_if_substituted)]] = Field(
         default={},
         alias="parameters",
-        description="The policy's own parameters; unknown ones are an error.",
+        description="The parameters of the routing policy; unknown ones are an error.",
     )
 
 
 class AdmissionSpec(Section):
     """The policy that admits, queues or refuses requests: its name, alone or with parameters."""
 
-    name: Name = Field(description="none, cap, priced, or another of the table below.")
+    name: Name = Field(
+        description="Name of the admission policy: none, cap, priced, or another "
+        "one in the table below."
+    )
     params: Mapping[str, Annotated[Any, BeforeValidator(numbers_if_substituted)]] = Field(
         default={},
         alias="parameters",
-        description="The admission's own parameters; unknown ones are an error.",
+        description="The parameters of the admission policy; unknown ones are an error.",
     )
 
 
@@ -57,7 +63,7 @@ class Canary(Section):
     """A policy that serves part of the pool's requests, on trial beside the pool's own policy."""
 
     policy: PolicyChoice = Field(
-        description="The policy's name, or a mapping of name and parameters."
+        description="The canary policy's name, or a mapping of name and parameters."
     )
     percent: (
         Annotated[float, Field(gt=0, lt=100), BeforeValidator(number_if_substituted)] | None
@@ -67,7 +73,7 @@ class Canary(Section):
         "session.",
     )
     tenants: Annotated[tuple[Name, ...], Field(max_length=256)] = setting(
-        (), "Instead of a percentage: the tenants whose requests the canary serves, all of them."
+        (), "The tenants all of whose requests the canary policy serves, in place of a percentage."
     )
 
     @model_validator(mode="after")

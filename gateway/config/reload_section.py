@@ -16,15 +16,16 @@ class AutoRollback(Section):
 
     window: Duration = setting(
         "60s",
-        "Time after a change during which failures are compared with those of the same time "
-        "before it.",
+        "Time after a configuration change in which failed requests are compared with those of the "
+        "same time before it.",
     )
     error_ratio: Annotated[float, Field(gt=0, le=1)] = setting(
         0.05,
-        "Allowed increase of the share of failed requests: 0.05 is five of a hundred.",
+        "Allowed increase of the share of failed requests after a configuration change: 0.05 is "
+        "five of a hundred.",
     )
     requests: Count = setting(
-        50, "Minimum number of requests since the change before the change is judged."
+        50, "Minimum number of requests after a configuration change before the change is judged."
     )
 
 
@@ -32,12 +33,15 @@ class Reload(Section):
     """Settings for reloading this file: when to reload, and what to check and keep."""
 
     watch: Annotated[bool, Field(strict=True)] = setting(
-        True, "Whether changes of the file, and of files that it names, take effect automatically."
+        True,
+        "Whether changes of the configuration file, and of files that it names, take effect "
+        "automatically.",
     )
     state_dir: Annotated[str, StringConstraints(min_length=1, max_length=4096)] | None = setting(
         None,
-        "Folder that keeps the last 20 versions over restarts; by default they are in memory only.",
+        "Folder that keeps the last 20 configuration versions over restarts; by default they are "
+        "in memory only.",
     )
     auto_rollback: AutoRollback | None = setting(
-        None, "When to undo a change automatically; never by default."
+        None, "When a configuration change is undone automatically; never by default."
     )

@@ -15,18 +15,22 @@ MIN_SECRET_CHARS = 16
 class TenantLimits(Section):
     """Rate limits of a tenant, over all gateways that share state; more requests get 429."""
 
-    requests_per_minute: Count | None = setting(None, "Requests per minute; unlimited by default.")
+    requests_per_minute: Count | None = setting(
+        None, "Maximum number of the tenant's requests per minute; unlimited by default."
+    )
     tokens_per_minute: Count | None = setting(
         None,
-        "Tokens of prompts and responses per minute; until a response ends, its expected length "
-        "counts. Unlimited by default.",
+        "Maximum number of the tenant's tokens (prompts and responses) per minute. Until a "
+        "response ends, its expected length counts. Unlimited by default.",
     )
 
 
 class ScopedKey(Section):
     """A further API key of a tenant, which is valid for some models only."""
 
-    key: Secret = Field(description="The API key, by reference: ${NAME} or ${file:/path}.")
+    key: Secret = Field(
+        description="An API key of the tenant, by reference: ${NAME} or ${file:/path}."
+    )
     models: Annotated[tuple[Name, ...], Field(min_length=1, max_length=256)] = Field(
         description="The model names that the key is valid for, aliases and patterns (claude-*) "
         "included; other models are invisible to it."
@@ -43,13 +47,14 @@ class Tenant(Section):
         description="API key of the tenant, by reference: ${NAME} or ${file:/path}."
     )
     keys: Annotated[tuple[Secret, ...], Field(max_length=8)] = setting(
-        (), "Further valid API keys, for example while a key is being replaced; by reference."
+        (),
+        "Further API keys of the tenant, for example while a key is being replaced; by reference.",
     )
     models: Annotated[tuple[Name, ...], Field(max_length=256)] = setting(
-        (), "Model names that `key` and `keys` are valid for, as in scoped_keys; all by default."
+        (), "Names of the models that `key` and `keys` may use, as in scoped_keys; all by default."
     )
     scoped_keys: Annotated[tuple[ScopedKey, ...], Field(max_length=64)] = setting(
-        (), "Further API keys with models of their own."
+        (), "Further API keys of the tenant that may only use the models listed with them."
     )
     cache_group: Name | None = setting(
         None,

@@ -40,14 +40,15 @@ class CertificateFiles(Section):
     """The paths of a certificate and of its private key, as PEM files."""
 
     certificate: PemFile = Field(
-        description="Path of the certificate, followed by any intermediate ones (PEM). Changes "
-        "are picked up."
+        description="Path of the certificate (PEM), followed by any intermediate ones. Changes of "
+        "the file are picked up."
     )
     key: PemFile = Field(
-        description="Path of the certificate's private key (PEM). Changes are picked up."
+        description="Path of the certificate's private key (PEM). Changes of the file are picked "
+        "up."
     )
     key_password: Secret | None = setting(
-        None, "Password of the private key, by reference; none by default."
+        None, "Password that decrypts the private key, by reference; none by default."
     )
 
     @property
@@ -65,12 +66,13 @@ class ListenerTls(CertificateFiles):
 
     more: Annotated[tuple[CertificateFiles, ...], Field(max_length=64)] = setting(
         (),
-        "Further certificates. A client gets the one for its server name (SNI), else the first.",
+        "Further certificates of the listener. A client gets the one for its server name (SNI), "
+        "else the first.",
     )
     client_ca: PemFile | None = setting(
         None,
-        "Path of the authorities (PEM) that sign client certificates; by default none are "
-        "requested.",
+        "Path of the certificate authorities (PEM) that sign client certificates; by default none "
+        "are requested.",
     )
     client_certificates: Literal["required", "optional"] = setting(
         "required", "With client_ca: whether a client must have a certificate."
@@ -106,15 +108,15 @@ class ClientTls(Section):
 
     ca: PemFile | None = setting(
         None,
-        "Path of the authorities (PEM) that sign the server's certificate; by default the "
-        "system's.",
+        "Path of the certificate authorities (PEM) that sign the server's certificate; by default "
+        "the system's.",
     )
     certificate: PemFile | None = setting(
         None, "Path of the gateway's own certificate (PEM), if the server requests one."
     )
     key: PemFile | None = setting(None, "Path of the private key of that certificate (PEM).")
     key_password: Secret | None = setting(
-        None, "Password of the private key, by reference; none by default."
+        None, "Password that decrypts the private key, by reference; none by default."
     )
     verify: Annotated[bool, Field(strict=True)] = setting(
         True,
@@ -143,6 +145,6 @@ class EngineTls(ClientTls):
 
     server_name: Host | None = setting(
         None,
-        "Name to request (SNI) and to expect in the engine's certificate; by default the URL's "
-        "host.",
+        "Server name to request (SNI) and to expect in the engine's certificate; by default the "
+        "URL's host.",
     )

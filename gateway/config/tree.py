@@ -63,7 +63,7 @@ class Listener(Section):
 
     host: Host
     port: Port
-    tls: ListenerTls | None = setting(None, "TLS of this listener; plain HTTP by default.")
+    tls: ListenerTls | None = setting(None, "TLS settings of this listener; plain HTTP by default.")
 
 
 class ApiListener(Listener):
@@ -89,7 +89,7 @@ class AdminListener(Listener):
     """The address of the admin server, which operators and Prometheus connect to."""
 
     host: Host = setting(
-        "127.0.0.1", "Address of /healthz, /readyz, /metrics, /endpoints and /config."
+        "127.0.0.1", "Address of the admin server (/healthz, /readyz, /metrics and others)."
     )
     port: Port = setting(8081, "Port of the admin server, not the API port; 0 takes a free one.")
 
@@ -106,12 +106,14 @@ class Listeners(Section):
 class LayoutSpec(Section):
     """How one engine process distributes the model over GPUs."""
 
-    tp: Count = setting(1, "Tensor parallel size: GPUs that share each layer.")
-    pp: Count = setting(1, "Pipeline parallel size: groups of GPUs that each hold some layers.")
+    tp: Count = setting(1, "Tensor parallel size: number of GPUs that share each layer.")
+    pp: Count = setting(
+        1, "Pipeline parallel size: number of groups of GPUs that each hold some layers."
+    )
     ep: Count = setting(
         1, "Expert parallel size; must divide tp * dp, the ranks that experts are distributed over."
     )
-    dp: Count = setting(1, "Data parallel ranks inside the engine.")
+    dp: Count = setting(1, "Data parallel size: number of ranks inside the engine.")
     domains: tuple[Name, ...] = setting(
         (),
         "Link domains of hardware.domains that hold the engine's GPUs, divided evenly among them "
@@ -122,11 +124,13 @@ class LayoutSpec(Section):
 class EndpointTraits(Section):
     """All settings of a TP group (an engine process) except its name and URL."""
 
-    role: Role = setting("both", "prefill, decode, or both (serves whole requests).")
+    role: Role = setting(
+        "both", "Phases that it serves: prefill, decode, or both (whole requests)."
+    )
     bootstrap: Annotated[Bootstrap, WrapValidator(own_host)] | None = setting(
         None,
-        "host:port of a prefill endpoint's bootstrap server, as decode endpoints reach it "
-        "(mooncake, sglang); :port if it is on the endpoint's own host.",
+        "Address of a prefill endpoint's bootstrap server for decode endpoints (mooncake, sglang): "
+        "host:port, or :port if it is on the endpoint's own host.",
     )
     engine: EngineKind = setting("vllm", "The engine's API dialect: vllm, sglang or trtllm.")
     served_model: Name | None = setting(
@@ -160,8 +164,8 @@ class EndpointTraits(Section):
     )
     kv_events: KvEvents | None = setting(
         None,
-        "Where it publishes KV events, from which the gateway knows exactly what its prefix cache "
-        "holds; {} asks the engine. Needs the extra `events`.",
+        "Where the engine publishes KV events, from which the gateway knows exactly what its "
+        "prefix cache holds; {} asks the engine. Needs the extra `events`.",
     )
     context_tokens: Count | None = setting(
         None,
@@ -178,7 +182,7 @@ class EndpointTraits(Section):
 
     tls: EngineTls | None = setting(
         None,
-        "TLS to an https:// URL; by default the system's authorities are trusted.",
+        "TLS settings for an https:// URL; by default the system's authorities are trusted.",
     )
 
     _sendable_key = field_validator("api_key")(check_sendable)
@@ -221,21 +225,25 @@ class WaitingRoom(Section):
 
     size: Annotated[
         int, Field(strict=True, ge=0, le=2**20), BeforeValidator(number_if_substituted)
-    ] = setting(256, "Requests that may wait; further ones get 429. With 0, no request waits.")
-    timeout: Duration = setting("30s", "Maximum wait, after which a request gets 429.")
+    ] = setting(256, "Most requests that may wait; further ones get 429. With 0, none waits.")
+    timeout: Duration = setting("30s", "Maximum time that a request waits before it gets 429.")
 
 
 class Discover(Section):
     """The source of a pool's discovered endpoints: one of dns, file and kubernetes."""
 
-    dns: Bootstrap | None = setting(None, "name:port; every address of the name is an endpoint.")
+    dns: Bootstrap | None = setting(
+        None, "DNS name:port; every address of the name is an endpoint."
+    )
     file: Annotated[str, StringConstraints(min_length=1, max_length=4096)] | None = setting(
         None,
         "Path of a YAML or JSON list of URLs, or of mappings as under endpoints; changes are "
         "picked up. A relative one starts at the configuration's folder.",
     )
-    kubernetes: Kubernetes | None = setting(None, "A Service whose ready endpoints are used.")
-    interval: Interval = setting("10s", "Time between DNS queries, with jitter.")
+    kubernetes: Kubernetes | None = setting(
+        None, "Kubernetes Service whose ready endpoints are used."
+    )
+    interval: Interval = setting("10s", "Time between two queries of the DNS name, with jitter.")
     endpoint: EndpointTraits = setting(
         {}, "Settings of each discovered endpoint, as under endpoints."
     )
@@ -273,13 +281,14 @@ class Pool(Section):
         "request.",
     )
     canary: Canary | None = setting(
-        None, "A policy on trial that serves part of the requests; none by default."
+        None, "A routing policy on trial that serves part of the requests; none by default."
     )
     admission: AdmissionChoice = setting(
-        admission_registry.DEFAULT, "The admission's name, or a mapping of name and parameters."
+        admission_registry.DEFAULT,
+        "The admission policy's name, or a mapping of name and parameters.",
     )
     endpoints: Annotated[tuple[EndpointSpec, ...], Field(max_length=4096)] = setting(
-        (), "The TP groups; may be empty if others are discovered."
+        (), "The endpoints of the pool; may be empty if others are discovered."
     )
     discover: Discover | None = setting(None, "Where further endpoints are found; none by default.")
     waiting_room: WaitingRoom = setting({}, "The queue for requests while no endpoint is free.")
@@ -326,7 +335,7 @@ class Retries(Section):
         int, Field(strict=True, ge=0, le=1000), BeforeValidator(number_if_substituted)
     ] = setting(
         3,
-        "Concurrent retries allowed beyond that share, so that a gateway with little load can "
+        "Number of retries allowed beyond that share, so that a gateway with little load can "
         "retry.",
     )
     hedge: Annotated[float, Field(ge=0, le=0.2)] = setting(
@@ -351,14 +360,14 @@ class HealthSpec(Section):
         "Time between two probes; at most 1s for an ejected endpoint. Answers stand for probes; "
         "endpoints without requests get at most 256 probes per second, all together.",
     )
-    timeout: Duration = setting("1s", "Maximum response time of a probe.")
+    timeout: Duration = setting("1s", "Maximum time for an engine to answer a health probe.")
     failures: Count = setting(
         3, "Consecutive failures, of probes or requests, that eject an endpoint."
     )
     backoff: Duration = setting(
         "1s",
-        "First ejection time; it doubles, with jitter, each time the endpoint fails again after "
-        "its return.",
+        "Duration of the first ejection; it doubles, with jitter, each time the endpoint fails "
+        "again after its return.",
     )
     backoff_max: Duration = setting("60s", "Maximum time for which an endpoint is ejected.")
     slow_start: Duration = setting(
@@ -371,7 +380,7 @@ class HealthSpec(Section):
         "How many times as long as its peers an endpoint must take for the same work to be "
         "ejected as slow; 0: never. Peers have the same role, engine, layout and label `gpu`.",
     )
-    path: HttpPath = setting("/health", "Path that a probe requests.")
+    path: HttpPath = setting("/health", "HTTP path that a health probe requests.")
     progress: Duration = setting(
         "5s",
         "Time without output while requests are in progress (longer for long prompts) after which "
@@ -395,15 +404,15 @@ class Scrape(Section):
     interval: Interval = setting(
         "1s", "Time between two scrapes of a busy endpoint; three times as long without requests."
     )
-    timeout: Duration = setting("1s", "Maximum response time of a scrape.")
-    stale: Duration = setting("5s", "Age from which a scrape is not used any more.")
+    timeout: Duration = setting("1s", "Maximum time for an engine to send its metrics.")
+    stale: Duration = setting("5s", "Age from which the load in a scrape is not used any more.")
 
 
 class Prefix(Section):
     """Settings of the prefix index, which records what prompt prefixes each endpoint has cached."""
 
     index: Size = setting(
-        "256MiB", "Memory for the index, a hard limit; oldest entries are dropped."
+        "256MiB", "Memory for the prefix index, a hard limit; the oldest entries are dropped."
     )
     events: Size = setting(
         "256MiB",
@@ -437,7 +446,9 @@ class SloClass(Section):
     tpot: Duration = Field(
         description="Target for the mean time per further token (time per output token)."
     )
-    weight: Weight = setting(1.0, "Worth of one request relative to those of other classes.")
+    weight: Weight = setting(
+        1.0, "Worth of one request of this class relative to those of other classes."
+    )
 
 
 class Slos(Section):
@@ -454,7 +465,7 @@ class Slos(Section):
             "standard": {"ttft": "5s", "tpot": "100ms"},
             "batch": {"ttft": "60s", "tpot": "500ms", "weight": 0.25},
         },
-        "Classes by name; replaces these three.",
+        "Service classes by name; they replace the three built-in ones.",
     )
 
 
@@ -478,7 +489,7 @@ class Admin(Section):
 class LinkDomain(Section):
     """GPUs that fast links such as NVLink connect: a server, or a rack."""
 
-    gpus: Count = Field(description="GPUs of this domain; each belongs to one endpoint only.")
+    gpus: Count = Field(description="GPUs in this domain; each belongs to one endpoint only.")
 
 
 class Hardware(Section):
@@ -486,10 +497,11 @@ class Hardware(Section):
 
     gpus: Count | None = setting(
         None,
-        "GPUs of the whole fleet; layouts that need more are an error. Not checked by default.",
+        "Number of GPUs in the fleet; layouts that need more are an error. Not checked by default.",
     )
     link_domain_gpus: Count = setting(
-        8, "GPUs connected by fast links such as NVLink: 8 in an HGX server, 72 in an NVL72 rack."
+        8,
+        "GPUs connected by fast links such as NVLink: 8 in an HGX server, 72 in an NVL72 rack.",
     )
     domains: Mapping[Name, LinkDomain] = setting(
         {}, "Link domains by name, for endpoints that name theirs in layout.domains."
@@ -530,7 +542,7 @@ class SizedFor(Section):
         max_length=9,
     )
     hourly_rates: Annotated[Shares, Field(max_length=24)] = setting(
-        (), "Requests per second by hour of the day, 24 of them; none: rates are not compared."
+        (), "Requests per second by hour of the day, 24 numbers; if empty, rates are not compared."
     )
 
 
@@ -548,9 +560,9 @@ class Config(Section):
         {}, "How long the gateway waits for engines, and for requests when it stops."
     )
     retries: Retries = setting(
-        {}, "Retries on another endpoint, before the first byte of a response."
+        {}, "How failed requests are retried on another endpoint, before the first byte."
     )
-    health: HealthSpec = setting({}, "Ejection of endpoints and their return.")
+    health: HealthSpec = setting({}, "When failing endpoints are ejected, and when they return.")
     scrape: Scrape = setting({}, "How engines' load is read from their metrics.")
     prefix: Prefix = setting({}, "The index of which endpoint holds which prompt prefix.")
     slo: Slos = setting({}, "Service classes with their latency targets.")
@@ -558,7 +570,9 @@ class Config(Section):
     sized_for: Mapping[Name, SizedFor] = setting(
         {}, "What pools were sized for, by pool; penstock drift compares a log with it."
     )
-    tenants: tuple[Tenant, ...] = setting((), "Clients with keys; empty leaves the API open.")
+    tenants: tuple[Tenant, ...] = setting(
+        (), "Clients with keys; without any, the API is open to all."
+    )
     cache: Cache = setting({}, "Which tenants may share cached prompts.")
     observability: Observability = setting({}, "What the gateway reports about itself.")
     admin: Admin = setting({}, "Who may make changes through the admin server.")

@@ -378,7 +378,8 @@ class _Reader:
         if _OPEN.search(_REFERENCE.sub(" ", text)):
             self._source.add_error(
                 path,
-                "a ${ is not closed, or has another reference inside; write $${ for a literal ${",
+                "a reference that begins with ${ is not closed, or has another reference inside; "
+                "write $${ for a literal ${",
             )
         return _substituted(filled, text)
 

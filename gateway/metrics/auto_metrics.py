@@ -20,7 +20,7 @@ class AutoMetrics:
         )
         self.switches: MetricFamily[Counter] = auto.counter(
             "penstock_auto_switches_total",
-            "Changes of a pool's policy that followed from a comparison.",
+            "Changes of a pool's routing policy that followed from a comparison.",
             POOL,
         )
         self.gain: MetricFamily[Gauge] = auto.gauge(
@@ -35,7 +35,8 @@ class AutoMetrics:
             POOL,
         )
         self.replay_cpu: Counter = auto.counter(
-            "penstock_auto_replay_cpu_seconds_total", "CPU time of the replay processes."
+            "penstock_auto_replay_cpu_seconds_total",
+            "CPU time of the processes that replay the access log to compare policies.",
         ).labels()
 
     def remove_pool(self, pool: str) -> None:

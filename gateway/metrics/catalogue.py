@@ -142,7 +142,7 @@ class Metrics:
         )
         self.shed_total: MetricFamily[Counter] = meters.counter(
             "penstock_shed_total",
-            "Requests refused by admission control or a quota, by reason and service class.",
+            "Requests that admission control or a quota refused, by reason and service class.",
             *(REASON, CLASS),
         )
         self.retries_total: MetricFamily[Counter] = meters.counter(
@@ -153,19 +153,20 @@ class Metrics:
         )
         self.hedges_total: MetricFamily[Counter] = meters.counter(
             "penstock_hedges_total",
-            "Requests also sent to a second endpoint because their first byte was late, by second "
-            "endpoint.",
+            "Requests that were also sent to a second endpoint because their first byte was late, "
+            "by that endpoint.",
             ENDPOINT,
         )
         self.resumes_total: MetricFamily[Counter] = meters.counter(
             "penstock_resumes_total",
-            "Streams that broke after their first byte, by failure and result: resumed on another "
-            "endpoint, closed (only the end of the stream was missing), broke again, or why they "
-            "were not resumed. Only for models with resume.",
+            "Streams that broke after their first byte, by failure and by result: resumed on "
+            "another endpoint, closed (only the end of the stream was missing), broke again, or "
+            "the reason why they were not resumed. Only for models with resume.",
             *(REASON, RESUME_RESULT),
         )
         self.retry_budget_remaining: Gauge = meters.gauge(
-            "penstock_retry_budget_remaining", "Retries that the fleet-wide budget allows now."
+            "penstock_retry_budget_remaining",
+            "Number of retries that the gateway's retry budget would allow now.",
         ).labels()
         self.client_disconnects_total: MetricFamily[Counter] = meters.counter(
             "penstock_client_disconnects_total",
@@ -208,8 +209,8 @@ class Metrics:
         )
         self.overhead_seconds: Histogram = meters.histogram(
             "penstock_overhead_seconds",
-            "Time in the gateway from the last byte of the request to its dispatch, without "
-            "queueing.",
+            "Time in the gateway from the last byte of a request to its dispatch to an endpoint, "
+            "without queueing.",
             OVERHEAD_BUCKETS_S,
         ).labels()
         self.shed_seconds: Histogram = meters.histogram(
@@ -245,8 +246,8 @@ class Metrics:
         )
         self.ttft_prediction_error_ratio: Histogram = meters.histogram(
             "penstock_ttft_prediction_error_ratio",
-            "Relative error of the predicted time from pick to first token; streamed responses "
-            "only.",
+            "Relative error of the predicted time from the pick of an endpoint to the first token; "
+            "streamed responses only.",
             RATIO_BUCKETS,
         ).labels()
         self.pick_regret_seconds: Histogram = meters.histogram(
@@ -310,11 +311,14 @@ class Metrics:
             merge=Merge.MAX,
         )
         self.ejections_total: MetricFamily[Counter] = meters.counter(
-            "penstock_ejections_total", "Ejections of an endpoint, by reason.", *(ENDPOINT, REASON)
+            "penstock_ejections_total",
+            "Ejections of an endpoint from routing, by reason.",
+            *(ENDPOINT, REASON),
         )
         self.upstream_errors_total: MetricFamily[Counter] = meters.counter(
             "penstock_upstream_errors_total",
-            "Failures of an endpoint seen by the gateway, by kind; one request may cause several.",
+            "Failures of an endpoint that the gateway has seen, by kind; one request may cause "
+            "several.",
             *(ENDPOINT, KIND),
         )
 
@@ -333,14 +337,15 @@ class Metrics:
             "penstock_cached_tokens_total", "Prompt tokens that engines reported as cached.", MODEL
         )
         self.prefix_lookup_tokens_total: Counter = meters.counter(
-            "penstock_prefix_lookup_tokens_total", "Prompt tokens looked up in the prefix index."
+            "penstock_prefix_lookup_tokens_total",
+            "Prompt tokens of requests that were looked up in the prefix index.",
         ).labels()
         self.prefix_hit_tokens_total: Counter = meters.counter(
             "penstock_prefix_hit_tokens_total",
             "Prompt tokens that the prefix index believed to be cached at the picked endpoint.",
         ).labels()
         self.prefix_index_bytes: Gauge = meters.gauge(
-            "penstock_prefix_index_bytes", "Memory of the prefix index."
+            "penstock_prefix_index_bytes", "Memory that the prefix index uses."
         ).labels()
 
     def _batches(self, meters: FamilyFactory) -> None:
@@ -364,7 +369,7 @@ class Metrics:
             "penstock_batch_backlog", "Requests of batches that have no result yet."
         ).labels()
         self.batch_running: Gauge = meters.gauge(
-            "penstock_batch_running", "Requests of batches that run now."
+            "penstock_batch_running", "Requests of batches that are running now."
         ).labels()
 
     def _kv_events(self, meters: FamilyFactory) -> None:
@@ -377,14 +382,14 @@ class Metrics:
         )
         self.kv_event_messages_total: MetricFamily[Counter] = meters.counter(
             "penstock_kv_event_messages_total",
-            "Messages of KV events by kind: applied, gap (messages were missing), duplicate, "
-            "restart (the engine began again).",
+            "Messages of KV events from engines, by kind: applied, gap (messages were missing), "
+            "duplicate, restart (the engine began again).",
             *(ENDPOINT, KIND),
         )
         self.kv_event_audits_total: MetricFamily[Counter] = meters.counter(
             "penstock_kv_event_audits_total",
-            "Answers whose cached tokens were compared with the exact index, by result: right, "
-            "wrong.",
+            "Answers whose number of cached tokens was compared with the index of KV events, by "
+            "result: right, wrong.",
             *(ENDPOINT, RESULT),
         )
         self.prompts_learned_total: MetricFamily[Counter] = meters.counter(
@@ -396,12 +401,14 @@ class Metrics:
     def _split(self, meters: FamilyFactory) -> None:
         self.split_decisions_total: MetricFamily[Counter] = meters.counter(
             "penstock_split_decisions_total",
-            "Attempts at requests of models with a split, by decision (split, whole) and reason.",
+            "Attempts to serve requests of models with a split, by decision (split, whole) and "
+            "reason.",
             *(DECISION, REASON),
         )
         self.split_legs_total: MetricFamily[Counter] = meters.counter(
             "penstock_split_legs_total",
-            "Legs of split requests, by role and outcome.",
+            "Requests to engines that are halves of split requests, by role (prefill, decode) and "
+            "outcome.",
             *(ROLE, OUTCOME),
         )
         self.split_stage_seconds: MetricFamily[Histogram] = meters.histogram(
@@ -421,13 +428,14 @@ class Metrics:
         )
         self.split_leases_given_up_total: MetricFamily[Counter] = meters.counter(
             "penstock_split_leases_given_up_total",
-            "Handoffs whose KV was freed unread because no decode endpoint was left for it, by "
-            "reason.",
+            "Handoffs of split requests whose KV was freed unread because no decode endpoint was "
+            "left for it, by reason.",
             REASON,
         )
         self.split_pairs_total: MetricFamily[Counter] = meters.counter(
             "penstock_split_pairs_total",
-            "Attempts of a prefill and a decode endpoint at a request, by result: served, failed.",
+            "Attempts to serve a request by a prefill and a decode endpoint, by result: served, "
+            "failed.",
             *(PREFILL, DECODE, RESULT),
         )
 
@@ -460,7 +468,8 @@ class Metrics:
         )
         self.blind_picks_total: Counter = meters.counter(
             "penstock_blind_picks_total",
-            "Prefix-aware picks before this gateway had received the others' prefix index.",
+            "Prefix-aware picks of endpoints before this gateway had received the other gateways' "
+            "prefix index.",
         ).labels()
 
     def _process(self, meters: FamilyFactory, process: FamilyFactory) -> None:
@@ -478,7 +487,7 @@ class Metrics:
         )
         self.config_last_reload_successful: Gauge = meters.gauge(
             "penstock_config_last_reload_successful",
-            "0 after a rejected configuration change, until the next successful one.",
+            "1 if the last configuration change was applied, 0 if it was rejected.",
             merge=Merge.MIN,
         ).labels()
         self.config_applied_timestamp_seconds: Gauge = meters.gauge(
@@ -492,11 +501,13 @@ class Metrics:
             OVERHEAD_BUCKETS_S,
         ).labels()
         self.loop_lag_seconds: Histogram = process.histogram(
-            "penstock_loop_lag_seconds", "Delay of a timer of the event loop.", OVERHEAD_BUCKETS_S
+            "penstock_loop_lag_seconds",
+            "Delay with which a timer of the event loop fires, a sign that the loop was blocked.",
+            OVERHEAD_BUCKETS_S,
         ).labels()
         self.bytes_out_total: Counter = process.counter(
             "penstock_bytes_out_total", "Bytes of responses sent to clients."
         ).labels()
         self.open_streams: Gauge = process.gauge(
-            "penstock_open_streams", "Requests admitted and not yet ended."
+            "penstock_open_streams", "Requests that were admitted and have not ended yet."
         ).labels()

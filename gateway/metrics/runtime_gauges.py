@@ -87,7 +87,7 @@ class RuntimeGauges:
             meters.section(Row.SPLIT, "disagg/handoffs.py")
             .gauge(
                 "penstock_split_live",
-                "Running split requests, which hold KV memory at one endpoint or both.",
+                "Split requests that are running and hold KV memory at one endpoint or both.",
             )
             .labels()
         )
@@ -140,19 +140,19 @@ class RuntimeGauges:
         )
         self.endpoint_running: MetricFamily[Gauge] = meters.gauge(
             "penstock_endpoint_running",
-            "Requests in the engine's batch, as reported by it.",
+            "Requests in the engine's running batch, as the engine reports it.",
             ENDPOINT,
             merge=Merge.LAST,
         )
         self.endpoint_waiting: MetricFamily[Gauge] = meters.gauge(
             "penstock_endpoint_waiting",
-            "Requests in the engine's queue, as reported by it.",
+            "Requests in the engine's own queue, as the engine reports it.",
             ENDPOINT,
             merge=Merge.LAST,
         )
         self.endpoint_kv_usage: MetricFamily[Gauge] = meters.gauge(
             "penstock_endpoint_kv_usage_ratio",
-            "Share of the engine's KV memory in use, as reported by it.",
+            "Share of the engine's KV memory in use, as the engine reports it.",
             ENDPOINT,
             merge=Merge.LAST,
         )
@@ -168,7 +168,7 @@ class RuntimeGauges:
         )
         self.endpoint_scrape_age: MetricFamily[Gauge] = meters.gauge(
             "penstock_endpoint_scrape_age_seconds",
-            "Age of the load that an endpoint last reported.",
+            "Time since an endpoint last reported its load.",
             ENDPOINT,
             merge=Merge.MIN,
         )
@@ -195,17 +195,17 @@ class RuntimeGauges:
             merge=Merge.MIN,
         )
         self.body_bytes: Gauge = meters.gauge(
-            "penstock_body_bytes", "Memory of request bodies that a retry may need."
+            "penstock_body_bytes", "Memory that request bodies take, which a retry may need."
         ).labels()
         self.tasks: Gauge = meters.gauge(
             "penstock_tasks",
-            "Tasks of the event loop: a few per endpoint; most requests need none.",
+            "Number of tasks in the event loop: a few per endpoint; most requests need none.",
         ).labels()
         self.log_lines_dropped_total: Counter = meters.counter(
             "penstock_log_lines_dropped_total",
             "Access log lines that could not be written, for example to a full disk or a blocked "
             "pipe.",
         ).labels()
-        text = "1, by the program's version and whether its hot path is compiled."
+        text = "Always 1, with the version as label, and whether the hot path is compiled."
         build = meters.gauge("penstock_build_info", text, *BUILD, merge=Merge.LAST)
         build.labels(program_version(), str(is_compiled()).lower()).set(1)

@@ -24,8 +24,8 @@ class TrialMetrics:
         )
         self.ttft: MetricFamily[Counter] = shadow.counter(
             "penstock_shadow_ttft_seconds_total",
-            "Predicted seconds by which first tokens would have come sooner, or later, with a "
-            "shadow policy's picks.",
+            "Predicted seconds by which first tokens would have come sooner, or later, if a shadow "
+            "policy's picks had been used.",
             *(POOL, POLICY, DIRECTION),
         )
         self.tokens: MetricFamily[Counter] = shadow.counter(
@@ -36,7 +36,7 @@ class TrialMetrics:
         )
         self.cost: MetricFamily[Counter] = shadow.counter(
             "penstock_shadow_cost_seconds_total",
-            "CPU time spent on a shadow policy.",
+            "CPU time spent on evaluating a shadow policy.",
             *(POOL, POLICY),
         )
         canary = meters.section(Row.CONFIGURATION, "trials/canary.py")

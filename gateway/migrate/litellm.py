@@ -30,11 +30,11 @@ _PARAMETERS: Mapping[str, str] = {
     "tpm": "rates are limited per tenant (tenants[].limits)",
     "weight": "endpoints are weighed by their load",
     "order": "models[].overflow orders models, not endpoints",
-    "timeout": "timeouts are the same for all endpoints",
-    "stream_timeout": "timeouts are the same for all endpoints",
-    "max_retries": "retries are the same for all endpoints",
-    "input_cost_per_token": "endpoints have no costs",
-    "output_cost_per_token": "endpoints have no costs",
+    "timeout": "the gateway's timeouts are the same for all endpoints",
+    "stream_timeout": "the gateway's timeouts are the same for all endpoints",
+    "max_retries": "the gateway's retries are the same for all endpoints",
+    "input_cost_per_token": "endpoints have no costs in the gateway",
+    "output_cost_per_token": "endpoints have no costs in the gateway",
 }
 _FORWARDED = "requests are forwarded as clients send them, without defaults"
 
@@ -75,7 +75,10 @@ def _deployments(config: Mapping[str, Any], draft: Draft) -> Iterator[Deployment
             raise MigrationError(f"model_list[{index}] needs model_name and litellm_params")
         item = f"model_list[{index}] {entry['model_name']}"
         for key in entry.keys() - {"model_name", "litellm_params"}:
-            draft.drop(f"{item}: {key}", _PARAMETERS.get(key, "it describes the model to LiteLLM"))
+            draft.drop(
+                f"{item}: {key}",
+                _PARAMETERS.get(key, "this setting only describes the model to LiteLLM"),
+            )
         deployment = _deployment(entry["model_name"], parameters, item, draft)
         if deployment is not None:
             yield deployment
@@ -109,7 +112,9 @@ def _extra(parameters: Mapping[str, Any], item: str, draft: Draft) -> dict[str, 
             continue
         if key == "api_key":
             if str(value).lower() in _PLACEHOLDERS:
-                draft.differ(f"{item}: api_key", "a placeholder; the engine gets no key")
+                draft.differ(
+                    f"{item}: api_key", "this key is a placeholder; the engine gets no key"
+                )
             else:
                 extra["api_key"] = draft.refer(str(value), "ENGINE_API_KEY", f"{item}: api_key")
         elif key == "max_parallel_requests" and isinstance(value, int) and value > 0:

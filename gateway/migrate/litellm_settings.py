@@ -13,8 +13,8 @@ from gateway.migrate.policy_names import LITELLM
 _SECTIONS = ("router_settings", "litellm_settings", "general_settings")
 _AFFINITY = frozenset({"deployment_affinity", "session_affinity", "responses_api_deployment_check"})
 _CACHE = "answers are not cached; engines cache prompts"
-_DATABASE = "there is no database; list clients' keys as tenants"
-_CALLBACK = "there are no callbacks; the access log, /metrics and traces have every request"
+_DATABASE = "the gateway has no database; list clients' keys as tenants"
+_CALLBACK = "the gateway has no callbacks; the access log, /metrics and traces have every request"
 
 _REASONS: Mapping[str, str] = MappingProxyType(
     {
@@ -31,16 +31,16 @@ _REASONS: Mapping[str, str] = MappingProxyType(
         "default_fallbacks": "models[].overflow is set for each model",
         "drop_params": "requests are forwarded as clients send them",
         "enable_pre_call_checks": "endpoints that cannot take a request are never picked",
-        "guardrails": "answers are not inspected",
+        "guardrails": "the gateway does not inspect answers",
         "health_check_": "every endpoint is probed once a second (health.interval)",
         "json_logs": "set observability.log.format to json",
-        "max_budget": "there are no budgets in money",
+        "max_budget": "the gateway has no budgets in money",
         "max_parallel_requests": "requests are limited per endpoint (max_concurrency)",
         "modify_params": "requests are forwarded as clients send them",
         "redis_": "several gateways share one view by `shared`",
         "retry_after": "a retry goes to another endpoint at once, without a pause",
         "retry_policy": "what is retried does not depend on the kind of error",
-        "routing_strategy_args": "policies have parameters of their own",
+        "routing_strategy_args": "routing policies have parameters of their own",
         "set_verbose": "set observability.log.level to debug",
         "store_": _DATABASE,
         "stream_timeout": "timeouts.first_byte is for all requests",
@@ -57,7 +57,7 @@ def convert(config: Mapping[str, Any], draft: Draft) -> None:
         if section == "environment_variables":
             draft.do(section, "set these variables for the gateway's process")
         elif section not in (*_SECTIONS, "model_list"):
-            draft.drop(section, "this section has no counterpart")
+            draft.drop(section, "this section has no counterpart in gateway.yaml")
     for section in _SECTIONS:
         settings = config.get(section)
         for key, value in (settings if isinstance(settings, dict) else {}).items():
@@ -102,7 +102,7 @@ def _checks(value: Any, item: str, draft: Draft) -> None:
             _set_policy(draft, "prefix_aware")
             draft.differ(f"{item} {check}", "prefix_aware follows the prompt's own prefix")
         else:
-            draft.drop(f"{item} {check}", "there is no such check")
+            draft.drop(f"{item} {check}", "the gateway has no such check")
 
 
 def _retries(value: Any, item: str, draft: Draft) -> None:
@@ -140,7 +140,10 @@ def _fallbacks(value: Any, item: str, draft: Draft) -> None:
         known = [target for target in targets if target in names and target != name]
         for target in targets:
             if target not in known or name not in names:
-                draft.drop(f"{item} {name}: {target}", "one of the two models is not served here")
+                draft.drop(
+                    f"{item} {name}: {target}",
+                    "one of the two models is not served by the engines of this configuration",
+                )
         for model in _models(draft):
             if model["name"] == name and known:
                 model["overflow"] = [

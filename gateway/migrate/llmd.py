@@ -55,9 +55,9 @@ _REASONS: Mapping[str, str] = MappingProxyType(
         "metrics-data-source": "engines' metrics are scraped (scrape)",
         "models-": "/v1/models is asked of every endpoint",
         "precise-prefix-cache-producer": "what engines hold is learned from picks and usage",
-        "random-picker": "the best score is picked",
+        "random-picker": "the endpoint with the best score is picked",
         "token": "prompts are not tokenized by the gateway",
-        "weighted-random-picker": "the best score is picked",
+        "weighted-random-picker": "the endpoint with the best score is picked",
     }
 )
 
@@ -175,7 +175,10 @@ def _set_target(draft: Draft, target: Target, *, is_split: bool) -> None:
             draft.add_service(name, target.namespace, labels, target.port)
             host = f"{name}.{target.namespace}.svc" if target.namespace else name
             endpoints.append({"url": f"http://{host}:{target.port}", "role": role, **traits})
-        draft.do("several pods per role", "list each in a file for discover.file, with its role")
+        draft.do(
+            "several pods per role",
+            "list each in a file for discover.file, with its role",
+        )
         draft.do("routing sidecar", "the URLs must be the engines' own, not those of the sidecar")
         draft.set(endpoints, "pools", POOL, "endpoints")
     elif draft.additions.engines:

@@ -59,7 +59,7 @@ THRESHOLDS: Mapping[str, Converter] = MappingProxyType(
 
 _NOT_STORED = "answers and conversations are not stored by the gateway"
 _NOT_TOKENIZED = "prompts are not tokenized by the gateway"
-_ENGINES_OWN = "it is the engine's own option"
+_ENGINES_OWN = "this is an option of the engine itself"
 _AGING = "the prefix index ages like the engines' caches; its memory is prefix.index"
 _BACKOFF = "a retry goes to another endpoint at once, without a pause"
 _NO_REGISTRATION = "engines do not register themselves; list them, or use discover"
@@ -70,13 +70,13 @@ _EJECTION = "an endpoint returns after one successful probe, with few requests a
 REASONS: Mapping[str, str] = MappingProxyType(
     {
         "bootstrap-port-annotation": "discover.endpoint.bootstrap sets the port of all endpoints",
-        "bucket-": "least_loaded has no buckets",
+        "bucket-": "the policy least_loaded has no buckets of loads",
         "assignment-mode": "a hash assigns sessions",
-        "max-idle-secs": "a hash assigns sessions, so none expire",
+        "max-idle-secs": "sessions are assigned by a hash, so they do not expire",
         "cb-success-threshold": _EJECTION,
         "cb-window-duration-secs": "consecutive failures are counted, not those of a window",
-        "disable-circuit-breaker": "ejection cannot be turned off",
-        "disable-health-check": "probes cannot be turned off",
+        "disable-circuit-breaker": "the ejection of failing endpoints cannot be turned off",
+        "disable-health-check": "health probes of endpoints cannot be turned off",
         "health-success-threshold": _EJECTION,
         "chat-template": _NOT_TOKENIZED,
         "model-path": _NOT_TOKENIZED,
@@ -104,11 +104,11 @@ REASONS: Mapping[str, str] = MappingProxyType(
         "log-dir": "the log goes to stderr; observability.access_log may be a file",
         "max-concurrent-requests": "requests are limited per endpoint (max_concurrency) and tenant",
         "rate-limit-tokens-per-second": "rates are limited per tenant (tenants[].limits)",
-        "mcp-config-path": "tools are called by the client",
-        "mini-lb": "there is no smaller balancer",
+        "mcp-config-path": "the client calls tools, not the gateway",
+        "mini-lb": "the gateway has no separate balancer for these requests",
         "profile": "engines are profiled through their own API",
         "program-scheduling-config-json": "session_pause has parameters of its own",
-        "prometheus-duration-buckets": "the buckets are fixed",
+        "prometheus-duration-buckets": "the buckets of the gateway's histograms are fixed",
         "reasoning-parser": _ENGINES_OWN,
         "tool-call-parser": _ENGINES_OWN,
         "request-id-headers": "x-request-id is read from trusted proxies; traceparent is passed on",

@@ -39,23 +39,24 @@ class SupervisorMetrics:
         self.auto_metrics = AutoMetrics(self._auto_meters)
         own = meters.section(Row.PROCESS, "workers/supervisor.py")
         self.workers: Gauge = own.gauge(
-            "penstock_workers", "Workers that serve requests now."
+            "penstock_workers", "Worker processes that serve requests now."
         ).labels()
         number = Label("worker", MAX_WORKERS)
         self.connections: MetricFamily[Gauge] = own.gauge(
-            "penstock_worker_connections", "Open client connections of each worker.", number
+            "penstock_worker_connections", "Open client connections of each worker process.", number
         )
         self.inflight: MetricFamily[Gauge] = own.gauge(
             "penstock_worker_inflight",
-            "Requests of each worker sent to an endpoint and have not ended.",
+            "Requests of each worker process that were sent to an endpoint and have not ended.",
             number,
         )
         self.deaths_total: Counter = own.counter(
-            "penstock_worker_deaths_total", "Workers that ended unexpectedly."
+            "penstock_worker_deaths_total", "Worker processes that ended unexpectedly."
         ).labels()
         self.frames_dropped_total: MetricFamily[Counter] = own.counter(
             "penstock_worker_frames_dropped_total",
-            "Dropped messages between workers: slow (a receiver did not keep up), too_long.",
+            "Dropped messages between worker processes, by reason: slow (a receiver did not keep "
+            "up), too_long.",
             Label("reason"),
         )
 

@@ -135,12 +135,12 @@ def decode(
     Return a FinishedResponse if the context server's response is the complete one.
     """
     if answer is None:
-        return UnusableResponse("there is no context answer")
+        return UnusableResponse("there is no answer of the context (prefill) server")
     if answer.finish_reason not in UNFINISHED:
         return (
             _finished(answer)
             if answer.finish_reason
-            else UnusableResponse("the context answer gives no finish reason")
+            else UnusableResponse("the context (prefill) server's answer gives no finish reason")
         )
     try:
         params = _params(answer.disaggregated)
@@ -150,9 +150,9 @@ def decode(
         return UnusableResponse(f"the context answer: {error}"[:200])
     if params.disagg_request_id != terms.number or not tokens:
         return UnusableResponse(
-            "the context answer is another request's"
+            "the context (prefill) server's answer belongs to another request"
             if tokens
-            else "the context answer names no tokens"
+            else "the context (prefill) server's answer names no tokens"
         )
     handoff["request_type"] = msgspec.Raw(b'"generation_only"')
     usage = _usage(answer.body).usage

@@ -323,7 +323,7 @@ class LinkManager:
         parent = None if peer_link.dial_request is None else peer_link.dial_request.parent
         if parent is None or parent.link in self._peer_links:
             return None
-        return EndReason.LINK_LOST, "the link that led here is gone"
+        return EndReason.LINK_LOST, "the connection from which this address came has ended"
 
     # ---- lanes
 

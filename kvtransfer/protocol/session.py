@@ -113,7 +113,7 @@ class LinkSession:
         if self.is_dialler:
             return None, self._answer_welcome(data)
         if not isinstance(self._open(data), LinkReady):
-            raise ProtocolError("the peer sent another message than Ready")
+            raise ProtocolError("the other agent sent another message than Ready")
         self.peer = self._claimed
         return None, None
 
@@ -136,7 +136,7 @@ class LinkSession:
         elif isinstance(hello, Lane):
             self.lane_of = hello.lane_of
         else:
-            raise ProtocolError("the peer sent another message than Hello")
+            raise ProtocolError("the other agent sent another message than Hello")
         self._hello, self._claimed = bytes(data), hello.card
         self.version, self.greeting = hello.version, hello.nonce
         welcome = encode(Welcome(VERSION, self._nonce, self._card))
@@ -155,7 +155,7 @@ class LinkSession:
         self._derive(body)
         welcome = self._open(data)
         if not isinstance(welcome, Welcome):
-            raise ProtocolError("the peer sent another message than Welcome")
+            raise ProtocolError("the other agent sent another message than Welcome")
         self.version, self.peer = welcome.version, welcome.card
         return self.seal(LinkReady())
 

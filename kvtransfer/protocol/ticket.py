@@ -138,7 +138,7 @@ def check(key: bytes, text: str, now: float, *, epoch: bytes, sink: str | None =
         raise TicketRefused(TicketRefusal.MALFORMED, "the ticket is of another version") from error
     if ticket.epoch != epoch:
         raise TicketRefused(
-            TicketRefusal.WRONG_EPOCH, "the ticket is from before a restart of its source"
+            TicketRefusal.WRONG_EPOCH, "the ticket was issued before a restart of its source agent"
         )
     if ticket.sink is not None and ticket.sink != sink:
         raise TicketRefused(TicketRefusal.WRONG_SINK, "the ticket was issued for another agent")
@@ -172,7 +172,7 @@ class SpentTickets:
         while self._by_end and self._by_end[0][0] <= now:
             self._nonces.discard(heappop(self._by_end)[1])
         if _spent_key(ticket, rank) in self._nonces:
-            raise TicketRefused(TicketRefusal.SPENT, "the ticket has been used")
+            raise TicketRefused(TicketRefusal.SPENT, "the ticket has already been used")
         if len(self._nonces) >= self._most:
             raise TicketRefused(TicketRefusal.TOO_MANY, f"{self._most} tickets are in use")
 

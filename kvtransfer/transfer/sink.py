@@ -299,7 +299,7 @@ class TransferSink:
     def on_stop(self, link: Link, message: StopTransfer, now: float) -> list[Command]:
         """End a KV fetch that the source has stopped. Raises ProtocolError for LANDED."""
         if message.reason is EndReason.LANDED:
-            raise ProtocolError("a source cannot report that bytes have landed")
+            raise ProtocolError("a source of KV cannot report that bytes have landed")
         reservation = self._find(link, message.transfer)
         if reservation is None:
             return []
@@ -405,7 +405,7 @@ class TransferSink:
         ):
             raise ValueError(f"block numbers must be from 0 to {most - 1}")
         if sorted_distinct(request.blocks).size != request.blocks.size:
-            raise ValueError("a block number is listed twice")
+            raise ValueError("a KV block number is listed twice")
 
     def _invite(self, reservation: BlockReservation, now: float) -> Command:
         request = reservation.request

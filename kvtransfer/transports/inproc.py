@@ -262,7 +262,7 @@ class InprocLink:
             self._wire.deliver(
                 self._end.address,
                 self.peer,
-                lambda: self.far.on_far_closed("the peer closed the link"),
+                lambda: self.far.on_far_closed("the other agent closed the connection"),
             )
 
     def reset(self) -> None:

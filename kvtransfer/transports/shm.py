@@ -136,7 +136,7 @@ class ShmLink(StreamLink):
 
     def on_frame(self, kind: FrameKind, header: bytes) -> None:
         if kind is not FrameKind.MESSAGE and not self._proven:
-            raise FrameError("the peer sent data before its proof of identity")
+            raise FrameError("the other agent sent data before its proof of identity")
         if kind is FrameKind.SHARED:
             self._copy_announced(header)
         elif kind is FrameKind.TAKEN:
@@ -157,7 +157,7 @@ class ShmLink(StreamLink):
         if flags & socket.MSG_CTRUNC or len(self._fds) > _MOST_REGIONS or unwanted:
             _close(self._fds)
             self._fds = []
-            raise FrameError("the peer sent unexpected descriptors")
+            raise FrameError("the other agent sent unexpected descriptors")
         return count
 
     def _attach(self, header: bytes) -> None:

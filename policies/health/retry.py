@@ -45,5 +45,5 @@ class RetryBudget:
     def release(self) -> None:
         """Count a retry as finished. Raises RuntimeError if none was running."""
         if not self.running:
-            raise RuntimeError("release() was called without a running retry")
+            raise RuntimeError("release() was called although no retry is running")
         self.running -= 1

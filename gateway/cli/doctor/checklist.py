@@ -173,7 +173,7 @@ def _links(fleet: CheckedFleet) -> Iterator[CheckFinding]:
         yield unknown_finding(
             FLEET_SUBJECT,
             check,
-            "links are not visible from here",
+            "links between GPUs are not visible from the gateway",
             "run nvidia-smi topo -m: expect NV# between all GPUs of a group",
         )
     else:
@@ -281,7 +281,7 @@ def _fallback(fleet: CheckedFleet) -> Iterator[CheckFinding]:
         yield pass_finding(FLEET_SUBJECT, check, f"{', '.join(with_tiers)} have one")
     else:
         fix = "set models[].overflow to the model that serves when this one is full"
-        yield warn_finding(FLEET_SUBJECT, check, "no model has one", fix)
+        yield warn_finding(FLEET_SUBJECT, check, "no model has an overflow to a smaller model", fix)
 
 
 def _quality(fleet: CheckedFleet) -> Iterator[CheckFinding]:
@@ -356,6 +356,6 @@ def _cost(_: CheckedFleet) -> Iterator[CheckFinding]:
     yield unknown_finding(
         FLEET_SUBJECT,
         "cost against replicas of a smaller model",
-        "depends on prices and quality",
+        "the cost depends on prices and on the quality that is needed",
         fix,
     )

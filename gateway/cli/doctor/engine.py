@@ -85,7 +85,7 @@ def _health(responses: ProbeResult, name: str) -> Iterator[CheckFinding]:
             name, "reachable", f"its health check requires a key (status {status})", fix
         )
     else:
-        fix = "check its log, or set health.path"
+        fix = "check the engine's log, or set health.path"
         yield fail_finding(name, "reachable", f"its health check returns status {status}", fix)
 
 
@@ -99,7 +99,10 @@ def _version(responses: ProbeResult, name: str) -> Iterator[CheckFinding]:
         yield pass_finding(name, "version", body["version"][:40])
     else:
         yield unknown_finding(
-            name, "version", "/version does not report it", "check the engine's version yourself"
+            name,
+            "version",
+            "the engine's /version does not report a version",
+            "check the engine's version yourself",
         )
 
 
@@ -190,13 +193,17 @@ def _connector(
 ) -> Iterator[CheckFinding]:
     text = responses.metrics.text if responses.metrics is not None else b""
     if any(prefix in text for prefix in CONNECTOR_METRICS[endpoint.engine]):
-        yield pass_finding(endpoint.name, "KV connector", "its metrics show one")
+        yield pass_finding(
+            endpoint.name, "KV connector", "the engine's metrics show a KV connector"
+        )
     elif split:
         fix = (
             "vLLM: --kv-transfer-config; SGLang: --disaggregation-mode; "
             "send one split request and check /live"
         )
-        yield unknown_finding(endpoint.name, "KV connector", "its metrics show none so far", fix)
+        yield unknown_finding(
+            endpoint.name, "KV connector", "the engine's metrics show no KV connector so far", fix
+        )
 
 
 def _cache_salt(responses: ProbeResult, endpoint: Endpoint) -> Iterator[CheckFinding]:
@@ -213,14 +220,14 @@ def _cache_salt(responses: ProbeResult, endpoint: Endpoint) -> Iterator[CheckFin
             name, check, f"it receives none, but serves only {', '.join(sorted(endpoint.tenants))}"
         )
     elif not member:
-        text = "it receives none, so tenants share its cached prompts"
+        text = "the engine receives no cache salt, so tenants share its cached prompts"
         yield warn_finding(
             name, check, text, "reserve the endpoint for one tenant with its tenants"
         )
     elif not schemas:
         fix = f"send the same prompt with two values of {member} and compare cached_tokens"
         yield unknown_finding(
-            name, check, "it has no /openapi.json that lists request members", fix
+            name, check, "the engine has no /openapi.json that lists request members", fix
         )
     elif all(member in members for members in schemas):
         yield pass_finding(
@@ -250,11 +257,13 @@ def _token(responses: ProbeResult, name: str) -> Iterator[CheckFinding]:
     details = usage.get("prompt_tokens_details") if isinstance(usage, dict) else None
     if isinstance(details, dict) and "cached_tokens" in details:
         yield pass_finding(
-            name, "usage details", "it reports cached tokens, which correct the prefix index"
+            name,
+            "usage details",
+            "the engine reports cached tokens, which correct the prefix index",
         )
     else:
         fix = "vLLM: --enable-prompt-tokens-details; SGLang: --enable-cache-report"
-        seen = "it does not report cached tokens, so the prefix index stays a prediction"
+        seen = "the engine does not report cached tokens, so the prefix index stays a prediction"
         yield warn_finding(name, "usage details", seen, fix)
     choices = response.json.get("choices")
     ids: Any = (
@@ -264,18 +273,23 @@ def _token(responses: ProbeResult, name: str) -> Iterator[CheckFinding]:
     )
     if ids:
         yield pass_finding(
-            name, "token ids", "it returns them, so a broken stream can be continued exactly"
+            name,
+            "token ids",
+            "the engine returns token ids, so a broken stream can be continued exactly",
         )
     else:
         yield unknown_finding(
-            name, "token ids", "it does not return them", "vLLM returns them since version 0.11"
+            name,
+            "token ids",
+            "the engine does not return token ids",
+            "vLLM returns token ids since version 0.11",
         )
 
 
 def _connection(responses: ProbeResult, name: str) -> Iterator[CheckFinding]:
     if responses.connection_count > 1:
         text = f"it closes connections: {responses.connection_count} were opened for a few requests"
-        fix = "make it, or the proxy before it, keep idle connections for a minute"
+        fix = "let the engine, or the proxy before it, keep idle connections for a minute"
         yield warn_finding(name, "keep-alive", text, fix)
     else:
         yield pass_finding(name, "keep-alive", "one connection served all requests")
@@ -283,7 +297,7 @@ def _connection(responses: ProbeResult, name: str) -> Iterator[CheckFinding]:
         yield unknown_finding(
             name,
             "clock",
-            "its responses have no Date header",
+            "the engine's responses have no Date header",
             "compare the output of `date` there and here",
         )
     elif abs(responses.skew_s) > SKEW_S:
@@ -295,4 +309,4 @@ def _connection(responses: ProbeResult, name: str) -> Iterator[CheckFinding]:
             "run chrony or ntpd there, so that log times match",
         )
     else:
-        yield pass_finding(name, "clock", "within 2 s of ours")
+        yield pass_finding(name, "clock", "the engine's clock is within 2 s of the gateway's")

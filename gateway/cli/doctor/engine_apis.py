@@ -15,7 +15,7 @@ def check_apis(responses: ProbeResult, name: str) -> Iterator[CheckFinding]:
     paths = listed_paths(responses)
     if not paths:
         fix = "send each request that your clients use with curl"
-        yield unknown_finding(name, "APIs", "it has no /openapi.json that lists paths", fix)
+        yield unknown_finding(name, "APIs", "the engine has no /openapi.json that lists paths", fix)
         return
     served = [api.path for api in APIS if api.path in paths]
     missing = [api.path for api in APIS if api.path not in paths]
@@ -29,11 +29,13 @@ def _store(status: int, text: bytes, name: str) -> CheckFinding:
     check = "stored responses"
     keeps = shows_store(status, text)
     if keeps:
-        return pass_finding(name, check, "it keeps responses: previous_response_id can be used")
+        return pass_finding(
+            name, check, "the engine keeps responses: previous_response_id can be used"
+        )
     if keeps is False:
         seen = (
-            "it keeps none, so previous_response_id gets 400 "
-            "(vLLM keeps them with VLLM_ENABLE_RESPONSES_API_STORE=1)"
+            "the engine keeps no responses, so previous_response_id gets 400 (vLLM keeps them with "
+            "VLLM_ENABLE_RESPONSES_API_STORE=1)"
         )
         return pass_finding(name, check, seen)
     fix = "send a response and read it with GET /v1/responses/ID"

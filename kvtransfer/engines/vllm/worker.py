@@ -112,7 +112,7 @@ class TransferWorker:
             landing = self._agent.fetch(
                 source.address, order.name, _UNUSED_BLOCKS, _UNUSED_TOKENS, ticket=source.ticket
             )
-            landing.cancel("the KV is not needed")
+            landing.cancel("the KV of this handoff is not needed")
 
     def take_finished(self) -> FinishedTransfers:
         """Return the KV transfers that have ended since the last call, each once."""

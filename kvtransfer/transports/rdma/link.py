@@ -363,7 +363,7 @@ class RdmaLink:
         except BlockingIOError:
             return False
         if not data:
-            raise TransportError("the peer closed the link")
+            raise TransportError("the other agent closed the connection")
         self.received_bytes += len(data)
         for message in self._decoder.feed(data):
             self._handle(message)
@@ -374,7 +374,7 @@ class RdmaLink:
             isinstance(message, RdmaTrailer)
             or (isinstance(message, QueuePairSetup) and message.epoch)
         ):
-            raise TransportError("the peer sent data before its proof of identity")
+            raise TransportError("the other agent sent data before its proof of identity")
         match message:
             case OwnerMessage():
                 self._owner.on_message(self, message.data)

@@ -133,7 +133,7 @@ class RegisteredMemory:
         self.remote_key: int = region.rkey
 
     def close(self) -> None:
-        with _as_transport_error("memory cannot be deregistered"):
+        with _as_transport_error("memory cannot be deregistered from the RDMA device"):
             self._region.close()
 
 
@@ -196,7 +196,7 @@ class CompletionQueue:
             self._queue = cq.CQ(device.context, size, None, self._channel, 0)
 
     def poll(self, most: int = 64) -> list[Completion]:
-        with _as_transport_error("completions cannot be read"):
+        with _as_transport_error("completions of RDMA requests cannot be read"):
             _, entries = self._queue.poll(most)
         return [
             Completion(int(entry.wr_id), int(entry.status), int(entry.imm_data))
@@ -295,7 +295,7 @@ class QueuePair:
         """Post one more receive request to the RDMA device, for the last write of a window (piece
         of KV).
         """
-        with _as_transport_error("no arrival can be expected"):
+        with _as_transport_error("no receive request can be posted to the RDMA device"):
             self._qp.post_recv(self._arrival)
 
     def write(
@@ -316,7 +316,7 @@ class QueuePair:
             self._wr.SGE(piece.address, piece.length, piece.key)
             for piece in pieces or (self._domain.nowhere,)
         ]
-        with _as_transport_error("a write cannot be posted"):
+        with _as_transport_error("no write request can be posted to the RDMA device"):
             request = self._wr.SendWR(
                 wr_id=number,
                 num_sge=len(gathered),
@@ -335,7 +335,7 @@ class QueuePair:
 
         Afterwards the device accesses no memory for it.
         """
-        with _as_transport_error("the queue pair cannot be ended"):
+        with _as_transport_error("the RDMA queue pair cannot be closed"):
             self._qp.close()
 
 

@@ -239,7 +239,7 @@ class Inbound:
 
     def _count_received(self, count: int) -> None:
         if not count:
-            raise EOFError("the peer closed the link")
+            raise EOFError("the other agent closed the connection")
         self._hearer.received_bytes += count
 
     def _on_payload(self, arrival: _Arrival, count: int) -> None:
@@ -314,7 +314,7 @@ class Inbound:
         # written.
         head = unpack_head(frame_bytes[PREAMBLE_BYTES:])
         if (announced.proof is PayloadProof.GCM) != (self.seal is not None):
-            raise FrameError("windows must be sealed at both ends of a link, or at neither")
+            raise FrameError("KV must be encrypted at both ends of a connection, or at neither")
         if announced.payload_bytes not in (0, head.n_bytes):
             raise FrameError(
                 f"a window of {head.n_bytes} bytes has {announced.payload_bytes} bytes of payload"

@@ -28,5 +28,5 @@ def test_what_is_given_back_can_be_taken_again() -> None:
 
 
 def test_giving_back_more_than_was_taken_is_a_mistake() -> None:
-    with pytest.raises(RuntimeError, match="without a running retry"):
+    with pytest.raises(RuntimeError, match="no retry is running"):
         RetryBudget(RetryLimits()).release()

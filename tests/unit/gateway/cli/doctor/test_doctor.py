@@ -92,8 +92,11 @@ def test_a_healthy_engine_passes_every_check() -> None:
 @pytest.mark.parametrize(
     ("store", "words"),
     [
-        (response(status=404), "it keeps responses"),
-        (response(status=400, text=b"set VLLM_ENABLE_RESPONSES_API_STORE=1"), "it keeps none"),
+        (response(status=404), "the engine keeps responses"),
+        (
+            response(status=400, text=b"set VLLM_ENABLE_RESPONSES_API_STORE=1"),
+            "the engine keeps no",
+        ),
     ],
 )
 def test_the_apis_of_an_engine_and_whether_it_keeps_responses_are_shown(
