@@ -33,7 +33,7 @@ PYTHONS ?=
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test style check unit e2e rdma clients kv-trials batch bench bench-kv bench-split bench-paired bench-scale bench-tls goodput zoo observe real compiled test-compiled wheel test-wheel load policies gateways restarts attacks tls soak overload isolation events clocks planned web docs mutants lock deploy-check clean
+.PHONY: help demo test style check unit e2e rdma clients kv-trials batch bench bench-kv bench-split bench-paired bench-scale bench-tls goodput zoo ranks observe real compiled test-compiled wheel test-wheel load policies gateways restarts attacks tls soak overload isolation events clocks planned web docs mutants lock deploy-check clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## /{printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -129,6 +129,9 @@ goodput: $(VENV)/.dev ## measure the goodput of every policy, into docs/goodput.
 
 zoo: $(VENV)/.dev ## compare the policy priced with other routers' rules on drawn workloads (ZOO="--seed SEED --count 30")
 	$(PY) -m bench.zoo.run $(ZOO)
+
+ranks: $(VENV)/.dev ## compare picks of data-parallel ranks in lockstep with an oracle, on agent sessions (RANKS="--seeds 11-30")
+	$(PY) -m bench.ranks.run $(RANKS)
 
 observe: $(VENV)/.dev ## test dashboards and rules with a real Prometheus (Debian's, unpacked into build/; 2 minutes)
 	@sh deploy/prometheus/install.sh build/prometheus

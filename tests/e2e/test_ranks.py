@@ -4,9 +4,15 @@ routed to.
 
 from __future__ import annotations
 
+import asyncio
+
 import aiohttp
 import pytest
 
+from mockgpu.fleet import run_fleet
+from mockgpu.group import GroupSpec
+from policies.sizing.gpus import gpu_named
+from policies.sizing.model_shapes import model_named
 from tests.e2e.event_fleet import EventFleet, event_fleet
 
 TEXT = "The reservoir behind the dam is deep. " * 200
@@ -66,3 +72,29 @@ async def test_the_mock_serves_the_rank_that_the_header_names(rank: str, status:
         if rank == "1":
             assert blocks(fleet)[0] == 0
             assert blocks(fleet)[1] > 0
+
+
+async def test_ranks_in_lockstep_serve_requests_and_fail_and_return_together() -> None:
+    spec = GroupSpec(
+        *("deepseek-v3", model_named("deepseek-v3"), gpu_named("h200"), 1),
+        speed=20.0,
+        ep=4,
+        ranks=4,
+        kv_tokens=50_000,
+    )
+    body = {"model": "deepseek-v3", "prompt": TEXT, "max_tokens": 4}
+    async with run_fleet([spec]) as groups, aiohttp.ClientSession(groups[0].url) as http:
+
+        async def ask(rank: int) -> int:
+            headers = {"x-data-parallel-rank": str(rank)}
+            async with http.post("/v1/completions", json=body, headers=headers) as response:
+                return response.status
+
+        assert await asyncio.gather(*map(ask, range(4))) == [200] * 4
+        assert all(group.scheduler.pool.cached_keys() for group in groups[0].ranks)
+        groups[0].faults.apply("lost-rank")
+        assert await asyncio.gather(*map(ask, range(4))) == [500] * 4
+        async with http.get("/health") as response:
+            assert response.status == 503
+        groups[0].faults.clear()
+        assert await asyncio.gather(*map(ask, range(4))) == [200] * 4

@@ -1,0 +1,152 @@
+"""Replays one arm of the comparison on one seed, and observes which ranks get new work."""
+
+from __future__ import annotations
+
+from time import process_time
+
+import msgspec
+
+from bench.ranks.oracle import Oracle, PromptCosts
+from bench.ranks.sessions import draw, sessions
+from mockgpu.job import Job
+from planner.replay import CacheView, FleetSpec, GroupKind, ReplayOptions, Traffic, users
+from planner.replay.engine import ReplayEngine
+from planner.replay.fleet import Fleet
+from planner.replay.group import ReplayGroup
+from planner.replay.rank_choice import HiddenRanks, RankChoice
+from planner.replay.results import figures
+from policies import registry
+from policies.model import Slo
+
+RANKS = 8
+AGENT = Slo("agent", 10.0, 0.1)
+HORIZON_S, COLD_S = 420.0, 150.0
+RAMP_S = 60.0
+SESSIONS = 600
+DECODE_WEIGHT = 0.02
+"""Prompt tokens that a token of context counts for, where ranks owe equally many prompt tokens."""
+
+ARMS = {
+    "vllm": (RankChoice.LEAST, "prefix_aware"),
+    "turns": (RankChoice.TURNS, "prefix_aware"),
+    "prefix_aware": (RankChoice.GATEWAY, "prefix_aware"),
+    "priced": (RankChoice.GATEWAY, "priced"),
+    "least_loaded": (RankChoice.GATEWAY, "least_loaded"),
+}
+"""Arms by name: who chooses the rank, and the gateway's policy.
+
+`oracle:0.1` is an Oracle that counts 0.1 s per session, `oracle` one that does not spread sessions;
+`tokens:0.1` and `tokens` are oracles that count every prompt token alike, wherever it is.
+"""
+
+
+class Measurement(msgspec.Struct, frozen=True):
+    """The result of one arm on one seed at one number of users.
+
+    goodput         requests per second within their TTFT and TPOT budgets
+    to_most_loaded  share of the uncached prompt tokens that went to the rank with the most work at
+                    that moment; 1 / RANKS is the mean rank's
+    """
+
+    arm: str
+    seed: int
+    users: int
+    goodput: float
+    attainment: float
+    hit_ratio: float
+    to_most_loaded: float
+    ttft_p50_s: float
+    tpot_p50_s: float
+    offered: int
+    cpu_s: float
+
+
+class ObservedFleet(Fleet):
+    """A replay that notes how many new tokens each rank got, and whether it had the most work."""
+
+    new_tokens = 0.0
+    to_most_loaded = 0.0
+
+    def enter(self, now: float, what: tuple[ReplayGroup, Job]) -> None:
+        job = what[1]
+        if job not in self.inflight:
+            return
+        ranks = self._ranks()
+        work = [_work(rank) for rank in ranks]
+        super().enter(now, what)
+        scheduler = what[0].engine.scheduler_of(job)
+        (chosen,) = (place for place, rank in enumerate(ranks) if rank.scheduler is scheduler)
+        size = scheduler.pool.block_tokens
+        hits = scheduler.pool.count_hits(job.keys, (job.prompt_tokens - 1) // size)
+        tokens = job.prompt_tokens - hits * size
+        self.new_tokens += tokens
+        # Ranks with equally much work share what went to one of them.
+        most = max(work)
+        if work[chosen] == most:
+            self.to_most_loaded += tokens / work.count(most)
+
+    def _ranks(self) -> list[ReplayEngine]:
+        ranks: list[ReplayEngine] = []
+        for group in self.groups:
+            engine = group.engine
+            ranks += engine.ranks if isinstance(engine, HiddenRanks) else [engine]
+        return ranks
+
+
+def _work(rank: ReplayEngine) -> float:
+    # Return the prompt tokens that a rank still has to compute, and a part of its context.
+    scheduler = rank.scheduler
+    size = scheduler.pool.block_tokens
+    owed = sum(job.known_tokens - job.computed for job in scheduler.prefilling)
+    for job in scheduler.waiting:
+        hits = scheduler.pool.count_hits(job.keys, (job.prompt_tokens - 1) // size)
+        owed += job.known_tokens - hits * size
+    return owed + DECODE_WEIGHT * sum(job.known_tokens for job in scheduler.decoding)
+
+
+def measure(arm: str, seed: int, count: int) -> Measurement:
+    """Replay `count` users who go through the sessions of this seed on one engine of 8 ranks."""
+    began = process_time()
+    workload = draw(seed)
+    choice, _ = ARMS.get(arm, (RankChoice.GATEWAY, ""))
+    kind = GroupKind(
+        *("deepseek-v3", "h200", 1),
+        ep=RANKS,
+        ranks=RANKS,
+        ep_skew=workload.skew,
+        rank_choice=choice,
+    )
+    options = ReplayOptions(
+        seed=seed,
+        learns_lengths=True,
+        standard=AGENT,
+        horizon_s=HORIZON_S,
+        view=CacheView.INDEX if arm in ARMS else CacheView.EXACT,
+    )
+    traffic = users(sessions(workload, seed, SESSIONS), count, seed, RAMP_S)
+    fleet = _fleet(arm, FleetSpec("ranks", (kind,)), traffic, options)
+    found = figures(fleet.run(), COLD_S, HORIZON_S)
+    return Measurement(
+        arm=arm,
+        seed=seed,
+        users=count,
+        goodput=found.goodput,
+        attainment=found.attainment,
+        hit_ratio=found.hit_ratio,
+        to_most_loaded=fleet.to_most_loaded / max(1.0, fleet.new_tokens),
+        ttft_p50_s=found.ttft.p50 if found.ttft else 0.0,
+        tpot_p50_s=found.tpot.p50 if found.tpot else 0.0,
+        offered=found.offered,
+        cpu_s=process_time() - began,
+    )
+
+
+def _fleet(arm: str, spec: FleetSpec, traffic: Traffic, options: ReplayOptions) -> ObservedFleet:
+    if arm in ARMS:
+        return ObservedFleet(spec, traffic, registry.build(ARMS[arm][1], {}), None, options)
+    costs = PromptCosts(spec.kinds[0].roofline(), has_attention=not arm.startswith("tokens"))
+    _, _, spread = arm.partition(":")
+    oracle = Oracle(float(spread) if spread else None, costs)
+    fleet = ObservedFleet(spec, traffic, oracle.policy(), None, options)
+    oracle.fleet = fleet
+    return fleet

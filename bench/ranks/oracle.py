@@ -1,0 +1,125 @@
+"""A pick that knows the true state of every rank, which no gateway can know.
+
+True are the blocks in each cache, the prompt tokens that each rank still has to compute, the
+contexts that it decodes, its free KV, and where every session's context is. The future is unknown
+to it too: lengths of answers, and requests that will come.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from mockgpu.job import JobState
+from mockgpu.roofline import StepTimes, StepWork
+from policies import pickers
+from policies.contract import Policy, WeightedScorer
+from policies.model import Candidate, RoutingQuery
+from policies.presets import DEFAULT_FILTERS
+
+if TYPE_CHECKING:
+    from planner.replay.fleet import Fleet
+
+SESSION_S = 60.0
+"""A session without a request for this long no longer counts at its rank."""
+
+CONTEXT_STEPS = 20
+"""How many steps' reads of a decoding context count. It decides between idle ranks, hardly more."""
+
+
+class PromptCosts:
+    """Seconds per prompt token, per pair of a query and a key, and per token of context read.
+
+    has_attention  False: pairs cost nothing, so that prompt tokens cost equally much
+    """
+
+    def __init__(self, times: StepTimes, has_attention: bool = True) -> None:
+        full, half = times.step_s(StepWork(8192)), times.step_s(StepWork(4096))
+        self.token_s = (full - half) / 4096
+        pairs_s = times.step_s(StepWork(8192, 1e8)) - full
+        self.pair_s = pairs_s / 1e8 if has_attention else 0.0
+        few, many = (times.step_s(StepWork(0, 0.0, 8, tokens)) for tokens in (1e5, 2e5))
+        self.context_s = (many - few) / 1e5
+
+    def prompt_s(self, start: float, tokens: float) -> float:
+        """Return the seconds for the prompt tokens from `start` on."""
+        return tokens * (self.token_s + self.pair_s * (start + tokens / 2))
+
+
+class Oracle:
+    """Scores ranks by the seconds in which prompts are computed before a request's first token.
+
+    A joint step lasts as long as on the rank with the most work, so the wait of all other requests
+    grows with the same sum: the least sum is the least harm as well. A new session goes where few
+    others are, because all of its turns will follow.
+
+    spread   seconds that each session at a rank counts for when a new one comes; its own prompt
+             counts for nothing then. None: a new session is a request like any other
+    """
+
+    def __init__(self, spread: float | None, costs: PromptCosts) -> None:
+        self._spread, self._costs = spread, costs
+        self._home: dict[str, tuple[int, float]] = {}
+        self.fleet: Fleet | None = None
+
+    def policy(self) -> Policy:
+        return Policy(
+            name="oracle",
+            filters=DEFAULT_FILTERS,
+            scorers=(WeightedScorer(self._score),),
+            picker=pickers.best,
+            reads_prefix=True,
+        )
+
+    def _score(self, query: RoutingQuery, candidates: Sequence[Candidate]) -> list[float]:
+        assert self.fleet is not None
+        owed, read = self._pending()
+        request, cached = query.request, query.cached_by_slot
+        is_new = self._spread is not None and request.session not in self._home
+        sessions = self._sessions(query.now) if is_new else Counter[int]()
+        costs = []
+        for candidate in candidates:
+            slot = candidate.load.slot
+            cost = owed[slot] + self._shortage_s(slot, query)
+            cost += CONTEXT_STEPS * self._costs.context_s * read[slot]
+            if is_new:
+                cost += (self._spread or 0.0) * sessions[slot]
+            else:
+                cost += self._costs.prompt_s(cached[slot], request.prompt_tokens - cached[slot])
+            costs.append(cost)
+        best = candidates[costs.index(min(costs))].load.slot
+        self._home[request.session] = best, query.now
+        return [-cost for cost in costs]
+
+    def _sessions(self, now: float) -> Counter[int]:
+        return Counter(slot for slot, at_s in self._home.values() if now - at_s < SESSION_S)
+
+    def _shortage_s(self, slot: int, query: RoutingQuery) -> float:
+        # Return the cost of the tokens of KV that others must free before this request can start.
+        assert self.fleet is not None
+        group = self.fleet.groups[slot]
+        request = query.request
+        free = (1 - group.engine.metrics.kv_usage) * group.capacity_tokens
+        needed = request.prompt_tokens + request.output_tokens - query.cached_by_slot[slot]
+        return self._costs.token_s * max(0.0, needed - free)
+
+    def _pending(self) -> tuple[list[float], list[float]]:
+        # Return the seconds of prompts that each group still has to compute, and the tokens of
+        # context that it decodes.
+        assert self.fleet is not None
+        count = len(self.fleet.groups)
+        owed, read = [0.0] * count, [0.0] * count
+        for job, flight in self.fleet.inflight.items():
+            if flight.group is None:
+                continue
+            slot, known = flight.group.load.slot, job.computed
+            if job.state is JobState.DECODE:
+                read[slot] += job.known_tokens
+                continue
+            if job.state is JobState.WAITING:
+                size = flight.group.block_tokens
+                limit = (job.prompt_tokens - 1) // size
+                known = flight.group.engine.count_hits(job.keys, limit) * size
+            owed[slot] += self._costs.prompt_s(known, job.known_tokens - known)
+        return owed, read
