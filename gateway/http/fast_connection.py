@@ -20,6 +20,7 @@ from gateway.http.connection import ClientConnection, Serve, add_piece
 from gateway.http.connection_phase import BODY, CLOSING, HEAD, IDLE, SERVING
 from gateway.http.eager_task import EagerFuture, EagerTask, new_future
 from gateway.http.large_bodies import LARGE_BODY, WaitForTurn
+from gateway.http.read_turns import LONG_READ
 from gateway.http.write_queue import WriteQueue
 from gateway.protocol.errors import GatewayError, new_request_id
 from gateway.protocol.http2_refusal import PREFACE, REFUSAL
@@ -192,7 +193,9 @@ class FastConnection(ClientConnection, asyncio.Protocol):
         elif phase is HEAD and remains_partial_head(self._unread, data):
             self._unread += data
             self._count_unread()
-        elif phase is not CLOSING:
+        elif phase is CLOSING:
+            self._wait_after(data)
+        else:
             self._unread = self._unread + data if self._unread else data
             self._serve_first()
 
@@ -339,8 +342,7 @@ class FastConnection(ClientConnection, asyncio.Protocol):
         if self.is_draining:
             fallback.drain()
         self._connections.replace(self, fallback)
-        if self._reading_paused:
-            transport.resume_reading()
+        transport.resume_reading()
         transport.set_protocol(fallback)
         fallback.connection_made(transport)
         # The transport reports only changes, and this pause has been reported already.
@@ -351,9 +353,20 @@ class FastConnection(ClientConnection, asyncio.Protocol):
 
     # Bodies that arrive in several reads
 
+    def take_turn(self) -> None:
+        """Resume reading after a long read, unless reading is paused for another reason."""
+        if self.transport is not None and not self._reading_paused:
+            self.transport.resume_reading()
+
+    def _wait_after(self, data: bytes) -> None:
+        # After a long read, other connections have their turn.
+        if len(data) >= LONG_READ and self.transport is not None:
+            self._outbox.read_turns.wait(self, self.transport)
+
     def _receive_body(self, data: bytes) -> None:
         if self._body_done is None or self._reserve is None:
             return
+        self._wait_after(data)
         piece = data[: self._missing]
         self._unread, self._offset = data[len(piece) :], 0
         add_piece(self._pieces, piece)

@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from gateway.http.eager_task import EagerFuture, new_future, timeout_after
+from gateway.http.read_turns import LONG_READ
 from gateway.http.write_queue import WriteQueue
 from gateway.protocol.relay import DONE, Relay, UpstreamError
 from gateway.util.tls import WRITE_BUFFER_BYTES, Encryption
@@ -264,6 +265,8 @@ class UpstreamConnection:
         if relay is None:  # unsolicited bytes: requests and responses no longer correspond
             self.abort()
             return
+        if len(data) >= LONG_READ and self.transport is not None:
+            self._outbox.read_turns.wait(self, self.transport)
         if self._outbox.budget_spent:
             self._outbox.defer(self, relay, data)
             return
@@ -278,10 +281,15 @@ class UpstreamConnection:
             self._downstream.write(out)  # type: ignore[union-attr]  # set together with _relay
         elif relay.is_committed:  # else an engine could stay active by sending interim heads
             self.last_activity_at = now
-        if self._acks_each_chunk and relay.event_count > 1:
-            self._delay_acks()
         if relay.state is DONE:
             self._finish(None)
+        elif self._acks_each_chunk and relay.event_count > 1:
+            self._delay_acks()
+
+    def take_turn(self) -> None:
+        """Resume reading after a long read, unless the client reads too slowly."""
+        if self.is_open and self.transport is not None and not self._paused:
+            self.transport.resume_reading()
 
     def _delay_acks(self) -> None:
         # Let the kernel acknowledge two chunks of a stream with one packet.

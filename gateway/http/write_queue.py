@@ -14,6 +14,8 @@ import asyncio
 from collections import deque
 from typing import TYPE_CHECKING, Protocol
 
+from gateway.http.read_turns import ReadTurns
+
 if TYPE_CHECKING:
     from gateway.protocol.relay import Relay
 
@@ -23,6 +25,7 @@ WRITES_PER_TURN = 32  # writes per loop iteration, about a millisecond
 # would read from engines much faster than clients receive.
 MAX_DEFERRED = 1024
 MAX_DEFERRED_BYTES = 4 * 1024 * 1024  # in all deferred chunks
+BYTES_PER_TURN = 512 * 1024  # deferred bytes that are relayed per loop iteration, about
 
 
 class DeferringConnection(Protocol):
@@ -39,12 +42,17 @@ class WriteQueue:
     Call flush() before closing a transport.
 
     budget_spent  this iteration has written enough, so chunks from engines are to be deferred
+    read_turns    the turns in which connections read again after a long read
     """
 
-    __slots__ = ("_deferred", "_deferred_bytes", "_is_scheduled", "_queue", "budget_spent", "loop")
+    __slots__ = (
+        *("_deferred", "_deferred_bytes", "_is_scheduled", "_queue", "budget_spent", "loop"),
+        "read_turns",
+    )
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
+        self.read_turns = ReadTurns(loop)
         self.budget_spent = False
         self._is_scheduled = False
         self._queue: list[tuple[asyncio.Transport, bytes]] = []
@@ -118,8 +126,12 @@ class WriteQueue:
             self.flush()
 
     def _relay_deferred(self, chunks: int) -> None:
+        left = BYTES_PER_TURN
         for _ in range(min(chunks, len(self._deferred))):
+            if left <= 0:
+                return
             connection, relay, data = self._deferred.popleft()
+            left -= len(data)
             self._deferred_bytes -= len(data)
             self.budget_spent = False  # otherwise the connection would defer the chunk once more
             connection.process_deferred(relay, data)

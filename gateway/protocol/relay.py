@@ -193,16 +193,17 @@ class Relay:
         """
         if self.state is not FLOWING:
             return self._begin(data, now)
-        if self.chunk_gaps is not None and self._is_sse and self.first_token_at is not None:
-            self.chunk_gaps.observe(now - (self.last_data_at or now))
+        if self.chunk_gaps is not None and self.first_token_at is not None:
+            # The first token came with data, so the time of that data is known.
+            self.chunk_gaps.observe(now - self.last_data_at)  # type: ignore[operator]
         self.last_data_at = now
-        body = self._body
         if self._event_chunks is not None:
             payload = self._event_chunks.match_whole_chunk(data)
             if payload:  # the ordinary case: it changes neither the framing nor what is held back
                 self._scan_events(payload, now)
                 self.bytes_sent += len(data)
                 return data
+        body = self._body
         try:
             payload = body.feed(data)
         except FramingError as error:
@@ -365,6 +366,8 @@ class Relay:
         )
         self._body = new_body(head)
         self._is_sse = head.is_sse
+        if not self._is_sse:
+            self.chunk_gaps = None
         if isinstance(self._body, RawBody) or (self._is_sse and not head.is_chunked):
             self._must_reframe = True  # otherwise an error event could not be added
         # The body of an event stream whose chunks are forwarded as they are, else None.
@@ -472,25 +475,25 @@ class Relay:
         # Scan a payload of a stream, together with the incomplete event that precedes it.
         #
         # Uses find(), because `in` first tries bytes as an int, at the cost of an exception.
-        window = self._resume_event(payload) if self._partial_event else payload
-        self.event_count += window.count(EVENT_MARKER) + window.startswith(b"data:")
-        if self.first_token_at is None and TOKEN_PATTERN.search(window):
+        if self._partial_event:
+            payload = self._resume_event(payload)
+        self.event_count += payload.count(EVENT_MARKER) + payload.startswith(b"data:")
+        if self.first_token_at is None and TOKEN_PATTERN.search(payload):
             self.first_token_at = now
             self._notify_first_token()
-        if window.find(USAGE) >= 0:
-            self._usage_payload = window
-        if window.find(self._reason_marker) >= 0:
-            self._finish_payload = window
+        if payload.find(USAGE) >= 0:
+            self._usage_payload = payload
+        if payload.find(self._reason_marker) >= 0:
+            self._finish_payload = payload
             if self.choice_count > 1:
-                self._finished_choices |= find_finished_choices(window)
-        if window.find(_ERROR) >= 0 and ERROR_EVENT_PATTERN.search(window):
+                self._finished_choices |= find_finished_choices(payload)
+        if payload.find(_ERROR) >= 0 and ERROR_EVENT_PATTERN.search(payload):
             self.has_error_event = True
-        if not self._has_done_marker:  # anything after [DONE] is not part of the response
-            self._last_payload = window
-            if window.find(DONE_MARKER) >= 0 and has_done_marker(window):
-                self._has_done_marker = True
-        if not window.endswith(EVENT_ENDS):
-            self._partial_event = window[last_event_end(window) :][-MAX_PARTIAL_EVENT:]
+        self._last_payload = payload
+        if payload.find(DONE_MARKER) >= 0 and has_done_marker(payload):
+            self._has_done_marker = True
+        if not payload.endswith(EVENT_ENDS):
+            self._partial_event = payload[last_event_end(payload) :][-MAX_PARTIAL_EVENT:]
 
     def _resume_event(self, payload: bytes) -> bytes:
         # Return `payload` with the incomplete event of the previous payload in front of it.

@@ -258,6 +258,11 @@ CLIENT_ATTACKS = [
         lambda: Script(8, head(f"Content-Length: {LONG}") + b" " * 28 * MIB, once=True),
         budget=BODY_BUDGET,
     ),
+    CostlyAttack(
+        "many bodies that are never whole",
+        lambda: Script(64, head(f"Content-Length: {LONG}") + b" " * 28 * MIB, once=True),
+        budget=BODY_BUDGET,
+    ),
     CostlyAttack("idle connections", lambda: Script(many(), b"")),
     CostlyAttack("connections beyond the limit", lambda: Script(many() + 500, b"")),
     CostlyAttack("connections that leave", lambda: Script(16, b"P", once=True, leaves=True)),

@@ -1,0 +1,50 @@
+"""Spreads long reads over event loop iterations, so that none of them reads many megabytes.
+
+After a long read, a connection is not read again until its turn comes. Without that, the event loop
+reads all that the kernel has buffered, of every connection, before anything else runs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from typing import Protocol
+
+LONG_READ = 64 * 1024
+"""Bytes from which on a read is long. Event loops read at most 256 KiB at once."""
+TURNS = 4
+"""Connections that may read again per loop iteration."""
+
+
+class TurnReader(Protocol):
+    """A connection whose transport can pause reading until its turn."""
+
+    def take_turn(self) -> None:
+        """Resume reading, unless the connection has closed or is paused for other reasons."""
+        ...
+
+
+class ReadTurns:
+    """The connections of one event loop that wait for their turn to read, in order."""
+
+    __slots__ = ("_is_scheduled", "_loop", "_waiting")
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._is_scheduled = False
+        self._waiting: deque[TurnReader] = deque()
+
+    def wait(self, reader: TurnReader, transport: asyncio.Transport) -> None:
+        """Pause reading from `transport`, and call `reader.take_turn()` when its turn comes."""
+        transport.pause_reading()
+        self._waiting.append(reader)
+        if not self._is_scheduled:
+            self._is_scheduled = True
+            self._loop.call_soon(self._run)
+
+    def _run(self) -> None:
+        self._is_scheduled = len(self._waiting) > TURNS
+        if self._is_scheduled:
+            self._loop.call_soon(self._run)
+        for _ in range(min(TURNS, len(self._waiting))):
+            self._waiting.popleft().take_turn()

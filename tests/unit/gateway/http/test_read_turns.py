@@ -1,0 +1,121 @@
+"""Tests of long reads: how much one event loop iteration reads, and that every connection gets its
+turn.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import cast
+
+import pytest
+
+from gateway.http.read_turns import LONG_READ, TURNS, ReadTurns
+from gateway.http.upstream import ConnectionPool, UpstreamConnection, UpstreamTimeouts
+from gateway.http.write_queue import BYTES_PER_TURN, WRITES_PER_TURN, WriteQueue
+from gateway.protocol.relay import Relay
+from tests.unit.gateway.http.connection_harness import FakeTransport, Harness, turns
+from tests.unit.gateway.http.test_upstream import FakeClient, FakePayload
+from tests.unit.gateway.http.test_write_queue import RELAY, FakeConnection, FakeLoop
+
+LONG = b"x" * LONG_READ
+ANSWER = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 1000000\r\n\r\n"
+
+
+class FakeReader(FakeTransport):
+    """A transport and its reader, which has more to read in each of `reads` turns."""
+
+    def __init__(self, read_turns: ReadTurns, reads: int) -> None:
+        super().__init__(asyncio.Protocol())
+        self._read_turns = read_turns
+        self._reads = reads
+        self.paused_between = True
+        self.reads_done = 0
+        read_turns.wait(self, self)
+
+    def take_turn(self) -> None:
+        self.paused_between &= self.paused
+        self.resume_reading()
+        self.reads_done += 1
+        if self.reads_done < self._reads:
+            self._read_turns.wait(self, self)
+
+
+def test_an_iteration_lets_few_connections_read_and_all_get_their_turn() -> None:
+    loop = FakeLoop()
+    read_turns = ReadTurns(cast(asyncio.AbstractEventLoop, loop))
+    readers = [FakeReader(read_turns, 5) for _ in range(3 * TURNS)]
+    done = 0
+    while loop.turn():
+        before, done = done, sum(reader.reads_done for reader in readers)
+        assert done - before == TURNS
+        counts = [reader.reads_done for reader in readers]
+        assert max(counts) - min(counts) <= 1
+    assert done == 5 * len(readers)
+    assert all(reader.paused_between for reader in readers)
+
+
+@pytest.mark.parametrize("size", [LONG_READ - 1, LONG_READ])
+async def test_a_client_is_not_read_again_at_once_after_a_long_piece_of_its_body(size: int) -> None:
+    harness = Harness()
+    connection = harness.fast_connection()
+    transport = FakeTransport(connection)
+    connection.connection_made(transport)
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 10000000\r\n\r\n"
+    await transport.deliver(head + b"{")
+    connection.data_received(b"x" * size)
+    assert transport.paused is (size == LONG_READ)
+    await turns()
+    assert not transport.paused
+    transport.close()
+    await turns()
+
+
+def new_upstream() -> tuple[UpstreamConnection, FakeTransport, FakeClient]:
+    pool = ConnectionPool(
+        "http://127.0.0.1:1",
+        None,
+        UpstreamTimeouts(1.0, 1.0, 1.0),
+        WriteQueue(asyncio.get_running_loop()),
+    )
+    connection, client = UpstreamConnection(pool), FakeClient()
+    transport = FakeTransport(cast(asyncio.Protocol, connection))
+    connection.transport = transport
+    connection.start(b"", FakePayload(), Relay(b""), client)
+    connection.data_received(ANSWER)
+    return connection, transport, client
+
+
+async def test_an_engine_is_not_read_again_at_once_after_a_long_read() -> None:
+    connection, transport, client = new_upstream()
+    connection.data_received(LONG)
+    assert transport.paused
+    connection.data_received(LONG)  # the event loop had read it already
+    await turns()
+    assert not transport.paused
+    assert client.text.endswith(LONG + LONG)
+
+
+async def test_the_turn_of_an_engine_does_not_end_the_pause_of_a_slow_client() -> None:
+    connection, transport, _ = new_upstream()
+    connection.data_received(LONG)
+    connection.pause()
+    await turns()
+    assert transport.paused
+    connection.resume()
+    assert not transport.paused
+
+
+def test_an_iteration_relays_a_limited_number_of_deferred_bytes() -> None:
+    loop = FakeLoop()
+    queue = WriteQueue(cast(asyncio.AbstractEventLoop, loop))
+    for _ in range(WRITES_PER_TURN):
+        FakeConnection(queue).receive(b".")
+    streams = [FakeConnection(queue) for _ in range(30)]
+    for stream in streams:
+        queue.defer(stream, RELAY, LONG)
+    loop.turn()
+    sent = 0
+    while sent < len(streams) * LONG_READ:
+        before, sent = sent, sum(len(stream.sent) for stream in streams)
+        assert before < sent <= before + BYTES_PER_TURN
+        loop.turn()
