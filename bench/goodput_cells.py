@@ -166,7 +166,7 @@ def build_fleet(name: str) -> FleetSpec:
 def build_traffic(
     cell: Cell, load: float, traces: TraceFolder
 ) -> tuple[Traffic, float, float | None]:
-    """Build a cell's traffic at this load.
+    """Build the traffic of one benchmark measurement at this load.
 
     Returns the traffic, its duration in seconds, and the time at which a closed loop ends (None for
     an open loop).

@@ -79,7 +79,7 @@ class Kind:
 
 
 def kinds() -> list[Kind]:
-    """Return the kinds of requests to count.
+    """Return the kinds of requests whose instructions are counted.
 
     Chunks of streams come 10 ms apart, so that each is read on its own.
     """

@@ -51,7 +51,7 @@ _ANY_CERTIFICATE.verify_mode = ssl.CERT_NONE
 
 @dataclass(frozen=True)
 class System:
-    """One gateway with one routing policy.
+    """One gateway under comparison with one routing policy.
 
     command  function that builds the command line from a folder for temporary files and a port
     home     working directory of the process

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class Releasable(Protocol):
-    """An object that holds the memory of an engine request until release() is called."""
+    """The interface of an object that holds an engine request's bytes until release() is called."""
 
     def release(self) -> None: ...
 

@@ -136,7 +136,7 @@ def create_request_factory(
 
 
 async def serve(gateway: Gateway, exchange: Exchange, client: Client, handle: Handler) -> None:
-    """Serve one request of a client.
+    """Serve one request of a client, from authentication to accounting.
 
     In every case, the client gets one answer and the exchange is accounted once.
     """

@@ -120,8 +120,8 @@ class Link(Protocol):
         ...
 
     def grant(self, transfer: int, regions: Sequence[Region], blocks: Blocks) -> bytes:
-        """Let the peer write to these blocks of KV, and return data for the invitation; only a sink
-        calls this.
+        """Let the other agent write to these blocks of KV, and return data for the invitation; only
+        a sink calls this.
 
         The data is keys for rdma. Called once per transfer. After the transfer's fence it grants
         nothing and returns b"".
@@ -137,8 +137,8 @@ class Link(Protocol):
         ...
 
     def fence(self, transfer: int) -> None:
-        """Stop all writes into the transfer's blocks, whatever the peer does; only a sink calls
-        this.
+        """Stop all writes into the transfer's blocks, whatever the other agent does; only a sink
+        calls this.
 
         `on_fenced` always follows, also on a closed or lost link and for a transfer without a
         grant, because no other event returns the blocks. `on_landed` does not follow for windows

@@ -28,7 +28,8 @@ def most_steps(seqs: int, context: int, most: int) -> int:
 
 
 class DecodeRun:
-    """A run of `steps` decode-only steps of one batch, or of the batches of ranks in lockstep.
+    """A run of `steps` consecutive engine steps that only decode, of one batch or of ranks in
+    lockstep.
 
     `step_s` returns the duration of a step by its number, from 0. Times are seconds from the start
     of the first step.
@@ -51,7 +52,9 @@ class DecodeRun:
                 self._slope = middle - self._bend * half
 
     def end_of(self, steps: int) -> float:
-        """Return the time at which the first `steps` steps of the run have ended, in seconds."""
+        """Return the time at which the first `steps` engine steps of the run have ended, in
+        seconds.
+        """
         pairs = steps * (steps - 1) / 2
         return self._base * steps + self._slope * pairs + self._bend * pairs * (2 * steps - 1) / 3
 

@@ -357,7 +357,7 @@ class TpGroup:
         self.wake()
 
     def wake(self) -> None:
-        """Start stepping if the engine is idle."""
+        """Start to compute steps if the engine is idle."""
         self._timer.wake()
 
     def plan_step(self) -> StepPlan | None:

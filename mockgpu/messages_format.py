@@ -73,7 +73,7 @@ class MessagesChunks:
         return b""
 
     def next(self, cached: int | None) -> bytes:
-        """Return the events of the next token.
+        """Return the client's events for the next token.
 
         The first call also begins the message and its content block.
         """

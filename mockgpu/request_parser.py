@@ -191,7 +191,7 @@ class ParsedRequest(msgspec.Struct, frozen=True):
 
     @property
     def wants_logprobs(self) -> bool:
-        """Return whether the response includes log probabilities.
+        """Return whether the client requests log probabilities of tokens.
 
         A completion's `logprobs: 0` means yes.
         """

@@ -1,4 +1,4 @@
-"""StepTimer: the clock of one mock engine's steps, in which all of its ranks take part.
+"""StepTimer: times the steps of one mock engine, in which all of its ranks take part.
 
 A TP group is one rank. Data-parallel ranks that share their experts are several: every layer of
 experts waits for all of them, so their steps begin and end together.
@@ -21,7 +21,7 @@ _NO_WORK = StepWork()
 
 
 class SteppingRank(Protocol):
-    """A rank whose steps a StepTimer times.
+    """The interface of an engine's rank (GPU group) whose steps a StepTimer times.
 
     slow_prefill, slow_decode  factors on the times of steps with and without prompt tokens
     """
@@ -37,11 +37,11 @@ class SteppingRank(Protocol):
         ...
 
     def on_step_timed(self, plan: StepPlan, step_s: float) -> None:
-        """Handle the beginning of a planned step that takes `step_s` seconds."""
+        """Handle the beginning of a planned engine step that takes `step_s` seconds."""
         ...
 
     def finish_step(self, plan: StepPlan, step_s: float) -> None:
-        """Deliver the results of a step that has just ended."""
+        """Deliver the results of an engine step that has just ended."""
         ...
 
 
@@ -59,11 +59,11 @@ class StepTimer:
         self._due = 0.0
 
     def join(self, rank: SteppingRank) -> None:
-        """Let a rank take part in every further step."""
+        """Let a rank take part in every further step of the engine."""
         self._ranks.append(rank)
 
     def wake(self) -> None:
-        """Start stepping if the engine is idle and all of its ranks are alive.
+        """Start to compute steps if the engine is idle and all of its ranks are alive.
 
         The first step starts in the next turn of the event loop, so that simultaneous requests
         share it.
@@ -73,17 +73,17 @@ class StepTimer:
             self._timer = self._loop.call_soon(self._begin_step)
 
     def stop(self) -> None:
-        """Stop in the middle of the current step, which `resume()` can end."""
+        """Stop the engine in the middle of its current step, which `resume()` can end."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
 
     def drop_step(self) -> None:
-        """Forget the current step of a stopped engine, because its work is lost."""
+        """Forget the current step of a stopped engine, because the work of that step is lost."""
         self._step = None
 
     def resume(self) -> None:
-        """Continue with an interrupted step, or with the next one."""
+        """Continue a stopped engine with its interrupted step, or with the next one."""
         if self._step is None:
             self.wake()
         elif self._timer is None:

@@ -326,7 +326,7 @@ def quota_state(live: Quota) -> QuotaState:
 
 
 def restore_quota(live: Quota, state: QuotaState) -> bool:
-    """Restore the levels of a tenant's quota.
+    """Restore the saved levels of a tenant's quota.
 
     Returns False, without changes, if the limits differ.
     """

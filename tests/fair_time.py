@@ -1,4 +1,4 @@
-"""Upper limits on durations that hold on a busy machine, for tests.
+"""Checks upper limits on durations in tests, so that they also hold on a busy machine.
 
 Within one event loop, a turn of the loop counts as at most TURN_S, so that time in which the
 process had no CPU hardly counts. A wait takes many turns and counts in full. Across processes, time

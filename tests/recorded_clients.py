@@ -44,7 +44,7 @@ class RecordedRequest(NamedTuple):
 
 
 class RecordedClient(NamedTuple):
-    """The recorded conversation of one client.
+    """The recorded conversation of one client program with a gateway.
 
     session  how the access log identifies its session
     """

@@ -11,7 +11,7 @@ CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messag
 
 
 class ClientSpec(NamedTuple):
-    """One client in one configuration.
+    """A client program of the benchmark in one configuration.
 
     name      as users know it
     api       path of the API that it calls

@@ -39,7 +39,7 @@ WANTED_SHARE = 0.95
 
 
 class Result(NamedTuple):
-    """The result of one client program.
+    """The result of one client program in the benchmark of real clients.
 
     problem   why it does not work; "" if it does
     sources   how its requests' sessions were identified, with the number of requests

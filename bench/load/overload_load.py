@@ -87,7 +87,7 @@ class Stream(msgspec.Struct):
 
 
 class ClientRecords(msgspec.Struct):
-    """The output of the `clients` process.
+    """The records that the load generator's `clients` process writes.
 
     idle_s  round-trip times to the null server before the plan
     busy_s  (time, round-trip time) to the null server during the plan

@@ -151,7 +151,7 @@ def missing_programs(clients: Mapping[str, Client]) -> list[str]:
 def run_client(
     client: Client, env: Mapping[str, str], requests: int
 ) -> tuple[Counter[str], list[str]]:
-    """Send requests with consecutive client processes.
+    """Send requests to the gateway with one process of a TLS client after another.
 
     Returns the number of requests by outcome, and the first errors.
     """

@@ -91,7 +91,7 @@ def ratio(by: ByPolicy, rule: str, ours: str, target: str = "0.9") -> float:
 
 
 def best_rule_ratio(by: ByPolicy, rules: Sequence[str], ours: str, target: str = "0.9") -> float:
-    """Return Penstock's capacity over the best rule's.
+    """Return Penstock's capacity divided by the best rule's.
 
     The best rule is chosen with the other seed of arrivals.
     """

@@ -55,7 +55,7 @@ def add_requests(
 
 
 def read_query(fields: Mapping[str, str]) -> RecentQuery:
-    """Parse the query string of GET /requests.
+    """Parse the query string of the admin page GET /requests, and return it.
 
     Raises ValueError, whose message says which values are valid.
     """

@@ -30,7 +30,7 @@ class Quotas:
         self.updates: OutgoingUpdates | None = None
 
     def configure(self, tenants: Sequence[Tenant]) -> None:
-        """Apply new per-minute limits of these tenants.
+        """Apply new limits on requests and tokens per minute to these tenants.
 
         A tenant whose limits changed starts with a full minute's allowance.
         """

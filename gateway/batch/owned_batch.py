@@ -40,7 +40,7 @@ REASONS = {
 
 
 class OwnedBatch:
-    """An unfinished batch that this process owns.
+    """A batch of requests that this process owns and that has not finished yet.
 
     record   the batch as stored
     folder   the batch's folder
@@ -170,7 +170,7 @@ class OwnedBatch:
         heappush(self._retries, (due, number))
 
     def put_back(self, number: int, kept: KeptAnswer | None) -> None:
-        """Schedule an interrupted request to run next.
+        """Schedule an interrupted request of the batch to run next.
 
         It continues the kept part of its answer, if there is any.
         """
@@ -243,7 +243,7 @@ class OwnedBatch:
     # Records
 
     async def save(self, record: BatchRecord) -> None:
-        """Store the changed record of the batch.
+        """Store a changed record of the batch on disk.
 
         Raises LeaseLostError if another process now holds the batch's lease.
         """

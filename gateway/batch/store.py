@@ -66,7 +66,7 @@ class Upload:
         self._file.close()
 
     def close(self) -> None:
-        """Discard the upload, unless it was committed."""
+        """Discard an uploaded file, unless the upload was committed."""
         self._file.close()
         self.path.unlink(missing_ok=True)
 

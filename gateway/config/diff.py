@@ -19,7 +19,7 @@ _POLICY = frozenset({"name", "parameters"})
 
 
 class ConfigChange(msgspec.Struct, frozen=True):
-    """One difference between two configurations.
+    """One difference between two configurations of the gateway.
 
     `before` is None if the value was added, `after` if it was removed. If both show the same text,
     the text is a reference to a variable or file whose value has changed.

@@ -40,7 +40,7 @@ class Problem(msgspec.Struct, frozen=True):
 
 
 class ConfigError(Exception):
-    """Raised when a configuration is invalid.
+    """Raised when a configuration of the gateway is invalid.
 
     problems    all problems, in the order of the file
     references  the files it names; changing one of them may resolve the problem

@@ -21,7 +21,7 @@ class RuleFinding(msgspec.Struct, frozen=True):
 
 
 def get_member(data: Any, key: str) -> Any:
-    """Return a member of a mapping, or None if there is none or `data` is not a mapping."""
+    """Return a member of a mapping, or None if the member is missing or `data` is no mapping."""
     return data.get(key) if isinstance(data, dict) else None
 
 

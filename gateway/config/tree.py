@@ -452,7 +452,7 @@ class SloClass(Section):
 
 
 class Slos(Section):
-    """The service classes, and the default one.
+    """The service classes of requests, and the default one.
 
     A request has the class that it names (x-slo-class), else its tenant's, its model's or the
     default.

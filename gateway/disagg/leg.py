@@ -146,7 +146,7 @@ class Leg(EagerTask):
             done.waiter = self
 
     def step(self, error: BaseException | None = None) -> None:
-        """Handle the end of the engine's answer.
+        """Handle the end of an engine's answer to one half of a split request.
 
         A pooled connection that was lost before the first byte is replaced by a new one, once.
         """

@@ -32,7 +32,7 @@ NEED_BOOTSTRAP = (Prerequisite.ADDRESS, Prerequisite.QUERY)
 
 
 class PrefillFacts(msgspec.Struct, frozen=True):
-    """Configured facts of a prefill endpoint.
+    """Facts about a prefill endpoint that its configuration states.
 
     host       the host in its URL
     bootstrap  its bootstrap server; None if it has none

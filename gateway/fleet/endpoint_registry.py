@@ -244,7 +244,7 @@ class RegistryChanges(msgspec.Struct, frozen=True, eq=False):
 
 
 class EndpointRegistry:
-    """All live endpoints.
+    """The registry of all live endpoints of the gateway.
 
     `by_slot` is always the same list; a free slot keeps its last endpoint as a placeholder.
 
@@ -383,7 +383,9 @@ class EndpointRegistry:
         self.by_slot[slot : slot + 1] = [live]
 
     def release(self, live: LiveEndpoint) -> None:
-        """Free the slot of an endpoint that no request can reach any more."""
+        """Free the slot number of an endpoint that no request can reach any more, for other
+        endpoints.
+        """
         self._free.add(live.load.slot)
 
 

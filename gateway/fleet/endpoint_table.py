@@ -383,7 +383,7 @@ class EndpointTable:
             self.prefixes.index.set_capacity(load.slot, reading.kv_tokens)
 
     def on_event(self, live: LiveEndpoint, event: HealthEvent) -> None:
-        """Apply an event to the endpoint's health.
+        """Apply an event, such as a failure, to the endpoint's health.
 
         If its state changes, update its availability.
         """

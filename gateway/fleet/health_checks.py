@@ -105,7 +105,7 @@ class HealthChecker:
         self._session: aiohttp.ClientSession | None = None
 
     async def start(self) -> None:
-        """Start to poll all endpoints.
+        """Start to poll the health and load of all endpoints.
 
         Returns once every endpoint has been polled, before the first request.
         """

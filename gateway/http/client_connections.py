@@ -34,7 +34,8 @@ class ByteBudget(Protocol):
     """The memory budget for request bodies, which admission/controller.py implements."""
 
     def reserve_body(self, body_bytes: int) -> int:
-        """Reserve this many bytes for request bodies.
+        """Reserve `body_bytes` bytes of the memory budget for a request body; return how many were
+        reserved.
 
         Raises GatewayError if the budget is used up.
         """
@@ -75,7 +76,7 @@ class ClientConnections:
     def __init__(
         self, budget: ByteBudget, trusted: Networks, on_refused: Callable[[str], None]
     ) -> None:
-        """Initialize without connections.
+        """Initialize the set of client connections, which is empty at first.
 
         `budget` is the memory for request bodies. Addresses in `trusted` are exempt from the limit
         on connections per client.

@@ -240,7 +240,7 @@ class Handshake(asyncio.Protocol):
         """Do nothing: before the handshake has completed, there are no unread bytes."""
 
     def drain(self) -> None:
-        """Do nothing.
+        """Do nothing when the listener drains.
 
         The connection is still in its TLS handshake, so it will be served like a new one.
         """

@@ -133,7 +133,7 @@ class UpstreamConnection:
     def start(
         self, head: bytes, payload: RequestPayload, relay: Relay, downstream: Downstream
     ) -> EagerFuture:
-        """Send a request to the engine.
+        """Send a request to the engine on this connection.
 
         The returned future resolves when its response has been relayed.
 

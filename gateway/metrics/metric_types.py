@@ -321,7 +321,7 @@ class FamilyFactory:
         *labels: Label,
         has_exemplars: bool = False,
     ) -> MetricFamily[Histogram]:
-        """Create a family of histograms.
+        """Create a family of histogram metrics.
 
         `bounds` are the ascending upper bounds of their buckets.
         """
@@ -347,7 +347,7 @@ class MetricRegistry:
     def collect(
         self, pools: PoolByLabel, unix_offset: float | None = None
     ) -> Iterator[FamilyReading]:
-        """Yield the values of each metric family.
+        """Yield the present values of each metric family.
 
         pools        the pool of each endpoint and model, for the pool label
         unix_offset  Unix time minus monotonic time; if given, buckets have exemplars

@@ -114,7 +114,7 @@ def host_of(url: str) -> str:
 
 
 def distinct(endpoints: list[dict[str, object]]) -> list[dict[str, object]]:
-    """Return the endpoints without duplicates.
+    """Return the list of endpoints without duplicates.
 
     Of endpoints with equal URLs, only the first one stays.
     """

@@ -52,7 +52,7 @@ class SyncLoop:
         metrics.shared_peers.set_function(lambda: float(len(view.peers)))
 
     async def start(self) -> None:
-        """Connect to the bus.
+        """Connect to the message bus between gateways.
 
         Returns once this gateway has the state of the others, or has found no others.
         """

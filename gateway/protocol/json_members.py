@@ -33,7 +33,7 @@ class TooManyMembersError(Exception):
 
 
 def read_members(body: bytes) -> dict[str, msgspec.Raw]:
-    """Decode a request body into its members.
+    """Decode a JSON request body into its members, by name.
 
     Raises GatewayError (400) that names what is wrong with the body.
     """

@@ -60,7 +60,7 @@ def shape(members: Members) -> SplitShape:
 
 
 def shows_usage(members: Members) -> bool:
-    """Return whether the client receives token counts.
+    """Return whether the client receives token counts (usage) with its answer.
 
     Plain answers always have them, streams only if the request asks for them.
     """

@@ -48,7 +48,7 @@ class ShortResponse:
         return bool(self.status or self._buffer)
 
     def feed(self, data: bytes) -> None:
-        """Process received bytes of an engine's response.
+        """Process the next bytes of an engine's response.
 
         Raises FramingError if they are not a valid HTTP/1.1 response.
         """

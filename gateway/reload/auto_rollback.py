@@ -87,7 +87,7 @@ class RollbackTarget(Protocol):
     async def failure_count(self) -> FailureCount: ...
 
     async def roll_back(self) -> tuple[str, str]:
-        """Return to the previous configuration version.
+        """Apply the previous configuration version again.
 
         Returns (result, message), where the result is "applied" on success.
         """

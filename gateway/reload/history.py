@@ -46,7 +46,7 @@ class Version(msgspec.Struct, frozen=True):
 
     @property
     def etag(self) -> str:
-        """Return the ETag for If-Match.
+        """Return the ETag of this configuration version, for the header If-Match.
 
         Configuration versions with equal texts have different ETags.
         """

@@ -106,7 +106,7 @@ class Rejection(msgspec.Struct, frozen=True):
 
 
 async def do_nothing(_trigger: str) -> None:
-    """Do nothing after a configuration was applied.
+    """Do nothing when a configuration has been applied.
 
     This is the default of `on_applied`, without auto-rollback.
     """

@@ -34,7 +34,7 @@ class CostedEndpoint(Protocol):
 
 
 class LiveCost:
-    """Counts penstock_cost_usd_total and penstock_idle_cost_usd_total.
+    """Counts the cost of requests and of idle engines in dollars, in two metrics.
 
     There is one object per process.
     """

@@ -148,7 +148,7 @@ class Supervisor:
         return list(self._ending)
 
     async def start(self) -> None:
-        """Start the workers and the admin server.
+        """Start all worker processes and the admin server.
 
         Raises OSError when an address is in use, RuntimeError when a worker does not become ready.
         """

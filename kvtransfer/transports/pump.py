@@ -1,4 +1,4 @@
-"""Loads the native pump, which moves the bytes of windows without the interpreter lock.
+"""Loads the native pump: C code that moves the bytes of KV transfers without the interpreter lock.
 
 `PUMP` is None where it was not compiled (`make pump`), where python-xxhash does not export its C
 functions, or with PENSTOCK_KV_PUMP=off. iovec.py then moves the bytes in Python. Either side of a
@@ -36,7 +36,7 @@ class PumpFunctions(NamedTuple):
 
 
 class PumpCalls:
-    """How the native pump is called for one direction of a link.
+    """The calls of the native pump (C code that moves bytes) for one direction of a connection.
 
     pump         the pump's functions
     fd, stop_fd  the socket, and an eventfd that ends a wait
@@ -75,7 +75,7 @@ class Digest:
         _XXH3.reset(state)
 
     def update(self, data: memoryview) -> None:
-        """Add a contiguous piece of memory."""
+        """Add a contiguous piece of memory to the digest."""
         # from_buffer would refuse read-only memory.
         _XXH3.update(self.state_address, bytes(data), len(data))
 

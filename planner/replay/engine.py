@@ -99,7 +99,7 @@ class ReplayEngine:
         return self.scheduler.pool.count_hits(keys, limit)
 
     def scheduler_of(self, job: Job) -> Scheduler:
-        """Return the scheduler that has this job."""
+        """Return the scheduler of the engine that has this job."""
         return self.scheduler
 
     def add(self, job: Job, now: float) -> None:

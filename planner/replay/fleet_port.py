@@ -56,7 +56,7 @@ class SpeedsPort(Protocol):
 
 
 class FleetPort(Protocol):
-    """Protocol of a running replay (Fleet): its events, its groups and its requests.
+    """The interface of a running replay (Fleet): its events, its groups and its requests.
 
     engines  the groups of each engine, which are its data-parallel ranks if there are several
     """
@@ -100,7 +100,7 @@ class FleetPort(Protocol):
     def send(
         self, now: float, flight: InflightRequest, group: ReplayGroup, pick: Pick, job: Job
     ) -> None:
-        """Send a job to a group.
+        """Send a job to a simulated group.
 
         It enters the queue of the group's engine after the API latency.
         """

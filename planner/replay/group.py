@@ -100,7 +100,7 @@ class ReplayGroup:
 
     @property
     def capacity_tokens(self) -> int:
-        """Tokens of KV that the endpoint holds, over all of its ranks."""
+        """Return how many tokens of KV the endpoint holds, over all of its ranks."""
         return self.kind.capacity_tokens * len(self.clocks)
 
     @property

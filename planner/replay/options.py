@@ -66,7 +66,7 @@ class GroupFault(msgspec.Struct, frozen=True):
 
 
 class ReplayOptions(msgspec.Struct, frozen=True):
-    """The options of a replay.
+    """The options of a replay of recorded traffic.
 
     expected_output  output tokens the gateway expects of a request; None: clients send max_tokens
                      and use all of it

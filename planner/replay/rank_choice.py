@@ -1,4 +1,5 @@
-"""Data-parallel ranks that the gateway cannot see: the engine chooses the rank of each request.
+"""Simulates data-parallel ranks that the gateway cannot see: the engine chooses the rank of each
+request.
 
 The gateway knows one endpoint. Engines choose by counts of requests as vLLM does, or in turn as
 SGLang does by default.
@@ -17,7 +18,7 @@ from planner.replay.engine import EngineMetrics, ReplayEngine
 
 
 class RankChoice(StrEnum):
-    """Who chooses the data-parallel rank of a request, and by which rule."""
+    """Who chooses the data-parallel rank of a request (gateway or engine), and by which rule."""
 
     GATEWAY = "gateway"  # each rank is an endpoint
     LEAST = "least"  # the engine, by counts of requests, as vLLM
@@ -25,7 +26,9 @@ class RankChoice(StrEnum):
 
 
 class HiddenRanks:
-    """An engine with several ranks behind one endpoint, with the interface of ReplayEngine."""
+    """An engine with several data-parallel ranks behind one endpoint, with the interface of
+    ReplayEngine.
+    """
 
     def __init__(self, ranks: Sequence[ReplayEngine], choice: RankChoice) -> None:
         self.ranks = ranks
@@ -36,7 +39,7 @@ class HiddenRanks:
 
     @property
     def due_s(self) -> float:
-        """When the first of the current steps ends; inf while all ranks are idle."""
+        """Return when the first of the ranks' current steps ends; inf while all ranks are idle."""
         return min(clock.due_s for clock in self._clocks)
 
     @property
@@ -49,7 +52,7 @@ class HiddenRanks:
 
     @property
     def slow_prefill(self) -> float:
-        """The factor on the times of steps with prompt tokens."""
+        """Return the factor on the times of engine steps with prompt tokens."""
         return self.ranks[0].slow_prefill
 
     @slow_prefill.setter
@@ -59,7 +62,7 @@ class HiddenRanks:
 
     @property
     def slow_decode(self) -> float:
-        """The factor on the times of steps without prompt tokens."""
+        """Return the factor on the times of engine steps without prompt tokens."""
         return self.ranks[0].slow_decode
 
     @slow_decode.setter
@@ -69,7 +72,7 @@ class HiddenRanks:
 
     @property
     def largest_blocks(self) -> int:
-        """The number of KV blocks that one request may fill: those of one rank."""
+        """Return the number of KV blocks that one request may fill, which are those of one rank."""
         return min(rank.largest_blocks for rank in self.ranks)
 
     @property
@@ -78,7 +81,7 @@ class HiddenRanks:
 
     @property
     def metrics(self) -> EngineMetrics:
-        """Sums over the ranks, and the mean KV usage, as the gateway reads them."""
+        """Return the ranks' metrics as the gateway reads them: sums, and the mean KV usage."""
         pages = [rank.metrics for rank in self.ranks]
         return EngineMetrics(
             sum(page.running for page in pages),
@@ -95,7 +98,7 @@ class HiddenRanks:
         return self._rank_of[job].scheduler
 
     def add(self, job: Job, now: float) -> None:
-        """Choose a rank, and add a job to its queue."""
+        """Choose a data-parallel rank, and add a job to the queue of that rank."""
         self._rank_of[job] = rank = self.ranks[self._choose(now)]
         rank.add(job, now)
 
@@ -109,12 +112,14 @@ class HiddenRanks:
         return [(page.waiting, page.running) for page in (rank.metrics for rank in self.ranks)]
 
     def wake(self, now: float) -> None:
-        """Start steps of idle ranks, and shorten current runs, because a new job is in a queue."""
+        """Start steps of idle ranks, and shorten current runs of steps, because a new job is in a
+        queue.
+        """
         for clock in self._clocks:
             clock.wake(now)
 
     def advance(self, now: float) -> None:
-        """Finish the steps that are due, report their results and begin the next."""
+        """Finish the ranks' steps that are due, report their results and begin the next steps."""
         for clock in self._clocks:
             if clock.due_s == now:
                 clock.advance(now)
@@ -124,7 +129,7 @@ class HiddenRanks:
         return job in self._rank_of and self._rank_of[job].holds(job)
 
     def abort(self, job: Job, now: float) -> None:
-        """Remove a job at once."""
+        """Remove a job from its rank at once."""
         self._rank_of.pop(job).abort(job, now)
 
     def generated_tokens(self, job: Job, now: float) -> int:

@@ -1,4 +1,4 @@
-"""StepClock: when the steps of one simulated engine end, in which all of its ranks take part.
+"""StepClock: computes when the steps of one simulated engine end, in which all its ranks take part.
 
 A TP group is one rank; data-parallel ranks in lockstep are several. The live mock engine has
 mockgpu/step_timer.py instead, which waits with a timer.
@@ -24,7 +24,7 @@ Plans = list[StepPlan | None]
 
 
 class ClockedRank(Protocol):
-    """A rank whose steps a StepClock times.
+    """The interface of a simulated engine's rank whose steps a StepClock times.
 
     slow_prefill, slow_decode  factors on the times of steps with and without prompt tokens
     """
@@ -34,16 +34,16 @@ class ClockedRank(Protocol):
     slow_decode: float
 
     def plan_step(self, now: float) -> StepPlan | None:
-        """Return the work of the next step; None if the rank has nothing to compute."""
+        """Return the work of the rank's next step; None if the rank has nothing to compute."""
         ...
 
     def finish_step(self, plan: StepPlan, now: float) -> None:
-        """Deliver the results of a step that has just ended."""
+        """Deliver the results of a simulated engine step that has just ended."""
         ...
 
 
 class StepClock:
-    """The current step of an engine, or run of decode steps; it ends at `due_s` (inf while idle).
+    """The current step of a simulated engine, or a run of its decode steps, which ends at `due_s`.
 
     leaping  False: every step is simulated separately (for tests and comparison)
     """
@@ -67,7 +67,7 @@ class StepClock:
         self._gaps: list[tuple[float, float]] = []
 
     def join(self, rank: ClockedRank) -> None:
-        """Let a rank take part in every further step."""
+        """Let a rank take part in every further step of the simulated engine."""
         self._ranks.append(rank)
 
     def leave(self, rank: ClockedRank) -> None:
@@ -78,21 +78,25 @@ class StepClock:
         self.due_s = inf
 
     def wake(self, now: float) -> None:
-        """Start a step if idle, or shorten the current run, because a new job is in a queue."""
+        """Start an engine step if idle, or shorten the current run of steps, because a new job is
+        in a queue.
+        """
         if self._plans is None:
             self._begin(now)
         else:
             self.shorten(now)
 
     def advance(self, now: float) -> None:
-        """Finish the step or run of steps that is due, deliver its results and begin the next."""
+        """Finish the engine step or run of steps that is due, deliver its results and begin the
+        next.
+        """
         for rank, plan in zip(self._ranks, self._finish_steps(now), strict=True):
             if plan is not None:
                 rank.finish_step(plan, now)
         self._begin(now)
 
     def shorten(self, now: float) -> None:
-        """Let a run of steps end after its current step, because a batch changes."""
+        """Let a run of engine steps end after its current step, because a batch changes."""
         run = self._run
         if run is None:
             return
@@ -102,11 +106,13 @@ class StepClock:
         self._account_run(run, finished)
 
     def completed_steps(self, now: float) -> int:
-        """Return how many steps of the current run have ended, which no scheduler knows yet."""
+        """Return how many steps of the current run have ended but are not yet known to any
+        scheduler.
+        """
         return 0 if self._run is None else self._run.completed_by(now - self._since)
 
     def longest_step_s(self, since_s: float) -> float:
-        """Return the duration of the longest step that ended after `since_s`."""
+        """Return the duration in seconds of the longest engine step that ended after `since_s`."""
         first = bisect_right(self._gaps, since_s, key=itemgetter(0))
         return self._gaps[first][1] if first < len(self._gaps) else 0.0
 

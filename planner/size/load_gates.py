@@ -112,7 +112,8 @@ def _budget(draft: Draft, loaded: BatchTimes) -> Iterator[str]:
 
 
 def split_phases(draft: Draft) -> None:
-    """Record the figures that matter for separate prefill and decode pools, after the gates.
+    """Record the figures of a sizing plan that matter for separate prefill and decode pools, after
+    the gates.
 
     Whether such pools are better needs a replay.
     """

@@ -43,8 +43,8 @@ class Workload(msgspec.Struct, frozen=True):
 
     @property
     def cached(self) -> int:
-        """Return the number of prompt tokens that the prefix cache holds; at least one token is
-        computed.
+        """Return the number of prompt tokens that a prefix cache holds; at least one token is not
+        cached.
         """
         return min(self.prompt - 1, round(self.prompt * self.cached_share))
 

@@ -1,4 +1,4 @@
-"""Generates the B2B workload of llm-d's posts.
+"""Generates llm-d's workload of business customers (B2B) as a trace.
 
 The workload has 150 customers with prompts of 6,000 tokens, and five questions of 1,200 tokens on
 each.

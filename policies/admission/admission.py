@@ -75,7 +75,7 @@ class RequestOutcome(msgspec.Struct, frozen=True):
 
 
 class WaitQueueLimits(msgspec.Struct, frozen=True):
-    """Limits of a pool's wait queue.
+    """The limits of a pool's queue of waiting requests.
 
     size          maximum number of waiting requests
     timeout_s     maximum seconds that a request waits

@@ -33,7 +33,7 @@ class FullLoadRate:
         self._last = 0.0
 
     def learn(self, now: float, measured: float | None) -> None:
-        """Update the learned rate by a measurement.
+        """Update the learned completion rate of a full pool by a measurement.
 
         Call it often, but only while the pool is full.
 

@@ -138,7 +138,7 @@ class EngineTimeline(EngineModel):
         self._update_forecast(load, now)
 
     def on_scrape(self, load: EngineLoad, kv_usage: float | None, now: float) -> None:
-        """Correct the engine model by scraped metrics.
+        """Correct the engine model by metrics that the engine has reported.
 
         `kv_usage` is the share of KV in use, or None if unknown.
         """

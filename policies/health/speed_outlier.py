@@ -59,7 +59,7 @@ class SlowLimits(msgspec.Struct, frozen=True):
 
 
 class ReviewedEndpoint(msgspec.Struct, frozen=True, eq=False):
-    """One endpoint of a pool under review.
+    """One endpoint of a pool whose speed is reviewed.
 
     record       its speed samples and verdict
     kind         key that is equal for peers

@@ -44,7 +44,7 @@ class QueuedWork:
 
 
 class EngineSimulation:
-    """Simulates the future steps of one engine.
+    """Simulates the future steps of one inference engine.
 
     clock, steps    begin of the next step on the policy clock; steps simulated so far
     batch, context  number of decoding sequences, and their total context in tokens

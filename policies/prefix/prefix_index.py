@@ -301,7 +301,8 @@ class PrefixIndex:
         return self._holders[slot].held if slot < len(self._holders) else 0.0
 
     def eviction_regret(self, slot: int) -> float:
-        """Return the share of a slot's evicted tokens that were requested again while uncached.
+        """Return the share of an endpoint's evicted prompt tokens that were requested again while
+        uncached.
 
         The index thus works as a ghost list: an entry whose holders have all expired stays in the
         table until its key is used again or the memory limit drops it. The share decays over as
@@ -517,7 +518,8 @@ class PrefixIndex:
         self._oldest_alive[slot] = holder.oldest_alive()
 
     def forget(self, slot: int) -> None:
-        """Drop all entries of a slot that was restarted, removed, or reused for another endpoint.
+        """Drop all index entries of an endpoint that was restarted or removed, or whose slot was
+        reused.
 
         The call takes constant time. The capacity stays until `set_capacity` changes it, without
         the reductions made by `confirm`.

@@ -402,7 +402,8 @@ def slot_wait_s(load: EndpointLoad, usual: float) -> float:
 
 
 def slot_loss(load: EndpointLoad, usual: float) -> float:
-    """Return the number of requests that will lack a slot: the share in use to the power of 4.
+    """Return the expected number of requests that will lack a slot: the share in use to the power
+    of 4.
 
     `usual` is the slots of an endpoint that has not shown its own.
     """

@@ -177,7 +177,7 @@ class SentWindow:
         self._count(given, 1.0)
 
     def expire(self, now: float) -> None:
-        """Remove the work that is older than the window at `now`.
+        """Remove recorded work that is older than `window_s` seconds at `now`.
 
         Entries of moved requests are dropped when they expire.
         """

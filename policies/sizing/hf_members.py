@@ -23,7 +23,9 @@ class ConfigMembers:
         return self._members.get(name) is not None
 
     def get(self, name: str) -> Any:
-        """Return the value of a member of config.json without conversion; None if it is absent."""
+        """Return the value of a member of a model's config.json without conversion; None if it is
+        absent.
+        """
         return self._members.get(name)
 
     def require(self, *names: str) -> None:
@@ -37,7 +39,7 @@ class ConfigMembers:
             raise ConfigError(f"config.json lacks {names[0]} (or {' or '.join(names[1:])})")
 
     def count(self, name: str) -> int:
-        """Return the value of a member of config.json.
+        """Return the value of a member of a model's config.json.
 
         Raises ConfigError if it is not a positive integer.
         """
@@ -47,13 +49,13 @@ class ConfigMembers:
         return value
 
     def optional(self, name: str, default: int) -> int:
-        """Return a member's positive integer in config.json, or `default` if it is absent, null or
-        0.
+        """Return a positive integer member of a model's config.json, or `default` if it is absent,
+        null or 0.
         """
         return self.count(name) if self._members.get(name) else default
 
     def flag(self, name: str, default: bool = False) -> bool:
-        """Return a member's boolean value in config.json, or `default` if it is absent."""
+        """Return a boolean member of a model's config.json, or `default` if it is absent."""
         return bool(self._members.get(name, default))
 
     @property

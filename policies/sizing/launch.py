@@ -14,7 +14,7 @@ from policies.sizing.layout import Layout
 
 
 class EngineLaunch(msgspec.Struct, frozen=True):
-    """The settings of an engine to launch.
+    """The settings with which an engine is launched.
 
     Members that are None or False keep the engine's default.
 

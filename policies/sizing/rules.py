@@ -56,7 +56,7 @@ class PlannedGroup(msgspec.Struct, frozen=True):
 
 
 class LayoutFinding(msgspec.Struct, frozen=True):
-    """A violated rule of a layout.
+    """A rule of parallel layouts that a configured engine violates.
 
     code      short name of the rule
     is_error  whether the engine does not start or does not work; a warning otherwise

@@ -58,7 +58,8 @@ class Objective(msgspec.Struct, frozen=True):
 
 
 class Burn(msgspec.Struct, frozen=True):
-    """An alert threshold: `factor` times the rate that uses the error budget up exactly.
+    """An alert threshold: `factor` times the rate at which an error budget is used up in its
+    period.
 
     long, short  windows in which the rate must be exceeded
     hold         how long it must be exceeded

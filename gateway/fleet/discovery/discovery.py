@@ -67,7 +67,7 @@ class Discovery:
         self._is_running = False
 
     async def start(self, config: Config) -> None:
-        """Start all discovery sources.
+        """Start all sources of endpoint discovery.
 
         Returns once each has a result, or after START_WAIT_S seconds.
         """

@@ -128,7 +128,7 @@ def read_answer(data: bytes) -> ChatAnswer:
 
 
 def read_error(error: object) -> ErrorDetail:
-    """Return an engine's error as an ErrorDetail.
+    """Return the error object in an engine's error response.
 
     A string becomes its message; any other value that is no error object gives a default.
     """

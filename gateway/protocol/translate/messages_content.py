@@ -98,7 +98,7 @@ class _Conversation:
         self._is_leading = False
 
     def add_assistant(self, message: dict[str, Any]) -> None:
-        """Append an assistant message to the chat."""
+        """Append an assistant message, with its text and tool calls, to the chat."""
         self._end_user_turn()
         self._chat.append(message)
         self._is_leading = False

@@ -138,7 +138,7 @@ class GrantedMemory:
         return digest is None or digest == digest_of(region, runs.dst, runs.length)
 
     def close(self) -> None:
-        """Deregister all memory of the transfer.
+        """Deregister all memory of the KV transfer from the device.
 
         Raises TransportError if the device fails; the next call tries again.
         """
