@@ -141,6 +141,11 @@ class StepClock:
 
     def _step_s(self, plans: Plans, step: int = 0) -> float:
         # Return the duration of a step that comes `step` decode-only steps after the planned one.
+        if len(plans) == 1:  # nearly all engines, and this is called for every step
+            (plan,), (rank,) = plans, self._ranks
+            assert plan is not None
+            slowness = rank.slow_prefill if plan.chunks else rank.slow_decode
+            return self._times.step_s((_work(plan, step),)) * slowness
         works = [_NO_WORK if plan is None else _work(plan, step) for plan in plans]
         has_prompts = any(work.prefill_tokens for work in works)
         slowness = max(
