@@ -10,9 +10,9 @@ trap 'rm -rf "$tools"' EXIT
 options="--quiet --generate-hashes --strip-extras --allow-unsafe --no-header
     --no-emit-index-url --no-emit-find-links --no-emit-trusted-host"
 # shellcheck disable=SC2086
-"$tools/bin/pip-compile" $options --build-deps-for editable --extra demo --extra redis --extra events -o requirements.lock pyproject.toml
+"$tools/bin/pip-compile" $options --build-deps-for editable --extra demo --extra redis --extra events --extra s3 -o requirements.lock pyproject.toml
 # shellcheck disable=SC2086
-"$tools/bin/pip-compile" $options --build-deps-for editable --extra demo --extra redis --extra events --extra dev -o requirements-dev.lock pyproject.toml
+"$tools/bin/pip-compile" $options --build-deps-for editable --extra demo --extra redis --extra events --extra s3 --extra dev -o requirements-dev.lock pyproject.toml
 # The compiler's packages only, in the versions of requirements-dev.lock; used with
 # requirements.lock.
 compilers='import tomllib

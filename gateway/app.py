@@ -23,6 +23,7 @@ from gateway.auto.controller import AutoPolicyController
 from gateway.auto.gateway_target import GatewayAutoTarget
 from gateway.batch.pages import BatchPages
 from gateway.batch.runner import BatchRunner
+from gateway.batch.storage_choice import create_storage
 from gateway.config import Config, Listener, LoadedConfig
 from gateway.disagg.handoffs import Handoffs
 from gateway.fleet.discovery.discovery import Discovery, create_source
@@ -167,7 +168,8 @@ class App:
         if config.batch is None:
             return None
         serve = self._request_factory.serve_for
-        return BatchRunner(config.batch, self.gateway, serve, self.metrics)
+        storage = create_storage(config.batch)
+        return BatchRunner(config.batch, storage, self.gateway, serve, self.metrics)
 
     def _create_reload(self, origin: StartOptions, rng: Random) -> None:
         self.swap = Swap(self.gateway, self._health_checker, self.metrics)

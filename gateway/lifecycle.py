@@ -60,7 +60,7 @@ async def _run(
             notify.report_ready(origin.env)
         await process.until_end()
     except OSError as error:
-        log.error("cannot listen: %s", error)
+        log.error("cannot start: %s", error)
         return 1
     finally:
         await process.end()

@@ -1,19 +1,19 @@
 """A batch that this process runs: its input file, its journal, and the order of its requests.
 
-Calls named load, check, flush and finish use the disk, in threads; everything else does not block.
+Calls named load, check, flush and finish use the storage, in threads; everything else does not
+block.
 """
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import logging
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterator
-from functools import partial
 from heapq import heappop, heappush
-from typing import IO
+from io import BufferedReader
+from time import monotonic
 
 from gateway.batch.input_lines import InputChecker, InputLine, decode_line, result_line
 from gateway.batch.journal import (
@@ -23,13 +23,14 @@ from gateway.batch.journal import (
     encode_entry,
 )
 from gateway.batch.line_run import LineResult, LineRun
-from gateway.batch.ownership import BatchOwner
-from gateway.batch.records import BatchRecord, BatchState, FileRecord, RequestCounts
-from gateway.batch.store import BatchStore, JournalFile, read_line
+from gateway.batch.records import BatchRecord, BatchState, FileRecord, RequestCounts, new_id
+from gateway.batch.storage import BatchJournal, BatchStorage, ClaimedBatch, LeaseLostError
+from gateway.batch.threads import StorageThreads
 
 log = logging.getLogger("penstock")
 
 SLICE_BYTES = 256 * 1024  # read per call in a thread, so that other threads run in between
+MISSING_BYTES = 4096  # more than the result of a request without an answer takes
 REASONS = {
     BatchState.EXPIRED: (
         "batch_expired",
@@ -42,23 +43,23 @@ REASONS = {
 class OwnedBatch:
     """A batch of requests that this process owns and that has not finished yet.
 
-    record   the batch as stored
-    folder   the batch's folder
     running  attempts in progress by the request's index
     tasks    the tasks of these attempts
     is_open  requests may be started
+    is_lost  another process has taken the batch over
     """
 
-    def __init__(self, store: BatchStore, owner: BatchOwner, record: BatchRecord) -> None:
-        self._store, self._owner = store, owner
-        self.record = record
-        self.folder = store.batch_folder(record.tenant, record.id)
+    def __init__(
+        self, storage: BatchStorage, claimed: ClaimedBatch, threads: StorageThreads
+    ) -> None:
+        """Initialize; blocking calls of the storage run in `threads`."""
+        self._storage, self._claimed, self._threads = storage, claimed, threads
         self.running: dict[int, LineRun] = {}
         self.tasks: dict[int, asyncio.Task[None]] = {}
         self.progress = JournalReader(0)
-        self.is_blocked = self.is_open = False
+        self.is_blocked = self.is_open = self.is_lost = False
         self._spans = array("Q")  # offset and size of each line
-        self._journal: JournalFile | None = None
+        self._journal: BatchJournal | None = None
         self._unwritten: list[bytes] = []
         self._flushing: asyncio.Task[None] | None = None
         self._cursor = 0
@@ -66,6 +67,11 @@ class OwnedBatch:
         self._ready: deque[int] = deque()
         self._retries: list[tuple[float, int]] = []
         self.failures: dict[int, int] = {}
+
+    @property
+    def record(self) -> BatchRecord:
+        """The batch as stored."""
+        return self._claimed.record
 
     # Input
 
@@ -82,20 +88,22 @@ class OwnedBatch:
         if not self._spans:
             await self._scan(max_line, lambda _: None, lambda: False)
         self.progress = JournalReader(len(self._spans) // 2)
-        await asyncio.to_thread(self._read_journal)
+        self._journal = await self._threads.run(self._claimed.open_journal, self.progress)
         self._resumed = frozenset(self.progress.kept)
         self._ready.extend(self._resumed)
-        self.is_open = True
 
     async def _scan(
         self, max_line: int, see: Callable[[bytes], None], is_over: Callable[[], bool]
     ) -> None:
         self._spans = array("Q")
-        with (self.folder / "input").open("rb") as file:
-            while not is_over() and await asyncio.to_thread(self._scan_slice, file, max_line, see):
+        run = self._threads.run
+        with await run(self._claimed.open_input) as file:
+            while not is_over() and await run(self._scan_slice, file, max_line, see):
                 pass
 
-    def _scan_slice(self, file: IO[bytes], max_line: int, see: Callable[[bytes], None]) -> bool:
+    def _scan_slice(
+        self, file: BufferedReader, max_line: int, see: Callable[[bytes], None]
+    ) -> bool:
         # Read some lines of the file and pass them to `see`; return whether more may follow.
         #
         # A line longer than `max_line` bytes ends the file.
@@ -112,21 +120,10 @@ class OwnedBatch:
             offset += len(line)
         return True
 
-    def _read_journal(self) -> None:
-        path = self.folder / "journal"
-        path.touch(mode=0o600)
-        with path.open("rb") as file:
-            for line in file:
-                self.progress.feed(line)
-        self._journal = JournalFile(path, self.progress.size)
-
     async def read(self, number: int) -> InputLine:
         """Read the request with this index from the batch's input file, and return it."""
-        return await asyncio.to_thread(self._read_now, number)
-
-    def _read_now(self, number: int) -> InputLine:
-        offset, size = self._spans[2 * number : 2 * number + 2]
-        return decode_line(read_line(self.folder / "input", offset, size))
+        span = self._spans[2 * number : 2 * number + 2]
+        return decode_line(await self._threads.run(self._claimed.read_input, *span))
 
     # What is to run
 
@@ -204,26 +201,32 @@ class OwnedBatch:
             self._flushing = asyncio.create_task(self._flush(), name="batch journal")
 
     async def _flush(self) -> None:
-        while self._unwritten:
+        while self._unwritten and not self.is_lost:
             count = len(self._unwritten)
             data = b"".join(self._unwritten)
             journal = self._journal
             assert journal is not None
             try:
-                await asyncio.to_thread(journal.append, data)
+                await self._threads.run(journal.append, data)
                 self.is_blocked = False
+            except LeaseLostError:
+                self.is_lost = self.is_blocked = True
+                return
             except OSError as error:
                 self.is_blocked = True
-                log.error(
-                    "batch %s: cannot write its journal (check the disk of batch.folder): %s",
-                    self.record.id,
-                    error,
-                )
+                log.error("batch %s: cannot write its journal: %s", self.record.id, error)
                 await asyncio.sleep(1.0)
                 continue
             for line in self._unwritten[:count]:
                 self.progress.feed(line)
             del self._unwritten[:count]
+            await self._collect(journal.pause_s)
+
+    async def _collect(self, pause_s: float) -> None:
+        # Collect entries for one write, up to `pause_s` seconds or until no request runs any more.
+        ends = monotonic() + pause_s
+        while self.tasks and self.is_open and monotonic() < ends:  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
 
     async def flush(self) -> None:
         """Wait until all entries are in the batch's journal, or until it cannot be written any
@@ -238,7 +241,7 @@ class OwnedBatch:
             self._flushing.cancel()
         journal, self._journal = self._journal, None
         if journal is not None:
-            await asyncio.to_thread(journal.close)
+            await self._threads.run(journal.close)
 
     # Records
 
@@ -247,9 +250,25 @@ class OwnedBatch:
 
         Raises LeaseLostError if another process now holds the batch's lease.
         """
-        self.record = record
-        store = partial(self._store.save_batch, record)
-        await asyncio.to_thread(self._owner.change, self.folder, store)
+        await self._threads.run(self._claimed.save, record)
+
+    async def fail(self, record: BatchRecord) -> None:
+        """Store the record of a batch that was refused, and delete its copy of the input file."""
+        await self._threads.run(self._claimed.finish, record)
+
+    def renew(self) -> None:
+        """Extend the lease on the batch. The call blocks; use it in a thread.
+
+        Raises LeaseLostError if another process now holds the batch's lease.
+        """
+        self._claimed.renew()
+
+    def release(self) -> None:
+        """End the lease on the batch, so that another process may take it.
+
+        The call blocks; use it in a thread.
+        """
+        self._claimed.release()
 
     @property
     def counts(self) -> RequestCounts:
@@ -258,38 +277,46 @@ class OwnedBatch:
     async def finish(self, state: BatchState, now: float, expires_at: int) -> None:
         """Write the output and error files of a batch, and put the batch into its final state.
 
-        Requests without a result get an error that names `state`. The call may be repeated after a
-        restart: the files keep their ids.
+        Requests without a result get an error that names `state`. The ids of both files are stored
+        first. After a restart, the next owner deletes these files and writes its own, because an
+        earlier owner that only hung may still be writing them.
         """
-        reason = REASONS.get(state, REASONS[BatchState.EXPIRED])
-        record = self.record
-        sizes = []
-        for kind, is_good in (("output", True), ("error", False)):
-            digest = hashlib.sha256(f"{record.id} {kind}".encode()).hexdigest()[:32]
-            name = f"{record.id}_{kind}.jsonl"
-            file = FileRecord(f"file-{digest}", name, "batch_output", 0, int(now), expires_at)
-            lines = self._result_lines(reason, is_good=is_good)
-            size = await asyncio.to_thread(
-                self._store.write_result_file, record.tenant, file, lines
-            )
-            sizes.append(file.id if size else None)
+        record, run = self.record, self._threads.run
+        for name in record.result_file_ids:
+            await run(self._storage.delete_file, record.tenant, name)
+        ids = new_id("file-"), new_id("file-")
+        is_cancelled = state is BatchState.CANCELLED
+        interim = BatchState.CANCELLING if is_cancelled else BatchState.FINALIZING
+        await self.save(record.enter(interim, now, counts=self.counts, result_file_ids=ids))
+        written = []
+        for kind, name in zip(("output", "error"), ids, strict=True):
+            title = f"{record.id}_{kind}.jsonl"
+            file = FileRecord(name, title, "batch_output", 0, int(now), expires_at)
+            size = await run(self._write_results, file, state, kind == "output")
+            written.append(name if size else None)
         failed = self.total - self.progress.completed
         counts = RequestCounts(self.total, self.progress.completed, failed)
-        await self.save(
-            record.enter(state, now, counts=counts, output_file_id=sizes[0], error_file_id=sizes[1])
-        )
-        await asyncio.to_thread(self._store.close_batch, self.record)
+        changes = {"counts": counts, "output_file_id": written[0], "error_file_id": written[1]}
+        await run(self._claimed.finish, self.record.enter(state, now, **changes))
+
+    def _write_results(self, file: FileRecord, state: BatchState, is_good: bool) -> int:
+        reason = REASONS.get(state, REASONS[BatchState.EXPIRED])
+        lines = self._result_lines(reason, is_good=is_good)
+        most = self.progress.size + len(self._spans) * MISSING_BYTES
+        return self._storage.write_result_file(self.record.tenant, file, lines, most)
 
     def _result_lines(self, reason: tuple[str, str], *, is_good: bool) -> Iterator[bytes]:
         # Yield the lines of the output file or, if not `is_good`, those of the errors file.
         reader = JournalReader(self.total)
-        with (self.folder / "journal").open("rb") as file:
-            for line in file:
-                entry = reader.feed(line)
-                if entry is not None and entry.is_good is is_good:
-                    yield entry.result.encode() + b"\n"
+        for line in self._claimed.journal_lines():
+            entry = reader.feed(line)
+            if entry is not None and entry.is_good is is_good:
+                yield entry.result.encode() + b"\n"
         if is_good:
             return
-        for number in reader.missing():
-            custom_id = self._read_now(number).custom_id
-            yield result_line(number, self.record.id, custom_id, None, reason)
+        with self._claimed.open_input() as file:
+            for number in reader.missing():
+                offset, size = self._spans[2 * number : 2 * number + 2]
+                file.seek(offset)
+                custom_id = decode_line(file.read(size)).custom_id
+                yield result_line(number, self.record.id, custom_id, None, reason)

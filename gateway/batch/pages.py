@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import suppress
 from time import time
 from typing import Any, TypeVar
 
@@ -25,8 +26,14 @@ from gateway.batch.page_requests import (
 )
 from gateway.batch.pool_view import scope_digest
 from gateway.batch.records import BatchRecord, BatchState, FileRecord, new_id
-from gateway.batch.runner import BatchRunner
-from gateway.batch.store import StorageFullError, Upload
+from gateway.batch.runner import REOPEN_S, BatchRunner
+from gateway.batch.storage import (
+    StorageFullError,
+    StorageQuota,
+    StorageUnreachableError,
+    Upload,
+)
+from gateway.batch.threads import StorageThreads
 from gateway.config import BatchApi
 from gateway.protocol.api_keys import digest_of_headers
 from gateway.protocol.errors import Failure, GatewayError, new_request_id
@@ -37,6 +44,7 @@ T = TypeVar("T")
 PIECE_BYTES = 256 * 1024
 PIECE_TIMEOUT_S = 30.0  # time for a client to send one piece of an upload
 MAX_UPLOADS = 16  # uploads of one process at once
+READ_THREADS = 8  # for calls of the storage beside uploads
 MAX_FIELD_BYTES = 4096
 MAX_BODY_BYTES = 64 * 1024
 
@@ -51,9 +59,11 @@ class BatchPages:
 
         `section` is the configuration to use once a reload has removed its section.
         """
-        self._runner, self._store = runner, runner.store
+        self._runner, self._store = runner, runner.storage
+        self._threads = StorageThreads(MAX_UPLOADS + READ_THREADS)
         self._snapshot, self._first_section = snapshot, section
         self._uploads = 0
+        self._closing: set[asyncio.Task[None]] = set()
 
     @property
     def _section(self) -> BatchApi:
@@ -83,24 +93,57 @@ class BatchPages:
         self._uploads += 1
         upload: Upload | None = None
         try:
-            upload = await self._run(
-                self._store.start_upload, tenant, section.files, section.storage
-            )
-            form = await _read_form(request, upload, section.file_size)
-            record = form.record(new_id("file-"), time(), section.expiry, upload.size)
+            quota = StorageQuota(section.files, section.storage, section.file_size)
+            upload = await self._run(self._store.start_upload, tenant, quota)
+            form = await self._read_form(request, upload, section.file_size)
+            record = form.record(upload.id, time(), section.expiry, upload.size)
             await self._run(self._store.commit_upload, tenant, upload, record)
         finally:
             self._uploads -= 1
             if upload is not None:
-                upload.close()
+                # A task of its own: this one is cancelled, perhaps twice, if the client is gone.
+                task = asyncio.create_task(self._close(upload))
+                self._closing.add(task)
+                task.add_done_callback(self._closing.discard)
         return _ok(record.as_object())
+
+    async def _close(self, upload: Upload) -> None:
+        with suppress(OSError):  # what is left of it is deleted later
+            await self._threads.run(upload.close)
+
+    async def _read_form(self, request: web.Request, upload: Upload, max_bytes: int) -> FileForm:
+        # Receive an upload form; write the file's bytes to `upload` and return the other fields.
+        fields: dict[str, str] = {}
+        filename = None
+        reader = await _received(request.multipart())
+        while (part := await _received(reader.next())) is not None:
+            if not isinstance(part, BodyPartReader):
+                raise _bad("A part of the form is itself a form.", None)
+            if part.name == "file" and filename is None:
+                filename = part.filename or "file"
+                async for piece in _pieces(part):
+                    if upload.size + len(piece) > max_bytes:
+                        message = f"The file is larger than {max_bytes} bytes."
+                        raise GatewayError(Failure.TOO_LARGE, message, param="file")
+                    await self._run(upload.write, piece)
+            elif part.name is not None and len(fields) < 8:
+                value = b""
+                async for piece in _pieces(part):
+                    value += piece
+                    if len(value) > MAX_FIELD_BYTES:
+                        raise _bad(f"The field '{part.name[:64]}' is too long.", part.name[:64])
+                fields[part.name] = value.decode("utf-8", "replace")
+            else:
+                raise _bad("The form has more than one file, or too many fields.", "file")
+        return FileForm(filename, fields)
 
     async def _list_files(self, request: web.Request) -> web.StreamResponse:
         tenant = self._tenant(request)
         page = read_page_query(request.query, 10_000)
         purpose = request.query.get("purpose")
         files = await self._run(self._store.files, tenant)
-        shown = [file for file in files if purpose in (None, file.purpose)]
+        now = time()
+        shown = [f for f in files if purpose in (None, f.purpose) and f.expires_at > now]
         return _ok(page_of(shown, page))
 
     async def _show_file(self, request: web.Request) -> web.StreamResponse:
@@ -113,17 +156,13 @@ class BatchPages:
 
     async def _send_content(self, request: web.Request) -> web.StreamResponse:
         file, tenant = await self._file(request), self._tenant(request)
-        path = self._store.content(tenant, file.id)
-        try:
-            content = await asyncio.to_thread(path.open, "rb")
-        except OSError:
-            raise file_not_found(file.id) from None
+        content = await self._run(self._store.open_content, tenant, file.id)
         with content:
             response = web.StreamResponse(headers=_headers())
             response.content_type = "application/octet-stream"
             response.content_length = file.size
             await response.prepare(request)
-            while piece := await asyncio.to_thread(content.read, PIECE_BYTES):
+            while piece := await self._threads.run(content.read, PIECE_BYTES):
                 await response.write(piece)
             await response.write_eof()
         return response
@@ -171,11 +210,10 @@ class BatchPages:
         tenant = self._tenant(request)
         page = read_page_query(request.query, 100, default=20)
         batches = await self._run(self._store.batches, tenant)
-        return _ok(page_of(await self._run(self._as_shown, batches), page))
+        return _ok(page_of(batches, page))
 
     async def _show_batch(self, request: web.Request) -> web.StreamResponse:
-        batch = await self._batch(request)
-        return _ok((await self._run(self._as_shown, [batch]))[0].as_object())
+        return _ok((await self._batch(request)).as_object())
 
     async def _cancel_batch(self, request: web.Request) -> web.StreamResponse:
         batch = await self._batch(request)
@@ -184,7 +222,7 @@ class BatchPages:
             raise GatewayError(Failure.BATCH_CONFLICT, message)
         await self._run(self._store.request_cancel, batch)
         self._runner.wake()
-        return _ok((await self._run(self._as_shown, [batch]))[0].as_object())
+        return _ok((await self._batch(request)).as_object())
 
     async def _batch(self, request: web.Request) -> BatchRecord:
         tenant, batch_id = self._tenant(request), request.match_info["id"]
@@ -193,15 +231,6 @@ class BatchPages:
             message = f"No batch found with id '{batch_id[:64]}'."
             raise GatewayError(Failure.BATCH_NOT_FOUND, message, param="batch_id")
         return batch
-
-    def _as_shown(self, batches: list[BatchRecord]) -> list[BatchRecord]:
-        shown = []
-        for batch in batches:
-            cancelled_at = None if batch.is_final else self._store.cancelled_at(batch)
-            shown.append(
-                batch if cancelled_at is None else batch.enter(BatchState.CANCELLING, cancelled_at)
-            )
-        return shown
 
     # Common
 
@@ -217,59 +246,31 @@ class BatchPages:
         return scope_digest(digest) if digest in scopes else ""
 
     async def _run(self, call: Callable[..., Any], *args: Any) -> Any:
-        # Run a blocking call of the store in a thread. Raises GatewayError if the disk fails.
+        # Run a blocking call of the storage in a thread. Raises GatewayError if that fails.
+        if not self._runner.is_open:
+            raise _unreachable()
         try:
-            return await asyncio.to_thread(call, *args)
+            return await self._threads.run(call, *args)
         except StorageFullError as error:
             raise GatewayError(Failure.STORAGE_FULL, str(error)) from None
         except FileNotFoundError:
             raise file_not_found("") from None
+        except StorageUnreachableError:
+            raise _unreachable() from None
         except OSError as error:
             message = f"The gateway cannot use its storage of files ({error.strerror})."
             raise GatewayError(Failure.INTERNAL, message) from None
+
+
+def _unreachable() -> GatewayError:
+    message = "The gateway cannot reach its storage of files and batches. Try again."
+    return GatewayError(Failure.STORAGE_UNREACHABLE, message, retry_after_s=REOPEN_S)
 
 
 def file_not_found(file_id: str) -> GatewayError:
     """Return the error for a file that is unknown, deleted, expired, or another tenant's."""
     message = f"No such File object: {file_id[:64]}"
     return GatewayError(Failure.FILE_NOT_FOUND, message, param="id")
-
-
-async def _read_form(request: web.Request, upload: Upload, max_bytes: int) -> FileForm:
-    # Receive an upload form; write the file's bytes to `upload` and return the other fields.
-    fields: dict[str, str] = {}
-    filename = None
-    reader = await _received(request.multipart())
-    while (part := await _received(reader.next())) is not None:
-        if not isinstance(part, BodyPartReader):
-            raise _bad("A part of the form is itself a form.", None)
-        if part.name == "file" and filename is None:
-            filename = part.filename or "file"
-            async for piece in _pieces(part):
-                if upload.size + len(piece) > max_bytes:
-                    message = f"The file is larger than {max_bytes} bytes."
-                    raise GatewayError(Failure.TOO_LARGE, message, param="file")
-                await _write(upload, piece)
-        elif part.name is not None and len(fields) < 8:
-            value = b""
-            async for piece in _pieces(part):
-                value += piece
-                if len(value) > MAX_FIELD_BYTES:
-                    raise _bad(f"The field '{part.name[:64]}' is too long.", part.name[:64])
-            fields[part.name] = value.decode("utf-8", "replace")
-        else:
-            raise _bad("The form has more than one file, or too many fields.", "file")
-    return FileForm(filename, fields)
-
-
-async def _write(upload: Upload, piece: bytes) -> None:
-    try:
-        await asyncio.to_thread(upload.write, piece)
-    except StorageFullError as error:
-        raise GatewayError(Failure.STORAGE_FULL, str(error)) from None
-    except OSError as error:
-        message = f"The gateway cannot store the file ({error.strerror})."
-        raise GatewayError(Failure.INTERNAL, message) from None
 
 
 async def _pieces(part: BodyPartReader) -> AsyncIterator[bytes]:

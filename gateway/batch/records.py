@@ -99,6 +99,7 @@ class BatchRecord(msgspec.Struct, frozen=True):
     expires_at   the end of the completion window
     model        the model of its requests; "" before they were validated
     state_times  when the batch entered each state, by the state's name
+    result_file_ids  ids under which its owner writes the output file and the errors file
     """
 
     id: str
@@ -117,6 +118,7 @@ class BatchRecord(msgspec.Struct, frozen=True):
     model: str = ""
     output_file_id: str | None = None
     error_file_id: str | None = None
+    result_file_ids: tuple[str, ...] = ()
 
     @property
     def is_final(self) -> bool:

@@ -13,7 +13,6 @@ import logging
 from collections import Counter, deque
 from contextlib import suppress
 from functools import partial
-from pathlib import Path
 from time import monotonic, time
 
 import msgspec
@@ -21,23 +20,30 @@ import msgspec
 from gateway.batch.input_lines import InputChecker
 from gateway.batch.line_run import LineRun, ServeLine
 from gateway.batch.owned_batch import OwnedBatch
-from gateway.batch.ownership import BatchOwner
 from gateway.batch.pacing import choose_preempted, retry_delay_s
 from gateway.batch.pool_view import PoolView, find_pool, line_headers, refusal
-from gateway.batch.records import BatchRecord, BatchState
-from gateway.batch.store import BatchStore
+from gateway.batch.records import BatchState
+from gateway.batch.storage import (
+    BatchStorage,
+    ClaimedBatch,
+    LeaseLostError,
+    OpenBatch,
+    StorageUnreachableError,
+    tenant_digest,
+)
+from gateway.batch.threads import StorageThreads
 from gateway.config import BatchApi
 from gateway.metrics.catalogue import Metrics
 from gateway.route import Gateway
 
 log = logging.getLogger("penstock")
 
-CANCELLING = BatchState.CANCELLING
 TICK_S = 0.02
 IDLE_S = 0.25  # between two looks for a batch
 RETRY_S = 1.0
-SCAN_S = 1.0
-JANITOR_S = 60.0
+REOPEN_S = 5.0  # between two attempts to reach a storage that did not answer at the start
+CALL_THREADS, LEASE_THREADS = 16, 4
+MAX_FINISHING = 4  # batches whose results are written at once
 MAX_OWNED = 16  # batches that one process runs at once
 LINE_OVERHEAD = 4096  # bytes of an input line beside its body
 
@@ -45,23 +51,31 @@ LINE_OVERHEAD = 4096  # bytes of an input line beside its body
 class BatchRunner:
     """Runs all batches of requests that this gateway process owns.
 
-    `store` is the folder of files and batches.
+    storage  the storage of files and batches
+    is_open  the storage can be used
     """
 
     def __init__(
-        self, section: BatchApi, gateway: Gateway, serve: ServeLine, metrics: Metrics
+        self,
+        section: BatchApi,
+        storage: BatchStorage,
+        gateway: Gateway,
+        serve: ServeLine,
+        metrics: Metrics,
     ) -> None:
         # Initialize; `serve` serves one request of a tenant like a live request.
-        self.store = BatchStore(Path(section.dir))
+        self.storage, self.is_open = storage, False
         self._first_section = section
         self._gateway, self._serve, self._metrics = gateway, serve, metrics
-        self._owner = BatchOwner(self.store.folder / "owners", section.lease)
+        self._threads = StorageThreads(CALL_THREADS)
+        # Leases are renewed in threads of their own, so that long calls do not delay that.
+        self._lease_threads = StorageThreads(LEASE_THREADS)
+        self._finishing = asyncio.Semaphore(MAX_FINISHING)
         self._views: dict[str, PoolView] = {}
         self._owned: dict[str, OwnedBatch] = {}
         self._supervisors: dict[str, asyncio.Task[None]] = {}
-        self._renewed_at: dict[str, float] = {}
-        self._loop_task: asyncio.Task[None] | None = None
-        self._scan_due = self._janitor_due = 0.0
+        self._loops: list[asyncio.Task[None]] = []
+        self._is_due = asyncio.Event()
         self._turn = 0
         metrics.batch_backlog.set_function(
             lambda: float(sum(batch.backlog for batch in self._owned.values()))
@@ -77,37 +91,60 @@ class BatchRunner:
         return self._gateway.snapshot.config.batch or self._first_section
 
     async def start(self) -> None:
-        """Create the folder of files and batches, and start to run batches. Raises OSError."""
-        await asyncio.to_thread(self.store.create)
-        await asyncio.to_thread(self._owner.open)
-        self._loop_task = asyncio.create_task(self._run(), name="batches")
+        """Prepare the storage of files and batches, and start to run batches.
+
+        A storage that cannot be reached is tried again until it can be. Raises OSError for any
+        other failure.
+        """
+        try:
+            await self._open()
+        except StorageUnreachableError as error:
+            log.error("batches wait for their storage: %s", error)
+        except OSError as error:
+            raise OSError(f"the storage of batches: {error}") from error
+        loops = {"batches": self._pace_batches, "leases": self._keep_leases}
+        loops |= {"claims": self._claim_batches, "janitor": self._delete_expired}
+        self._loops = [
+            asyncio.create_task(loop(), name=f"batch {name}") for name, loop in loops.items()
+        ]
+
+    async def _open(self) -> None:
+        await self._threads.run(self.storage.open)
+        self.is_open = True
 
     async def stop(self) -> None:
         """Interrupt all batch requests, store the received parts of their answers, and release all
         leases.
         """
-        if self._loop_task is None:
+        if not self._loops:
             return
-        self._loop_task.cancel()
+        # Leases are kept until the parts of answers are stored.
+        loops = {task.get_name(): task for task in self._loops}
+        keeping = loops.pop("batch leases")
+        for task in loops.values():
+            task.cancel()
         for batch in self._owned.values():
             for run in list(batch.running.values()):
                 self._preempt(batch, run)
         supervisors = list(self._supervisors.values())
         for task in supervisors:
             task.cancel()
-        await asyncio.gather(self._loop_task, *supervisors, return_exceptions=True)
-        await asyncio.to_thread(self._owner.close)
+        await asyncio.gather(*loops.values(), *supervisors, return_exceptions=True)
+        keeping.cancel()
+        await asyncio.gather(keeping, return_exceptions=True)
+        self._loops = []
+        with suppress(OSError):
+            await self._threads.run(self.storage.close)
+        for threads in (self._threads, self._lease_threads):
+            threads.close()
 
     def wake(self) -> None:
-        """Make the next periodic check look for new batches and cancellations."""
-        self._scan_due = 0.0
+        """Look for new batches and cancellations at once."""
+        self._is_due.set()
 
-    async def _run(self) -> None:
+    async def _pace_batches(self) -> None:
         while True:
             try:
-                if monotonic() >= self._scan_due:
-                    self._scan_due = monotonic() + SCAN_S
-                    await self._scan()
                 self._pace_all()
             except Exception:  # an error in one round must not end all batches
                 log.exception("a round of the batches failed")
@@ -115,49 +152,71 @@ class BatchRunner:
 
     # Which batches this process owns
 
-    async def _scan(self) -> None:
-        now = time()
-        if monotonic() >= self._janitor_due:
-            self._janitor_due = monotonic() + JANITOR_S
-            await asyncio.to_thread(self.store.delete_expired, now, self._section.expiry)
-        for name, batch in list(self._owned.items()):
-            if now - self._renewed_at.get(name, now) > self._owner.lease_s / 3:
-                await self._renew(batch, now)
-        waiting = await asyncio.to_thread(self.store.open_batches)
-        while len(self._owned) < MAX_OWNED and (record := self._next_of(waiting)) is not None:
-            waiting.remove(record)
-            folder = self.store.batch_folder(record.tenant, record.id)
-            if await asyncio.to_thread(self._owner.claim, folder, now):
-                await self._adopt(record)
+    async def _claim_batches(self) -> None:
+        while True:
+            try:
+                await self._claim_some()
+            except StorageUnreachableError as error:
+                log.error("the storage of batches cannot be reached: %s", error)
+                await asyncio.sleep(REOPEN_S)
+            except OSError as error:
+                log.error("cannot look for batches: %s", error)
+            except Exception:
+                log.exception("looking for batches failed")
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self.storage.poll_s):
+                    await self._is_due.wait()
+            self._is_due.clear()
 
-    def _next_of(self, waiting: list[BatchRecord]) -> BatchRecord | None:
-        owned = Counter(batch.record.tenant for batch in self._owned.values())
-        able = [record for record in waiting if record.id not in self._owned]
-        return min(able, key=lambda record: owned[record.tenant], default=None)
+    async def _claim_some(self) -> None:
+        if not self.is_open:
+            await self._open()
+            log.info("the storage of batches can be reached")
+        waiting = await self._threads.run(self.storage.open_batches)
+        while len(self._owned) < MAX_OWNED and (batch := self._next_of(waiting)) is not None:
+            waiting.remove(batch)
+            claimed = await self._lease_threads.run(self.storage.claim, batch)
+            if claimed is not None:
+                self._adopt(claimed)
 
-    async def _adopt(self, claimed: BatchRecord) -> None:
+    def _next_of(self, waiting: list[OpenBatch]) -> OpenBatch | None:
+        owned = Counter(tenant_digest(batch.record.tenant) for batch in self._owned.values())
+        able = [batch for batch in waiting if batch.id not in self._owned]
+        return min(able, key=lambda batch: owned[batch.tenant_digest], default=None)
+
+    def _adopt(self, claimed: ClaimedBatch) -> None:
         # Start to run a batch whose lease this process has taken.
-        #
-        # Its record is read again, because it may have changed before that.
-        record = await asyncio.to_thread(self.store.batch, claimed.tenant, claimed.id)
-        if record is None or record.is_final:
-            await asyncio.to_thread(self.store.close_batch, record or claimed)
-            return
-        batch = self._owned[record.id] = OwnedBatch(self.store, self._owner, record)
-        self._renewed_at[record.id] = time()
-        task = asyncio.create_task(self._supervise(batch), name=f"batch {record.id}")
-        self._supervisors[record.id] = task
+        name = claimed.record.id
+        batch = self._owned[name] = OwnedBatch(self.storage, claimed, self._threads)
+        task = asyncio.create_task(self._supervise(batch), name=f"batch {name}")
+        self._supervisors[name] = task
 
-    async def _renew(self, batch: OwnedBatch, now: float) -> None:
+    async def _keep_leases(self) -> None:
+        while True:
+            await asyncio.sleep(self._first_section.lease / 3)
+            await asyncio.gather(*(self._renew(batch) for batch in list(self._owned.values())))
+
+    async def _renew(self, batch: OwnedBatch) -> None:
         name = batch.record.id
-        is_held = await asyncio.to_thread(self._owner.claim, batch.folder, now)
-        if name not in self._owned:  # it has ended meanwhile
-            return
-        if is_held:
-            self._renewed_at[name] = now
-        else:
-            log.error("batch %s: another process has taken it over", name)
-            self._supervisors[name].cancel()
+        try:
+            await self._lease_threads.run(batch.renew)
+        except LeaseLostError:
+            if self._owned.get(name) is batch:
+                batch.is_lost = True
+        except OSError as error:
+            log.error("batch %s: cannot renew its lease: %s", name, error)
+
+    async def _delete_expired(self) -> None:
+        while True:
+            if self.is_open:
+                try:
+                    delete, expiry = self.storage.delete_expired, self._section.expiry
+                    await self._threads.run(delete, time(), expiry)
+                except OSError as error:
+                    log.error("cannot delete expired files and batches: %s", error)
+                except Exception:
+                    log.exception("deleting expired files and batches failed")
+            await asyncio.sleep(self.storage.janitor_s)
 
     # One batch from its first state to its last
 
@@ -165,6 +224,8 @@ class BatchRunner:
         name = batch.record.id
         try:
             await self._bring_to_end(batch)
+        except LeaseLostError:
+            log.error("batch %s: another process has taken it over", name)
         except OSError as error:
             log.error("batch %s stopped: %s; it will be tried again", name, error)
             await asyncio.sleep(RETRY_S)
@@ -175,10 +236,9 @@ class BatchRunner:
             await self._cancel_runs(batch)
             with suppress(OSError):
                 await batch.close()
-                await asyncio.to_thread(self._owner.release, batch.folder)
+                await self._lease_threads.run(batch.release)
             self._owned.pop(name, None)
             self._supervisors.pop(name, None)
-            self._renewed_at.pop(name, None)
 
     async def _bring_to_end(self, batch: OwnedBatch) -> None:
         if batch.record.state is BatchState.VALIDATING and not await self._validate(batch):
@@ -187,11 +247,11 @@ class BatchRunner:
         final = await self._until_end(batch)
         await self._cancel_runs(batch)
         await batch.flush()
-        now = time()
-        state = BatchState.FINALIZING if final is not BatchState.CANCELLED else CANCELLING
-        await batch.save(batch.record.enter(state, now, counts=batch.counts))
-        missing = batch.backlog
-        await batch.finish(final, time(), int(now + self._section.expiry))
+        if batch.is_lost:
+            raise LeaseLostError
+        now, missing = time(), batch.backlog
+        async with self._finishing:
+            await batch.finish(final, now, int(now + self._section.expiry))
         if missing:
             self._metrics.batch_requests_total.labels(final.value).inc(missing)
         log.info("batch %s has ended with the state %s", batch.record.id, final.value)
@@ -208,8 +268,7 @@ class BatchRunner:
         problems = checker.finish()
         now = time()
         if problems:
-            await batch.save(batch.record.enter(BatchState.FAILED, now, problems=problems))
-            await asyncio.to_thread(self.store.close_batch, batch.record)
+            await batch.fail(batch.record.enter(BatchState.FAILED, now, problems=problems))
             return False
         await batch.save(
             batch.record.enter(
@@ -221,17 +280,22 @@ class BatchRunner:
     async def _until_end(self, batch: OwnedBatch) -> BatchState:
         # Wait until a batch is complete, cancelled or expired; return its final state.
         #
-        # The paced requests run meanwhile. Cancellations are read and counts stored every second.
-        checked_at = monotonic()
+        # The paced requests run meanwhile. From time to time, cancellations are read and counts
+        # stored. Raises LeaseLostError if another process has taken the batch over.
+        poll_due = monotonic()
         while not batch.has_ended:
+            if batch.is_lost:
+                raise LeaseLostError
             if time() >= batch.record.expires_at:
                 return BatchState.EXPIRED
-            if monotonic() - checked_at >= SCAN_S:
-                checked_at = monotonic()
-                if await asyncio.to_thread(self.store.cancelled_at, batch.record) is not None:
+            if monotonic() >= poll_due:
+                poll_due = monotonic() + self.storage.poll_s
+                cancelled_at = self.storage.cancelled_at
+                if await self._threads.run(cancelled_at, batch.record) is not None:
                     return BatchState.CANCELLED
                 if batch.counts != batch.record.counts:
                     await batch.save(msgspec.structs.replace(batch.record, counts=batch.counts))
+                batch.is_open = True
             await asyncio.sleep(0.1)
         return BatchState.COMPLETED
 

@@ -24,6 +24,7 @@ from gateway.config.observability import Observability, OperatorLog, Traces
 from gateway.config.policy_choice import AdmissionSpec, Canary, PolicySpec
 from gateway.config.problems import ConfigError, Problem
 from gateway.config.reload_section import AutoRollback, Reload
+from gateway.config.s3_section import BatchS3
 from gateway.config.tenant_sections import Cache, Tenant
 from gateway.config.tls_sections import ClientTls, EngineTls, ListenerTls
 from gateway.config.tree import (
@@ -56,6 +57,7 @@ __all__ = [
     "AutoPolicy",
     "AutoRollback",
     "BatchApi",
+    "BatchS3",
     "Cache",
     "Canary",
     "ClientTls",

@@ -4,18 +4,27 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import BeforeValidator, Field, StringConstraints
+from pydantic import BeforeValidator, Field, StringConstraints, model_validator
 
+from gateway.config.s3_section import BatchS3
 from gateway.config.values import Count, Duration, Name, Section, Size, setting
 from gateway.config.yaml_source import number_if_substituted
+
+MIN_LEASE_S = 1.0
 
 
 class BatchApi(Section):
     """Settings of the Batch API: files and batches of requests that run in the background."""
 
-    dir: Annotated[str, StringConstraints(min_length=1, max_length=4096)] = Field(
-        description="Folder for uploaded files, batches and results, on a local disk. It is created"
-        " with access for the gateway's user only. A change takes effect at the next start."
+    dir: Annotated[str, StringConstraints(min_length=1, max_length=4096)] | None = setting(
+        None,
+        "Folder for uploaded files, batches and results, on a local disk. It is created with access"
+        " for the gateway's user only. A change takes effect at the next start.",
+    )
+    s3: BatchS3 | None = setting(
+        None,
+        "A bucket for uploaded files, batches and results, in place of `dir`; several gateways may "
+        "use it together. A change takes effect at the next start.",
     )
     slo: Name | None = setting(
         None,
@@ -47,6 +56,15 @@ class BatchApi(Section):
     )
     lease: Duration = setting(
         "30s",
-        "Time after which another gateway process takes over the batches of one that hangs; those "
-        "of one that ended are taken over within seconds.",
+        "Time after which another gateway process takes over the batches of one that hangs, at "
+        "least 1s. With `dir`, those of one that ended are taken over within seconds. With `s3`, "
+        "those of one that was killed are taken over after this time.",
     )
+
+    @model_validator(mode="after")
+    def _has_one_storage(self) -> BatchApi:
+        if (self.dir is None) == (self.s3 is None):
+            raise ValueError("needs either dir or s3 as its storage")
+        if self.lease < MIN_LEASE_S:
+            raise ValueError(f"lease must be at least {MIN_LEASE_S:g}s")
+        return self

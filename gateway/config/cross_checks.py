@@ -16,6 +16,7 @@ from gateway.config import alias_rules, isolation_rules, layout_rules, role_rule
 from gateway.config.auto_section import AUTO, auto_errors
 from gateway.config.problems import Path, did_you_mean, show_path
 from gateway.config.rule_findings import RuleFinding, get_member, iter_mappings
+from gateway.config.s3_section import S3_SECRETS
 from gateway.config.tree import Slos
 from gateway.config.values import engine_url, without_scheme
 from gateway.config.yaml_source import Substituted, numbers_if_substituted
@@ -169,6 +170,8 @@ def _secret_owners(data: Any) -> Iterator[tuple[Path, Any, str]]:
     shared = get_member(data, "shared")
     yield (("shared",), shared, "key")
     yield (("shared", "redis"), get_member(shared, "redis"), "password")
+    s3 = get_member(get_member(data, "batch"), "s3")
+    yield from ((("batch", "s3"), s3, key) for key in S3_SECRETS)
     yield from (
         (path, tenant, "key")
         for path, tenant in iter_mappings(get_member(data, "tenants"), ("tenants",))

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from gateway.config.problems import Path
+from gateway.config.s3_section import S3_SECRETS
 from gateway.config.yaml_source import references_in, written_values
 
 NEW_REFERENCE = (
@@ -82,6 +83,8 @@ def _address(path: Path, written: Mapping[Path, object]) -> tuple[object, ...]:
         return (written.get((*section, "url")), *_values_below((*section, "tls"), written))
     if path == ("observability", "traces", "key"):
         return (written.get((*section, "endpoint")),)
+    if section == ("batch", "s3") and key in S3_SECRETS:
+        return _values_below(section, written, left_out=S3_SECRETS)
     if path == ("shared", "redis", "password"):
         return (written.get((*section, "url")), *_values_below((*section, "tls"), written))
     return ()

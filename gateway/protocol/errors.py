@@ -66,6 +66,9 @@ class Failure(Enum):
     NOT_IMPLEMENTED = ErrorRow(501, "invalid_request_error", "not_implemented")
     UPSTREAM_FAILED = ErrorRow(502, "upstream_error", "upstream_failed", should_retry=None)
     NO_CAPACITY = ErrorRow(503, "service_unavailable_error", "no_capacity", should_retry=True)
+    STORAGE_UNREACHABLE = ErrorRow(
+        503, "service_unavailable_error", "storage_unreachable", should_retry=True
+    )
     SHUTTING_DOWN = ErrorRow(
         503,
         "service_unavailable_error",

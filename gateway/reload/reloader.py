@@ -33,7 +33,8 @@ LOGS = tuple(
     f"observability.{key}"
     for key in ("access_log", "access_flush", "access_blocks", "access_rotate", "log")
 )
-BOUND_AT_START = ("listeners", "prefix", *LOGS, "reload.state_dir", "shared", "workers")
+BATCHES = ("batch.dir", "batch.s3", "batch.lease")
+BOUND_AT_START = ("listeners", "prefix", *LOGS, *BATCHES, "reload.state_dir", "shared", "workers")
 """Settings that are bound at the start.
 
 A change is accepted, and takes effect at the next start.

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from gateway.batch.ownership import BatchOwner, LeaseLostError
+from gateway.batch.disk_ownership import BatchOwner
+from gateway.batch.storage import LeaseLostError
 
 LEASE_S = 30.0
 

@@ -15,7 +15,8 @@ from typing import IO
 
 import msgspec
 
-from gateway.batch.store import locked
+from gateway.batch.disk_files import locked
+from gateway.batch.storage import LeaseLostError
 
 
 class Lease(msgspec.Struct, frozen=True):
@@ -23,10 +24,6 @@ class Lease(msgspec.Struct, frozen=True):
 
     owner: str
     expires_at: float
-
-
-class LeaseLostError(OSError):
-    """Raised when this process wants to change a batch whose lease another process has taken."""
 
 
 class BatchOwner:

@@ -1,0 +1,47 @@
+"""The leases of other processes, as this process observes them without comparing clocks. No I/O."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import msgspec
+
+LOOKS_PER_LEASE = 3  # how often a lease of another process is looked at while it lasts
+
+
+class _Observation(msgspec.Struct):
+    etag: str
+    since: float
+    look_due: float
+
+
+class LeaseWatch:
+    """Judges when a lease has expired: it has not changed for its duration on this clock.
+
+    An owner changes the entity tag of its lease with every renewal, so clocks of several machines
+    need not agree. A process that has just started therefore waits one whole duration.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        """Initialize; `clock` returns seconds and must not jump."""
+        self._clock = clock
+        self._seen: dict[str, _Observation] = {}
+
+    def is_due(self, name: str) -> bool:
+        """Return whether it is time to look at a lease again."""
+        seen = self._seen.get(name)
+        return seen is None or self._clock() >= seen.look_due
+
+    def has_expired(self, name: str, etag: str, duration_s: float) -> bool:
+        """Record a look at a lease; return whether its owner has stopped renewing it."""
+        now = self._clock()
+        seen = self._seen.get(name)
+        if seen is None or seen.etag != etag:
+            seen = self._seen[name] = _Observation(etag, now, now)
+        ends = seen.since + duration_s
+        seen.look_due = min(now + duration_s / LOOKS_PER_LEASE, max(ends, now))
+        return now >= ends
+
+    def forget_all_but(self, names: Iterable[str]) -> None:
+        """Forget the leases of batches that have ended."""
+        self._seen = {name: self._seen[name] for name in names if name in self._seen}

@@ -1,0 +1,225 @@
+"""The interface to the storage of files and batches, which a local disk and S3 implement.
+
+All calls block; use them in threads. They raise OSError where the storage fails. Tenants are apart:
+a call for one tenant finds nothing of another.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from io import BufferedReader
+from typing import Protocol
+
+import msgspec
+
+from gateway.batch.journal import JournalReader
+from gateway.batch.records import BatchRecord, FileRecord
+
+STALE_UPLOAD_S = 3600.0  # age from which an incomplete upload is left over from a killed process
+
+
+class StorageFullError(Exception):
+    """Raised when a file would exceed a quota of its tenant; the message names the quota."""
+
+
+class StorageUnreachableError(OSError):
+    """Raised when the storage cannot be reached, or is out of order; it may work again later."""
+
+
+class LeaseLostError(OSError):
+    """Raised when this process wants to change a batch whose lease another process has taken."""
+
+
+class StorageQuota(msgspec.Struct, frozen=True):
+    """The limits of one tenant's files: their number, their bytes together, and bytes of one."""
+
+    files: int
+    total_bytes: int
+    file_bytes: int
+
+
+class OpenBatch(msgspec.Struct, frozen=True):
+    """An unfinished batch, by its id and the digest of its tenant's name."""
+
+    created_at: int
+    tenant_digest: str
+    id: str
+
+
+class Upload(Protocol):
+    """A file that is being received; commit_upload() of the storage makes it visible.
+
+    id    the id that the file gets
+    size  bytes received so far
+    """
+
+    id: str
+    size: int
+
+    def write(self, data: bytes) -> None:
+        """Append bytes to the uploaded file.
+
+        Raises StorageFullError when the tenant's quota is exceeded.
+        """
+
+    def close(self) -> None:
+        """Discard the upload, unless it was committed, once a call in another thread has ended."""
+
+
+class BatchJournal(Protocol):
+    """The journal of one batch, open for appending by the holder of the batch's lease.
+
+    pause_s  seconds during which entries should be collected after each append()
+    """
+
+    @property
+    def pause_s(self) -> float: ...
+
+    def append(self, data: bytes) -> None:
+        """Append whole entries to the journal, which are stored when the call returns.
+
+        Raises OSError; the call may then be repeated, with more entries added. Raises
+        LeaseLostError, and stores nothing, once another process has taken the batch over.
+        """
+
+    def close(self) -> None:
+        """Close the journal, once an append() in another thread has ended."""
+
+
+class ClaimedBatch(Protocol):
+    """The stored parts of a batch whose lease this process has taken.
+
+    Changes raise LeaseLostError, and change nothing, once another process has taken the lease.
+
+    record  the batch as it was last stored
+    """
+
+    @property
+    def record(self) -> BatchRecord: ...
+
+    def renew(self) -> None:
+        """Extend this process's lease on the batch."""
+
+    def save(self, record: BatchRecord) -> None:
+        """Store the changed record of the batch."""
+
+    def finish(self, record: BatchRecord) -> None:
+        """Store the record of a batch that has ended, and delete what only unfinished ones need."""
+
+    def release(self) -> None:
+        """End the lease on the batch, if this process holds it, so that another may take it."""
+
+    def open_input(self) -> BufferedReader:
+        """Open the batch's own copy of its input file."""
+
+    def read_input(self, offset: int, size: int) -> bytes: ...
+
+    def open_journal(self, reader: JournalReader) -> BatchJournal:
+        """Read the whole journal into `reader`, and open the journal for appending.
+
+        From then on, no earlier owner of the batch can append to it.
+        """
+
+    def journal_lines(self) -> Iterator[bytes]:
+        """Yield the lines of the journal, which this process has opened for appending before."""
+
+
+class BatchStorage(Protocol):
+    """The storage of all files and batches of a gateway, seen by one gateway process.
+
+    poll_s     seconds between two looks for changes by other processes
+    janitor_s  seconds between two calls of delete_expired()
+    """
+
+    poll_s: float
+    janitor_s: float
+
+    def open(self) -> None:
+        """Prepare the storage of files and batches for this process, before any other call."""
+
+    def close(self) -> None:
+        """Free what open() has taken; other processes may take this one's batches at once."""
+
+    # Files
+
+    def start_upload(self, tenant: str, quota: StorageQuota) -> Upload:
+        """Start to receive a file of a tenant.
+
+        Raises StorageFullError when the tenant's quota is used up.
+        """
+
+    def commit_upload(self, tenant: str, upload: Upload, record: FileRecord) -> None:
+        """Make an uploaded file visible to its tenant; its record has the upload's id.
+
+        Raises StorageFullError if other uploads have used up the tenant's quota meanwhile.
+        """
+
+    def file(self, tenant: str, file_id: str) -> FileRecord | None:
+        """Return the record of a tenant's file, or None if the tenant has no such file."""
+
+    def files(self, tenant: str) -> list[FileRecord]:
+        """Return the records of a tenant's files, newest first."""
+
+    def open_content(self, tenant: str, file_id: str) -> BufferedReader:
+        """Open the content of a tenant's file. Raises FileNotFoundError."""
+
+    def delete_file(self, tenant: str, file_id: str) -> None: ...
+
+    def write_result_file(
+        self, tenant: str, record: FileRecord, lines: Iterator[bytes], most_bytes: int
+    ) -> int:
+        """Write a file of results, of at most about `most_bytes`; return its size in bytes.
+
+        Without any line, nothing is written.
+        """
+
+    # Batches
+
+    def create_batch(self, record: BatchRecord) -> None:
+        """Store a new batch, with its own copy of the input file's content."""
+
+    def batch(self, tenant: str, batch_id: str) -> BatchRecord | None:
+        """Return a tenant's batch as clients see it, or None if the tenant has no such batch.
+
+        Its state is CANCELLING once cancellation was requested.
+        """
+
+    def batches(self, tenant: str) -> list[BatchRecord]:
+        """Return a tenant's batches as clients see them, newest first."""
+
+    def request_cancel(self, record: BatchRecord) -> None:
+        """Request that the owner of a batch cancel it; the request is stored."""
+
+    def cancelled_at(self, record: BatchRecord) -> float | None:
+        """Return when a cancellation was requested (Unix seconds), or None if none was."""
+
+    def open_batches(self) -> list[OpenBatch]:
+        """Return the unfinished batches of all tenants, oldest first."""
+
+    def claim(self, batch: OpenBatch) -> ClaimedBatch | None:
+        """Take the lease on an unfinished batch; return None while another process holds it."""
+
+    def delete_expired(self, now: float, batch_expiry_s: float) -> None:
+        """Delete expired files, batches that ended long ago, and the leftovers of killed processes.
+
+        A batch that a killed process has created only in part is added to the unfinished ones.
+        `now` is in Unix seconds; finished batches are deleted after `batch_expiry_s` seconds.
+        """
+
+
+def tenant_digest(tenant: str) -> str:
+    """Return the name under which the storage keeps what belongs to a tenant."""
+    return hashlib.sha256(b"tenant:" + tenant.encode()).hexdigest()[:32]
+
+
+def quota_exceeded() -> StorageFullError:
+    return StorageFullError("The tenant's files would exceed its storage quota.")
+
+
+def too_many_files(count: int) -> StorageFullError:
+    return StorageFullError(f"The tenant has {count} files, the most it may have.")
+
+
+def newest_first(records: list[FileRecord] | list[BatchRecord]) -> None:
+    records.sort(key=lambda record: (record.created_at, record.id), reverse=True)

@@ -1,0 +1,19 @@
+"""Creates the storage of files and batches that the configuration names."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from gateway.batch.disk_store import DiskStore
+from gateway.batch.s3_bucket import S3Bucket
+from gateway.batch.s3_store import S3Store
+from gateway.batch.storage import BatchStorage
+from gateway.config import BatchApi
+
+
+def create_storage(section: BatchApi) -> BatchStorage:
+    """Create the storage of this section, without using it. Raises OSError."""
+    if section.s3 is not None:
+        return S3Store(S3Bucket(section.s3), section.lease)
+    assert section.dir is not None
+    return DiskStore(Path(section.dir), section.lease)

@@ -1,0 +1,33 @@
+"""Threads for the blocking calls of the storage of files and batches.
+
+They are apart from the default threads of the event loop, so that a storage that hangs delays no
+name look-up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import ParamSpec, TypeVar
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class StorageThreads:
+    """A fixed number of threads; calls beyond it wait for their turn."""
+
+    def __init__(self, count: int) -> None:
+        """Initialize. The threads start as they are needed."""
+        self._executor = ThreadPoolExecutor(count, thread_name_prefix="batch storage")
+
+    async def run(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Make a blocking call in one of the threads, and return its result."""
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._executor, partial(call, *args, **kwargs))
+
+    def close(self) -> None:
+        """Let the threads end after their current calls, without waiting for them."""
+        self._executor.shutdown(wait=False, cancel_futures=True)

@@ -1,0 +1,74 @@
+"""Configuration section of an S3-compatible storage."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import Annotated
+from urllib.parse import urlsplit
+
+from pydantic import AfterValidator, Field, StringConstraints, model_validator
+
+from gateway.config.values import Secret, Section, setting
+
+S3_SECRETS = ("access_key_id", "secret_access_key", "session_token")
+
+
+def _storage_url(url: str) -> str:
+    # Return the URL of a storage without a final slash. Raises ValueError.
+    parts = urlsplit(url)
+    try:
+        has_host = bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        has_host = False
+    if parts.scheme not in ("http", "https") or not has_host:
+        raise ValueError("is not the URL of a storage; write https://host or http://host:9000")
+    if parts.username is not None or parts.path not in ("", "/") or parts.query or parts.fragment:
+        raise ValueError("must be only scheme, host and port, as in http://host:9000")
+    return url.rstrip("/")
+
+
+class BatchS3(Section):
+    """A bucket of an S3-compatible storage, which several gateways may use together.
+
+    The storage must obey If-Match and If-None-Match on PutObject. Needs the extra `s3`.
+    """
+
+    bucket: Annotated[str, StringConstraints(pattern=r"^[0-9A-Za-z][0-9A-Za-z._-]{2,254}$")] = (
+        Field(description="Name of the bucket, which must exist.")
+    )
+    prefix: Annotated[str, StringConstraints(pattern=r"^[0-9A-Za-z._/-]{0,200}$")] = setting(
+        "penstock",
+        "Beginning of the keys of all objects. Gateways with the same bucket and prefix share files"
+        " and batches; other gateways need another prefix.",
+    )
+    endpoint_url: (
+        Annotated[str, StringConstraints(max_length=2048), AfterValidator(_storage_url)] | None
+    ) = setting(None, "URL of the storage, as in https://host:9000; by default that of AWS.")
+    region: Annotated[str, StringConstraints(pattern=r"^[0-9A-Za-z-]{1,64}$")] | None = setting(
+        None, "Region of the bucket; by default AWS_DEFAULT_REGION or the files of AWS's tools."
+    )
+    path_style: Annotated[bool, Field(strict=True)] | None = setting(
+        None,
+        "Whether URLs have the bucket in their path, or else in their host name. By default in the "
+        "path where endpoint_url is given.",
+    )
+    access_key_id: Secret | None = setting(
+        None,
+        "Id of the access key, by reference: ${NAME} or ${file:/path}. Without it, the credentials "
+        "come from the environment, as for AWS's tools: variables, files, or the identity of the "
+        "pod or machine.",
+    )
+    secret_access_key: Secret | None = setting(None, "The secret access key, by reference.")
+    session_token: Secret | None = setting(
+        None, "Session token of temporary credentials, by reference."
+    )
+
+    @model_validator(mode="after")
+    def _is_usable(self) -> BatchS3:
+        if (self.access_key_id is None) != (self.secret_access_key is None):
+            raise ValueError("access_key_id and secret_access_key need each other")
+        if self.session_token is not None and self.access_key_id is None:
+            raise ValueError("session_token needs access_key_id and secret_access_key")
+        if find_spec("botocore") is None:
+            raise ValueError("S3 needs the package botocore: pip install 'penstock[s3]'")
+        return self

@@ -1,0 +1,111 @@
+"""Runs moto's S3 server on a free port of 127.0.0.1, in a thread or as a process of its own.
+
+It serves one request at a time, so that its conditional writes are atomic as S3's are.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from urllib.request import Request, urlopen
+
+BUCKET = "penstock-test"
+ROOT = Path(__file__).parents[1]
+KEYS = {"AWS_ACCESS_KEY_ID": "test-id", "AWS_SECRET_ACCESS_KEY": "test-secret"}
+
+Wsgi = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]
+
+
+class S3Server:
+    """The server in a thread.
+
+    log       method, path, query and range of each request
+    fault     called with each request; it returns "lose" to carry the request out and answer 500,
+              "refuse" to answer 500 at once, "forbid" to answer 403, or None
+    """
+
+    def __init__(self) -> None:
+        from moto.server import DomainDispatcherApplication, create_backend_app
+        from werkzeug.serving import make_server
+
+        logging.getLogger("werkzeug").setLevel(logging.ERROR)
+        self.log: list[str] = []
+        self.fault: Callable[[str], str | None] = lambda _: None
+        app = DomainDispatcherApplication(create_backend_app)
+        self._app: Wsgi = app  # type: ignore[assignment]
+        self._server = make_server("127.0.0.1", 0, self._serve)
+        self.url = f"http://127.0.0.1:{self._server.server_port}"
+        self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
+
+    def _serve(self, environ: dict[str, Any], start: Callable[..., Any]) -> Iterable[bytes]:
+        query = environ.get("QUERY_STRING", "")
+        span = environ.get("HTTP_RANGE", "")
+        request = f"{environ['REQUEST_METHOD']} {environ['PATH_INFO']}?{query} {span}".strip()
+        self.log.append(request)
+        fault = self.fault(request)
+        if fault in ("refuse", "forbid"):
+            start("403 Forbidden" if fault == "forbid" else "500 Internal Server Error", [])
+            return [b""]
+        if fault == "lose":
+            list(self._app(environ, lambda *_: lambda _: None))
+            start("500 Internal Server Error", [])
+            return [b""]
+        return self._app(environ, start)
+
+    def start(self) -> None:
+        self._thread.start()
+        urlopen(Request(f"{self.url}/{BUCKET}", method="PUT")).close()
+
+    def stop(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+    def reset(self) -> None:
+        """Delete all objects and parts; keep the bucket."""
+        self.fault = lambda _: None
+        urlopen(Request(f"{self.url}/moto-api/reset", method="POST")).close()
+        urlopen(Request(f"{self.url}/{BUCKET}", method="PUT")).close()
+        self.log.clear()
+
+
+@contextmanager
+def s3_server() -> Iterator[S3Server]:
+    server = S3Server()
+    server.start()
+    try:
+        yield server
+    finally:
+        server.stop()
+
+
+@contextmanager
+def s3_process() -> Iterator[str]:
+    """Run the server as a process; yield its URL."""
+    command = [sys.executable, "-m", "tests.s3_server"]
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            yield json.loads(process.stdout.readline())
+        finally:
+            process.kill()
+
+
+def main() -> None:
+    server = S3Server()
+    server.start()
+    print(json.dumps(server.url), flush=True)
+    threading.Event().wait()
+
+
+if __name__ == "__main__":
+    main()
