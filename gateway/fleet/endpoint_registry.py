@@ -172,6 +172,14 @@ class PlannedEndpoint(msgspec.Struct, frozen=True, eq=False):
     endpoint: Endpoint
     spec: EndpointSpec
 
+    @property
+    def is_change(self) -> bool:
+        """Return whether the configuration changes the endpoint's settings.
+
+        plan() takes over the live endpoint's own objects where they are equal.
+        """
+        return self.live.endpoint is not self.endpoint or self.live.spec is not self.spec
+
 
 class RegistryPlan(msgspec.Struct, frozen=True, eq=False):
     """The endpoints that a configuration would give the registry.
@@ -280,12 +288,13 @@ class EndpointRegistry:
         discovered, conflicts = self._usable_discovered(config)
         for pool, pool_spec in config.pools.items():
             specs = (*pool_spec.endpoints, *discovered.get(pool, ()))
-            for spec, rank in _with_ranks(specs):
-                live = known.get(endpoint_key(pool, spec.url, rank))
-                if live is not None and live.spec == spec:
-                    endpoint = live.endpoint  # of a thousand endpoints, most stay as they are
+            for new_spec, rank in _with_ranks(specs):
+                live = known.get(endpoint_key(pool, new_spec.url, rank))
+                if live is not None and live.spec == new_spec:
+                    # Of a thousand endpoints, most stay as they are.
+                    endpoint, spec = live.endpoint, live.spec
                 else:
-                    endpoint = to_endpoint(pool, spec, rank)
+                    endpoint, spec = to_endpoint(pool, new_spec, rank), new_spec
                 if live is None:
                     load = EndpointLoad(next(slots), prior_belief(config, endpoint))
                     encryption = self._contexts.encryption_for(spec)
@@ -339,7 +348,12 @@ class EndpointRegistry:
             if live.is_leaving or not self._has(live):
                 self._enter(live)
             encryption = self._contexts.encryption_for(member.spec)
-            live.reconfigure(member.endpoint, member.spec, plan.timeouts, encryption)
+            if (
+                member.is_change
+                or live.upstream.timeouts != plan.timeouts
+                or live.encryption != encryption
+            ):
+                live.reconfigure(member.endpoint, member.spec, plan.timeouts, encryption)
         staying = {id(member.live) for member in plan.members}
         removed = [live for live in self.all() if id(live) in before and id(live) not in staying]
         for live in removed:

@@ -101,16 +101,13 @@ class EndpointTable:
         Removed endpoints stay until release(), because older requests may still use them.
         """
         config = plan.config
-        before = {id(member.live): MeteredSettings.of(member.live) for member in plan.members}
+        changed = {m.live: MeteredSettings.of(m.live) for m in plan.members if m.is_change}
         changes = self._registry.apply(plan)
         self._limits, self._progress_s = _health_limits(config), config.health.progress
         self._ramp_s = config.health.slow_start
         self.speed_monitor.limits = SlowLimits(config.health.slow_factor)
         self._pools = plan.pools
-        added = {id(live) for live in changes.added}
-        for member in plan.members:
-            live = member.live
-            was = None if id(live) in added else before[id(live)]
+        for live, was in (changed | dict.fromkeys(changes.added)).items():
             is_now = MeteredSettings.of(live)
             if is_now != was:
                 self._attach_gauges(live)
