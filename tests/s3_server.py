@@ -32,7 +32,7 @@ class S3Server:
               "refuse" to answer 500 at once, "forbid" to answer 403, or None
     """
 
-    def __init__(self) -> None:
+    def __init__(self, port: int = 0) -> None:
         from moto.server import DomainDispatcherApplication, create_backend_app
         from werkzeug.serving import make_server
 
@@ -41,7 +41,7 @@ class S3Server:
         self.fault: Callable[[str], str | None] = lambda _: None
         app = DomainDispatcherApplication(create_backend_app)
         self._app: Wsgi = app  # type: ignore[assignment]
-        self._server = make_server("127.0.0.1", 0, self._serve)
+        self._server = make_server("127.0.0.1", port, self._serve)
         self.url = f"http://127.0.0.1:{self._server.server_port}"
         self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
 
@@ -88,9 +88,9 @@ def s3_server() -> Iterator[S3Server]:
 
 
 @contextmanager
-def s3_process() -> Iterator[str]:
+def s3_process(port: int = 0) -> Iterator[str]:
     """Run the server as a process; yield its URL."""
-    command = [sys.executable, "-m", "tests.s3_server"]
+    command = [sys.executable, "-m", "tests.s3_server", str(port)]
     env = os.environ | {"PYTHONPATH": str(ROOT)}
     with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) as process:
         try:
@@ -101,7 +101,7 @@ def s3_process() -> Iterator[str]:
 
 
 def main() -> None:
-    server = S3Server()
+    server = S3Server(int(sys.argv[1]))
     server.start()
     print(json.dumps(server.url), flush=True)
     threading.Event().wait()

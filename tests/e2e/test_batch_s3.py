@@ -17,6 +17,7 @@ from tests.chaos.fleet_processes import MockProcess
 from tests.e2e.processes import GatewayProcess, gateway_process
 from tests.e2e.test_batch_api import KEYS, client, create, results, until, upload, wait
 from tests.e2e.test_batch_restart import burst, check_texts, completed, generated, lines, page
+from tests.ports import free_port
 from tests.s3_server import BUCKET, s3_process
 from tests.s3_server import KEYS as S3_KEYS
 from tests.scraped import total
@@ -188,6 +189,34 @@ def test_an_owner_that_hangs_does_no_harm_when_it_goes_on(fleet: Fleet) -> None:
         assert ended.status == "completed"
         check_texts(sdk, ended.output_file_id, asked)
         assert hung_sdk.batches.retrieve(batch_id) == ended
+
+
+def is_reachable(sdk: OpenAI) -> bool:
+    try:
+        sdk.files.list()
+    except openai.InternalServerError:
+        return False
+    return True
+
+
+def test_a_gateway_serves_live_requests_while_its_storage_cannot_be_reached(
+    engine: MockProcess, tmp_path: Path
+) -> None:
+    port = free_port()
+    values = {"engine": engine.url, "bucket": BUCKET, "s3": f"http://127.0.0.1:{port}"}
+    config = CONFIG.format(**values, lease=LEASE_S, more="")
+    with (
+        gateway_process(tmp_path, config, **S3_KEYS) as running,
+        client(running.url, "none") as sdk,
+    ):
+        assert burst(running, 0) == 8 * 10
+        with pytest.raises(openai.APIStatusError) as refused:
+            upload(sdk, lines(4, 10))
+        assert (refused.value.status_code, refused.value.code) == (503, "storage_unreachable")
+        with s3_process(port):
+            until(lambda: is_reachable(sdk))
+            ended = wait(sdk, create(sdk, upload(sdk, lines(4, 10))).id)
+            assert ended.status == "completed"
 
 
 @pytest.mark.parametrize("fleet", [TENANTS], indirect=True)

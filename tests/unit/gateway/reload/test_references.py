@@ -247,5 +247,9 @@ def test_places_differ_by_meaning_and_not_by_index_or_name() -> None:
     assert not unresolvable(found % b"evil", "g", [found % b"ours"], with_key=True)
     redis = b"shared: {redis: {url: 'redis://%b:6379', password: '${K}'}}\n"
     assert unresolvable(redis % b"evil", "g", [redis % b"ours"], with_key=False)
+    s3 = b"batch: {s3: {bucket: b, endpoint_url: 'https://%b', access_key_id: i, %b: '${K}'}}\n"
+    for key in (b"secret_access_key", b"session_token"):
+        assert unresolvable(s3 % (b"evil", key), "g", [s3 % (b"ours", key)], with_key=False)
+        assert not unresolvable(s3 % (b"ours", key), "g", [s3 % (b"ours", key)], with_key=False)
     traces = b"observability: {traces: {endpoint: 'http://%b/v1/traces', key: '${K}'}}\n"
     assert unresolvable(traces % b"evil", "g", [traces % b"ours"], with_key=False)
