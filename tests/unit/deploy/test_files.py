@@ -217,13 +217,11 @@ def test_probes_tell_alive_from_ready_and_only_the_dead_are_restarted() -> None:
 
 def test_the_chart_rolls_its_pods_for_every_key_that_needs_a_restart_and_for_no_other() -> None:
     text = (CHART / "templates/_helpers.tpl").read_text()
-    (sections,), (inside,) = (
-        re.findall(rf"pick {of} (.*?) -}}}}", text)
-        for of in (r"\$config", r"\(default dict \$config\.observability\)")
-    )
+    (sections,) = re.findall(r"pick \$config (.*?) -}}", text)
+    parts = re.findall(r"pick \(default dict \$config\.(\w+)\) (.*?) -}}", text)
     picked = {
         *re.findall(r'"(\w+)"', sections),
-        *(f"observability.{key}" for key in re.findall(r'"(\w+)"', inside)),
+        *(f"{part}.{key}" for part, keys in parts for key in re.findall(r'"(\w+)"', keys)),
     }
     assert picked == set(BOUND_AT_START) - {
         "reload.state_dir"

@@ -27,6 +27,7 @@ OF_OTHER_PROJECTS = {
     "code_interpreter",
     *("serverAuth", "clientAuth", "serverName", "starting_after"),
     *("NAMESPACE__NAME", "manylinux_2_28_x86_64", "LimitNOFILE", "req_6964"),
+    *("ListBucket", "ListBucketMultipartUploads"),
 }
 BUILT_FROM_PARTS = {
     *("nixl_bytes_transferred", "mooncake_bytes_transferred", "nixl_num_failed_transfers"),

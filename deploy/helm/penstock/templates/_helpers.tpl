@@ -63,8 +63,9 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{- define "penstock.restarts" -}}
 {{- $config := fromYaml (include "penstock.config" .) -}}
 {{- $log := pick (default dict $config.observability) "access_log" "access_flush" "access_blocks" "access_rotate" "log" -}}
+{{- $batch := pick (default dict $config.batch) "dir" "s3" "lease" -}}
 {{- $rest := pick $config "listeners" "prefix" "shared" "workers" -}}
-{{- dict "observability" $log | mergeOverwrite $rest | toJson | sha256sum -}}
+{{- dict "observability" $log "batch" $batch | mergeOverwrite $rest | toJson | sha256sum -}}
 {{- end -}}
 
 {{- /* The namespaces of the Services whose endpoints are discovered, as a list; `config` may name none. */ -}}
