@@ -36,7 +36,7 @@ ARMS = {
 """Arms by name: who chooses the rank, and the gateway's policy.
 
 `oracle:0.1` is an Oracle that counts 0.1 s per session, `oracle` one that does not spread sessions;
-`tokens:0.1` and `tokens` are oracles that count every prompt token alike, wherever it is.
+`tokens:0.1` and `tokens` are oracles to which all prompt tokens cost the same at any position.
 """
 
 

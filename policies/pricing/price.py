@@ -81,7 +81,8 @@ class PricedPolicy(PolicyParams, frozen=True):
                 the power of 4. Shared prefixes count once; of the tokens that answers are
                 expected to have, half
 
-    alike    endpoints whose learned speeds differ from the median by less than this factor, within
+    equal_speed_factor
+             endpoints whose learned speeds differ from the median by less than this factor, within
              their uncertainty, are treated as equal
     fresh_s  maximum age of a scrape in seconds; own reservations come first, a scrape only adds
              external requests
@@ -100,7 +101,7 @@ class PricedPolicy(PolicyParams, frozen=True):
     work_weight: NonNegative = 1.0
     regret_weight: NonNegative = 3.0
     kv_weight: NonNegative = 0.5
-    alike: Factor = 1.5
+    equal_speed_factor: Factor = 1.5
     fresh_s: NonNegative = 5.0
 
     def build(self) -> Policy:
@@ -256,11 +257,11 @@ class PriceScorer:
         learned = list(map(_SPEEDS, candidates))
         if learned != self._learned:
             prefill, pairs, step = zip(*learned, strict=True) if learned else ((), (), ())
-            alike = self.weights.alike
+            limit = self.weights.equal_speed_factor
             self._factors = (
-                equalize_speeds(prefill, alike),
-                equalize_speeds(pairs, alike),
-                equalize_speeds(step, alike),
+                equalize_speeds(prefill, limit),
+                equalize_speeds(pairs, limit),
+                equalize_speeds(step, limit),
             )
             self._learned = learned
         return self._factors
@@ -416,8 +417,8 @@ def is_fresh(load: EndpointLoad, oldest: float) -> bool:
     return load.scraped_at is not None and load.scraped_at >= oldest
 
 
-def equalize_speeds(speeds: Sequence[SpeedFactor], alike: float) -> list[float]:
-    """Return factors that bring each speed to the median, within `alike` and its uncertainty.
+def equalize_speeds(speeds: Sequence[SpeedFactor], most: float) -> list[float]:
+    """Return factors that bring each speed to the median, each at most `most` and its uncertainty.
 
     Learned speeds of equal endpoints differ by noise, and only differences beyond it should count.
     Otherwise the endpoint that seems slightly faster would get all work without another preference.
@@ -430,9 +431,9 @@ def equalize_speeds(speeds: Sequence[SpeedFactor], alike: float) -> list[float]:
     ordered = sorted(factors)
     middle = ordered[len(ordered) // 2]
     corrections = list(map(middle.__truediv__, factors))
-    if ordered[-1] <= alike * middle <= alike * alike * ordered[0]:
+    if ordered[-1] <= most * middle <= most * most * ordered[0]:
         return corrections
-    bounds = [alike * exp(SIGMAS * sqrt(var)) for _, var in speeds]
+    bounds = [most * exp(SIGMAS * sqrt(var)) for _, var in speeds]
     return [
         min(limit, max(1.0 / limit, correction))
         for correction, limit in zip(corrections, bounds, strict=True)

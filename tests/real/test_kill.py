@@ -55,7 +55,7 @@ async def test_prefill_dies_between_the_legs_and_decode_computes_the_prompt_itse
     await d.idle_within(10.0)
 
 
-async def test_decode_dies_between_the_legs_and_whoever_can_serves_the_request(
+async def test_a_request_whose_decode_engine_dies_between_the_legs_is_served_by_the_other(
     engines: tuple[Engine, Engine], taps: tuple[Tap, Tap], again: None, tmp_path: Path
 ) -> None:
     p, d = engines

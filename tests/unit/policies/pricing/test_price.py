@@ -353,7 +353,13 @@ def test_an_interactive_request_goes_where_a_batch_request_need_not() -> None:
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"late": 0.5}, {"work_weight": -1.0}, {"fresh_s": -1.0}, {"kv_weight": 1e10}, {"alike": 0.0}],
+    [
+        {"late": 0.5},
+        {"work_weight": -1.0},
+        {"fresh_s": -1.0},
+        {"kv_weight": 1e10},
+        {"equal_speed_factor": 0.0},
+    ],
 )
 def test_weights_that_make_no_sense_are_refused(wrong: dict[str, float]) -> None:
     with pytest.raises(
