@@ -260,6 +260,16 @@ static PyObject *result_of(ssize_t count)
     return PyErr_SetFromErrno(PyExc_OSError);
 }
 
+/* The arguments of receive and send: a descriptor and a piece of memory. */
+static int parse_piece(PyObject *args, int *fd, struct iovec *piece)
+{
+    unsigned long long address, size;
+    if (!PyArg_ParseTuple(args, "iKK", fd, &address, &size))
+        return 0;
+    *piece = (struct iovec){(void *)(uintptr_t)address, (size_t)size};
+    return 1;
+}
+
 PyDoc_STRVAR(receive_doc,
     "receive(fd, address, size) -> bytes read into memory, or -1 if the call would block.\n\n"
     "Raises OSError.");
@@ -267,11 +277,9 @@ PyDoc_STRVAR(receive_doc,
 static PyObject *receive(PyObject *module, PyObject *args)
 {
     int fd;
-    unsigned long long address, size;
+    struct iovec piece;
     (void)module;
-    if (!PyArg_ParseTuple(args, "iKK", &fd, &address, &size))
-        return NULL;
-    return result_of(read(fd, (void *)(uintptr_t)address, (size_t)size));
+    return parse_piece(args, &fd, &piece) ? result_of(readv(fd, &piece, 1)) : NULL;
 }
 
 PyDoc_STRVAR(send_doc,
@@ -281,11 +289,9 @@ PyDoc_STRVAR(send_doc,
 static PyObject *send_some(PyObject *module, PyObject *args)
 {
     int fd;
-    unsigned long long address, size;
+    struct iovec piece;
     (void)module;
-    if (!PyArg_ParseTuple(args, "iKK", &fd, &address, &size))
-        return NULL;
-    return result_of(write(fd, (const void *)(uintptr_t)address, (size_t)size));
+    return parse_piece(args, &fd, &piece) ? result_of(writev(fd, &piece, 1)) : NULL;
 }
 
 PyDoc_STRVAR(ring_doc, "ring(fd): Make the eventfd readable. Raises OSError.");

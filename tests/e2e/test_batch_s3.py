@@ -85,29 +85,27 @@ def finished(gateway: GatewayProcess) -> float:
     return total(text, "penstock_batch_requests_total", outcome="completed")
 
 
-def owner_of(fleet: Fleet) -> GatewayProcess:
-    # Return the gateway that runs requests of the only batch.
-    found: list[GatewayProcess] = []
+def owner_and_other(fleet: Fleet) -> tuple[GatewayProcess, GatewayProcess]:
+    # Return the gateway that runs requests of the only batch, and the one that does not.
+    running: list[float] = []
 
     def is_running() -> bool:
-        found[:] = [
-            gateway
-            for gateway in fleet.gateways
-            if total(page(gateway.admin_url), "penstock_batch_running") > 0
+        running[:] = [
+            total(page(gateway.admin_url), "penstock_batch_running") for gateway in fleet.gateways
         ]
-        return bool(found)
+        return any(running)
 
     until(is_running)
-    (owner,) = found
-    return owner
+    assert min(running) == 0
+    first, second = fleet.gateways
+    return (first, second) if running[0] else (second, first)
 
 
 def test_a_batch_goes_to_another_gateway_when_its_owner_is_killed(fleet: Fleet) -> None:
     asked = lines(64, 60)
     with client(fleet.gateways[0].url, "sk-acme") as sdk:
         batch_id = create(sdk, upload(sdk, asked)).id
-        owner = owner_of(fleet)
-        (other,) = [gateway for gateway in fleet.gateways if gateway is not owner]
+        owner, other = owner_and_other(fleet)
         with client(other.url, "sk-acme") as observer:
             until(lambda: completed(observer, batch_id) >= 4)
             os.kill(owner.pid, signal.SIGKILL)
@@ -129,8 +127,7 @@ def test_kept_tokens_are_continued_by_the_gateway_that_takes_a_batch_over(fleet:
     before = generated(fleet.engine)
     with client(fleet.gateways[0].url, "sk-acme") as sdk:
         batch_id = create(sdk, upload(sdk, asked)).id
-        owner = owner_of(fleet)
-        (other,) = [gateway for gateway in fleet.gateways if gateway is not owner]
+        owner, other = owner_and_other(fleet)
         until(lambda: total(page(owner.admin_url), "penstock_batch_running") == 8)
         until(lambda: generated(fleet.engine) > before + 8 * 40)
         # As it stops, a gateway stores the parts of all answers and frees its batches.
@@ -150,8 +147,7 @@ def test_tokens_kept_in_the_journal_outlive_a_killed_owner(fleet: Fleet) -> None
     before = generated(fleet.engine)
     with client(fleet.gateways[0].url, "sk-acme") as sdk:
         batch_id = create(sdk, upload(sdk, asked)).id
-        owner = owner_of(fleet)
-        (other,) = [gateway for gateway in fleet.gateways if gateway is not owner]
+        owner, other = owner_and_other(fleet)
         until(lambda: total(page(owner.admin_url), "penstock_batch_running") == 8)
         until(lambda: generated(fleet.engine) > before + 8 * 60)
         live = burst(owner, 0)  # pre-empts requests of the batch, whose parts are stored
@@ -174,8 +170,7 @@ def test_an_owner_that_hangs_does_no_harm_when_it_goes_on(fleet: Fleet) -> None:
     asked = lines(24, 60)
     with client(fleet.gateways[0].url, "sk-acme") as sdk:
         batch_id = create(sdk, upload(sdk, asked)).id
-    hung = owner_of(fleet)
-    (other,) = [gateway for gateway in fleet.gateways if gateway is not hung]
+    hung, other = owner_and_other(fleet)
     with client(other.url, "sk-acme") as sdk, client(hung.url, "sk-acme") as hung_sdk:
         until(lambda: completed(sdk, batch_id) >= 2)
         os.kill(hung.pid, signal.SIGSTOP)
@@ -256,8 +251,7 @@ def test_a_batch_is_cancelled_through_the_gateway_that_does_not_own_it(fleet: Fl
     asked = lines(60, 60)
     with client(fleet.gateways[0].url, "sk-acme") as sdk:
         batch_id = create(sdk, upload(sdk, asked)).id
-    owner = owner_of(fleet)
-    (other,) = [gateway for gateway in fleet.gateways if gateway is not owner]
+    _, other = owner_and_other(fleet)
     with client(other.url, "sk-acme") as sdk:
         until(lambda: completed(sdk, batch_id) >= 1)
         assert sdk.batches.cancel(batch_id).status == "cancelling"
