@@ -33,7 +33,7 @@ PYTHONS ?=
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test style check unit e2e rdma clients kv-trials batch bench bench-kv bench-split bench-paired bench-scale bench-tls goodput zoo ranks observe real compiled test-compiled wheel test-wheel load policies gateways restarts attacks tls soak overload isolation events clocks planned web docs mutants lock deploy-check clean
+.PHONY: help demo test style check unit e2e rdma clients kv-trials batch bench bench-kv bench-split bench-paired bench-scale bench-tls goodput zoo ranks observe real compiled test-compiled check-compiled wheel test-wheel load policies gateways restarts attacks tls soak overload isolation events clocks planned web docs mutants lock deploy-check clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## /{printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -72,6 +72,9 @@ compiled: $(VENV)/.dev ## compile the request path with Cython, as in the wheels
 
 test-compiled: compiled ## run unit, property and SDK tests on the compiled modules
 	PENSTOCK_HOME=$(CURDIR)/build/compiled $(PY) -m pytest -o "pythonpath=build/compiled ." $(or $(TESTS),$(COMPILED_TESTS))
+
+check-compiled: $(VENV)/.dev ## check that the request path compiles, without building it (needs cc; half a minute)
+	$(PY) -m tools.compile.check
 
 wheel: $(VENV)/.dev ## build sdist and wheels into dist/, compiled for every CPython found (PYTHONS="python3.12"; needs cc)
 	$(PY) -m tools.compile.wheel $(PYTHONS)
