@@ -33,8 +33,8 @@ BUILT_FROM_PARTS = {
     *("nixl_bytes_transferred", "mooncake_bytes_transferred", "nixl_num_failed_transfers"),
     *("nixl_xfer_time_seconds", "nixl_num_kv_expired_reqs", "status_400"),
 }
-# One lists old names, the other the names of clients in other languages.
 DECISIONS = "docs/decisions/"  # they keep the names of their time
+# One lists old names, the other the names of clients in other languages.
 EXEMPT = {"docs/upgrading.md", "docs/clients.md"}
 COUNTER = re.compile(r"^(mock:|vllm:)?\w+_total$")  # its name is built from parts
 
