@@ -99,11 +99,14 @@ class _Xxh3:
         self.free = _function(library, "XXH3_freeState", ctypes.c_int, ctypes.c_void_p)
         self.reset = _function(library, "XXH3_64bits_reset", ctypes.c_int, ctypes.c_void_p)
         self.digest = _function(library, "XXH3_64bits_digest", ctypes.c_uint64, ctypes.c_void_p)
+        # The first uses the widest vector instructions of this processor; x86-64 only.
+        name = next(
+            name
+            for name in ("XXH3_64bits_update_dispatch", "XXH3_64bits_update")
+            if hasattr(library, name)
+        )
         self.update = _function(
-            library,
-            "XXH3_64bits_update",
-            ctypes.c_int,
-            *(ctypes.c_void_p, ctypes.c_char_p, ctypes.c_size_t),
+            library, name, ctypes.c_int, ctypes.c_void_p, ctypes.c_char_p, ctypes.c_size_t
         )
         self.update_address = ctypes.cast(self.update, ctypes.c_void_p).value or 0
 
@@ -121,7 +124,7 @@ def _load() -> tuple[PumpFunctions, _Xxh3] | None:
         native = importlib.import_module("kvtransfer.transports._pump")
         functions = (getattr(native, name) for name in PumpFunctions._fields)
         return PumpFunctions(*functions), _Xxh3()
-    except (ImportError, AttributeError, OSError):
+    except (ImportError, AttributeError, StopIteration, OSError):
         return None
 
 
