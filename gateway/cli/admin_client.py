@@ -137,6 +137,7 @@ class AdminServerError(Exception):
 class AdminClient:
     """An HTTP client of one admin server; each request uses a connection of its own.
 
+    The path of the server's URL, as behind a reverse proxy, precedes the path of each request.
     Commands call `request`, which ends the command on failure; other callers use `try_request`.
     """
 
@@ -145,6 +146,7 @@ class AdminClient:
         self._url = admin.url
         self._host = parts.hostname or ""
         self._port = parts.port or (443 if parts.scheme == "https" else 80)
+        self._base_path = parts.path.rstrip("/")
         self._context = _context(admin) if parts.scheme == "https" else None
         self._key = _key(key_file)
 
@@ -162,7 +164,7 @@ class AdminClient:
         """
         connection = self._connection()
         try:
-            connection.request("GET", path)
+            connection.request("GET", self._base_path + path)
             response = connection.getresponse()
             if response.status != 200:
                 reason = response.read(MAX_RESPONSE_BYTES).decode(errors="replace").strip()
@@ -193,7 +195,7 @@ class AdminClient:
         headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
         connection = self._connection()
         try:
-            connection.request(method, path, body, headers)
+            connection.request(method, self._base_path + path, body, headers)
             response = connection.getresponse()
             reply = json.loads(response.read(MAX_RESPONSE_BYTES))
         except (OSError, http.client.HTTPException) as error:
@@ -232,7 +234,7 @@ def _split(url: str) -> SplitResult:
         host.encode("idna")
     except ValueError:
         host = ""
-    if not host or parts.scheme not in ("http", "https"):
+    if not host or parts.query or parts.fragment or parts.scheme not in ("http", "https"):
         raise typer.BadParameter(
             f"{url!r} is not a URL like {DEFAULT_ADMIN_URL}", param_hint="--admin"
         )

@@ -15,6 +15,7 @@ import typer.main
 from typer.testing import CliRunner
 
 from gateway.cli import main
+from gateway.cli.admin_client import AdminAddress, AdminClient, AdminServerError
 from tests.authority import Authority
 
 REACHED = "is not the admin server of a gateway (status 404)"
@@ -190,3 +191,36 @@ def test_an_encrypted_key_does_not_prompt_for_its_password(
         "status", "--admin", url, "--cert", str(folder / "client.pem"), "--key", str(sealed)
     )
     assert "key_password does not decrypt it" in output
+
+
+class PathRecorder(AnyServer):
+    paths: list[str]
+
+    def do_GET(self) -> None:
+        self.paths.append(self.path)
+        super().do_GET()
+
+
+def test_the_path_of_the_admin_url_precedes_every_request() -> None:
+    handler = type("Handler", (PathRecorder,), {"paths": []})
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        url = f"http://127.0.0.1:{server.server_address[1]}/penstock/"
+        client = AdminClient(AdminAddress(url), None)
+        with pytest.raises(AdminServerError):
+            client.try_request("GET", "/status")
+        with pytest.raises(AdminServerError):
+            next(client.stream("/live/events"))
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+    assert handler.paths == ["/penstock/status", "/penstock/live/events"]
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1:8081/?x=1", "http://127.0.0.1:8081/#status"])
+def test_an_admin_url_with_a_query_or_fragment_is_refused(url: str) -> None:
+    with pytest.raises(typer.BadParameter, match="is not a URL like"):
+        AdminClient(AdminAddress(url), None)
