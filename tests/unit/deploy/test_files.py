@@ -21,6 +21,7 @@ from ruamel.yaml import YAML
 from gateway.cli.main import app
 from gateway.config import Config, load_with_warnings
 from gateway.metrics.catalogue import Metrics
+from gateway.protocol.apis import APIS
 from gateway.reload.reloader import BOUND_AT_START
 from gateway.util.units import parse_duration
 
@@ -289,3 +290,28 @@ def test_proxies_take_bodies_as_large_as_the_gateway_does() -> None:
     body = config_of(DEPLOY / "config/gateway.yaml").limits.body
     assert f"client_max_body_size {body >> 20}m;" in (DEPLOY / "proxies/nginx.conf").read_text()
     assert f"gt {body} }}" in (DEPLOY / "proxies/haproxy.cfg").read_text()
+
+
+PROXY_FILES = ("nginx.conf", "haproxy.cfg", "envoy.yaml")
+
+
+def proxied_paths(name: str) -> re.Pattern[str]:
+    # The paths that a proxy's sample configuration sends to the gateway, as one pattern.
+    text = (DEPLOY / "proxies" / name).read_text()
+    if name == "nginx.conf":
+        return re.compile(re.search(r"location ~ (\S+) \{", text)[1] + ".*")
+    if name == "envoy.yaml":
+        return re.compile(re.search(r"safe_regex: \{regex: '([^']+)'", text)[1])
+    beginnings = re.findall(r"acl api_path path_beg (\S+)", text)
+    paths = " ".join(re.findall(r"acl api_path path (.+)", text)).split()
+    patterns = [f"{re.escape(start)}.*" for start in beginnings] + list(map(re.escape, paths))
+    return re.compile("|".join(patterns))
+
+
+@pytest.mark.parametrize("name", PROXY_FILES)
+def test_sample_proxies_forward_every_api_and_nothing_else(name: str) -> None:
+    forwarded = proxied_paths(name)
+    for api in APIS:
+        assert forwarded.fullmatch(api.path), api.path
+    for path in ("/", "/metrics", "/config", "/score/x", "/xrerank", "/v2/other", "/health"):
+        assert not forwarded.fullmatch(path), path
