@@ -104,8 +104,11 @@ class EventSource:
     def on_connected(self, now: float) -> None:
         """Record that the subscription to KV events is established, and request a replay of earlier
         events.
+
+        The problem of an earlier connection is forgotten, because a restarted engine may not have
+        it.
         """
-        self.is_connected = True
+        self.is_connected, self.problem = True, ""
         self._checks_at = now + CHECK_S
         if not self._has_replay:
             self.reset()

@@ -166,6 +166,18 @@ def test_events_that_cannot_be_used_end_the_reading_of_the_rank() -> None:
     assert (source.is_current, len(source.blocks)) == (False, 0)
 
 
+def test_a_new_connection_is_read_again_after_events_that_cannot_be_used() -> None:
+    source = connected()
+    source.on_message(0, payload(store(1, token_ids=[-1, 2])), 1.0)
+    source.on_disconnected()
+    assert source.problem
+
+    source.on_connected(2.0)
+    source.on_message(0, payload(store(1), ts=2.0), 2.0)
+
+    assert (source.problem, source.blocks.hashes()) == ("", {1})
+
+
 def test_a_source_with_more_blocks_than_memory_gives_up() -> None:
     source = connected(cap_bytes=1000)
     source.on_message(0, payload(*(store(name) for name in range(1, 9))), 1.0)
