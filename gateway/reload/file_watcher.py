@@ -21,8 +21,10 @@ log = logging.getLogger("penstock")
 
 POLL_S = 0.2
 
-FileState = tuple[int, int, int, int]
-"""Changes when the file does: device, inode, length, and time of the last change in ns."""
+FileState = tuple[int, int, int, int, int]
+"""Changes when the file does: device, inode, length, and the times in ns of the last change of its
+content and of its owner or permissions.
+"""
 
 
 class WatchedConfig(Protocol):
@@ -91,4 +93,4 @@ def _stat(path: Path) -> FileState | None:
         stat = os.stat(path)
     except (OSError, ValueError):
         return None
-    return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns
+    return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns
