@@ -187,9 +187,14 @@ def _cidr(text: str) -> str:
     try:
         return str(ip_network(text))
     except ValueError:
+        pass
+    try:
+        network = ip_network(text, strict=False)
+    except ValueError:
         raise ValueError(
             "is not a network; write it in CIDR form, as in 10.0.0.0/8 or 2001:db8::/32"
         ) from None
+    raise ValueError(f"has address bits beyond its prefix length; its network is {network}")
 
 
 Duration = Annotated[

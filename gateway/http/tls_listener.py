@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
-from time import time
+from time import monotonic, time
 from typing import TYPE_CHECKING, Protocol, cast
 
 from gateway.http.eager_task import EagerTask
@@ -26,6 +26,9 @@ log = logging.getLogger("penstock")
 
 
 ProtocolFactory = Callable[[], asyncio.Protocol]
+
+FAILURE_LOG_S = 20.0
+"""Seconds between two log lines about failed handshakes of one listener."""
 
 MAX_HANDSHAKES = 4096
 """Concurrent handshakes on one listener; each takes about 100 KiB."""
@@ -64,6 +67,7 @@ class TlsListener:
         self._counter = handshake_limit
         self._close_s = close_s
         self._handshakes: set[Handshake] = set()
+        self._next_failure_log, self._unlogged_failures = 0.0, 0
         self._load(section)
 
     def _load(self, section: ListenerTls) -> None:
@@ -126,6 +130,7 @@ class TlsListener:
     ) -> asyncio.Transport | None:
         """Perform the TLS handshake; return the encrypted transport, or None on failure."""
         loop = asyncio.get_running_loop()
+        address = _address(raw)  # a closed transport no longer has it
         try:
             return await loop.start_tls(
                 raw,
@@ -138,8 +143,22 @@ class TlsListener:
         # TimeoutError, ConnectionError and ssl.SSLError are subclasses of OSError.
         except (OSError, EOFError) as error:
             self._on_failure()
-            log.debug("TLS: a handshake failed: %s", error)
+            self._log_failure(address, error)
             return None
+
+    def _log_failure(self, address: str, error: Exception) -> None:
+        # Log at most one failure per period, so that a port scan cannot fill the disk. A balancer's
+        # TCP check, which closes the connection without a word, is not worth a line.
+        now = monotonic()
+        if isinstance(error, EOFError | ConnectionError):
+            log.debug("TLS: the handshake of %s failed: %s", address, error)
+            return
+        if now < self._next_failure_log:
+            self._unlogged_failures += 1
+            return
+        more = f" ({self._unlogged_failures} more before it)" if self._unlogged_failures else ""
+        log.warning("TLS: the handshake of %s failed: %s%s", address, error, more)
+        self._next_failure_log, self._unlogged_failures = now + FAILURE_LOG_S, 0
 
     def new_protocol(self) -> asyncio.Protocol:
         """Create the HTTP protocol object for a connection whose handshake has succeeded."""
@@ -222,8 +241,7 @@ class Handshake(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         raw = self._raw = cast(asyncio.Transport, transport)
-        peer = raw.get_extra_info("peername")
-        if not self._listener.admit_handshake(self, peer[0] if isinstance(peer, tuple) else ""):
+        if not self._listener.admit_handshake(self, _address(raw)):
             raw.abort()
             return
         # start_tls() must be called in this callback; after it the loop reads from the connection.
@@ -267,6 +285,12 @@ class Handshake(asyncio.Protocol):
         self._listener.remove_handshake(self)
         self._early_data.clear()
         self._task = self._raw = None
+
+
+def _address(transport: asyncio.Transport) -> str:
+    # Return the client's IP address; "" for a Unix socket.
+    peer = transport.get_extra_info("peername")
+    return str(peer[0]) if isinstance(peer, tuple) else ""
 
 
 def _not_after(settings: tls.ServerSettings) -> float:

@@ -241,6 +241,18 @@ def test_clients_that_complete_no_handshake_are_closed_at_its_timeout(
         assert not received.startswith(b"HTTP")
 
 
+def test_a_failed_handshake_is_logged_with_the_clients_address(setup: TlsSetup) -> None:
+    with socket.create_connection(("127.0.0.1", setup.gateway.port), SOON_S) as raw:
+        raw.sendall(b"GET / HTTP/1.1\r\n\r\n")
+        with suppress(ConnectionResetError):
+            while raw.recv(100):
+                pass
+    deadline = time.monotonic() + SOON_S
+    while "TLS: the handshake of 127.0.0.1 failed: " not in setup.gateway.stderr_text:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
 def test_many_open_handshakes_do_not_block_another_client(setup: TlsSetup) -> None:
     idle = [socket.create_connection(("127.0.0.1", setup.gateway.port), SOON_S) for _ in range(200)]
     try:
