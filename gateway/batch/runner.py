@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter, deque
+from collections.abc import Iterable
 from contextlib import suppress
 from functools import partial
 from time import monotonic, time
@@ -337,10 +338,7 @@ class BatchRunner:
         self._start(batches, allowed - running, now)
 
     def _start(self, batches: list[OwnedBatch], count: int, now: float) -> None:
-        by_tenant: dict[str, list[OwnedBatch]] = {}
-        for batch in batches:
-            by_tenant.setdefault(batch.record.tenant, []).append(batch)
-        queue = deque(by_tenant.values())
+        queue = deque(group_by_tenant(batches))
         queue.rotate(-self._turn)
         self._turn += 1
         while count > 0 and queue:
@@ -416,6 +414,17 @@ class BatchRunner:
         else:
             batch.add_result(run, result)
             count("completed" if result.status == 200 else "failed").inc()
+
+
+def group_by_tenant(batches: Iterable[OwnedBatch]) -> list[list[OwnedBatch]]:
+    """Return the batches of each tenant, those whose completion window ends first in front.
+
+    The tenants keep the order of their first batches.
+    """
+    by_tenant: dict[str, list[OwnedBatch]] = {}
+    for batch in batches:
+        by_tenant.setdefault(batch.record.tenant, []).append(batch)
+    return [sorted(own, key=lambda batch: batch.record.expires_at) for own in by_tenant.values()]
 
 
 def _forget(batch: OwnedBatch, number: int, task: asyncio.Task[None]) -> None:
