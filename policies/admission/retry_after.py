@@ -4,7 +4,8 @@ An equal Retry-After for all would bring all clients back at once, and one witho
 would make the retry a lottery. ReturnSchedule therefore places retries one after another along the
 measured capacity. A client that retries on time is admitted before new ones. One that retries too
 early gets the same time again. When the schedule is full for `latest_s`, a client should not retry
-at all. Capacity and refusals are in admission.py and priced.py.
+at all. A pool that becomes faster has unreserved capacity beside the times that were given before,
+and the next retries use it. Capacity and refusals are in admission.py and priced.py.
 """
 
 from __future__ import annotations
@@ -18,6 +19,9 @@ from policies.model import RoutingQuery
 from policies.param_types import NonNegative, Positive, PositiveCount
 
 Key = tuple[int, int]
+
+SAME_RATE = 0.05
+"""Relative difference up to which two measured capacities count as the same, 0 to 1."""
 
 
 class ReturnTimes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -52,14 +56,18 @@ class ReturnSchedule:
 
     Requests with an equal key have one reservation each.
 
-    scheduled_until_s  moment up to which the reserved share of the capacity is used
+    scheduled_until_s  moment up to which the last retry uses the reserved share of the capacity
     """
 
-    __slots__ = ("_count", "_due", "_order", "_times", "scheduled_until_s")
+    # _levels  reserved work per second of the moments to come, as stairs that go down: the rate of
+    #          the first pair of (end, rate) whose end is later than the moment. Adjacent rates
+    #          differ by more than SAME_RATE, so there are few.
+    __slots__ = ("_count", "_due", "_levels", "_order", "_times", "scheduled_until_s")
 
     def __init__(self, times: ReturnTimes | None = None) -> None:
         self._times = times or ReturnTimes()
         self._due: dict[Key, list[float]] = {}
+        self._levels: list[tuple[float, float]] = []
         self._order: deque[tuple[float, Key]] = deque()
         self._count = 0
         self.scheduled_until_s = 0.0
@@ -130,15 +138,16 @@ class ReturnSchedule:
         times, now = self._times, query.now
         self.expire(now)
         soonest_s = max(times.soonest_s, min(calm_in_s, times.calm_s, times.latest_s))
-        begin = max(self.scheduled_until_s, now + soonest_s)
-        length = work_s / (times.share * per_s)
-        room_s = now + times.latest_s - begin
-        if length > room_s:
+        rate = times.share * per_s
+        begin = max(self._full_until_s(rate), now + soonest_s)
+        end, latest_s = self._end_s(begin, work_s, rate), now + times.latest_s
+        if end > latest_s:
             # A request that is larger than all of an empty schedule still gets its end.
             if begin > now + soonest_s:
                 return inf
-            length = max(0.0, room_s)
-        self.scheduled_until_s = begin + length
+            end = max(begin, latest_s)
+        self._reserve(end, rate)
+        self.scheduled_until_s, length = end, end - begin
         due_s = begin + length * query.rng.random()
         if key is not None and self._count < times.remembered:
             self._due.setdefault(key, []).append(due_s)
@@ -146,8 +155,36 @@ class ReturnSchedule:
             self._count += 1
         return due_s - now
 
+    def _full_until_s(self, rate: float) -> float:
+        # Return the moment up to which `rate` work per second is reserved already.
+        ends = (end for end, level in self._levels if level >= (1.0 - SAME_RATE) * rate)
+        return max(ends, default=0.0)
+
+    def _end_s(self, begin: float, work_s: float, rate: float) -> float:
+        # Return when `work_s` ends that begins at `begin` and uses what lower levels leave of
+        # `rate`.
+        moment = begin
+        for end, level in self._levels:
+            if end > moment and level < rate:
+                room_s = (end - moment) * (rate - level)
+                if work_s <= room_s:
+                    return moment + work_s / (rate - level)
+                work_s, moment = work_s - room_s, end
+        return moment + work_s / rate
+
+    def _reserve(self, until: float, rate: float) -> None:
+        # Raise the reserved work per second to `rate` up to the moment `until`.
+        same = 1.0 - SAME_RATE
+        higher = [item for item in self._levels if same * item[1] > rate]
+        lower = [item for item in self._levels if item[1] < same * rate and item[0] > until]
+        # A slow drift must not turn reservations of a high rate into ones of a low rate.
+        equal = (level for _, level in self._levels if same * level <= rate <= level)
+        self._levels = [*higher, (until, max(equal, default=rate)), *lower]
+
     def expire(self, now: float) -> None:
         """Remove the reservations whose time and tolerance have passed at `now`."""
+        if self._levels and self._levels[0][0] <= now:
+            self._levels = [item for item in self._levels if item[0] > now]
         while self._order and self._order[0][0] + self._times.late_s < now:
             due_s, key = self._order.popleft()
             due = self._due.get(key)

@@ -4,6 +4,7 @@ pacing.
 
 from __future__ import annotations
 
+from itertools import pairwise
 from math import inf
 from random import Random
 
@@ -99,6 +100,66 @@ def test_nothing_is_promised_while_no_capacity_has_been_measured() -> None:
     calendar = ReturnSchedule()
     assert calendar.schedule((1, 1), 1.0, None, 0.0, ask()) is None
     assert len(calendar) == 0
+
+
+@given(
+    st.lists(
+        st.tuples(st.floats(0.05, 5.0), st.floats(0.5, 16.0), st.floats(0.0, 2.0)),
+        min_size=1,
+        max_size=60,
+    )
+)
+def test_no_second_is_promised_more_than_the_largest_capacity_that_was_measured(
+    refusals: list[tuple[float, float, float]],
+) -> None:
+    schedule, now, most = ReturnSchedule(ReturnTimes(soonest_s=0.0)), 0.0, 0.0
+    promised_s = 0.0
+    for number, (work_s, per_s, pause_s) in enumerate(refusals):
+        now += pause_s
+        most = max(most, per_s)
+        back_s = schedule.schedule((number, 1), work_s, per_s, 0.0, ask(now=now))
+        assert back_s is not None
+        promised_s += work_s if back_s < inf else 0.0
+        ends, rates = zip(*schedule._levels, strict=True)
+        assert list(ends) == sorted(ends)
+        for rate, lower in pairwise(rates):
+            assert lower < rate
+        assert max(rates) <= 0.45 * most * (1 + 1e-9)
+        assert promised_s <= max(ends) * 0.45 * most * (1 + 1e-9)
+
+
+def test_a_faster_pool_promises_earlier_times_and_keeps_the_old_ones() -> None:
+    schedule = ReturnSchedule(ReturnTimes(soonest_s=0.0))
+
+    def back_s(number: int, per_s: float) -> float:
+        seconds = schedule.schedule((number, 1), 1.0, per_s, 0.0, ask(now=0.0))
+        assert seconds is not None
+        return seconds
+
+    # 0.45 x 2 retries per second for 200 s
+    slow = [back_s(number, 2.0) for number in range(180)]
+    assert slow[-1] == pytest.approx(200.0, abs=2.0)
+    fast = [back_s(number, 4.0) for number in range(180, 360)]
+    assert fast[0] <= 2.0
+    # the second half of the faster pool's capacity lasts as long as the first
+    assert fast[-1] == pytest.approx(200.0, abs=2.0)
+    assert schedule.is_due((179, 1), slow[-1])
+    assert back_s(360, 4.0) == pytest.approx(200.0, abs=2.0)
+    assert [back_s(number, 4.0) for number in range(361, 379)][-1] == pytest.approx(210.0, abs=2.0)
+
+
+def test_a_pool_that_becomes_slower_promises_nothing_before_the_times_given() -> None:
+    schedule = ReturnSchedule(ReturnTimes(soonest_s=0.0))
+    for number in range(90):
+        schedule.schedule((number, 1), 1.0, 2.0, 0.0, ask(now=0.0))
+    seconds = [
+        schedule.schedule((number, 1), 1.0, 1.0, 0.0, ask(now=0.0)) for number in range(90, 99)
+    ]
+    assert all(back_s is not None and 100.0 <= back_s <= 120.0 for back_s in seconds)
+    # faster again: nothing of the first hundred seconds is free
+    again_s = schedule.schedule((99, 1), 1.0, 2.0, 0.0, ask(now=0.0))
+    assert again_s is not None
+    assert 100.0 <= again_s <= 103.0
 
 
 @given(st.lists(st.tuples(st.floats(0.0, 3.0), st.floats(0.01, 4.0)), min_size=1, max_size=40))
