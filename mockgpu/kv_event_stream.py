@@ -1,6 +1,8 @@
 """The KV events of one engine, as a numbered stream of batches in the engine's own format.
 
 The scheduler reports changes of the prefix cache, and this module returns the messages to publish.
+Consecutive blocks of a request are one event, as in vLLM; in SGLang's format each block has its
+own.
 Faults make messages lost, late, doubled or out of order. There is no I/O; sockets are in
 mockgpu/kv_publisher.py.
 """
@@ -67,6 +69,7 @@ class KvEventStream:
         self._block_tokens = block_tokens
         self.strikes = strikes
         self._events: list[Any] = []
+        self._run: tuple[Job, int, int] | None = None
         self._buffer: deque[Message] = deque(maxlen=spec.buffer_steps)
         self._late: deque[tuple[float, Message]] = deque()
         self._swapped: Message | None = None
@@ -74,7 +77,7 @@ class KvEventStream:
 
     @property
     def has_events(self) -> bool:
-        return bool(self._events)
+        return bool(self._events) or self._run is not None
 
     def hash_of(self, key: int) -> int:
         """Return the block hash that KV events use for a block key. SGLang's hashes are signed."""
@@ -82,11 +85,24 @@ class KvEventStream:
 
     def on_stored(self, job: Job, index: int) -> None:
         """Record that block number `index` of a job is now in the prefix cache."""
+        if self._run is not None:
+            last_job, first, end = self._run
+            if job is last_job and index == end and self._spec.form != "sglang":
+                self._run = job, first, index + 1
+                return
+            self._end_run()
+        self._run = job, index, index + 1
+
+    def _end_run(self) -> None:
+        # Append the event of the consecutive blocks that were stored last.
+        if self._run is None:
+            return
+        (job, first, end), self._run = self._run, None
         size, keys = self._block_tokens, job.keys
-        data = job.tokens[index * size * _TOKEN_BYTES : (index + 1) * size * _TOKEN_BYTES]
-        parent = self.hash_of(keys[index - 1]) if index else None
-        names, tokens = [self.hash_of(keys[index])], array("I", data).tolist()
-        extra = [[job.salt]] if job.salt and not index else None
+        data = job.tokens[first * size * _TOKEN_BYTES : end * size * _TOKEN_BYTES]
+        parent = self.hash_of(keys[first - 1]) if first else None
+        names, tokens = [self.hash_of(key) for key in keys[first:end]], array("I", data).tolist()
+        extra = [[job.salt], *[None] * (end - 1)] if job.salt and not first else None
         if self._spec.form == "array":
             members = ["BlockStored", names, parent, tokens, size, None, "GPU", None, extra]
             self._events.append(members if extra else members[:7])
@@ -107,6 +123,7 @@ class KvEventStream:
 
     def on_removed(self, key: int) -> None:
         """Record that the KV block with this key has been evicted from the prefix cache."""
+        self._end_run()
         if self._spec.form == "array":
             self._events.append(["BlockRemoved", [self.hash_of(key)], "GPU"])
         else:
@@ -115,6 +132,7 @@ class KvEventStream:
             self._events.append(event)
 
     def on_cleared(self) -> None:
+        self._end_run()
         cleared = "AllBlocksCleared"
         self._events.append([cleared] if self._spec.form == "array" else {"type": cleared})
 
@@ -125,6 +143,7 @@ class KvEventStream:
         wall_s  timestamp of the batch, in Unix seconds
         now     monotonic time in seconds
         """
+        self._end_run()
         ready = []
         while self._late and self._late[0][0] <= now:
             ready.append(self._late.popleft()[1])
@@ -155,7 +174,7 @@ class KvEventStream:
 
     def restart(self) -> None:
         """Number KV events from 0 again with an empty buffer, as a restarted engine does."""
-        self._events = []
+        self._events, self._run = [], None
         self._buffer.clear()
         self._late.clear()
         self._swapped = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from typing import Any
 
 import msgpack
 import pytest
@@ -31,7 +32,7 @@ def job(salt: str = "") -> Job:
     return Job(8, 1, [7, 1 << 63], tokens=tokens, salt=salt)
 
 
-def published(events: KvEventStream) -> list[object]:
+def published(events: KvEventStream) -> list[Any]:
     ((_, payload),) = events.flush(1.5, 0.0)
     ts, batch, rank = msgpack.unpackb(payload)
     assert (ts, rank) == (1.5, 0)
@@ -39,10 +40,9 @@ def published(events: KvEventStream) -> list[object]:
 
 
 def test_stored_blocks_as_maps_have_the_members_of_vllm() -> None:
-    events = stream()
-    events.on_stored(job("tenant-a"), 0)
-    events.on_stored(job("tenant-a"), 1)
-    first, second = published(events)
+    events, request = stream(), job("tenant-a")
+    events.on_stored(request, 0)
+    (first,) = published(events)
     assert first == {
         "type": "BlockStored",
         "block_hashes": [7],
@@ -52,8 +52,47 @@ def test_stored_blocks_as_maps_have_the_members_of_vllm() -> None:
         "medium": "GPU",
         "extra_keys": [["tenant-a"]],
     }
+    events.on_stored(request, 1)
+    (second,) = published(events)
     assert (second["parent_block_hash"], second["token_ids"]) == (7, [5, 6, 7, 8])
     assert "extra_keys" not in second
+
+
+@pytest.mark.parametrize("form", ["map", "array"])
+def test_consecutive_blocks_of_a_request_in_a_step_are_one_event(form: str) -> None:
+    events, request, other = stream(form), job("tenant-a"), job()
+    events.on_stored(request, 0)
+    events.on_stored(request, 1)
+    events.on_stored(other, 0)
+    both, single = published(events)
+    names, parent, tokens = list(both.values())[1:4] if form == "map" else both[1:4]
+    assert (names, parent, tokens) == ([7, 1 << 63], None, [1, 2, 3, 4, 5, 6, 7, 8])
+    assert (both["extra_keys"] if form == "map" else both[8]) == [["tenant-a"], None]
+    assert (single["block_hashes"] if form == "map" else single[1]) == [7]
+
+
+def test_an_eviction_between_two_blocks_keeps_the_order_of_events() -> None:
+    events, request = stream(), job()
+    events.on_stored(request, 0)
+    events.on_removed(99)
+    events.on_stored(request, 1)
+    assert [event["block_hashes"] for event in published(events)] == [[7], [99], [1 << 63]]
+
+
+def test_each_block_of_sglang_is_an_event() -> None:
+    events, request = stream("sglang"), job()
+    events.on_stored(request, 0)
+    events.on_stored(request, 1)
+    assert [event["block_hashes"] for event in published(events)] == [[7], [-(1 << 63)]]
+
+
+def test_blocks_that_are_not_consecutive_are_separate_events() -> None:
+    events, long = stream(), Job(12, 1, [7, 8, 9], tokens=array("I", range(12)).tobytes())
+    events.on_stored(long, 0)
+    events.on_stored(long, 2)
+    first, second = published(events)
+    assert (first["block_hashes"], second["block_hashes"]) == ([7], [9])
+    assert (second["parent_block_hash"], second["token_ids"]) == (8, [8, 9, 10, 11])
 
 
 def test_arrays_begin_with_the_type_and_omit_trailing_defaults() -> None:
