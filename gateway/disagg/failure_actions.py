@@ -195,15 +195,16 @@ def free_elsewhere(attempt: AttemptState) -> None:
 
 
 def _release_elsewhere(attempt: AttemptState, handover: DecodeRequest) -> None:
-    # Send a release request to another decode endpoint of the group.
+    # Send a release request to the least busy other decode endpoint of the group.
     #
-    # It generates one token, so it needs no capacity reservation.
-    pair = attempt.pair
+    # It generates one token, so it needs no capacity reservation. A decode endpoint that dies
+    # leaves many of them at once, so those under way count as load.
+    pair, handoffs = attempt.pair, attempt.handoffs
     used = (pair.prefill.candidate.load, pair.decode.candidate.load)
     loads = [candidate.load for candidate in _group_of(attempt).decodes]
-    able = [load for load in loads if load.is_available and load not in used]
-    lives = attempt.context.gateway.endpoints.all()
-    other = next((live for live in lives if live.load in able), None)
+    able = {load.slot for load in loads if load.is_available and load not in used}
+    lives = [live for live in attempt.context.gateway.endpoints.all() if live.load.slot in able]
+    other = min(lives, key=handoffs.release_load, default=None)
     if other is not None:
         _release_kv(attempt, handover, other, "decoder_gone")
 

@@ -7,6 +7,7 @@ reloads and belongs to the event loop; gateway/disagg/attempt.py is its only wri
 
 from __future__ import annotations
 
+from collections import Counter as Counted
 from collections import deque
 from random import Random
 from typing import Protocol
@@ -16,6 +17,7 @@ from gateway.disagg.leg import Leg
 from gateway.disagg.response_buffer import ResponseBuffer
 from gateway.disagg.state_machine import State
 from gateway.exchange import SplitRecord
+from gateway.fleet.endpoint_registry import LiveEndpoint
 from gateway.http.upstream import ConnectionPool
 from gateway.http.write_queue import WriteQueue
 from gateway.metrics.catalogue import Metrics
@@ -130,8 +132,8 @@ class Handoffs:
     """
 
     __slots__ = (
-        *("_decisions", "_identities", "_legs", "_numbers", "_rng", "_running", "bootstraps"),
-        *("metrics", "outbox", "pairs", "splitting", "transfer_times", "transfers"),
+        *("_decisions", "_identities", "_legs", "_numbers", "_releases", "_rng", "_running"),
+        *("bootstraps", "metrics", "outbox", "pairs", "splitting", "transfer_times", "transfers"),
     )
 
     def __init__(self, metrics: Metrics, rng: Random, outbox: WriteQueue) -> None:
@@ -148,6 +150,7 @@ class Handoffs:
         self._numbers: set[int] = set()
         self._identities: dict[str, tuple[PrefillIdentity, ...]] = {}
         self._running: set[Leg] = set()
+        self._releases: Counted[ConnectionPool] = Counted()
 
     def count_leg(self, end: tuple[str, str]) -> None:
         """Count the end of one engine request of a split request, by role (prefill or decode) and
@@ -242,14 +245,24 @@ class Handoffs:
         self.metrics.split_leases_given_up_total.labels(reason).inc()
         leg = Leg(upstream, *words, Relay(b""), ResponseBuffer(keep=False), self._on_released)
         self._running.add(leg)
+        self._releases[upstream] += 1
         leg.start()
         self.outbox.loop.call_later(RELEASE_TIMEOUT_S, self._close_release, leg)
 
+    def release_load(self, live: LiveEndpoint) -> float:
+        """Return the requests and release requests of an endpoint per place that it has."""
+        busy = live.load.in_flight + self._releases[live.upstream]
+        return busy / live.endpoint.max_concurrency
+
     def _on_released(self, leg: Leg, _: UpstreamError | None) -> None:
-        self._running.discard(leg)
+        if leg in self._running:
+            self._running.remove(leg)
+            self._releases[leg.upstream] -= 1
+            if not self._releases[leg.upstream]:
+                del self._releases[leg.upstream]
 
     def _close_release(self, leg: Leg) -> None:
-        self._running.discard(leg)
+        self._on_released(leg, None)
         leg.close()
 
     def figures(self, pair: EndpointPair) -> PairFigures:

@@ -10,11 +10,14 @@ import asyncio
 import pytest
 
 from gateway.http.upstream import ConnectionPool, UpstreamConnection
+from tests.fair_time import PATIENCE_S
 from tests.replaced import replace_method
 from tests.unit.gateway.disagg.scripted_engines import (
     OBJECT,
     TEXT,
+    EngineRequest,
     Script,
+    ScriptedEngine,
     decodes,
     prefills,
     refuses,
@@ -49,6 +52,35 @@ async def test_kv_handed_to_a_dead_decoder_is_freed_by_another_under_a_salt_of_i
         )
         assert f.metric("penstock_split_leases_given_up_total", reason="decoder_gone") == 1
         await f.at_rest()
+
+
+async def test_release_requests_after_a_dead_decoder_go_to_the_least_busy_survivors() -> None:
+    crash, gate = asyncio.Event(), asyncio.Event()
+
+    async def holds_release_requests(request: EngineRequest) -> None:
+        if request.json["max_tokens"] == 1:
+            await gate.wait()
+        await decodes(request)
+
+    def release_requests(engine: ScriptedEngine) -> int:
+        return sum(request.json["max_tokens"] == 1 for request in engine.requests)
+
+    survivors = [holds_release_requests] * 3
+    async with split_gateway(NIXL, [prefills()], [when_open(crash, resets), *survivors]) as f:
+        f.assume_fast_pairs()
+        busy, *idle = (live.load for live in f.app.gateway.endpoints.all()[2:])
+        busy.in_flight += 100
+        for load in idle:
+            load.in_flight += 40  # the dead one is chosen first
+        answers = [asyncio.ensure_future(f.ask()) for _ in range(4)]
+        await f.decode[0].wait_for_request(4)
+        crash.set()
+        assert [(await answer).text for answer in answers] == [WHOLE] * 4
+        async with asyncio.timeout(PATIENCE_S):
+            while sum(release_requests(engine) for engine in f.decode) < 4:
+                await asyncio.sleep(0.005)
+        assert [release_requests(engine) for engine in f.decode[1:]] == [0, 2, 2]
+        gate.set()
 
 
 async def test_kv_without_another_decoder_is_freed_by_its_lease(
