@@ -232,11 +232,11 @@ def _given_up(exchange: Exchange, problem: UpstreamError) -> GatewayError:
     if problem.kind == MODEL_GONE:
         message = (
             f"No engine serves the model '{exchange.model}' any more: "
-            f"{len(exchange.retries)} answered that it does not exist."
+            f"{exchange.failed_attempts} answered that it does not exist."
         )
         return GatewayError(Failure.MODEL_NOT_FOUND, message, param="model")
     failure = Failure.UPSTREAM_TIMEOUT if problem.kind == "timeout" else Failure.UPSTREAM_FAILED
-    message = f"No engine could respond ({problem.kind}); attempts: {len(exchange.retries)}."
+    message = f"No engine could respond ({problem.kind}); attempts: {exchange.failed_attempts}."
     return GatewayError(failure, message)
 
 

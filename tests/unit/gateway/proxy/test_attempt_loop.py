@@ -12,8 +12,10 @@ import pytest
 
 from gateway.exchange import Exchange
 from gateway.protocol import apis
+from gateway.protocol.errors import GatewayError
 from gateway.protocol.relay import UpstreamError
-from gateway.proxy.attempts import attempts
+from gateway.protocol.upstream_error import MODEL_GONE
+from gateway.proxy.attempts import attempts, permit_retry
 from gateway.route import Gateway
 from policies.model import Pick
 from policies.pricing.split import EndpointPair
@@ -159,6 +161,31 @@ async def test_without_permission_for_a_retry_the_failure_is_returned() -> None:
     plan.may = False
     assert await attempts(plan) is failure
     assert plan.attempted == ["tp0"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("reset", "No engine could respond (reset); attempts: 2."),
+        (MODEL_GONE, "No engine serves the model '' any more: 2 answered that it does not exist."),
+    ],
+)
+async def test_the_error_counts_the_attempts_that_reached_an_engine(
+    kind: str, message: str
+) -> None:
+    # Two of the five refused the connection, and one failed its health check.
+    exchange = Exchange("req_1", apis.CHAT, "10.0.0.1", 0.0)
+    exchange.retries, exchange.unsent_attempts = ["tp0", "tp1", "tp2", "tp3", "tp4"], 3
+    config = SimpleNamespace(retries=SimpleNamespace(attempts=2))
+    gateway = stand_in(
+        Gateway,
+        SimpleNamespace(
+            snapshot=SimpleNamespace(config=config), count_unsent=lambda exchange, problem: False
+        ),
+    )
+    with pytest.raises(GatewayError) as raised:
+        await permit_retry(gateway, exchange, UpstreamError(kind, "as asked"))
+    assert str(raised.value) == message
 
 
 async def test_endpoints_that_failed_the_request_before_are_left_out() -> None:
