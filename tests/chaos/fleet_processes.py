@@ -244,7 +244,7 @@ def fleet_processes(folder: Path, config: str, speed: float = 0.5) -> Iterator[F
         gateway = subprocess.Popen(
             command, env=ENV, stderr=(folder / "stderr").open("wb"), stdout=subprocess.DEVNULL
         )
-        yield FleetProcesses(mocks, *_listening(folder / "stderr"))
+        yield FleetProcesses(mocks, *wait_until_listening(gateway, folder / "stderr"))
     finally:
         for mock in mocks:
             mock.end()
@@ -253,16 +253,23 @@ def fleet_processes(folder: Path, config: str, speed: float = 0.5) -> Iterator[F
             gateway.wait(WITHIN_S)
 
 
-def _listening(stderr: Path) -> tuple[str, str]:
+def wait_until_listening(gateway: subprocess.Popen[bytes], stderr: Path) -> tuple[str, str]:
+    # Wait until the gateway has written its URLs to `stderr`; return those of API and admin.
+    #
+    # Raises AssertionError at once when the process ends, or after `WITHIN_S` seconds.
     deadline = time.monotonic() + WITHIN_S
     while time.monotonic() < deadline:
-        urls = [
-            word.strip(";,") for word in stderr.read_text().split() if word.startswith("http://")
-        ]
+        status = gateway.poll()
+        text = stderr.read_text()
+        urls = [word.strip(";,") for word in text.split() if word.startswith("http://")]
+        if status is not None:
+            raise AssertionError(
+                f"the gateway ended with exit status {status} before it listened:\n{text}"
+            )
         if len(urls) >= 2:
             return urls[0].removesuffix("/v1"), urls[1]
         time.sleep(0.02)
-    raise AssertionError(stderr.read_text())
+    raise AssertionError(f"the gateway did not listen within {WITHIN_S} s:\n{stderr.read_text()}")
 
 
 @asynccontextmanager
