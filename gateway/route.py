@@ -62,6 +62,7 @@ class Route(msgspec.Struct, frozen=True):
     sequences     the largest product of prompts and choices in one request
     engine_name   the engines' name of the model; "" if each endpoint has its own
     translated    paths of the APIs that are served through another API, which its engines have
+    unserved      paths of APIs that one of its engines does not serve, even in translation
     """
 
     name: str
@@ -84,6 +85,7 @@ class Route(msgspec.Struct, frozen=True):
     engine_name: str = ""
     order: CandidateOrder | None = None
     translated: frozenset[str] = frozenset()
+    unserved: frozenset[str] = frozenset()
 
     @property
     def served_model(self) -> str:

@@ -191,7 +191,7 @@ async def _handle(gateway: Gateway, exchange: Exchange, client: Client) -> None:
     )
     del body  # the call owns the bytes, and releases them when no retry can need them
     route = models.routes[call.requested_model]
-    if not call.api.is_plain:
+    if not call.api.is_plain or route.unserved:
         call = exchange.call = call_for_engines(gateway, exchange, route, call, caller)
     if gate.quotas.by_tenant:
         exchange.quota = gate.quotas.take(call.request)

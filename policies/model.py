@@ -28,11 +28,20 @@ class Role(StrEnum):
 
 
 class EngineKind(StrEnum):
-    """The kind of an endpoint's inference engine, which determines the engine's HTTP dialect."""
+    """The kind of an endpoint's inference engine, which determines the engine's HTTP dialect.
+
+    OPENAI is any other engine or provider with OpenAI-compatible APIs. policies/engine_kinds.py
+    says what each kind serves.
+    """
 
     VLLM = "vllm"
     SGLANG = "sglang"
     TRTLLM = "trtllm"
+    LLAMACPP = "llamacpp"
+    TGI = "tgi"
+    OLLAMA = "ollama"
+    TRANSFORMERS = "transformers"
+    OPENAI = "openai"
 
 
 class Endpoint(msgspec.Struct, frozen=True):

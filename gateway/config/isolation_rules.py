@@ -8,15 +8,11 @@ gateway/protocol/cache_salts.py computes the salts.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from types import MappingProxyType
 from typing import Any
 
 from gateway.config.problems import Path, did_you_mean
 from gateway.config.rule_findings import RuleFinding, get_member, iter_mappings
-
-# The request member in which an engine expects a cache salt. TensorRT-LLM supports one for chat
-# only, and its completions API rejects unknown members.
-SALT_MEMBERS: Mapping[str, str] = MappingProxyType({"vllm": "cache_salt", "sglang": "extra_key"})
+from policies.engine_kinds import ENGINE_TRAITS
 
 
 def salt_member(engine: str, cache_salt: bool | None) -> str:
@@ -25,7 +21,9 @@ def salt_member(engine: str, cache_salt: bool | None) -> str:
 
     `cache_salt` is the endpoint's setting in the configuration; None means the engine's default.
     """
-    return "" if cache_salt is False else SALT_MEMBERS.get(engine, "")
+    if cache_salt is False or engine not in ENGINE_TRAITS:
+        return ""
+    return ENGINE_TRAITS[engine].salt_member
 
 
 def errors(data: Any) -> Iterator[RuleFinding]:
@@ -49,8 +47,7 @@ def errors(data: Any) -> Iterator[RuleFinding]:
         if get_member(spec, "cache_salt") is True and not _takes_salt(spec):
             yield RuleFinding(
                 (*path, "cache_salt"),
-                f"{get_member(spec, 'engine')} does not support it: "
-                "its completions reject a cache salt",
+                f"{get_member(spec, 'engine')} has no request member for a cache salt",
             )
         elif required and len(_served(spec, domains)) > 1:
             text = (

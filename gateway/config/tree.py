@@ -54,6 +54,7 @@ from gateway.config.values import (
 )
 from gateway.config.yaml_source import number_if_substituted
 from policies import admission_registry
+from policies.engine_kinds import ENGINE_TRAITS
 from policies.model import EngineKind, Role
 from policies.prefix.prefix_index import LEAST_CAP_BYTES
 
@@ -132,7 +133,11 @@ class EndpointTraits(Section):
         "Address of a prefill endpoint's bootstrap server for decode endpoints (mooncake, sglang): "
         "host:port, or :port if it is on the endpoint's own host.",
     )
-    engine: EngineKind = setting("vllm", "The engine's API dialect: vllm, sglang or trtllm.")
+    engine: EngineKind = setting(
+        "vllm",
+        "The kind of engine, which decides its metrics and its additions to the API. openai is any "
+        "other engine or provider with OpenAI's API.",
+    )
     served_model: Name | None = setting(
         None,
         "The name by which the engine lists the pool's model at /v1/models; by default the "
@@ -174,7 +179,7 @@ class EndpointTraits(Section):
     cache_salt: Annotated[bool, Field(strict=True)] | None = setting(
         None,
         "Whether the engine supports cache salts. By default vllm (0.9 or newer) and sglang "
-        "(0.5.3 or newer) do, trtllm does not.",
+        "(0.5.3 or newer) do, others do not.",
     )
     tenants: Annotated[tuple[Name, ...], Field(max_length=4096)] = setting(
         (), "Names of the only tenants that the endpoint serves; by default all."
@@ -189,7 +194,10 @@ class EndpointTraits(Section):
 
     @model_validator(mode="after")
     def _has_ranks_to_pin(self) -> EndpointTraits:
-        if self.pin_ranks and (self.layout.dp < 2 or self.engine == "trtllm"):
+        traits = ENGINE_TRAITS[self.engine]
+        if self.kv_events is not None and not traits.has_kv_events:
+            raise ValueError("kv_events needs vllm or sglang as engine")
+        if self.pin_ranks and (self.layout.dp < 2 or not traits.takes_rank):
             raise ValueError("pin_ranks needs layout.dp of 2 or more, and vllm or sglang as engine")
         if self.pin_ranks and self.role != "both":
             raise ValueError(

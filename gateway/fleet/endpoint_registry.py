@@ -22,6 +22,7 @@ from gateway.http.upstream import ConnectionPool, UpstreamTimeouts
 from gateway.http.write_queue import WriteQueue
 from gateway.util.tls import Encryption
 from policies.engine.step_time import SpeedBelief, shape_for
+from policies.engine_kinds import ENGINE_TRAITS
 from policies.health.health import Health, HealthState
 from policies.health.speed_record import SpeedRecord, SpeedVerdict
 from policies.health.stall import is_doubted
@@ -44,6 +45,7 @@ class LiveEndpoint:
     models              the names that its engine lists; they count only if has_list is set
     models_at           when its engine last sent its list, or reported that it has none (monotonic)
     has_list            its engine has sent a list; False if the list is unknown or there is none
+    lacks_health        its engine has no page at `health.path`; its list of models stands for it
     api_paths           paths of the APIs that its engine lists at /openapi.json; empty if unknown
     keeps_responses     whether its engine stores responses for later requests; None if unknown
     kv_received_bytes   KV received from other engines since its start; None if not reported
@@ -76,6 +78,7 @@ class LiveEndpoint:
             "key_header",
             "kv_received_bytes",
             "is_leaving",
+            "lacks_health",
             "load",
             "models",
         ),
@@ -105,7 +108,7 @@ class LiveEndpoint:
         self.reconfigure(endpoint, spec, timeouts, encryption)
         self.health = INITIAL_HEALTH
         self.models: tuple[str, ...] = ()
-        self.has_list = False
+        self.has_list = self.lacks_health = False
         self.api_paths: frozenset[str] = frozenset()
         self.keeps_responses: bool | None = None
         self.models_at: float | None = None
@@ -223,12 +226,18 @@ class RegistryPlan(msgspec.Struct, frozen=True, eq=False):
         )
 
     def lacks(self, path: str, candidates: tuple[Candidate, ...]) -> bool:
-        """Return whether any candidate's engine is known not to serve this API path."""
+        """Return whether any candidate's engine is known not to serve this API path.
+
+        What an engine lists at /openapi.json counts more than what its kind usually serves.
+        """
         members = {id(candidate.load) for candidate in candidates}
-        known = [
-            member.live.api_paths for member in self.members if id(member.live.load) in members
-        ]
-        return any(paths and path not in paths for paths in known)
+        return any(
+            path not in paths
+            if (paths := member.live.api_paths)
+            else path in ENGINE_TRAITS[member.endpoint.engine].lacked_paths
+            for member in self.members
+            if id(member.live.load) in members
+        )
 
     def listed_names(self, pool: str) -> list[str]:
         """Return the model names that the pool's endpoints list.

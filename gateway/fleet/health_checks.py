@@ -26,13 +26,14 @@ from gateway.fleet import scrape
 from gateway.fleet.endpoint_registry import LiveEndpoint
 from gateway.fleet.endpoint_table import OUT_OF_ROTATION, EndpointTable
 from gateway.fleet.model_list_news import ModelListNews
-from gateway.fleet.poll_plan import PollPlan
+from gateway.fleet.poll_plan import PollPlan, least_probe_s
 from gateway.http.poll_client import ConnectError, ConnectionLostError, PollClient
 from gateway.http.upstream import is_local_error
 from gateway.protocol.apis import RESPONSES, api_paths
 from gateway.protocol.response_framing import FramingError
 from gateway.protocol.response_store import shows_store, store_request
 from kvtransfer.dialects import standalone_members
+from policies.engine_kinds import ENGINE_TRAITS, MODELS_PATH
 from policies.health.health import HealthEvent, is_probe_due
 from policies.health.speed_record import Measure, Slowness
 from policies.model import Role
@@ -43,7 +44,7 @@ METRICS_LIMIT = 4 * 1024 * 1024
 MODELS_EVERY_S = 30.0
 RECOVERY_S = 1.0  # longest time between two probes of an ejected endpoint, whatever its back-off
 CHECK_S = 0.5  # timeout of a health check that a request waits for
-NO_LIST = (404, 405, 501)  # statuses of an engine without /v1/models
+NO_PAGE = (404, 405, 501)  # statuses of an engine without the requested page
 CONNECTION_LOST = (errno.ECONNRESET, errno.EPIPE, errno.ECONNABORTED)
 PROBE_ERRORS = (
     *(aiohttp.ClientError, TimeoutError, OSError),
@@ -228,7 +229,7 @@ class HealthChecker:
     async def _probe_until_recovered(self, live: LiveEndpoint) -> None:
         await self._log_errors(self._probe, live)
         while live.health.state in OUT_OF_ROTATION:
-            interval_s = min(RECOVERY_S, self._config.health.interval)
+            interval_s = max(min(RECOVERY_S, self._config.health.interval), least_probe_s(live))
             await asyncio.sleep(interval_s * self._endpoints.rng.uniform(0.9, 1.1))
             await self._log_errors(self._probe, live)
 
@@ -249,7 +250,7 @@ class HealthChecker:
     async def _check(self, live: LiveEndpoint) -> bool | None:
         timeout_s = min(CHECK_S, self._config.health.timeout)
         try:
-            status, _ = await self._fetch(live, self._config.health.path, timeout_s, 4096)
+            status = await self._health_status(live, timeout_s)
         except PROBE_ERRORS as error:
             if not _is_unreachable(error):
                 return None
@@ -285,7 +286,7 @@ class HealthChecker:
     async def _probe(self, live: LiveEndpoint) -> None:
         status, timeout_s = None, self._config.health.timeout
         try:
-            status, _ = await self._fetch(live, self._config.health.path, timeout_s, 4096)
+            status = await self._health_status(live, timeout_s)
         except PROBE_ERRORS as error:
             if _is_unreachable(error):
                 self._endpoints.on_connection_refused(live)
@@ -302,6 +303,22 @@ class HealthChecker:
             live.api_paths, live.keeps_responses = frozenset(), None
             await self._list_models(live, limit_s=min(CHECK_S, timeout_s))
         self._endpoints.on_probe(live, status)
+
+    async def _health_status(self, live: LiveEndpoint, timeout_s: float) -> int:
+        # Return the status of an engine's health page, or of its list of models if it has none.
+        #
+        # Raises one of PROBE_ERRORS, as _fetch() does.
+        if not live.lacks_health:
+            path = ENGINE_TRAITS[live.endpoint.engine].health_path or self._config.health.path
+            status, _ = await self._fetch(live, path, timeout_s, METRICS_LIMIT)
+            if status not in NO_PAGE:
+                return status
+        listed, _ = await self._fetch(live, MODELS_PATH, timeout_s, METRICS_LIMIT)
+        if listed == 200 and not live.lacks_health:
+            name = live.endpoint.name
+            log.info("endpoint %s has no health page; its list of models stands for it", name)
+        live.lacks_health = listed == 200
+        return listed
 
     async def _check_progress(self, live: LiveEndpoint) -> None:
         # Request one token from an endpoint that has been silent too long.
@@ -397,7 +414,9 @@ class HealthChecker:
         return monotonic() - began if status == 200 else None
 
     async def _scrape(self, live: LiveEndpoint) -> None:
-        path = scrape.METRICS_PATHS[live.endpoint.engine]
+        path = ENGINE_TRAITS[live.endpoint.engine].metrics_path
+        if not path:
+            return
         status, text = await self._get(live, path, self._config.scrape.timeout)
         if status == 200:
             self._endpoints.on_scrape(
@@ -410,14 +429,14 @@ class HealthChecker:
 
     async def _list_models(self, live: LiveEndpoint, *, limit_s: float) -> None:
         # Read which models the engine lists; without a response, the last list stays valid.
-        status, text = await self._get(live, "/v1/models", limit_s)
+        status, text = await self._get(live, MODELS_PATH, limit_s)
         names: tuple[str, ...] = ()
         if status == 200:
             try:
                 names = tuple(str(entry["id"]) for entry in json.loads(text)["data"])
             except (ValueError, KeyError, TypeError, RecursionError):
                 return
-        elif status not in NO_LIST:
+        elif status not in NO_PAGE:
             return
         live.models_at = monotonic()
         if (names, status == 200) != (live.models, live.has_list):

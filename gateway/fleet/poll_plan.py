@@ -12,6 +12,7 @@ from math import inf
 
 from gateway.config import Config
 from gateway.fleet.endpoint_registry import LiveEndpoint
+from policies.engine_kinds import ENGINE_TRAITS
 from policies.health.health import HealthState
 
 QUIET_PROBES_PER_S = 256
@@ -30,6 +31,14 @@ FRESH_SHARE = 0.6
 
 TOLERANCE = 0.8
 """Share of an interval after which something is due: polls come with jitter."""
+
+
+def least_probe_s(live: LiveEndpoint) -> float:
+    """Return the shortest time between two health checks of an endpoint, in seconds.
+
+    A provider counts requests of its clients, and would refuse more important ones.
+    """
+    return ENGINE_TRAITS[live.endpoint.engine].least_probe_s
 
 
 class PollPlan:
@@ -51,7 +60,7 @@ class PollPlan:
         endpoints  number of endpoints of the gateway
         now        monotonic time in seconds
         """
-        interval_s = config.health.interval
+        interval_s = max(config.health.interval, least_probe_s(live))
         if not live.load.in_flight and live.health.state is HealthState.UP and live.load.is_proven:
             interval_s = max(interval_s, endpoints / QUIET_PROBES_PER_S)
         self.needs_probe = self._is_due(self._probed_at, interval_s, now) and not self._shows_life(

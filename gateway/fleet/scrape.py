@@ -7,7 +7,7 @@ behind one URL are summed.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from math import isfinite
 
 import msgspec
@@ -35,7 +35,7 @@ class MetricNames(msgspec.Struct, frozen=True):
     kv_received: tuple[bytes, ...] = ()
 
 
-METRIC_NAMES = {
+METRIC_NAMES: Mapping[EngineKind, MetricNames] = {
     EngineKind.VLLM: MetricNames(
         b"vllm:num_requests_running",
         b"vllm:num_requests_waiting",
@@ -63,16 +63,28 @@ METRIC_NAMES = {
         b"trtllm_kv_cache_tokens_per_block",
         b"trtllm_kv_cache_max_blocks",
     ),
+    # Only older builds export the share of the KV memory.
+    EngineKind.LLAMACPP: MetricNames(
+        b"llamacpp:requests_processing",
+        b"llamacpp:requests_deferred",
+        b"llamacpp:kv_cache_usage_ratio",
+        generated_tokens=b"llamacpp:tokens_predicted_total",
+    ),
+    EngineKind.TGI: MetricNames(
+        b"tgi_batch_current_size",
+        b"tgi_queue_size",
+        b"",
+        generated_tokens=b"tgi_request_generated_tokens_sum",
+    ),
 }
+"""The metric names of the engine kinds that have metrics."""
+
+NO_METRICS = MetricNames(b"", b"", b"")
+
 RANK_LABELS = {
     EngineKind.VLLM: b"engine",
     EngineKind.SGLANG: b"dp_rank",
     EngineKind.TRTLLM: b"rank",
-}
-METRICS_PATHS = {
-    EngineKind.VLLM: "/metrics",
-    EngineKind.SGLANG: "/metrics",
-    EngineKind.TRTLLM: "/prometheus/metrics",
 }
 
 
@@ -101,12 +113,12 @@ def parse_scrape(text: bytes, engine: EngineKind, rank: int | None = None) -> Sc
 
     rank  the data-parallel rank whose load is meant; None: all of them
     """
-    names = METRIC_NAMES[engine]
+    names = METRIC_NAMES.get(engine, NO_METRICS)
     if rank is not None:
         text = _lines_of_rank(text, b'%b="%d"' % (RANK_LABELS[engine], rank))
     running, waiting = list(_values(text, names.running)), list(_values(text, names.waiting))
     usage = list(_values(text, names.kv_usage))
-    produced = list(_values(text, names.generated_tokens)) if names.generated_tokens else []
+    produced = list(_values(text, names.generated_tokens))
     received = [value for name in names.kv_received for value in _values(text, name)]
     return ScrapedLoad(
         running=int(sum(running)) if running else None,
@@ -124,7 +136,7 @@ def _lines_of_rank(text: bytes, label: bytes) -> bytes:
 
 def _values(text: bytes, name: bytes) -> Iterator[float]:
     # Yield the samples of one metric, but not of metrics whose name only starts with its name.
-    start = text.find(name)
+    start = text.find(name) if name else -1
     while start >= 0:
         end = text.find(b"\n", start)
         line = text[start : end if end >= 0 else len(text)]

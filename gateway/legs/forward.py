@@ -127,7 +127,7 @@ def settle_failure(
 
 
 def forward_refusal(exchange: Exchange, client: Client, relay: Relay, endpoint: str) -> None:
-    """Send an engine's 4xx error to the client, since the request caused it.
+    """Send an engine's 4xx error, or a 501, to the client, since the request caused it.
 
     Raises UpstreamError for other statuses.
     """
@@ -147,12 +147,13 @@ def forward_refusal(exchange: Exchange, client: Client, relay: Relay, endpoint: 
 def refusal_status(relay: Relay) -> int:
     """Return the status of an engine's error response if the request caused the error.
 
+    Engines answer 501 where they lack an API or a feature: other engines of the model lack it too.
     Raises UpstreamError when the engine itself failed.
     """
     status = relay.status
     if status == 404 and _MODEL_GONE.search(relay.refusal_body):
         raise UpstreamError(MODEL_GONE, "the engine does not serve the model any more")
-    if not 400 <= status < 500 or status in ENDPOINT_FAULTS:
+    if (status != 501 and not 400 <= status < 500) or status in ENDPOINT_FAULTS:
         raise UpstreamError(f"status_{status}", f"the engine answered {status}")
     return status
 

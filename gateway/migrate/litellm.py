@@ -10,6 +10,17 @@ import msgspec
 from gateway.migrate import litellm_settings, values
 from gateway.migrate.draft import Draft, MigrationError, pool_name, with_references
 
+
+class Provider(msgspec.Struct, frozen=True):
+    """A provider that LiteLLM knows: the kind of its engine, its address, and the environment
+    variable of its key, which LiteLLM reads.
+    """
+
+    engine: str
+    url: str
+    key: str = ""
+
+
 ENGINE_PROVIDERS = frozenset(
     {
         "custom_openai",
@@ -23,6 +34,21 @@ ENGINE_PROVIDERS = frozenset(
     }
 )
 """Providers whose deployments speak the OpenAI API at api_base."""
+
+_OLLAMA = "http://localhost:11434"
+PROVIDERS: Mapping[str, Provider] = {
+    "deepseek": Provider("openai", "https://api.deepseek.com", "DEEPSEEK_API_KEY"),
+    "fireworks_ai": Provider("openai", "https://api.fireworks.ai/inference", "FIREWORKS_API_KEY"),
+    "groq": Provider("openai", "https://api.groq.com/openai", "GROQ_API_KEY"),
+    "mistral": Provider("openai", "https://api.mistral.ai", "MISTRAL_API_KEY"),
+    "ollama": Provider("ollama", _OLLAMA),
+    "ollama_chat": Provider("ollama", _OLLAMA),
+    "openai": Provider("openai", "https://api.openai.com", "OPENAI_API_KEY"),
+    "openrouter": Provider("openai", "https://openrouter.ai/api", "OPENROUTER_API_KEY"),
+    "together_ai": Provider("openai", "https://api.together.xyz", "TOGETHERAI_API_KEY"),
+    "xai": Provider("openai", "https://api.x.ai", "XAI_API_KEY"),
+}
+"""Providers with an address of their own, where they serve /v1/chat/completions."""
 
 _PLACEHOLDERS = frozenset({"", "dummy", "empty", "fake", "fake-key", "none", "not-needed", "null"})
 _PARAMETERS: Mapping[str, str] = {
@@ -94,14 +120,25 @@ def _deployment(
     if "*" in group or "*" in model:
         draft.drop(item, "names with a pattern are not served")
         return None
-    if not base or (explicit or provider) not in ENGINE_PROVIDERS:
+    known = PROVIDERS.get(explicit or provider)
+    if (explicit or provider) not in ENGINE_PROVIDERS and known is None:
+        draft.drop(item, f"{explicit or provider} is not a provider with OpenAI's API")
+        return None
+    if not base and known is None:
         draft.drop(item, f"{explicit or provider} without an engine's api_base is not an endpoint")
         return None
-    url = values.engine_url(str(base), f"{item}: api_base", draft)
+    url = values.engine_url(str(base or known.url if known else base), f"{item}: api_base", draft)
     if url is None:
         return None
-    served = rest if provider in ENGINE_PROVIDERS and rest else model
-    return Deployment(group, url, served, _extra(parameters, item, draft))
+    extra = _extra(parameters, item, draft)
+    if known is not None and (not base or known.engine != "openai"):
+        extra = {"engine": known.engine, **extra}
+        if known.key and not base and "api_key" not in extra:
+            extra["api_key"] = draft.refer(f"os.environ/{known.key}", known.key, item)
+    served = rest if provider in ENGINE_PROVIDERS | PROVIDERS.keys() and rest else model
+    if known is not None and known.engine == "ollama" and ":" not in served:
+        served += ":latest"  # as Ollama lists it
+    return Deployment(group, url, served, extra)
 
 
 def _extra(parameters: Mapping[str, Any], item: str, draft: Draft) -> dict[str, object]:

@@ -23,7 +23,8 @@ from gateway.protocol.token_ledger import ContinuationRelay, Ledger, LedgerRecor
 from gateway.proxy.attempts import attempts, end_stream_with_error
 from gateway.route import Gateway, Route
 from policies import run
-from policies.model import EngineKind, Pick
+from policies.engine_kinds import ENGINE_TRAITS
+from policies.model import Pick
 
 RESUMED, CLOSED, BROKE = "resumed", "closed", "broke"
 
@@ -44,7 +45,7 @@ def prepare_recorded(
     request is sent as usual.
     """
     endpoint = reservation.endpoint
-    terms = continuation_terms(call) if endpoint.engine is EngineKind.VLLM else None
+    terms = continuation_terms(call) if ENGINE_TRAITS[endpoint.engine].can_continue else None
     if terms is None:
         exchange.ledger = None
         return forward.prepare(exchange, call, client, reservation, on_first, served)
@@ -138,7 +139,11 @@ class RestPlan:
         endpoints = self.gateway.endpoints
         query = endpoints.build_query(self._call.request, exchange.fingerprint, left_out)
         serving = route.candidates if split is None else split.pools.alone
-        able = [candidate for candidate in serving if candidate.endpoint.engine is EngineKind.VLLM]
+        able = [
+            candidate
+            for candidate in serving
+            if ENGINE_TRAITS[candidate.endpoint.engine].can_continue
+        ]
         pick = run.pick(route.policy, query, able)
         if pick is None and split is not None:
             # Pairs take two places for one permit, so all endpoints may be at their caps.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from gateway.exchange import Exchange
 from gateway.protocol.apis import RESPONSES
+from gateway.protocol.errors import Failure, GatewayError
 from gateway.protocol.openai import Call, CallContext
 from gateway.protocol.resume_terms import continuation_terms
 from gateway.protocol.translate.translations import (
@@ -27,15 +28,20 @@ def call_for_engines(
     """Return the request as engines receive it, and store a translator of its answer on the
     exchange.
 
-    Raises GatewayError for a request that has to be translated and cannot be.
+    Raises GatewayError for a request that has to be translated and cannot be, and for an API that
+    the engines do not serve.
     """
+    path = call.api.path
+    if path in route.unserved:
+        text = f"No engine of the model {call.requested_model!r} serves {path}."
+        raise GatewayError(Failure.NOT_FOUND, text)
     if is_translated(call, route.translated):
-        lacks = call.api.path in route.translated
+        lacks = path in route.translated
         exchange.translation_reason = "engines lack the API" if lacks else "cache salt"
         call, exchange.new_translator = translated(call, route, context)
         return call
     purpose = "split" if route.split is not None else "resume" if route.resume is not None else ""
-    if not purpose or not call.api.generates or call.api.path not in TRANSLATIONS:
+    if not purpose or not call.api.generates or path not in TRANSLATIONS:
         return call
     stores = call.api is RESPONSES and may_store(gateway, route)
     result = translated_losslessly(call, route, context, stores_answers=stores)

@@ -24,7 +24,7 @@ from gateway.protocol.api_keys import key_digest
 from gateway.protocol.cache_salts import new_cache_salts
 from gateway.protocol.response_ids import new_response_ids
 from gateway.protocol.service_class import ServiceClasses
-from gateway.protocol.translate.translations import translated_paths
+from gateway.protocol.translate.translations import TRANSLATIONS, translated_paths
 from gateway.proxy.rest import prepare_recorded
 from gateway.route import CanaryRoute, ModelScope, PoolTrials, Route, Snapshot
 from gateway.trials import shadow
@@ -34,9 +34,10 @@ from policies import admission_registry, registry
 from policies.admission.admission import Admission
 from policies.candidate_order import create_order
 from policies.contract import Policy
+from policies.engine_kinds import ENGINE_TRAITS
 from policies.filters import applicable
 from policies.load import LoadChanges
-from policies.model import Candidate, EngineKind, Slo
+from policies.model import Candidate, Slo
 
 
 class PoolAdmissionPlan(msgspec.Struct, frozen=True):
@@ -152,7 +153,7 @@ def _route(
         policy.reads_prefix or _logs_blocks(config, model.pool),
         opening.uses_predictions,
         slo,
-        any(candidate.endpoint.engine is EngineKind.VLLM for candidate in members),
+        any(ENGINE_TRAITS[candidate.endpoint.engine].is_low_first for candidate in members),
         tuple((tier.model, tier.penalty) for tier in model.overflow),
         pairing.split_route(model, policy, listing),
         trials.shadows,
@@ -173,15 +174,18 @@ def _logs_blocks(config: Config, pool: str) -> bool:
 def _with_translations(
     route: Route, config: Config, adoption: RegistryPlan, listing: tuple[Candidate, ...]
 ) -> Route:
-    # Return the route with the paths of the APIs that must be translated for its engines.
+    # Return the route with the paths of the APIs that must be translated for its engines, or that
+    # it cannot serve.
     native = config.pools[route.pool].native_apis
     paths = translated_paths(native, partial(adoption.lacks, candidates=listing))
-    if not paths:
+    lacked = [ENGINE_TRAITS[candidate.endpoint.engine].lacked_paths for candidate in listing]
+    unserved = frozenset[str]().union(*lacked) - TRANSLATIONS.keys()
+    if not paths and not unserved:
         return route
     replace, canary = msgspec.structs.replace, route.canary
     if canary is not None:
-        canary = replace(canary, route=replace(canary.route, translated=paths))
-    return replace(route, translated=paths, canary=canary)
+        canary = replace(canary, route=replace(canary.route, translated=paths, unserved=unserved))
+    return replace(route, translated=paths, unserved=unserved, canary=canary)
 
 
 def _scope(

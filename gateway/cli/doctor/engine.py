@@ -18,12 +18,10 @@ from gateway.cli.doctor.findings import (
 )
 from gateway.cli.doctor.probe import ProbeResult, listed_models, request_members
 from gateway.fleet import scrape
-from gateway.fleet.health_checks import NO_LIST
+from gateway.fleet.health_checks import NO_PAGE
+from policies.engine_kinds import ENGINE_TRAITS
 from policies.model import Endpoint, EngineKind
 
-METRIC_PREFIXES: Mapping[EngineKind, bytes] = MappingProxyType(
-    {EngineKind.VLLM: b"vllm:", EngineKind.SGLANG: b"sglang:", EngineKind.TRTLLM: b"trtllm_"}
-)
 CONNECTOR_METRICS: Mapping[EngineKind, tuple[bytes, ...]] = MappingProxyType(
     {
         EngineKind.VLLM: (b"vllm:nixl_", b"vllm:kv_transfer", b"vllm:mooncake"),
@@ -79,6 +77,9 @@ def _health(responses: ProbeResult, name: str) -> Iterator[CheckFinding]:
     status = None if responses.health is None else responses.health.status
     if status == 200:
         yield pass_finding(name, "reachable", f"{responses.url} is healthy")
+    elif status in NO_PAGE and listed_models(responses):
+        text = f"{responses.url} has no health page; its list of models stands for it"
+        yield pass_finding(name, "reachable", text)
     elif status in (401, 403):
         fix = "set the endpoint's api_key to a reference to the key"
         yield fail_finding(
@@ -110,7 +111,7 @@ def _models(
     responses: ProbeResult, name: str, models: Mapping[str, str], elsewhere: frozenset[str]
 ) -> Iterator[CheckFinding]:
     listed = listed_models(responses)
-    if responses.models is not None and responses.models.status in NO_LIST:
+    if responses.models is not None and responses.models.status in NO_PAGE:
         status = responses.models.status
         text = f"/v1/models returns status {status}, so it receives every model of its pool"
         yield warn_finding(name, "models", text, "does its url end in /v1? remove that")
@@ -151,19 +152,25 @@ def engine_kind_of(text: bytes) -> EngineKind | None:
     """Return the kind of engine (such as vllm) whose metrics names occur in the text, or None if
     unknown.
     """
-    return next((kind for kind, prefix in METRIC_PREFIXES.items() if prefix in text), None)
+    kinds = ((kind, ENGINE_TRAITS[kind].metric_prefix) for kind in EngineKind)
+    return next((kind for kind, prefix in kinds if prefix and prefix in text), None)
 
 
 def _metrics(responses: ProbeResult, endpoint: Endpoint) -> Iterator[CheckFinding]:
     name, response = endpoint.name, responses.metrics
+    kind = engine_kind_of(b"" if response is None else response.text)
+    if kind is None and not ENGINE_TRAITS[endpoint.engine].metrics_path:
+        text = f"{endpoint.engine} has none: the gateway knows only its own requests there"
+        yield pass_finding(name, "metrics", text)
+        return
     if response is None or response.status != 200:
         fix = (
-            "enable them (SGLang: --enable-metrics); "
-            "without them, the gateway knows only its own requests"
+            "enable them (SGLang: --enable-metrics, llama-server: --metrics), or set the "
+            "endpoint's engine: ollama, transformers or openai; without them, the gateway knows "
+            "only its own requests"
         )
         yield warn_finding(name, "metrics", "it exposes none", fix)
         return
-    kind = engine_kind_of(response.text)
     if kind is not None and kind is not endpoint.engine:
         seen = f"they are those of {kind}, not {endpoint.engine}"
         yield fail_finding(name, "metrics", seen, f"set the endpoint's engine: {kind}")
@@ -192,7 +199,7 @@ def _connector(
     responses: ProbeResult, endpoint: Endpoint, *, split: bool
 ) -> Iterator[CheckFinding]:
     text = responses.metrics.text if responses.metrics is not None else b""
-    if any(prefix in text for prefix in CONNECTOR_METRICS[endpoint.engine]):
+    if any(prefix in text for prefix in CONNECTOR_METRICS.get(endpoint.engine, ())):
         yield pass_finding(
             endpoint.name, "KV connector", "the engine's metrics show a KV connector"
         )

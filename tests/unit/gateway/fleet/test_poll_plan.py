@@ -4,6 +4,7 @@ ones.
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from gateway.config import Config
@@ -11,6 +12,7 @@ from gateway.fleet.endpoint_registry import LiveEndpoint
 from gateway.fleet.endpoint_table import EndpointTable
 from gateway.fleet.poll_plan import QUIET_PROBES_PER_S, UNPROBED_POLLS, PollPlan
 from policies.health.health import HealthEvent
+from policies.model import EngineKind
 from tests.unit.gateway.fleet.tables import table_of
 
 
@@ -82,3 +84,12 @@ async def test_quiet_endpoints_of_a_large_fleet_share_a_rate_of_probes(
     assert sum(probe for probe, _ in asks) == 5
     live.load.in_flight = 1
     assert sum(probe for probe, _ in asked(PollPlan(), live, config, 20, endpoints=2000)) == 20
+
+
+async def test_a_provider_is_probed_no_more_than_every_ten_seconds(
+    fleet: tuple[EndpointTable, LiveEndpoint, Config],
+) -> None:
+    _, live, config = fleet
+    live.endpoint = msgspec.structs.replace(live.endpoint, engine=EngineKind.OPENAI)
+    asks = asked(PollPlan(), live, config, 21)
+    assert [second for second, (probe, _) in enumerate(asks) if probe] == [0, 8, 16]

@@ -130,6 +130,35 @@ def test_the_production_stacks_chart_names_its_engines_services() -> None:
     assert discover.kubernetes.service == "prod-opt125m-engine-service"
 
 
+def test_providers_of_litellm_become_endpoints_with_their_kind_and_address() -> None:
+    text = """
+model_list:
+- {model_name: big, litellm_params: {model: openai/gpt-4o-mini}}
+- {model_name: local, litellm_params: {model: ollama/llama3.2, api_base: 'http://10.4.0.1:11434'}}
+- {model_name: other, litellm_params: {model: groq/llama-3.1-8b, api_key: os.environ/OUR_KEY}}
+"""
+    draft = convert_text(text, None, Additions())
+    endpoints = [pool["endpoints"][0] for pool in draft.data["pools"].values()]
+    assert endpoints == [
+        {
+            "url": "https://api.openai.com",
+            "engine": "openai",
+            "api_key": "${OPENAI_API_KEY}",
+        },
+        {"url": "http://10.4.0.1:11434", "engine": "ollama"},
+        {
+            "url": "https://api.groq.com/openai",
+            "engine": "openai",
+            "api_key": "${OUR_KEY}",
+        },
+    ]
+    assert [model["served_model"] for model in draft.data["models"]] == [
+        "gpt-4o-mini",
+        "llama3.2:latest",
+        "llama-3.1-8b",
+    ]
+
+
 def test_litellm_groups_become_pools_models_and_overflow() -> None:
     draft, config = converted("litellm.yaml")
     models = {model.name: model for model in config.models}

@@ -1,0 +1,91 @@
+"""What each kind of engine serves and understands, as one table.
+
+The facts about vLLM, llama.cpp and `transformers serve` were seen on running engines, those about
+SGLang and TensorRT-LLM in their sources, and those about Text Generation Inference (TGI) and Ollama
+in their documentation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+import msgspec
+
+from policies.model import EngineKind
+
+MODELS_PATH = "/v1/models"
+_TOKENS = frozenset({"/tokenize", "/detokenize"})
+_MESSAGES = frozenset({"/v1/messages", "/v1/messages/count_tokens"})
+_RESPONSES = frozenset({"/v1/responses"})
+
+
+class EngineTraits(msgspec.Struct, frozen=True):
+    """What a kind of engine serves and understands beyond the OpenAI-compatible APIs.
+
+    health_path     page whose status 200 says that the engine serves; empty: that of `health.path`
+    metrics_path    page with Prometheus metrics; empty if the kind has none
+    metric_prefix   with which the names of its own metrics begin; empty if it has none
+    salt_member     request member that takes a cache salt; empty if none does
+    lacked_paths    API paths that it does not serve, or serves with another meaning
+    is_low_first    whether a low number in a request's `priority` is urgent
+    can_continue    whether it continues an answer from the ids of its tokens
+    takes_rank      whether the header x-data-parallel-rank chooses a data-parallel rank
+    has_kv_events   whether it can publish KV events
+    least_probe_s   shortest time between two health checks, in seconds
+    """
+
+    health_path: str = ""
+    metrics_path: str = ""
+    metric_prefix: bytes = b""
+    salt_member: str = ""
+    lacked_paths: frozenset[str] = frozenset()
+    is_low_first: bool = False
+    can_continue: bool = False
+    takes_rank: bool = False
+    has_kv_events: bool = False
+    least_probe_s: float = 0.0
+
+
+ENGINE_TRAITS: Mapping[str, EngineTraits] = MappingProxyType(
+    {
+        EngineKind.VLLM: EngineTraits(
+            metrics_path="/metrics",
+            metric_prefix=b"vllm:",
+            salt_member="cache_salt",
+            is_low_first=True,
+            can_continue=True,
+            takes_rank=True,
+            has_kv_events=True,
+        ),
+        EngineKind.SGLANG: EngineTraits(
+            metrics_path="/metrics",
+            metric_prefix=b"sglang:",
+            salt_member="extra_key",
+            takes_rank=True,
+            has_kv_events=True,
+        ),
+        # Its chats take a cache salt, but its completions refuse unknown members.
+        EngineKind.TRTLLM: EngineTraits(
+            metrics_path="/prometheus/metrics", metric_prefix=b"trtllm_"
+        ),
+        # Its own requests for tokens name the text `content`; others get an empty list.
+        EngineKind.LLAMACPP: EngineTraits(
+            metrics_path="/metrics", metric_prefix=b"llamacpp:", lacked_paths=_TOKENS
+        ),
+        EngineKind.TGI: EngineTraits(
+            metrics_path="/metrics",
+            metric_prefix=b"tgi_",
+            lacked_paths=_TOKENS | _MESSAGES | _RESPONSES,
+        ),
+        EngineKind.OLLAMA: EngineTraits(health_path="/api/version"),
+        EngineKind.TRANSFORMERS: EngineTraits(),
+        # A provider counts requests, and all that most providers have in common is the list of
+        # models and chat completions. `native_apis` of a pool says what else its endpoints serve.
+        EngineKind.OPENAI: EngineTraits(
+            health_path=MODELS_PATH,
+            least_probe_s=10.0,
+            lacked_paths=_TOKENS | _MESSAGES | _RESPONSES,
+        ),
+    }
+)
