@@ -19,6 +19,8 @@ from gateway.protocol.errors import GatewayError
 from gateway.protocol.json_members import read_members
 from gateway.protocol.response_clock import ResponseClock, ResponseLines
 from gateway.protocol.resume_terms import ContinuationTerms, member_terms
+from gateway.protocol.translate.chat_answers import TranslationError
+from gateway.protocol.translate.event_stream import EventReader
 
 if TYPE_CHECKING:
     from gateway.http.large_bodies import WaitForTurn
@@ -65,7 +67,6 @@ def rest_body(terms: ContinuationTerms, kept: KeptAnswer, model: str) -> bytes:
 class StreamedAnswer:
     """Collects the text of a streamed answer, and builds the body of the whole answer at its end.
 
-    text   the answer's text, including what was kept of an earlier attempt
     first  the first chunk of the answer, raw JSON; b"" until it has arrived
     """
 
@@ -73,19 +74,26 @@ class StreamedAnswer:
         # Initialize; `kept` is the part of the answer that earlier attempts received, if any.
         self._is_chat = api is CHAT
         self._kept = kept
-        self.text = "" if kept is None else kept.text
+        self._texts = [] if kept is None else [kept.text]
         self.first = b"" if kept is None else bytes(kept.first)
-        self._extra: dict[str, str] = {}
+        self._extra: dict[str, list[str]] = {}
         self._last: dict[str, Any] = {}
         self._usage: dict[str, Any] = {}
-        self._unread = b""
+        self._events = EventReader()
+
+    @property
+    def text(self) -> str:
+        """Return the answer's text, including what was kept of an earlier attempt."""
+        return "".join(self._texts)
 
     def feed(self, data: bytes) -> None:
-        """Process the next bytes of a streamed answer's events."""
-        *events, self._unread = (self._unread + data).split(b"\n\n")
-        for event in events:
-            payload = event.removeprefix(b"data:").strip()
-            if payload and payload[:1] == b"{":
+        """Process the next bytes of a streamed answer's events.
+
+        Raises TranslationError if an event is too long.
+        """
+        for event in self._events.feed(data):
+            payload = event.strip()
+            if payload[:1] == b"{":
                 self._read(payload)
 
     def _read(self, payload: bytes) -> None:
@@ -97,12 +105,12 @@ class StreamedAnswer:
             self._last["finish_reason"] = choice.get("finish_reason")
             delta = choice.get("delta")
             if delta is None:
-                self.text += choice.get("text") or ""
+                self._texts.append(choice.get("text") or "")
                 continue
-            self.text += delta.get("content") or ""
+            self._texts.append(delta.get("content") or "")
             for name, value in delta.items():
                 if name not in ("content", "role") and isinstance(value, str):
-                    self._extra[name] = self._extra.get(name, "") + value
+                    self._extra.setdefault(name, []).append(value)
 
     @property
     def is_complete(self) -> bool:
@@ -131,7 +139,7 @@ class StreamedAnswer:
         choice: dict[str, Any] = {"index": 0}
         if self._is_chat:
             choice["message"] = {"role": "assistant", "content": self.text, "refusal": None}
-            choice["message"] |= self._extra
+            choice["message"] |= {name: "".join(parts) for name, parts in self._extra.items()}
         else:
             choice["text"] = self.text
         choice |= {"logprobs": None, "finish_reason": self._last["finish_reason"]}
@@ -174,7 +182,7 @@ class LineClient:
     status    the response's HTTP status; 0 before its head
     body      the body of a response that is no stream
     answer    collects a stream; None for a request that is no stream
-    overflow  the response was longer than MAX_ANSWER_BYTES
+    overflow  the response was longer than MAX_ANSWER_BYTES, or one of its events too long
     """
 
     address = "batch"
@@ -198,12 +206,12 @@ class LineClient:
         self.status = self._received = 0
         self.retry_after_s: float | None = None
         self.is_cut = False
-        self._head = b""
-        self._pieces: list[bytes] = []
+        self._head = bytearray()
+        self._body = bytearray()  # not a list, whose items take more memory than a few bytes
 
     @property
     def body(self) -> bytes:
-        return b"".join(self._pieces)
+        return bytes(self._body)
 
     @property
     def overflow(self) -> bool:
@@ -230,21 +238,24 @@ class LineClient:
             return
         if not self.status:
             self._head += data
-            head, separator, data = self._head.partition(b"\r\n\r\n")
+            head, separator, data = bytes(self._head).partition(b"\r\n\r\n")
             if not separator:
                 return
             self.status = int(head.split(b" ", 2)[1])
         if self.answer is not None and self.status == 200:
-            self.answer.feed(data)
-        elif data:
-            self._pieces.append(data)
+            try:
+                self.answer.feed(data)
+            except TranslationError:
+                self._received = MAX_ANSWER_BYTES + 1
+        else:
+            self._body += data
 
     def send_error(self, error: GatewayError, request_id: str, shape: ErrorShape = OPENAI) -> None:
         self.status, self.retry_after_s = error.status, error.retry_after_s
-        self._pieces = [shape.body(error, request_id)]
+        self._body = bytearray(shape.body(error, request_id))
 
     def send_response(self, status: int, body: bytes, headers: list[tuple[str, str]]) -> None:
-        self.status, self._pieces = status, [body]
+        self.status, self._body = status, bytearray(body)
 
     def close_after_write(self) -> None:
         """Record that the response to a batch request ends although it is incomplete."""

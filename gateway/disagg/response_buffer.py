@@ -15,12 +15,11 @@ class ResponseBuffer:
     With `keep` False everything is discarded. An answer that is too long fails its connection.
     """
 
-    __slots__ = ("_keep", "_parts", "_size", "source")
+    __slots__ = ("_answer", "_keep", "source")
 
     def __init__(self, *, keep: bool = True) -> None:
         self._keep = keep
-        self._parts: list[bytes] = []
-        self._size = 0
+        self._answer = bytearray()  # not a list, whose items take more memory than a few bytes
         self.source: UpstreamConnection | None = None
 
     @property
@@ -29,16 +28,14 @@ class ResponseBuffer:
 
     @property
     def body(self) -> bytes:
-        answer = self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
-        index = answer.find(b"\r\n\r\n")
-        return answer[index + 4 :] if index >= 0 else b""
+        index = self._answer.find(b"\r\n\r\n")
+        return bytes(memoryview(self._answer)[index + 4 :]) if index >= 0 else b""
 
     def write(self, data: bytes) -> None:
         if not self._keep:
             return
-        self._parts.append(data)
-        self._size += len(data)
-        if self._size > MAX_BYTES and self.source is not None:
+        self._answer += data
+        if len(self._answer) > MAX_BYTES and self.source is not None:
             self.source.fail("framing", "the engine's answer to the gateway is too long")
 
     def half_close(self) -> None:

@@ -12,17 +12,11 @@ from gateway.metrics.metric_types import Histogram
 from gateway.protocol.error_shapes import ErrorShape
 from gateway.protocol.errors import Failure
 from gateway.protocol.event_grammar import EventGrammar, merge_usage, named_error_status
-from gateway.protocol.relay import EVENT_MARKER, MAX_PARTIAL_EVENT, Relay
-from gateway.protocol.response_framing import LAST_CHUNK
+from gateway.protocol.held_start import HeldNamedEvents, HeldStart
+from gateway.protocol.payload_scan import EVENT_MARKER, TAIL_BYTES
+from gateway.protocol.relay import Relay
 from gateway.protocol.rewrite import ModelNameRewriter
-from gateway.protocol.stream_scan import (
-    EVENT_ENDS,
-    MAX_LEADING_ERROR,
-    USAGE,
-    TokenUsage,
-    last_event_end,
-)
-from gateway.protocol.upstream_error import UpstreamError
+from gateway.protocol.stream_scan import EVENT_ENDS, USAGE, TokenUsage
 
 _ERROR_DATA = re.compile(rb"(?:^|\n)event: ?error\r?\ndata: ?([^\r\n]*)")
 
@@ -54,6 +48,7 @@ class EventRelay(Relay):
     def usage(self) -> TokenUsage:
         """Return the token counts of the answer; valid only once the response is complete."""
         if self._usage_result is None:
+            self._scan_rest()
             last = self._grammar.find_usage(self._usage_payload)
             self._usage_result = merge_usage(self._first_usage, last)
         return self._usage_result
@@ -61,22 +56,15 @@ class EventRelay(Relay):
     @property
     def finish_reason(self) -> str | None:
         """Return the engine's reason why generation ended, or None if it reported none."""
+        self._scan_rest()
         if self._finish_payload:
             reasons = self._grammar.finish.findall(self._finish_payload)
             self._finish_reason = reasons[-1].decode() if reasons else None
             self._finish_payload = b""
         return self._finish_reason
 
-    def _holds_stream(self, data: bytes) -> bool:
-        first = self._grammar.first.search(data)
-        if first is None and data.endswith(LAST_CHUNK):
-            raise UpstreamError("truncated", "the engine ended its stream before its answer")
-        if len(data) >= MAX_LEADING_ERROR or data.endswith(LAST_CHUNK):
-            return False
-        if first is None:
-            return True
-        is_whole = any(data.find(end, first.end()) >= 0 for end in EVENT_ENDS)
-        return self._is_error(first) and not is_whole
+    def _new_held_start(self) -> HeldStart:
+        return HeldNamedEvents(self._grammar)
 
     def _find_leading_error(self, data: bytes) -> re.Match[bytes] | None:
         first = self._grammar.first.search(data)
@@ -93,34 +81,41 @@ class EventRelay(Relay):
         return self.refusal_body if match is None else match[1]
 
     def _error_event(self, failure: Failure, message: str) -> bytes:
-        return self._errors.event(failure, message, self._last_payload)
+        return self._errors.event(failure, message, bytes(self._unscanned) or self._last_payload)
 
-    def _scan_plain(self, payload: bytes, now: float) -> None:
-        # Scan a part of a response that is not a stream.
-        #
-        # Its first byte counts as the first token.
-        super()._scan_plain(payload, now)
-        self._finish_payload = self._last_payload
+    def _find_counts(self, text: bytes) -> None:
+        super()._find_counts(text)
+        if not self._is_sse:
+            self._finish_payload = text[-TAIL_BYTES:]
+
+    def _find_event_counts(self, text: bytes) -> None:
+        if text.find(USAGE) >= 0:
+            self._first_usage = merge_usage(self._first_usage, self._grammar.find_usage(text))
+            self._usage_payload = text
+        if self._grammar.finish.search(text):
+            self._finish_payload = text
+
+    def _find_token(self, payload: bytes, now: float) -> None:
+        if self._grammar.token.search(payload):
+            self.first_token_at = now
+            self._notify_first_token()
 
     def _scan_events(self, payload: bytes, now: float) -> None:
         # Scan a payload of a stream, together with the incomplete event that precedes it.
-        window = self._resume_event(payload) if self._partial_event else payload
+        window = self._resume_event(payload, now) if self._partial_event else payload
+        if not window:
+            return
         grammar = self._grammar
         self.event_count += window.count(EVENT_MARKER) + window.startswith(b"data:")
-        if self.first_token_at is None and grammar.token.search(window):
-            self.first_token_at = now
-            self._notify_first_token()
-        if window.find(USAGE) >= 0:
-            self._first_usage = merge_usage(self._first_usage, grammar.find_usage(window))
-            self._usage_payload = window
-        if grammar.finish.search(window):
-            self._finish_payload = window
+        if self.first_token_at is None:
+            self._find_token(window, now)
+        self._find_event_counts(window)
         if window.find(b"event:") >= 0 and not self._has_done_marker:
             self.has_error_event = grammar.error.search(window) is not None
             self._has_done_marker = self.has_error_event or grammar.end.search(window) is not None
         self._last_payload = window
         if not window.endswith(EVENT_ENDS):
-            self._partial_event = window[last_event_end(window) :][-MAX_PARTIAL_EVENT:]
+            self._keep_partial_event(window)
 
     def _missing_done_event(self) -> bytes | None:
         return None

@@ -16,6 +16,8 @@ from enum import Enum, auto
 
 from gateway.metrics.metric_types import Histogram
 from gateway.protocol.errors import Failure, error_event
+from gateway.protocol.held_start import HeldChunks, HeldStart, PartialHead
+from gateway.protocol.payload_scan import PayloadScan
 from gateway.protocol.response_framing import (
     COMPLETE,
     LAST_CHUNK,
@@ -32,36 +34,22 @@ from gateway.protocol.response_framing import (
 from gateway.protocol.rewrite import ModelNameRewriter
 from gateway.protocol.stream_scan import (
     DONE_MARKER,
-    ERROR_EVENT_PATTERN,
-    EVENT_ENDS,
-    FINISH_REASON,
     MAX_REFUSAL_BYTES,
-    TOKEN_PATTERN,
-    USAGE,
-    TokenUsage,
     client_error_status,
     error_text,
-    find_finish_reason,
     find_finished_choices,
     find_leading_error,
-    find_usage,
     finish_reason_marker,
-    has_done_marker,
-    is_undecided,
-    last_event_end,
 )
 from gateway.protocol.translate.answer_translator import AnswerTranslator
 from gateway.protocol.upstream_error import SHUTDOWN as SHUTDOWN
 from gateway.protocol.upstream_error import UpstreamError as UpstreamError
 
 MAX_ERROR_BYTES = 64 * 1024 * 1024  # bytes of an error body; engines repeat a bad request in it
-MAX_PARTIAL_EVENT = 64 * 1024  # bytes of a partial event that are kept for scanning
-TAIL_BYTES = 16 * 1024  # bytes of a plain response that are kept for scanning
 
 _CHUNKED = b"transfer-encoding: chunked\r\n\r\n"
 _CLOSED = b"connection: close\r\n\r\n"
 read_head = ResponseHeadReader().read  # one for all relays: engines of a kind send equal heads
-EVENT_MARKER, _ERROR = b"\ndata:", b'"error"'
 
 
 class RelayState(Enum):
@@ -80,7 +68,7 @@ class RelayState(Enum):
 HEAD, REFUSED, HELD, FLOWING, DONE = RelayState
 
 
-class Relay:
+class Relay(PayloadScan):
     """Relays one response: pass the engine's bytes to feed(), and send what it returns to the
     client.
 
@@ -103,35 +91,22 @@ class Relay:
     __slots__ = (
         "_body",
         "_event_chunks",
-        "_finish_payload",
-        "_finish_reason",
-        "_finished_choices",
-        "_has_done_marker",
         "_held_size_line",
-        "_is_sse",
+        "_held_start",
         "_is_torn",
-        "_last_payload",
         "_must_reframe",
-        "_partial_event",
-        "_pending",
-        "_reason_marker",
+        "_partial_head",
+        "_refusal",
         "_refusal_bytes",
-        "_usage_payload",
-        "_usage_result",
         "bytes_sent",
-        "choice_count",
         "chunk_gaps",
-        "event_count",
         "first_byte_at",
-        "first_token_at",
-        "has_error_event",
         "head",
         "hold_until_token",
         "is_committed",
         "is_http_1_0",
         "is_refused",
         "last_data_at",
-        "on_first_token",
         "own_headers",
         "refusal_body",
         "rewriter",
@@ -151,33 +126,28 @@ class Relay:
         choice_count: int = 1,
         translator: AnswerTranslator | None = None,
     ) -> None:
+        super().__init__(on_first_token, choice_count)
         self.own_headers = own_headers
-        self.on_first_token = on_first_token
         self.is_http_1_0 = is_http_1_0
         self.rewriter = rewriter
         self.hold_until_token = hold_until_token
         self.chunk_gaps = chunk_gaps
-        self.choice_count = choice_count
         self.translator = translator
         self.state = HEAD
         self.head: ResponseHead | None = None
-        self.is_committed = self.is_refused = self.has_error_event = self._is_sse = False
-        self.event_count = self.bytes_sent = self.status = 0
+        self.is_committed = self.is_refused = False
+        self.bytes_sent = self.status = 0
         self.first_byte_at: float | None = None
-        self.first_token_at: float | None = None
         self.last_data_at: float | None = None
         self.refusal_body = b""
         self._body: ResponseBody = NOT_STARTED
-        self._pending = b""  # a partial head or a first event that is not yet decided
-        self._usage_payload = b""  # the newest payload with token counts
-        self._finish_payload = b""  # the newest payload with a finish reason, until that is parsed
-        self._usage_result: TokenUsage | None = None
-        self._finish_reason: str | None = None
+        self._partial_head: PartialHead | None = None
+        self._held_start: HeldStart | None = None  # first events that are not yet decided
 
     @property
     def is_untouched(self) -> bool:
         """Return whether the engine has not sent a single byte of its response."""
-        return self.head is None and not self._pending
+        return self.head is None and self._partial_head is None
 
     @property
     def is_connection_reusable(self) -> bool:
@@ -275,27 +245,17 @@ class Relay:
         # Whether the client has received the event [DONE], after which nothing may follow.
         return self._has_done_marker
 
-    @property
-    def usage(self) -> TokenUsage:
-        """Return the token counts of the answer; valid only once the response is complete.
-
-        The counts are parsed on first access.
-        """
-        if self._usage_result is None:
-            self._usage_result = find_usage(self._usage_payload)
-        return self._usage_result
-
-    @property
-    def finish_reason(self) -> str | None:
-        """Return the engine's reason why generation ended, or None if it reported none."""
-        if self._finish_payload:
-            self._finish_reason = find_finish_reason(self._finish_payload)
-            self._finish_payload = b""
-        return self._finish_reason
-
     def _begin(self, data: bytes, now: float) -> bytes:
-        if self._pending:
-            data, self._pending = self._pending + data, b""
+        if self._held_start is not None:
+            if self._held_start.is_undecided(data):
+                return b""
+            data, self._held_start = bytes(self._held_start.data), None
+            return self._commit(data, now)
+        if self._partial_head is not None:
+            data = self._partial_head.add(data)
+            if not data:
+                return b""
+            self._partial_head = None
         offset = 0
         while self.head is None:  # interim 1xx responses leave it None
             try:
@@ -303,7 +263,8 @@ class Relay:
             except FramingError as error:
                 raise UpstreamError("framing", str(error)) from error
             if read is None:
-                self._pending = data[offset:]
+                if offset < len(data):
+                    self._partial_head = PartialHead(data[offset:])
                 return b""
             head, offset = read
             if (
@@ -318,21 +279,23 @@ class Relay:
             data = data[offset:]
         if self.state is REFUSED:
             return self._collect_refusal(data)
-        if self._is_undecided(data):
-            self._pending = data
-            return b""
-        return self._commit(data, now)
+        return b"" if self._is_undecided(data) else self._commit(data, now)
 
     def _is_undecided(self, data: bytes) -> bool:
         # Return whether the first bytes do not yet show if this stream begins with an error.
         if not data:
             return not self._body.is_complete
-        return self._is_sse and isinstance(self._body, ChunkedBody) and self._holds_stream(data)
+        if not (self._is_sse and isinstance(self._body, ChunkedBody)):
+            return False
+        held = self._new_held_start()
+        if held.is_undecided(data):
+            self._held_start = held
+        return self._held_start is not None
 
     # What depends on the stream's events: gateway/protocol/event_relay.py replaces these.
 
-    def _holds_stream(self, data: bytes) -> bool:
-        return is_undecided(data, self.hold_until_token)
+    def _new_held_start(self) -> HeldStart:
+        return HeldChunks(self.hold_until_token)
 
     def _find_leading_error(self, data: bytes) -> re.Match[bytes] | None:
         return find_leading_error(data, self.hold_until_token)
@@ -351,21 +314,16 @@ class Relay:
             return
         self.head = head
         # Only a response that does not arrive whole in one read needs these fields.
-        self._has_done_marker = self._is_torn = False
-        self._refusal_bytes = 0
-        self._partial_event: bytes = b""  # the partial event at the end of the last payload
-        self._last_payload: bytes = b""  # the newest payload, including the event it began in
+        self._begin_scan(head.is_sse)
+        self._is_torn = False
+        self._refusal, self._refusal_bytes = bytearray(), 0
         self._held_size_line: bytes = (
             b""  # a partial chunk size line that has not been forwarded yet
         )
-        self._finished_choices: frozenset[int] = (
-            frozenset()
-        )  # indices of finished choices if several
         self._must_reframe: bool = (
             self.is_http_1_0 or self.rewriter is not None or self.translator is not None
         )
         self._body = new_body(head)
-        self._is_sse = head.is_sse
         if not self._is_sse:
             self.chunk_gaps = None
         if isinstance(self._body, RawBody) or (self._is_sse and not head.is_chunked):
@@ -382,12 +340,13 @@ class Relay:
             payload = self._body.feed(data)
         except FramingError as error:
             raise UpstreamError("framing", str(error)) from error
-        self.refusal_body += payload[: max(0, MAX_REFUSAL_BYTES - len(self.refusal_body))]
+        self._refusal += payload[: max(0, MAX_REFUSAL_BYTES - len(self._refusal))]
         self._refusal_bytes += len(payload)
         if self._refusal_bytes > MAX_ERROR_BYTES:
             raise UpstreamError("framing", "the engine's error body is too long")
         if self._body.is_complete:
             self.state = DONE
+            self.refusal_body = bytes(self._refusal)
             if self._is_sse:
                 self.refusal_body = self._refusal_text()
         return b""
@@ -449,59 +408,6 @@ class Relay:
         chunked = self._must_reframe or isinstance(self._body, ChunkedBody)
         framing = _CLOSED if self.is_http_1_0 else _CHUNKED if chunked else self.head.length_line
         return self.head.head_start + self.own_headers + framing
-
-    def _notify_first_token(self) -> None:
-        # Call on_first_token once, then drop it, because it would form a reference cycle.
-        on_first, self.on_first_token = self.on_first_token, None
-        if on_first is not None:
-            on_first()
-
-    def _scan_plain(self, payload: bytes, now: float) -> None:
-        # Scan a part of a response that is not a stream; its first byte counts as the first token.
-        #
-        # All of it is scanned, since optional members such as prompt_logprobs can follow `usage`.
-        if self.first_token_at is None:
-            self.first_token_at = now
-            self._notify_first_token()
-        window = self._last_payload + payload if self._last_payload else payload
-        usage, reason = window.rfind(USAGE), window.rfind(FINISH_REASON)
-        if usage >= 0:
-            self._usage_payload = window[usage : usage + TAIL_BYTES]
-        if reason >= 0:
-            self._finish_payload = window[reason : reason + TAIL_BYTES]
-        self._last_payload = window[-TAIL_BYTES:]
-
-    def _scan_events(self, payload: bytes, now: float) -> None:
-        # Scan a payload of a stream, together with the incomplete event that precedes it.
-        #
-        # Uses find(), because `in` first tries bytes as an int, at the cost of an exception.
-        if self._partial_event:
-            payload = self._resume_event(payload)
-        self.event_count += payload.count(EVENT_MARKER) + payload.startswith(b"data:")
-        if self.first_token_at is None and TOKEN_PATTERN.search(payload):
-            self.first_token_at = now
-            self._notify_first_token()
-        if payload.find(USAGE) >= 0:
-            self._usage_payload = payload
-        if payload.find(self._reason_marker) >= 0:
-            self._finish_payload = payload
-            if self.choice_count > 1:
-                self._finished_choices |= find_finished_choices(payload)
-        if payload.find(_ERROR) >= 0 and ERROR_EVENT_PATTERN.search(payload):
-            self.has_error_event = True
-        self._last_payload = payload
-        if payload.find(DONE_MARKER) >= 0 and has_done_marker(payload):
-            self._has_done_marker = True
-        if not payload.endswith(EVENT_ENDS):
-            self._partial_event = payload[last_event_end(payload) :][-MAX_PARTIAL_EVENT:]
-
-    def _resume_event(self, payload: bytes) -> bytes:
-        # Return `payload` with the incomplete event of the previous payload in front of it.
-        #
-        # That event's beginning has been counted already, so the counts are corrected.
-        carry, self._partial_event = self._partial_event, b""
-        self.event_count -= carry.count(EVENT_MARKER) + carry.startswith(b"data:")
-        return carry + payload
 
     def _hold_size_line(self, data: bytes) -> bytes:
         # Return `data` without an incomplete chunk size line at its end, which is held back.

@@ -13,7 +13,9 @@ import msgspec
 from msgspec.structs import replace
 
 MAX_HEAD_BYTES = 64 * 1024
+HEAD_END = b"\r\n\r\n"
 MAX_SIZE_LINE = 288
+MAX_TRAILER_BYTES = 4096  # small, because an unfinished trailer is searched at every read
 LAST_CHUNK = b"0\r\n\r\n"
 BODILESS = (204, 304)  # statuses without a body, whatever their headers announce
 
@@ -127,7 +129,7 @@ class ResponseHeadReader:
             digits = _LENGTH.match(data, length_at)
             if digits is not None and data.startswith(self._after, digits.end()):
                 return self._read_length(head, data, length_at, digits)
-        end = data.find(b"\r\n\r\n", offset, offset + MAX_HEAD_BYTES)
+        end = data.find(HEAD_END, offset, offset + MAX_HEAD_BYTES)
         if end < 0:
             if len(data) - offset >= MAX_HEAD_BYTES:
                 raise FramingError("the engine's response head is too long")
@@ -272,7 +274,7 @@ class ChunkedBody:
         else:
             stop = data.find(b"\r\n\r\n", line.end()) + 4
             if stop == 3:
-                return self._keep_partial(data, offset, MAX_HEAD_BYTES, "trailers without end")
+                return self._keep_partial(data, offset, MAX_TRAILER_BYTES, "trailers without end")
             self.has_trailers = True
         self.is_complete = True
         self.last_chunk_offset = offset

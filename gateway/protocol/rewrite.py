@@ -11,6 +11,7 @@ import re
 
 MAX_HELD_EVENT = 64 * 1024
 """Bytes of a partial event that are held; a longer event is released as it arrives."""
+_SEAM = 2  # bytes before a piece that may be the first part of an event's end
 _MAX_BLANKS = 64  # between a member's name and its value
 
 
@@ -29,7 +30,7 @@ class ModelNameRewriter:
         self._model = re.compile(rb'("model":[ \t\r\n]{0,%d})%b' % (_MAX_BLANKS, re.escape(old)))
         self._replacement = lambda match: match[1] + new
         self._longest_match = len(b'"model":') + _MAX_BLANKS + len(old)
-        self._pending = b""
+        self._pending = bytearray()
         self.is_mid_event = False
 
     def feed(self, payload: bytes, *, is_sse: bool, is_complete: bool) -> bytes:
@@ -37,10 +38,22 @@ class ModelNameRewriter:
 
         An end of the payload that may be the start of the name is held back until the next call.
         """
-        window = self._pending + payload if self._pending else payload
+        pending = self._pending
+        if pending and is_sse and not is_complete and not self._may_release(payload):
+            pending += payload
+            return b""
+        window = bytes(pending) + payload if pending else payload
         cut = len(window) if is_complete else self._releasable(window, sse=is_sse)
-        self._pending = window[cut:]
+        if pending or cut < len(window):
+            self._pending = bytearray(window[cut:])
         return self._rewrite(window[:cut]) if cut else b""
+
+    def _may_release(self, payload: bytes) -> bool:
+        # Return whether an event ends in `payload`, or has become too long to be held.
+        #
+        # The bytes before it have been searched, so a long event in many pieces takes linear time.
+        has_end = whole_events_length(bytes(self._pending[-_SEAM:]) + payload) > 0
+        return has_end or len(self._pending) + len(payload) > MAX_HELD_EVENT
 
     def _releasable(self, window: bytes, *, sse: bool) -> int:
         # Return how many bytes can be released without splitting a match or a short event.

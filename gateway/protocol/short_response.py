@@ -5,7 +5,9 @@ Answers to clients are relayed as they arrive instead (gateway/protocol/relay.py
 
 from __future__ import annotations
 
+from gateway.protocol.held_start import PartialHead
 from gateway.protocol.response_framing import (
+    HEAD_END,
     MAX_HEAD_BYTES,
     FramingError,
     RawBody,
@@ -13,8 +15,6 @@ from gateway.protocol.response_framing import (
     new_body,
     parse_head,
 )
-
-HEAD_END = b"\r\n\r\n"
 
 
 class ShortResponse:
@@ -26,11 +26,11 @@ class ShortResponse:
     can_be_followed  the connection can carry another response after this one
     """
 
-    __slots__ = ("_body", "_buffer", "_keep_alive", "_limit", "body", "is_complete", "status")
+    __slots__ = ("_body", "_keep_alive", "_limit", "_partial_head", "body", "is_complete", "status")
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._buffer = b""
+        self._partial_head: PartialHead | None = None
         self._body: ResponseBody | None = None
         self._keep_alive = False
         self.body = bytearray()
@@ -45,7 +45,7 @@ class ShortResponse:
     @property
     def has_begun(self) -> bool:
         """Return whether any byte of the engine's response has arrived."""
-        return bool(self.status or self._buffer)
+        return bool(self.status) or self._partial_head is not None
 
     def feed(self, data: bytes) -> None:
         """Process the next bytes of an engine's response.
@@ -53,15 +53,19 @@ class ShortResponse:
         Raises FramingError if they are not a valid HTTP/1.1 response.
         """
         while self._body is None:
-            buffer = self._buffer + data
-            end = buffer.find(HEAD_END)
+            if self._partial_head is not None:
+                data = self._partial_head.add(data)
+                if not data:
+                    return
+            end = data.find(HEAD_END)
             if end < 0:
-                if len(buffer) > MAX_HEAD_BYTES:
+                if len(data) >= MAX_HEAD_BYTES:
                     raise FramingError("the head is too long")
-                self._buffer = buffer
+                self._partial_head = PartialHead(data) if data else None
                 return
-            self._buffer, data = b"", buffer[end + len(HEAD_END) :]
-            self._read_head(buffer[: end + 2])
+            self._partial_head = None
+            head, data = data[: end + 2], data[end + len(HEAD_END) :]
+            self._read_head(head)
         self.body += self._body.feed(data)
         if len(self.body) >= self._limit:
             del self.body[self._limit :]

@@ -10,8 +10,6 @@ from typing import Annotated
 
 import msgspec
 
-from gateway.protocol.response_framing import LAST_CHUNK
-
 USAGE = b'"usage":'
 _FINISH_NAME = b'"finish_reason":'
 FINISH_REASON = b'"finish_reason":"'
@@ -36,14 +34,16 @@ HELD_IDS_BYTES, PROMPT_IDS = 1024 * 1024, b'"prompt_token_ids"'
 A stream of a model with `resume` begins so.
 """
 
-ERROR_EVENT_PATTERN = re.compile(rb'(?:^|\n)data:\s*\{\s*"error"')
+# Blanks are limited, so that no match is longer than LONGEST_MATCH bytes: text that arrives in many
+# reads is searched from that many bytes before each read.
+_BLANKS = rb"\s{0,64}"
+LONGEST_MATCH = 160
+ERROR_EVENT_PATTERN = re.compile(rb'(?:^|\n)data:%b\{%b"error"' % (_BLANKS, _BLANKS))
 TOKEN_PATTERN = re.compile(
-    rb'"(?:content|text|reasoning|reasoning_content|refusal|arguments)":\s*"[^"]'
-    rb'|"(?:tool_calls|token_ids)":\s*\[\s*[^\]\s]'
+    rb'"(?:(?:content|text|reasoning|reasoning_content|refusal|arguments)":%b"[^"]'
+    rb'|(?:tool_calls|token_ids)":%b\[%b[^\]\s])' % (_BLANKS, _BLANKS, _BLANKS)
 )
-_DECISIVE = re.compile(
-    TOKEN_PATTERN.pattern + rb'|"finish_reason":\s*"|\[DONE\]|' + ERROR_EVENT_PATTERN.pattern
-)
+QUOTED_FINISH_REASON = re.compile(rb'"finish_reason":%b"' % _BLANKS)
 # A member whose value follows at once: a chunk's framing may stand between a name and its value.
 _FIRST_MEMBER = re.compile(rb'"\w+":( ?)[^\s]')
 _CODE = re.compile(rb'"code":\s*(4\d\d)(?!\d)')
@@ -152,22 +152,6 @@ def find_finished_choices(events: bytes) -> frozenset[int]:
                 choice.index for choice in choices if choice.finish_reason not in _UNFINISHED
             )
     return frozenset(indices)
-
-
-def is_undecided(stream: bytes, hold_until_token: bool) -> bool:
-    """Return whether the first bytes of a stream do not yet show whether it begins with an error.
-
-    The first event decides or, with `hold_until_token`, the first token.
-    """
-    error = find_leading_error(stream, hold_until_token)
-    if error is not None:
-        is_whole = any(stream.find(end, error.end()) >= 0 for end in EVENT_ENDS)
-        return len(stream) < MAX_LEADING_ERROR and not is_whole
-    if hold_until_token:
-        limit = MAX_HELD_BYTES if stream.find(PROMPT_IDS) < 0 else HELD_IDS_BYTES
-        is_short = len(stream) < limit and stream.count(b"\ndata:") <= MAX_HELD_EVENTS
-        return is_short and _DECISIVE.search(stream) is None and not stream.endswith(LAST_CHUNK)
-    return len(stream) < MAX_FIRST_EVENT and not any(end in stream for end in EVENT_ENDS)
 
 
 def find_leading_error(stream: bytes, hold_until_token: bool) -> re.Match[bytes] | None:

@@ -105,7 +105,7 @@ class Ledger:
             self.is_done,
             self.finish_reason,
         )
-        self._saved = len(self.shown_ids), tuple(self._waiting), state
+        self._saved = len(self.shown_ids), len(self._waiting), state
 
     def rewind(self) -> None:
         """Return to the state that the last mark() saved, because later chunks were not shown to
@@ -119,8 +119,9 @@ class Ledger:
             self.is_done,
             self.finish_reason,
         ) = state
+        # Ids that waited then are still the first ones after those that were shown.
+        self._waiting = [*self.shown_ids[length:], *self._waiting][:waiting]
         del self.shown_ids[length:]
-        self._waiting = list(waiting)
 
     def note(self, chunk: dict[str, Any]) -> tuple[str, dict[str, Any] | None]:
         """Record the token ids and counts of a chunk; return the chunk's text and its choice.
@@ -472,6 +473,8 @@ class RecordedRelay(Relay):
         self.bytes_sent += rest.bytes_sent
         self.event_count += rest.event_count
         self.last_data_at = rest.last_data_at or self.last_data_at
+        rest._scan_rest()
+        self._unscanned.clear()
         self._finish_payload = rest._finish_payload
         self._usage_result = usage
 

@@ -77,7 +77,7 @@ class AnswerTimeline:
     )
 
     def __init__(self) -> None:
-        self._buffer = b""
+        self._buffer = bytearray()
         self._data: list[bytes] = []
         self._pieces: list[str] = []
         self.first_s: float | None = None
@@ -108,10 +108,14 @@ class AnswerTimeline:
 
         Lines end with a line feed, with or without a carriage return before it.
         """
-        lines = (self._buffer + data).split(b"\n")
-        self._buffer = lines.pop()
+        *lines, rest = data.split(b"\n")
+        if lines and self._buffer:
+            lines[0] = bytes(self._buffer) + lines[0]
+            self._buffer.clear()
+        self._buffer += rest
         if len(self._buffer) > _MOST_LINE_BYTES:
-            self._buffer, self.broken = b"", True
+            self._buffer.clear()
+            self.broken = True
         for line in lines:
             if line.endswith(b"\r"):
                 line = line[:-1]

@@ -19,7 +19,7 @@ class AnswerTranslator:
     broken answer uses the same one.
     """
 
-    __slots__ = ("_body", "_size", "_stream", "_translate_whole")
+    __slots__ = ("_body", "_stream", "_translate_whole")
 
     def __init__(
         self, translate_whole: Callable[[bytes], bytes], stream: StreamTranslator | None = None
@@ -30,8 +30,7 @@ class AnswerTranslator:
         """
         self._translate_whole = translate_whole
         self._stream = stream
-        self._body: list[bytes] = []
-        self._size = 0
+        self._body = bytearray()
 
     def feed(self, payload: bytes, *, is_sse: bool, is_complete: bool) -> bytes:
         """Translate the engine's next bytes, and return the bytes for the client.
@@ -40,14 +39,13 @@ class AnswerTranslator:
         """
         if is_sse and self._stream is not None:
             return self._stream.feed(payload)
-        self._size += len(payload)
-        if self._size > MAX_WHOLE_BYTES:
+        self._body += payload
+        if len(self._body) > MAX_WHOLE_BYTES:
             raise UpstreamError("translation", "the engine's answer is too long to be translated")
-        self._body.append(payload)
         if not is_complete:
             return b""
         try:
-            return self._translate_whole(b"".join(self._body))
+            return self._translate_whole(bytes(self._body))
         except TranslationError as error:
             raise UpstreamError("translation", str(error)) from error
 
