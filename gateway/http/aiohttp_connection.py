@@ -317,9 +317,10 @@ class AiohttpConnection(ClientConnection, RequestHandler):
         self.send_error(error, new_request_id())
         self._linger()
 
-    def eof_received(self) -> None:
+    def eof_received(self) -> bool:  # type: ignore[override]
         if self.phase is Phase.CLOSING:
             self.force_close()
+        return self._outbox.close_queue.defer_close(self.transport)
 
     async def start(self) -> None:
         """Serve the client's requests one after another until either side closes the connection."""

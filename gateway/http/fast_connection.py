@@ -193,14 +193,20 @@ class FastConnection(ClientConnection, asyncio.Protocol):
         elif phase is HEAD and remains_partial_head(self._unread, data):
             self._unread += data
             self._count_unread()
+            if self.transport is not None and self.phase is HEAD:
+                self._outbox.head_turns.wait(self, self.transport)
         elif phase is CLOSING:
             self._wait_after(data)
         else:
             self._unread = self._unread + data if self._unread else data
             self._serve_first()
 
-    def eof_received(self) -> None:
-        """Treat a half-close by the client as a disconnect: returning None closes the transport."""
+    def eof_received(self) -> bool:
+        """Treat a half-close by the client as a disconnect.
+
+        Returns whether the transport stays open, until the queue of closes has closed it.
+        """
+        return self._outbox.close_queue.defer_close(self.transport)
 
     # From one request to the next
 
@@ -354,7 +360,7 @@ class FastConnection(ClientConnection, asyncio.Protocol):
     # Bodies that arrive in several reads
 
     def take_turn(self) -> None:
-        """Resume reading after a long read, unless reading is paused for another reason."""
+        """Resume reading when the turn comes, unless reading is paused for another reason."""
         if self.transport is not None and not self._reading_paused:
             self.transport.resume_reading()
 

@@ -1,7 +1,8 @@
-"""Spreads long reads over event loop iterations, so that none of them reads many megabytes.
+"""Spreads reads over event loop iterations, so that none of them reads too much.
 
-After a long read, a connection is not read again until its turn comes. Without that, the event loop
-reads all that the kernel has buffered, of every connection, before anything else runs.
+After a long read, or a part of a request head, a connection is not read again until its turn comes.
+Without that, the event loop reads all that the kernel has buffered, of every connection, before
+anything else runs. Thousands of clients that send heads byte by byte would block it.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ from typing import Protocol
 LONG_READ = 64 * 1024
 """Bytes from which on a read is long. Event loops read at most 256 KiB at once."""
 TURNS = 4
-"""Connections that may read again per loop iteration."""
+"""Connections that may read again per loop iteration after a long read."""
+HEAD_TURNS = 16
+"""Connections that may read more of a request head per loop iteration, about half a millisecond."""
 
 
 class TurnReader(Protocol):
@@ -27,10 +30,12 @@ class TurnReader(Protocol):
 class ReadTurns:
     """The connections of one event loop that wait for their turn to read, in order."""
 
-    __slots__ = ("_is_scheduled", "_loop", "_waiting")
+    __slots__ = ("_is_scheduled", "_loop", "_turns", "_waiting")
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, turns: int = TURNS) -> None:
+        """Initialize an empty queue; `turns` connections may read again per loop iteration."""
         self._loop = loop
+        self._turns = turns
         self._is_scheduled = False
         self._waiting: deque[TurnReader] = deque()
 
@@ -43,8 +48,8 @@ class ReadTurns:
             self._loop.call_soon(self._run)
 
     def _run(self) -> None:
-        self._is_scheduled = len(self._waiting) > TURNS
+        self._is_scheduled = len(self._waiting) > self._turns
         if self._is_scheduled:
             self._loop.call_soon(self._run)
-        for _ in range(min(TURNS, len(self._waiting))):
+        for _ in range(min(self._turns, len(self._waiting))):
             self._waiting.popleft().take_turn()

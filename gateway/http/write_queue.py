@@ -14,7 +14,8 @@ import asyncio
 from collections import deque
 from typing import TYPE_CHECKING, Protocol
 
-from gateway.http.read_turns import ReadTurns
+from gateway.http.close_queue import CloseQueue
+from gateway.http.read_turns import HEAD_TURNS, ReadTurns
 
 if TYPE_CHECKING:
     from gateway.protocol.relay import Relay
@@ -43,16 +44,20 @@ class WriteQueue:
 
     budget_spent  this iteration has written enough, so chunks from engines are to be deferred
     read_turns    the turns in which connections read again after a long read
+    head_turns    the turns in which connections read more of a request head
+    close_queue   closes the connections of clients that have left
     """
 
     __slots__ = (
         *("_deferred", "_deferred_bytes", "_is_scheduled", "_queue", "budget_spent", "loop"),
-        "read_turns",
+        *("close_queue", "head_turns", "read_turns"),
     )
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
         self.read_turns = ReadTurns(loop)
+        self.head_turns = ReadTurns(loop, HEAD_TURNS)
+        self.close_queue = CloseQueue(loop)
         self.budget_spent = False
         self._is_scheduled = False
         self._queue: list[tuple[asyncio.Transport, bytes]] = []

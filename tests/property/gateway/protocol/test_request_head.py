@@ -13,6 +13,7 @@ from aiohttp.http import HttpRequestParser, HttpVersion11
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from gateway.protocol import request_head
 from gateway.protocol.apis import API_PATHS
 from gateway.protocol.request_head import (
     MAX_HEAD_BYTES,
@@ -226,3 +227,11 @@ def test_a_head_longer_than_the_limit_is_not_ordinary() -> None:
     assert read_head(head % (b"a" * (MAX_HEAD_BYTES - len(head) + 2)), 0) is not None
     assert read_head(head % (b"a" * (MAX_HEAD_BYTES - len(head) + 3)), 0) is None
     assert is_partial_head(head[:-4] % (b"a" * MAX_HEAD_BYTES))
+
+
+def test_a_head_without_its_end_is_not_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The pattern would give back its values byte by byte, in half a millisecond.
+    monkeypatch.delattr(request_head, "_HEAD")
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nX: " + b"a" * 60_000
+    assert request_head.read_head(head, 0) is None
+    assert request_head.read_head(head[:8000], 0) is None

@@ -9,7 +9,7 @@ from typing import cast
 
 import pytest
 
-from gateway.http.read_turns import LONG_READ, TURNS, ReadTurns
+from gateway.http.read_turns import HEAD_TURNS, LONG_READ, TURNS, ReadTurns
 from gateway.http.upstream import ConnectionPool, UpstreamConnection, UpstreamTimeouts
 from gateway.http.write_queue import BYTES_PER_TURN, WRITES_PER_TURN, WriteQueue
 from gateway.protocol.relay import Relay
@@ -40,14 +40,15 @@ class FakeReader(FakeTransport):
             self._read_turns.wait(self, self)
 
 
-def test_an_iteration_lets_few_connections_read_and_all_get_their_turn() -> None:
+@pytest.mark.parametrize("count", [TURNS, HEAD_TURNS])
+def test_an_iteration_lets_few_connections_read_and_all_get_their_turn(count: int) -> None:
     loop = FakeLoop()
-    read_turns = ReadTurns(cast(asyncio.AbstractEventLoop, loop))
-    readers = [FakeReader(read_turns, 5) for _ in range(3 * TURNS)]
+    read_turns = ReadTurns(cast(asyncio.AbstractEventLoop, loop), count)
+    readers = [FakeReader(read_turns, 5) for _ in range(3 * count)]
     done = 0
     while loop.turn():
         before, done = done, sum(reader.reads_done for reader in readers)
-        assert done - before == TURNS
+        assert done - before == count
         counts = [reader.reads_done for reader in readers]
         assert max(counts) - min(counts) <= 1
     assert done == 5 * len(readers)
@@ -67,6 +68,25 @@ async def test_a_client_is_not_read_again_at_once_after_a_long_piece_of_its_body
     await turns()
     assert not transport.paused
     transport.close()
+    await turns()
+
+
+async def test_clients_that_send_heads_in_pieces_are_read_by_turns() -> None:
+    harness = Harness()
+    transports = []
+    for _ in range(3 * HEAD_TURNS):
+        connection = harness.fast_connection()
+        transports.append(FakeTransport(connection))
+        connection.connection_made(transports[-1])
+        connection.data_received(b"POST /v1/completions HTTP/1.1\r\n")
+        assert not transports[-1].paused  # the rest of an honest head usually follows
+        connection.data_received(b"X")
+    for number in range(4):
+        waiting = sum(transport.paused for transport in transports)
+        assert waiting == max(0, 3 - number) * HEAD_TURNS
+        await asyncio.sleep(0)
+    for transport in transports:
+        transport.close()
     await turns()
 
 
