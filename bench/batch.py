@@ -364,16 +364,29 @@ def main() -> None:
     parser.add_argument(
         "--seconds", type=float, default=60.0, help="duration of the live traffic in seconds"
     )
-    parser.add_argument("--kills", type=int, default=2, help="how many times the gateway is killed")
+    parser.add_argument(
+        "--kills",
+        type=int,
+        default=2,
+        help="number of times that the gateway is killed and started again",
+    )
     parser.add_argument(
         "--places",
         type=int,
         default=8,
         help="maximum concurrent requests of each of the two engines",
     )
-    parser.add_argument("--speed", type=float, default=0.5, help="speed-up of the mock engines")
     parser.add_argument(
-        "--load", type=float, default=0.9, help="offered live load, as a share of the capacity"
+        "--speed",
+        type=float,
+        default=0.5,
+        help="factor by which the mock engines are faster than real time",
+    )
+    parser.add_argument(
+        "--load",
+        type=float,
+        default=0.9,
+        help="offered live load, as a share (0 to 1) of the engines' capacity",
     )
     parser.add_argument(
         "--ttft", type=float, default=1.0, help="TTFT target of live requests in seconds"

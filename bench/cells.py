@@ -43,9 +43,9 @@ class Pace:
 
 
 Numbers = dict[str, float]
-"""The results of one measurement by metric.
+"""The results of one measurement, by metric.
 
-`others` is the share of the gateway's core that other processes used.
+`others` is the share of the gateway's core that other processes used in the meantime.
 """
 
 Measure = Callable[[Running, Pace, Path], Numbers]
@@ -183,11 +183,14 @@ def drive(running: Running, pace: Pace, bodies: Path, **options: object) -> dict
     )
     others_s = core_busy_s(GATEWAY_CORE) - busy_s - (cpu_s(running.pids) - ours_s)
     if process.returncode:
-        raise NotMeasurable(f"load generator: {process.stderr.strip()}")
+        raise NotMeasurable(f"the load generator failed: {process.stderr.strip()}")
     report: dict[str, Any] = json.loads(process.stdout)
     errors = {kind: n for kind, n in report["errors"].items() if n}
     if errors:
-        raise NotMeasurable(f"{errors} (last bad status {report['bad_status']})")
+        raise NotMeasurable(
+            f"the measurement has failed requests: {errors} (last bad status "
+            f"{report['bad_status']})"
+        )
     report["others"] = max(others_s, 0.0) / (time.monotonic() - started_s)
     return report
 
@@ -301,7 +304,8 @@ def rss_per_stream_kib(running: Running, pace: Pace, work: Path, count: int = 20
         report = json.loads(load.communicate(timeout=30)[0])
     if any(report["errors"].values()) or report["events"] < count:
         raise NotMeasurable(
-            f"{count} streams did not stay open: {report['errors']}, {report['events']} events"
+            f"the {count} streams did not all stay open: {report['errors']} failed, and "
+            f"{report['events']} events arrived"
         )
     return {"rss": (during - before) / count / 1024}
 

@@ -34,15 +34,16 @@ CLASSES = {
     "batch": Slo("batch", 30.0, 0.2, 0.5),
 }
 GRID_S = 3.0
-"""Resolution of Mooncake's timestamps; each seed spreads the requests within it differently."""
+"""Resolution in seconds of Mooncake's timestamps; each seed spreads requests with equal timestamps
+differently."""
 
 MIX_B2B_RATE = 4.0
 B2B_S, WARM = 400.0, 0.15
 IDLE = 8.0
-"""A fleet at this fraction of the starting load is considered idle."""
+"""Fraction of the starting load at which a fleet is considered idle."""
 
 RELATIVE = 0.95
-"""Targets above this are relative to the attainment of an idle fleet."""
+"""Attainment targets above this value are relative to the attainment of an idle fleet."""
 
 TROUBLES = {
     "": ReplayOptions(),

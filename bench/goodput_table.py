@@ -13,7 +13,7 @@ from statistics import fmean
 from bench.goodput_cells import Measurement
 
 OURS = ("round_robin", "least_loaded", "prefix_aware", "priced")
-"""The project's own policies; the others are published rules."""
+"""The project's own policies; all others are published rules."""
 
 
 def page(measurements: Sequence[Measurement]) -> str:
@@ -69,7 +69,7 @@ def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[s
 RELATIVE_NOTES = {
     "0.99": ("", "Relative to an idle fleet: some recorded prompts are too long for any fleet.")
 }
-"""Paragraph below the table's heading, by attainment target."""
+"""Paragraph below a table's heading, by attainment target."""
 
 
 def capacities(measurements: Sequence[Measurement], target: str) -> list[str]:

@@ -25,7 +25,7 @@ from paired import sources
 from systems import ROOT, backend, backend_urls, build_tools, free_base
 
 FEW, MANY = 60, 360
-"""Requests of the two runs whose difference is measured."""
+"""Numbers of requests of the two runs whose difference is measured."""
 
 TOGGLE_SOURCE = """
 #include <valgrind/callgrind.h>

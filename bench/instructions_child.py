@@ -29,7 +29,7 @@ import uvloop  # noqa: E402
 
 toggle = ctypes.PyDLL(os.environ["TOGGLE_LIBRARY"]).toggle
 running: list[str] = []
-"""The names of the counted functions that run now, from the outside in."""
+"""The names of the counted functions that are running now, outermost first."""
 
 
 def counted(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -186,7 +186,9 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=120.0)
     parser.add_argument("--groups", type=int, default=8)
     parser.add_argument(
-        "--faults", default=FAULTS, help="fault specification of the mock engines; '' for none"
+        "--faults",
+        default=FAULTS,
+        help="fault specification of the mock engines ('' for no faults)",
     )
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--block-bytes", type=int, default=512, help="prefix.block_bytes")

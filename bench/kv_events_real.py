@@ -336,7 +336,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--seconds", type=float, default=600.0, help="seconds of churn")
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=600.0,
+        help="seconds during which clients replace the content of the caches",
+    )
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
     summary = asyncio.run(run(options.seconds, options.seed))

@@ -56,7 +56,8 @@ CALLBACKS = frozenset(
 WARM_UP, COUNTED = 32, 33
 FLEETS = (4, 64, 1024)
 SHORT, LONG = 4, 24
-"""Chunks of two streams: the difference between their counts is the cost of the extra chunks."""
+"""Numbers of chunks of two streams; the difference between their counts is the cost of the extra
+chunks."""
 
 QUESTION = "How does a water wheel work? ################"
 HEAD = (
@@ -211,11 +212,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--kinds", default="", help="count only kinds whose name begins with this")
+    parser.add_argument(
+        "--kinds",
+        default="",
+        help="count only the kinds of requests whose name begins with this text",
+    )
     parser.add_argument(
         "--functions",
         action="store_true",
-        help="print the call tree with total and own instructions",
+        help="print the tree of calls with total and own instructions of each function",
     )
     options = parser.parse_args()
     build_tools()

@@ -177,7 +177,9 @@ def _options() -> argparse.Namespace:
         default=1.02,
         help="highest allowed ratio new / old (upper end of the 95 %% interval)",
     )
-    parser.add_argument("--compiled", action="store_true", help="compile both versions first")
+    parser.add_argument(
+        "--compiled", action="store_true", help="compile both versions before measuring them"
+    )
     return parser.parse_args()
 
 

@@ -165,9 +165,11 @@ def _options() -> argparse.Namespace:
         prog="peers.py", description="Compare penstock with other gateways on this machine."
     )
     parser.add_argument(
-        "--quick", action="store_true", help="measure three rounds with short periods"
+        "--quick", action="store_true", help="measure only three rounds, with short periods"
     )
-    parser.add_argument("--rounds", type=int, help="rounds of every cell (5; 3 with --quick)")
+    parser.add_argument(
+        "--rounds", type=int, help="number of rounds of every cell (5; 3 with --quick)"
+    )
     parser.add_argument(
         "--sources-only",
         action="store_true",
@@ -179,16 +181,24 @@ def _options() -> argparse.Namespace:
         type=lambda text: text.split(","),
         help="systems to measure, comma-separated (default: all)",
     )
-    parser.add_argument("--cells", default="", help="measure only rows whose name contains this")
     parser.add_argument(
-        "--rate", type=float, help="streams per second of the half-load rows (default: measured)"
+        "--cells", default="", help="measure only the rows whose name contains this text"
+    )
+    parser.add_argument(
+        "--rate",
+        type=float,
+        help="streams per second in the rows with half load (default: measured)",
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    parser.add_argument("--out", help="also write the JSON to this file")
+    parser.add_argument("--out", help="file to which the JSON is also written")
     parser.add_argument(
-        "--write-docs", action="store_true", help="write the table to docs/performance.md"
+        "--write-docs",
+        action="store_true",
+        help="write the table of results to docs/performance.md",
     )
-    parser.add_argument("--check", action="store_true", help="exit with 1 if a goal is missed")
+    parser.add_argument(
+        "--check", action="store_true", help="exit with status 1 if a goal is missed"
+    )
     options = parser.parse_args()
     options.rounds = options.rounds or (3 if options.quick else 5)
     return options

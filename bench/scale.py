@@ -62,7 +62,7 @@ QUESTION = chat_body("How does a water wheel work? ################", stream=Fal
 BACKGROUND_S = 8.0
 CONNECTIONS = 32
 WARM_UP = 3
-"""Requests per endpoint before the first measured period."""
+"""Number of requests per endpoint before the first measured period."""
 
 
 def system_of(policy: str, base: int, port: int, endpoints: int) -> System:
@@ -261,14 +261,18 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--endpoints", default="4,64,256,1024", help="numbers of endpoints; ratios are to the first"
+        "--endpoints",
+        default="4,64,256,1024",
+        help="numbers of endpoints to measure; ratios are to the first one",
     )
     parser.add_argument("--policies", default=",".join((*POLICIES, NGINX)))
     parser.add_argument("--parts", default=",".join(PARTS))
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--window-ms", type=int, default=1500)
     parser.add_argument("--idle", type=int, default=9_000, help="number of idle client connections")
-    parser.add_argument("--streams", default="500,1000,2000", help="numbers of open streams")
+    parser.add_argument(
+        "--streams", default="500,1000,2000", help="numbers of open streams to measure"
+    )
     options = parser.parse_args()
     sizes = [int(size) for size in options.endpoints.split(",")]
     parts = options.parts.split(",")

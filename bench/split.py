@@ -145,7 +145,7 @@ async def _instructions(command: Command, work: Path, port: int, body: bytes) ->
 def _cpu_us(running: Running, pace: Pace, bodies: Path) -> float:
     report = drive(running, pace, bodies, mode="closed", connections=16)
     if not report["requests"]:
-        raise NotMeasurable("no request was answered in a whole window")
+        raise NotMeasurable("no request was answered within a whole measured period")
     return float(report["cpu_s"]) / report["requests"] * 1e6
 
 

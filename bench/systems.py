@@ -33,7 +33,7 @@ BACKENDS = 4
 COMPILED = ROOT / "build" / "compiled"
 OURS, SOURCES = "penstock", "penstock sources"
 ADMIN, SECOND = 100, 50
-"""Offsets to a system's port: for its metrics, and for a second process of it."""
+"""Offsets added to a system's port: for its metrics port, and for the port of a second process."""
 
 MODEL = "bench-model"
 
@@ -83,7 +83,7 @@ def free_base(ports: int = BACKENDS) -> int:
         except OSError:
             continue
         return base
-    raise SystemExit("no free ports for the backend from 19000 to 25000")
+    raise SystemExit("no consecutive free ports for the backend were found from 19000 to 25000")
 
 
 def backend_urls(base: int, ports: int = BACKENDS) -> list[str]:
@@ -417,10 +417,11 @@ def _await_service(running: Running, deadline: float) -> None:
     while in_a_row < 20:
         if running.process is not None and running.process.poll() is not None:
             raise NotMeasurable(
-                f"{running.system.key} ended with status {running.process.returncode}"
+                f"the system {running.system.key} ended with status "
+                f"{running.process.returncode} before it served requests"
             )
         if time.monotonic() > deadline:
-            raise NotMeasurable(f"{running.system.key} did not serve in time")
+            raise NotMeasurable(f"the system {running.system.key} did not serve requests in time")
         if _is_serving(running.system):
             in_a_row += 1
         else:
@@ -448,7 +449,7 @@ def backend(base: int, ports: int = BACKENDS) -> Iterator[None]:
     try:
         assert process.stdout is not None
         if process.stdout.readline() != b"ready\n":
-            raise SystemExit(f"the backend could not listen on {base}..{base + ports - 1}")
+            raise SystemExit(f"the backend cannot listen on the ports {base} to {base + ports - 1}")
         yield
     finally:
         process.terminate()

@@ -177,7 +177,9 @@ def write_docs(page: Path, results: Results) -> None:
     before, has_begin, remainder = page.read_text().partition(begin)
     _, has_end, after = remainder.partition(end)
     if not has_begin or not has_end:
-        raise SystemExit(f"{page} has no {begin} ... {end}")
+        raise SystemExit(
+            f"the page {page} has no markers {begin} ... {end} between which the table belongs"
+        )
     machine = f"Python {platform.python_version()}, {cpu_name()}, Linux {platform.release()}"
     caption = (
         f"Medians of {results.settings['rounds']} rounds; {machine}. {results.settings['built']}."

@@ -52,7 +52,8 @@ from systems import (
 
 PLAIN, TLS = ("penstock", "nginx"), ("penstock TLS", "nginx TLS")
 KEPT, NEW = 200, 300
-"""Offsets of the second nginx's ports: keep-alive to the system, or a connection per request."""
+"""Offsets of the second nginx's ports: the first keeps connections to the system open, the second
+opens one per request."""
 
 
 @dataclass(frozen=True)
@@ -224,7 +225,9 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--window-ms", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=1, help="random seed of the measuring order")
     parser.add_argument(
-        "--compiled", action="store_true", help="compile the gateway first, as for the image"
+        "--compiled",
+        action="store_true",
+        help="compile the gateway first, as the container image does",
     )
     return parser.parse_args()
 

@@ -40,7 +40,9 @@ from systems import (
 GOAL = 1.7
 CORES = (GATEWAY_CORE, LOAD_CORE)
 CONNECTIONS = 128
-"""Enough for the kernel to distribute them about evenly between two workers."""
+"""Number of connections; enough for the kernel to distribute them about evenly between two
+workers.
+"""
 
 WORDS = "How does a water wheel work? "
 

@@ -90,8 +90,8 @@ FLUSH_S, MEMORY_BYTES = 0.05, 16 << 20  # state exchange between workers of one 
 class App:
     """One gateway in one event loop, from start() to stop().
 
-    url, admin_url  set once it listens
-    request_end     call it to request the end of the process
+    url, admin_url  the addresses of both servers; set once they listen
+    request_end     function that requests the end of the process
     """
 
     _tick_timer: asyncio.TimerHandle | None = None
@@ -259,14 +259,15 @@ class App:
     async def retire(self) -> None:
         """Serve the open connections until they end, while a successor process accepts new ones.
 
-        Ends after `timeouts.handover` at the latest. An idle connection gets one more request.
+        The method returns after `timeouts.handover` seconds at the latest. A connection that is
+        idle may send one more request.
         """
         self.is_draining = self._has_retired = True
         limit_s = self.gateway.snapshot.config.timeouts.handover
         active = self._admission.active_requests
         ends = monotonic() + limit_s
         log.info(
-            "drain begins: %d connections, %d requests, at most %g s",
+            "drain begins: %d open connections and %d running requests have at most %g s to end",
             len(self.connections),
             active,
             limit_s,
@@ -315,13 +316,15 @@ class App:
         shutdown_s = self.gateway.snapshot.config.timeouts.shutdown
         ends = monotonic() + shutdown_s
         log.info(
-            "drain begins: %d requests, at most %g s", self._admission.active_requests, shutdown_s
+            "drain begins: %d running requests have at most %g s to end",
+            self._admission.active_requests,
+            shutdown_s,
         )
         closing = [connection.close_when_idle() for connection in self._fast_connections()]
         await self._wait_until_idle(closing, ends)
         if monotonic() >= ends:
             log.warning(
-                "drain: %d requests have not ended and are failed now",
+                "drain: the time is over; %d requests that have not ended fail now",
                 self._admission.active_requests,
             )
             ends = monotonic() + FAIL_S
@@ -342,7 +345,7 @@ class App:
             await predecessor_stop
         await self._tracer.close()
         await self._log.close()
-        log.info("drain ended after %.1f s; the gateway stops", monotonic() - began)
+        log.info("drain ended after %.1f s; the gateway process stops", monotonic() - began)
 
     async def _close_listeners(self, timeout_s: float) -> None:
         ends = monotonic() + timeout_s
@@ -392,7 +395,11 @@ class App:
         """
         self.is_draining = True
         grace_s = self.gateway.snapshot.config.timeouts.grace or 0.0
-        log.info("SIGTERM: not ready, but serving for %g s more (timeouts.grace)", grace_s)
+        log.info(
+            "SIGTERM received: readiness checks fail from now on; requests are served for "
+            "%g more seconds (timeouts.grace)",
+            grace_s,
+        )
         await asyncio.sleep(grace_s)
 
     def shared_state(self) -> dict[str, object] | None:
@@ -531,7 +538,7 @@ class App:
                 self.swap.sweep()
                 self._gc_schedule.collect_if_due(now, self._admission.active_requests)
             except Exception:  # an error must not stop the deadlines of other connections
-                log.exception("a sweep failed")
+                log.exception("the periodic check of timeouts failed")
 
     def _charge(self, now: float) -> None:
         # Count the cost of engine time since the last sweep.

@@ -1,6 +1,6 @@
 """The mutable record of one request: its events with their times and causes.
 
-It belongs to the request's own task. Accounting reads it when the request is over.
+Only the request's own task changes the record. Accounting reads it when the request has ended.
 """
 
 from __future__ import annotations
@@ -65,14 +65,15 @@ class SplitRecord:
 
     Times are monotonic seconds; None means that the stage was not reached.
 
-    reason            why it was split or not, one of policies.pricing.split.SplitReason
+    reason            why the request was split or not, one of policies.pricing.split.SplitReason
     prefill, dialect  name of the prefill endpoint, and the handoff's dialect; "" when not split
-    prefill_sent_at   the prefill request was sent
-    prefilled_at      the prefill answer was complete
-    handed_over_at    the decode request was sent
+    prefill_sent_at   when the prefill request was sent
+    prefilled_at      when the prefill answer was complete
+    handed_over_at    when the decode request was sent
     cached_tokens     cached prompt tokens as the prefill engine reports them; the decode engine
                       counts transferred tokens as cached too
-    predicted_ttft_s  as expected at the pick; None before a handoff of the pair has been measured
+    predicted_ttft_s  seconds to the first token, as expected at the pick; None before a handoff of
+                      the pair has been measured
     transport         how the KV cache was transferred; None if no engine reported it
     """
 
@@ -93,7 +94,7 @@ class SplitRecord:
 
 
 class StoredAt(NamedTuple):
-    """A stored response that a request is about: its id, its endpoint, and the model's name."""
+    """A stored response to which a request refers: its id, its endpoint, and the model's name."""
 
     response_id: str
     endpoint: str
@@ -105,48 +106,51 @@ class Exchange:
 
     Times are monotonic seconds; None means that the stage was not reached.
 
-    accepted_at        the head was parsed
-    received_at        the body was complete
-    parsed_at          the body was parsed
-    admitted_at        admission control gave a permit; the time since parsed_at is the wait in the
-                       queue
-    picked_at          an endpoint was picked
-    sent_at            the first request to an engine was sent
-    outcome            served | refused | client_gone | preempted | interrupted | internal_error
-    reason             the short cause when the outcome is not served
-    detail             the numbers behind a refusal, in words
-    retries            names of the endpoints that failed this request, in order
-    unsent_attempts    how many of the retries never received the request, and so are no attempts
-    holds_retry_turn   it holds a turn of the retry budget that all requests share
-    body_bytes         memory reserved for the body
-    memory_gate        the admission controller that the memory was reserved from; None after its
-                       release
-    first_query        the routing query of the first pick; None until capacity was reserved
-    room               the admission queue to report the outcome to; None if it does not need it
-    tier               name of the smaller model that serves it instead of the one requested; ""
-                       usually
-    fingerprint        of the prompt; None where the policy does not read prefixes
-    slo_outcome        whether its SLO was met (gateway/telemetry/slo_outcomes.py); "" if unknown
-    ttft_s, tpot_s     as the client saw them; predicted_*: as expected at the pick
-    response_ids       creates the id of the response, where its engine may store it; None elsewhere
-    stored_at          the stored response that the request is about
-    pick_snapshot      the best two candidates as they were at the pick; None if the policy has no
-                       terms to explain
-    split              whether and how it was split; None for models without a split
-    trace              its place in a distributed trace; None for a request that is not traced
-    gaps               histogram of the times between its chunks; None for most requests, which are
-                       not sampled
-    quota              the tenant's quota that it was taken from; None for a tenant without limits
-    canary_arm         the arm of a canary trial that counts it; None in a pool without a canary
-    hedge              its second attempt; None if there was none
-    proxy_request_id   the x-request-id of a trusted proxy; "" without one
-    client_request_id  the client's own id of the request; "" without one
-    new_translator     creates what translates an attempt's answer to the client's API; None if
-                       engines serve that API themselves
+    accepted_at         the head was parsed
+    received_at         the body was complete
+    parsed_at           the body was parsed
+    admitted_at         admission control gave a permit; the time since parsed_at is the wait in the
+                        queue
+    picked_at           an endpoint was picked
+    sent_at             the first request to an engine was sent
+    outcome             served | refused | client_gone | preempted | interrupted | internal_error
+    reason              short cause of an outcome other than served
+    detail              sentence with the numbers behind a refusal
+    retries             names of the endpoints that failed this request, in order
+    unsent_attempts     number of the retries whose request was never sent, so that they do not
+                        count as attempts
+    holds_retry_turn    whether the request holds a turn of the retry budget that all requests share
+    body_bytes          bytes of memory reserved for the body
+    memory_gate         the admission controller from which the memory was reserved; None after its
+                        release
+    first_query         the routing query of the first pick; None until capacity was reserved
+    room                the admission queue to which the outcome is reported; None if it does not
+                        need the outcome
+    tier                name of the smaller model that serves the request instead of the one
+                        requested; "" usually
+    fingerprint         fingerprint of the prompt; None if the policy does not read prefixes
+    slo_outcome         whether the request's SLO was met (telemetry/slo_outcomes.py); "" if unknown
+    ttft_s, tpot_s      latencies as the client saw them; predicted_*: as expected at the pick
+    response_ids        creates the id of the response, if its engine may store it; else None
+    stored_at           the stored response to which the request refers
+    pick_snapshot       the best two candidates as they were at the pick; None if the policy has no
+                        terms to explain
+    split               whether and how the request was split; None for models without a split
+    trace               the request's place in a distributed trace; None if it is not traced
+    gaps                histogram of the times between the answer's chunks; None for most requests,
+                        which are not sampled
+    quota               the tenant's quota that was charged; None for a tenant without limits
+    canary_arm          the arm of a canary trial that counts the request; None in a pool without a
+                        canary
+    hedge               the request's second attempt; None if there was none
+    proxy_request_id    the x-request-id of a trusted proxy; "" without one
+    client_request_id   the client's own id of the request; "" without one
+    new_translator      creates a translator of an attempt's answer to the client's API; None if
+                        engines serve that API themselves
     translation_reason  why an answer is translated, or why it is not although its route splits or
-                       resumes requests; "" elsewhere
-    ledger             the record of its answer's tokens, for continuing it elsewhere; None if that
-                       is not possible
+                        resumes requests; "" elsewhere
+    ledger              the record of the answer's tokens, for continuing it elsewhere; None if that
+                        is not possible
     """
 
     __slots__ = (
@@ -240,10 +244,9 @@ class Exchange:
         return len(self.retries) - self.unsent_attempts
 
     def on_reserved(self, room: PoolQueue, query: RoutingQuery, pick: Pick) -> None:
-        """Record that capacity was reserved at an endpoint, and report the first reservation to the
-        admission queue.
+        """Record that capacity was reserved at an endpoint.
 
-        It is reported only if the queue wants feedback.
+        The first reservation is reported to the admission queue, if the queue wants feedback.
         """
         if self.first_query is None:
             self.first_query = query
@@ -252,7 +255,8 @@ class Exchange:
                 room.on_reserved(query, pick)
 
     def take_memory(self, gate: AdmissionController, body_bytes: int) -> None:
-        """Reserve memory for `body_bytes` bytes of body, including what was reserved before.
+        """Reserve memory for a body of `body_bytes` bytes; what was reserved before counts towards
+        them.
 
         Raises GatewayError if the memory for bodies is used up.
         """
@@ -260,7 +264,7 @@ class Exchange:
         self.memory_gate = gate
 
     def release_memory(self) -> None:
-        """Release the body's memory; do nothing if that was done before."""
+        """Release the body's memory; do nothing if it has been released before."""
         holder, self.memory_gate = self.memory_gate, None
         if holder is not None:
             holder.release_body(self.body_bytes)
@@ -269,7 +273,7 @@ class Exchange:
         """Record the first token of the answer: free the request's bytes, and update the endpoint's
         load.
 
-        The answer has begun, so no retry can need them any more.
+        The answer has begun, so no retry can need the bytes any more.
         """
         if self.reservation is not None:
             self.reservation.on_first_token()
@@ -295,13 +299,15 @@ class Exchange:
         self.reason, self.detail = error.reason, error.message
 
     def set_interrupted(self, reason: str) -> None:
-        """Record that the answer broke after its first byte, when status 200 had been sent."""
+        """Record that the answer broke off after its first byte, when status 200 had already been
+        sent.
+        """
         self.status, self.outcome, self.reason = 200, "interrupted", reason
 
     def drop_heavy_fields(self) -> None:
         """Free large fields and client data of the record.
 
-        Times, outcome and pick stay, to explain the request later.
+        Times, outcome and pick are kept, to explain the request later.
         """
         if self.ttft_s is None and self.call is not None:  # otherwise released at the first token
             self.call.release()
@@ -314,20 +320,22 @@ class Exchange:
     def set_client_gone(self) -> None:
         """Record that the client disconnected before the end of the answer.
 
-        The status 499, which nginx uses for this, only appears in logs.
+        The record gets the status 499, as in nginx; only logs show it.
         """
         self.status, self.outcome, self.reason = 499, "client_gone", self.stage
 
     def set_preempted(self) -> None:
-        """Record that the gateway is about to stop this request of a batch.
+        """Record that the gateway is about to stop this request of a batch for live traffic.
 
-        Call it before the request's task is cancelled. It has no status: a later attempt gives the
-        request its response.
+        Call it before the request's task is cancelled. The record has no status, because a later
+        attempt answers the request.
         """
         self.status, self.outcome, self.reason = 0, "preempted", None
 
     def set_cancelled(self) -> None:
-        """Record that the request's task was cancelled, by its client unless it was pre-empted."""
+        """Record that the request's task was cancelled: by its client, unless the request was
+        pre-empted.
+        """
         if self.outcome != "preempted":
             self.set_client_gone()
 
@@ -337,7 +345,9 @@ class Exchange:
 
     @property
     def is_committed(self) -> bool:
-        """Return whether a byte of the answer was sent to the client, which rules out a retry."""
+        """Return whether a byte of the answer was sent to the client, after which no retry is
+        possible.
+        """
         return self.relay is not None and self.relay.is_committed
 
     @property

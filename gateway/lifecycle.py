@@ -1,12 +1,12 @@
 """The life of one gateway process: its start, its signals, its restart and its end.
 
-    SIGTERM   report not ready for timeouts.grace, then drain and end
+    SIGTERM   report not ready for timeouts.grace seconds, then drain and end
     SIGINT    drain and end
     SIGHUP    reopen the access log and reload the configuration
     SIGUSR2   restart without refusing a request
 
-In a worker process, SIGUSR2 only drains: its supervisor sends it once another worker listens on the
-socket.
+In a worker process, SIGUSR2 only drains: its supervisor sends the signal once another worker
+listens on the socket.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ def run_gateway(
 ) -> int:
     """Run a gateway until it is asked to end, and return its exit code.
 
-    ready           called once the gateway listens
-    hangup_reloads  if False, SIGHUP ends the process, as usual for a program in a terminal; a
-                    worker only reopens its access log on SIGHUP
+    ready           function that is called once the gateway listens
+    hangup_reloads  whether SIGHUP reloads the configuration. If False, SIGHUP ends the process, as
+                    usual for a program in a terminal; a worker only reopens its access log
     """
     return uvloop.run(_run(origin, ready, hangup_reloads=hangup_reloads))
 
@@ -48,7 +48,7 @@ async def _run(
     try:
         app = App(origin.loaded.config, origin)
     except OSError as error:
-        log.error("cannot start: observability.access_log: %s", error)
+        log.error("the gateway cannot start: observability.access_log: %s", error)
         return 1
     process = _Process(app, origin)
     process.follow_signals(hangup_reloads=hangup_reloads)
@@ -60,7 +60,7 @@ async def _run(
             notify.report_ready(origin.env)
         await process.until_end()
     except OSError as error:
-        log.error("cannot start: %s", error)
+        log.error("the gateway cannot start: %s", error)
         return 1
     finally:
         await process.end()
@@ -139,7 +139,8 @@ class _Process:
             return
         if os.getpid() == 1:
             log.error(
-                "SIGUSR2 ignored: the end of process 1 ends the container; replace the container"
+                "SIGUSR2 ignored: the process has pid 1, and its end would end the container; "
+                "replace the container instead"
             )
             return
         self._restarting = True
@@ -150,16 +151,16 @@ class _Process:
 
     async def _hand_over(self) -> None:
         app = self._app
-        log.info("SIGUSR2: starting a successor")
+        log.info("SIGUSR2 received: starting a successor process")
         successor = Successor(self._env, app.bound, app.secret)
         try:
             await successor.start(
                 app.config.prefix.block_bytes, partial(collect_state, app.gateway)
             )
         except HandoverError as error:
-            log.error("restart failed: %s. This process continues.", error)
+            log.error("the restart failed: %s. This process continues to serve.", error)
             return
         self._successor = successor
-        log.info("the successor (pid %d) accepts connections", successor.pid)
+        log.info("the successor process (pid %d) accepts connections now", successor.pid)
         async with successor.keep_informed(partial(remaining_work, app.gateway), self._ending.set):
             await self._retire()

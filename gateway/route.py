@@ -1,7 +1,7 @@
 """The data that serving a request needs: its route, the snapshot, and the gateway's live parts.
 
-gateway/reload/snapshot.py builds snapshots from a configuration, reload/swap.py puts them in force,
-and serve.py serves a request along its route.
+reload/snapshot.py builds snapshots from a configuration, reload/swap.py puts them in force, and
+serve.py serves a request along its route.
 """
 
 from __future__ import annotations
@@ -36,10 +36,11 @@ from policies.model import STANDARD, Candidate, Endpoint, Request, Slo
 Prepare = Callable[
     [Exchange, Call, Client, Reservation, Callable[[], None], str], tuple[bytes, Call, Relay]
 ]
-"""Builds the head, the body and the answer's relay of one attempt at a reserved endpoint.
+"""A function that builds the head, the body and the answer's relay of one attempt at a reserved
+endpoint.
 
-The callback is called once, at the first generated token. The last argument is the endpoint's name
-of the model.
+The callback among its arguments is called once, at the first generated token. The last argument is
+the endpoint's name of the model.
 """
 
 
@@ -49,14 +50,15 @@ class Route(msgspec.Struct, frozen=True):
     name          the canonical model name, also for aliases
     candidates    the endpoints that serve whole requests
     room          the admission queue of the model's pool
-    prepare       builds an attempt at a whole request
-    fingerprints  prompts are fingerprinted: the policy reads prefixes, or the access log has blocks
-    notes_picks   whether predictions for these endpoints are in use, so every pick is recorded
+    prepare       function that builds an attempt at a whole request
+    fingerprints  whether prompts are fingerprinted, because the policy reads prefixes or the access
+                  log has blocks
+    notes_picks   whether every pick is recorded, because predictions for these endpoints are in use
     slo           the service class of requests that name none
-    is_low_first  the engines treat a low number in a body's `priority` as urgent
+    is_low_first  whether the engines treat a low number in a body's `priority` as urgent
     overflow      names and penalties of the smaller models that may serve instead of a refusal
     split         how requests are split between prefill and decode; None: never
-    shadows       policies that are asked the same query without effect; None: there are none
+    shadows       policies that are queried as well, without effect; None: there are none
     canary        the route that serves a part of the requests; None: there is none
     resume        how broken streams are continued on another endpoint; None: they are not
     sequences     the largest product of prompts and choices in one request
@@ -141,8 +143,8 @@ class PoolTrials(msgspec.Struct, frozen=True):
 class ModelScope(msgspec.Struct, frozen=True):
     """The models that certain API keys may use.
 
-    routes    their routes, by every name or pattern of names that a client may use
-    unlisted  the error message for each of their names that no endpoint lists
+    routes    routes by every name or pattern of names that a client may use
+    unlisted  the error message for each of these names that no endpoint lists
     shapes    cached shapes of requests for these models
     """
 
@@ -154,19 +156,21 @@ class ModelScope(msgspec.Struct, frozen=True):
 class Snapshot(msgspec.Struct, frozen=True, weakref=True):
     """One immutable generation of configuration, topology and policies.
 
-    routes            by every name that a client may use, aliases included; routes[name] also
-                      resolves patterns of names
-    tenants           by SHA-256 of the key; empty when no key is required
-    policies, trials  by pool
-    unlisted          why no route has a model name (aliases included): no endpoint of its pool
-                      lists it
-    scopes            by SHA-256 of the key, for keys that are not valid for all models
+    routes            routes by every name that a client may use, including aliases; routes[name]
+                      also resolves patterns of names
+    tenants           tenants by SHA-256 of the API key; empty when no key is required
+    policies, trials  policies and trials by pool
+    unlisted          error message for each model name without a route, because no endpoint of its
+                      pool lists the model
+    scopes            permitted models by SHA-256 of the API key, for keys that are not valid for
+                      all models
     translated        by model, as in Route
-    shapes            of recent chat requests, which refer to its routes
-    able              by model, the slots of the endpoints that may serve it, prefill endpoints
-                      included
+    shapes            cached shapes of recent chat requests, which refer to its routes
+    able              by model, the slots of the endpoints that may serve it, including prefill
+                      endpoints
 
-    Only requests may hold a snapshot, so that an unreferenced one is known to be out of use.
+    Only requests may hold a snapshot. One that is not referenced is therefore known to be out of
+    use.
     """
 
     generation: int

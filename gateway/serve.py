@@ -8,7 +8,7 @@ pick. Otherwise admission control decides by how much of the prompt is cached, s
 comes first.
 
 Stages are plain calls, in order. A retry is possible until the first byte reaches the client. After
-it, an answer can only be continued by another endpoint (resume/) or be ended with an error.
+that, an answer can only be continued by another endpoint (resume/) or be ended with an error.
 """
 
 from __future__ import annotations
@@ -64,10 +64,10 @@ class RequestFactory:
     def __init__(
         self, gateway: Gateway, gaps: Histogram, proxies: TrustedProxies | None = None
     ) -> None:
-        """Initialize the factory of exchanges; `gaps` is the histogram of the times between a
-        stream's chunks.
+        """Initialize the factory of exchanges.
 
-        `proxies` may name the client that they forward for.
+        gaps     the histogram of the times between a stream's chunks
+        proxies  the proxies whose headers may name the client
         """
         self._proxies = proxies
         self._gateway = gateway
@@ -138,7 +138,7 @@ def create_request_factory(
 async def serve(gateway: Gateway, exchange: Exchange, client: Client, handle: Handler) -> None:
     """Serve one request of a client, from authentication to accounting.
 
-    In every case, the client gets one answer and the exchange is accounted once.
+    Whatever happens, the client gets one answer and the exchange is accounted once.
     """
     try:
         await handle(gateway, exchange, client)
@@ -151,7 +151,7 @@ async def serve(gateway: Gateway, exchange: Exchange, client: Client, handle: Ha
         exchange.set_cancelled()
         raise
     except Exception:
-        log.exception("request %s failed inside the gateway", exchange.id)
+        log.exception("serving request %s failed because of an internal error", exchange.id)
         exchange.set_internal_error()
         _answer_internal_error(exchange, client)
     finally:

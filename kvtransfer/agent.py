@@ -1,9 +1,9 @@
-"""Transfer agent that an engine embeds to offer its KV blocks to peers and to fetch theirs.
+"""The transfer agent that an engine embeds to offer its KV blocks to peers and to fetch theirs.
 
 Agent connects the logic of both sides of a transfer, the links, the clock and the event loop under
 one lock. Events come in from any thread, and the resulting commands are executed in order.
-source.py and sink.py in kvtransfer/transfer decide about a transfer, and
-kvtransfer/protocol/session.py about the trust of a link.
+transfer/source.py and transfer/sink.py decide about a transfer, protocol/session.py about the trust
+of a link.
 """
 
 from __future__ import annotations
@@ -72,13 +72,15 @@ class Agent:
     """The endpoint of all KV transfers of one tensor-parallel group of an engine, or of one rank of
     it.
 
-    layout, regions   the group's KV layout, and the KV memory of each rank; it outlives the agent
-    key               the fleet's shared secret, at least 16 bytes; peers without it are refused
-    transports        the first one gives `address` and dials peers; a pair of agents then
-                      switches to the best transport that both have
-    clock             None: a thread owned by the agent
-    rank              the only rank that this agent has, with one region; None: it has all ranks
-    group             with `rank`: the same at the agents of all ranks, and at no other agent
+    layout, regions  the group's KV layout, and the KV memory of each rank; the memory outlives the
+                     agent
+    key              the fleet's shared secret, at least 16 bytes; peers without it are refused
+    transports       the first one gives `address` and dials peers; a pair of agents then switches
+                     to the best transport that both have
+    clock            the source of time and timers; None: a thread owned by the agent
+    rank             the only rank that this agent has, with one region; None: it has all ranks
+    group            with `rank`: a name that is the same at the agents of all ranks, and at no
+                     other agent
     """
 
     def __init__(
@@ -97,10 +99,13 @@ class Agent:
         ranks = range(layout.ranks) if rank is None else [rank]
         if len(regions) != len(ranks) or not transports:
             raise ValueError(
-                f"{len(regions)} regions for {len(ranks)} ranks, {len(transports)} transports"
+                f"the layout has {len(ranks)} ranks and needs a region for each, but "
+                f"{len(regions)} regions and {len(transports)} transports were given"
             )
         if rank is not None and not (0 <= rank < layout.ranks and group):
-            raise ValueError(f"rank {rank} of {layout.ranks} needs the name of its group")
+            raise ValueError(
+                f"an agent with only rank {rank} of {layout.ranks} needs the name of its group"
+            )
         _all_sealed_or_none(transports)
         _check_regions(layout, ranks, regions, transports)
         self.options = options or AgentOptions()
@@ -185,14 +190,16 @@ class Agent:
             try:
                 addresses[name] = self._transports[name].start(self, self._regions)
             except TransportError as error:
-                log.warning("kv %s: transport %s is not available: %s", self._name, name, error)
+                log.warning(
+                    "kv: agent %s: the transport %s is not available: %s", self._name, name, error
+                )
                 del self._transports[name]
         return addresses
 
     async def close(self) -> None:
         """End every KV transfer, wait until no peer can write to this memory, and stop listening.
 
-        When this returns, all blocks belong to the engine again. It may be called twice.
+        When this returns, all blocks belong to the engine again. The method may be called twice.
         """
         self.begin_close()
         ends = [
@@ -340,8 +347,9 @@ class Agent:
         return self._card.epoch
 
     def decline(self, name: str, detail: str = "") -> None:
-        """Report to agents that wait for an offer of this name that it will not come, now and for
-        some seconds.
+        """Report to agents that wait for an offer of this name that it will not be made.
+
+        The report is repeated to agents that ask within the next seconds.
         """
         with self._lock:
             self._do(self._source.decline(name, detail, self._clock.now()))
@@ -400,9 +408,7 @@ class Agent:
             self._do(self._sink.on_landed(link, head, verdict, self._clock.now()))
 
     def on_sent(self, link: Link, head: WindowHead) -> None:
-        """Do nothing when bytes of KV have been read for sending, because the receiver's messages
-        return the send credit.
-        """
+        """Do nothing: the send credit of these bytes is returned by messages of the receiver."""
 
     def on_fenced(self, link: Link, transfer: int) -> None:
         with self._lock:
@@ -536,14 +542,16 @@ def _check_regions(
     # Raise ValueError for KV memory that does not fit the layout or a transport.
     sizes = [layout.rank_block_bytes(rank) for rank in ranks]
     if [region.block_bytes for region in regions] != sizes:
-        raise ValueError(f"this layout needs blocks of {sizes} bytes per rank")
+        raise ValueError(
+            f"every region must consist of blocks of {sizes} bytes, as the layout requires"
+        )
     if layout.blocks and any(region.blocks != layout.blocks for region in regions):
-        raise ValueError(f"this layout needs {layout.blocks} blocks in every region")
+        raise ValueError(f"every region must have {layout.blocks} blocks, as the layout requires")
     for transport in transports:
         if transport.name in ("rdma", "shm") and not layout.order.is_block_outermost:
             raise ValueError(
-                f"{transport.name} finds blocks by their offset, which the order {layout.order} "
-                "does not allow"
+                f"the transport {transport.name} locates blocks by their offset, which the "
+                f"memory order {layout.order} does not allow"
             )
 
 
@@ -552,5 +560,6 @@ def _all_sealed_or_none(transports: Sequence[Transport]) -> None:
     plain = [transport.name for transport in transports if transport.is_sealed is False]
     if plain and any(transport.is_sealed for transport in transports):
         raise ValueError(
-            f"{', '.join(plain)} would send KV unencrypted, and others encrypt it: leave it out"
+            f"the transports {', '.join(plain)} would send KV unencrypted although others "
+            "encrypt it; leave them out"
         )

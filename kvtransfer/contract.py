@@ -23,7 +23,9 @@ MAX_UNPROVEN_BYTES = 24 << 10
 
 
 class TransportError(Exception):
-    """Raised when another agent cannot be reached over a transport; the message says why."""
+    """Raised when another agent cannot be reached over a transport; the message gives the
+    reason.
+    """
 
 
 class WindowVerdict(StrEnum):
@@ -39,16 +41,17 @@ class WindowVerdict(StrEnum):
 
 
 class WindowHead(msgspec.Struct, frozen=True, array_like=True):
-    """The header of a window, which is a piece of a KV transfer: which byte ranges it carries.
+    """The header of a window, which is a piece of a KV transfer: it names the byte ranges in the
+    window.
 
-    transfer   number of the transfer
-    group      layer group
-    pair       pair of source and sink rank
-    first      number of the first run in the plan of that group and pair
-    count      number of runs
-    n_bytes    sum of the runs' bytes
+    transfer  number of the transfer
+    group     number of the layer group
+    pair      number of the pair of source and sink rank
+    first     number of the first run (byte range) in the plan of that group and pair
+    count     number of runs
+    n_bytes   sum of the runs' bytes
 
-    It has no addresses: both ends have the same plan and look up their own offsets.
+    The header contains no addresses: both ends have the same plan and look up their own offsets.
     """
 
     transfer: int
@@ -62,13 +65,13 @@ class WindowHead(msgspec.Struct, frozen=True, array_like=True):
 class WindowSlice(msgspec.Struct, frozen=True):
     """A window (a piece of a KV transfer) as one end sees it.
 
-    runs          its byte ranges
-    region        this end's memory to read from or write to
-    src_rank      the source's rank: index of a region in its agent, which may have only one rank
-    dst_rank      the sink's rank, likewise
-    is_current    returns whether the source's blocks still have the promised generations; None on
-                  a sink. A transport calls it right before and right after it reads the source's
-                  memory, on whichever side that happens
+    runs        the window's byte ranges
+    region      this end's memory to read from or write to
+    src_rank    the source's rank: index of a region in its agent, which may have only one rank
+    dst_rank    the sink's rank, likewise
+    is_current  function that returns whether the source's blocks still have the promised
+                generations; None on a sink. A transport calls it right before and right after it
+                reads the source's memory, on whichever side that happens
     """
 
     runs: ByteRuns
@@ -89,11 +92,12 @@ class Link(Protocol):
     transport: str
     peer: str
     received_bytes: int
-    """Bytes of any kind received from the peer. While this grows, the peer is alive."""
+    """Total bytes received from the peer. While this number grows, the peer is alive."""
     window_bytes: int
     """The preferred maximum size of a window: larger ones cost less, smaller ones are fairer."""
     is_one_sided: bool
-    """The source's device writes the sink's memory directly, once `grant` has registered it.
+    """Whether the source's device writes the sink's memory directly, once `grant` has registered
+    it.
 
     `grant` then blocks, and is called without any lock. Landed bytes may change until the fence.
     """
@@ -115,7 +119,7 @@ class Link(Protocol):
     def drop(self, transfer: int) -> None:
         """Drop the queued windows (pieces of KV) of a transfer; only a source calls this.
 
-        One that has been started ends as STALE.
+        A window whose sending has begun ends as STALE.
         """
         ...
 
@@ -123,8 +127,8 @@ class Link(Protocol):
         """Let the other agent write to these blocks of KV, and return data for the invitation; only
         a sink calls this.
 
-        The data is keys for rdma. Called once per transfer. After the transfer's fence it grants
-        nothing and returns b"".
+        For rdma the data are memory keys. The method is called once per transfer. After the
+        transfer's fence it grants nothing and returns b"".
         """
         ...
 
@@ -132,7 +136,7 @@ class Link(Protocol):
         """Use the permission that the sink has granted to write to its memory; only a source calls
         this.
 
-        For shm, also share the source's memory with the sink.
+        For shared memory (shm), also share the source's memory with the sink.
         """
         ...
 
@@ -156,7 +160,7 @@ class Link(Protocol):
         ...
 
     def close(self) -> None:
-        """Close the connection to the other agent. Its owner gets no `on_lost` call for it."""
+        """Close the connection to the other agent. Its owner receives no `on_lost` call for it."""
         ...
 
 
@@ -167,15 +171,16 @@ class MultiLaneLink(Protocol):
     """
 
     lanes: int
-    """The number of links wanted, including this one. The dialling end decides."""
+    """The number of parallel links wanted, including this one. The end that opened the connection
+    decides."""
     has_carried_windows: bool
-    """For a lane: it has carried windows of its owner, so a window may be lost with it."""
+    """Whether this lane has carried windows of its owner, so that a window may be lost with it."""
 
     def add_lane(self, lane: Link) -> None:
         """Let `lane`, a further connection to the same agent, carry KV for this link.
 
-        The lane must be proven and secured. It reports the windows as this link's. Its messages and
-        its end remain its own. Called on the lane's thread.
+        The lane must be proven and secured. It reports the windows as this link's windows; its
+        messages and its end remain its own. Called on the lane's thread.
         """
         ...
 
@@ -198,7 +203,7 @@ class LinkOwner(Protocol):
     def place_window(self, link: Link, head: WindowHead) -> WindowSlice | None:
         """Return where to write an arriving window (piece of a KV transfer); only called at a sink.
 
-        None means that the window is not expected, or arrived before. Its bytes are read and
+        None means that the window is not expected, or has arrived before. Its bytes are read and
         discarded, and no further call follows for it.
         """
         ...
@@ -224,7 +229,7 @@ class LinkOwner(Protocol):
 class Transport(Protocol):
     """One way to reach peers, such as TCP or shared memory.
 
-    `is_sealed` is whether KV leaves this host encrypted; None: it does not leave the host.
+    is_sealed  whether KV leaves this host encrypted; None: it does not leave the host
     """
 
     name: str
@@ -238,9 +243,10 @@ class Transport(Protocol):
         ...
 
     def dial(self, address: str) -> Link:
-        """Open a connection (link) to the agent at `address`; may block for some seconds.
+        """Listen for other agents, if the transport can, and return the address at which they reach
+        it.
 
-        Raises TransportError.
+        There is one region of KV memory per local rank.
         """
         ...
 

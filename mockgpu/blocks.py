@@ -1,9 +1,8 @@
 """The paged KV cache of one engine: fixed-size blocks, reference counts, prefix cache, eviction.
 
 A block is in use (references > 0) or free. A free block keeps its key, and thus its content, until
-it is allocated again; the least recently used one is evicted first. A block is identified by a key
-that covers all tokens up to its end. The scheduler (scheduler.py) decides which sequence gets
-blocks.
+it is allocated again; the least recently used one is evicted first. The key of a block covers all
+tokens up to the block's end. The scheduler (scheduler.py) decides which sequence gets blocks.
 """
 
 from __future__ import annotations
@@ -24,7 +23,9 @@ class BlockPool:
 
     def __init__(self, total: int, block_tokens: int = BLOCK_TOKENS) -> None:
         if total < 1:
-            raise ValueError(f"a TP group needs at least one KV block, got {total}")
+            raise ValueError(
+                f"the KV cache of a TP group must have at least one block, not {total}"
+            )
         self.total = total
         self.block_tokens = block_tokens
         self._references = [0] * total
@@ -96,7 +97,7 @@ class BlockPool:
         Raises IndexError if no block is free.
         """
         if not self._free:
-            raise IndexError("no free KV block")
+            raise IndexError("the KV cache has no free block")
         block, _ = self._free.popitem(last=False)
         key = self._keys[block]
         if key is not None:
@@ -132,7 +133,7 @@ class BlockPool:
         for block in reversed(blocks):
             count = self._references[block] - 1
             if count < 0:
-                raise ValueError(f"KV block {block} released twice")
+                raise ValueError(f"KV block {block} was released although no sequence uses it")
             self._references[block] = count
             if count == 0:
                 self._free[block] = None

@@ -170,12 +170,14 @@ def _with_layout(
     wide = msgspec.structs.replace(spec, pp=pp, ep=ep, dp=dp, cp=cp, ep_skew=skew)
     if has_dialect and pp * dp * cp > 1:
         raise ValueError(
-            "groups of split requests have TP alone: no --pp, --dp, --cp with --dialect"
+            "--dialect is possible only for groups with TP alone, without --pp, --dp and --cp"
         )
     if spec.ranks > 1 and dp > 1:
-        raise ValueError("--dp-ranks and --dp are two forms of the same ranks: choose one")
+        raise ValueError(
+            "--dp-ranks and --dp are two ways to give the same ranks; use only one of them"
+        )
     if wide.shares_experts and pp * cp > 1:
-        raise ValueError("--dp-ranks that share experts have neither --pp nor --cp")
+        raise ValueError("--dp-ranks that share experts can be combined with neither --pp nor --cp")
     planned = PlannedGroup(wide.layout, facts_of(wide.model), domain=MAX_SIZE)
     for finding in layout_findings(planned):
         if finding.is_error:
@@ -197,7 +199,7 @@ def _limited(
     #
     # Raises ValueError if the model does not fit in memory.
     if unknown := set(lacks) - {"messages", "responses"}:
-        raise ValueError(f"unknown API {min(unknown)!r}: known are messages, responses")
+        raise ValueError(f"unknown API {min(unknown)!r}; known APIs: messages, responses")
     spec = msgspec.structs.replace(
         spec,
         max_num_seqs=max_num_seqs,
@@ -217,7 +219,8 @@ def _check_ports(groups: int, port: int, kv_port: int, bootstrap_port: int) -> N
     for option, first in firsts.items():
         if first and first + groups - 1 > 65535:
             raise ValueError(
-                f"{option} {first}: {groups} groups need ports up to {first + groups - 1}"
+                f"{option} {first}: {groups} groups need ports up to {first + groups - 1}, "
+                "which do not exist"
             )
 
 
@@ -237,7 +240,7 @@ def _spec(
     # Raises ValueError if a name is unknown, and for ranks that no engine has.
     shape, card = model_named(model), gpu_named(gpu)
     if role not in ("both", "prefill", "decode"):
-        raise ValueError(f"unknown role {role!r}: known are both, prefill, decode")
+        raise ValueError(f"unknown role {role!r}; known roles: both, prefill, decode")
     if tp is None:
         tp = next((ranks for ranks in (1, 4) if kv_capacity_tokens(shape, card, ranks)), 8)
     try:
@@ -245,7 +248,7 @@ def _spec(
     except ValueError:
         factor = -1.0
     if not factor > 0:
-        raise ValueError(f"speed {speed!r} is not a positive number")
+        raise ValueError(f"--speed must be a positive number, not {speed!r}")
     spec = GroupSpec(model, shape, card, tp, role, profile_named(profile), factor)
     return _with_ranks(spec, ranks, lockstep, dialect)
 
@@ -257,7 +260,7 @@ def _tls(directory: str | None) -> TlsFiles | None:
     if directory is None:
         return None
     if not directory:
-        raise ValueError("--kv-tls needs a directory")
+        raise ValueError("--kv-tls must be the path of a directory")
     certificate, key, ca = (
         str(Path(directory) / name) for name in ("tls.crt", "tls.key", "ca.crt")
     )
@@ -266,14 +269,16 @@ def _tls(directory: str | None) -> TlsFiles | None:
 
 def _recompute(policy: str) -> bool:
     if policy not in ("fail", "recompute"):
-        raise ValueError(f"unknown load failure policy {policy!r}: known are fail, recompute")
+        raise ValueError(
+            f"unknown action {policy!r} after a failed KV load; known actions: fail, recompute"
+        )
     return policy == "recompute"
 
 
 def _version(text: str) -> tuple[int, int]:
     major, dot, minor = text.partition(".")
     if not (dot and major.isdecimal() and minor.isdecimal()):
-        raise ValueError(f"engine version {text!r} is not like 0.33")
+        raise ValueError(f"the engine version must have a form like 0.33, not {text!r}")
     return int(major), int(minor)
 
 
@@ -282,9 +287,11 @@ def _with_ranks(
 ) -> GroupSpec:
     # Return the spec with data-parallel ranks. Raises ValueError for halves of split requests.
     if ranks > 1 and dialect is not None:
-        raise ValueError("--dp-ranks is for groups that serve whole requests, without --dialect")
+        raise ValueError(
+            "--dp-ranks is possible only for groups that serve whole requests, without --dialect"
+        )
     if ranks == 1 and lockstep is not None:
-        raise ValueError("--dp-lockstep and --no-dp-lockstep need --dp-ranks above 1")
+        raise ValueError("--dp-lockstep and --no-dp-lockstep require --dp-ranks above 1")
     return msgspec.structs.replace(spec, ranks=ranks, lockstep=lockstep)
 
 
@@ -298,7 +305,9 @@ def _publishing(
         return [spec] * groups
     last = port + 2 * spec.ranks * groups - 1
     if port and last > 65535:
-        raise ValueError(f"--kv-events-port {port}: {groups} groups need ports up to {last}")
+        raise ValueError(
+            f"--kv-events-port {port}: {groups} groups need ports up to {last}, which do not exist"
+        )
     form = "sglang" if dialect == "sglang" else "array" if version < (0, 24) else "map"
     firsts = [port + 2 * spec.ranks * index if port else 0 for index in range(groups)]
     return [

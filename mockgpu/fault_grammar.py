@@ -154,14 +154,17 @@ def _fault(text: str) -> InjectedFault:
     try:
         kind = FaultKind(name)
     except ValueError:
-        raise FaultError(f"unknown fault {name!r}: known are {', '.join(FaultKind)}") from None
+        raise FaultError(f"unknown fault {name!r}; known faults: {', '.join(FaultKind)}") from None
     values: dict[str, float | int | bool | str] = {}
     for option in options:
         values |= _option(kind, option)
     for limit in limits:
         values |= _limit(limit)
     if kind in GROUP_FAULTS and "chance" in values:
-        raise FaultError(f"fault {kind} affects the whole group: it takes a window, not a chance")
+        raise FaultError(
+            f"the fault {kind} affects the whole group, so it takes a time window "
+            "and no probability"
+        )
     return msgspec.convert({"kind": kind} | values, InjectedFault)
 
 
@@ -169,16 +172,18 @@ def _option(kind: FaultKind, text: str) -> dict[str, float | int | bool | str]:
     key, _, value = text.partition("=")
     if key not in _OPTIONS.get(kind, ()):
         allowed = ", ".join(_OPTIONS.get(kind, ())) or "none"
-        raise FaultError(f"fault {kind} takes no option {key!r}: allowed are {allowed}")
+        raise FaultError(f"the fault {kind} has no option {key!r}; its options: {allowed}")
     if key in ("hang", "prefill", "decode"):
         if value:
-            raise FaultError(f"option {key!r} takes no value")
+            raise FaultError(f"the option {key!r} of a fault takes no value")
         return {"hang": True} if key == "hang" else {"only": key}
     if key == "x":
         return {"factor": _number(value, "x", least=0.01)}
     number = _number(value, key, least=0)
     if number != int(number) or (key == "status" and not 500 <= number <= 599):
-        raise FaultError(f"option {key!r} of {kind}: {value!r} is not allowed")
+        raise FaultError(
+            f"the fault {kind} does not allow the value {value!r} of its option {key!r}"
+        )
     return {key: int(number)}
 
 
@@ -190,11 +195,11 @@ def _limit(text: str) -> dict[str, float | int | bool | str]:
             _number(end, "window end", least=0) if end else inf,
         )
         if window[0] >= window[1]:
-            raise FaultError(f"window {text!r} ends before it starts")
+            raise FaultError(f"the time window {text!r} of a fault ends before it starts")
         return {"start_s": window[0], "end_s": window[1]}
     chance = _number(text.removeprefix("p="), "chance", least=0)
     if not 0 < chance <= 1:
-        raise FaultError(f"chance {text!r} is not in (0, 1]")
+        raise FaultError(f"the probability of a fault must be above 0 and at most 1, not {text!r}")
     return {"chance": chance}
 
 
@@ -202,7 +207,7 @@ def _number(text: str, what: str, least: float) -> float:
     try:
         value = float(text)
     except ValueError:
-        raise FaultError(f"{what}: {text!r} is not a number") from None
+        raise FaultError(f"{what} of a fault must be a number, not {text!r}") from None
     if not least <= value < inf:
-        raise FaultError(f"{what}: {text!r} is out of range")
+        raise FaultError(f"{what} of a fault is out of range: {text!r}")
     return value

@@ -145,7 +145,8 @@ def _publisher(group: TpGroup, spec: KvEventSpec, host: str) -> KvPublisher:
         from mockgpu.kv_publisher import KvPublisher
     except ModuleNotFoundError:
         raise ValueError(
-            "KV events need the package pyzmq: pip install 'penstock[events]'"
+            "KV events need the Python package pyzmq; install it with: pip install "
+            "'penstock[events]'"
         ) from None
     return KvPublisher(spec, group.scheduler, asyncio.get_running_loop(), host)
 

@@ -124,8 +124,8 @@ class GroupSpec(msgspec.Struct, frozen=True):
                 tokens //= self.ranks
         if tokens < BLOCK_TOKENS:
             raise ValueError(
-                f"{self.model.name} does not fit on {self.layout.gpus} x {self.gpu.name}: "
-                "no memory is left for KV"
+                f"the model {self.model.name} does not fit on {self.layout.gpus} x "
+                f"{self.gpu.name}: no memory is left for KV"
             )
         return tokens
 

@@ -105,9 +105,13 @@ class GroupFaults:
         if any(fault.kind in WIRE_FAULTS for fault in faults) and (
             self._wires is None or not self._wires.supports_faults
         ):
-            raise FaultError("faults of KV connections need a group that transfers KV over tcp")
+            raise FaultError(
+                "faults of KV connections are possible only for a group that transfers KV over tcp"
+            )
         if any(fault.kind in EVENT_FAULTS for fault in faults) and self._group.kv_events is None:
-            raise FaultError("faults of KV events need a group with --kv-events-port")
+            raise FaultError(
+                "faults of KV events are possible only for a group with --kv-events-port"
+            )
 
     def clear(self) -> None:
         """End all faults of the mock engine, and restart it if a fault or a bad request killed

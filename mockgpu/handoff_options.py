@@ -49,15 +49,21 @@ class TransferSpec(msgspec.Struct, frozen=True):
     def validate(self) -> TransferSpec:
         """Return these options unchanged if they are valid. Raises ValueError otherwise."""
         if self.dialect not in DIALECTS:
-            raise ValueError(f"unknown dialect {self.dialect!r}: known are {', '.join(DIALECTS)}")
+            raise ValueError(
+                f"unknown handoff dialect {self.dialect!r}; known dialects: {', '.join(DIALECTS)}"
+            )
         if self.transport not in TRANSPORTS:
             raise ValueError(
-                f"unknown transport {self.transport!r}: known are {', '.join(TRANSPORTS)}"
+                f"unknown KV transport {self.transport!r}; known transports: "
+                f"{', '.join(TRANSPORTS)}"
             )
         if not 0 < self.scale <= 1 or not self.gbps > 0 or not self.lease_s > 0:
-            raise ValueError("kv scale must be in (0, 1], link speed and lease positive")
+            raise ValueError(
+                "the KV scale must be above 0 and at most 1, and link speed and "
+                "lease must be positive"
+            )
         if self.wait_s is not None and not self.wait_s > 0:
             raise ValueError(f"the handoff timeout must be positive, not {self.wait_s}")
         if self.tls is not None and self.transport not in ("auto", "tcp"):
-            raise ValueError(f"TLS needs transport tcp or auto, not {self.transport}")
+            raise ValueError(f"TLS for KV requires the transport tcp or auto, not {self.transport}")
         return self

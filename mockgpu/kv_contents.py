@@ -44,7 +44,7 @@ def scaled_layout(model: Llm, tp: int, scale: float = DEFAULT_SCALE) -> KvLayout
     or ranks that do not fit the heads.
     """
     if not 0 < scale <= 1:
-        raise ValueError(f"kv scale {scale} is not in (0, 1]")
+        raise ValueError(f"the KV scale must be above 0 and at most 1, not {scale}")
     heads = model.shardable_kv
     full = model.kv_scalars if model.mla else model.kv_scalars // (2 * heads)
     dim = max(1, round(full * scale / SCALARS_PER_WORD)) * SCALARS_PER_WORD

@@ -30,7 +30,7 @@ class KvMemory:
         if len(ranks) != layout.tp or any(
             rank.size % layout.rank_block_bytes(index) for index, rank in enumerate(ranks)
         ):
-            raise ValueError(f"{len(ranks)} arrays do not hold the caches of {layout.tp} ranks")
+            raise ValueError(f"{len(ranks)} arrays cannot hold the KV caches of {layout.tp} ranks")
         self.layout = layout
         self.regions = regions
         masks = slot_masks(layout)

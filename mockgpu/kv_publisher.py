@@ -141,5 +141,7 @@ def _bind(socket: zmq.Socket[bytes], host: str, port: int) -> int:
     try:
         socket.bind(f"tcp://{host}:{port}")
     except zmq.ZMQError as error:
-        raise OSError(error.errno, f"port {port}: {error.strerror}") from None
+        raise OSError(
+            error.errno, f"port {port} of the KV event publisher cannot be used: {error.strerror}"
+        ) from None
     return port

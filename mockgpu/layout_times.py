@@ -1,9 +1,10 @@
-"""Computes step times of an engine with pipeline, expert, data or context parallelism beside TP.
+"""Computes step times of an engine with pipeline, expert, data or context parallelism in addition
+to TP.
 
 A TP group computes with its roofline (roofline.py). This module adds what the other axes change:
 micro-batches and bubbles of pipeline stages, the part of a batch on each rank of DP, the exchange
-of tokens with experts, and the load of the busiest expert rank. Not here: memory
-(policies/sizing/memory.py), or scheduling.
+of tokens with experts, and the load of the busiest expert rank. Memory is computed in
+policies/sizing/memory.py.
 """
 
 from __future__ import annotations

@@ -9,12 +9,18 @@ import typer
 Port = Annotated[
     int,
     typer.Option(
-        min=0, max=65535, help="Port of the first engine; the next ones follow. 0: free ports."
+        min=0,
+        max=65535,
+        help="Port of the first engine; the following engines get the next ports. 0: free ports.",
     ),
 ]
 Tp = Annotated[
     int | None,
-    typer.Option(min=1, help="GPUs per engine. Default: the first of 1, 4, 8 that fits."),
+    typer.Option(
+        min=1,
+        help="Number of GPUs per engine (TP). Default: the first of 1, 4 and 8 "
+        "on which the model fits.",
+    ),
 ]
 Pp = Annotated[int, typer.Option("--pp", min=1, help="Number of pipeline stages per engine (PP).")]
 Ep = Annotated[
@@ -55,31 +61,35 @@ KvTokens = Annotated[
 DialectName = Annotated[
     str | None,
     typer.Option(
-        help="Serve one half of split requests: vllm_nixl, vllm_push, mooncake, sglang or trtllm."
+        help="Serve one half of split requests, by the handoff protocol of this engine: "
+        "vllm_nixl, vllm_push, mooncake, sglang or trtllm."
     ),
 ]
 KvTransport = Annotated[
-    str, typer.Option(help="How KV moves: auto, tcp, shm or inproc (within this process).")
+    str,
+    typer.Option(help="Transport that moves KV: auto, tcp, shm or inproc (within this process)."),
 ]
 KvPort = Annotated[
     int,
     typer.Option(
         min=0,
         max=65535,
-        help="Port of the first engine's KV agent; the next ones follow. 0: free ports.",
+        help="Port of the first engine's KV transfer agent; the following engines get the next "
+        "ports. 0: free ports.",
     ),
 ]
 KvKey = Annotated[str, typer.Option(help="Secret shared by the KV transfer agents of all engines.")]
 KvTls = Annotated[
     str | None,
     typer.Option(
-        help="Directory with tls.crt, tls.key and ca.crt: TLS for KV over TCP, at both ends."
+        help="Directory with tls.crt, tls.key and ca.crt, for TLS of KV transfers over TCP at "
+        "both ends."
     ),
 ]
 KvScale = Annotated[
     float,
     typer.Option(
-        help="Share of the model's KV bytes that a mock really stores, above 0 and up to 1."
+        help="Share of the model's KV bytes that a mock engine really stores, above 0 and up to 1."
     ),
 ]
 KvGbps = Annotated[
@@ -91,27 +101,33 @@ KvLease = Annotated[
 HandoffTimeout = Annotated[
     float | None,
     typer.Option(
-        help="Seconds that prefill and decode wait for each other. Default: as the engine."
+        help="Seconds that the prefill and the decode engine wait for each other. Default: "
+        "those of the imitated engine."
     ),
 ]
 LoadFailurePolicy = Annotated[
-    str, typer.Option(help="Action if the KV of a request does not arrive: fail or recompute.")
+    str,
+    typer.Option(
+        help="What to do if the KV of a request does not arrive: fail (the "
+        "request fails) or recompute."
+    ),
 ]
-EngineVersion = Annotated[str, typer.Option(help="Engine version to imitate: 0.20 to 0.33.")]
+EngineVersion = Annotated[str, typer.Option(help="vLLM version to imitate: 0.20 to 0.33.")]
 DpRanks = Annotated[
     int,
     typer.Option(
         min=1,
         max=64,
-        help="Data-parallel ranks per group that requests can address, each with its own KV.",
+        help="Number of data-parallel ranks per group that requests can address, each with its "
+        "own KV cache.",
     ),
 ]
 DpLockstep = Annotated[
     bool | None,
     typer.Option(
         "--dp-lockstep/--no-dp-lockstep",
-        help="Whether the steps of all --dp-ranks begin and end together. Default: if the ranks "
-        "share their experts (--ep above --tp).",
+        help="Whether the steps of all --dp-ranks begin and end together. Default: yes if the "
+        "ranks share their experts (--ep above --tp), else no.",
     ),
 ]
 KvEventsPort = Annotated[
@@ -124,14 +140,18 @@ KvEventsPort = Annotated[
     ),
 ]
 WireFaults = Annotated[
-    bool, typer.Option(help="Allow faults of KV connections; they then pass through a relay.")
+    bool,
+    typer.Option(
+        help="Allow `penstock chaos` to inject faults into KV connections, "
+        "which then pass through a relay."
+    ),
 ]
 ChaosPort = Annotated[
     int | None,
     typer.Option(
         min=0,
         max=65535,
-        help="Port on 127.0.0.1 for `penstock chaos` to set faults. 0: a free one.",
+        help="Port on 127.0.0.1 at which `penstock chaos` sets faults. 0: a free port.",
     ),
 ]
 BootstrapPort = Annotated[
@@ -147,45 +167,70 @@ Groups = Annotated[
 ]
 ModelName = Annotated[str, typer.Option(help="Model to serve, by its short or full name.")]
 GpuName = Annotated[str, typer.Option(help="GPU to simulate: a100, h100, h200, b200 or l40s.")]
-Role = Annotated[str, typer.Option(help="Requests to serve: both, prefill or decode.")]
+Role = Annotated[str, typer.Option(help="Kind of requests to serve: both, prefill or decode.")]
 Speed = Annotated[
-    str, typer.Option(help="Speed-up of simulated time, such as 10. 0 or inf: no waiting.")
+    str,
+    typer.Option(
+        help="Factor by which simulated time is faster than real time, such as "
+        "10. 0 or inf: no waiting."
+    ),
 ]
-Seed = Annotated[int, typer.Option(help="Random seed for faults with a chance.")]
+Seed = Annotated[
+    int,
+    typer.Option(help="Seed of the random choice of requests that faults with a probability hit."),
+]
 FaultSpec = Annotated[
-    str, typer.Option(help="Faults to inject from the start, e.g. '5xx@0.1,stall:after=3'.")
+    str, typer.Option(help="Faults to inject from the start, for example '5xx@0.1,stall:after=3'.")
 ]
 Host = Annotated[str, typer.Option(help="Address to listen on.")]
 ProfileName = Annotated[
-    str, typer.Option(help="Engine software whose step times to simulate: 2026, 2023 or harbor.")
+    str,
+    typer.Option(
+        help="Generation of engine software whose step times are simulated: 2026, 2023 or harbor."
+    ),
 ]
-MaxNumSeqs = Annotated[int, typer.Option(min=1, help="Maximum number of running sequences.")]
+MaxNumSeqs = Annotated[
+    int, typer.Option(min=1, help="Maximum number of sequences that run at the same time.")
+]
 MaxNumBatchedTokens = Annotated[
-    int, typer.Option(min=1, help="Maximum tokens per step, prefill and decode.")
+    int,
+    typer.Option(min=1, help="Maximum number of tokens per step, of prefill and decode together."),
 ]
 MaxQueued = Annotated[
     int | None,
-    typer.Option(min=1, help="Answer 503 when more requests are waiting. Default: never."),
+    typer.Option(
+        min=1,
+        help="Answer new requests with 503 while more than this many are waiting. Default: never.",
+    ),
 ]
-KeepAlive = Annotated[float, typer.Option(help="Seconds before an idle connection is closed.")]
+KeepAlive = Annotated[
+    float, typer.Option(help="Seconds after which an idle client connection is closed.")
+]
 Lacks = Annotated[
     list[str] | None,
-    typer.Option(help="API that the engine does not serve: messages or responses; repeatable."),
+    typer.Option(
+        help="API that the engine does not serve: messages or responses; repeat the "
+        "option for both."
+    ),
 ]
 MayEndFrom = Annotated[
     int | None,
     typer.Option(
         min=1,
-        help="Answers with at least this token limit may end before it, as a model's do. "
-        "Default: every answer reaches its limit.",
+        help="Answers with at least this token limit may end before the limit, like those of a "
+        "real model. Default: every answer reaches its limit.",
     ),
 ]
 CachedDetails = Annotated[
     bool, typer.Option(help="Report the number of cached prompt tokens in the usage of responses.")
 ]
 StoresResponses = Annotated[
-    bool, typer.Option(help="Store responses, as vLLM with VLLM_ENABLE_RESPONSES_API_STORE=1.")
+    bool,
+    typer.Option(
+        help="Store responses for later requests, like vLLM with VLLM_ENABLE_RESPONSES_API_STORE=1."
+    ),
 ]
 AsJson = Annotated[
-    bool, typer.Option("--json", help="Print one line of JSON per group instead of text.")
+    bool,
+    typer.Option("--json", help="Print one line of JSON per engine (TP group) instead of text."),
 ]

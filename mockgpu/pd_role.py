@@ -1,8 +1,8 @@
 """The part of a mock engine that serves one half (prefill or decode) of split requests.
 
 PdRole holds the engine's KV memory, KV transfer agent, KvHandoff and handoff protocol (dialect). It
-stops when the engine loses a rank. When the ranks return it starts as a new engine: new identity,
-new agent, no offers.
+stops when the engine loses a rank. When the ranks return, it starts as a new engine with a new
+identity, a new agent and no offers.
 """
 
 from __future__ import annotations
@@ -271,7 +271,9 @@ class PdRole:
         kind = self.transfer.transport
         if kind == "inproc":
             if self._wire is None:
-                raise ValueError("the inproc transport needs a ProcessWire between the agents")
+                raise ValueError(
+                    "the transport inproc requires a ProcessWire that connects the agents"
+                )
             return [Inproc(self._wire)]
         # Agents are reached by TCP, the only address that engines' objects can carry. Shared memory
         # is negotiated afterwards.

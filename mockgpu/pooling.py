@@ -272,7 +272,7 @@ def _inputs(raw: bytes, headers: Mapping[str, str], served: str) -> tuple[InputB
         raise ApiError(400, "1 validation error: input: field required and not empty", "input")
     parts = [body.input] if isinstance(body.input, str) or _is_ids(body.input) else body.input
     if len(parts) > MAX_INPUTS:
-        raise ApiError(400, f"at most {MAX_INPUTS} inputs, got {len(parts)}", "input")
+        raise ApiError(400, f"At most {MAX_INPUTS} inputs are allowed, got {len(parts)}", "input")
     return body, [one_prompt(part) for part in parts]
 
 

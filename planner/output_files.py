@@ -15,6 +15,6 @@ def check_writable(path: Path | None) -> Path | None:
     """
     if path is not None and not os.access(path if path.exists() else path.parent, os.W_OK):
         raise typer.BadParameter(
-            f"{path} cannot be written: check that its directory exists and is writable"
+            f"{path} cannot be written; check that its directory exists and is writable"
         )
     return path

@@ -19,8 +19,8 @@ from policies.registry import PolicyConfigError, did_you_mean, parse_params
 
 
 class UncappedParams(AdmissionParams, frozen=True):
-    """The parameters (none) of an admission policy that admits every request while an endpoint is
-    available.
+    """The parameters of the admission policy `none`, which admits every request while an endpoint
+    is available. It has none.
     """
 
     def build(self) -> Admission:
@@ -40,7 +40,7 @@ _ADMISSIONS: Mapping[str, type[AdmissionParams]] = MappingProxyType(
 )
 
 DEFAULT = "cap"
-"""The admission policy of a pool that names none."""
+"""The admission policy of a pool whose configuration names none."""
 
 
 def names() -> tuple[str, ...]:

@@ -1,10 +1,11 @@
-"""Keeps a pool's candidates sorted by the policy's ranking, so that a pick need not scan all of
-them.
+"""Keeps a pool's candidate endpoints sorted by the policy's ranking, so that a pick need not scan
+all of them.
 
 A request then costs the same in a pool of a thousand endpoints as in one of ten. CandidateOrder
-ranks only the loads that have changed since the last pick. The filters, scorers and picker of
-run.py see a shortlist. The conditions for a policy are in policies.contract.Ranking. A retry scans
-all candidates, and so does a request for which the shortlist holds no endpoint.
+ranks only the endpoints whose load has changed since the last pick. The filters, scorers and picker
+of run.py see a shortlist of the best. policies.contract.Ranking states the conditions that a policy
+must meet. A retry scans all candidates, and so does a request for which no endpoint of the
+shortlist is possible.
 """
 
 from __future__ import annotations
@@ -22,35 +23,41 @@ from policies.model import Candidate, Pick, RoutingQuery
 from policies.prefix.prefix_match import PrefixMatch, WideMatch
 
 LEAST_CANDIDATES = 24
-"""Smallest pool that is kept in order: below, scanning all candidates costs less."""
+"""Smallest number of candidates for which a sorted order is kept; scanning fewer costs less."""
 
 SHORTLIST = 4
-"""Candidates that a shortlist has at least, so that a slow request can move to another one."""
+"""Minimum number of candidates in a shortlist, so that a request that is slow at one can move to
+another."""
 
 SHORTLIST_HOLDERS = 8
-"""Up to this many endpoints that hold the prompt are all scored; of more, only the promising ones.
-"""
+"""Maximum number of endpoints with a cached prefix of the prompt that are all scored; of more, only
+the best are."""
 
 SHORTLIST_UNSETTLED = 12
-"""How many candidates of a group whose sort key may be outdated are scored in addition, at most."""
+"""Maximum number of candidates per group that are scored in addition because their sort keys may be
+outdated."""
 
 MOST_RANKED_AGAIN = 32
-"""How many of the best entries are ranked again at most because their keys may have risen."""
+"""Maximum number of leading entries that are ranked again because their sort keys may have
+risen.
+"""
 
 STEPS = 256
-"""How many entries of a group are searched at most for one with a common prefix cached."""
+"""Maximum number of entries of a group that are searched for an endpoint with a cached prefix of
+the prompt."""
 
 LEVELS = 3
-"""How many widely held prefixes of a prompt a shortlist distinguishes at most."""
+"""Maximum number of widely cached prefixes of a prompt that a shortlist distinguishes."""
 
 Entry = tuple[float, float, int, int]
-"""A place in the order: key, a random number that breaks ties, slot and group."""
+"""An entry of the sorted order: sort key, a random number that breaks ties, slot of the endpoint,
+and group."""
 
 
 class CandidateOrder:
     """The candidates of one route, sorted by the policy's ranking; used by one event loop.
 
-    The order is built with the first pick, and updated with every further pick.
+    The order is built at the first pick, and updated at every later one.
     """
 
     __slots__ = (
@@ -305,9 +312,9 @@ def _level(slot: int, wide: Sequence[WideMatch]) -> int:
 def create_order(
     policy: Policy, candidates: Sequence[Candidate], changes: LoadChanges
 ) -> CandidateOrder | None:
-    """Return these candidates in a sorted order that is kept up to date.
+    """Return a sorted order of these candidates that is updated at every pick.
 
-    Returns None if they are few or the policy has no ranking.
+    Returns None if there are few candidates or the policy has no ranking.
     """
     if policy.ranking is None or len(candidates) < LEAST_CANDIDATES:
         return None

@@ -14,7 +14,8 @@ from policies.load import EndpointLoad
 from policies.model import Candidate, RoutingQuery
 
 Filter = Callable[[RoutingQuery, Sequence[Candidate]], Sequence[Candidate]]
-"""Return some of the candidates in their order. May return its argument; never mutates it."""
+"""A function that returns some of the candidates, in their order. It may return its argument and
+never changes it."""
 
 
 class RetryFilter:
@@ -31,19 +32,21 @@ class RetryFilter:
 
 
 Scorer = Callable[[RoutingQuery, Sequence[Candidate]], list[float]]
-"""Rate every candidate, in the order of the argument; higher is better.
+"""A function that returns a score for every candidate, in the order of the argument; a higher score
+is better.
 
-Returns a list because this is a hot path.
+It returns a list rather than a dict because it runs for every request.
 """
 
 Picker = Callable[[RoutingQuery, Sequence[Candidate], Sequence[float]], int]
-"""Return the index of the chosen candidate. Only pickers may use `query.rng`."""
+"""A function that returns the index of the chosen candidate. Only pickers may use the random
+generator `query.rng`."""
 
 
 PriceTermsFunction = Callable[[RoutingQuery, Sequence[Candidate]], Sequence[Mapping[str, float]]]
-"""Return the named parts of each candidate's cost, in order.
+"""A function that returns the named parts of each candidate's cost, in order.
 
-Used to explain a pick, so it may be slow.
+It is called only to explain a pick, so it may be slow.
 """
 
 
@@ -63,9 +66,10 @@ class PhaseShare(msgspec.Struct, frozen=True):
 WHOLE_REQUEST, DECODE_PHASE = PhaseShare(), PhaseShare(prefills=0.0)
 
 PhasePrices = Callable[[RoutingQuery, Sequence[Candidate], PhaseShare], list[float]]
-"""Return the cost of serving these phases at each candidate, in order; lower is better.
+"""A function that returns the cost of serving the given phases at each candidate, in order; lower
+is better.
 
-Costs of phases add up.
+The costs of two phases can be added.
 """
 
 

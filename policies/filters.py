@@ -32,10 +32,11 @@ def untried(query: RoutingQuery, candidates: Sequence[Candidate]) -> Sequence[Ca
 
 
 def below_cap(query: RoutingQuery, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
-    """Keep candidates below their concurrency cap, if possible below their slow-start soft cap.
+    """Keep the candidates below their concurrency cap, and prefer those below their slow-start soft
+    cap.
 
-    If all are at their cap, a retry may exceed it, and so may a request whose capacity another
-    gateway has just taken: both have been admitted already.
+    If all are at their cap, two kinds of requests may exceed it because they were admitted before:
+    retries, and requests whose capacity another gateway has just taken.
     """
     for candidate in candidates:
         load = candidate.load
@@ -72,7 +73,7 @@ def _with_room(query: RoutingQuery, candidates: Sequence[Candidate]) -> Sequence
 def fits_context(query: RoutingQuery, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
     """Keep the candidate endpoints whose context limit holds the prompt and its expected answer.
 
-    Each prompt of a list and each of several answers needs a context of its own. The prompts of a
+    Each prompt of a list, and each of several answers, needs a context of its own. The prompts of a
     list are assumed to be equally long.
     """
     request = query.request

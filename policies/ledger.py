@@ -17,7 +17,8 @@ from policies.load import EndpointLoad
 from policies.model import Request
 
 FREE_KV = 0.9
-"""While less than this share of the KV is in use, prompts wait for something other than KV."""
+"""Share of KV in use (0 to 1) below which waiting prompts are assumed to wait for something other
+than KV."""
 
 
 class LoadReservation(QueuedPrompt):
@@ -97,8 +98,8 @@ class LoadReservation(QueuedPrompt):
         return None if self._reserved_at is None else self._token_s
 
     def rejoin_timeline(self, now: float) -> None:
-        """Add the request to the restarted engine model of its endpoint, with its current
-        progress.
+        """Add the request, with its current progress, to the engine model of its endpoint, which
+        has been restarted.
         """
         self._begin(now, self._context > 0 and not self._uncached)
 
@@ -156,9 +157,8 @@ class LoadReservation(QueuedPrompt):
             load.mark_changed()
 
     def on_kv_arrived(self, now: float) -> None:
-        """Start to decode a reserved request whose KV has arrived.
-
-        No first token of it will be reported.
+        """Start to decode a reserved request whose KV has arrived. Its first token will not be
+        reported.
         """
         if self._open and self._context and not self.is_decoding and not self._uncached:
             load = self._load
@@ -223,10 +223,8 @@ class LoadReservation(QueuedPrompt):
 
 
 reserve = LoadReservation
-"""Take a place for a whole request: a prompt to compute, then tokens to generate.
-
-An alias saves a call per request.
-"""
+"""Reserve load for a whole request: a prompt to compute, then tokens to generate. An alias saves a
+call per request."""
 
 
 def reserve_decode(
@@ -236,10 +234,9 @@ def reserve_decode(
     now: float,
     sees_first_token: bool = True,
 ) -> LoadReservation:
-    """Reserve load for a split request at its decode endpoint: all of its KV from the start, and no
-    prefill.
+    """Reserve load for a split request at its decode endpoint, and return the reservation.
 
-    Returns the reservation.
+    All of the request's KV counts from the start, and none of its prefill.
     """
     return LoadReservation(load, request, cached_tokens, now, sees_first_token, True)
 
@@ -329,7 +326,11 @@ def set_peer_load(load: EndpointLoad, source: bytes, share: PeerShare | None, no
 
 
 def own_load(load: EndpointLoad) -> PeerShare:
-    """Return the load that this gateway itself has reserved at the endpoint."""
+    """Replace the load that the gateway `source` has reserved at the endpoint.
+
+    None or NOTHING means that this gateway has no load there any more. Returns False if nothing
+    changes.
+    """
     others = load.peer_load
     return PeerShare(
         load.in_flight - others.in_flight,

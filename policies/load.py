@@ -13,7 +13,7 @@ from policies.engine.step_time import SpeedBelief
 NO_SOFT_CAP = 1 << 30
 
 CHANGES = 4096
-"""How many changes a LoadChanges keeps; a power of two."""
+"""Number of changes that a LoadChanges keeps; a power of two."""
 
 
 class LoadChanges:
@@ -123,12 +123,11 @@ class EndpointLoad(EngineLoad):
         self.timeline.refresh_forecast(self, 0.0)
 
     def mark_changed(self) -> None:
-        """Record that a value of the load has changed by which candidates are filtered or
-        scored.
-        """
+        """Record that a value of this load has changed on which filters or scorers depend."""
         if self.changes is not None:
             self.changes.record(self.slot)
 
 
 LOAD_FIELDS = (*EngineLoad.__slots__, *EndpointLoad.__slots__)
-"""Every attribute of an EndpointLoad; `__slots__` of the class has only its own."""
+"""The names of all attributes of an EndpointLoad. `__slots__` of the class contains only its own,
+not those of its base."""

@@ -112,7 +112,7 @@ class Slo(msgspec.Struct, frozen=True):
 STANDARD = Slo()
 
 INFERRED_SESSION = "prefix"
-"""The source of sessions that are recognised by their growing prompt."""
+"""The value of `session_source` for sessions that are recognised by their growing prompt."""
 
 
 class SessionHints(msgspec.Struct, frozen=True):

@@ -14,22 +14,22 @@ from msgspec import Meta
 LEAST, MOST = 1e-9, 1e9
 
 NonNegative = Annotated[float, Meta(ge=0, le=MOST)]
-"""A weight, or a quantity that may be zero: seconds, tokens, requests."""
+"""A parameter type: a weight or quantity that may be zero, such as seconds, tokens or requests."""
 
 Positive = Annotated[float, Meta(ge=LEAST, le=MOST)]
-"""A quantity above zero."""
+"""A parameter type: a number greater than zero."""
 
 Fraction = Annotated[float, Meta(ge=0, le=1)]
-"""A fraction of a whole, 0 to 1."""
+"""A parameter type: a fraction of a whole, 0 to 1."""
 
 Exponent = Annotated[float, Meta(ge=0, le=100)]
-"""An exponent. 100 is steep enough to act as a step, and larger ones overflow."""
+"""A parameter type: an exponent up to 100, which acts like a step already; larger ones overflow."""
 
 Factor = Annotated[float, Meta(ge=1, le=1e3)]
-"""A multiple of at least 1."""
+"""A parameter type: a multiple of at least 1."""
 
 NonNegativeCount = Annotated[int, Meta(ge=0, le=1 << 31)]
-"""A count that may be zero."""
+"""A parameter type: an integer of at least 0."""
 
 PositiveCount = Annotated[int, Meta(ge=1, le=1 << 31)]
-"""A count of at least one."""
+"""A parameter type: an integer of at least 1."""

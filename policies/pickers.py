@@ -73,7 +73,7 @@ def softmax(temperature: float) -> Picker:
     for a negative temperature.
     """
     if temperature < 0:
-        raise ValueError(f"the temperature must be 0 or more, not {temperature}")
+        raise ValueError(f"the temperature of softmax must be 0 or more, not {temperature}")
     if temperature == 0:
         return best
 

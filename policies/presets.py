@@ -28,7 +28,9 @@ class PolicyParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """
 
     def build(self) -> Policy:
-        raise NotImplementedError(f"{type(self).__name__} has no build()")
+        raise NotImplementedError(
+            f"the parameter class {type(self).__name__} must implement build()"
+        )
 
 
 class RoundRobin(PolicyParams, frozen=True):

@@ -74,15 +74,17 @@ def params_type(name: str) -> type[PolicyParams]:
     """Return the type of a policy's parameters. Raises PolicyConfigError for an unknown name."""
     if name not in _POLICIES:
         raise PolicyConfigError(
-            f"unknown policy {name!r}{did_you_mean(name, names())}; known: {', '.join(names())}"
+            f"unknown routing policy {name!r}{did_you_mean(name, names())}; known: "
+            f"{', '.join(names())}"
         )
     return _POLICIES[name]
 
 
 def build(name: str, params: Mapping[str, object]) -> Policy:
-    """Build a policy from its name and a mapping of parameters.
+    """Build a routing policy from its name and a mapping of parameters.
 
-    Raises PolicyConfigError for an unknown name or an invalid parameter, with a close match.
+    Raises PolicyConfigError for an unknown name or an invalid parameter. The message suggests a
+    similar valid name if there is one.
     """
     return parse_params(name, params_type(name), params).build()
 

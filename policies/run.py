@@ -36,7 +36,7 @@ def pick(
 
 
 def repick(pick: Pick, candidate: Candidate, cached: Sequence[int]) -> Pick:
-    """Return a copy of the pick that names another one of its candidates.
+    """Return a copy of the pick in which another of its candidates is chosen.
 
     The reasons for the pick stay the same.
     """
@@ -72,4 +72,6 @@ def rejecting_filter(policy: Policy, query: RoutingQuery, candidates: Sequence[C
         remaining = filter_(query, remaining)
         if not remaining:
             return getattr(filter_, "__name__", type(filter_).__name__)
-    raise ValueError(f"the filters of policy {policy.name} keep a candidate")
+    raise ValueError(
+        f"cannot name a rejecting filter: the filters of policy {policy.name} keep a candidate"
+    )

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from policies.prefix.prefix_index import PrefixIndex
 
 BLOCKS = 512
-"""Number of index blocks in one value: about half a millisecond of work."""
+"""Number of index blocks in one saved value; saving them takes about half a millisecond."""
 _SLOT = MAX_SLOTS - 1
 _STAMP_BYTES = 8
 _NO_MEANS = (None, None, None, None, None)
@@ -40,9 +40,9 @@ _NO_MEANS = (None, None, None, None, None)
 class Blocks(msgspec.Struct, frozen=True, array_like=True, tag="blocks"):
     """Some blocks of a prefix index, oldest first, as packed arrays.
 
-    keys    key of each block, u64
-    counts  number of stamps of each block, u16
-    stamps  all stamps, u64
+    keys    key of each block, unsigned 64-bit
+    counts  number of stamps of each block, unsigned 16-bit
+    stamps  the stamps of all blocks one after another, unsigned 64-bit
     """
 
     keys: bytes
@@ -97,9 +97,9 @@ class SessionState(msgspec.Struct, frozen=True, array_like=True):
 
 
 class AdmissionState(msgspec.Struct, frozen=True, array_like=True):
-    """The saved state of an admission that counts sessions.
+    """The saved state of an admission policy that counts sessions.
 
-    means, full_rate  running means of a priced admission; None for another one
+    means, full_rate  running means of a priced admission; None for other policies
     phi               WorkingSet.memory_share; infinite: sessions are not limited
     memory_s          WorkingSet.memory_s, in seconds
     sessions          the active sessions, least recently used first
@@ -150,9 +150,9 @@ def index_blocks(index: PrefixIndex) -> Iterator[Blocks]:
 
 
 def index_holders(index: PrefixIndex) -> list[HolderState]:
-    """Return the state to save of all slots of a prefix index.
+    """Return the state to save of all slots of a prefix index, without their blocks.
 
-    Call it after `index_blocks`, so that every stamp of a block is known.
+    Call it after `index_blocks`, so that every stamp of a saved block is known.
     """
     return [
         HolderState(
@@ -180,7 +180,9 @@ def restore_blocks(index: PrefixIndex, blocks: Blocks, slots: Mapping[int, int])
     counts = array("H", blocks.counts)
     stamps = array("Q", blocks.stamps)
     if len(keys) != len(counts) or sum(counts) != len(stamps):
-        raise ValueError("blocks, counts and stamps do not match")
+        raise ValueError(
+            "saved prefix index: the numbers of block keys, counts and stamps do not match"
+        )
     index._make_room(len(keys))
     known: dict[bytes, int] = {}  # neighbours share one int object, as in the original
     begin = added = 0
@@ -284,7 +286,7 @@ def _fits(live: KalmanFilter, state: KalmanState) -> bool:
 
 
 def admission_state(live: PricedAdmission | SessionCap) -> AdmissionState:
-    """Return the state to save of an admission that counts sessions."""
+    """Return the state to save of an admission policy that counts sessions."""
     sessions = live.sessions
     rows = [
         SessionState(name, session.tokens, session.last_used_s)
@@ -298,7 +300,9 @@ def admission_state(live: PricedAdmission | SessionCap) -> AdmissionState:
 
 
 def restore_admission(live: PricedAdmission | SessionCap, state: AdmissionState) -> None:
-    """Restore what `admission_state` returned, also that of an admission of the other kind."""
+    """Restore the state that `admission_state` returned, even if it was saved by an admission
+    policy of the other kind.
+    """
     if not isinstance(live, SessionCap) and state.means != _NO_MEANS:
         live._budget, live._tpot_budget, live._typical_s, live._per_weight, _ = state.means
         live._full_rate.per_unit = state.full_rate

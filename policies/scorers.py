@@ -16,7 +16,8 @@ FULL_KV = 0.9
 """The share of KV memory in use above which a new request may have to wait for memory."""
 
 _TYPICAL_PROMPT = 1000.0
-"""Tokens that a ranking assumes for a request, where a score multiplies by its prompt."""
+"""Number of prompt tokens that a ranking assumes for a request whose score is multiplied by its
+prompt length."""
 
 
 def constant() -> Scorer:
@@ -61,8 +62,10 @@ def outstanding_work(output_weight: float, request_tokens: float, fresh_s: float
 def reserved_work(
     output_weight: float, request_tokens: float
 ) -> Callable[[Candidate, float], float]:
-    """Return the sort key of `outstanding_work` for candidates with equally many external
+    """Return the sort key of `outstanding_work`, for candidates with equally many external
     requests.
+
+    The key is a function of a candidate and the time; the lowest value is best.
     """
 
     def key(candidate: Candidate, now: float) -> float:
@@ -193,7 +196,10 @@ def requests_in_flight(load: EndpointLoad) -> int:
 
 
 def queued_work(decode_weight: float) -> Callable[[Candidate, float], float]:
-    """Return the sort key of `uncached_work` for candidates with equally many requests."""
+    """Return the sort key of `uncached_work`, for candidates with equally many requests in flight.
+
+    The key is a function of a candidate and the time; the lowest value is best.
+    """
 
     def key(candidate: Candidate, now: float) -> float:
         load = candidate.load

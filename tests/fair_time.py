@@ -21,7 +21,8 @@ TICK_S, TURN_S = 0.002, 0.01
 TRIES = 3
 _WORK, _WORK_S = 500_000, 0.04
 PATIENCE_S = 20.0
-"""Limit for waits without a required duration: long enough for slow machines, ends broken tests."""
+"""Seconds after which a wait without a required duration is given up: long enough for slow
+machines, and an end for broken tests."""
 T = TypeVar("T")
 
 

@@ -26,7 +26,8 @@ _WORDS = (
 
 
 Difference = list[str | list[int]]
-"""A body: texts, and ranges [start, end] of the body before it."""
+"""The body of a request as a list of texts and of ranges [start, end] that are copied from the body
+before it."""
 
 
 class RecordedRequest(NamedTuple):

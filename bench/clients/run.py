@@ -242,12 +242,17 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("installed", type=Path)
     parser.add_argument(
-        "--only", nargs="*", default=[], help="run only clients whose name contains one of these"
+        "--only",
+        nargs="*",
+        default=[],
+        help="run only the clients whose name contains one of these texts",
     )
     parser.add_argument("--turns", type=int, default=20)
     parser.add_argument("--sessions", type=int, default=4)
     parser.add_argument("--policy", default="prefix_aware")
-    parser.add_argument("--record", type=Path, help="folder for the recorded exchanges")
+    parser.add_argument(
+        "--record", type=Path, help="folder to which the recorded HTTP exchanges are written"
+    )
     return parser.parse_args()
 
 

@@ -173,7 +173,9 @@ def _write_docs(table: str, rounds: int) -> None:
     before, has_begin, remainder = page.read_text().partition(begin)
     _, has_end, after = remainder.partition(end)
     if not has_begin or not has_end:
-        raise SystemExit(f"{page} has no {begin} ... {end}")
+        raise SystemExit(
+            f"the page {page} has no markers {begin} ... {end} between which the table belongs"
+        )
     sys.path.insert(0, str(HERE.parent))
     from table import cpu_name
 
@@ -199,16 +201,20 @@ def _options() -> argparse.Namespace:
         "--only",
         type=lambda text: text.split(","),
         default=[],
-        help="only contestants whose name contains one of these, comma-separated",
+        help="measure only contestants whose name contains one of these texts, comma-separated",
     )
     parser.add_argument(
-        "--seed", type=int, default=1, help="random seed of contents, blocks and order"
+        "--seed",
+        type=int,
+        default=1,
+        help="random seed of block contents, chosen blocks and order of measurements",
     )
     parser.add_argument(
         "--retakes",
         type=int,
         default=1,
-        help="how often to repeat a measurement while other processes use a tenth of the machine",
+        help="maximum repetitions of a measurement while other processes use a tenth of the "
+        "machine or more",
     )
     parser.add_argument(
         "--pool-mib",
@@ -216,11 +222,15 @@ def _options() -> argparse.Namespace:
         default=256,
         help="memory per process from which blocks are chosen, in MiB",
     )
-    parser.add_argument("--json", help="also write every sample to this file")
+    parser.add_argument("--json", help="file to which every sample is also written, as JSON")
     parser.add_argument(
-        "--write-docs", action="store_true", help="write the table to docs/performance.md"
+        "--write-docs",
+        action="store_true",
+        help="write the table of results to docs/performance.md",
     )
-    parser.add_argument("--check", action="store_true", help="exit with 1 if a goal is missed")
+    parser.add_argument(
+        "--check", action="store_true", help="exit with status 1 if a goal is missed"
+    )
     options = parser.parse_args()
     options.rounds = options.rounds or (2 if options.quick else 5)
     return options

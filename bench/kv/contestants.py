@@ -238,7 +238,9 @@ class Process:
             self.popen.stdin.write(json.dumps({"do": do, **arguments}).encode() + b"\n")
             self.popen.stdin.flush()
         except BrokenPipeError as error:
-            raise NotMeasurable(f"{self.name} ended by itself, see {self.log.name}") from error
+            raise NotMeasurable(
+                f"the process of {self.name} ended unexpectedly, see {self.log.name}"
+            ) from error
 
     def receive(self) -> Any:
         """Return the reply to the last command sent to the worker process.

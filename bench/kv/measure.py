@@ -81,7 +81,8 @@ def latency(pair: Pair, block_bytes: int, pool_bytes: int, rng: random.Random) -
 
 LAYERED_BLOCK_BYTES = 256 << 10
 PREFILL_SHARE = 1.5
-"""Duration of the simulated prefill relative to its transfer, so that it can hide the transfer."""
+"""Duration of the simulated prefill as a multiple of its transfer's, so that it can hide the
+transfer."""
 
 
 def exposed_share(pair: Pair, pool_bytes: int, rng: random.Random) -> float:
@@ -116,7 +117,7 @@ def _request(pair: Pair, pool_bytes: int, rng: random.Random, prefill_s: float) 
 def _verify(pair: Pair) -> None:
     # Raise an error unless the sink has the right blocks (raw TCP, without blocks, is exempt).
     if pair.contestant.name != "raw tcp" and (wrong := pair.sink.call("verify")):
-        raise NotMeasurable(f"{pair.contestant.name} delivered {wrong} wrong blocks")
+        raise NotMeasurable(f"{pair.contestant.name} delivered {wrong} blocks with wrong content")
 
 
 def least_disturbed(

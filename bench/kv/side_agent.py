@@ -165,7 +165,9 @@ class Layers(Agents):
 
 def _check_landed(end: TransferOutcome) -> None:
     if end.kind is not OutcomeKind.LANDED:
-        raise RuntimeError(f"the transfer ended {end.kind}: {end.reason}")
+        raise RuntimeError(
+            f"the KV transfer ended with {end.kind} ({end.reason}) instead of success"
+        )
 
 
 def _transport(kind: str) -> Transport:

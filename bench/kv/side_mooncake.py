@@ -26,11 +26,11 @@ class Mooncake:
         self.initiates = role == ("source" if self.op == "WRITE" else "sink")
         self.engine = TransferEngine()
         if self.engine.initialize("127.0.0.1", "P2PHANDSHAKE", "tcp", "") != 0:
-            raise RuntimeError("Mooncake's engine cannot be initialized")
+            raise RuntimeError("Mooncake's transfer engine cannot be initialized")
         self.pool: Bytes = np.zeros(pool_bytes, np.uint8)
         self.base = self.pool.ctypes.data
         if self.engine.register_memory(self.base, pool_bytes) != 0:
-            raise RuntimeError("Mooncake cannot register memory")
+            raise RuntimeError("Mooncake's transfer engine cannot register memory")
         self.peer = ""
         self.peer_base = 0
         self.mine: list[int] = []
@@ -72,7 +72,7 @@ class Mooncake:
     @staticmethod
     def _check(rc: int) -> None:
         if rc != 0:
-            raise RuntimeError(f"Mooncake's transfer returned {rc}")
+            raise RuntimeError(f"Mooncake's transfer failed with the code {rc}")
 
 
 def open_side(role: str, pool_bytes: int, settings: dict[str, Any]) -> Mooncake:

@@ -104,7 +104,7 @@ class Nixl:
         while state == "PROC":
             state = agent.check_xfer_state(handle)
         if state != "DONE":
-            raise RuntimeError(f"NIXL ended with {state}")
+            raise RuntimeError(f"NIXL's transfer ended in the state {state}")
 
 
 def open_side(role: str, pool_bytes: int, settings: dict[str, Any]) -> Nixl:

@@ -96,7 +96,7 @@ class LinkSide:
             blocks = _blocks(drawn.dst, drawn.block_bytes)
             self.link.send(GRANT + self.link.grant(self.transfer, [self.region], blocks))
         elif not self.granted.wait(PATIENCE_S):
-            raise RuntimeError("the sink has not granted write access")
+            raise RuntimeError("the sink has not granted write access in time")
         self.granted.clear()
 
     def _windows(self, drawn: Draw, blocks_per_window: int) -> list[tuple[WindowHead, WindowSlice]]:
@@ -128,7 +128,9 @@ class LinkSide:
             assert self.link is not None
             self.link.fence(self.transfer)
             if not self.free.wait(PATIENCE_S):
-                raise RuntimeError("the fence is not confirmed")
+                raise RuntimeError(
+                    "the sink has not confirmed in time that its write fence is in force"
+                )
             self.free.clear()
 
     def run(self) -> None:
@@ -144,7 +146,7 @@ class LinkSide:
 
     def _await_replies(self, count: int) -> None:
         if not self.link.drive(lambda: self.replies >= count or bool(self.wrong), PATIENCE_S):  # type: ignore[union-attr]
-            raise RuntimeError("the sink does not answer")
+            raise RuntimeError("the sink did not confirm the transferred windows in time")
         if self.wrong:
             raise RuntimeError(self.wrong)
 

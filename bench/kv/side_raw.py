@@ -17,7 +17,7 @@ from pool import Bytes, Draw
 
 BUFFER = 1 << 20
 AT_ONCE = 512 << 10
-"""Bytes of blocks per call: few enough to be digested while they are in a core's cache."""
+"""Bytes of blocks per system call: few enough to be digested while they are in a core's cache."""
 
 PROOF = 8
 
@@ -123,7 +123,9 @@ class Scattered(Raw):
         for blocks in self.groups:
             _transfer_all(os.readv, sock, [*blocks, memoryview(proof)] if self.checked else blocks)
             if self.checked and _digest(blocks) != proof:
-                raise RuntimeError("the digest of received blocks differs")
+                raise RuntimeError(
+                    "the digest of the received blocks differs from that of the sent ones"
+                )
             if self.each:
                 sock.sendall(b"k")
         if not self.each:
@@ -158,7 +160,7 @@ def _transfer_all(call: Any, sock: socket.socket, parts: list[memoryview]) -> No
     while parts:
         count = call(sock.fileno(), parts)
         if not count:
-            raise EOFError("the peer closed the connection")
+            raise EOFError("the other process closed the connection during a transfer")
         complete = 0
         while complete < len(parts) and count >= len(parts[complete]):
             count -= len(parts[complete])

@@ -218,13 +218,21 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--only", default="", help="run only attacks whose name contains this text")
     parser.add_argument(
-        "--pairs", type=int, default=3, help="measured periods with and without each attack"
+        "--only", default="", help="run only the attacks whose name contains this text"
+    )
+    parser.add_argument(
+        "--pairs",
+        type=int,
+        default=3,
+        help="number of measured periods with, and as many without, each attack",
     )
     parser.add_argument("--window-ms", type=int, default=1500)
     parser.add_argument(
-        "--rate", type=float, default=150.0, help="requests per second of the regular clients"
+        "--rate",
+        type=float,
+        default=150.0,
+        help="requests per second of the regular clients",
     )
     options = parser.parse_args()
     build_tools()

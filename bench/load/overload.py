@@ -112,17 +112,21 @@ def _options() -> argparse.Namespace:
     )
     parser.add_argument("--runs", type=int, default=1, choices=range(1, MAX_RUNS + 1))
     parser.add_argument(
-        "--admission", default="priced", help="admission rule to measure, for example cap"
+        "--admission", default="priced", help="admission policy to measure, for example cap"
     )
     parser.add_argument("--policy", default=POLICY)
     parser.add_argument(
-        "--capacity", type=float, help="capacity in requests per second (default: measured)"
+        "--capacity",
+        type=float,
+        help="capacity of the fleet in requests per second (default: measured)",
     )
     parser.add_argument(
-        "--ahead", action="store_true", help="run with real-time priority (needs root)"
+        "--ahead",
+        action="store_true",
+        help="run the measuring processes with real-time priority (needs root)",
     )
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--json", help="also write all figures to this file")
+    parser.add_argument("--json", help="file to which all figures are also written, as JSON")
     return parser.parse_args()
 
 

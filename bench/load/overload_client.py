@@ -23,7 +23,9 @@ _ID = re.compile(rb"\r\nx-request-id: *([^\r]+)", re.IGNORECASE)
 _RETRY = re.compile(rb"\r\nretry-after-ms: *([0-9]+)", re.IGNORECASE)
 
 SO_TIMESTAMPNS = 35
-"""Linux socket option (asm-generic/socket.h): recvmsg also returns the time of arrival."""
+"""Linux socket option (asm-generic/socket.h) with which recvmsg also returns the time of
+arrival.
+"""
 
 STAMP = struct.Struct("@qq")  # a timespec of the wall clock
 

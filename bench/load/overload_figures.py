@@ -14,10 +14,11 @@ from bench.load.overload_plan import SLO, Plan
 from planner.bench.stats import percentile
 
 RECOVERED_S, WATCHED_S = 10.0, 20.0
-"""Goodput must have recovered ten seconds after the spike; it is measured for the next ten."""
+"""Seconds after the spike by which goodput must have recovered, and seconds over which it is then
+measured."""
 
 WAITED = frozenset(("ttft", "waited_too_long"))
-"""Reasons of refusals of requests that waited in the gateway's queue first."""
+"""Reasons of refusals of requests that had waited in the gateway's queue before."""
 
 
 class Times(msgspec.Struct, frozen=True):

@@ -36,12 +36,16 @@ from tests.scraped import total
 
 T = TypeVar("T")
 READY_S = 3.0 + 2 * NULL_REQUESTS * NULL_EVERY_S
-"""Time before a plan begins, in which the load generator starts and measures the idle machine."""
+"""Seconds before a plan begins, in which the load generator starts and measures the idle
+machine.
+"""
 
 OWN_CORE = 0
 LOAD = "bench.load.overload_load"
 BEHIND = ("nice", "-n", "10")
-"""Prefix of the stream readers' command, which gives the processes under test priority."""
+"""Prefix of the stream readers' command, which gives the processes under test priority over
+them.
+"""
 
 
 class CpuTimes(NamedTuple):

@@ -26,7 +26,8 @@ OPENED_S, OPENED_WITHIN_S = 20.0, 12.0  # by then the gateway knows the engines'
 
 SPEED = 0.2
 GROUP = GroupKind("llama-3.1-70b-fp8", "h100", 4, count=8, slowness=1 / SPEED)
-"""600 streams of this fleet make about 8,000 tokens/s, which two cores can send, relay and read."""
+"""The engines of the fleet: 600 streams make about 8,000 tokens/s, which two cores can send, relay
+and read."""
 
 SLO = Slo("standard", ttft_s=5.0, tpot_s=0.25)
 POLICY = "prefix_aware"  # the default of a pool
@@ -34,7 +35,7 @@ ATTAINMENT = 0.9  # share of requests within both budgets at capacity, as in doc
 SETTLED_S, JUDGED_S = 50.0, 50.0
 
 BASE = 0.5
-"""Load before and after the overload, as a share of capacity; the rest is for retries."""
+"""Load before and after the overload, as a share of the capacity; the rest is left for retries."""
 
 
 class Phase(msgspec.Struct, frozen=True):
@@ -89,7 +90,7 @@ class Plan(msgspec.Struct, frozen=True):
             if phase.name == name:
                 return start_s, start_s + phase.seconds
             start_s += phase.seconds
-        raise ValueError(f"no phase is called {name}")
+        raise ValueError(f"the plan has no phase named {name}")
 
 
 def arrivals(phases: tuple[Phase, ...], capacity_per_s: float, seed: int) -> Iterator[Arrival]:

@@ -241,12 +241,21 @@ def _times_text(ttft: Summary, tpot: Summary) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--case", action="append", choices=tuple(CASES), help="may be repeated")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the traffic")
+    parser.add_argument(
+        "--case",
+        action="append",
+        choices=tuple(CASES),
+        help="case to run; repeat the option for more (default: all)",
+    )
+    parser.add_argument("--seed", type=int, default=0, help="random seed of the generated traffic")
     parser.add_argument("--requests", type=int, default=3000)
-    parser.add_argument("--load", type=float, default=1.0, help="factor on each case's rate")
+    parser.add_argument(
+        "--load", type=float, default=1.0, help="factor on the request rate of each case"
+    )
     parser.add_argument("--within", type=float, default=3.0, metavar="POINTS")
-    parser.add_argument("--replays-only", action="store_true", help="start no live fleet")
+    parser.add_argument(
+        "--replays-only", action="store_true", help="only replay; do not start live fleets"
+    )
     options = parser.parse_args()
     differences = [compare(name, options) for name in options.case or CASES]
     known = [difference for difference in differences if difference is not None]

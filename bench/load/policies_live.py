@@ -123,11 +123,16 @@ def _options() -> argparse.Namespace:
     )
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument(
-        "--speed", type=float, default=8.0, help="speed-up of the trace and the engines"
+        "--speed",
+        type=float,
+        default=8.0,
+        help="factor by which the trace and the engines are faster than real time",
     )
     parser.add_argument("--requests", type=int, default=1500)
     parser.add_argument(
-        "--policy", action="append", help="policy to run; may be repeated (default: all three)"
+        "--policy",
+        action="append",
+        help="policy to run; repeat the option for more (default: all three)",
     )
     options = parser.parse_args()
     options.policy = options.policy or ["round_robin", "least_loaded", "prefix_aware"]

@@ -100,7 +100,10 @@ def _await_models(process: subprocess.Popen[bytes], url: str) -> None:
     deadline = time.monotonic() + READY_WITHIN_S
     while time.monotonic() < deadline:
         if process.poll() is not None:
-            raise SystemExit(f"{process.args!r} ended with status {process.returncode}")
+            raise SystemExit(
+                f"the command {process.args!r} ended with status "
+                f"{process.returncode} before it served requests"
+            )
         try:
             with urllib.request.urlopen(f"{url}/v1/models", timeout=2) as answer:
                 if json.load(answer)["data"]:
@@ -132,18 +135,23 @@ def _free_run(count: int) -> int:
         except OSError:
             continue
         return first
-    raise SystemExit(f"there are no {count} consecutive free ports")
+    raise SystemExit(f"{count} consecutive free ports were not found")
 
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="bench.load.run", description="Run Locust against a gateway with mock TP groups."
     )
-    parser.add_argument("--host", help="URL of a gateway to use instead of a new one")
+    parser.add_argument("--host", help="URL of a running gateway to use instead of starting one")
     parser.add_argument("--users", type=int, default=20)
-    parser.add_argument("--time", default="20s", help="how long to send requests, such as 20s")
+    parser.add_argument("--time", default="20s", help="duration of the load, such as 20s")
     parser.add_argument("--groups", type=int, default=4)
-    parser.add_argument("--speed", type=float, default=4.0, help="speed-up of the mock engines")
+    parser.add_argument(
+        "--speed",
+        type=float,
+        default=4.0,
+        help="factor by which the mock engines are faster than real time",
+    )
     parser.add_argument("--policy", default="prefix_aware")
     return parser.parse_args()
 

@@ -38,9 +38,14 @@ def main() -> int:
         description="Compare two gateways that share their state through Redis with one gateway.",
     )
     parser.add_argument("--requests", type=int, default=1500)
-    parser.add_argument("--speed", type=float, default=3.0, help="speed-up of engines and clients")
     parser.add_argument(
-        "--outage", type=float, default=0.0, help="seconds to stop Redis for; 0: no outage"
+        "--speed",
+        type=float,
+        default=3.0,
+        help="factor by which engines and clients are faster than real time",
+    )
+    parser.add_argument(
+        "--outage", type=float, default=0.0, help="seconds for which Redis is stopped; 0: no outage"
     )
     options = parser.parse_args()
     processes.AT_MOST_S = 4 * (options.outage + options.requests / options.speed)

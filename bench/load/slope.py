@@ -12,10 +12,15 @@ import numpy as np
 import numpy.typing as npt
 
 BIN_S = 10.0
-"""Only the lowest sample of each bin counts: requests cause peaks, but leaks raise the lows."""
+"""Length in seconds of a bin of samples.
+
+Only the lowest sample of each bin is used: requests cause peaks, but leaks raise the lows.
+"""
 
 BLOCK = 6
-"""Number of consecutive residuals to resample together, because neighbours are correlated."""
+"""Number of consecutive residuals that are resampled together, because neighbours are
+correlated.
+"""
 
 DRAWS = 1000
 Point = tuple[float, float]
@@ -43,7 +48,7 @@ def slope(samples: Sequence[Point]) -> Slope:
     """
     times, values = np.array(lows(samples)).T
     if len(times) < 2:
-        raise ValueError(f"a slope needs {BIN_S * 2:.0f} s of samples")
+        raise ValueError(f"computing a slope needs samples over at least {BIN_S * 2:.0f} s")
     (per_s,) = _theil_sen(times, values[None])
     line = per_s * times
     line += np.median(values - line)

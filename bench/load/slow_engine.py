@@ -200,23 +200,32 @@ def _options() -> argparse.Namespace:
         description="Measure routing policies while one of four mock engines is slow.",
     )
     parser.add_argument(
-        "--policy", action="append", help="policy to measure; may be repeated (default: all)"
+        "--policy",
+        action="append",
+        help="policy to measure; repeat the option for more (default: all)",
     )
     parser.add_argument(
         "--case",
         action="append",
         choices=CASES,
-        help="case to measure; may be repeated (default: all)",
+        help="case to measure; repeat the option for more (default: all)",
     )
     parser.add_argument(
         "--at",
         type=float,
         default=0.0,
-        help="seconds after the first request at which an engine becomes slow; 0: at the start",
+        help="seconds after the first request at which one engine becomes slow; 0: from the start",
     )
     parser.add_argument("--seconds", type=float, default=30.0)
-    parser.add_argument("--rate", type=float, default=RATE, help="requests per second")
-    parser.add_argument("--speed", type=float, default=1.0, help="speed-up of the mock engines")
+    parser.add_argument(
+        "--rate", type=float, default=RATE, help="number of requests to send per second"
+    )
+    parser.add_argument(
+        "--speed",
+        type=float,
+        default=1.0,
+        help="factor by which the mock engines are faster than real time",
+    )
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args()
 

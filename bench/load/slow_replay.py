@@ -30,7 +30,7 @@ def main() -> int:
         "--seed",
         type=int,
         action="append",
-        help="random seed; may be repeated (default: 11 and 12)",
+        help="random seed; repeat the option for more (default: 11 and 12)",
     )
     options = parser.parse_args()
     failed = 0

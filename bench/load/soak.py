@@ -165,7 +165,9 @@ def _options() -> argparse.Namespace:
         prog="bench.load.soak",
         description="Run a gateway under load and faults, and measure its leaks.",
     )
-    parser.add_argument("--minutes", type=float, default=10.0, help="after the warm-up")
+    parser.add_argument(
+        "--minutes", type=float, default=10.0, help="minutes of the measurement, after the warm-up"
+    )
     parser.add_argument(
         "--warm-up",
         type=float,
@@ -173,10 +175,18 @@ def _options() -> argparse.Namespace:
         help="minutes before the measurement, in which caches fill",
     )
     parser.add_argument("--users", type=int, default=12)
-    parser.add_argument("--speed", type=float, default=2.0, help="speed-up of the mock engines")
+    parser.add_argument(
+        "--speed",
+        type=float,
+        default=2.0,
+        help="factor by which the mock engines are faster than real time",
+    )
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument(
-        "--json", type=Path, metavar="FILE", help="also write all results to this file"
+        "--json",
+        type=Path,
+        metavar="FILE",
+        help="file to which all results are also written, as JSON",
     )
     return parser.parse_args()
 

@@ -17,7 +17,7 @@ from bench.load.soak_house import Group, SoakFleet, start_group
 
 FROZEN_S = 8.0
 NOTICED_S = 15.0
-"""Longest time in which the gateway must detect an engine's failure and end its streams."""
+"""Maximum seconds in which the gateway must detect an engine's failure and end its streams."""
 
 
 def is_available(status: dict[str, Any] | None) -> bool:

@@ -38,10 +38,10 @@ TRANSIENT_GAUGES = (
     *("penstock_inflight", "penstock_waiting", "penstock_queued_tokens"),
     *("penstock_endpoint_prefill_backlog_tokens", "penstock_endpoint_context_tokens"),
 )
-"""Gauges of the gateway that are 0 without requests."""
+"""Names of the gateway's gauges that are 0 while there are no requests."""
 
 STABLE_GAUGES = ("penstock_tasks", "process_open_fds")
-"""Gauges that return to their initial values without requests."""
+"""Names of gauges that return to their initial values when there are no requests any more."""
 
 
 @dataclass(frozen=True)

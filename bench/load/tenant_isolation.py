@@ -112,7 +112,9 @@ class TenantClient:
             f"{self._url}/v1/chat/completions", json=body, headers=headers
         ) as answer:
             if answer.status != 200:
-                raise RuntimeError(f"{answer.status}: {await answer.text()}")
+                raise RuntimeError(
+                    f"the gateway answered with status {answer.status}: {await answer.text()}"
+                )
             async for line in answer.content:
                 event = json.loads(line[6:]) if line.startswith(b"data: {") else {}
                 if not first and any(
@@ -268,22 +270,36 @@ def _options() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--engine", action="append", default=[], help="URL of an engine; may be repeated"
+        "--engine",
+        action="append",
+        default=[],
+        help="URL of an engine to use; repeat the option for more",
     )
     parser.add_argument(
-        "--real", action="store_true", help="use the vLLM that `make real` installs"
+        "--real", action="store_true", help="use the vLLM engine that `make real` installs"
     )
     parser.add_argument("--model", help="model name of the engines")
-    parser.add_argument("--probes", type=int, default=1000, help="probes per side")
+    parser.add_argument(
+        "--probes",
+        type=int,
+        default=1000,
+        help="number of trials in which "
+        "the prober sends the same "
+        "prompt, and as many with "
+        "another prompt",
+    )
     parser.add_argument(
         "--documents", type=int, default=100, help="number of prompts to repeat and extend"
     )
     parser.add_argument("--words", type=int, default=300, help="number of words in a prompt")
     parser.add_argument(
-        "--speed", type=float, default=1.0, help="speed-up of the mock engine, such as 10"
+        "--speed",
+        type=float,
+        default=1.0,
+        help="factor by which the mock engine is faster than real time, such as 10",
     )
     parser.add_argument("--seed", default="1")
-    parser.add_argument("--json", help="write the results to this file")
+    parser.add_argument("--json", help="file to which the results are also written, as JSON")
     options: Any = parser.parse_args()
     if options.engine and not options.model:
         parser.error("--engine needs --model")

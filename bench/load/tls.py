@@ -244,7 +244,10 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--requests", type=int, default=1000, help="requests per client; a multiple of 100"
+        "--requests",
+        type=int,
+        default=1000,
+        help="number of requests per client; a multiple of 100",
     )
     parser.add_argument("--only", action="append", choices=CLIENTS)
     options = parser.parse_args()

@@ -161,14 +161,20 @@ def _options() -> argparse.Namespace:
         "--seconds",
         type=float,
         default=300.0,
-        help="length of the used part of the trace, in seconds",
+        help="seconds of the trace that are used",
     )
     parser.add_argument(
-        "--speed", type=float, default=1.0, help="speed-up of the mock engines and the trace"
+        "--speed",
+        type=float,
+        default=1.0,
+        help="factor by which the mock engines and the trace are faster than real time",
     )
     parser.add_argument("--policy", default="prefix_aware")
     parser.add_argument(
-        "--within", type=float, default=0.05, help="highest allowed relative difference"
+        "--within",
+        type=float,
+        default=0.05,
+        help="highest allowed relative difference between both runs",
     )
     return parser.parse_args()
 

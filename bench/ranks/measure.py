@@ -24,7 +24,8 @@ HORIZON_S, COLD_S = 420.0, 150.0
 RAMP_S = 60.0
 SESSIONS = 600
 DECODE_WEIGHT = 0.02
-"""Prompt tokens that a token of context counts for, where ranks owe equally many prompt tokens."""
+"""Number of prompt tokens that one token of context counts for, if ranks have equally many prompt
+tokens to compute."""
 
 ARMS = {
     "vllm": (RankChoice.LEAST, "prefix_aware"),

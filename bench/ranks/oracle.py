@@ -22,10 +22,11 @@ if TYPE_CHECKING:
     from planner.replay.fleet import Fleet
 
 SESSION_S = 60.0
-"""A session without a request for this long no longer counts at its rank."""
+"""Seconds without a request after which a session no longer counts at its rank."""
 
 CONTEXT_STEPS = 20
-"""How many steps' reads of a decoding context count. It decides between idle ranks, hardly more."""
+"""Number of future steps whose reads of a decoding context count as work. It decides between idle
+ranks, hardly more."""
 
 
 class PromptCosts:

@@ -26,14 +26,15 @@ from bench.ranks.measure import ARMS, COLD_S, HORIZON_S, RANKS, Measurement, mea
 from planner.replay.rank_choice import RankChoice
 
 ORACLE = "oracle:0.1"
-"""The best of nine variants on seeds 1 to 3, by the geometric mean of goodput at nine loads."""
+"""The oracle that is used: the best of nine variants on seeds 1 to 3, by the geometric mean of
+goodput at nine loads."""
 
 AIM, STEP, FIRST = 0.9, 1.3, 20
 FEWER = (0.5, 0.25)
 # Student's t for 95 % by degrees of freedom; 1.96 beyond.
 T_95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.18, 2.16, 2.14, 2.13)
 LEAST = 1 / (HORIZON_S - COLD_S)
-"""One good request: an arm without any counts as if it had this goodput."""
+"""Goodput that an arm without any good request is assumed to have: that of one good request."""
 
 
 def find_users(oracle: str, seed: int, log_line: Callable[[str], None]) -> Measurement:
@@ -127,11 +128,17 @@ def _rate(result: Measurement) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seeds", default="11-30", help="first and last seed, or one")
-    parser.add_argument("--arms", default=f"vllm,turns,priced,prefix_aware,{ORACLE}")
-    parser.add_argument("--aware", default="prefix_aware", help="the arm compared with each")
     parser.add_argument(
-        "--out", type=Path, help="also write the results to this file of JSON lines"
+        "--seeds", default="11-30", help="first and last seed, as in 11-30, or one seed"
+    )
+    parser.add_argument("--arms", default=f"vllm,turns,priced,prefix_aware,{ORACLE}")
+    parser.add_argument(
+        "--aware",
+        default="prefix_aware",
+        help="name of the arm that is compared with each other arm",
+    )
+    parser.add_argument(
+        "--out", type=Path, help="file of JSON lines to which the results are also written"
     )
     args = parser.parse_args()
     first, _, last = args.seeds.partition("-")

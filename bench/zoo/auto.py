@@ -42,7 +42,8 @@ from policies.auto.estimates import PolicyMember
 
 REQUESTS = 3_000
 INTERVAL, WINDOW, COUNTED_FROM = 1 / 6, 1 / 4, 1 / 2
-"""Shares of the replay: between comparisons, replayed by one, and after which requests count."""
+"""Shares of the replay (0 to 1): time between comparisons, time replayed by one, and time after
+which requests count."""
 
 MOST_REPLAYED = 4_000
 

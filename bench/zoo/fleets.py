@@ -21,18 +21,20 @@ KINDS: dict[str, tuple[tuple[str, int], ...]] = {
 }
 USUAL_KV = {"llama-3.1-70b-fp8": 600_000, "qwen3-32b": 307_000, "llama-3.1-8b": None}
 IDLE_TTFT, IDLE_TPOT = 2.5, 1.8
-"""A latency budget is at least this many times what the slowest idle engine needs."""
+"""Minimum latency budgets, as multiples of the latency at the slowest idle engine."""
 
 LONGEST_PREFILL_S = 10.0
-"""Prompts are limited to what the slowest idle engine computes or transfers in this time."""
+"""Seconds in which the slowest idle engine must be able to compute or transfer the longest
+prompt.
+"""
 
 SHORTEST_LIMIT = 4_000
 LONG_SEQS = 128
-"""Limit of concurrent sequences per engine if answers are long."""
+"""Maximum number of concurrent sequences per engine if answers are long."""
 
 ALWAYS_SPLIT = SplitRule(1)
 BATCH = 48
-"""Assumed sequences per step when the request rate is estimated."""
+"""Number of sequences per step that is assumed when the request rate is estimated."""
 
 
 def build_fleet(workload: Workload) -> FleetSpec:

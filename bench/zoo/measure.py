@@ -36,10 +36,12 @@ STEP = 1.04
 
 STRIDE = 6
 LOWEST, HIGHEST = -ceil(log(30) / log(STEP)), ceil(log(30) / log(STEP))
-"""Grid steps of the lowest and the highest load that is tried, relative to the estimate."""
+"""Grid steps of the lowest and the highest load that is tried, relative to the estimated
+capacity.
+"""
 
 COLD = 0.2
-"""Share of the first requests, which warm up caches and do not count."""
+"""Share of the first requests, which fill the caches and are not counted."""
 
 
 COLD_SESSIONS = 0.35
@@ -47,10 +49,11 @@ SHRINK = 0.75
 """Factor by which the longest prompt is reduced until the arrivals last long enough."""
 
 TURNS = 5.0
-"""A replay of sessions lasts at least this many turns; pauses are shortened if necessary."""
+"""Minimum duration of a replay of sessions in turns; pauses are shortened if necessary."""
 
 SECONDS_PER_TOKEN, FIXED_S = 0.03, 1.0
-"""Estimated duration of an answer, for the number of sessions at load 1."""
+"""Constants of the estimated duration of an answer, from which the number of sessions at load 1 is
+derived."""
 
 
 class Case(msgspec.Struct, frozen=True):

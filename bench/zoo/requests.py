@@ -20,7 +20,7 @@ from planner.traces.shape import PRIVATE, TraceRequest
 SHORTEST_PROMPT, LONGEST_PROMPT = 60, 120_000
 SHORTEST_ANSWER, LONGEST_ANSWER = 5, 6_000
 LONG_SHARE = 0.2
-"""Share of long answers in the kind `tail`."""
+"""Share of long answers in workloads of the kind `tail`."""
 
 TREE_DEPTH = 3
 TREE_BRANCHES = 6

@@ -10,7 +10,7 @@ import msgspec
 from bench.zoo.measure import LOWEST, STEP
 
 LEAST = STEP**LOWEST
-"""A capacity below the lowest load of the grid counts as this load."""
+"""Capacity that is assumed for one below the lowest load of the grid: this load."""
 
 
 class Result(msgspec.Struct, frozen=True):

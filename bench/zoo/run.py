@@ -135,24 +135,31 @@ class Comparison:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seed", default="development", help="seed that determines all workloads")
     parser.add_argument(
-        "--arrivals", default="0,1", help="random seeds of the arrivals, comma-separated"
+        "--seed", default="development", help="seed from which all workloads are drawn"
     )
-    parser.add_argument("--first", type=int, default=0, help="number of the first workload")
+    parser.add_argument(
+        "--arrivals", default="0,1", help="random seeds of the arrival times, comma-separated"
+    )
+    parser.add_argument("--first", type=int, default=0, help="number of the first workload to run")
     parser.add_argument("--count", type=int, default=30)
     parser.add_argument(
         "--quick", action="store_true", help="measure only the capacity at 90 %% attainment"
     )
     parser.add_argument(
-        "--minutes", type=float, default=1e9, help="minutes after which no workload is started"
+        "--minutes",
+        type=float,
+        default=1e9,
+        help="minutes after which no further workload is started",
     )
     parser.add_argument("--policies", default=",".join((*RULES, OURS)))
     parser.add_argument(
-        "--any-code", action="store_true", help="keep results of other versions of the code"
+        "--any-code",
+        action="store_true",
+        help="keep results that were measured with other versions of the code",
     )
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "zoo" / "results.jsonl")
-    parser.add_argument("--page", type=Path, help="write the tables to this Markdown file")
+    parser.add_argument("--page", type=Path, help="Markdown file to which the tables are written")
     args = parser.parse_args()
     file, until = (
         ResultFile(args.out, code_digest(), args.any_code),

@@ -43,21 +43,21 @@ DROP_RULES = (
     "all rules reach 90 % attainment even at 30 times the estimated capacity",
     "one replay at the estimated capacity takes more than 60 s of CPU time",
 )
-"""The only reasons for leaving a drawn workload out; the report lists them."""
+"""The only reasons for which a drawn workload is left out; the report lists them."""
 
 MOST_REQUESTS = 3_000
 FEWEST_REQUESTS = 600
 PER_GROUP = 90
 PER_GROUP_SESSIONS = 225
 PER_GROUP_LONG = 450
-"""Requests per engine if answers are long: several times its concurrent requests."""
+"""Number of requests per engine if answers are long: several times its concurrent requests."""
 
 MOST_GROUPS_LONG = 4
-"""Most engines that MOST_REQUESTS requests can fill with long answers or sessions."""
+"""Maximum number of engines that MOST_REQUESTS requests can fill with long answers or sessions."""
 
 MOST_GROUPS_SESSIONS = 8
 SPANS = 6.0
-"""Arrivals must last at least this many TTFT budgets, so that queues lead to missed budgets."""
+"""Minimum duration of arrivals in TTFT budgets, so that queues lead to missed budgets."""
 
 
 class Workload(msgspec.Struct, frozen=True):

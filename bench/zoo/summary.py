@@ -17,10 +17,10 @@ from bench.zoo.space import WEIGHTS, Workload
 NEAR, FAR = 0.97, 0.93
 LOW_LOADS = (0.25, 0.5, 0.8)
 T_95 = 2.0
-"""Student's t for 95 % and 30 to 200 workloads, rounded up."""
+"""Quantile of Student's t for a 95 % interval from 30 to 200 workloads, rounded up."""
 
 ByPolicy = Mapping[str, Mapping[int, Result]]
-"""Results of one workload by policy and seed of arrivals."""
+"""The results of one workload, by policy and seed of arrivals."""
 
 
 def page(workloads: Mapping[int, Workload], results: Iterable[Result], ours: str) -> str:

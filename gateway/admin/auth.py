@@ -21,7 +21,7 @@ from aiohttp.typedefs import Handler, Middleware
 from gateway.config import Config
 
 UNCHECKED_PATHS = frozenset({"/healthz", "/readyz"})
-"""Paths for process supervisors and load balancers, which may use any host name."""
+"""Admin paths that are served under any Host header, for process supervisors and load balancers."""
 
 SAFE_METHODS = frozenset({"GET", "HEAD"})
 FORWARDING_HEADERS = (
@@ -55,9 +55,9 @@ def access_middleware(config: Callable[[], Config]) -> Middleware:
 
 
 def check_host(request: web.Request, config: Config) -> web.Response | None:
-    """Return a refusal unless the Host header is one of the admin server's names, else None.
+    """Return a 403 response unless the Host header names this admin server, else None.
 
-    An IP address is always accepted, because DNS rebinding needs a host name.
+    An IP address is always accepted, because a DNS rebinding attack needs a host name.
     """
     host = request.headers.get("Host")
     # Only HTTP/1.0 clients send no Host, and browsers are not among them.
@@ -70,7 +70,7 @@ def check_host(request: web.Request, config: Config) -> web.Response | None:
 
 
 def check_same_origin(request: web.Request) -> web.Response | None:
-    """Return a refusal if another site's page sends the request, else None."""
+    """Return a 403 response if a page of another web site sends the request, else None."""
     origin = request.headers.get("Origin")
     same = origin is None or _netloc(origin) == request.headers.get("Host")
     if same and request.headers.get("Sec-Fetch-Site", "none") in ("none", "same-origin"):
@@ -79,7 +79,11 @@ def check_same_origin(request: web.Request) -> web.Response | None:
 
 
 def check_credentials(request: web.Request, config: Config) -> web.Response | None:
-    """Return a refusal unless the client has sent the key or needs none, else None."""
+    """Return a 401 or 403 response if the request may not make changes, else None.
+
+    A request may make changes with the configured admin key or, where no key is configured, from
+    this machine.
+    """
     if request.transport is not None and _is_supervisor(request.transport):
         return None
     key = config.admin.key

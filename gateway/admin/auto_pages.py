@@ -27,7 +27,10 @@ def add_auto(routes: web.UrlDispatcher, find: Callable[[], AutoPolicyController 
         controller, pool = find(), request.match_info["pool"]
         try:
             if controller is None:
-                raise UnknownPoolError("no pool of this process chooses its policy automatically")
+                raise UnknownPoolError(
+                    "no pool of this process has the section auto, so none "
+                    "chooses its policy automatically"
+                )
             outcome = await controller.set_pin(pool, is_pinned=request.match_info["what"] == "pin")
         except UnknownPoolError as error:
             return web.json_response({"result": "nothing", "message": str(error)}, status=404)

@@ -1,7 +1,7 @@
 """The admin server's configuration pages: the configuration in force, its history, and changes.
 
-It translates HTTP requests to reload triggers, and outcomes to responses. auth.py authenticates,
-reloader.py reloads.
+The pages translate HTTP requests to reloads, and the results of reloads to HTTP responses. auth.py
+authenticates clients; reload/reloader.py reloads.
 """
 
 from __future__ import annotations

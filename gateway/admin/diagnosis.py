@@ -32,7 +32,7 @@ CAUSE_TEXTS: Mapping[str, str] = MappingProxyType(
         "slow": "it is much slower than its peers",
     }
 )
-"""Text for each cause of policies.health for which an endpoint is out of rotation."""
+"""Sentence for each cause, from policies.health, for which an endpoint is out of rotation."""
 
 SHED_TEXTS: Mapping[str, str] = MappingProxyType(
     {
@@ -58,7 +58,7 @@ WHOLE_TEXTS: Mapping[str, str] = MappingProxyType(
         "recompute": "a handoff had failed",
     }
 )
-"""Text for each reason of policies.split for which a request was not split."""
+"""Sentence for each reason, from policies.pricing.split, for which a request was not split."""
 
 RETRY_TEXTS: Mapping[str, str] = MappingProxyType(
     {
@@ -72,7 +72,7 @@ RETRY_TEXTS: Mapping[str, str] = MappingProxyType(
         "status_429": "the engine was full",
     }
 )
-"""Text for each error that made the gateway retry a request."""
+"""Sentence for each error that made the gateway retry a request."""
 
 MISS_TEXTS: Mapping[str, str] = MappingProxyType(
     {

@@ -23,11 +23,12 @@ def announce_close(application: web.Application, is_draining: Callable[[], bool]
 
 
 async def end_connections(server: web.Server, patience_s: float, response_s: float) -> None:
-    """Close all connections of a server that accepts no more, after answering requests in progress.
+    """Close all connections of a server that no longer accepts new ones, after answering their
+    requests.
 
-    A connection that was accepted a moment ago is about to send its request, and an idle one may
-    have sent it already. So each may send one for `patience_s` seconds. Responses that have not
-    ended `response_s` seconds later, such as live views, are cut off.
+    An idle connection may have sent a request that is still on its way, so each connection may send
+    one request for `patience_s` seconds. Responses that have not ended `response_s` seconds later,
+    such as live views, are cut off.
     """
     ends = monotonic() + patience_s
     while server.connections and monotonic() < ends:  # noqa: ASYNC110

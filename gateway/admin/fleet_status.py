@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 VERSIONS_SHOWN = 6
 HIDDEN_LABELS = frozenset({"chaos"})
 DRAINED_STATES = frozenset({"draining", "drained"})
-"""States of endpoints that an operator has drained."""
+"""States of endpoints to which an operator has stopped new requests."""
 
 ROWS_PER_TURN = 128
 RowT = TypeVar("RowT")

@@ -1,4 +1,5 @@
-"""The live view's HTTP endpoints: the page, the view as JSON, its event stream, and draining.
+"""The HTTP endpoints of the live view: its web page, the view as JSON, its event stream, and drain
+requests.
 
 Authorization is in auth.py, the content of the view in live_view.py, its schedule in
 live_stream.py.
@@ -24,7 +25,8 @@ if TYPE_CHECKING:
     from gateway.live.target import AdminTarget
 
 WRITE_TIMEOUT_S = 5.0
-"""A watcher that accepts no data for this long is disconnected; its browser reconnects."""
+"""Seconds after which a watcher of the live view that accepts no data is disconnected; its browser
+reconnects."""
 
 CONTENT_POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
@@ -63,11 +65,11 @@ FILES: Mapping[str, str] = MappingProxyType(
         "icon.svg": "image/svg+xml",
     }
 )
-"""All files of the page; other names are not served."""
+"""The names of all files of the live view's web page; other names are not served."""
 
 
 WorkerSample = tuple[MetricSample, FleetStatus]
-"""What a worker sends its supervisor: a sample of its metrics and its status."""
+"""What a worker process sends to its supervisor: a sample of its metrics and its status."""
 
 
 def add_process_view(target: AdminTarget, server: web.Application) -> None:
@@ -94,8 +96,8 @@ def add_process_view(target: AdminTarget, server: web.Application) -> None:
 def add_view(server: web.Application, look: SampleFunction, draining: Callable[[], bool]) -> None:
     """Add the routes GET /, /web/{name}, /live and /live/stream of a live view.
 
-    look      returns a metric sample and the status that the view shows
-    draining  returns whether the process is draining; new streams are then refused
+    look      function that returns a metric sample and the status that the view shows
+    draining  function that returns whether the process is draining; new streams are then refused
     """
     hub = LiveStream(look)
 

@@ -25,15 +25,16 @@ UNWATCHED_S = 5.0
 MAX_WATCHERS = 16
 FRESH_S = 0.25
 MAX_CPU_SHARE = 0.02
-"""The largest share of the event loop's time that building frames may take.
+"""The largest share of the event loop's time (0 to 1) that building frames of the live view may
+take.
 
-A frame of 64 endpoints takes 3 ms, of 256 endpoints 17 ms.
+A frame of 64 endpoints takes 3 ms, one of 256 endpoints 17 ms.
 """
 
 SampleFunction = Callable[[MetricSample | None], Awaitable[tuple[MetricSample, FleetStatus]]]
-"""Given the previous sample, returns a new one and the status.
+"""A function from the previous metric sample to a new one and the gateway's status.
 
-Raises LookupError when no process responds.
+It raises LookupError when no process responds.
 """
 
 
@@ -105,7 +106,7 @@ class LiveStream:
             except LookupError:
                 pass  # a process may respond the next time
             except Exception:  # one failed frame must not end the stream
-                log.exception("building the live view failed")
+                log.exception("building a frame of the live view failed")
             every_s = (
                 max(WATCHED_S, self._build_s / MAX_CPU_SHARE) if self._watchers else UNWATCHED_S
             )

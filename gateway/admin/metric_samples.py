@@ -27,21 +27,22 @@ Key = TypeVar("Key")
 
 
 class MetricSample(msgspec.Struct, frozen=True, eq=False):
-    """A gateway's metrics at one moment (monotonic seconds); most are sums since the start.
+    """A gateway's metrics at one moment (monotonic seconds); most are sums since the gateway's
+    start.
 
-    responses         by (status, reason)
+    responses         responses by (HTTP status, reason)
     slo_outcomes      responses by (service class, SLO outcome)
-    upstream_errors   by (endpoint, kind)
-    computed_tokens   prompt tokens computed, by cause
-    split_decisions   by (split or whole, reason)
+    upstream_errors   errors by (endpoint, kind)
+    computed_tokens   prompt tokens that engines computed, by cause
+    split_decisions   decisions by (split or whole, reason)
     tokens            output tokens of finished responses
     engine            prompt tokens of finished responses, and those reported as cached
-    ttft, tpot        sketch counts by endpoint
+    ttft, tpot        counts of the latency sketches by endpoint
     in_flight         requests in flight now, by endpoint
     predicted_tokens  by endpoint: prompt tokens sent, and those predicted to be cached
     pairs             by (prefill, decode): handoffs served and failed, prompt tokens transferred
-    costs             dollars by ("tenant", tenant) of requests, and by ("idle", pool)
-    received          KV bytes by decode endpoint, if its engine reports them
+    costs             dollars of requests by ("tenant", tenant), and of idle time by ("idle", pool)
+    received          KV bytes received by each decode endpoint, if its engine reports them
     """
 
     at: float
@@ -149,7 +150,7 @@ def count_failed(responses: Mapping[tuple[str, str], float]) -> float:
 class SampleHistory:
     """The gateway's metric samples of the last minute, oldest first and about a second apart.
 
-    It keeps the differences between them as well.
+    The history also keeps the differences between consecutive samples.
     """
 
     def __init__(self) -> None:
@@ -193,7 +194,7 @@ class SampleHistory:
         """Return the newest metric sample that is at least `span_s` seconds older than the time
         `at`.
 
-        Without one, return the oldest sample, or None if there is none before `at`.
+        If there is none, return the oldest sample, or None if there is none before `at`.
         """
         older = [mark for mark in self._ring if at - mark.at >= span_s]
         if older:

@@ -1,4 +1,4 @@
-"""Readiness: whether a load balancer should send requests to this gateway, and why not."""
+"""Decides whether a load balancer should send requests to this gateway, and why not."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 def not_ready_reason(gateway: Gateway, *, is_draining: bool) -> str | None:
     """Return why load balancers should send no requests to this gateway, or None if it is ready.
 
-    A gateway that can serve at least one of its models is ready. Requests for the others get a 503.
+    A gateway that can serve at least one of its models is ready. Requests for its other models get
+    a 503.
     """
     if is_draining:
         return "draining"

@@ -1,7 +1,7 @@
-"""The admin page GET /requests: the most recently finished requests, as rows.
+"""The admin page GET /requests: a table of the most recently finished requests.
 
-It has the query, the rows, and the merge of several workers' rows. A row contains no prompt, no
-response text and no client header. explain.py keeps the requests.
+Contains the query, the rows, and the merge of several workers' rows. A row contains no prompt, no
+response text and no client header. The requests are kept in explain.py.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from gateway.telemetry.explain import EndedExchange, RecentExchanges
 
 DEFAULT_LIMIT, MAX_LIMIT = 50, 200
 MAX_SCANNED = 4096
-"""The number of requests searched for problems, newest first; it blocks the loop for 1 ms."""
+"""Maximum number of finished requests that are searched for problems, newest first; a search blocks
+the event loop for 1 ms."""
 
 GOOD_OUTCOMES = frozenset({"", "met"})
 
@@ -63,9 +64,9 @@ def read_query(fields: Mapping[str, str]) -> RecentQuery:
     if not (
         limit.isascii() and limit.isdigit() and len(limit) < 5 and 1 <= int(limit) <= MAX_LIMIT
     ):
-        raise ValueError(f"limit must be a number from 1 to {MAX_LIMIT}")
+        raise ValueError(f"the query parameter limit must be a number from 1 to {MAX_LIMIT}")
     if problems not in ("0", "1"):
-        raise ValueError("problems must be 0 or 1")
+        raise ValueError("the query parameter problems must be 0 or 1")
     return RecentQuery(int(limit), problems == "1")
 
 

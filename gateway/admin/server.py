@@ -1,7 +1,7 @@
 """The admin server of one gateway process: health, readiness, metrics, and the state of endpoints.
 
-auth.py authorizes requests, config_pages.py has the configuration's pages, live_pages.py the live
-view. The admin server has a listener of its own and never shares the API's port.
+auth.py authorizes requests; config_pages.py serves the configuration, live_pages.py the live view.
+The admin server has a listener of its own and never shares the API's port.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Admission control: a wait queue per pool, memory for request bodies, and the retry budget.
 
 policies.admission.admission and policies.health.retry make the decisions; this module has the
-futures that requests wait on. Whatever a request takes, it releases by leaving a `with` block.
+futures on which requests wait. A request releases all that it has taken by leaving a `with` block.
 """
 
 from __future__ import annotations
@@ -61,12 +61,13 @@ WaiterFuture = asyncio.Future[Verdict]
 
 
 class PoolQueue:
-    """The wait queue of one pool: permits to be served, and the requests that wait for one.
+    """The wait queue of one pool: permits to be served, and the requests that wait for a permit.
 
-    The object is a context manager that releases a permit at its end.
+    The object is a context manager that releases a permit when its block ends.
 
-    wants_feedback  the admission policy learns from all requests, not only from those of sessions
-    reads_sessions  the admission policy reads the sessions of requests
+    wants_feedback  whether the admission policy learns from all requests, not only from those of
+                    sessions
+    reads_sessions  whether the admission policy reads the sessions of requests
     """
 
     __slots__ = (
@@ -109,8 +110,8 @@ class PoolQueue:
     def set_admission(self, policy: Admission, shares: Mapping[str, float]) -> None:
         """Replace the pool's admission policy and the tenants' shares.
 
-        Results of requests are not reported to a plain concurrency limit with a single tenant,
-        which learns nothing from them.
+        The results of requests are not reported to a plain concurrency limit with a single tenant,
+        because it would not use them.
         """
         self._queue.admission = policy
         self._queue.set_shares(FairShares(shares))
@@ -158,8 +159,8 @@ class PoolQueue:
         return 1.0 if self.sessions is None else min(1.0, self.sessions.memory_share)
 
     def learns_from(self, request: Request) -> bool:
-        """Return whether the admission policy must be told of this request, by on_reserved() and
-        on_finished().
+        """Return whether this request must be reported to the admission policy, by on_reserved()
+        and on_finished().
         """
         return self.wants_feedback or (self.reads_sessions and bool(request.session))
 
@@ -193,7 +194,7 @@ class PoolQueue:
         self._queue.charge_peer_work(tenant, tokens)
 
     def tick(self, now: float) -> None:
-        """Advance the clock of a pool's admission policy. Call it about every 100 ms."""
+        """Run the periodic work of the pool's admission policy. Call it about every 100 ms."""
         self._queue.tick(now)
         if self._queue.waiting:
             self._settle()
@@ -240,8 +241,8 @@ class PoolQueue:
 
         Raises GatewayError when the request is rejected.
 
-        query_at  returns the routing query for a later time, since cached prefixes change during a
-                  wait
+        query_at  function that returns the routing query for a later time, because cached prefixes
+                  change during a wait; None: the query stays the same
         """
         waiter: WaiterFuture = asyncio.get_running_loop().create_future()
         verdict = self._queue.arrive(query, self._candidates, waiter, query_at)
@@ -395,7 +396,7 @@ class AdmissionController:
         return list(self._rooms.values())
 
     def tick(self, now: float) -> None:
-        """Advance the clock of every pool's admission policy. Call it about every 100 ms."""
+        """Run the periodic work of every pool's admission policy. Call it about every 100 ms."""
         for queue in self._rooms.values():
             queue.tick(now)
 
@@ -416,7 +417,8 @@ class AdmissionController:
         if self.body_bytes + body_bytes > self._budget_bytes:
             raise GatewayError(
                 Failure.OVERLOADED,
-                f"Request bodies already take {self.body_bytes} of {self._budget_bytes} bytes.",
+                f"The bodies of running requests already use {self.body_bytes} of the "
+                f"{self._budget_bytes} bytes reserved for them.",
                 retry_after_s=1.0,
                 reason="body_budget",
             )
@@ -430,9 +432,9 @@ class AdmissionController:
         """Take the right to one retry from the gateway's budget; return False if none became
         available in time.
 
-        A request over budget waits up to RETRY_WAIT_S. So the requests of a failed endpoint are
-        spread over time instead of refused at once. The caller must give it back with
-        release_retry().
+        A request beyond the budget waits up to RETRY_WAIT_S seconds. This spreads the retries of a
+        failed endpoint's requests over time, where an immediate refusal would fail most of them.
+        The caller must end the retry with release_retry().
         """
         if self.is_stopping:
             return False

@@ -53,11 +53,9 @@ class Quotas:
         self.by_tenant = unchanged | new
 
     def take(self, request: Request) -> Quota | None:
-        """Charge a request to its tenant's quota.
+        """Charge a request to its tenant's quota, and return that quota.
 
-        Return that quota, or None if the tenant has no limits.
-
-        Raises GatewayError when the quota is used up.
+        Returns None if the tenant has no limits. Raises GatewayError when the quota is used up.
         """
         quota = self.by_tenant.get(request.tenant)
         if quota is not None:

@@ -1,7 +1,7 @@
 """Compares the routing policies of pools by regular replays, and changes the policy of a pool.
 
-Decisions are pure (policies/auto/decider.py). A change is an ordinary configuration change, with a
-version of its own. A comparison is cancelled when an endpoint fails.
+policies/auto/decider.py decides without I/O. A change is applied as a new configuration version. A
+comparison is cancelled when an endpoint fails.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ log = logging.getLogger("penstock")
 TICK_S = 5.0
 TICKS_PER_INTERVAL = 5
 MOST_BACKOFF = 16
-"""Factor on the interval after many failed comparisons."""
+"""Largest factor by which the interval between comparisons grows after failed ones."""
 
 SWITCHES_KEPT = 20
 ROLLBACKS = frozenset({"rollback", "auto_rollback"})
@@ -103,7 +103,7 @@ class AutoPolicyController:
             try:
                 await self.tick(monotonic())
             except Exception:  # an error here must not end the loop
-                log.exception("the choice of policies failed")
+                log.exception("automatic policy selection: the periodic task failed")
 
     async def tick(self, now: float) -> None:
         """Check the pools for failures, and start the policy comparison that is due.
@@ -157,7 +157,11 @@ class AutoPolicyController:
         if failure:
             self._metrics.comparisons.labels(name, "failed").inc()
             if failure != state.failure:
-                log.warning("the policies of pool %s cannot be compared: %s", name, failure)
+                log.warning(
+                    "automatic policy selection: the policies of pool %s cannot be compared: %s",
+                    name,
+                    failure,
+                )
         state.failure = failure
         state.failures = state.failures + 1 if failure else 0
         factor = min(MOST_BACKOFF, 2**state.failures)
@@ -176,7 +180,7 @@ class AutoPolicyController:
         self._metrics.gain.labels(name).set(decision.gain)
         self._metrics.error.labels(name).set(decision.error)
         if decision.action is Action.ADVISE and is_news:
-            log.info("pool %s: %s", name, decision.reason)
+            log.info("automatic policy selection: pool %s: %s", name, decision.reason)
         if decision.action is Action.SWITCH:
             await self._switch(name, state, auto, decision)
 
@@ -191,13 +195,24 @@ class AutoPolicyController:
         text = with_policy(self._target.running.text, name, member)
         outcome = await self._change(name, text, decision.reason)
         if outcome.result != "applied":
-            log.warning("pool %s keeps %s: %s", name, before.label, outcome.message)
+            log.warning(
+                "automatic policy selection: pool %s keeps policy %s: %s",
+                name,
+                before.label,
+                outcome.message,
+            )
             return
         state.decider.on_switched(monotonic(), before.label)
         self._metrics.switches.labels(name).inc()
         record = SwitchRecord(time(), outcome.version, before.label, member.label, decision.reason)
         state.switches = [*state.switches, record][-SWITCHES_KEPT:]
-        log.info("pool %s: policy %s -> %s: %s", name, before.label, member.label, decision.reason)
+        log.info(
+            "automatic policy selection: pool %s changes from policy %s to %s: %s",
+            name,
+            before.label,
+            member.label,
+            decision.reason,
+        )
 
     async def _change(self, pool: str, text: bytes, reason: str) -> ChangeResult:
         # The text is applied only if it changes nothing but this pool's policy or pin.
@@ -218,11 +233,11 @@ class AutoPolicyController:
     async def set_pin(self, pool: str, *, is_pinned: bool) -> ChangeResult:
         """Pin the pool's routing policy, or permit automatic changes again.
 
-        Raises UnknownPoolError.
+        Raises UnknownPoolError for a pool without the section `auto`.
         """
         state, auto = self._states.get(pool), self._auto_pools().get(pool)
         if state is None or auto is None:
-            raise UnknownPoolError(f"there is no pool {pool!r} with the section auto")
+            raise UnknownPoolError(f"no pool named {pool!r} has the section auto")
         if not is_pinned:
             state.held = ""
         if auto.pinned == is_pinned:

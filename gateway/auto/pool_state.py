@@ -26,11 +26,13 @@ class PoolState:
 
     policy            the policy in force
     due_at            monotonic time of the next comparison
-    counts_from_s     requests that arrived before do not count in comparisons
-    in_force_since_s  since when the policy serves the pool
-    held              why no change is made until an operator permits it; empty if nothing is
-    trouble           why no comparison is made now; empty if nothing is in the way
-    failures          comparisons in a row that gave no estimate, and the last one's reason
+    counts_from_s     requests that arrived before this time do not count in comparisons
+    in_force_since_s  time since which the policy serves the pool
+    held              why no change is made until an operator permits it; empty if changes are
+                      permitted
+    trouble           why no comparison can be made now; empty if one can
+    failures          number of comparisons in a row without an estimate, and the reason of the last
+                      one
     """
 
     def __init__(self, policy: PolicyMember, due_at: float, now_s: float) -> None:

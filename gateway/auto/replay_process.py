@@ -1,7 +1,7 @@
 """The process that replays the access log with other routing policies, one for each comparison.
 
-It limits itself (planner/auto/cpu_budget.py). It ends when its stdin closes, so also when the
-gateway is killed.
+The process limits its own CPU use (planner/auto/cpu_budget.py). It ends when its standard input
+closes, hence also when the gateway is killed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import msgspec
 from policies.auto.job import ReplayAnswer, ReplayJob
 
 LIMIT_S = 3600.0
-"""A comparison that takes longer is given up."""
+"""Maximum seconds of a comparison; one that takes longer is cancelled."""
 
 MOST_ANSWER_BYTES = 1 << 20
 

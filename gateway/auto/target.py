@@ -12,7 +12,7 @@ import msgspec
 from gateway.config import LoadedConfig
 
 EndpointRows = Callable[[], Awaitable[Sequence[Mapping[str, Any]]]]
-"""Returns the endpoints as on the admin server's page /endpoints."""
+"""A function that returns the rows about endpoints that the admin page /endpoints shows."""
 
 
 class ChangeResult(msgspec.Struct, frozen=True):

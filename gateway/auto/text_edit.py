@@ -16,7 +16,7 @@ LONGEST_LINE = 1 << 20  # so that no line of the text is folded
 
 
 def with_policy(text: bytes, pool: str, member: PolicyMember) -> bytes:
-    """Return the configuration text with another routing policy for one pool."""
+    """Return a copy of a configuration text in which one pool has another routing policy."""
     yaml, tree = _read(text)
     section = tree["pools"][pool]
     # `policy: auto` also stood for this section.
@@ -31,7 +31,9 @@ def with_policy(text: bytes, pool: str, member: PolicyMember) -> bytes:
 
 
 def with_pin(text: bytes, pool: str, *, is_pinned: bool) -> bytes:
-    """Return the configuration text with the pool's policy pinned, or no longer pinned."""
+    """Return a copy of a configuration text in which the pool's policy is pinned, or no longer
+    pinned.
+    """
     yaml, tree = _read(text)
     section = tree["pools"][pool]
     if section.get(AUTO) is None:

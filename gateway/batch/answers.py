@@ -1,7 +1,7 @@
-"""Receives the answer to one request of a batch, as a client would, and keeps the part of an answer
-that is interrupted.
+"""Receives the answer to one request of a batch, and keeps the received part of an interrupted
+answer.
 
-LineClient stands in for the connection of a client. An answer that can be continued token for token
+LineClient takes the place of a client's connection. An answer that can be continued token for token
 is requested as a stream; StreamedAnswer joins its events to the body of a whole answer. No I/O.
 """
 
@@ -36,10 +36,10 @@ _encode = msgspec.json.Encoder().encode
 
 
 def streamed_body(body: bytes, api: Api) -> tuple[bytes, ContinuationTerms] | None:
-    """Return a request body for the same answer as a stream, and the terms for continuing the
+    """Return the body of the same request for a streamed answer, and the terms for continuing the
     stream.
 
-    Return None if the answer could not be continued exactly; such a request is sent unchanged.
+    Returns None if the answer could not be continued exactly; such a request is sent unchanged.
     """
     if not api.can_resume:
         return None
@@ -118,10 +118,10 @@ class StreamedAnswer:
         return self._last.get("finish_reason") is not None
 
     def end_at_limit(self) -> None:
-        """Complete an answer of which an earlier attempt has already produced the maximum number of
+        """Complete an answer for which earlier attempts have already produced the maximum number of
         tokens.
 
-        No engine request is needed for it.
+        No request to an engine is needed for it.
         """
         self._last["finish_reason"] = "length"
         self._usage = {"completion_tokens": 0}
@@ -158,8 +158,8 @@ class StreamedAnswer:
     def keep(
         self, prompt: Sequence[int], shown: Sequence[int], prompt_tokens: int
     ) -> KeptAnswer | None:
-        """Return the part of an answer that was received over all attempts, or None if nothing was
-        received.
+        """Return the part of the answer that all attempts have received, or None if they received
+        nothing.
 
         `prompt` and `shown` are the token ids of the newest attempt's prompt and answer.
         """
@@ -174,15 +174,15 @@ class StreamedAnswer:
 
 
 class LineClient:
-    """A stand-in for a client connection, which collects the response to one batch request.
+    """Takes the place of a client connection, and collects the response to one batch request.
 
-    It implements gateway.http.client.Client. The response arrives as HTTP/1.0 would frame it: a
+    The class implements gateway.http.client.Client. The response arrives framed as for HTTP/1.0: a
     head, then the body up to its end.
 
-    status    the response's HTTP status; 0 before its head
-    body      the body of a response that is no stream
-    answer    collects a stream; None for a request that is no stream
-    overflow  the response was longer than MAX_ANSWER_BYTES, or one of its events too long
+    status    the response's HTTP status; 0 before its head has arrived
+    body      the body of a response that is not streamed
+    answer    collects a streamed answer; None for a request without streaming
+    overflow  whether the response was longer than MAX_ANSWER_BYTES, or one of its events too long
     """
 
     address = "batch"
@@ -258,5 +258,5 @@ class LineClient:
         self.status, self._body = status, bytearray(body)
 
     def close_after_write(self) -> None:
-        """Record that the response to a batch request ends although it is incomplete."""
+        """Record that the response to a batch request has ended although it is incomplete."""
         self.is_cut = True

@@ -35,7 +35,7 @@ class DiskBatch:
 
     def renew(self) -> None:
         if not self._owner.claim(self.folder, self._clock()):
-            raise LeaseLostError("another process has taken the batch over")
+            raise LeaseLostError("another process has taken over the batch")
 
     def save(self, record: BatchRecord) -> None:
         path = self.folder / "record.json"
@@ -90,7 +90,7 @@ class JournalFile:
     def append(self, data: bytes) -> None:
         with self._lock:
             if not self._is_open:
-                raise OSError("the journal is closed")
+                raise OSError("cannot append to the batch's journal: it is closed")
             self._change(partial(self._write, data))
 
     def _write(self, data: bytes) -> None:

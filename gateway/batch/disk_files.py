@@ -27,7 +27,7 @@ def replace_file(path: Path, data: bytes) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make the names of a folder's files durable."""
+    """Sync a folder, so that the names of its files survive a power failure."""
     fd = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(fd)
@@ -44,7 +44,7 @@ def read_record(path: Path, kind: type[T]) -> T | None:
 
 
 def delete_folder(folder: Path) -> None:
-    """Delete a folder of files, as far as that is possible."""
+    """Delete a folder and its files; ignore those that cannot be deleted."""
     with suppress(OSError):
         for path in folder.iterdir():
             path.unlink(missing_ok=True)

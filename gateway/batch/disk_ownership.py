@@ -1,8 +1,8 @@
 """Leases on batches: each batch is run by one gateway process of a machine at a time.
 
-A lease names its owner and when it expires. An owner holds a lock on a file of its own while it
-runs; the kernel frees that lock when the process dies, so its batches are taken over at once. The
-expiry is for an owner that hangs. All calls block; use them in threads.
+A lease names its owner and when it expires. While an owner runs, it holds a lock on a file of its
+own. The kernel frees that lock when the process dies, so other processes take over its batches at
+once. The expiry covers an owner that hangs. All calls block; use them in threads.
 """
 
 from __future__ import annotations
@@ -60,10 +60,10 @@ class BatchOwner:
             self._lock.close()
 
     def claim(self, batch: Path, now: float) -> bool:
-        """Take or renew the lease on the batch in this folder; return whether this process holds
-        it.
+        """Take or renew the lease on the batch in this folder; return whether this process now
+        holds it.
 
-        It is refused while another owner, which still runs, holds an unexpired lease.
+        The lease is refused while another running owner holds one that has not expired.
         """
         with locked(batch / "owner") as file:
             lease = _read_lease(file)
@@ -79,13 +79,13 @@ class BatchOwner:
         """Call a function that changes the batch in this folder, while this process holds its
         lease.
 
-        Raises LeaseLostError if another process holds the lease. That process has already continued
-        from the stored state.
+        Raises LeaseLostError if another process holds the lease; that process then continues from
+        the stored state.
         """
         with locked(batch / "owner") as file:
             lease = _read_lease(file)
             if lease is None or lease.owner != self.name:
-                raise LeaseLostError("another process has taken the batch over")
+                raise LeaseLostError("another process has taken over the batch")
             call()
 
     def release(self, batch: Path) -> None:

@@ -25,7 +25,8 @@ BATCH_APIS: Mapping[str, Api] = {
 }
 """The APIs whose requests a batch may contain, by path.
 
-Forms do not fit a line of JSON, and an engine may keep a response only for a live client.
+Excluded are APIs with form bodies, which do not fit a line of JSON, and those whose responses
+engines keep for a live client only.
 """
 
 

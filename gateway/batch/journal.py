@@ -18,8 +18,8 @@ class KeptAnswer(msgspec.Struct):
 
     prompt         token ids of the prompt, as the engine rendered it
     tokens         ids of the tokens whose text is in `text`
-    text           the answer so far
-    first          the first chunk of the answer, raw JSON, for its id and time of creation
+    text           text of the answer so far
+    first          first chunk of the answer as raw JSON, which contains its id and time of creation
     prompt_tokens  number of tokens of the original prompt
     """
 
@@ -34,9 +34,10 @@ class JournalEntry(msgspec.Struct, omit_defaults=True):
     """One event of a batch: a request got its result, or was interrupted with a part of its answer.
 
     number   index of the request in the input file, from 0
-    is_good  the result belongs in the output file, otherwise in the errors file
+    is_good  whether the result belongs in the output file; otherwise it belongs in the errors file
     result   the line of that file, without its line feed; "": the request has no result yet
-    kept     the kept part of a pre-empted answer; None without a result: nothing is kept any more
+    kept     the received part of an interrupted answer; None without a result: drop the part kept
+             before
     """
 
     number: int
@@ -55,11 +56,11 @@ def encode_entry(entry: JournalEntry) -> bytes:
 
 
 class JournalReader:
-    """Reads the journal of a batch line by line, and keeps what the batch's owner needs to
+    """Reads the journal of a batch line by line, and collects what the batch's owner needs to
     continue.
 
     has_result  one byte for each request: 1 if its result is in the journal
-    kept        parts of answers by the request's index
+    kept        received parts of answers, by the request's index
     size        bytes of complete lines; what follows them is cut off
     """
 

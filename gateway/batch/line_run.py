@@ -1,6 +1,6 @@
 """One attempt at one batch request, from its line of the input file to its result.
 
-It prepares the request and reads the answer; gateway/serve.py serves it.
+The module prepares the request and reads the answer; gateway/serve.py serves the request.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ if TYPE_CHECKING:
     from gateway.exchange import Exchange
 
 ServeLine = Callable[[str, LineClient, Api], "tuple[Exchange, Coroutine[Any, Any, None]]"]
-"""Returns the record and the coroutine of a request; takes its tenant, its client and its API."""
+"""A function that takes a request's tenant, client and API, and returns its record and the
+coroutine that serves it."""
 
 RETRIED_STATUSES = frozenset((408, 429, 500, 502, 503, 504))
 UNLIMITED_STATUSES = frozenset((429, 503))
-"""Statuses that say nothing about the request, so it is tried again until its batch ends."""
+"""HTTP statuses that say nothing about the request; it is tried again until its batch ends."""
 MANY_TOKENS = 1 << 30
 MAX_FAILURES = 5  # attempts with another failure of the engines, after which a request has failed
 
@@ -34,7 +35,7 @@ class LineResult(msgspec.Struct, frozen=True):
     """The result of one attempt at a batch request.
 
     status, request_id, body  the response; the body is JSON
-    is_retried                another attempt follows
+    is_retried                whether another attempt follows
     retry_after_s             seconds until then, if the gateway named a time; else None
     """
 

@@ -70,7 +70,7 @@ class OwnedBatch:
 
     @property
     def record(self) -> BatchRecord:
-        """The batch as stored."""
+        """Return the record of the batch as it is stored."""
         return self._claimed.record
 
     # Input
@@ -189,7 +189,7 @@ class OwnedBatch:
     # Results
 
     def add_result(self, run: LineRun, result: LineResult) -> None:
-        """Write the result of one request to the batch's journal."""
+        """Append the result of one request to the batch's journal."""
         response = (result.status, result.request_id, result.body)
         line = result_line(run.number, self.record.id, run.line.custom_id, response)
         self._write(JournalEntry(run.number, result.status == 200, line[:-1].decode()))
@@ -214,7 +214,7 @@ class OwnedBatch:
                 return
             except OSError as error:
                 self.is_blocked = True
-                log.error("batch %s: cannot write its journal: %s", self.record.id, error)
+                log.error("batch %s: cannot write to its journal: %s", self.record.id, error)
                 await asyncio.sleep(1.0)
                 continue
             for line in self._unwritten[:count]:
@@ -278,8 +278,8 @@ class OwnedBatch:
         """Write the output and error files of a batch, and put the batch into its final state.
 
         Requests without a result get an error that names `state`. The ids of both files are stored
-        first. After a restart, the next owner deletes these files and writes its own, because an
-        earlier owner that only hung may still be writing them.
+        before the files are written. After a restart, the next owner deletes these files and writes
+        its own, because an earlier owner that was only slow may still be writing.
         """
         record, run = self.record, self._threads.run
         for name in record.result_file_ids:

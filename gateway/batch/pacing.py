@@ -93,10 +93,11 @@ def _is_pressed(reading: PoolReading, targets: LatencyTargets) -> bool:
 
 
 def choose_preempted(lost_tokens: Sequence[int], count: int) -> list[int]:
-    """Return the indexes of the `count` running batch requests to interrupt, which lose the least.
+    """Return the indexes of the `count` running batch requests whose interruption loses the fewest
+    tokens.
 
-    `lost_tokens` has the number of tokens that each of them would have to generate again. Of equal
-    ones, the newest is chosen, which has the highest index.
+    `lost_tokens` has the number of tokens that each of them would have to generate again. Among
+    equal ones, the newest is chosen, which has the highest index.
     """
     order = sorted(range(len(lost_tokens)), key=lambda index: (lost_tokens[index], -index))
     return order[:count]

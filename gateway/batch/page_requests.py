@@ -1,6 +1,5 @@
-"""Parses clients' requests about files and batches: upload forms, bodies and list queries.
-
-No I/O.
+"""Parses clients' requests about files and batches: upload forms, bodies and list queries. No
+I/O.
 """
 
 from __future__ import annotations
@@ -23,7 +22,10 @@ MAX_FILENAME_CHARS = 255
 
 
 class FileForm(msgspec.Struct, frozen=True):
-    """The form of a file upload: the file's name and the other fields; without a file, None."""
+    """The form of a file upload: the file's name and the other fields.
+
+    The name is None if the form contains no file.
+    """
 
     filename: str | None
     fields: Mapping[str, str]
@@ -34,10 +36,10 @@ class FileForm(msgspec.Struct, frozen=True):
         Raises GatewayError if the upload form is invalid.
         """
         if self.filename is None:
-            raise _bad("The form has no file.", "file")
+            raise _bad('The form must contain a file (field "file").', "file")
         purpose = self.fields.get("purpose", "")
         if purpose not in PURPOSES:
-            raise _bad(f"The purpose must be one of {', '.join(PURPOSES)}.", "purpose")
+            raise _bad(f"The field purpose must be one of {', '.join(PURPOSES)}.", "purpose")
         name = self.filename.replace("\x00", "")[-MAX_FILENAME_CHARS:]
         expires_at = int(now + min(self._expiry_s() or expiry_s, expiry_s))
         return FileRecord(file_id, name, purpose, size, int(now), expires_at)
@@ -49,7 +51,9 @@ class FileForm(msgspec.Struct, frozen=True):
         if seconds is None:
             return None
         if anchor != "created_at":
-            raise _bad("The anchor must be created_at.", "expires_after[anchor]")
+            raise _bad(
+                "The field expires_after[anchor] must be created_at.", "expires_after[anchor]"
+            )
         if not (seconds.isascii() and seconds.isdigit() and len(seconds) < 9) or not (
             MIN_EXPIRY_S <= int(seconds) <= MAX_EXPIRY_S
         ):
@@ -87,13 +91,17 @@ def read_batch_request(raw: bytes, max_window_s: float, endpoints: Container[str
     try:
         body = _decode(raw)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-        raise _bad(f"The body is invalid: {error}.", None) from None
+        raise _bad(f"The body is not a valid request to create a batch: {error}.", None) from None
     if body.endpoint not in endpoints:
-        raise _bad(f"Batches cannot use the endpoint '{body.endpoint[:64]}'.", "endpoint")
+        raise _bad(
+            f"The requests of a batch cannot use the endpoint '{body.endpoint[:64]}'.", "endpoint"
+        )
     try:
         window_s = parse_duration(body.completion_window)
     except UnitError as error:
-        raise _bad(f"The completion window {error}.", "completion_window") from None
+        raise _bad(
+            f"The completion window (completion_window) {error}.", "completion_window"
+        ) from None
     if not MIN_WINDOW_S <= window_s <= max_window_s:
         message = f"The completion window must be from 1s to {max_window_s:g}s."
         raise _bad(message, "completion_window")
@@ -140,10 +148,10 @@ def read_page_query(
     """
     text = query.get("limit", str(default or max_limit))
     if not (text.isascii() and text.isdigit() and len(text) < 7 and 0 < int(text) <= max_limit):
-        raise _bad(f"The limit must be from 1 to {max_limit}.", "limit")
+        raise _bad(f"The query parameter limit must be from 1 to {max_limit}.", "limit")
     order = query.get("order", "desc")
     if order not in ("asc", "desc"):
-        raise _bad("The order must be asc or desc.", "order")
+        raise _bad("The query parameter order must be asc or desc.", "order")
     return PageQuery(int(text), query.get("after", ""), order == "asc")
 
 
@@ -158,7 +166,8 @@ def page_of(items: Sequence[FileRecord | BatchRecord], query: PageQuery) -> dict
         ids = [item.id for item in ordered]
         if query.after not in ids:
             raise _bad(
-                f"The list has no item with the id '{query.after[:64]}' (parameter after).", "after"
+                f"The list has no item with the id '{query.after[:64]}' (query parameter after).",
+                "after",
             )
         start = ids.index(query.after) + 1
     page = ordered[start : start + query.limit]

@@ -57,7 +57,8 @@ class BatchPages:
     ) -> None:
         """Initialize the handlers for files and batches.
 
-        `section` is the configuration to use once a reload has removed its section.
+        `section` is the section `batch` of the first configuration; it stays in use if a reload
+        removes the section.
         """
         self._runner, self._store = runner, runner.storage
         self._threads = StorageThreads(MAX_UPLOADS + READ_THREADS)
@@ -118,7 +119,7 @@ class BatchPages:
         reader = await _received(request.multipart())
         while (part := await _received(reader.next())) is not None:
             if not isinstance(part, BodyPartReader):
-                raise _bad("A part of the form is itself a form.", None)
+                raise _bad("The form is invalid: one of its parts is itself a form.", None)
             if part.name == "file" and filename is None:
                 filename = part.filename or "file"
                 async for piece in _pieces(part):
@@ -131,7 +132,9 @@ class BatchPages:
                 async for piece in _pieces(part):
                     value += piece
                     if len(value) > MAX_FIELD_BYTES:
-                        raise _bad(f"The field '{part.name[:64]}' is too long.", part.name[:64])
+                        raise _bad(
+                            f"The form field '{part.name[:64]}' is too long.", part.name[:64]
+                        )
                 fields[part.name] = value.decode("utf-8", "replace")
             else:
                 raise _bad("The form has more than one file, or too many fields.", "file")
@@ -288,7 +291,7 @@ async def _received(reading: Awaitable[T]) -> T:
     except TimeoutError:
         raise _too_slow() from None
     except (ValueError, AssertionError, HttpProcessingError) as error:
-        raise _bad(f"The form is malformed: {error}.", None) from None
+        raise _bad(f"The body is not a valid form (multipart/form-data): {error}.", None) from None
 
 
 def _too_slow() -> GatewayError:

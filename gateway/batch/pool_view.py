@@ -79,12 +79,12 @@ def scope_digest(key_digest: bytes) -> str:
 
 
 class PoolView:
-    """Reads the load of one pool of endpoints, from which the number of its batch requests is
+    """Reads the load of one pool of endpoints, by which the number of its batch requests is
     limited.
 
-    _missed    other requests that missed a latency target in the newest window
+    _missed    number of other requests that missed a latency target in the newest window
     _targets   the latency targets of other requests
-    _answered  answered other requests by service class, and when the number last changed
+    _answered  numbers of answered other requests by service class, and when they last changed
     """
 
     def __init__(self, pool: str, gateway: Gateway, metrics: Metrics) -> None:

@@ -1,9 +1,9 @@
 """Runs batches of requests: takes them over, runs their requests beside live traffic, and writes
 results.
 
-There is one BatchRunner per gateway process. While it has batches, it looks at all pools many times
-a second: PoolPacer says how many requests may run, and the runner starts or pre-empts the
-difference.
+There is one BatchRunner per gateway process. While it has batches, it reads the load of all pools
+many times a second. PoolPacer decides how many batch requests a pool may run, and the runner starts
+or pre-empts the difference.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class BatchRunner:
     """Runs all batches of requests that this gateway process owns.
 
     storage  the storage of files and batches
-    is_open  the storage can be used
+    is_open  whether the storage can be used
     """
 
     def __init__(
@@ -94,15 +94,15 @@ class BatchRunner:
     async def start(self) -> None:
         """Prepare the storage of files and batches, and start to run batches.
 
-        A storage that cannot be reached is tried again until it can be. Raises OSError for any
-        other failure.
+        If the storage cannot be reached, the call succeeds, and connecting is repeated until it
+        works. Raises OSError for any other failure.
         """
         try:
             await self._open()
         except StorageUnreachableError as error:
-            log.error("batches wait for their storage: %s", error)
+            log.error("batches cannot run until their storage can be reached: %s", error)
         except OSError as error:
-            raise OSError(f"the storage of batches: {error}") from error
+            raise OSError(f"cannot open the storage of batches: {error}") from error
         loops = {"batches": self._pace_batches, "leases": self._keep_leases}
         loops |= {"claims": self._claim_batches, "janitor": self._delete_expired}
         self._loops = [
@@ -140,7 +140,7 @@ class BatchRunner:
             threads.close()
 
     def wake(self) -> None:
-        """Look for new batches and cancellations at once."""
+        """Look for new batches and for cancellations now, instead of at the next regular time."""
         self._is_due.set()
 
     async def _pace_batches(self) -> None:
@@ -148,7 +148,9 @@ class BatchRunner:
             try:
                 self._pace_all()
             except Exception:  # an error in one round must not end all batches
-                log.exception("a round of the batches failed")
+                log.exception(
+                    "batches: starting and interrupting requests failed; it is tried again"
+                )
             await asyncio.sleep(TICK_S if self._owned else IDLE_S)
 
     # Which batches this process owns
@@ -172,7 +174,7 @@ class BatchRunner:
     async def _claim_some(self) -> None:
         if not self.is_open:
             await self._open()
-            log.info("the storage of batches can be reached")
+            log.info("the storage of batches can be reached again")
         waiting = await self._threads.run(self.storage.open_batches)
         while len(self._owned) < MAX_OWNED and (batch := self._next_of(waiting)) is not None:
             waiting.remove(batch)
@@ -226,12 +228,14 @@ class BatchRunner:
         try:
             await self._bring_to_end(batch)
         except LeaseLostError:
-            log.error("batch %s: another process has taken it over", name)
+            log.error(
+                "batch %s: another process has taken it over; this process stops running it", name
+            )
         except OSError as error:
-            log.error("batch %s stopped: %s; it will be tried again", name, error)
+            log.error("batch %s: running it failed: %s; it will be tried again", name, error)
             await asyncio.sleep(RETRY_S)
         except Exception:
-            log.exception("batch %s stopped; it will be tried again", name)
+            log.exception("batch %s: running it failed; it will be tried again", name)
             await asyncio.sleep(RETRY_S)
         finally:
             await self._cancel_runs(batch)
@@ -255,7 +259,7 @@ class BatchRunner:
             await batch.finish(final, now, int(now + self._section.expiry))
         if missing:
             self._metrics.batch_requests_total.labels(final.value).inc(missing)
-        log.info("batch %s has ended with the state %s", batch.record.id, final.value)
+        log.info("batch %s has ended in state %s", batch.record.id, final.value)
 
     @property
     def _max_line(self) -> int:

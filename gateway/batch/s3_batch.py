@@ -1,9 +1,9 @@
 """A batch in S3 whose lease this process has taken, and its journal.
 
-Record and lease are one object, and every change of it requires the entity tag of the last one. The
-journal is a sequence of objects, each of which is written only if it does not exist yet. A new
-owner writes the next one before it runs any request. So an owner that has lost its lease, and does
-not know, can change neither.
+The record and the lease are one object. Every change of it is conditional on the entity tag of the
+previous change. The journal is a sequence of numbered objects, each of which is written only if it
+does not exist yet. A new owner writes the next number before it runs any request. An earlier owner
+that has lost its lease without knowing it can therefore change neither the record nor the journal.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ WRITER = "writer"
 
 
 class LeasedRecord(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The stored record of a batch, and the lease on it.
+    """The stored record of a batch, together with the lease on it.
 
     owner    name of the process that holds the lease; "" if none does
     lease_s  seconds without a renewal after which the lease ends
@@ -68,7 +68,10 @@ class S3Batch:
         return self._stored.record
 
     def take(self, owner: str, lease_s: float) -> None:
-        """Take the lease. Raises LeaseLostError if another process was faster."""
+        """Take the lease on the batch for the process named `owner`, for `lease_s` seconds.
+
+        Raises LeaseLostError if another process was faster.
+        """
         self._owner = owner
         with self._lock:
             self._change(LeasedRecord(self.record, owner, lease_s, 1))
@@ -102,7 +105,7 @@ class S3Batch:
             try:
                 self._etag = self._bucket.replace(key, data, self._etag)
             except FileNotFoundError:
-                raise LeaseLostError("the batch was deleted") from None
+                raise LeaseLostError("the batch was deleted from the storage") from None
             except ConditionError:
                 found, etag = self._bucket.read(key)
                 if found != data:
@@ -112,11 +115,13 @@ class S3Batch:
                     continue
             self._stored = new
             return
-        raise OSError("the record of the batch changes too often")
+        raise OSError(
+            "the batch's record in S3 was changed by other processes at every attempt to write it"
+        )
 
     def _check_own(self, found: LeasedRecord) -> None:
         if found.owner != self._owner:
-            raise LeaseLostError("another process has taken the batch over")
+            raise LeaseLostError("another process has taken over the batch")
 
     # Input
 
@@ -142,7 +147,9 @@ class S3Batch:
 
 
 class S3Journal:
-    """The journal of one batch: objects with consecutive numbers, each with some whole entries."""
+    """The journal of one batch: objects with consecutive numbers, each with one or more whole
+    entries.
+    """
 
     def __init__(self, bucket: S3Bucket, prefix: str) -> None:
         # Initialize; the keys of the objects are `prefix` and a number.
@@ -158,7 +165,9 @@ class S3Journal:
         return min(MAX_PAUSE_S, MIN_PAUSE_S + self._next / OBJECTS_PER_PAUSE_S)
 
     def open(self, reader: JournalReader, owner: str) -> None:
-        """Read the journal into `reader`, and end the turn of the process that has written it."""
+        """Read the journal into `reader`, and prevent the previous owner's process from writing to
+        it further.
+        """
         line = msgspec.json.encode({"owner": owner}) + b"\n"
         while True:
             for entry in self._read_from(self._next):
@@ -173,7 +182,7 @@ class S3Journal:
     def append(self, data: bytes) -> None:
         with self._lock:
             if not self._is_open:
-                raise OSError("the journal is closed")
+                raise OSError("cannot append to the batch's journal: it is closed")
             self._appended += 1
             writer = f"{self._name}-{self._appended}"
             while True:
@@ -181,7 +190,7 @@ class S3Journal:
                     return self._create(data, writer)
                 found = self._writer_of(self._key(self._next))
                 if found.partition("-")[0] != self._name:
-                    raise LeaseLostError("another process has taken the batch over")
+                    raise LeaseLostError("another process has taken over the batch")
                 # This process has written the object, but did not receive the answer.
                 self._next += 1
                 if found == writer:
@@ -202,7 +211,7 @@ class S3Journal:
             self._is_open = False
 
     def lines(self) -> Iterator[bytes]:
-        """Yield the lines that the journal had when this process appended to it last."""
+        """Yield the lines that the journal had when this process last appended to it."""
         yield from self._read(self._listed(1, self._next))
 
     def _read_from(self, number: int) -> Iterator[bytes]:

@@ -29,7 +29,7 @@ DELETED_AT_ONCE = 1000
 
 
 class ConditionError(OSError):
-    """Raised when an object is not as a conditional write requires; nothing was written."""
+    """Raised when the condition of a conditional write is not met; nothing was written."""
 
 
 class StoredObject(msgspec.Struct, frozen=True):
@@ -45,7 +45,9 @@ class S3Bucket:
     """The objects of one bucket whose keys begin with a prefix; keys are without the prefix."""
 
     def __init__(self, section: BatchS3) -> None:
-        """Initialize; call connect() before anything else."""
+        """Initialize the bucket from the section `batch.s3`; call connect() before anything
+        else.
+        """
         self.name = f"s3://{section.bucket}/{section.prefix}"
         self._bucket = section.bucket
         self._prefix = f"{section.prefix.strip('/')}/" if section.prefix.strip("/") else ""
@@ -54,18 +56,22 @@ class S3Bucket:
         self._deletes_many = True
 
     def connect(self) -> None:
-        """Create the client, without a request. Raises OSError."""
+        """Create the S3 client, without sending a request. Raises OSError if that fails."""
         if self._client is None:
             self._client = _create_client(self._section)
 
     def read(self, key: str) -> tuple[bytes, str]:
-        """Return an object's content and its entity tag. Raises FileNotFoundError."""
+        """Return an object's content and its entity tag. Raises FileNotFoundError if it does not
+        exist.
+        """
         with _as_os_error("GetObject"):
             answer = self._client.get_object(**self._at(key))
             return answer["Body"].read(), answer["ETag"]
 
     def read_range(self, key: str, offset: int, size: int) -> bytes:
-        """Return up to `size` bytes of an object, of which at least one must exist."""
+        """Return up to `size` bytes of an object from `offset` on; at least one byte must exist
+        there.
+        """
         last = offset + size - 1
         with _as_os_error("GetObject"):
             answer = self._client.get_object(**self._at(key), Range=f"bytes={offset}-{last}")
@@ -73,7 +79,9 @@ class S3Bucket:
             return data
 
     def describe(self, key: str) -> tuple[StoredObject, Mapping[str, str]]:
-        """Return an object without its content, and its metadata. Raises FileNotFoundError."""
+        """Return the size and date of an object, and its metadata. Raises FileNotFoundError if it
+        does not exist.
+        """
         with _as_os_error("HeadObject"):
             answer = self._client.head_object(**self._at(key))
         modified_at = answer["LastModified"].timestamp()
@@ -92,9 +100,10 @@ class S3Bucket:
             )
 
     def replace(self, key: str, data: bytes, etag: str) -> str:
-        """Write an object that must have this entity tag so far; return its new one.
+        """Replace an object if its entity tag is still `etag`, and return the new entity tag.
 
-        Raises ConditionError if it has another one, and FileNotFoundError if it does not exist.
+        Raises ConditionError if the entity tag differs, and FileNotFoundError if the object does
+        not exist.
         """
         with _as_os_error("PutObject"):
             answer = self._client.put_object(**self._at(key), Body=data, IfMatch=etag)
@@ -134,13 +143,18 @@ class S3Bucket:
         except StorageUnreachableError:
             raise
         except OSError as error:
-            log.warning("objects of %s are deleted one by one: %s", self.name, error)
+            log.warning(
+                "S3: the bucket does not delete several objects of %s in one request; "
+                "they are deleted one by one: %s",
+                self.name,
+                error,
+            )
             self._deletes_many = False
             return False
         return not answer.get("Errors")
 
     def copy(self, source: str, key: str) -> None:
-        """Copy an object inside the bucket. Raises FileNotFoundError."""
+        """Copy an object inside the bucket. Raises FileNotFoundError if `source` does not exist."""
         size = self.describe(source)[0].size
         origin = {"Bucket": self._bucket, "Key": self._prefix + source}
         if size <= MAX_COPY_BYTES:
@@ -154,13 +168,15 @@ class S3Bucket:
         parts.complete()
 
     def start_parts(self, key: str) -> ObjectParts:
-        """Start to write an object in parts."""
+        """Start to write an object in parts, and return the upload."""
         with _as_os_error("CreateMultipartUpload"):
             answer = self._client.create_multipart_upload(**self._at(key))
         return ObjectParts(self._client, self._at(key), answer["UploadId"])
 
     def abort_parts(self, before: float) -> None:
-        """Discard the parts of all objects that were started before a time (Unix seconds)."""
+        """Discard the parts of all unfinished objects that were started before the Unix time
+        `before`.
+        """
         pages = self._client.get_paginator("list_multipart_uploads").paginate(
             Bucket=self._bucket, Prefix=self._prefix
         )
@@ -175,7 +191,7 @@ class S3Bucket:
 
 
 class ObjectParts:
-    """An object that is written in parts, and exists once complete() was called."""
+    """An object that is written in parts; it exists once complete() was called."""
 
     def __init__(self, client: Any, place: dict[str, Any], upload_id: str) -> None:
         self._client = client
@@ -183,14 +199,14 @@ class ObjectParts:
         self._parts: list[dict[str, Any]] = []
 
     def write(self, data: bytes) -> None:
-        """Write the next part. All parts but the last one must have at least 5 MiB."""
+        """Write the next part of the object. Every part but the last must have at least 5 MiB."""
         number = len(self._parts) + 1
         with _as_os_error("UploadPart"):
             answer = self._client.upload_part(**self._upload, PartNumber=number, Body=data)
         self._parts.append({"PartNumber": number, "ETag": answer["ETag"]})
 
     def copy(self, origin: dict[str, str], span: str) -> None:
-        """Copy the next part from a range of another object."""
+        """Copy the next part of the object from the byte range `span` of another object."""
         number = len(self._parts) + 1
         with _as_os_error("UploadPartCopy"):
             answer = self._client.upload_part_copy(
@@ -206,7 +222,7 @@ class ObjectParts:
             )
 
     def abort(self) -> None:
-        """Discard the parts, unless the object is complete."""
+        """Discard the parts written so far, unless the object is complete."""
         try:
             with _as_os_error("AbortMultipartUpload"):
                 self._client.abort_multipart_upload(**self._upload)
@@ -220,7 +236,9 @@ def _create_client(section: BatchS3) -> Any:
         from botocore.session import get_session
     except ImportError:
         raise OSError(
-            errno.ENOPKG, "batch.s3 needs botocore; install the extra: pip install 'penstock[s3]'"
+            errno.ENOPKG,
+            "the section batch.s3 needs the Python package botocore; install it "
+            "with: pip install 'penstock[s3]'",
         ) from None
     addressing = {None: "auto", True: "path", False: "virtual"}[section.path_style]
     config = Config(

@@ -15,7 +15,10 @@ MAX_PARTS = 9000  # S3 accepts 10,000
 
 
 def open_object(bucket: S3Bucket, key: str) -> BufferedReader:
-    """Open an object for reading, in requests of READ_BYTES. Raises FileNotFoundError."""
+    """Open an object of the bucket for reading, in requests of READ_BYTES bytes.
+
+    Raises FileNotFoundError if the object does not exist.
+    """
     return BufferedReader(_ObjectReader(bucket, key, bucket.describe(key)[0].size), READ_BYTES)
 
 
@@ -58,7 +61,9 @@ class ObjectWriter:
     """
 
     def __init__(self, bucket: S3Bucket, key: str, most_bytes: int) -> None:
-        """Initialize; the parts are chosen for an object of at most about `most_bytes`."""
+        """Initialize the writer; the part size suits an object of at most about `most_bytes`
+        bytes.
+        """
         self._bucket, self.key = bucket, key
         self._part_bytes = max(PART_BYTES, -(-most_bytes // MAX_PARTS))
         self._pending = bytearray()
@@ -75,7 +80,7 @@ class ObjectWriter:
             del self._pending[: self._part_bytes]
 
     def complete(self) -> None:
-        """Write what is left; the object exists from now on."""
+        """Write the remaining bytes; the object exists from now on."""
         data, self._pending = bytes(self._pending), bytearray()
         if self._parts is None:
             self._bucket.write(self.key, data)
@@ -85,7 +90,7 @@ class ObjectWriter:
         self._parts = None
 
     def abort(self) -> None:
-        """Discard what was written, unless the object is complete."""
+        """Discard all bytes written so far, unless the object is complete."""
         self._pending = bytearray()
         if self._parts is not None:
             self._parts.abort()
@@ -93,7 +98,9 @@ class ObjectWriter:
 
 
 def write_lines(writer: ObjectWriter, lines: Iterator[bytes]) -> int:
-    """Write lines as one object, and return its size in bytes. Without a line, write nothing."""
+    """Write lines as one object, and return its size in bytes. If there are no lines, no object is
+    written.
+    """
     try:
         for line in lines:
             writer.write(line)
@@ -125,7 +132,7 @@ class S3Upload:
             self.writer.write(data)
 
     def complete(self) -> None:
-        """Write what is left; the file's content exists from now on."""
+        """Write the remaining bytes; the file's content exists from now on."""
         with self._lock:
             self.writer.complete()
 

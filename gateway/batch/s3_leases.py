@@ -1,4 +1,6 @@
-"""The leases of other processes, as this process observes them without comparing clocks. No I/O."""
+"""Watches the leases of other processes for expiry, without comparing clocks between machines. No
+I/O.
+"""
 
 from __future__ import annotations
 
@@ -16,24 +18,28 @@ class _Observation(msgspec.Struct):
 
 
 class LeaseWatch:
-    """Judges when a lease has expired: it has not changed for its duration on this clock.
+    """Decides when a lease has expired: when it has not changed for its duration on this process's
+    clock.
 
-    An owner changes the entity tag of its lease with every renewal, so clocks of several machines
-    need not agree. A process that has just started therefore waits one whole duration.
+    An owner changes the entity tag of its lease with every renewal, so the clocks of several
+    machines need not agree. A process that has just started waits one whole duration before it
+    takes a lease.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
-        """Initialize; `clock` returns seconds and must not jump."""
+        """Initialize the watch; `clock` returns seconds and must not jump."""
         self._clock = clock
         self._seen: dict[str, _Observation] = {}
 
     def is_due(self, name: str) -> bool:
-        """Return whether it is time to look at a lease again."""
+        """Return whether it is time to read this lease from the storage again."""
         seen = self._seen.get(name)
         return seen is None or self._clock() >= seen.look_due
 
     def has_expired(self, name: str, etag: str, duration_s: float) -> bool:
-        """Record a look at a lease; return whether its owner has stopped renewing it."""
+        """Record that a lease was read with this entity tag; return whether its owner has stopped
+        renewing it.
+        """
         now = self._clock()
         seen = self._seen.get(name)
         if seen is None or seen.etag != etag:
@@ -43,5 +49,5 @@ class LeaseWatch:
         return now >= ends
 
     def forget_all_but(self, names: Iterable[str]) -> None:
-        """Forget the leases of batches that have ended."""
+        """Forget the leases of all batches except `names`, because the other batches have ended."""
         self._seen = {name: self._seen[name] for name in names if name in self._seen}

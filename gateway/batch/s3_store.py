@@ -62,7 +62,9 @@ class S3Store:
     def __init__(
         self, bucket: S3Bucket, lease_s: float, clock: Callable[[], float] = monotonic
     ) -> None:
-        """Initialize; a lease ends when it was not renewed for `lease_s` seconds of `clock`."""
+        """Initialize the store; a lease ends when it was not renewed for `lease_s` seconds of
+        `clock`.
+        """
         self._bucket = bucket
         self.poll_s = min(MAX_POLL_S, lease_s / 6)
         self.owner, self._lease_s = secrets.token_hex(16), lease_s
@@ -73,7 +75,9 @@ class S3Store:
         self._committing = Lock()
 
     def open(self) -> None:
-        """Check that the bucket can be used and obeys conditions on writes. Raises OSError."""
+        """Check that the bucket can be used and honours conditional writes. Raises OSError if it
+        does not.
+        """
         self._bucket.connect()
         key = f"probe/{self.owner}"
         self._bucket.create(key, b"", {})
@@ -86,7 +90,7 @@ class S3Store:
             self._bucket.delete([key])
 
     def close(self) -> None:
-        """Do nothing: leases were released with their batches, or end by themselves."""
+        """Do nothing: leases were released with their batches, or will expire."""
 
     # Files
 

@@ -1,7 +1,7 @@
 """The interface to the storage of files and batches, which a local disk and S3 implement.
 
-All calls block; use them in threads. They raise OSError where the storage fails. Tenants are apart:
-a call for one tenant finds nothing of another.
+All calls block; use them in threads. They raise OSError if the storage fails. Tenants are isolated:
+a call for one tenant never finds the files or batches of another.
 """
 
 from __future__ import annotations
@@ -20,19 +20,21 @@ STALE_UPLOAD_S = 3600.0  # age from which an incomplete upload is left over from
 
 
 class StorageFullError(Exception):
-    """Raised when a file would exceed a quota of its tenant; the message names the quota."""
+    """Raised when a file would exceed a storage quota of its tenant; the message names the
+    quota.
+    """
 
 
 class StorageUnreachableError(OSError):
-    """Raised when the storage cannot be reached, or is out of order; it may work again later."""
+    """Raised when the storage cannot be reached or is out of order; it may work again later."""
 
 
 class LeaseLostError(OSError):
-    """Raised when this process wants to change a batch whose lease another process has taken."""
+    """Raised when this process tries to change a batch whose lease another process has taken."""
 
 
 class StorageQuota(msgspec.Struct, frozen=True):
-    """The limits of one tenant's files: their number, their bytes together, and bytes of one."""
+    """The limits of one tenant's files: number of files, total bytes, and bytes of one file."""
 
     files: int
     total_bytes: int
@@ -64,23 +66,25 @@ class Upload(Protocol):
         """
 
     def close(self) -> None:
-        """Discard the upload, unless it was committed, once a call in another thread has ended."""
+        """Discard the upload unless it was committed. The call waits for a write in another thread
+        to end.
+        """
 
 
 class BatchJournal(Protocol):
     """The journal of one batch, open for appending by the holder of the batch's lease.
 
-    pause_s  seconds during which entries should be collected after each append()
+    pause_s  seconds for which entries should be collected before the next append()
     """
 
     @property
     def pause_s(self) -> float: ...
 
     def append(self, data: bytes) -> None:
-        """Append whole entries to the journal, which are stored when the call returns.
+        """Append whole entries to the journal. They are stored durably when the call returns.
 
-        Raises OSError; the call may then be repeated, with more entries added. Raises
-        LeaseLostError, and stores nothing, once another process has taken the batch over.
+        Raises OSError if the storage fails; the call may then be repeated, with more entries added.
+        Raises LeaseLostError, and stores nothing, once another process has taken over the batch.
         """
 
     def close(self) -> None:
@@ -105,7 +109,9 @@ class ClaimedBatch(Protocol):
         """Store the changed record of the batch."""
 
     def finish(self, record: BatchRecord) -> None:
-        """Store the record of a batch that has ended, and delete what only unfinished ones need."""
+        """Store the record of a batch that has ended, and delete the data that only unfinished
+        batches need.
+        """
 
     def release(self) -> None:
         """End the lease on the batch, if this process holds it, so that another may take it."""
@@ -126,9 +132,9 @@ class ClaimedBatch(Protocol):
 
 
 class BatchStorage(Protocol):
-    """The storage of all files and batches of a gateway, seen by one gateway process.
+    """The storage of all files and batches of a gateway, used by one gateway process.
 
-    poll_s     seconds between two looks for changes by other processes
+    poll_s     seconds between two checks for changes by other processes
     janitor_s  seconds between two calls of delete_expired()
     """
 
@@ -136,10 +142,12 @@ class BatchStorage(Protocol):
     janitor_s: float
 
     def open(self) -> None:
-        """Prepare the storage of files and batches for this process, before any other call."""
+        """Prepare the storage of files and batches for this process. Call this before any other
+        method.
+        """
 
     def close(self) -> None:
-        """Free what open() has taken; other processes may take this one's batches at once."""
+        """Release the resources of open(); other processes may take this one's batches at once."""
 
     # Files
 

@@ -12,7 +12,9 @@ from gateway.config import BatchApi
 
 
 def create_storage(section: BatchApi) -> BatchStorage:
-    """Create the storage of this section, without using it. Raises OSError."""
+    """Create the storage that this section describes, without using it yet. Raises OSError if that
+    fails.
+    """
     if section.s3 is not None:
         return S3Store(S3Bucket(section.s3), section.lease)
     assert section.dir is not None

@@ -1,7 +1,7 @@
 """Threads for the blocking calls of the storage of files and batches.
 
-They are apart from the default threads of the event loop, so that a storage that hangs delays no
-name look-up.
+They are separate from the event loop's default threads, so that a storage that hangs does not delay
+DNS lookups.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ T = TypeVar("T")
 
 
 class StorageThreads:
-    """A fixed number of threads; calls beyond it wait for their turn."""
+    """A fixed number of threads for blocking calls; further calls wait until a thread is free."""
 
     def __init__(self, count: int) -> None:
-        """Initialize. The threads start as they are needed."""
+        """Initialize up to `count` threads, which start when they are needed."""
         self._executor = ThreadPoolExecutor(count, thread_name_prefix="batch storage")
 
     async def run(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
@@ -29,5 +29,7 @@ class StorageThreads:
         return await loop.run_in_executor(self._executor, partial(call, *args, **kwargs))
 
     def close(self) -> None:
-        """Let the threads end after their current calls, without waiting for them."""
+        """Stop accepting calls, and let the threads end after their current calls, without waiting
+        for them.
+        """
         self._executor.shutdown(wait=False, cancel_futures=True)

@@ -1,6 +1,6 @@
 """A client of a gateway's admin server: its command-line options, TLS settings, and requests.
 
-Every command that talks to a running gateway uses it.
+Every command that communicates with a running gateway uses this client.
 """
 
 from __future__ import annotations
@@ -29,13 +29,15 @@ MAX_KEY_BYTES = 64 << 10
 KeyFileOption = Annotated[
     Path | None,
     typer.Option(
-        "--key-file", help="File with the admin key, for changes; or set PENSTOCK_ADMIN_KEY."
+        "--key-file",
+        help="File that contains the admin key, which changes require; the "
+        "variable PENSTOCK_ADMIN_KEY can be set instead.",
     ),
 ]
 
 
 _LAST_OPTIONS = ("key_file", "as_json")
-"""Parameters whose options the help shows after those of the admin server."""
+"""Parameters of commands whose options the help lists after the options of the admin server."""
 
 
 class AdminAddress(msgspec.Struct, frozen=True):
@@ -88,7 +90,8 @@ def admin_address(
         typer.Option(
             "--ca",
             envvar="PENSTOCK_ADMIN_CA",
-            help="CA certificates (PEM) to verify an https:// server; default: the system's.",
+            help="File with CA certificates (PEM) to verify an https:// admin server; default: "
+            "the system's.",
         ),
     ] = None,
     cert: Annotated[
@@ -96,13 +99,16 @@ def admin_address(
         typer.Option(
             "--cert",
             envvar="PENSTOCK_ADMIN_CERT",
-            help="Client certificate (PEM), if listeners.admin sets client_ca.",
+            help="File with a client certificate (PEM), needed if the configuration sets "
+            "listeners.admin.client_ca.",
         ),
     ] = None,
     key: Annotated[
         Path | None,
         typer.Option(
-            "--key", envvar="PENSTOCK_ADMIN_CERT_KEY", help="Private key of --cert (PEM)."
+            "--key",
+            envvar="PENSTOCK_ADMIN_CERT_KEY",
+            help="File with the private key (PEM) of the client certificate (--cert).",
         ),
     ] = None,
     insecure: Annotated[
@@ -110,7 +116,8 @@ def admin_address(
         typer.Option(
             "--insecure",
             envvar="PENSTOCK_ADMIN_INSECURE",
-            help="Do not verify the server's certificate; only for tests or on this machine.",
+            help="Do not verify the admin server's certificate; use this only for tests or on "
+            "one machine.",
         ),
     ] = False,
 ) -> AdminAddress:
@@ -130,7 +137,7 @@ def admin_address(
 class AdminServerError(Exception):
     """Raised when the admin server does not respond or refuses a request.
 
-    The message is for the operator.
+    The message is written for the operator.
     """
 
 
@@ -168,7 +175,9 @@ class AdminClient:
             response = connection.getresponse()
             if response.status != 200:
                 reason = response.read(MAX_RESPONSE_BYTES).decode(errors="replace").strip()
-                raise AdminServerError(f"{self._url} does not stream now: {reason}")
+                raise AdminServerError(
+                    f"the gateway at {self._url} cannot start the event stream: {reason}"
+                )
             while line := response.readline(MAX_RESPONSE_BYTES):
                 if line.startswith(b"data: "):
                     yield json.loads(line[6:])
@@ -236,7 +245,7 @@ def _split(url: str) -> SplitResult:
         host = ""
     if not host or parts.query or parts.fragment or parts.scheme not in ("http", "https"):
         raise typer.BadParameter(
-            f"{url!r} is not a URL like {DEFAULT_ADMIN_URL}", param_hint="--admin"
+            f"{url!r} is not a valid URL; an example is {DEFAULT_ADMIN_URL}", param_hint="--admin"
         )
     return parts
 

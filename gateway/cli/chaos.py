@@ -1,8 +1,9 @@
-"""`penstock chaos`: inject faults into mock TP groups and report how the gateway reacts.
+"""The command `penstock chaos`: inject faults into mock TP groups and report how the gateway
+reacts.
 
-This module has the faults that each action stands for, and the report; mockgpu implements the
-faults. Only a mock with a fault injection server (`--chaos-port`) accepts faults, and only from its
-own machine: the address is the endpoint's `chaos` label and must be a loopback address.
+This module maps actions to faults and prints the report; mockgpu implements the faults. A mock
+accepts faults only on its fault injection server (`--chaos-port`), and only from its own machine.
+The address is the endpoint's `chaos` label and must be a loopback address.
 """
 
 from __future__ import annotations
@@ -44,7 +45,9 @@ class ChaosAction(StrEnum):
 
 
 class Only(StrEnum):
-    """The kind of engine steps that the fault `slow` delays: with prompt tokens, or without."""
+    """The kind of engine steps that the fault `slow` delays: those with prompt tokens, or those
+    without.
+    """
 
     PREFILL = "prefill"
     DECODE = "decode"
@@ -61,12 +64,54 @@ ACTION_VERBS: Mapping[ChaosAction, str] = MappingProxyType(
     }
 )
 UNDETECTED = frozenset({ChaosAction.SLOW})
-"""Actions that health checks do not detect."""
+"""Chaos actions that health checks of the gateway do not detect."""
 
 ForOption = Annotated[
     str | None,
     typer.Option(
-        "--for", metavar="TIME", help="Remove the fault after this time, for example 10s."
+        "--for",
+        metavar="TIME",
+        help="Remove the fault after this time, for example 10s; default: it stays until restore.",
+    ),
+]
+
+
+ActionArgument = Annotated[
+    ChaosAction, typer.Argument(help="The fault to inject, or restore to remove faults.")
+]
+EndpointNames = Annotated[
+    list[str] | None,
+    typer.Argument(
+        help="Names of the endpoints to act on; for restore, no name means all endpoints."
+    ),
+]
+FactorOption = Annotated[
+    float,
+    typer.Option(
+        "--factor",
+        min=0.01,
+        help="For the fault slow: factor by which engine steps take longer.",
+    ),
+]
+OnlyOption = Annotated[
+    Only | None,
+    typer.Option(
+        "--only",
+        help="For the fault slow: delay only this kind of engine steps; default: all steps.",
+    ),
+]
+RankOption = Annotated[
+    int,
+    typer.Option(
+        "--rank",
+        min=0,
+        help="For the fault lose-rank: number of the GPU (rank) that the group loses.",
+    ),
+]
+HangOption = Annotated[
+    bool,
+    typer.Option(
+        "--hang", help="For the fault lose-rank: let the other ranks hang instead of failing."
     ),
 ]
 
@@ -74,31 +119,12 @@ ForOption = Annotated[
 @with_admin_options
 def chaos(
     admin: AdminAddress,
-    action: Annotated[
-        ChaosAction, typer.Argument(help="The fault to inject, or restore to remove faults.")
-    ],
-    target: Annotated[
-        list[str] | None,
-        typer.Argument(help="Names of the endpoints; restore without names: all of them."),
-    ] = None,
-    factor: Annotated[
-        float,
-        typer.Option(
-            "--factor", min=0.01, help="For slow: factor by which engine steps take longer."
-        ),
-    ] = 10.0,
-    only: Annotated[
-        Only | None, typer.Option("--only", help="For slow: only these engine steps; default: all.")
-    ] = None,
-    rank: Annotated[
-        int,
-        typer.Option(
-            "--rank", min=0, help="For lose-rank: number of the GPU (rank) that the group loses."
-        ),
-    ] = 0,
-    hang: Annotated[
-        bool, typer.Option("--hang", help="For lose-rank: the other ranks hang instead of failing.")
-    ] = False,
+    action: ActionArgument,
+    target: EndpointNames = None,
+    factor: FactorOption = 10.0,
+    only: OnlyOption = None,
+    rank: RankOption = 0,
+    hang: HangOption = False,
     lasting: ForOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -141,7 +167,7 @@ def _select_endpoints(
         return target
     if action is not ChaosAction.RESTORE:
         raise typer.BadParameter(
-            "name an endpoint: " + (", ".join(fleet) or "the gateway has none")
+            "name the endpoint to act on: " + (", ".join(fleet) or "the gateway has none")
         )
     names = [name for name, row in fleet.items() if LABEL in row["labels"]]
     if not names:

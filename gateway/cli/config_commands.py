@@ -19,7 +19,8 @@ from gateway.cli.output import JsonOption, exit_with_error, print_json, print_li
 ForceOption = Annotated[
     bool,
     typer.Option(
-        "--force", help="Apply the configuration even if no endpoint of a pool can be reached."
+        "--force",
+        help="Apply the configuration even if some pool has no endpoint that can be reached.",
     ),
 ]
 
@@ -89,7 +90,7 @@ def reload(
 ) -> None:
     """Make a running gateway reload its configuration file now.
 
-    The gateway also reloads the file when it changes, unless reload.watch is false.
+    Unless reload.watch is false, the gateway also reloads the file whenever it changes.
     """
     _print_outcome(
         AdminClient(admin, key_file).request("POST", f"/config/reload?force={force:d}"),
@@ -102,7 +103,10 @@ def diff(
     admin: AdminAddress,
     file: Annotated[
         Path | None,
-        typer.Argument(help="Configuration file to compare; default: the gateway's own file."),
+        typer.Argument(
+            help="Configuration file to compare with the one in force; default: the "
+            "gateway's own file."
+        ),
     ] = None,
     key_file: KeyFileOption = None,
     as_json: JsonOption = False,

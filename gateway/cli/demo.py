@@ -1,7 +1,7 @@
-"""`penstock demo`: start mock TP groups and the gateway, and print what to try next.
+"""The command `penstock demo`: start mock TP groups and the gateway, and print what to try next.
 
-The mocks run as subprocesses, so that the gateway never depends on mockgpu. They are in process
-groups of their own: Ctrl-C reaches only this process, which then ends them all.
+The mocks run as subprocesses, because the gateway must not import mockgpu. They are in process
+groups of their own, so Ctrl-C reaches only this process, which then ends all of them.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ class DemoError(Exception):
 class DemoOptions(msgspec.Struct, frozen=True):
     """The options of the command `penstock demo`.
 
-    `speed` is the speed of the mocks relative to real time. `dialect` is the KV transfer dialect of
-    split requests; None sends every request to one group.
+    speed    speed of the mock TP groups relative to real time
+    dialect  KV transfer dialect of split requests; None: each request is sent to one group
     """
 
     groups: int
@@ -66,7 +66,7 @@ class DemoOptions(msgspec.Struct, frozen=True):
 
     @property
     def prefill_groups(self) -> int:
-        """The number of mock TP groups that only prefill; 0 when requests are not split."""
+        """Return the number of mock TP groups that only prefill; 0 when requests are not split."""
         return self.groups // 2 if self.dialect is not None else 0
 
 
@@ -181,8 +181,8 @@ def _find_free_ports(length: int) -> int:
         if run_length == length:
             return port - length + 1
     raise DemoError(
-        f"the mocks need {length} consecutive free ports between {_MOCK_PORTS.start} "
-        f"and {_MOCK_PORTS.stop - 1}, and there are none"
+        f"the mocks need {length} consecutive free ports between {_MOCK_PORTS.start} and "
+        f"{_MOCK_PORTS.stop - 1}, but so many are not free"
     )
 
 

@@ -1,7 +1,7 @@
 """The commands `penstock drain` and `penstock undrain`, which stop and resume routing to an
 endpoint.
 
-They stop and resume routing to one endpoint of a running gateway through its admin server.
+Both send a request to the admin server of a running gateway.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""`penstock explain`: print why a request was routed as it was.
+"""The command `penstock explain`, which prints why a request was routed as it was.
 
-The data is GET /explain of a running gateway (telemetry/explain.py); this module only formats it.
+The data comes from GET /explain of a running gateway (telemetry/explain.py); this module only
+formats it.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ def explain(
         str,
         typer.Argument(
             metavar="ID",
-            help="The x-request-id in the response of the request to explain; default: the newest "
-            "request.",
+            help="The x-request-id of the response whose request is to be explained; default: "
+            "the newest request.",
         ),
     ] = NEWEST_REQUEST,
     as_json: JsonOption = False,

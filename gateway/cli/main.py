@@ -90,9 +90,9 @@ _COMMAND_ORDER = (
 
 
 class _Commands(typer.core.TyperGroup):
-    """The group of all commands, in the order in which a newcomer needs them.
+    """The group of all commands, listed in the order in which a new user needs them.
 
-    Commands of other modules are imported on first use.
+    Commands that other modules implement are imported on first use.
     """
 
     def list_commands(self, ctx: Any) -> list[str]:
@@ -110,7 +110,7 @@ class _Commands(typer.core.TyperGroup):
 def config_in_text(text: str) -> dict[str, Any]:
     """Return the configuration in the text of a gateway.yaml, in the form that GET /config returns.
 
-    Raises ConfigError.
+    Raises ConfigError if the text is not a valid configuration.
     """
     from gateway.config import load_text
 
@@ -139,8 +139,8 @@ RunningFileOption = Annotated[
     Path | None,
     typer.Option(
         "--running",
-        help="Configuration file to compare with; default: the running configuration, from "
-        "--admin.",
+        help="Configuration file to compare with; default: the running configuration, "
+        "requested from --admin.",
     ),
 ]
 FailIfWorseOption = Annotated[
@@ -149,7 +149,8 @@ FailIfWorseOption = Annotated[
         "--fail-if-worse",
         min=0,
         metavar="POINTS",
-        help="Exit with status 3 if a pool loses more goodput than this many percentage points.",
+        help="Exit with status 3 if the new configuration lowers a pool's goodput by more than "
+        "this many percentage points.",
     ),
 ]
 
@@ -175,7 +176,7 @@ def options(
 EXTRAS: Mapping[str, str] = MappingProxyType(
     {"numpy": "demo", "textual": "top", "cryptography": "seal"}
 )
-"""Optional packages by module, with the extra of this project that installs each."""
+"""Optional Python modules, each with the extra of this project that installs it."""
 
 _SLOW_HASHING = (
     "prompts are hashed by plain Python, which takes up to 100 times as long as numpy: "
@@ -240,12 +241,14 @@ def demo(
         typer.Option(
             "--speed",
             min=0.01,
-            help="Speed of the mocks relative to real time (2 is twice as fast).",
+            help="Speed of the mock TP groups relative to real time (2 is twice as fast).",
         ),
     ] = 1.0,
     split: Annotated[
         bool,
-        typer.Option("--split", help="Let half of the groups prefill and the other half decode."),
+        typer.Option(
+            "--split", help="Let half of the TP groups do prefill and the other half decode."
+        ),
     ] = False,
     dialect: Annotated[
         str, typer.Option("--dialect", help=f"KV transfer dialect, with --split: {_DIALECTS}")
@@ -297,9 +300,13 @@ def serve(
 ) -> None:
     """Run the gateway for the engines in a configuration file, or for those given with --engine."""
     if (config is None) == (not engine):
-        raise typer.BadParameter("give either --config FILE, or --engine URL once per engine")
+        raise typer.BadParameter(
+            "give either --config FILE, or --engine URL (repeatable), but not both"
+        )
     if config is not None and (policy, host, port, admin_port) != (None, None, None, None):
-        raise typer.BadParameter("with --config, set the policy, host and ports in the file")
+        raise typer.BadParameter(
+            "with --config, the policy, host and ports must be set in the file"
+        )
     worker_count = None if workers is None else _parse_workers(workers)
     check_engine_key(config, engine_key)
     from gateway.config import ConfigError, config_from_engines, load_with_warnings
@@ -327,7 +334,9 @@ def _parse_workers(text: str) -> int | Literal["auto"]:
     if text == "auto":
         return "auto"
     if not (text.isdecimal() and 1 <= int(text) <= 64):
-        raise typer.BadParameter("give a number from 1 to 64, or auto", param_hint="--workers")
+        raise typer.BadParameter(
+            "the number of workers must be from 1 to 64, or auto", param_hint="--workers"
+        )
     return int(text)
 
 
@@ -369,36 +378,47 @@ def check(
     )
 
 
+LastOption = Annotated[
+    str,
+    typer.Option(
+        "--last",
+        metavar="TIME",
+        help="Length of the period, up to the end of the access log, whose requests are replayed.",
+    ),
+]
+LogOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--log",
+        help="Path of the access log to replay; default: the one of the running gateway.",
+    ),
+]
+PlanModelOption = Annotated[
+    str | None,
+    typer.Option("--model", help="Model for the simulated engines, as in `penstock mock`."),
+]
+PlanGpuOption = Annotated[
+    str | None,
+    typer.Option("--gpu", help="GPU type of endpoints without a `gpu` label, for example h100."),
+]
+
+
 @app.command()
 @with_admin_options
 def plan(
     admin: AdminAddress,
     file: Annotated[Path, typer.Argument(help="New configuration file to evaluate.")],
-    last: Annotated[
-        str,
-        typer.Option("--last", metavar="TIME", help="How much of the access log's end to replay."),
-    ] = "10m",
-    log: Annotated[
-        Path | None,
-        typer.Option("--log", help="Path of the access log; default: that of the running gateway."),
-    ] = None,
+    last: LastOption = "10m",
+    log: LogOption = None,
     running: RunningFileOption = None,
-    model: Annotated[
-        str | None,
-        typer.Option("--model", help="Model for the simulated engines, as in `penstock mock`."),
-    ] = None,
-    gpu: Annotated[
-        str | None,
-        typer.Option(
-            "--gpu", help="GPU type of endpoints without a `gpu` label, for example h100."
-        ),
-    ] = None,
+    model: PlanModelOption = None,
+    gpu: PlanGpuOption = None,
     fail_if_worse: FailIfWorseOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Compare a new configuration with the running one on the recent access log.
 
-    Both are evaluated by replaying the log's requests through simulated engines.
+    The log's requests are replayed through simulated engines under both configurations.
     """
     from gateway.config import ConfigError
     from planner.plan import Assumptions, PoolCaseError, as_plain, cases, recent, show
@@ -515,7 +535,9 @@ def _serve(loaded: LoadedConfig, file: Path | None, workers: int) -> int:
 
     def log_addresses(started: App | Supervisor) -> None:
         logging.getLogger("penstock").info(
-            "API %s/v1, admin %s; press Ctrl-C to stop", started.url, started.admin_url
+            "gateway ready: API at %s/v1, admin server at %s; press Ctrl-C to stop",
+            started.url,
+            started.admin_url,
         )
 
     if workers > 1:

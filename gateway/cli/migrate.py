@@ -17,44 +17,66 @@ from gateway.migrate.yaml_text import MAX_CHARS
 _PLACEHOLDER = "value-of-a-variable-that-is-not-set"
 
 
+SourceArgument = Annotated[
+    list[str],
+    typer.Argument(
+        metavar="FILE | -- COMMAND...",
+        help="File of the other router (- reads stdin), or the router's command line after --.",
+    ),
+]
+KindOption = Annotated[
+    str | None,
+    typer.Option(
+        "--from",
+        help="Kind of router that the source belongs to, needed if it is not "
+        f"recognized: {', '.join(SOURCES)}.",
+    ),
+]
+OutputOption = Annotated[
+    Path | None,
+    typer.Option("--output", "-o", help="File to write the gateway.yaml to; default: stdout."),
+]
+ModelOption = Annotated[
+    str | None,
+    typer.Option("--model", help="Name of the model, needed if the source names none."),
+]
+EngineOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--engine",
+        help="URL of an engine, needed if the source names none; "
+        "repeat the option for more engines.",
+    ),
+]
+ServiceOption = Annotated[
+    str | None,
+    typer.Option("--service", help="Name of the Kubernetes Service that selects the engines."),
+]
+ReleaseOption = Annotated[
+    str,
+    typer.Option(
+        "--release", help="Name of the Helm release that installed the vLLM production stack."
+    ),
+]
+
+
 def migrate(
-    source: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="FILE | -- COMMAND...",
-            help="File of the other router (- reads stdin), or its command line after --.",
-        ),
-    ],
-    kind: Annotated[
-        str | None,
-        typer.Option(
-            "--from", help=f"Kind of the source, if it is not recognized: {', '.join(SOURCES)}."
-        ),
-    ] = None,
-    output: Annotated[
-        Path | None,
-        typer.Option("--output", "-o", help="File to write the gateway.yaml to; default: stdout."),
-    ] = None,
-    model: Annotated[
-        str | None, typer.Option("--model", help="Name of the model, if the source names none.")
-    ] = None,
-    engine: Annotated[
-        list[str] | None,
-        typer.Option("--engine", help="URL of an engine, if the source names none; repeatable."),
-    ] = None,
-    service: Annotated[
-        str | None, typer.Option("--service", help="Kubernetes Service that selects the engines.")
-    ] = None,
-    release: Annotated[
-        str, typer.Option("--release", help="Helm release of the vLLM production stack.")
-    ] = "vllm",
+    source: SourceArgument,
+    kind: KindOption = None,
+    output: OutputOption = None,
+    model: ModelOption = None,
+    engine: EngineOption = None,
+    service: ServiceOption = None,
+    release: ReleaseOption = "vllm",
 ) -> None:
     """Convert another router's command line or configuration file to a gateway.yaml.
 
-    Everything without a counterpart, and everything left to do, is listed on stderr.
+    Settings without a counterpart, and steps that remain to be done, are listed on stderr.
     """
     if kind is not None and kind not in SOURCES:
-        raise typer.BadParameter(f"it is one of {', '.join(SOURCES)}", param_hint="--from")
+        raise typer.BadParameter(
+            f"the kind of router must be one of {', '.join(SOURCES)}", param_hint="--from"
+        )
     additions = Additions(model, tuple(engine or ()), service, release)
     try:
         draft, origin = _convert(source, kind, additions)
@@ -80,7 +102,7 @@ def _convert(source: list[str], kind: str | None, additions: Additions) -> tuple
         with Path(source[0]).open(encoding="utf-8") as file:
             text = file.read(MAX_CHARS + 1)
     except (OSError, UnicodeDecodeError) as error:
-        raise MigrationError(f"cannot read {source[0]}: {error}") from None
+        raise MigrationError(f"cannot read the file {source[0]}: {error}") from None
     return convert_text(text, kind, additions), Path(source[0]).name
 
 

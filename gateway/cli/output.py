@@ -18,21 +18,24 @@ EngineKeyOption = Annotated[
     typer.Option(
         "--engine-key",
         envvar="PENSTOCK_ENGINE_KEY",
-        help="API key for the engines of --engine. Other users of the machine can see options, but "
-        "not the environment.",
+        help="API key for the engines of --engine. Prefer the environment variable: other "
+        "users of the machine can see command-line options.",
     ),
 ]
 
 
 def check_engine_key(config: Path | None, engine_key: str | None) -> None:
-    """Raise typer.BadParameter for a key on the command line beside a configuration file.
+    """Raise typer.BadParameter if a key for engines is given on the command line together with a
+    configuration file.
 
-    A file has keys of its own. A key in the environment is accepted, since it may be meant for
-    other commands.
+    The file contains keys of its own. A key in the environment is accepted, because it may be meant
+    for other commands.
     """
     is_option = engine_key is not None and engine_key != os.environ.get("PENSTOCK_ENGINE_KEY")
     if config is not None and is_option:
-        raise typer.BadParameter("with --config, set api_key of the endpoints in the file")
+        raise typer.BadParameter(
+            "with --config, set api_key for the endpoints in the file instead of --engine-key"
+        )
 
 
 def exit_with_error(message: str) -> NoReturn:

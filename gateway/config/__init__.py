@@ -1,8 +1,8 @@
-"""Configuration: reads a YAML file into an immutable typed tree, with a position for every error.
+"""Reads a YAML configuration file into an immutable typed tree, with a position for every error.
 
 file_reader.py reads files, and yaml_source.py parses their text and keeps positions. values.py,
-tree.py and the section modules are the types. gateway/config/cross_checks.py and the rule modules
-compare values. load.py puts all of it together.
+tree.py and the section modules define the types. cross_checks.py and the rule modules check
+relations between values. load.py combines all of this.
 """
 
 from gateway.config.auto_section import AutoPolicy

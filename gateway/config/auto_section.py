@@ -57,8 +57,8 @@ def without_auto_name(data: Any) -> Any:
 
 
 def auto_errors(data: Any) -> Iterator[RuleFinding]:
-    """Yield an error for each missing setting elsewhere that a pool with the section `auto`
-    needs.
+    """Yield an error for each setting outside the section `auto` that a pool with this section
+    needs but lacks.
     """
     logs = get_member(data, "observability")
     target, blocks = get_member(logs, "access_log"), get_member(logs, "access_blocks")

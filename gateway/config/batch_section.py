@@ -64,7 +64,7 @@ class BatchApi(Section):
     @model_validator(mode="after")
     def _has_one_storage(self) -> BatchApi:
         if (self.dir is None) == (self.s3 is None):
-            raise ValueError("needs either dir or s3 as its storage")
+            raise ValueError("the Batch API needs exactly one storage: either dir or s3")
         if self.lease < MIN_LEASE_S:
-            raise ValueError(f"lease must be at least {MIN_LEASE_S:g}s")
+            raise ValueError(f"the lease of batches must be at least {MIN_LEASE_S:g}s")
         return self

@@ -1,7 +1,7 @@
-"""Checks relations between configuration values: clashing names, unknown pools, equal ports.
+"""Checks relations between configuration values: duplicate names, unknown pools, equal ports.
 
-They read plain data rather than the typed tree, so that their errors appear in the same run as
-those of single values. Values of a wrong type have already been reported and are ignored here.
+The checks read plain data rather than the typed tree, so that their errors appear in the same run
+as those of single values. Values of a wrong type have been reported before and are ignored here.
 """
 
 from __future__ import annotations

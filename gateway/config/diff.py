@@ -1,4 +1,4 @@
-"""Compares two configurations, and displays one, in terms that operators know.
+"""Compares two configurations, or shows one, in the form in which operators write them.
 
 Values are compared by meaning (1s equals 1000ms) and shown as written: a reference is never
 resolved, and a secret in the text is masked.
@@ -21,8 +21,10 @@ _POLICY = frozenset({"name", "parameters"})
 class ConfigChange(msgspec.Struct, frozen=True):
     """One difference between two configurations of the gateway.
 
-    `before` is None if the value was added, `after` if it was removed. If both show the same text,
-    the text is a reference to a variable or file whose value has changed.
+    before  the old value as text; None if the value was added
+    after   the new value as text; None if it was removed
+
+    If both texts are equal, they are a reference to a variable or file whose content has changed.
     """
 
     path: str

@@ -16,7 +16,8 @@ DnsLabel = Annotated[
 class Kubernetes(Section):
     """A Kubernetes Service whose ready endpoints join the pool.
 
-    The pod's service account needs the rights to list and watch its EndpointSlices.
+    The service account of the gateway's pod needs the rights to list and watch the Service's
+    EndpointSlices.
     """
 
     service: DnsLabel = Field(description="Name of the Kubernetes Service.")

@@ -8,7 +8,8 @@ from gateway.config.yaml_source import MAX_FILE_BYTES, NotARegularFileError, inv
 
 
 def read_file(path: Path, limit: int) -> bytes:
-    """Return the content of a file, up to one byte beyond `limit` bytes.
+    """Return the content of a file, but at most `limit` + 1 bytes, so that the caller can recognise
+    a file that is too long.
 
     Raises OSError, or NotARegularFileError for a folder, pipe or device.
     """
@@ -19,10 +20,14 @@ def read_file(path: Path, limit: int) -> bytes:
 
 
 def read_config_file(path: Path) -> bytes:
-    """Return the content of the configuration file. Raises ConfigError if it cannot be read."""
+    """Return the content of the configuration file. Raises ConfigError if the file cannot be
+    read.
+    """
     try:
         return read_file(path, MAX_FILE_BYTES)
     except NotARegularFileError:
-        raise invalid_file(str(path), "is not a regular file") from None
+        raise invalid_file(str(path), "the configuration is not a regular file") from None
     except OSError as error:
-        raise invalid_file(str(path), f"cannot be read: {error.strerror}") from None
+        raise invalid_file(
+            str(path), f"the configuration file cannot be read: {error.strerror}"
+        ) from None

@@ -13,7 +13,7 @@ from gateway.config.values import Bootstrap, Section, setting
 def own_host(text: object, check: ValidatorFunctionWrapHandler) -> object:
     """Validate the address at which an engine publishes KV events, and return it.
 
-    A port alone, such as `:5557`, stands for that port of the endpoint's own host.
+    A port alone, such as `:5557`, means this port of the endpoint's own host.
     """
     if isinstance(text, str) and text.startswith(":"):
         check(f"host{text}")
@@ -47,7 +47,13 @@ class KvEvents(Section):
     @model_validator(mode="after")
     def _is_usable(self) -> KvEvents:
         if self.publisher is None and (self.replay is not None or self.topic):
-            raise ValueError("replay and topic need publisher; without it the engine is asked")
+            raise ValueError(
+                "replay and topic require publisher; without publisher the engine "
+                "is asked for these addresses"
+            )
         if find_spec("zmq") is None:
-            raise ValueError("KV events need the package pyzmq: pip install 'penstock[events]'")
+            raise ValueError(
+                "KV events need the Python package pyzmq; install it with: pip "
+                "install 'penstock[events]'"
+            )
         return self

@@ -1,6 +1,7 @@
-"""Checks GPU layouts in a configuration by policies/sizing/rules.py, and the number of GPUs.
+"""Checks GPU layouts in a configuration by the rules of policies/sizing/rules.py, and the number of
+GPUs.
 
-They read plain data, like gateway/config/cross_checks.py.
+The checks read plain data, like those of gateway/config/cross_checks.py.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ def errors(data: Any) -> Iterator[RuleFinding]:
 
 
 def warnings(data: Any) -> Iterator[RuleFinding]:
-    """Yield warnings for layouts with which engines start but which are probably unintended."""
+    """Yield warnings for layouts with which engines start but which are probably mistakes."""
     yield from _findings(data, is_error=False)
     yield from _priced_ranks(data)
 

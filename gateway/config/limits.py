@@ -1,4 +1,4 @@
-"""The configuration section `limits`: what clients may use, in bytes, seconds and connections."""
+"""The configuration section `limits`: the bytes, seconds and connections that clients may use."""
 
 from __future__ import annotations
 
@@ -64,7 +64,9 @@ class Limits(Section):
     @model_validator(mode="after")
     def _is_consistent(self) -> Limits:
         if self.body > self.body_budget:
-            raise ValueError("body is larger than body_budget, so a body of that size never fits")
+            raise ValueError(
+                "body must not be larger than body_budget, because such a body would never fit"
+            )
         if not MIN_SEND_BUFFER <= self.send_buffer <= MAX_SEND_BUFFER:
             raise ValueError("send_buffer must be between 16KiB and 1GiB")
         return self

@@ -23,7 +23,7 @@ SECRET_MASK = "**********"  # noqa: S105
 _ENGINES_POOL = "engines"
 _COMMAND_LINE = "command line"
 ENGINE_KEY_VARIABLE = "PENSTOCK_ENGINE_KEY"
-"""The environment variable with the key for the engines of `serve --engine`."""
+"""The environment variable that contains the API key for the engines of `serve --engine`."""
 _NONE_REFUSED: Mapping[Path, str] = MappingProxyType({})
 
 
@@ -32,12 +32,12 @@ class LoadedConfig(msgspec.Struct, frozen=True):
 
     file                name of the file, as shown in problems
     text                content of the file, with references as written
-    references          the files that it names
+    references          the files that the text refers to
     digest              digest of the text and of everything its references resolve to
     written             path -> value as written in the text; secrets in it are masked
-    has_secret_in_text  a secret is in the text itself rather than behind a reference
+    has_secret_in_text  whether a secret is in the text itself rather than behind a reference
     files               path of a value that names a file -> digest of that file
-    resolved            what its references resolved to, which no reply may show
+    resolved            the values of the references, which no reply may contain
     """
 
     config: Config
@@ -53,7 +53,7 @@ class LoadedConfig(msgspec.Struct, frozen=True):
 
 
 def load_config(path: FilePath, env: Mapping[str, str]) -> Config:
-    """Load the configuration file `path`, with ${NAME} taken from `env`.
+    """Load the configuration file `path`, with the values of ${NAME} taken from `env`.
 
     Raises ConfigError with all problems.
     """
@@ -61,8 +61,8 @@ def load_config(path: FilePath, env: Mapping[str, str]) -> Config:
 
 
 def load_with_warnings(path: FilePath, env: Mapping[str, str]) -> LoadedConfig:
-    """Load a configuration file like load_config(), and keep the warnings that `penstock check`
-    shows.
+    """Load a configuration file like load_config(), and return the warnings that `penstock check`
+    shows as well.
     """
     return load_text(read_config_file(path), str(path), env)
 
@@ -72,8 +72,8 @@ def load_text(
 ) -> LoadedConfig:
     """Load a configuration from its text, like load_with_warnings().
 
-    `file` is its name in problems, and relative paths start at its folder. `refused` gives, by
-    path, the reason why references there may not be resolved (references.py).
+    file     name of the text in problems; relative paths start at its folder
+    refused  by path, the reason why references there may not be resolved (references.py)
     """
     return _build(parse_yaml(text, file, env, read_file, refused), text)
 
@@ -87,10 +87,10 @@ def config_from_engines(
     engine_key: str | None = None,
 ) -> LoadedConfig:
     """Build the configuration for `penstock serve --engine URL ...`: one pool, with the models that
-    engines list.
+    the engines list.
 
-    `engine_key` is sent to every engine. It is written into the text as a reference, since texts
-    are shown. Raises ConfigError.
+    `engine_key` is sent to every engine. The text contains it only as a reference, because texts
+    are shown to operators. Raises ConfigError.
     """
     source = YamlSource(_COMMAND_LINE)
     key = {} if engine_key is None else {"api_key": f"${{{ENGINE_KEY_VARIABLE}}}"}

@@ -1,4 +1,6 @@
-"""Configuration sections for models, and for splitting, resuming and overflowing their requests."""
+"""Configuration sections for models, and for splitting, resuming and overflowing the requests for
+them.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,9 @@ from gateway.config.yaml_source import number_if_substituted
 
 
 class Split(Section):
-    """Prefill and decode on different endpoints, with the KV cache transferred between them."""
+    """Serving of prefill and decode by different endpoints, with the KV cache transferred between
+    them.
+    """
 
     dialect: Literal["vllm_nixl", "vllm_push", "mooncake", "sglang", "trtllm"] = Field(
         description="The protocol by which the engines transfer the KV cache: vllm_nixl, "
@@ -35,7 +39,9 @@ class Split(Section):
 
 
 class Resume(Section):
-    """Streams whose engine fails are continued by another endpoint, token for token."""
+    """Resumption: if an engine fails during a stream, another endpoint continues it, token for
+    token.
+    """
 
     attempts: Annotated[
         int, Field(strict=True, ge=2, le=8), BeforeValidator(number_if_substituted)

@@ -55,7 +55,8 @@ class LogRotation(Section):
     def _large_enough(cls, size: int) -> int:
         if size < MIN_LOG_BYTES:
             raise ValueError(
-                f"is too small for a log file; it must be at least {MIN_LOG_BYTES >> 10}KiB"
+                "the size is too small for a log file; it must be at least "
+                f"{MIN_LOG_BYTES >> 10}KiB"
             )
         return size
 

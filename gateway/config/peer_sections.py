@@ -11,14 +11,14 @@ from gateway.config.values import Interval, Name, RedisUrl, Secret, Section, Siz
 
 
 class Redis(Section):
-    """The Redis server through which gateways exchange state.
+    """The Redis server through which several gateways exchange state.
 
-    Messages are authenticated but not encrypted; rediss:// encrypts the connection.
+    Messages are authenticated but not encrypted; a rediss:// URL encrypts the connection.
     """
 
     url: RedisUrl = Field(
-        description="URL of the Redis server: redis://host:port, or rediss:// for TLS. A path is "
-        "the number of the database."
+        description="URL of the Redis server: redis://host:port, or rediss:// for TLS. The "
+        "path, if any, is the number of the database."
     )
     username: Name | None = setting(None, "User name for Redis, if the server has several users.")
     password: Secret | None = setting(
@@ -33,17 +33,19 @@ class Redis(Section):
     @model_validator(mode="after")
     def _needs_tls_url(self) -> Redis:
         if self.tls is not None and not self.url.startswith("rediss://"):
-            raise ValueError("tls needs a url that begins with rediss://")
+            raise ValueError("tls requires a url that begins with rediss://")
         return self
 
 
 class Shared(Section):
-    """State that several gateways share. A gateway without contact uses its own knowledge."""
+    """State that several gateways share. A gateway that cannot reach the others continues with its
+    own knowledge.
+    """
 
     redis: Redis = Field(description="The Redis server through which the gateways exchange state.")
     key: Secret = Field(
-        description="A secret key that all gateways have in common, by reference; at least 16 "
-        "characters."
+        description="A secret key that all gateways have in common, written as a reference; at "
+        "least 16 characters."
     )
     fleet: Annotated[str, StringConstraints(pattern=r"^[0-9A-Za-z._-]{1,64}$")] = setting(
         "penstock",
@@ -62,5 +64,7 @@ class Shared(Section):
     @classmethod
     def _long_enough(cls, key: Secret) -> Secret:
         if len(key.reveal()) < 16:
-            raise ValueError("is shorter than 16 characters, so it could be guessed")
+            raise ValueError(
+                "the secret must have at least 16 characters, so that it cannot be guessed"
+            )
         return key

@@ -20,8 +20,8 @@ class PolicySpec(Section):
     """The policy that picks an endpoint: its name, alone or with parameters."""
 
     name: Name = Field(
-        description="Name of the routing policy: prefix_aware, priced, or another "
-        "one in the table below."
+        description="Name of the routing policy: prefix_aware, priced, or another one in the "
+        "table below."
     )
     params: Mapping[str, Annotated[Any, BeforeValidator(numbers_if_substituted)]] = Field(
         default={},
@@ -79,5 +79,8 @@ class Canary(Section):
     @model_validator(mode="after")
     def _has_one_selector(self) -> Canary:
         if (self.percent is None) == (not self.tenants):
-            raise ValueError("needs either percent or tenants, to select the requests it serves")
+            raise ValueError(
+                "a canary needs exactly one of percent and tenants, which select "
+                "the requests it serves"
+            )
         return self

@@ -1,6 +1,6 @@
-"""Problems of a configuration and their positions, and helpers for writing their messages.
+"""Problems of a configuration, their positions, and helpers for writing their messages.
 
-The rules themselves are in tree.py and the rule modules.
+The rules that find problems are in tree.py and the rule modules.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class ConfigError(Exception):
     """Raised when a configuration of the gateway is invalid.
 
     problems    all problems, in the order of the file
-    references  the files it names; changing one of them may resolve the problem
+    references  the files that the configuration refers to; a change of one may resolve the problem
     """
 
     def __init__(self, problems: Iterable[Problem], references: Iterable[FilePath] = ()) -> None:
@@ -53,7 +53,9 @@ class ConfigError(Exception):
 
 
 def show_path(path: Path) -> str:
-    """Return a path as an operator writes it: keys joined by dots, indices in brackets."""
+    """Return a path in the form in which operators write it: keys joined by dots, indices in
+    brackets.
+    """
     shown = ""
     for part in path:
         if isinstance(part, int):

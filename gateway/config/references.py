@@ -1,8 +1,8 @@
 """Decides which ${...} references of a configuration received over HTTP may be resolved.
 
-The sender must not choose which variables or files of the gateway's machine are read. So a
-reference is resolved only if an applied configuration has the same reference at the same kind of
-place. This module never sees the values of references.
+The sender must not be able to choose which variables or files of the gateway's machine are read. A
+reference is therefore resolved only if an applied configuration has the same reference at the same
+kind of place. This module never sees the values of references.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ Fact = tuple[object, ...]
 def unresolvable(
     text: bytes, file: str, known: Sequence[bytes], *, with_key: bool
 ) -> dict[Path, str]:
-    """Return, by path, the reasons why values of a received text may not be resolved.
-
-    known     the texts whose references are allowed; empty for a configuration without a text
-    with_key  the sender has sent admin.key. Otherwise the whole value must be known rather than
-              only its references, and so must be the address that a key or password is sent to
+    """Return, by path, the reasons why values of a received configuration text may not be resolved.
 
     Raises ConfigError when a text is not YAML.
+
+    known     the texts whose references are allowed; empty for a configuration without a text
+    with_key  whether the sender has sent admin.key. If not, the whole value must be known rather
+              than only its references, and so must be the address that a key or password is sent to
     """
     texts = [written_values(known_text, file) for known_text in known if known_text]
     allowed = frozenset(fact for written in texts for fact in _facts(written, with_key))

@@ -1,6 +1,6 @@
-"""Checks roles in a configuration: a pool must serve whole requests, or prefill and decode.
+"""Checks roles in a configuration: a pool must serve whole requests, or both prefill and decode.
 
-disagg/pairing.py decides by the same key which endpoints are paired at run time.
+At run time, disagg/pairing.py pairs endpoints by the same key as these checks.
 """
 
 from __future__ import annotations

@@ -21,16 +21,18 @@ def _storage_url(url: str) -> str:
     except ValueError:
         has_host = False
     if parts.scheme not in ("http", "https") or not has_host:
-        raise ValueError("is not the URL of a storage; write https://host or http://host:9000")
+        raise ValueError("a storage URL must have the form https://host or http://host:9000")
     if parts.username is not None or parts.path not in ("", "/") or parts.query or parts.fragment:
-        raise ValueError("must be only scheme, host and port, as in http://host:9000")
+        raise ValueError(
+            "a storage URL must consist of scheme, host and port only, as in http://host:9000"
+        )
     return url.rstrip("/")
 
 
 class BatchS3(Section):
     """A bucket of an S3-compatible storage, which several gateways may use together.
 
-    The storage must obey If-Match and If-None-Match on PutObject. Needs the extra `s3`.
+    The storage must support If-Match and If-None-Match on PutObject. Needs the extra `s3`.
     """
 
     bucket: Annotated[str, StringConstraints(pattern=r"^[0-9A-Za-z][0-9A-Za-z._-]{2,254}$")] = (
@@ -66,9 +68,11 @@ class BatchS3(Section):
     @model_validator(mode="after")
     def _is_usable(self) -> BatchS3:
         if (self.access_key_id is None) != (self.secret_access_key is None):
-            raise ValueError("access_key_id and secret_access_key need each other")
+            raise ValueError("access_key_id and secret_access_key must be given together")
         if self.session_token is not None and self.access_key_id is None:
-            raise ValueError("session_token needs access_key_id and secret_access_key")
+            raise ValueError("session_token requires access_key_id and secret_access_key")
         if find_spec("botocore") is None:
-            raise ValueError("S3 needs the package botocore: pip install 'penstock[s3]'")
+            raise ValueError(
+                "S3 needs the Python package botocore; install it with: pip install 'penstock[s3]'"
+            )
         return self

@@ -1,4 +1,4 @@
-"""Configuration sections for tenants, and for keeping their cached prompts apart on the engines."""
+"""Configuration sections for tenants, and for isolating their cached prompts on the engines."""
 
 from __future__ import annotations
 
@@ -29,22 +29,22 @@ class ScopedKey(Section):
     """A further API key of a tenant, which is valid for some models only."""
 
     key: Secret = Field(
-        description="An API key of the tenant, by reference: ${NAME} or ${file:/path}."
+        description="An API key of the tenant, written as a reference: ${NAME} or ${file:/path}."
     )
     models: Annotated[tuple[Name, ...], Field(min_length=1, max_length=256)] = Field(
-        description="The model names that the key is valid for, aliases and patterns (claude-*) "
-        "included; other models are invisible to it."
+        description="The model names that the key is valid for, including aliases and patterns "
+        "(claude-*). Clients with the key do not see other models."
     )
 
     _sendable_key = field_validator("key")(check_sendable)
 
 
 class Tenant(Section):
-    """A client with API keys of its own. Without tenants, the API is open to any client."""
+    """A client with API keys of its own. If no tenants are configured, the API needs no key."""
 
     name: Name = Field(description="Name of the tenant in logs and metrics.")
     key: Secret = Field(
-        description="API key of the tenant, by reference: ${NAME} or ${file:/path}."
+        description="API key of the tenant, written as a reference: ${NAME} or ${file:/path}."
     )
     keys: Annotated[tuple[Secret, ...], Field(max_length=8)] = setting(
         (),
@@ -81,7 +81,7 @@ class Tenant(Section):
 
 
 class Cache(Section):
-    """Settings of which tenants may share cached prompts on the engines."""
+    """Settings that decide which tenants may share cached prompts on the engines."""
 
     isolate: Literal["on", "required", "off"] = setting(
         "on",
@@ -104,6 +104,7 @@ class Cache(Section):
     def _long_enough(cls, secret: Secret | None) -> Secret | None:
         if secret is not None and len(secret.reveal()) < MIN_SECRET_CHARS:
             raise ValueError(
-                f"is shorter than {MIN_SECRET_CHARS} characters, so it could be guessed"
+                f"the secret must have at least {MIN_SECRET_CHARS} characters, so that it "
+                "cannot be guessed"
             )
         return secret

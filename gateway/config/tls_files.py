@@ -1,8 +1,8 @@
 """Checks the certificate and key files that TLS sections name, and adds them to the configuration's
 digest.
 
-An expired certificate is only a warning: as an error it would prevent restarts and reject unrelated
-changes.
+An expired certificate is only a warning, because an error would prevent restarts and reject
+unrelated changes.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from gateway.config.values import Duration, Host, Secret, Section, setting
 from gateway.util import tls
 
 FOLDER_KEY = "folder"
-"""Key in pydantic's validation context: the folder that relative paths start from."""
+"""Key in pydantic's validation context whose value is the folder at which relative paths start."""
 
 
 def _absolute(path: str, info: ValidationInfo) -> str:
@@ -33,19 +33,19 @@ def _absolute(path: str, info: ValidationInfo) -> str:
 PemFile = Annotated[
     str, StringConstraints(min_length=1, max_length=4096), AfterValidator(_absolute)
 ]
-"""Path of a PEM file; a relative one starts at the configuration's folder."""
+"""Path of a PEM file; a relative path starts at the configuration file's folder."""
 
 
 class CertificateFiles(Section):
     """The paths of a certificate and of its private key, as PEM files."""
 
     certificate: PemFile = Field(
-        description="Path of the certificate (PEM), followed by any intermediate ones. Changes of "
-        "the file are picked up."
+        description="Path of the certificate (PEM), followed by any intermediate certificates. "
+        "The gateway notices changes of the file."
     )
     key: PemFile = Field(
-        description="Path of the certificate's private key (PEM). Changes of the file are picked "
-        "up."
+        description="Path of the certificate's private key (PEM). The gateway notices changes "
+        "of the file."
     )
     key_password: Secret | None = setting(
         None, "Password that decrypts the private key, by reference; none by default."
@@ -61,7 +61,7 @@ class CertificateFiles(Section):
 class ListenerTls(CertificateFiles):
     """TLS settings of one of the gateway's listeners.
 
-    Changed files apply to new connections only.
+    After a change of the files, only new connections use the new content.
     """
 
     more: Annotated[tuple[CertificateFiles, ...], Field(max_length=64)] = setting(
@@ -89,7 +89,7 @@ class ListenerTls(CertificateFiles):
     @classmethod
     def _has_known_cipher(cls, ciphers: str) -> str:
         if not tls.has_valid_ciphers(ciphers):
-            raise ValueError("has no cipher that OpenSSL knows")
+            raise ValueError("none of the ciphers is known to OpenSSL")
         return ciphers
 
     @property
@@ -128,7 +128,7 @@ class ClientTls(Section):
         if (self.certificate is None) != (self.key is None):
             raise ValueError("certificate and key must be given together")
         if not self.verify and self.ca is not None:
-            raise ValueError("ca has no effect where verify is false; remove one of them")
+            raise ValueError("ca has no effect if verify is false; remove one of them")
         return self
 
     @property

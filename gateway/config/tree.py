@@ -1,7 +1,7 @@
 """The gateway's configuration as one immutable typed tree, with a description of every key.
 
-The reference page and the JSON schema are generated from it. Single values are in values.py, rules
-between sections in gateway/config/cross_checks.py, the file in yaml_source.py.
+The reference page and the JSON schema are generated from it. Types of single values are in
+values.py, rules between sections in cross_checks.py, and the parsing of the file in yaml_source.py.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class Listeners(Section):
 
 
 class LayoutSpec(Section):
-    """How one engine process distributes the model over GPUs."""
+    """The parallel layout with which one engine process distributes the model over GPUs."""
 
     tp: Count = setting(1, "Tensor parallel size: number of GPUs that share each layer.")
     pp: Count = setting(
@@ -196,12 +196,12 @@ class EndpointTraits(Section):
     def _has_ranks_to_pin(self) -> EndpointTraits:
         traits = ENGINE_TRAITS[self.engine]
         if self.kv_events is not None and not traits.has_kv_events:
-            raise ValueError("kv_events needs vllm or sglang as engine")
+            raise ValueError("kv_events requires vllm or sglang as engine")
         if self.pin_ranks and (self.layout.dp < 2 or not traits.takes_rank):
-            raise ValueError("pin_ranks needs layout.dp of 2 or more, and vllm or sglang as engine")
+            raise ValueError("pin_ranks requires layout.dp above 1, and vllm or sglang as engine")
         if self.pin_ranks and self.role != "both":
             raise ValueError(
-                "pin_ranks is only for endpoints that serve whole requests (role both)"
+                "pin_ranks is possible only for endpoints that serve whole requests (role both)"
             )
         return self
 
@@ -210,8 +210,8 @@ class EndpointSpec(EndpointTraits):
     """One TP group: an engine process behind one URL."""
 
     url: Url = Field(
-        description="Address of the engine: http or https, host, port, and a path prefix if the "
-        "engine has one."
+        description="Address of the engine: http or https, host, port, and a path prefix if "
+        "the engine has one."
     )
     name: Name | None = setting(
         None, "Name of the endpoint in logs and metrics; by default host:port."
@@ -220,7 +220,7 @@ class EndpointSpec(EndpointTraits):
     @model_validator(mode="after")
     def _needs_tls_url(self) -> EndpointSpec:
         if self.tls is not None and not self.url.startswith("https://"):
-            raise ValueError("tls needs a url that begins with https://")
+            raise ValueError("tls requires a url that begins with https://")
         return self
 
     @property
@@ -259,13 +259,13 @@ class Discover(Section):
     @model_validator(mode="after")
     def _has_one_source(self) -> Discover:
         if sum(source is not None for source in (self.dns, self.file, self.kubernetes)) != 1:
-            raise ValueError("needs one of dns, file and kubernetes")
+            raise ValueError("discover needs exactly one of dns, file and kubernetes")
         bootstrap = self.endpoint.bootstrap
         if self.file is None and bootstrap is not None and not bootstrap.startswith(":"):
             port = bootstrap.rpartition(":")[2]
             raise ValueError(
-                "endpoint.bootstrap would be the same server for all discovered endpoints; "
-                f"write ':{port}' for that port of each one"
+                "endpoint.bootstrap names one server, but each discovered endpoint has its "
+                f"own; write ':{port}' for this port of each endpoint"
             )
         return self
 
@@ -398,10 +398,10 @@ class HealthSpec(Section):
     @model_validator(mode="after")
     def _is_consistent(self) -> HealthSpec:
         if self.backoff > self.backoff_max:
-            raise ValueError("backoff is longer than backoff_max")
+            raise ValueError("backoff must not be longer than backoff_max")
         if 0 < self.slow_factor < 1.5:
             raise ValueError(
-                "slow_factor is below 1.5, which equal endpoints reach by chance; 0 turns it off"
+                "slow_factor must be at least 1.5, because equal endpoints reach less by chance"
             )
         return self
 
@@ -440,20 +440,19 @@ class Prefix(Section):
     def _large_enough(cls, index: int) -> int:
         if index < LEAST_CAP_BYTES:
             raise ValueError(
-                f"is too small for an index; it must be at least {LEAST_CAP_BYTES >> 10}KiB"
+                "the size is too small for a prefix index; it must be at least "
+                f"{LEAST_CAP_BYTES >> 10}KiB"
             )
         return index
 
 
 class SloClass(Section):
-    """A service class: latency targets, and what a request that meets them is worth."""
+    """A service class: latency targets, and the value of a request that meets them."""
 
     ttft: Duration = Field(
-        description="Target for the time to first token, from the end of the request."
+        description="Target for the time to first token, measured from the end of the request."
     )
-    tpot: Duration = Field(
-        description="Target for the mean time per further token (time per output token)."
-    )
+    tpot: Duration = Field(description="Target for the mean time per output token after the first.")
     weight: Weight = setting(
         1.0, "Worth of one request of this class relative to those of other classes."
     )
@@ -478,7 +477,7 @@ class Slos(Section):
 
 
 class Admin(Section):
-    """Settings of who may make changes through the admin server. Reading needs no key."""
+    """Settings that decide who may make changes through the admin server. Reading needs no key."""
 
     key: Secret | None = setting(
         None,
@@ -530,22 +529,22 @@ class SizedFor(Section):
     """
 
     prompt: Shares = Field(
-        description="Shares of requests by prompt tokens: 21 bins, powers of two from 1.",
+        description="Shares of requests by prompt tokens, in 21 bins from 1, 2, 4, 8, ... on.",
         min_length=21,
         max_length=21,
     )
     output: Shares = Field(
-        description="Shares of requests by output tokens: 17 bins, powers of two from 1.",
+        description="Shares of requests by output tokens, in 17 bins from 1, 2, 4, 8, ... on.",
         min_length=17,
         max_length=17,
     )
     uncached: Shares = Field(
-        description="Shares of requests by the new fraction of the prompt: 10 bins, tenths.",
+        description="Shares of requests by uncached share of the prompt, in 10 bins of a tenth.",
         min_length=10,
         max_length=10,
     )
     turns: Shares = Field(
-        description="Shares of requests by turn of their session: 9 bins, powers of two from 1.",
+        description="Shares of requests by turn of their session, in 9 bins from 1, 2, 4, ... on.",
         min_length=9,
         max_length=9,
     )

@@ -33,9 +33,7 @@ _PARAMETERS = re.compile(r"^([0-9]{1,6}(?:\.[0-9]{1,3})?)([MBT])$")
 
 
 class Secret(SecretStr):
-    """A secret text that is never shown: not in a repr, log, dump or traceback. reveal() returns
-    it.
-    """
+    """A secret text that no repr, log, dump or traceback shows. The method reveal() returns it."""
 
     def reveal(self) -> str:
         """Return the text of the secret. Use it only to compare or send it."""
@@ -56,14 +54,14 @@ def _from_duration(value: object) -> float:
     value = _text(value, "is not a duration; write a number with a unit, as in 250ms or 1m30s")
     seconds = units.parse_duration(value)
     if seconds <= 0:
-        raise ValueError(f"{value!r} is not positive; a duration must be longer than 0s")
+        raise ValueError(f"{value!r} is not a positive duration; it must be longer than 0s")
     return seconds
 
 
 def _interval(seconds: float) -> float:
     if seconds < MIN_INTERVAL_S:
         raise ValueError(
-            f"is too short an interval; it must be at least {MIN_INTERVAL_S * 1e3:g}ms"
+            f"the interval is too short; it must be at least {MIN_INTERVAL_S * 1000.0:g}ms"
         )
     return seconds
 
@@ -72,14 +70,14 @@ def _from_size(value: object) -> int:
     value = _text(value, "is not a size; write a number with a unit, as in 32MiB")
     size = units.parse_size(value)
     if size <= 0:
-        raise ValueError(f"{value!r} is not positive; a size must be more than 0B")
+        raise ValueError(f"{value!r} is not a positive size; it must be more than 0B")
     return size
 
 
 def _from_parameters(value: object) -> float:
     match = _PARAMETERS.fullmatch(value) if isinstance(value, str) else None
     if match is None or not float(match[1]):
-        raise ValueError("is not a number of parameters; write it with a unit, as in 70B or 0.6B")
+        raise ValueError("the number of parameters must have a unit, as in 70B or 0.6B")
     return float(match[1]) * {"M": 1e-3, "B": 1.0, "T": 1e3}[match[2]]
 
 
@@ -91,34 +89,40 @@ def _resolvable(host: str) -> str:
         host.encode("idna")
     except UnicodeError:
         raise ValueError(
-            "has an invalid host: a part of it is empty or longer than 63 characters"
+            "the URL has an invalid host: a part of it is empty or longer than 63 characters"
         ) from None
     return f"[{host}]" if ":" in host else host
 
 
 def engine_url(url: str) -> str:
-    """Return an engine's URL normalized: with a port, and without a final slash.
+    """Return an engine's URL in normal form: with a port, and without a final slash.
 
-    Raises ValueError.
+    Raises ValueError if the URL is invalid.
     """
     parts = urlsplit(url)
     try:
         port = parts.port
     except ValueError:
-        raise ValueError("has no valid port; write http://host:8000") from None
+        raise ValueError(
+            "the URL of an engine must have a valid port, as in http://host:8000"
+        ) from None
     if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise ValueError("is not the URL of an engine; write http://host:8000 or https://host")
+        raise ValueError("the URL of an engine must have the form http://host:8000 or https://host")
     if parts.username is not None or parts.query or parts.fragment:
         raise ValueError(
-            "must be scheme, host, port and path prefix, as in http://host:8000 or https://host/a"
+            "the URL of an engine must consist of scheme, host, port and path prefix only, as "
+            "in http://host:8000 or https://host/a"
         )
     prefix = parts.path.rstrip("/")
     if not _PREFIX.fullmatch(prefix):
         raise ValueError(
-            "has an invalid path prefix: use letters, digits and -._~%:@+ between single slashes"
+            "the URL of an engine has an invalid path prefix: use letters, digits and -._~%:@+ "
+            "between single slashes"
         )
     if prefix.endswith("/v1"):
-        raise ValueError("ends with /v1: the paths are the gateway's; write what comes before it")
+        raise ValueError(
+            "the URL of an engine must not end with /v1, because the gateway adds the API's paths"
+        )
     port = port or (443 if parts.scheme == "https" else 80)
     return f"{parts.scheme}://{_resolvable(parts.hostname)}:{port}{prefix}"
 
@@ -131,9 +135,14 @@ def without_scheme(url: str) -> str:
 def _collector_url(url: str) -> str:
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise ValueError("is not the URL of a collector; write http://host:4318/v1/traces")
+        raise ValueError(
+            "the URL of a trace collector must have the form http://host:4318/v1/traces"
+        )
     if parts.username is not None or parts.password is not None or parts.query or parts.fragment:
-        raise ValueError("must be only scheme, host, port and path; put a token under `key`")
+        raise ValueError(
+            "the URL of a trace collector must consist of scheme, host, port and "
+            "path only; put a token under `key`"
+        )
     _resolvable(parts.hostname)
     return url
 
@@ -145,7 +154,7 @@ def _host_and_port(text: str) -> str:
     except ValueError:
         port = None
     if not parts.hostname or not port or parts.netloc != text or parts.username is not None:
-        raise ValueError("is not an address; write host:port, as in 10.0.0.7:8998")
+        raise ValueError("the address must have the form host:port, as in 10.0.0.7:8998")
     _resolvable(parts.hostname)
     return text
 
@@ -156,8 +165,8 @@ def _origin(text: str) -> str:
     is_origin = f"{parts.scheme}://{parts.netloc}" == text and parts.hostname and parts.scheme
     if text != "*" and (not is_origin or text.lower() != text or "@" in parts.netloc):
         raise ValueError(
-            "is not an origin; write scheme, host and port in lower case without a path, as in "
-            "https://app.example.com, or *"
+            "an origin must consist of scheme, host and port in lower case, as in "
+            "https://app.example.com, or be *"
         )
     return text
 
@@ -167,18 +176,26 @@ def _redis_url(url: str) -> str:
     try:
         port = parts.port
     except ValueError:
-        raise ValueError("has no valid port; write redis://host:6379") from None
+        raise ValueError(
+            "the URL of a Redis server must have a valid port, as in redis://host:6379"
+        ) from None
     if parts.scheme not in ("redis", "rediss") or not parts.hostname:
-        raise ValueError("is not the URL of a Redis; write redis://host:6379")
+        raise ValueError("the URL of a Redis server must have the form redis://host:6379")
     database = parts.path.strip("/")
     if parts.username is not None or parts.password is not None:
-        raise ValueError("must not contain a user or password; they have keys of their own")
+        raise ValueError(
+            "the URL of a Redis server must not contain a user or password; set "
+            "the keys for them instead"
+        )
     if (
         parts.query
         or parts.fragment
         or (database and not (database.isascii() and database.isdigit()))
     ):
-        raise ValueError("must be only scheme, host, port and database, as in redis://host:6379/0")
+        raise ValueError(
+            "the URL of a Redis server must consist of scheme, host, port and "
+            "database only, as in redis://host:6379/0"
+        )
     return f"{parts.scheme}://{_resolvable(parts.hostname)}:{port or 6379}/{database or 0}"
 
 
@@ -192,7 +209,7 @@ def _cidr(text: str) -> str:
         network = ip_network(text, strict=False)
     except ValueError:
         raise ValueError(
-            "is not a network; write it in CIDR form, as in 10.0.0.0/8 or 2001:db8::/32"
+            "a network must be written in CIDR form, as in 10.0.0.0/8 or 2001:db8::/32"
         ) from None
     raise ValueError(f"has address bits beyond its prefix length; its network is {network}")
 
@@ -209,10 +226,13 @@ Duration = Annotated[
         }
     ),
 ]
-"""Seconds, written with a unit."""
+"""A duration in seconds, written with a unit, for example 30s."""
 
 Interval = Annotated[Duration, AfterValidator(_interval)]
-"""Time between two rounds of a periodic task, with a lower bound so that others can run."""
+"""The time between two rounds of a periodic task, written with a unit.
+
+Its lower bound leaves time for other tasks.
+"""
 
 Size = Annotated[
     int,
@@ -221,7 +241,7 @@ Size = Annotated[
         {"type": "string", "pattern": units.SIZE_PATTERN, "title": "Size", "examples": ["32MiB"]}
     ),
 ]
-"""Bytes, written with a unit."""
+"""A number of bytes, written with a unit, for example 32MiB."""
 
 Parameters = Annotated[
     float,
@@ -235,7 +255,7 @@ Parameters = Annotated[
         }
     ),
 ]
-"""Billions of parameters, written with a unit."""
+"""A number of parameters in billions, written with a unit, for example 70B."""
 
 
 def _worker_count(value: object) -> object:
@@ -243,7 +263,7 @@ def _worker_count(value: object) -> object:
     if number == AUTO:
         return AUTO
     if type(number) is not int or not 1 <= number <= MAX_WORKERS:
-        raise ValueError(f"must be a number from 1 to {MAX_WORKERS}, or auto")
+        raise ValueError(f"the number of workers must be from 1 to {MAX_WORKERS}, or auto")
     return number
 
 
@@ -274,16 +294,16 @@ def setting(default: object, text: str) -> Any:
 
 
 def check_sendable(key: Secret | None) -> Secret | None:
-    """Return the API key unchanged if an HTTP header can contain it.
-
-    Raises ValueError otherwise.
+    """Return the API key unchanged if an HTTP header can contain it. Raises ValueError
+    otherwise.
     """
     text = None if key is None else key.reveal()
     if text is not None and (
         not text or not text.isascii() or not text.isprintable() or text.strip() != text
     ):
         raise ValueError(
-            "is empty or cannot be sent in a header (printable ASCII without outer blanks)"
+            "the key must be printable ASCII, not empty, and without blanks at its ends, so "
+            "that a header can contain it"
         )
     return key
 

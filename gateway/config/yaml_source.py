@@ -1,7 +1,7 @@
 """Reads YAML 1.2 into plain data with positions, and resolves ${...} references.
 
-It enforces size limits, and rejects duplicate keys and aliases that expand to very many values. It
-does no I/O: file_reader.py reads files. tree.py interprets the values.
+The module enforces size limits, and rejects duplicate keys and aliases that expand to very many
+values. It does no I/O: file_reader.py reads files. tree.py interprets the values.
 """
 
 from __future__ import annotations
@@ -34,7 +34,10 @@ _VARIABLE = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)(?::-(.*))?", re.DOTALL)
 
 
 ReadFile = Callable[[FilePath, int], bytes]
-"""Reads a file up to one byte beyond a limit. Raises OSError or NotARegularFileError."""
+"""A function that reads at most one byte more of a file than a given limit.
+
+It raises OSError or NotARegularFileError.
+"""
 
 
 class NotARegularFileError(Exception):
@@ -103,7 +106,7 @@ class Substituted(str):
 def number_if_substituted(value: object) -> object:
     """Convert the text of a resolved ${...} reference to a number if it is one.
 
-    Other values are returned as they are: for "8080" in quotes an error is more useful.
+    Other values are returned unchanged, because for "8080" in quotes an error is more useful.
     """
     if not isinstance(value, Substituted):
         return value
@@ -154,11 +157,11 @@ class YamlSource:
 
     data           the plain values
     positions      path -> position of the value
-    key_positions  path -> position of its key
+    key_positions  path -> position of the value's key
     problems       errors by path; a path with an error is not checked any further
-    warnings       warnings about files
+    warnings       warnings about files that the configuration names
     written        path -> value as written, with references not resolved
-    references     the files that are referred to
+    references     the files that the configuration refers to
     files          path of a value that names a file -> digest of that file
     resolved       the values of the references
     """
@@ -193,7 +196,7 @@ class YamlSource:
         return Problem(self.file, mark.line, mark.column, show_path(path), text)
 
     def add_error(self, path: Path, message: str, *, on_key: bool = False) -> None:
-        """Record a configuration error at `path`; only the first one at a path is kept."""
+        """Record a configuration error at `path`; only the first error at a path is kept."""
         self.problems.setdefault(path, self.problem_at(path, message, on_key=on_key))
 
     def warn(self, path: Path, message: str) -> None:
@@ -211,7 +214,7 @@ class YamlSource:
     def digest(self) -> bytes:
         """Return the SHA-256 of the configuration text and of everything that it refers to.
 
-        Do not show it: secrets are part of it.
+        Do not show it to clients, because secrets are part of the hashed data.
         """
         return self._digest.digest()
 
@@ -257,7 +260,9 @@ def _begin(raw: bytes, file: str) -> tuple[YamlSource, Node]:
     except UnicodeDecodeError as error:
         line = raw.count(b"\n", 0, error.start) + 1
         column = error.start - (raw.rfind(b"\n", 0, error.start) + 1) + 1
-        raise invalid_file(file, "is not UTF-8 text", SourcePosition(line, column)) from None
+        raise invalid_file(
+            file, "the configuration is not UTF-8 text", SourcePosition(line, column)
+        ) from None
     node = _compose(text, file)
     if node is None:
         text = "is empty; the shortest configuration begins with `version: 1`"
@@ -279,9 +284,9 @@ def _compose(text: str, file: str) -> Node | None:
         problem = "contains a character that YAML does not allow"
         raise invalid_file(file, problem, SourcePosition(line, column)) from None
     except RecursionError:
-        raise invalid_file(file, "is nested too deeply") from None
+        raise invalid_file(file, "the configuration is nested too deeply") from None
     except (YAMLError, ValueError) as error:
-        raise invalid_file(file, f"is not YAML: {error}") from None
+        raise invalid_file(file, f"the configuration is not valid YAML: {error}") from None
     return node
 
 

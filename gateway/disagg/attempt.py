@@ -1,10 +1,10 @@
 """One attempt to serve a request by two engines, one for prefill and one for decode.
 
 An attempt consists of two requests to engines, its legs. A leg only reports how it ended. The table
-in gateway/disagg/state_machine.py says what follows, which is done at once, one event at a time. At
+in state_machine.py says which actions follow; they are carried out at once, one event at a time. At
 the end, both capacity reservations are released, both connections are closed or back in their
-pools, and KV that is no longer needed is freed. gateway/disagg/leg_requests.py builds the requests,
-gateway/disagg/failure_actions.py handles failures.
+pools, and KV that is no longer needed is freed. leg_requests.py builds the requests,
+failure_actions.py handles failures.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ _DECODED = Event.DECODED
 
 
 class PairAttempt(AttemptState):
-    """One attempt to serve a request by a prefill and a decode endpoint: enter it once and run() it
-    once.
+    """One attempt to serve a request by a prefill and a decode endpoint: enter it once and call
+    run() once.
 
-    Leaving it releases both capacity reservations and closes open connections.
+    Leaving the attempt releases both capacity reservations and closes open connections.
     """
 
     __slots__ = ()
@@ -103,9 +103,10 @@ class PairAttempt(AttemptState):
 
     def post(self, event: Event) -> None:
         """Process an event of the split request by the state table, inside the callback that
-        brought it.
+        reported it.
 
-        Only this method interprets the table. The request's coroutine just waits for an end state.
+        Only this method interprets the table. The request's coroutine merely waits for an end
+        state.
         """
         if self._is_acting:
             self._events.append(event)
@@ -154,7 +155,9 @@ class PairAttempt(AttemptState):
         self.handoffs.transfers.pop(self, None)
 
     def on_overdue(self) -> None:
-        """Fail the KV transfer because it takes too long. Handoffs.sweep() calls this once."""
+        """Fail the KV transfer of this attempt because it takes too long. Handoffs.sweep() calls
+        this once.
+        """
         if self.exchange.is_committed:
             return  # the answer flows: the relay may not recognise a token in it
         self.problem = UpstreamError("transfer_timeout", f"{self.state} for too long")

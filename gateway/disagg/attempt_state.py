@@ -28,12 +28,12 @@ class AttemptState:
 
     prefill, prefill_reservation, inbox
                the request to the prefill engine, its reservation until the prompt is computed, and
-               its answer
+               the engine's answer
     decode, decode_reservation, handover
                the request to the decode engine, its reservation, and the handoff that it carries
     problem    the error that broke the attempt
     suspects   names of the endpoints that this request must not try again
-    recompute  the whole request should be computed at one endpoint next
+    recompute  whether the whole request should be computed at one endpoint next
     """
 
     __slots__ = (

@@ -54,7 +54,7 @@ class BootstrapClient:
 class BootstrapQuery:
     """One `GET /query` request to a bootstrap server, and the callbacks that wait for its answer.
 
-    It ends with the answer, at its timeout, or when the last callback leaves.
+    The query ends with the answer, at its timeout, or when the last callback leaves.
     """
 
     __slots__ = ("_callbacks", "_inbox", "_leg", "_over", "_relay", "_server", "_timer")

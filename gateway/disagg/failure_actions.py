@@ -1,8 +1,8 @@
 """Actions after a failed attempt of a split request: blame an endpoint, use another one, free the
 KV.
 
-They are actions in the table of gateway/disagg/state_machine.py. Each takes the state of an attempt
-(gateway/disagg/attempt.py) and is done at once.
+The table in state_machine.py names these actions. Each takes the state of an attempt (attempt.py)
+and is carried out at once.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ KV_FAILURES = frozenset({"status_500", "engine_error"})
 def blame_prefill(attempt: AttemptState) -> None:
     """Count the failure of a split request against its prefill endpoint.
 
-    Also forget its engine's identity, since the engine may have been restarted.
+    The stored identity of the endpoint's engine is dropped as well, because the engine may have
+    been restarted.
     """
     assert attempt.problem is not None
     name = attempt.pair.prefill.candidate.endpoint.name
@@ -43,7 +44,7 @@ def blame_decode(attempt: AttemptState) -> None:
     """Count the failure of a split request against its decode endpoint, unless it could not load
     the KV.
 
-    A failure to load the KV cache makes both endpoints suspects.
+    After a failure to load the KV cache, both endpoints are suspects.
     """
     problem = attempt.problem
     assert problem is not None
@@ -58,9 +59,9 @@ def suspect_both(attempt: AttemptState) -> None:
     """Mark both endpoints of a split request as suspects, so that it is computed at one endpoint
     next.
 
-    A decode endpoint that can serve whole requests gets the next attempt, which shows whether it
-    was the cause. Any other decode endpoint is blamed: its later successes with other prefill
-    endpoints clear it again.
+    If the decode endpoint can serve whole requests, it gets the next attempt, which shows whether
+    it was the cause. If it cannot, the failure is counted against it; its later successes with
+    other prefill endpoints clear it again.
     """
     assert attempt.problem is not None
     name = attempt.pair.prefill.candidate.endpoint.name
@@ -84,7 +85,7 @@ def _blame_decoder(attempt: AttemptState, problem: UpstreamError) -> None:
 def reserve_other_decode(attempt: AttemptState) -> bool:
     """Reserve another decode endpoint for the same handoff; return False if there is none.
 
-    The first decode endpoint never received the request, so the KV still waits at the prefill
+    The first decode endpoint never received the request, so the KV is still stored at the prefill
     endpoint.
     """
     context, exchange, problem = attempt.context, attempt.exchange, attempt.problem
@@ -115,12 +116,12 @@ def _group_of(attempt: AttemptState) -> PairGroup:
 
 
 def abort_prefill(attempt: AttemptState) -> None:
-    """Abort the prefill request by half-closing its connection, after the time that an engine's
-    step may take.
+    """Abort the prefill request by half-closing its connection, once an engine's step must have
+    ended.
 
-    An engine that is aborted during a step finishes it and then keeps KV that no decode engine
-    knows about. So its answer is awaited first. An answer that crosses the abort is read too; its
-    KV is freed by a release request.
+    An engine that is aborted during a step finishes the step and then keeps KV that no decode
+    engine knows about. The answer is therefore awaited first. If the answer arrives although the
+    connection was half-closed, it is read as well, and a release request frees its KV.
     """
     leg, inbox = attempt.prefill, attempt.inbox
     if leg is None or inbox is None or leg.is_over or leg.sent_at is None:
@@ -170,10 +171,11 @@ def _may_keep_kv(attempt: AttemptState) -> bool:
 
 
 def free_by_refuser(attempt: AttemptState) -> None:
-    """Send the decode engine that refused a request a release request, so that it fetches the KV.
+    """Send a release request to the decode engine that refused a request, so that the engine
+    fetches the KV.
 
-    The prefill engine accepted the same prompt, so the refusal is about a member that it did not
-    receive (max_tokens, logprobs).
+    The prefill engine accepted the same prompt. The refusal is therefore about a member that it did
+    not receive (max_tokens, logprobs).
     """
     if attempt.handover is not None and _may_keep_kv(attempt):
         _release_kv(attempt, attempt.handover, attempt.decode_reservation, "refused")
@@ -183,8 +185,9 @@ def free_elsewhere(attempt: AttemptState) -> None:
     """Schedule a release request at another decode engine, because the first may have left KV
     allocated.
 
-    It is sent once the first engine must be done with the KV, in case only its connection broke. An
-    engine that could not load the KV found the prefill engine gone, so nothing has to be freed.
+    The request is sent once the first engine must be done with the KV, in case only its connection
+    broke. If the first engine could not load the KV, the prefill engine is gone, and nothing has to
+    be freed.
     """
     handover, problem = attempt.handover, attempt.problem
     assert problem is not None

@@ -49,12 +49,13 @@ class PairFigures:
     """Statistics of the KV handoffs from one prefill endpoint to one decode endpoint.
 
     prefill_s  moving mean of the seconds from the prefill request to its answer; None before the
-               first
-    handoff_s  moving mean of the seconds from there to the first token; None before the first
-    newest_s   the newest handoff times
+               first handoff
+    handoff_s  moving mean of the seconds from that answer to the first token; None before the first
+               handoff
+    newest_s   durations of the newest handoffs in seconds
     tokens     prompt tokens whose KV was transferred: those that the decode engine was believed not
                to have cached
-    counter    the metric of those that were served; None before the first
+    counter    the metric that counts served handoffs; None before the first one
     """
 
     __slots__ = (
@@ -71,7 +72,9 @@ class PairFigures:
         self.counter: Counter | None = None
 
     def add_times(self, prefill_s: float, handoff_s: float) -> None:
-        """Add the seconds that one handoff took: for prefill, and from there to the first token."""
+        """Add the seconds that one handoff took: for the prefill, and from its answer to the first
+        token.
+        """
         self.prefill_s = _update_mean(self.prefill_s, prefill_s)
         self.handoff_s = _update_mean(self.handoff_s, handoff_s)
         self.newest_s.append(handoff_s)
@@ -86,8 +89,8 @@ class PairFigures:
         """Return the expected seconds from the choice of endpoints to the first token of a split
         request.
 
-        `prefill_s` is the expected time of the prefill. Return None while it, or the time of the
-        handoff, is unknown.
+        `prefill_s` is the expected time of the prefill. Returns None while this time or the time of
+        the handoff is unknown.
         """
         if prefill_s is None or self.handoff_s is None:
             return None
@@ -97,8 +100,8 @@ class PairFigures:
     def step_s(self) -> float:
         """Return the seconds to wait for a prefill answer that is no longer needed.
 
-        An aborted engine finishes its current step first. A short prompt is computed in one step,
-        and without the answer its KV could not be freed.
+        An engine that is aborted finishes its current step first. A short prompt is computed in one
+        step, and without the answer its KV could not be freed.
         """
         return _wait_s(MIN_STEP_S, self.prefill_s)
 
@@ -125,9 +128,10 @@ class Transfer(Protocol):
 class Handoffs:
     """The live state of all split requests and of their KV transfers (handoffs).
 
-    splitting  by model: the present mode of its rule (policies.pricing.split.SplitRule.hysteresis)
-    pairs      statistics by names of prefill and decode endpoint
-    transfers  in progress, with the monotonic time by which each must end
+    splitting       by model: whether its requests are split at present (see
+                    policies.pricing.split.SplitRule.hysteresis)
+    pairs           statistics by names of prefill and decode endpoint
+    transfers       transfers in progress, with the monotonic time by which each must end
     transfer_times  measured seconds per token of KV, for rules that price a split
     """
 
@@ -162,7 +166,7 @@ class Handoffs:
         counter.value += 1.0
 
     def count_decision(self, decision: SplitDecision) -> None:
-        """Count a decision whether to split a request between two engines, by the reason.
+        """Count a decision whether to split a request between two engines, by its reason.
 
         Each reason belongs either to splitting or to not splitting.
         """
@@ -193,10 +197,7 @@ class Handoffs:
         return len(self._numbers)
 
     def sweep(self, now: float) -> None:
-        """Fail the KV transfers that have exceeded their time limit.
-
-        Each transfer is failed once.
-        """
+        """Fail the KV transfers that have exceeded their time limit, each of them once."""
         overdue = [transfer for transfer, until in self.transfers.items() if until <= now]
         for transfer in overdue:
             if self.transfers.pop(transfer, None) is not None:
@@ -237,10 +238,10 @@ class Handoffs:
     def send_release_request(
         self, upstream: ConnectionPool, words: tuple[bytes, bytes], reason: str
     ) -> None:
-        """Send a decode engine a release request, so that a prefill engine frees KV that no request
-        needs.
+        """Send a release request to a decode engine, so that a prefill engine frees KV that no
+        request needs.
 
-        Only a decode engine that fetches the KV, or declines to, can have it freed.
+        The prefill engine frees KV only if a decode engine fetches or declines it.
         """
         self.metrics.split_leases_given_up_total.labels(reason).inc()
         leg = Leg(upstream, *words, Relay(b""), ResponseBuffer(keep=False), self._on_released)
@@ -286,7 +287,7 @@ class Handoffs:
     ) -> None:
         """Count a finished attempt of a split request, and record its times if it succeeded.
 
-        `split` are the rule by which the pair was chosen, and the prompt's tokens.
+        `split` is the rule by which the pair was chosen, and the number of prompt tokens.
         """
         if record.transport is not None:
             figures.transport = record.transport

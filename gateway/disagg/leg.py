@@ -18,14 +18,15 @@ Ended = Callable[["Leg", UpstreamError | None], None]
 
 
 class Leg(EagerTask):
-    """A request to one engine, half of a split request; `ended` is called once with an error or
+    """A request to one engine, half of a split request; it calls `ended` once, with an error or
     None.
 
-    A leg that is closed before reports nothing. The leg is its own payload, so it notices when its
-    bytes are written. On a connection it is a task without a coroutine: the end of the answer calls
-    step(), which ends the leg. Only connecting needs a coroutine.
+    A leg that is closed before its end does not call `ended`. The leg is also its own payload, so
+    that it notices when its bytes are written. On a connection it acts as a task without a
+    coroutine: the end of the answer calls step(), which ends the leg. Only connecting needs a
+    coroutine.
 
-    sent_at  when its bytes were written; None: no engine has received anything of it
+    sent_at  when the leg's bytes were written; None: no engine has received any of them
     """
 
     __slots__ = (
@@ -116,9 +117,9 @@ class Leg(EagerTask):
             connection.abort()
 
     def close_in(self, seconds: float, ended: Ended | None = None) -> None:
-        """Close the connection to the engine after this many seconds.
+        """Close the connection to the engine after `seconds` seconds.
 
-        Until then only the callback `ended` is called. Without that callback, the first token
+        Until then only the callback `ended` is called. If that callback is None, the first token
         closes the connection too.
         """
         if not self.is_over:
@@ -148,7 +149,8 @@ class Leg(EagerTask):
     def step(self, error: BaseException | None = None) -> None:
         """Handle the end of an engine's answer to one half of a split request.
 
-        A pooled connection that was lost before the first byte is replaced by a new one, once.
+        If a pooled connection was lost before the first byte, the request is sent again once, on a
+        new connection.
         """
         done, connection = self._done, self._connection
         self._done = self._connection = None

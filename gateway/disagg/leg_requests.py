@@ -122,13 +122,14 @@ def one_token(request: Request) -> Request:
 class LegRequests:
     """Builds the requests to both engines of a split request, and interprets the prefill answer.
 
-    It keeps the parts of the requests, because one may have to be sent when the client has left and
-    its body has been freed.
+    The object keeps the parts of the requests, because one may have to be sent after the client has
+    disconnected and its body has been freed.
 
-    terms          apply to both requests; the prefill engine's identity may be learned later
-    _resume_terms  how a broken stream could be continued; None where that would not be exact
-    _cache_report  takes the prefill engine's count of cached tokens, which the client sees; None if
-                   the client sees the decode engine's count
+    terms          facts that apply to both requests; the prefill engine's identity may be learned
+                   later
+    _resume_terms  how a broken stream could be continued; None if that would not be exact
+    _cache_report  receives the prefill engine's count of cached tokens, which the client sees; None
+                   if the client sees the decode engine's count
     """
 
     __slots__ = (
@@ -190,7 +191,7 @@ class LegRequests:
     ) -> tuple[bytes, bytes]:
         """Return the head and the body of the request to the decode engine, as bytes to send.
 
-        Without a handoff, it is the client's own request.
+        Without a handoff, this is the client's own request.
         """
         if handover is not None:
             edits, role = handover.edits, "decode"
@@ -209,9 +210,9 @@ class LegRequests:
         """Return the head and the body of a request to a decode engine that lets the prefill engine
         free its KV.
 
-        It generates one token, which is discarded. By then the blocks may hold another request's
-        KV. So the request has a cache salt of its own, and no other request finds what the engine
-        caches of it.
+        The request generates one token, which is discarded. When it arrives, the prefill engine's
+        blocks may hold another request's KV already. The request therefore has a cache salt of its
+        own, so that no other request uses what the decode engine caches for it.
         """
         edits, apart = handover.edits, self._context.split.dialect.cache_salt_member
         put, drop = edits.put + _RELEASE, edits.drop | _OUTPUT_MEMBERS
@@ -223,8 +224,8 @@ class LegRequests:
     def relay(self, endpoint: Endpoint, handover: DecodeRequest | None) -> Relay:
         """Return the relay that passes the decode engine's answer to the client.
 
-        It records the answer's tokens if a broken stream can be continued. It replaces the decode
-        engine's count of cached tokens if that counts transferred tokens.
+        The relay records the answer's tokens if a broken stream can be continued. It replaces the
+        decode engine's count of cached tokens if that count includes transferred tokens.
         """
         context, record = self._context, self._record
         exchange, client, requested_model = (
@@ -284,11 +285,11 @@ class LegRequests:
     ) -> DecodeRequest | UnusableResponse | FinishedResponse | None:
         """Return what follows from a prefill engine's complete answer.
 
-        That is a decode request to send, an answer that already finishes the client's request, or
-        the reason why the answer is unusable. None: the decode engine has its request and needs
-        nothing.
+        The result is a decode request to send, an answer that already finishes the client's
+        request, or the reason why the answer is unusable. None: the decode engine has received its
+        request already and needs nothing more.
 
-        alone  no decode engine has the request yet
+        alone  whether no decode engine has received the request yet
         """
         dialect, record = self._context.split.dialect, self._record
         if isinstance(answer, UnusableResponse):
@@ -314,7 +315,7 @@ class LegRequests:
 
     def finished(self, answer: FinishedResponse) -> bytes:
         """Return the prefill engine's answer as an HTTP response to the client's request: one JSON
-        body, or events.
+        body, or server-sent events.
         """
         if not self._context.call.request.stream:
             return _JSON % len(answer.body) + answer.body

@@ -34,8 +34,8 @@ NEED_BOOTSTRAP = (Prerequisite.ADDRESS, Prerequisite.QUERY)
 class PrefillFacts(msgspec.Struct, frozen=True):
     """Facts about a prefill endpoint that its configuration states.
 
-    host       the host in its URL
-    bootstrap  its bootstrap server; None if it has none
+    host       the host in the endpoint's URL
+    bootstrap  address of the endpoint's bootstrap server; None if it has none
     header     the response header line that names the endpoint to clients
     """
 
@@ -49,7 +49,7 @@ class SplitRoute(msgspec.Struct, frozen=True):
 
     splitter            decides whether to split a request, and chooses the endpoints
     facts               configured facts by name of the prefill endpoint
-    transfer_timeout_s  longest time in seconds that the KV transfer of a request may take
+    transfer_timeout_s  maximum seconds that the KV transfer of a request may take
     """
 
     dialect: Dialect

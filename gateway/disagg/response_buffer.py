@@ -12,7 +12,7 @@ MAX_BYTES = 16 * 1024 * 1024  # the ids of a million tokens, or of far more bloc
 class ResponseBuffer:
     """Collects the head and the body of an engine's answer that is for the gateway itself.
 
-    With `keep` False everything is discarded. An answer that is too long fails its connection.
+    With `keep` False, everything is discarded. If the answer is too long, its connection fails.
     """
 
     __slots__ = ("_answer", "_keep", "source")

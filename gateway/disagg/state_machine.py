@@ -1,6 +1,6 @@
-"""The state machine of a split request's attempt, as a table of states, events and actions.
+"""The state machine of one attempt at a split request, as a table of states, events and actions.
 
-gateway/disagg/attempt.py carries out the rows. A state that is not in LIVE_STATES is an end state.
+attempt.py carries out the rows of the table. A state that is not in LIVE_STATES is an end state.
 """
 
 from __future__ import annotations
@@ -93,8 +93,8 @@ class Act(_Word):
 
 
 class Owner(StrEnum):
-    """What ends a state of a split request: one engine's answer, both answers, or the request
-    itself.
+    """The part of a split request that ends a state: one engine's answer, both answers, or the
+    request itself.
     """
 
     PREFILL = "prefill leg"
@@ -104,11 +104,11 @@ class Owner(StrEnum):
 
 
 class Deadline(StrEnum):
-    """The deadline of a state of a split request; the value is the name of its setting where there
+    """The deadlines of states of a split request; the value is the name of the setting, where there
     is one.
 
     CONNECT is enforced while connecting, FIRST_BYTE, STALL and TRANSFER by the gateway's sweep,
-    BOOTSTRAP by the query.
+    BOOTSTRAP by the bootstrap query.
     """
 
     TURN = "the turn of the event loop in which it began"
@@ -120,7 +120,7 @@ class Deadline(StrEnum):
 
 
 class Row(NamedTuple):
-    """The consequence of an event of a split request: the next state, and the actions that are due,
+    """The consequence of an event of a split request: the next state, and the actions to carry out,
     in order.
     """
 

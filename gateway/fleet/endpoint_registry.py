@@ -39,26 +39,28 @@ INITIAL_HEALTH = Health()
 class LiveEndpoint:
     """One endpoint (a TP group) with all of its live state.
 
-    backlog_tokens      prefill_tokens when the engine last sent a byte: work that may explain
-                        silence
-    generated_tokens    output tokens since the engine's start, from its last scrape
-    models              the names that its engine lists; they count only if has_list is set
-    models_at           when its engine last sent its list, or reported that it has none (monotonic)
-    has_list            its engine has sent a list; False if the list is unknown or there is none
-    lacks_health        its engine has no page at `health.path`; its list of models stands for it
-    api_paths           paths of the APIs that its engine lists at /openapi.json; empty if unknown
-    keeps_responses     whether its engine stores responses for later requests; None if unknown
-    kv_received_bytes   KV received from other engines since its start; None if not reported
-    is_stalled          found stalled: /health is not trusted until it generates again
-    throttled_until     end of a period with few requests, after another endpoint overtook it; else
-                        None
-    is_leaving          in no configuration in force; requests of an older one may still run there
-    is_drained          an operator drained it: it gets no new requests
-    speed               the measurements of its speed, and the verdict on them
-    slow_start_at       when it (re)entered rotation, while its concurrency still increases; else
-                        None
-    sent_tokens         prompt tokens ever sent to it
-    hit_tokens          those of sent_tokens that the prefix index believed to be cached there
+    backlog_tokens     prefill_tokens when the engine last sent a byte: work that may explain
+                       silence
+    generated_tokens   output tokens since the engine's start, from its last scrape
+    models             the names that its engine lists; valid only if has_list is set
+    models_at          when its engine last sent its list, or reported that it has none (monotonic)
+    has_list           whether its engine has sent a list of models
+    lacks_health       whether its engine has no page at `health.path`; its list of models is used
+                       instead
+    api_paths          paths of the APIs that its engine lists at /openapi.json; empty if unknown
+    keeps_responses    whether its engine stores responses for later requests; None if unknown
+    kv_received_bytes  KV bytes received from other engines since its start; None if not reported
+    is_stalled         whether it was found stalled: /health is not trusted until it generates again
+    throttled_until    end of a period with few requests, after another endpoint overtook it; else
+                       None
+    is_leaving         whether it is in no configuration in force; older requests may still run
+                       there
+    is_drained         whether an operator drained it: it gets no new requests
+    speed              the measurements of its speed, and the verdict on them
+    slow_start_at      when it (re)entered rotation, while its concurrency still increases; else
+                       None
+    sent_tokens        total prompt tokens sent to it
+    hit_tokens         those of sent_tokens that the prefix index believed to be cached there
     """
 
     __slots__ = (
@@ -190,7 +192,7 @@ class RegistryPlan(msgspec.Struct, frozen=True, eq=False):
     The plan is valid until the registry changes.
 
     pools           candidates by pool
-    changes         where the changes of the endpoints' loads are recorded
+    changes         the object that records changes of the endpoints' loads
     name_conflicts  (pool, spec) of discovered endpoints whose name another endpoint already has
     """
 
@@ -283,10 +285,8 @@ class EndpointRegistry:
         return tuple(live for live in self.by_slot if live.load.slot not in self._free)
 
     def plan(self, config: Config) -> RegistryPlan:
-        """Compute which endpoints a configuration would add and remove, without changing the
-        registry.
-
-        Returns the plan.
+        """Return the plan of endpoints that a configuration would add and remove; the registry
+        stays unchanged.
         """
         timeouts = UpstreamTimeouts(
             config.timeouts.connect, config.timeouts.first_byte, config.timeouts.stall
@@ -378,7 +378,8 @@ class EndpointRegistry:
         for pool, spec in conflicts:
             if (pool, spec.url) not in before:
                 log.warning(
-                    "pool %s: %s is ignored: another endpoint is already named %s",
+                    "service discovery: pool %s: the endpoint %s is ignored, because another "
+                    "endpoint is already named %s",
                     pool,
                     spec.url,
                     spec.display_name,
@@ -406,7 +407,7 @@ class EndpointRegistry:
         self.by_slot[slot : slot + 1] = [live]
 
     def release(self, live: LiveEndpoint) -> None:
-        """Free the slot number of an endpoint that no request can reach any more, for other
+        """Free the slot number of an endpoint that no request can reach any more, for use by other
         endpoints.
         """
         self._free.add(live.load.slot)

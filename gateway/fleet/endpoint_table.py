@@ -1,6 +1,6 @@
 """The endpoint table: every endpoint with its live load, health and connections.
 
-It is the only writer of EndpointLoad, and applies the verdicts of policies.health.health.
+The table is the only writer of EndpointLoad, and applies the verdicts of policies.health.health.
 """
 
 from __future__ import annotations
@@ -181,7 +181,7 @@ class EndpointTable:
         """Return the routing query for a request, with the tokens believed cached at each endpoint.
 
         tried     names of endpoints that the policy must not pick
-        in_order  True if the candidates are kept sorted; then only endpoints that have part of the
+        in_order  whether the candidates are kept sorted; then only endpoints that have part of the
                   prompt cached are listed
         """
         cached: Sequence[int] = ()
@@ -250,8 +250,8 @@ class EndpointTable:
     ) -> None:
         """Record a prompt that another gateway sent to the endpoint, given its sampled block keys.
 
-        cached_tokens  None for a sent prompt; else the prompt was not computed, and this many of
-                       its tokens at most are cached there
+        cached_tokens  None for a prompt that was sent; else the prompt was not computed, and at
+                       most this many of its tokens are cached there
         """
         index = self.prefixes.index
         if cached_tokens is None:
@@ -360,7 +360,7 @@ class EndpointTable:
         )
 
     def on_stall(self, live: LiveEndpoint) -> None:
-        """Mark a silent endpoint as dead after a probe for one token failed."""
+        """Mark an endpoint as dead, because it was silent and a request for one token failed."""
         live.is_stalled = True
         self.on_event(live, HealthEvent.ENGINE_DEAD)
 
@@ -398,7 +398,9 @@ class EndpointTable:
 
     def _on_state_change(self, live: LiveEndpoint, before: Health, after: Health) -> None:
         name, cause = live.endpoint.name, after.cause or "new"
-        log.warning("endpoint %s: %s -> %s (%s)", name, before.state, after.state, cause)
+        log.warning(
+            "endpoint %s: health changes from %s to %s (%s)", name, before.state, after.state, cause
+        )
         if self.updates is not None:
             self.updates.health_changes.append(
                 (live.endpoint, str(after.state), str(after.cause or ""))
@@ -459,7 +461,7 @@ class EndpointTable:
         self._update_availability(live.endpoint.pool)
 
     def drain_by_name(self, names: Collection[str]) -> None:
-        """Stop routing to the endpoints with these names. Called before the first request."""
+        """Stop routing to the endpoints with these names. Call this before the first request."""
         for live in self.all():
             if live.endpoint.name in names:
                 self.set_drained(live, is_drained=True)
@@ -503,9 +505,10 @@ class EndpointTable:
             self.on_event(live, HealthEvent.SLOW)
 
     def on_overtaken(self, live: LiveEndpoint, tokens: int) -> None:
-        """Record that a request leaves the endpoint before its first token, and throttle it.
+        """Throttle the endpoint, because a request leaves it before its first token.
 
-        `tokens` of its prompt were to be computed there; 0 without an observable first token.
+        `tokens` is the number of its prompt tokens that the endpoint had to compute; 0 without an
+        observable first token.
         """
         self.speed_monitor.on_overtaken(live, tokens, monotonic())
         self.throttle(live)
@@ -566,7 +569,7 @@ class EndpointTable:
     def fail_streams(self, *, immediately: bool = False) -> int:
         """Fail all running requests, because the gateway is stopping; return how many still run.
 
-        immediately  fail streams in mid-event too; otherwise they run on to the event's end
+        immediately  whether streams fail in the middle of an event too, and not at its end
         """
         kind, message = SHUTDOWN, "the gateway stops"
         if immediately:

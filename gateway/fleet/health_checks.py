@@ -1,7 +1,7 @@
-"""Health checks: polls the health, load and models of every endpoint.
+"""Health checks: poll the health, load and models of every endpoint.
 
-gateway/fleet/poll_plan.py decides what is due at a poll. Polls use kept connections
-(gateway/http/poll_client.py); requests that make an engine generate are rare and use aiohttp's
+poll_plan.py decides which requests are due at a poll. Polls use kept connections
+(http/poll_client.py). Requests that make an engine generate tokens are rare and use aiohttp's
 client. If an engine's metrics cannot be read, policies rely on the gateway's own reservations.
 """
 
@@ -54,8 +54,8 @@ FIRST_POLLS = 128  # endpoints polled at the same time before the gateway serves
 
 
 class SpeedProbe(msgspec.Struct, frozen=True):
-    """A test request that measures an engine's speed: random words as prompt, and a number of
-    tokens.
+    """A test request that measures an engine's speed: a prompt of random words, and a number of
+    tokens to generate.
     """
 
     words: int
@@ -76,7 +76,9 @@ CLEAR_ROUNDS = 3
 
 
 def is_ejected_as_slow(live: LiveEndpoint) -> bool:
-    """Return whether the endpoint was ejected for slowness, which its /health does not show."""
+    """Return whether the endpoint was ejected for slowness, which its /health page does not
+    show.
+    """
     return live.health.cause is HealthEvent.SLOW and live.speed.slowness is not None
 
 
@@ -108,7 +110,7 @@ class HealthChecker:
     async def start(self) -> None:
         """Start to poll the health and load of all endpoints.
 
-        Returns once every endpoint has been polled, before the first request.
+        Returns before the first request is accepted, once every endpoint has been polled.
         """
         self._session = aiohttp.ClientSession(
             timeout=aiohttp.ClientTimeout(total=None),
@@ -234,9 +236,9 @@ class HealthChecker:
             await self._log_errors(self._probe, live)
 
     async def check(self, live: LiveEndpoint) -> bool | None:
-        """Return whether an endpoint is healthy enough for a retry, or None if it did not answer.
+        """Return whether an endpoint is healthy enough for a retry, or None if it did not respond.
 
-        Concurrent requests share one check.
+        Concurrent requests share one health check.
         """
         if self._session is None:
             return True
@@ -262,8 +264,8 @@ class HealthChecker:
         return status == 200
 
     def relist(self, live: LiveEndpoint) -> None:
-        """Read the list of models of an endpoint's engine now. At most one such task runs per
-        endpoint.
+        """Start to read the list of models of an endpoint's engine now. At most one such task runs
+        per endpoint.
         """
         if self._session is not None and live not in self._listings and not live.is_leaving:
             listing = self._log_errors(
@@ -331,7 +333,11 @@ class HealthChecker:
             self._endpoints.on_progress(live)
         elif live.upstream.silence_duration_s(monotonic()) > silence_s:
             # No client request has received a byte in the meantime either.
-            log.warning("endpoint %s has been silent for %.1f s", live.endpoint.name, limit_s)
+            log.warning(
+                "endpoint %s has sent nothing for %.1f s, and a test request for one token failed",
+                live.endpoint.name,
+                limit_s,
+            )
             self._endpoints.on_stall(live)
 
     async def _generates(self, live: LiveEndpoint, timeout_s: float) -> bool:
@@ -371,7 +377,8 @@ class HealthChecker:
             if own_s >= CLEAR_RATIO * peer_s + LEAST_EXCESS_S:
                 names = live.endpoint.name, peer.endpoint.name
                 log.info(
-                    "endpoint %s is still slow: %.3f s, %s %.3f s",
+                    "endpoint %s is still slow: its test request took %.3f s, that of endpoint "
+                    "%s %.3f s",
                     names[0],
                     own_s,
                     names[1],

@@ -1,8 +1,8 @@
 """Reports changes of engines' lists of models: the first at once, later ones together after a
 pause.
 
-A report rebuilds the routes, which takes milliseconds with many endpoints, and a roll-out changes
-the lists of a thousand engines.
+A report rebuilds the routes, which takes milliseconds with many endpoints. A roll-out changes the
+lists of up to a thousand engines within a short time.
 """
 
 from __future__ import annotations
@@ -13,12 +13,14 @@ from contextlib import contextmanager
 from time import monotonic
 
 GAP_PER_REPORT = 10.0
-"""Pause between two reports, in durations of a report: they take a tenth of the time at most."""
+"""Pause between two reports, as a multiple of a report's duration, so that reports take at most a
+tenth of the time."""
 
 
 class ModelListNews:
-    """Calls `report` after changes of engines' model lists: at once for the first change, once for
-    those that follow soon.
+    """Calls `report` after changes of engines' model lists.
+
+    The first change is reported at once. Changes that follow soon are reported together.
     """
 
     __slots__ = ("_has_news", "_is_held_back", "_next_at", "_report", "_timer")

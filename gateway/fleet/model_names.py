@@ -1,8 +1,9 @@
-"""Model names: how an endpoint's engine calls a configured model, and which endpoints list it.
+"""Model names: the name by which an endpoint's engine knows a configured model, and which endpoints
+list it.
 
 An endpoint serves a model only if its /v1/models lists the name. While that list is unknown, or if
-the engine has none, the configuration decides. gateway/fleet/health_checks.py reads the lists, and
-gateway/reload/snapshot.py builds routes from the result. No I/O here.
+the engine has none, the configuration decides. health_checks.py reads the lists, and
+reload/snapshot.py builds routes from the result. No I/O.
 """
 
 from __future__ import annotations
@@ -19,11 +20,10 @@ MOST_CHARACTERS = 64
 
 
 def explicit_models(config: Config) -> list[Model]:
-    """Return the configured models with explicit `served_model` names.
+    """Return the configured models, each with an explicit `served_model` where an endpoint's
+    setting cannot apply.
 
-    A model's name is set where the `served_model` of an endpoint cannot apply.
-
-    An endpoint's served_model applies only if one model of its pool has none of its own.
+    An endpoint's `served_model` applies only if exactly one model of its pool has none of its own.
     """
     unnamed = Counter(model.pool for model in config.models if model.served_model is None)
     return [

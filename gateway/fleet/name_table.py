@@ -13,8 +13,8 @@ T = TypeVar("T")
 class NameTable(dict[str, T]):
     """A mapping whose keys are exact names; table[name] also resolves names by patterns.
 
-    The longest pattern that matches counts. Iteration, `in` and get() cover only the exact names.
-    Patterns are tried only for names that are no exact key.
+    Among the patterns that match a name, the longest applies; an exact key takes precedence over
+    all patterns. Iteration, `in` and get() cover only the exact names.
     """
 
     __slots__ = ("_filter", "_patterns", "_reserved")
@@ -27,9 +27,9 @@ class NameTable(dict[str, T]):
     ) -> None:
         """Initialize a table with values by model name or pattern.
 
-        others     names and patterns without a value here: what they match has no value, even if a
-                   shorter pattern of `values` matches it too
-        permitted  names and patterns that are in the table at all; None: all
+        others     names and patterns without a value here: a name that matches one has no value,
+                   even if a shorter pattern of `values` matches it too
+        permitted  names and patterns that the table may contain; None: all
         """
         name_filter = None if permitted is None else NameFilter(permitted)
         super().__init__(
@@ -53,7 +53,9 @@ class NameTable(dict[str, T]):
 
 
 def find(table: Mapping[str, T], name: str) -> T | None:
-    """Return the table's value for a model name, also by a pattern, or None if there is none."""
+    """Return the table's value for a model name, which may match a pattern; None if there is no
+    value.
+    """
     try:
         return table[name]
     except KeyError:

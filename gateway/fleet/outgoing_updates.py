@@ -1,7 +1,7 @@
-"""Collects updates for the other gateways; the code that serves requests only appends to these
-lists.
+"""Collects updates for the other gateways in lists, to which the code that serves requests only
+appends.
 
-gateway/peers/view.py and sync_loop.py encode and send them later.
+peers/view.py and peers/sync_loop.py encode and send the updates later.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from policies.prefix.fingerprint import Fingerprint
 class OutgoingUpdates:
     """Updates for other gateways, collected since they were last sent.
 
-    prompts         (fingerprint, endpoint, prompt tokens, cached tokens): cached tokens are None
-                    for a pick; else the prompt was not computed, and at most so many of its tokens
-                    are cached
+    prompts         (fingerprint, endpoint, prompt tokens, cached tokens). Cached tokens are None
+                    for a picked request; else the prompt was not computed, and at most so many of
+                    its tokens are cached
     cache_reports   (endpoint, believed cached share, reported share)
     health_changes  (endpoint, state, cause)
     charges         (pool, tenant) -> tokens
     quota_use       tenant -> requests and tokens taken from its quota
-    session_digest  maps a session to the number that all gateways use for it
+    session_digest  function from a session to the number that all gateways use for it
     """
 
     __slots__ = (

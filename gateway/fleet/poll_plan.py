@@ -1,6 +1,4 @@
-"""Decides what to request at a poll of one endpoint: its health, its load or neither.
-
-No I/O.
+"""Decides which pages of an endpoint a poll requests: its health, its load or neither. No I/O.
 
 A thousand endpoints may be polled every second, so a poll requests only what is unknown. An engine
 whose answers arrive is alive, and the load of an idle engine rarely changes.
@@ -16,21 +14,24 @@ from policies.engine_kinds import ENGINE_TRAITS
 from policies.health.health import HealthState
 
 QUIET_PROBES_PER_S = 256
-"""Probes per second of endpoints that are up and have no requests: in a large fleet, each such
-endpoint is probed less often. The first request finds out as well, and goes elsewhere.
+"""Total probes per second of endpoints that are up and have no requests.
+
+In a large fleet, each such endpoint is therefore probed less often. If it has failed, the first
+request finds that out as well, and is sent elsewhere.
 """
 
 UNPROBED_POLLS = 4
-"""Polls in a row, at most, in which answers stand for a probe."""
+"""Maximum number of consecutive polls in which answers to requests replace a health probe."""
 
 IDLE_SCRAPE = 3.0
-"""Intervals between two scrapes of an endpoint without requests."""
+"""Number of poll intervals between two scrapes of an endpoint without requests."""
 
 FRESH_SHARE = 0.6
-"""Share of `scrape.stale` after which an idle endpoint is scraped, if that is sooner."""
+"""Share of `scrape.stale` after which an idle endpoint is scraped, if that is sooner than
+IDLE_SCRAPE."""
 
 TOLERANCE = 0.8
-"""Share of an interval after which something is due: polls come with jitter."""
+"""Share of an interval after which a request counts as due, because polls come with jitter."""
 
 
 def least_probe_s(live: LiveEndpoint) -> float:
@@ -42,7 +43,9 @@ def least_probe_s(live: LiveEndpoint) -> float:
 
 
 class PollPlan:
-    """When an endpoint was last asked for its health and its load, and what is asked next."""
+    """When an endpoint was last polled for its health and its load, and what the next poll
+    requests.
+    """
 
     __slots__ = (
         *("_polled_at", "_probed_at", "_scraped_at", "_unprobed"),
@@ -55,7 +58,8 @@ class PollPlan:
         self.needs_probe = self.needs_scrape = True
 
     def begin(self, live: LiveEndpoint, config: Config, endpoints: int, now: float) -> None:
-        """Decide which pages this poll of an endpoint requests, and record when it does so.
+        """Decide which pages of the endpoint this poll requests, and record the time of these
+        requests.
 
         endpoints  number of endpoints of the gateway
         now        monotonic time in seconds

@@ -21,8 +21,8 @@ from policies.prefix.prefix_match import PrefixMatch
 class PrefixCacheView:
     """The prompt fingerprinter and the prefix index of this process; both survive a reload.
 
-
-    exact  what KV events say, which corrects the index; empty without endpoints that publish some
+    exact  the index from KV events, which corrects the prefix index; empty if no endpoint publishes
+           events
     """
 
     __slots__ = ("_conversations", "_fingerprinter", "exact", "index")
@@ -33,7 +33,9 @@ class PrefixCacheView:
         """Initialize the view of prefix caches; gateways with the same `secret` compute the same
         keys for a prompt.
 
-        event_bytes  bytes of memory for what KV events report
+        index_bytes  bytes of memory for the prefix index
+        block_bytes  bytes of a prompt per hashed block
+        event_bytes  bytes of memory for the index from KV events
         """
         self.exact = ExactPrefixes(event_bytes)
         self._fingerprinter = Fingerprinter(secret, block_bytes)

@@ -1,7 +1,7 @@
 """Reservations: capacity reserved at an endpoint for one request, from the pick to the last byte.
 
-policies/ledger.py changes the endpoint's load. gateway/fleet/endpoint_table.py changes its health
-and the prefix index.
+policies/ledger.py changes the endpoint's load; fleet/endpoint_table.py changes its health and the
+prefix index.
 """
 
 from __future__ import annotations
@@ -45,12 +45,14 @@ class EvidenceSink(Protocol):
 class Reservation:
     """Capacity reserved at an endpoint for one request; leaving the context releases it.
 
-    entry          the entry in policies/ledger.py: what is reserved, and what was predicted
-    expected_cache  what the answer must report as cached; None without KV events
-    queued_tokens  prompt tokens that were to be computed there when it was made, its own included
-    _tells         the first token is visible when it comes: the answer is a stream or one token
-    _awaited       tokens to compute before the first token, until that comes; 0 afterwards
-    _is_reported   the end of the answer was reported to the endpoint's health
+    entry           the entry in policies/ledger.py: what is reserved, and what was predicted
+    expected_cache  number of cached tokens that the answer must report; None without KV events
+    queued_tokens   prompt tokens that the endpoint had to compute when the reservation was made,
+                    its own included
+    _tells          whether the first token is visible when it comes: the answer is a stream or one
+                    token
+    _awaited        tokens to compute before the first token, until that comes; 0 afterwards
+    _is_reported    whether the end of the answer was reported to the endpoint's health
     """
 
     __slots__ = (
@@ -117,8 +119,8 @@ class Reservation:
     def on_overtaken(self) -> None:
         """Record that the request moves, or has moved, to another endpoint.
 
-        Its wait here is evidence of the endpoint's speed. The endpoint gets few requests until its
-        speed has been judged.
+        The time that it waited here is evidence of the endpoint's speed. The endpoint gets few
+        requests until its speed has been judged.
         """
         awaited, self._awaited = self._awaited, 0
         self._table.on_overtaken(self.live, awaited)
@@ -154,7 +156,7 @@ class Reservation:
                 self._table.on_cache_report(self.live, self.expected_cache, usage)
 
     def on_failed(self, broke: UpstreamError) -> None:
-        """Record the endpoint's incomplete answer as evidence about the endpoint's health.
+        """Record an incomplete answer of the endpoint as evidence about the endpoint's health.
 
         Only the first report of a reservation counts.
         """
@@ -207,8 +209,8 @@ class DecodeReservation(Reservation):
     def on_handed_over(self) -> None:
         """Record that the prompt is computed and its KV cache is being transferred.
 
-        This has an effect only for plain answers, which show nothing until their end. A stream
-        shows its first token.
+        This has an effect only for answers that are not streamed, which show nothing until their
+        end. A stream shows its first token.
         """
         if not self.entry.sees_first_token:
             self.entry.on_kv_arrived(monotonic())

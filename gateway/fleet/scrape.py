@@ -1,7 +1,7 @@
 """Parses an engine's load from its Prometheus metrics. No I/O.
 
-The metric names per engine kind are those that GIE and llm-d use too. Values of several ranks
-behind one URL are summed.
+The metric names per engine kind are the ones that GIE and llm-d use. Values of several ranks behind
+one URL are summed.
 """
 
 from __future__ import annotations
@@ -16,13 +16,12 @@ from policies.model import EngineKind
 
 
 class MetricNames(msgspec.Struct, frozen=True):
-    """The metric names of one kind of engine.
+    """The metric names of one kind of engine; a name is empty if the engine does not export the
+    value.
 
-    A name is empty if the engine does not export the value.
-
-    config        info metric whose labels `block_tokens` and `blocks` give the KV capacity; if
-                  empty, those two are metrics of their own
-    kv_received   bytes of KV received from other engines, one metric per connector
+    config       info metric whose labels `block_tokens` and `blocks` give the KV capacity; if
+                 empty, those two are metrics of their own
+    kv_received  bytes of KV received from other engines, one metric per connector
     """
 
     running: bytes
@@ -89,15 +88,14 @@ RANK_LABELS = {
 
 
 class ScrapedLoad(msgspec.Struct, frozen=True):
-    """The load that an engine reports in its metrics.
+    """The load that an engine reports in its metrics; a value is None if the engine does not report
+    it.
 
-    A value is None if the engine does not report it.
-
-    running, waiting    requests in its batch and in its queue
-    kv_usage            share of its KV memory in use, 0 to 1
-    kv_tokens           KV capacity in tokens
-    generated_tokens    since its start
-    kv_received_bytes   KV received from other engines since its start
+    running, waiting   numbers of requests in its batch and in its queue
+    kv_usage           share of its KV memory in use, 0 to 1
+    kv_tokens          KV capacity in tokens
+    generated_tokens   output tokens since its start
+    kv_received_bytes  KV bytes received from other engines since its start
     """
 
     running: int | None

@@ -1,10 +1,10 @@
 """The slow path of a client connection, which uses aiohttp's server protocol and HTTP parser.
 
-FastConnection serves ordinary POST requests; AiohttpConnection takes over at any other kind. A
-generation request is served right after the parser, without aiohttp's Request, router and Response
-objects. Every other request goes through aiohttp's application. Limits that aiohttp lacks are
-enforced here: deadlines for headers and body, an early 413, the number of chunks, and
-Content-Encoding.
+FastConnection serves ordinary POST requests; AiohttpConnection takes over at the first request of
+any other kind. A generation request is served right after the parser, without aiohttp's Request,
+router and Response objects. Every other request goes through aiohttp's application. Limits that
+aiohttp lacks are enforced here: deadlines for headers and body, an early 413, the number of chunks,
+and Content-Encoding.
 """
 
 from __future__ import annotations
@@ -171,7 +171,7 @@ class AiohttpConnection(ClientConnection, RequestHandler):
             pieces = await read(payload, reserve)
         except RequestPayloadError:
             raise GatewayError(
-                Failure.BAD_REQUEST, "The request body is not framed correctly."
+                Failure.BAD_REQUEST, "The body of the request is not framed correctly."
             ) from None
         self._body_read = True
         self.phase = Phase.SERVING
@@ -437,7 +437,7 @@ class AiohttpConnection(ClientConnection, RequestHandler):
         if encoding is not None and encoding.lower() != "identity":
             raise GatewayError(
                 Failure.UNSUPPORTED_MEDIA,
-                "Content-Encoding is not accepted; send the body as it is.",
+                "The gateway accepts no Content-Encoding; send the body unencoded.",
             )
         if int(headers.get("Content-Length", 0)) > self._limits.body:
             raise self._too_large()
@@ -479,7 +479,7 @@ class AiohttpConnection(ClientConnection, RequestHandler):
             if chunks > self._limits.body_chunks:
                 raise GatewayError(
                     Failure.TOO_LARGE,
-                    f"The body has more than {self._limits.body_chunks} chunks.",
+                    f"The body of the request has more than {self._limits.body_chunks} chunks.",
                 )
             if not chunks % CHUNKS_PER_ITERATION:
                 await asyncio.sleep(0)

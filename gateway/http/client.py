@@ -42,12 +42,13 @@ class Client(Downstream, Protocol):
 
     clock: ResponseClock
     response_lines: ResponseLines
-    """Header lines of every response: the clock, or what a request adds to it."""
+    """Header lines that every response contains: the date, plus those that the current request
+    adds."""
 
     def take_buffered_body(self) -> bytes:
         """Return the request's body if all of it has been received, else b"".
 
-        If it is b"", the caller must await read_body().
+        If the result is b"", the caller must await read_body().
         """
         ...
 

@@ -27,7 +27,9 @@ MIN_SHARE = 512 * 1024
 
 
 SWEPT_AT_ONCE = 512
-"""Connections whose deadlines are checked in one sweep, four times a second."""
+"""Maximum number of connections whose deadlines one sweep checks; there are four sweeps per
+second.
+"""
 
 
 class ByteBudget(Protocol):

@@ -75,12 +75,15 @@ class ClientConnection(ABC):
     phase            what the connection is waiting for
     phase_since      when it began to wait for that (monotonic seconds)
     paused_at        when the client began to read too slowly; None while it keeps up
-    is_draining      another process accepts new connections; the next response is the last one here
-    will_close       the next response is the last one, and its head announces that
-    _must_close      close the connection after the current response
+    is_draining      whether another process accepts new connections; the next response is the last
+                     one here
+    will_close       whether the next response is the last one, which its head announces
+    _must_close      whether to close the connection after the current response
     clock            supplies the Date header line of responses
-    response_lines   header lines of every response: the clock, or what a request adds to it
-    _reading_paused  too much is buffered, so the event loop cannot notice that the client has left
+    response_lines   header lines that every response contains: the date, plus those that the
+                     current request adds
+    _reading_paused  whether reading is paused because too much is buffered, so that the event loop
+                     cannot notice a disconnect
     """
 
     __slots__ = _NO_SLOTS
@@ -161,7 +164,7 @@ class ClientConnection(ABC):
     def close_after_write(self) -> None:
         """Close the client's connection once the bytes written so far have been sent.
 
-        The client then sees a cut-off response.
+        The client then sees that the response was cut off.
         """
         self._must_close = True
 

@@ -136,7 +136,7 @@ class _Remainder(Coroutine[Any, Any, None]):
         self._coroutine.close()
 
     def __await__(self) -> Generator[Any, None, None]:
-        raise TypeError("only a Task may run this coroutine")
+        raise TypeError("this coroutine must be run by a Task")
 
 
 @coroutine

@@ -2,7 +2,7 @@
 
 protocol/request_head.py recognises such a request. It is served in the callback that delivers its
 last byte, without a task or a request object. At the first request of any other kind, the
-connection switches to AiohttpConnection and stays there, so no request passes two parsers.
+connection switches to AiohttpConnection for good, so that no request passes two parsers.
 """
 
 from __future__ import annotations
@@ -40,13 +40,14 @@ class FastConnection(ClientConnection, asyncio.Protocol):
 
     headers          the headers of the request being served
     _unread          bytes that belong to no started request yet, from offset `_offset` on
-    _unread_counted  how many of these bytes are counted in the budget that all connections share
+    _unread_counted  number of these bytes that are counted in the budget shared by all connections
     _kernel_bytes    bytes that the kernel may buffer while reading is paused
-    _is_turn_due     the first request in `_unread` is scheduled for the next loop iteration
+    _is_turn_due     whether the first request in `_unread` is scheduled for the next loop iteration
     _head            the newest request head; the next one usually differs only in its length
     _pieces          the body received so far; `_missing` bytes of it are still to come
-    _reserve         reserves memory for the body while it is being received
-    _closed          resolves when the connection is lost; None until close_when_idle() is called
+    _reserve         function that reserves memory for the body while it is being received
+    _closed          future that resolves when the connection is lost; None until close_when_idle()
+                     is called
     """
 
     __slots__ = (
@@ -204,7 +205,7 @@ class FastConnection(ClientConnection, asyncio.Protocol):
     def eof_received(self) -> bool:
         """Treat a half-close by the client as a disconnect.
 
-        Returns whether the transport stays open, until the queue of closes has closed it.
+        Returns whether the transport stays open until the queue of closes has closed it.
         """
         return self._outbox.close_queue.defer_close(self.transport)
 

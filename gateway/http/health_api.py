@@ -1,6 +1,6 @@
 """Health and version on the API listener: /health, /ping and /version, without an API key.
 
-They report that this process answers HTTP. /readyz of the admin listener reports whether it can
+These pages show that this process answers HTTP. /readyz of the admin listener shows whether it can
 serve requests.
 """
 

@@ -23,10 +23,10 @@ WaitForTurn = Callable[[], Awaitable[None]]
 class LargeBodies:
     """Gives each large request body a loop iteration of its own, and slows down costly clients.
 
-    A client whose body took long to parse waits before its next large body. So all its bodies
-    together take at most half a percent of the event loop's time.
+    A client whose body took long to parse waits before its next large body. The bodies of one
+    client therefore take at most half a percent of the event loop's time.
 
-    _paused_until  the end of a client's pause (monotonic seconds); absent after a quick body
+    _paused_until  end of each client's pause (monotonic seconds); no entry after a quick body
     _waiting       a lock per client, so that its bodies wait for the pause one after another
     """
 

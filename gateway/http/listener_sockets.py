@@ -14,13 +14,15 @@ LISTENER_NAMES = (API, ADMIN)
 ADMIN_RECEIVE_BUFFER = 256 * 1024  # bytes
 
 SocketsByName = Mapping[str, tuple[socket.socket, ...]]
-"""Listening sockets by the name of their listener."""
+"""The listening sockets of a process, by the name of their listener."""
 
 NO_SOCKETS: SocketsByName = MappingProxyType({})
 
 
 class ActivationError(Exception):
-    """Raised when sockets passed by systemd cannot be used; the message addresses the operator."""
+    """Raised when sockets passed by systemd cannot be used; the message is written for the
+    operator.
+    """
 
 
 def bind(host: str, port: int, *, reuse_port: bool = False) -> tuple[socket.socket, ...]:
@@ -104,8 +106,8 @@ def sockets_from_systemd(env: MutableMapping[str, str]) -> SocketsByName:
         }
     if len(inherited) > len(LISTENER_NAMES):
         raise ActivationError(
-            f"there are {len(inherited)} sockets; "
-            "name each of them api or admin with FileDescriptorName="
+            f"systemd passed {len(inherited)} sockets; name each of them api or admin with "
+            "FileDescriptorName="
         )
     return {name: (listener,) for name, listener in zip(LISTENER_NAMES, inherited, strict=False)}
 
@@ -119,15 +121,17 @@ def _adopt(fd: int) -> socket.socket:
         listener = socket.socket(fileno=fd)
         listens = listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
     except OSError as error:
-        raise ActivationError(f"descriptor {fd} is not a socket: {error.strerror}") from None
+        raise ActivationError(
+            f"file descriptor {fd}, passed by systemd, is not a socket: {error.strerror}"
+        ) from None
     if (
         not listens
         or listener.type != socket.SOCK_STREAM
         or listener.family not in (socket.AF_INET, socket.AF_INET6)
     ):
         raise ActivationError(
-            f"descriptor {fd} is not a listening TCP socket; "
-            "set ListenStream= to a port and Accept=no"
+            f"file descriptor {fd}, passed by systemd, is not a listening TCP socket; set "
+            "ListenStream= to a port and Accept=no"
         )
     listener.setblocking(False)
     return listener

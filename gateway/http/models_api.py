@@ -63,8 +63,9 @@ def api_application(
 ) -> web.Application:
     """Create the aiohttp application for models, health and version; other paths get 404 or 405.
 
-    `catalogue` returns the models of the running configuration. `cors` is the rule for web pages of
-    other origins and answers their preflight requests; None permits none.
+    catalogue  function that returns the models of the running configuration
+    cors       rule for web pages of other origins, which answers their preflight requests; None
+               permits no other origin
     """
     created = int(time())
 

@@ -137,8 +137,10 @@ class PollClient:
         return await self._send(self._request("GET", path, ""), timeout_s, limit)
 
     async def post(self, path: str, body: bytes, timeout_s: float, limit: int) -> tuple[int, bytes]:
-        """Send a POST request with a JSON body, which may be sent twice after a lost connection;
-        otherwise like `get`.
+        """Send a POST request with a JSON body; all else is as in `get`.
+
+        After a lost connection, the request is sent a second time, so the engine may process it
+        twice.
         """
         fields = f"content-type: application/json\r\ncontent-length: {len(body)}\r\n"
         return await self._send(self._request("POST", path, fields) + body, timeout_s, limit)

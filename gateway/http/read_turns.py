@@ -1,8 +1,8 @@
-"""Spreads reads over event loop iterations, so that none of them reads too much.
+"""Spreads reads over event loop iterations, so that one iteration never reads too much.
 
 After a long read, or a part of a request head, a connection is not read again until its turn comes.
-Without that, the event loop reads all that the kernel has buffered, of every connection, before
-anything else runs. Thousands of clients that send heads byte by byte would block it.
+Otherwise the event loop would read all bytes that the kernel has buffered for every connection
+before it does anything else. Thousands of clients that send heads byte by byte would block it.
 """
 
 from __future__ import annotations
@@ -12,15 +12,18 @@ from collections import deque
 from typing import Protocol
 
 LONG_READ = 64 * 1024
-"""Bytes from which on a read is long. Event loops read at most 256 KiB at once."""
+"""Bytes from which on a read counts as long. Event loops read at most 256 KiB at once."""
 TURNS = 4
-"""Connections that may read again per loop iteration after a long read."""
+"""Number of connections that may read again per event loop iteration after a long read."""
 HEAD_TURNS = 16
-"""Connections that may read more of a request head per loop iteration, about half a millisecond."""
+"""Number of connections that may read more of a request head per event loop iteration.
+
+Reading these parts takes about half a millisecond.
+"""
 
 
 class TurnReader(Protocol):
-    """A connection whose transport can pause reading until its turn."""
+    """The interface of a connection that pauses reading after a long read until its turn comes."""
 
     def take_turn(self) -> None:
         """Resume reading, unless the connection has closed or is paused for other reasons."""

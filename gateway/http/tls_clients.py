@@ -53,10 +53,10 @@ class ClientContexts:
             )
             if settings.key_pair is not None and doubt is not None:
                 path = settings.key_pair.certificate
-                log.warning("TLS to engines: the certificate %s %s", path, doubt)
+                log.warning("TLS to engines: the certificate of %s %s", path, doubt)
         except (OSError, ValueError) as error:
             paths = ", ".join(tls.settings_files(settings))
-            log.error("TLS to engines: %s cannot be used: %s", paths, error)
+            log.error("TLS to engines: the file %s cannot be used: %s", paths, error)
             context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT) if last is None else last[1]
         self._cache[settings] = stamp, context
         return context

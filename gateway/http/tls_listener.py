@@ -1,8 +1,8 @@
 """TLS for a listener: performs the handshake, then passes the connection to its HTTP protocol.
 
-The listening socket accepts plain connections. So a handshake counts against the connection limit,
-and a new certificate applies to later connections without affecting open ones. Listeners without
-TLS do not use this module.
+The listening socket accepts plain connections. A handshake therefore counts against the connection
+limit, and a new certificate applies to later connections without affecting open ones. Listeners
+without TLS do not use this module.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ FAILURE_LOG_S = 20.0
 """Seconds between two log lines about failed handshakes of one listener."""
 
 MAX_HANDSHAKES = 4096
-"""Concurrent handshakes on one listener; each takes about 100 KiB."""
+"""Maximum number of concurrent handshakes on one listener; each takes about 100 KiB."""
 
 
 class HandshakeLimit(Protocol):
@@ -93,12 +93,12 @@ class TlsListener:
         settings, path = section.settings, section.certificate
         try:
             if settings == self._stamp[0] and self.not_after > time() >= _not_after(settings):
-                raise ValueError("the certificate has expired")
+                raise ValueError("the new certificate has expired")
             self._load(section)
         except (OSError, ValueError) as error:
-            log.error("TLS: keeping the certificate in use; %s cannot be used: %s", path, error)
+            log.error("TLS: %s cannot be used, so the certificate in use is kept: %s", path, error)
         else:
-            log.info("TLS: new connections use the current %s", path)
+            log.info("TLS: new connections use the current content of %s", path)
 
     def new_handshake(self) -> asyncio.Protocol:
         """Create the protocol object for a connection that was just accepted."""
@@ -260,7 +260,7 @@ class Handshake(asyncio.Protocol):
     def drain(self) -> None:
         """Do nothing when the listener drains.
 
-        The connection is still in its TLS handshake, so it will be served like a new one.
+        The connection is still in its TLS handshake; it will be served like a new one.
         """
 
     def abort(self) -> None:

@@ -62,7 +62,9 @@ def is_local_error(error: OSError) -> bool:
 
 
 class Downstream(Protocol):
-    """The receiver of a response: the client's connection, or a stand-in for it."""
+    """The receiver of an engine's response: the client's connection, or an object that takes its
+    place.
+    """
 
     @property
     def is_writing_paused(self) -> bool: ...
@@ -73,7 +75,7 @@ class Downstream(Protocol):
 class RequestPayload(Protocol):
     """The body of a request to an engine.
 
-    It is read once, when the request is sent, and may be freed after that.
+    The body is read once, when the request is sent, and may be freed after that.
     """
 
     @property
@@ -91,13 +93,13 @@ class UpstreamTimeouts(msgspec.Struct, frozen=True):
 class UpstreamConnection:
     """A connection to one engine, which carries one request and its response at a time.
 
-    last_activity_at  when it last delivered part of a committed response, else when the request was
-                      sent (monotonic seconds)
-    idle_since        when it was returned to the pool (monotonic seconds)
+    last_activity_at  when the connection last delivered part of a committed response, else when the
+                      request was sent (monotonic seconds)
+    idle_since        when the connection was returned to the pool (monotonic seconds)
     transport         None before the connection is established and after it is lost
 
-    It implements asyncio.Protocol without inheriting from it: with a Python base class it could not
-    be compiled to a C class (tools/compile/classes.py).
+    The class implements asyncio.Protocol without inheriting from it: with a Python base class it
+    could not be compiled to a C class (tools/compile/classes.py).
     """
 
     __slots__ = (
@@ -135,9 +137,8 @@ class UpstreamConnection:
     ) -> EagerFuture:
         """Send a request to the engine on this connection.
 
-        The returned future resolves when its response has been relayed.
-
-        The future raises UpstreamError when the response fails.
+        The returned future resolves when the response has been relayed, or raises UpstreamError
+        when it fails.
         """
         done = self._done = new_future(self._outbox.loop)
         transport = self.transport
@@ -168,8 +169,8 @@ class UpstreamConnection:
         """Close the sending side of the connection: the engine cancels the request but can still
         finish its response.
 
-        TLS has no half-close here: the engine notices the cancellation only when the caller closes
-        the connection.
+        TLS has no half-close here, so the engine notices the cancellation only when the caller
+        closes the connection.
         """
         self._outbox.flush()
         self._is_half_closed = True
@@ -405,7 +406,7 @@ class ConnectionPool:
         self._request_line = b"POST " + parts.path.rstrip("/").encode()
         self.outbox = outbox
         if is_https and encryption is None:
-            raise ValueError(f"{url} needs TLS settings")
+            raise ValueError(f"the engine URL {url} needs TLS settings")
         self.reconfigure(key, timeouts, encryption)
         self.last_body_at = 0.0
         self.connections: set[UpstreamConnection] = set()
@@ -577,7 +578,9 @@ class ConnectionPool:
         return max(0.0, now - max(min(waiting_since), self.last_body_at)) if waiting_since else 0.0
 
     def fail_all(self, kind: str, message: str) -> None:
-        """Fail all responses in progress, because the engine is known to have failed."""
+        """Fail all responses in progress on this pool's connections, because the engine is known to
+        have failed.
+        """
         for connection in tuple(self.connections):
             connection.fail(kind, message)
 

@@ -1,10 +1,10 @@
 """A queue of socket writes that sends all writes of one event loop iteration together at its end.
 
 Handling thirty reads and then thirty sends keeps the processor's caches warm, which saves CPU under
-load (docs/performance.md). On an idle loop a write leaves a few microseconds later.
+load (docs/performance.md). On an idle loop, a write leaves a few microseconds later.
 
 Several engines may finish a decode step at once and send hundreds of chunks, which would delay new
-requests. So one iteration relays some of the chunks and defers the rest; new requests run in
+requests. One iteration therefore relays some of the chunks and defers the rest; new requests run in
 between.
 """
 
@@ -38,11 +38,11 @@ class DeferringConnection(Protocol):
 
 
 class WriteQueue:
-    """The queued socket writes of one event loop, in order.
+    """The queued socket writes of one event loop, in order. Call flush() before closing a
+    transport.
 
-    Call flush() before closing a transport.
-
-    budget_spent  this iteration has written enough, so chunks from engines are to be deferred
+    budget_spent  whether this iteration has written enough, so that chunks from engines must be
+                  deferred
     read_turns    the turns in which connections read again after a long read
     head_turns    the turns in which connections read more of a request head
     close_queue   closes the connections of clients that have left

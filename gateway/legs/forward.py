@@ -33,7 +33,8 @@ TRTLLM = EngineKind.TRTLLM  # a local name: Enum attribute access is slow before
 # fix.
 ENDPOINT_FAULTS = frozenset({401, 403, 407, 408, 429})
 PASSED_HEADERS = (SESSION_HEADER, "anthropic-version", "anthropic-beta")
-"""The client's headers that engines receive: the conversation, and the dialect of the request."""
+"""The client's request headers that are passed on to engines: those that name the conversation or
+the API dialect."""
 # How vLLM and SGLang answer a request for a model that they do not have.
 _MODEL_GONE = re.compile(rb"[Mm]odel .{1,256} (does not exist|not found)")
 
@@ -127,7 +128,7 @@ def settle_failure(
 
 
 def forward_refusal(exchange: Exchange, client: Client, relay: Relay, endpoint: str) -> None:
-    """Send an engine's 4xx error, or a 501, to the client, since the request caused it.
+    """Send an engine's 4xx error, or a 501, to the client, because the request caused it.
 
     Raises UpstreamError for other statuses.
     """
@@ -152,7 +153,7 @@ def refusal_status(relay: Relay) -> int:
     """
     status = relay.status
     if status == 404 and _MODEL_GONE.search(relay.refusal_body):
-        raise UpstreamError(MODEL_GONE, "the engine does not serve the model any more")
+        raise UpstreamError(MODEL_GONE, "the engine no longer serves the requested model")
     if (status != 501 and not 400 <= status < 500) or status in ENDPOINT_FAULTS:
         raise UpstreamError(f"status_{status}", f"the engine answered {status}")
     return status

@@ -42,9 +42,9 @@ if TYPE_CHECKING:
     from gateway.fleet.endpoint_registry import LiveEndpoint
 
 OVERTAKEN = "overtaken"
-"""The kind of an attempt that ended because the second endpoint answered first."""
+"""The kind of error of an attempt that ended because the second endpoint answered first."""
 SLOW = "slow"
-"""The kind of an attempt that ended because its endpoint is slow."""
+"""The kind of error of an attempt that ended because its endpoint is slow."""
 
 HEDGE_HEADER = "x-penstock-hedge"  # "off": the client wants no second attempt at the same time
 SPEEDUP = 2.0  # the second answer must be expected this many times sooner than the first
@@ -80,10 +80,10 @@ class Race:
     """Two concurrent attempts to serve one request; the first to receive a byte of the answer
     serves it.
 
-    reservation    the capacity reservation of the second attempt
-    is_won     the second attempt serves the request
-    is_over    only one attempt is left
-    loser      name of the endpoint whose attempt was closed; "" while both run
+    reservation  the capacity reservation of the second attempt
+    is_won       whether the second attempt serves the request
+    is_over      whether only one attempt is left
+    loser        name of the endpoint whose attempt was closed; "" while both run
     """
 
     __slots__ = (
@@ -100,10 +100,11 @@ class Race:
         reservation: Reservation,
         served: str,
     ) -> None:
-        """Initialize two attempts: `first` is the connection of the first one, `pick` the endpoint
-        of the second.
+        """Initialize a race of two attempts to serve one request.
 
-        `served` is the second endpoint's name of the model.
+        first   the connection of the first attempt
+        pick    the pick of the second endpoint
+        served  the second endpoint's name of the model
         """
         assert exchange.reservation is not None
         self._exchange, self._client, self._first, self._pick = exchange, client, first, pick

@@ -52,36 +52,40 @@ TTFT_BUCKETS_S = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
     *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
 )
-"""vLLM's buckets, so that histograms of the gateway and of engines are comparable."""
+"""Upper bounds of TTFT histograms in seconds. They are vLLM's, so that histograms of the gateway
+and of engines are comparable."""
 
 TPOT_BUCKETS_S = (
     *(0.002, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75),
     *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
 )
-"""The buckets of vLLM and OpenTelemetry, with finer ones below."""
+"""Upper bounds of TPOT histograms in seconds: those of vLLM and OpenTelemetry, with finer ones
+below."""
 
 E2E_BUCKETS_S = (
     *(0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0),
     *(40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
 )
-"""vLLM's buckets for request durations."""
+"""Upper bounds of histograms of request durations in seconds; they are vLLM's."""
 
 RATIO_BUCKETS = (0.01, 0.02, 0.03, 0.05, 0.08, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1.0, 2.0, 5.0, 10.0)
-"""Relative errors from 1 % to 1000 %."""
+"""Upper bounds of histograms of relative errors, from 1 % to 1000 %."""
 
 OVERHEAD_BUCKETS_S = (
     *(0.00005, 0.0001, 0.00015, 0.0002, 0.0003, 0.0005, 0.00075, 0.001, 0.002, 0.003),
     *(0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0),
 )
-"""Latency that the gateway adds: 50 us to 1 s."""
+"""Upper bounds of histograms of the latency that the gateway adds, from 50 microseconds to 1 s."""
 
 
 class Metrics:
     """All metrics of one gateway process, created once and passed to the parts that update them.
 
     An attribute is a MetricFamily if the metric has labels (`ttft_seconds.labels(model,
-    endpoint)`), else its single child. `pool_by_label` returns the pools of endpoints and models;
-    it is called at each scrape.
+    endpoint)`), else its single child.
+
+    pool_by_label  function that returns the pools of endpoints and models; it is called at each
+                   scrape
     """
 
     def __init__(self) -> None:

@@ -32,7 +32,7 @@ _FAMILIES: Mapping[str, Callable[..., Metric]] = {
 
 
 PART_SERIES, PART_HISTOGRAMS = 128, 16
-"""Series, or histograms, that are rendered at a time."""
+"""Number of series, or of histograms, that are rendered at a time."""
 
 _HEADER = re.compile(rb"\A(?:# [^\n]*\n)*")
 

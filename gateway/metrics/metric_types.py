@@ -1,9 +1,9 @@
-"""Counters, gauges and histograms whose update costs little more than a list increment.
+"""Counters, gauges and histograms whose update costs little more than incrementing a list element.
 
-prometheus-client's histograms take a lock and 2.3 us per observation. A gateway runs in one thread,
-so these keep plain lists. The event loop's thread owns all values: a scrape from another thread
-could read a half-updated histogram. The metrics themselves are in gateway/metrics/catalogue.py, the
-text of a scrape in gateway/metrics/exposition.py. No I/O and no clock.
+The histograms of prometheus-client take a lock and 2.3 us per observation. A gateway runs in one
+thread, so these metrics keep plain lists. The event loop's thread owns all values: a scrape from
+another thread could read a half-updated histogram. The metrics themselves are in catalogue.py, the
+text of a scrape in exposition.py. No I/O and no clock.
 """
 
 from __future__ import annotations
@@ -20,11 +20,13 @@ import msgspec
 from gateway.metrics.quantile_sketch import MAX_VALUE, MIN_VALUE, PER_LOG
 
 OTHER_VALUES = "other"
-"""Label value that stands for all values beyond the label's cap."""
+"""The label value that stands for all values beyond the label's maximum number of values."""
 
 
 class Label(msgspec.Struct, frozen=True):
-    """A metric label; values beyond `max_values` different ones become OTHER_VALUES."""
+    """A metric label. Beyond `max_values` different values, further ones are counted as
+    OTHER_VALUES.
+    """
 
     name: str
     max_values: int = 64
@@ -41,10 +43,10 @@ class Merge(StrEnum):
 
 POOL = "pool"
 POOL_LABELS = ("endpoint", "prefill", "model")
-"""Labels that determine the pool, the most reliable first."""
+"""Labels from which the pool of a series can be derived, the most reliable first."""
 
 PoolByLabel = Mapping[tuple[str, str], str]
-"""The pool of each (label, value)."""
+"""The name of the pool for each (label, label value)."""
 
 UNITS = ("seconds", "bytes", "tokens", "ratio")
 
@@ -55,12 +57,12 @@ RequestExemplar = tuple[float, float, str, str]
 class FamilySpec(msgspec.Struct, frozen=True):
     """The specification of a metric family: its name, type, labels and help text.
 
-    Its documentation, dashboard panel and merging are derived from it.
+    The family's documentation, dashboard panel and merging are derived from it.
 
-    buckets        upper bounds, ascending, without +Inf
-    owner          the module that updates it
-    row            the dashboard row that shows it
-    has_exemplars  each bucket stores its newest request, and a sketch gives exact quantiles
+    buckets        upper bounds of a histogram's buckets, ascending, without +Inf
+    owner          the module that updates the metric
+    row            the dashboard row that shows the metric
+    has_exemplars  whether each bucket stores its newest request, and a sketch gives exact quantiles
     """
 
     name: str
@@ -103,7 +105,7 @@ class FamilySpec(msgspec.Struct, frozen=True):
 class HistogramValue(msgspec.Struct, frozen=True, array_like=True):
     """The value of a histogram: observations per bucket (not cumulative) and their sum.
 
-    exemplars  the newest request of each bucket, with Unix time; empty unless requested
+    exemplars  the newest request of each bucket, with its Unix time; empty unless requested
     """
 
     counts: list[int]
@@ -115,7 +117,9 @@ SeriesValues = dict[tuple[str, ...], float | HistogramValue]
 
 
 class FamilyReading(msgspec.Struct, frozen=True, array_like=True):
-    """The values of a metric family at one moment, by the values of `spec.exposed_labels`."""
+    """The values of a metric family at one moment, by the values of the labels
+    `spec.exposed_labels`.
+    """
 
     spec: FamilySpec
     values: SeriesValues
@@ -155,9 +159,8 @@ class Gauge:
     def set_function(self, function: Callable[[], float | None]) -> None:
         """Compute the gauge by `function` at each scrape from now on.
 
-        It must be fast and must not raise.
-
-        While it returns None, the series is not exposed.
+        The function must be fast and must not raise. While it returns None, the series is left out
+        of scrapes.
         """
         self._function = function
 
@@ -167,12 +170,12 @@ class Gauge:
 
 
 class Histogram:
-    """A histogram: counts[i] is the number of values in (bounds[i-1], bounds[i]], the last one of
-    all above.
+    """A histogram: counts[i] is the number of values in (bounds[i-1], bounds[i]]; the last count is
+    of all values above.
 
     exemplars  the newest request of each bucket
-    sketch     the same values in finer buckets (gateway/metrics/quantile_sketch.py), for quantiles;
-               updated by observe_request() only
+    sketch     the same values in finer buckets (quantile_sketch.py), for quantiles; only
+               observe_request() updates it
     """
 
     __slots__ = ("_bounds", "counts", "exemplars", "sketch", "sum")
@@ -237,9 +240,10 @@ class MetricFamily(Generic[MetricT]):
         self._label_values: tuple[set[str], ...] = tuple(set() for _ in spec.labels)
 
     def labels(self, *values: str) -> MetricT:
-        """Return the child of the metric for these label values, given in spec order.
+        """Return the child of the metric for these label values, given in the order of the
+        specification.
 
-        It is created on first use.
+        The child is created at the first call.
         """
         child = self._children.get(values)
         return child if child is not None else self._add(values)
@@ -267,7 +271,8 @@ class MetricFamily(Generic[MetricT]):
     def _add(self, values: tuple[str, ...]) -> MetricT:
         if len(values) != len(self.spec.labels):
             raise ValueError(
-                f"{self.spec.name} has {len(self.spec.labels)} labels, not {len(values)}"
+                f"metric {self.spec.name} has {len(self.spec.labels)} labels, but {len(values)} "
+                "label values were given"
             )
         capped = tuple(map(self._capped, self.spec.labels, self._label_values, values))
         return self._children.setdefault(capped, self._create())
@@ -299,7 +304,7 @@ class FamilyFactory:
         With this suffix, the Prometheus and OpenMetrics names are the same.
         """
         if not name.endswith("_total"):
-            raise ValueError(f"counter {name} must end in _total")
+            raise ValueError(f"the name of the counter {name} must end in _total")
         family = MetricFamily(self._spec(name, "counter", text, labels), Counter)
         self._families.append(family)
         return family
@@ -336,7 +341,9 @@ class FamilyFactory:
 
 
 class MetricRegistry:
-    """The metric families of one process. There is no global registry."""
+    """The metric families of one process. Each gateway process creates one registry; none is
+    global.
+    """
 
     def __init__(self) -> None:
         self.families: list[AnyFamily] = []

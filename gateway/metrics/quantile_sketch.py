@@ -1,9 +1,9 @@
 """Quantile sketch: quantiles with 1 % relative error in bounded memory, from logarithmic buckets.
 
-Bucket k counts values in (G**(k-1), G**k] with G = 1.01 / 0.99; it is represented by the value
-within 1 % of all of them. Counts of several processes, or of two moments, are added and subtracted
-per bucket. Source: DDSketch (Masson, Rim, Lee; VLDB 2019), here with a fixed range instead of
-collapsing buckets.
+Bucket k counts values in (G**(k-1), G**k] with G = 1.01 / 0.99. A bucket is represented by the
+value that is within 1 % of all values in it. Counts of several processes, or of two moments, can be
+added and subtracted per bucket. Source: DDSketch (Masson, Rim, Lee; VLDB 2019), here with a fixed
+range instead of collapsing buckets.
 """
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ from math import ceil, log
 
 RELATIVE_ERROR = 0.01
 MIN_VALUE, MAX_VALUE = 1e-6, 1e5
-"""The range in seconds: values outside count as the nearest bound. It has 1,268 buckets."""
+"""The range of the sketch in seconds, divided into 1,268 buckets. Values outside count as the
+nearest bound."""
 
 _GROWTH = (1 + RELATIVE_ERROR) / (1 - RELATIVE_ERROR)
 PER_LOG = 1 / log(_GROWTH)
 
 BucketCounts = Mapping[int, int]
-"""Observations by bucket; empty buckets are absent."""
+"""The number of observations by bucket number; empty buckets are absent."""
 
 EMPTY: BucketCounts = {}
 
@@ -35,7 +36,9 @@ def bucket_of(value: float) -> int:
 
 
 def value_of(bucket: int) -> float:
-    """Return the value that represents a bucket: at most 1 % from every value in it."""
+    """Return the value that represents a bucket: within 1 % of every value that the bucket
+    counts.
+    """
     return float(_GROWTH**bucket * (1 - RELATIVE_ERROR))
 
 
@@ -52,10 +55,10 @@ def quantile(counts: BucketCounts, share: float) -> float | None:
 
 
 def merge_counts(parts: Iterable[BucketCounts]) -> BucketCounts:
-    """Return the sum of several sketches' bucket counts, from which exact quantiles can be
+    """Return the sum of several sketches' bucket counts, from which quantiles of all of them can be
     computed.
 
-    The mean of the sketches' quantiles would be wrong.
+    The mean of the sketches' own quantiles would be wrong.
     """
     total: dict[int, int] = {}
     for part in parts:

@@ -1,7 +1,8 @@
 """Converts other routers' configurations to gateway.yaml, without I/O: text in, text and notes out.
 
 sources.py recognizes the kind of a text. There is one reader for each source; all of them write
-into a Draft, which also collects what has no counterpart. The command is gateway/cli/migrate.py.
+into a Draft, which also collects settings without a counterpart. The command is
+gateway/cli/migrate.py.
 """
 
 from gateway.migrate.draft import Additions, Draft, MigrationError, MigrationNote

@@ -33,7 +33,10 @@ class NoteKind(StrEnum):
 
 
 class MigrationNote(msgspec.Struct, frozen=True):
-    """A note for the operator; `item` names the option or key of the source that it is about."""
+    """A note for the operator about a migration.
+
+    item  the option or key of the source that the note is about
+    """
 
     kind: NoteKind
     item: str
@@ -44,10 +47,10 @@ class MigrationNote(msgspec.Struct, frozen=True):
 
 
 class Additions(msgspec.Struct, frozen=True):
-    """Values that the operator adds to a migration, because the other router's configuration lacks
-    them.
+    """Values that the operator supplies for a migration, because the other router's configuration
+    lacks them.
 
-    model    name of the model, as clients and engines call it
+    model    name of the model, as clients and engines use it
     engines  URLs of engines, for a source that only selects pods
     service  name of the Kubernetes Service of the engines
     release  name of the Helm release of the engines
@@ -69,8 +72,8 @@ class Draft:
         self._secrets: dict[str, str] = {}
 
     def set(self, value: object, *path: str) -> None:
-        """Set a value of the new configuration at a path of keys, creating the sections above
-        it.
+        """Set a value of the new configuration at a path of keys. Missing sections on the path are
+        created.
         """
         section = self.data
         for key in path[:-1]:
@@ -106,10 +109,10 @@ class Draft:
             self.notes.append(note)
 
     def refer(self, secret: str, name: str, item: str) -> str:
-        """Return a reference to a secret for gateway.yaml: the source's own, or ${name} for a plain
-        secret.
+        """Return a reference to a secret for gateway.yaml.
 
-        In the second case, a note asks the operator to set that variable.
+        This is the reference in the source, or ${name} for a secret in plain text. In the second
+        case, a note asks the operator to set that variable.
         """
         text = with_references(secret)
         if _REFERENCE.fullmatch(text):
@@ -144,12 +147,14 @@ class Draft:
 
 
 def with_references(text: str) -> str:
-    """Return the text with references to variables in the form of gateway.yaml, ${NAME}."""
+    """Return the text with its references to variables written in the form of gateway.yaml,
+    ${NAME}.
+    """
     return _FOREIGN.sub(lambda match: f"${{{match[1] or match[2] or match[3]}}}", text)
 
 
 def variables(data: object) -> Iterator[str]:
-    """Yield the names of the variables that plain data refers to."""
+    """Yield the names of the variables to which references in plain data refer."""
     if isinstance(data, Mapping):
         for value in data.values():
             yield from variables(value)

@@ -1,4 +1,6 @@
-"""Reads the config.yaml of the LiteLLM proxy, as far as its deployments are engines."""
+"""Reads the config.yaml of the LiteLLM proxy, and converts the deployments that are inference
+engines.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,7 @@ ENGINE_PROVIDERS = frozenset(
         "vllm",
     }
 )
-"""Providers whose deployments speak the OpenAI API at api_base."""
+"""LiteLLM providers whose deployments serve the OpenAI API at api_base."""
 
 _OLLAMA = "http://localhost:11434"
 PROVIDERS: Mapping[str, Provider] = {
@@ -69,7 +71,7 @@ class Deployment(msgspec.Struct):
     """One entry of LiteLLM's model_list that becomes an endpoint.
 
     served  the engine's name of the model
-    extra   further settings of the endpoint
+    extra   further settings of the endpoint in gateway.yaml
     """
 
     group: str
@@ -87,18 +89,20 @@ def convert(config: Mapping[str, Any], draft: Draft) -> None:
     draft.set(4000, "listeners", "api", "port")
     _pools(list(_deployments(config, draft)), draft)
     if not draft.data["pools"]:
-        raise MigrationError("model_list has no deployment of an engine (hosted_vllm/ or openai/)")
+        raise MigrationError(
+            "model_list contains no deployment of an inference engine (hosted_vllm/ or openai/)"
+        )
     litellm_settings.convert(config, draft)
 
 
 def _deployments(config: Mapping[str, Any], draft: Draft) -> Iterator[Deployment]:
     entries = config.get("model_list")
     if not isinstance(entries, list):
-        raise MigrationError("the file has no model_list, so it is no LiteLLM configuration")
+        raise MigrationError("the file has no model_list, so it is not a LiteLLM configuration")
     for index, entry in enumerate(entries):
         parameters = entry.get("litellm_params") if isinstance(entry, dict) else None
         if not isinstance(parameters, dict) or not isinstance(entry.get("model_name"), str):
-            raise MigrationError(f"model_list[{index}] needs model_name and litellm_params")
+            raise MigrationError(f"model_list[{index}] must have model_name and litellm_params")
         item = f"model_list[{index}] {entry['model_name']}"
         for key in entry.keys() - {"model_name", "litellm_params"}:
             draft.drop(

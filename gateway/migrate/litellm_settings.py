@@ -51,7 +51,7 @@ _REASONS: Mapping[str, str] = MappingProxyType(
 def convert(config: Mapping[str, Any], draft: Draft) -> None:
     """Write every LiteLLM setting outside model_list into the draft of a gateway.yaml.
 
-    Raises MigrationError.
+    Raises MigrationError for a setting that LiteLLM could not read either.
     """
     for section in config:
         if section == "environment_variables":

@@ -30,7 +30,7 @@ _FAMILIES: Mapping[str, str] = MappingProxyType(
         "slo-aware-profile-handler": "latency",
     }
 )
-"""Scorers, and what they look at."""
+"""llm-d's scorers, and the property of an endpoint that each of them scores."""
 
 _SPLITTERS = frozenset({"pd-profile-handler", "disagg-profile-handler"})
 _INHERENT = frozenset(
@@ -44,7 +44,7 @@ _INHERENT = frozenset(
         "single-profile-handler",
     }
 )
-"""Plugins that do what the gateway always does."""
+"""llm-d's plugins that do what the gateway always does, so that they need no counterpart."""
 
 _REASONS: Mapping[str, str] = MappingProxyType(
     {
@@ -66,9 +66,9 @@ class Target(msgspec.Struct, frozen=True):
     """The pods among which llm-d's endpoint picker chooses.
 
     labels     labels that select the pods; empty if the source does not contain them
-    port       the engines' port
-    engine     the pods' kind of engine
-    namespace  the pods' namespace; None: the gateway's own
+    port       port of the engines in the pods
+    engine     kind of engine in the pods
+    namespace  Kubernetes namespace of the pods; None: the gateway's own
     """
 
     labels: Mapping[str, str] = {}
@@ -109,7 +109,7 @@ def convert(config: Mapping[str, Any], draft: Draft, target: Target) -> None:
 def _plugins(config: Mapping[str, Any]) -> dict[str, Plugin]:
     entries = config.get("plugins")
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
-        raise MigrationError("EndpointPickerConfig has no plugins")
+        raise MigrationError("the EndpointPickerConfig contains no plugins")
     return {
         str(entry.get("name") or entry.get("type")): Plugin(
             str(entry.get("type")), entry.get("parameters") or {}
@@ -141,7 +141,10 @@ def _policy(weights: Mapping[str, float], plugins: Mapping[str, Plugin], draft: 
     for name, weight in weights.items():
         plugin = plugins.get(name)
         if plugin is None:
-            raise MigrationError(f"schedulingProfiles names {name!r}, which plugins do not have")
+            raise MigrationError(
+                f"schedulingProfiles refers to the plugin {name!r}, which the "
+                "list of plugins does not contain"
+            )
         if (family := _FAMILIES.get(plugin.kind)) is not None:
             families[family] = families.get(family, 0.0) + weight
     if "latency" in families:

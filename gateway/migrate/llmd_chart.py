@@ -24,11 +24,11 @@ _DEFAULT: Mapping[str, Any] = MappingProxyType(
         ]
     }
 )
-"""What the chart's own default-plugins.yaml contains."""
+"""The plugins in the chart's own default-plugins.yaml."""
 
 
 def is_chart(data: Mapping[str, Any]) -> bool:
-    """Return whether plain data are Helm values of llm-d's router or of its inference pool."""
+    """Return whether plain data are the Helm values of llm-d's router or of its inference pool."""
     router = data.get("router")
     is_router = isinstance(router, dict) and ("epp" in router or "modelServers" in router)
     return is_router or "inferenceExtension" in data or "inferencePool" in data
@@ -37,7 +37,7 @@ def is_chart(data: Mapping[str, Any]) -> bool:
 def convert_values(chart: Mapping[str, Any], draft: Draft) -> None:
     """Write the Helm values of a chart of llm-d into the draft of a gateway.yaml.
 
-    Raises MigrationError.
+    Raises MigrationError if they cannot be converted.
     """
     path = "router" if isinstance(chart.get("router"), dict) else "inferencePool"
     pool = _mapping(chart.get(path))
@@ -63,7 +63,7 @@ def _picker_config(picker: Mapping[str, Any], draft: Draft) -> Mapping[str, Any]
         draft.drop(f"pluginsCustomConfig {other}", "pluginsConfigFile names another file")
     documents = load_documents(str(files[name]))
     if not documents or not isinstance(documents[0], dict):
-        raise MigrationError(f"pluginsCustomConfig {name} is not an EndpointPickerConfig")
+        raise MigrationError(f"pluginsCustomConfig[{name}] is not an EndpointPickerConfig")
     return documents[0]
 
 

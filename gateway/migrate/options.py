@@ -11,7 +11,7 @@ MAX_WORDS = 100_000
 
 
 def split_words(text: str) -> list[str]:
-    """Split the text of a shell command into words: quotes, comments and continued lines.
+    """Split the text of a shell command into words, with its quotes, comments and continued lines.
 
     Raises MigrationError for an unclosed quote.
     """
@@ -21,12 +21,13 @@ def split_words(text: str) -> list[str]:
     try:
         words = list(lexer)
     except ValueError as error:
-        raise MigrationError(f"this is not a command line: {error}") from None
+        raise MigrationError(f"the text is not a valid command line: {error}") from None
     return words[:MAX_WORDS]
 
 
 class CommandOptions:
-    """The options of a command line; reading one marks it, so that unread ones can be listed.
+    """The options of a command line. Reading an option marks it, so that unread options can be
+    listed.
 
     All words up to the next option are values of an option, as in the routers' own parsers.
     """

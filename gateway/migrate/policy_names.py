@@ -14,7 +14,7 @@ _SESSIONS = "the session is read from x-session-id or prompt_cache_key; without 
 class Counterpart(msgspec.Struct, frozen=True):
     """The gateway's policy that is nearest to a policy of another router.
 
-    differs  how it differs from the other one; "" if it does not
+    differs  how the gateway's policy differs from the other one; "" if it does not
     """
 
     policy: str
@@ -36,7 +36,7 @@ ROUTERS: Mapping[str, Counterpart] = MappingProxyType(
         "bucket": Counterpart("least_loaded", "by outstanding tokens, not by length of the prompt"),
     }
 )
-"""Policies of vllm-router, sglang-router and SMG."""
+"""Routing policies of vllm-router, sglang-router and SMG, each with its counterpart."""
 
 PRODUCTION_STACK: Mapping[str, Counterpart] = MappingProxyType(
     {
@@ -52,7 +52,7 @@ PRODUCTION_STACK: Mapping[str, Counterpart] = MappingProxyType(
         "disaggregated_prefill_orchestrated": Counterpart("prefix_aware"),
     }
 )
-"""Values of the production stack's --routing-logic."""
+"""Values of the vLLM production stack's option --routing-logic, each with its counterpart."""
 
 LITELLM: Mapping[str, Counterpart] = MappingProxyType(
     {
@@ -66,4 +66,4 @@ LITELLM: Mapping[str, Counterpart] = MappingProxyType(
         "cost-based-routing": Counterpart("least_loaded", "endpoints have no costs"),
     }
 )
-"""Values of LiteLLM's router_settings.routing_strategy."""
+"""Values of LiteLLM's router_settings.routing_strategy, each with its counterpart."""

@@ -31,7 +31,7 @@ _OPTIONS: Mapping[str, str] = MappingProxyType(
         "staticModels": "static-models",
     }
 )
-"""Keys of routerSpec, and the option of the router that the chart makes of each."""
+"""Keys of routerSpec, each with the router option that the chart makes of it."""
 
 _LAYOUT: Mapping[str, str] = MappingProxyType(
     {"tensorParallelSize": "tp", "pipelineParallelSize": "pp", "dataParallelSize": "dp"}
@@ -41,7 +41,7 @@ _LAYOUT: Mapping[str, str] = MappingProxyType(
 def convert_values(chart: Mapping[str, Any], draft: Draft) -> None:
     """Write a chart's router, and the Services of its engines, into the draft of a gateway.yaml.
 
-    Raises MigrationError.
+    Raises MigrationError if they cannot be converted.
     """
     router = _mapping(chart.get("routerSpec"))
     options = _router_options(router, draft)
@@ -90,7 +90,7 @@ def _engines(spec: Mapping[str, Any], options: CommandOptions, draft: Draft) -> 
     models: dict[str, list[Mapping[str, Any]]] = {}
     for item in spec["modelSpec"]:
         if not isinstance(item, dict) or not item.get("name") or not item.get("modelURL"):
-            raise MigrationError("each modelSpec needs name and modelURL")
+            raise MigrationError("each item of modelSpec must have name and modelURL")
         models.setdefault(_served_name(item), []).append(item)
     roles = {
         str(label): role

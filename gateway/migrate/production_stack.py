@@ -99,7 +99,7 @@ def _nested_models(models: Mapping[str, Any]) -> list[tuple[str, list[str]]]:
 def convert(options: CommandOptions, draft: Draft) -> None:
     """Write the production stack router's command line into the draft of a gateway.yaml.
 
-    Raises MigrationError.
+    Raises MigrationError if it cannot be converted.
     """
     draft.set(values.text(options.last("host") or "0.0.0.0"), "listeners", "api", "host")
     port = values.number(options.last("port") or "8001")
@@ -129,7 +129,7 @@ def routing_policy(options: CommandOptions, draft: Draft) -> tuple[str, bool]:
     logic = options.last("routing-logic") or "roundrobin"
     counterpart = PRODUCTION_STACK.get(logic)
     if counterpart is None:
-        raise MigrationError(f"--routing-logic: {logic!r} is not known")
+        raise MigrationError(f"--routing-logic: the value {logic!r} is unknown")
     if counterpart.differs:
         draft.differ(f"--routing-logic {logic}", f"{counterpart.policy}: {counterpart.differs}")
     key = options.last("session-key")
@@ -139,9 +139,9 @@ def routing_policy(options: CommandOptions, draft: Draft) -> tuple[str, bool]:
 
 
 def split_model(draft: Draft, model: dict[str, object]) -> None:
-    """Set in a model that its requests are split into prefill and decode.
+    """Configure a model of the draft so that its requests are split into prefill and decode.
 
-    Also add a note on what its engines need for that.
+    A note is added about what its engines need for that.
     """
     model["split"] = {"dialect": DIALECT}
     draft.do(
@@ -155,7 +155,8 @@ def _static(options: CommandOptions, draft: Draft) -> None:
     names = _list(options.last("static-models"))
     if not urls or len(urls) != len(names):
         raise MigrationError(
-            f"--static-backends has {len(urls)} URLs for {len(names)} --static-models"
+            f"--static-backends lists {len(urls)} URLs, but --static-models lists {len(names)} "
+            "models"
         )
     policy, is_split = routing_policy(options, draft)
     labels = _list(options.last("static-model-labels")) or [""] * len(urls)
@@ -193,7 +194,8 @@ def _discovered(options: CommandOptions, draft: Draft) -> None:
     policy, is_split = routing_policy(options, draft)
     if is_split:
         raise MigrationError(
-            "a split needs the engines' Services: convert the chart's values in place of the router"
+            "a prefill/decode split needs the engines' Services; convert the chart's values "
+            "instead of the router's command line"
         )
     namespace, port = options.last("k8s-namespace"), options.last("k8s-port") or "8000"
     kind = options.last("k8s-service-discovery-type")

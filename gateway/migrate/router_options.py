@@ -1,6 +1,6 @@
 """Converts the command lines of vllm-router, and of sglang-router and its successor SMG.
 
-They come from one code base and share most of their options.
+These routers come from one code base and share most of their options.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ DEFAULT_BOOTSTRAP_PORT = "8998"
 
 
 class RouterKind(msgspec.Struct, frozen=True):
-    """The differences between vllm-router and sglang-router.
+    """The differences between vllm-router and sglang-router that matter for a migration.
 
     host          default address to listen on
     engine        default kind of engine
@@ -129,7 +129,10 @@ def _engines(options: CommandOptions, draft: Draft, kind: RouterKind) -> None:
         urls = [values.engine_url(url, "--worker-urls", draft) for url in given]
         endpoints = [{"url": url, **traits} for url in urls if url]
         if not endpoints:
-            raise MigrationError("there are no engines: give --worker-urls, or --engine URL here")
+            raise MigrationError(
+                "the command line names no engines; add --worker-urls to it, "
+                "or give --engine URL to penstock migrate"
+            )
         draft.set(values.distinct(endpoints), "pools", POOL, "endpoints")
     if is_split:
         _split(options, draft, str(traits.get("engine", "vllm")))
@@ -188,7 +191,7 @@ def _pairs(options: CommandOptions, draft: Draft, traits: Mapping[str, object]) 
         if (address := values.engine_url(url, "--decode", draft)) is not None
     ]
     if len({endpoint["role"] for endpoint in endpoints}) < 2:
-        raise MigrationError("disaggregation needs --prefill and --decode URLs")
+        raise MigrationError("prefill/decode disaggregation needs --prefill and --decode URLs")
     draft.set(values.distinct(endpoints), "pools", POOL, "endpoints")
 
 
@@ -256,7 +259,7 @@ def _select(
     pairs = [word.partition("=") for word in options.values(name)]
     selector = {key: value for key, _, value in pairs}
     if not selector:
-        raise MigrationError(f"discovery needs --{name} key=value")
+        raise MigrationError(f"service discovery needs --{name} key=value")
     draft.add_service(service, namespace, selector, port)
 
 

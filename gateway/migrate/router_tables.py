@@ -55,7 +55,7 @@ THRESHOLDS: Mapping[str, Converter] = MappingProxyType(
         "balance-rel-threshold": values.ratio,
     }
 )
-"""Parameters of cache_aware."""
+"""Parameters of the router policy cache_aware."""
 
 _NOT_STORED = "answers and conversations are not stored by the gateway"
 _NOT_TOKENIZED = "prompts are not tokenized by the gateway"
@@ -118,4 +118,4 @@ REASONS: Mapping[str, str] = MappingProxyType(
         "worker-urls": "disaggregation or discovery was on, so the router ignored them",
     }
 )
-"""Prefix of an option -> why it has no counterpart."""
+"""Why options have no counterpart, by prefix of the option's name."""

@@ -18,7 +18,7 @@ from gateway.migrate.options import CommandOptions, split_words
 from gateway.migrate.yaml_text import load_documents
 
 SOURCES = ("vllm-router", "sglang-router", "production-stack", "litellm", "llm-d")
-"""Names of the sources; sglang-router stands for SMG too."""
+"""Names of the kinds of sources; sglang-router includes SMG."""
 
 _PROGRAMS: Mapping[str, str] = {
     "amg": "sglang-router",
@@ -42,7 +42,8 @@ _SHAPES = ("model_list", "routerSpec", "servingEngineSpec", "routing_logic", "se
 def convert_words(words: Sequence[str], source: str | None, additions: Additions) -> Draft:
     """Convert another router's command line to the draft of a gateway.yaml.
 
-    `source` names the router; None: the program's name shows it. Raises MigrationError.
+    `source` names the router; None: the router is recognized by the program's name. Raises
+    MigrationError.
     """
     program, options = _command(words)
     kind = source or program
@@ -56,16 +57,18 @@ def convert_words(words: Sequence[str], source: str | None, additions: Additions
     elif kind == "production-stack":
         production_stack.convert(options, draft)
     elif kind is None:
-        raise MigrationError(f"this is no known router's; say which with --from: {_known()}")
+        raise MigrationError(
+            f"the command line belongs to no known router; name the router with --from: {_known()}"
+        )
     else:
-        raise MigrationError(f"{kind} is configured by a file; give its path")
+        raise MigrationError(f"{kind} is configured by a file; give the path of the file")
     return draft
 
 
 def convert_text(text: str, source: str | None, additions: Additions) -> Draft:
-    """Convert another router's file to the draft of a gateway.yaml: YAML, JSON, or shell commands.
+    """Convert another router's file (YAML, JSON, or shell commands) to the draft of a gateway.yaml.
 
-    `source` names the router; None: the content shows it. Raises MigrationError.
+    `source` names the router; None: the router is recognized by the content. Raises MigrationError.
     """
     try:
         documents = load_documents(text)
@@ -84,7 +87,7 @@ def convert_text(text: str, source: str | None, additions: Additions) -> Draft:
     if source is not None and commands and not mappings:
         return convert_words(commands[-1], source, additions)
     raise MigrationError(
-        f"the text belongs to no known router; give its kind with --from: {_known()}"
+        f"the text belongs to no known router; name the router with --from: {_known()}"
     )
 
 
@@ -161,7 +164,7 @@ def _shell_commands(text: str) -> Iterator[list[str]]:
         if command:
             yield command
     if pending.strip():
-        raise MigrationError("a quote is never closed")
+        raise MigrationError("a quote in the shell commands is never closed")
 
 
 def _command(words: Sequence[str]) -> tuple[str | None, CommandOptions]:

@@ -11,9 +11,10 @@ from urllib.parse import urlsplit
 from gateway.migrate.draft import Draft, MigrationError, with_references
 
 Converter = Callable[[str], object | None]
-"""Returns a value as gateway.yaml writes it, or None if it has no counterpart.
+"""A function that converts an option's value to the form of gateway.yaml.
 
-Raises MigrationError for a value that the source could not read either.
+It returns None if the value has no counterpart, and raises MigrationError for a value that the
+source could not read either.
 """
 
 _DP_RANK = re.compile(r"@[0-9]+$")
@@ -21,14 +22,16 @@ MOST_ATTEMPTS = 16
 
 
 def text(value: str) -> str:
-    """Return a text with its references to variables in the form of gateway.yaml, ${NAME}."""
+    """Return a text with its references to variables written in the form of gateway.yaml,
+    ${NAME}.
+    """
     return with_references(value)
 
 
 def number(value: str) -> int | str:
     """Return the whole number in another router's option, or a reference to a variable.
 
-    Raises MigrationError.
+    Raises MigrationError if the value is neither.
     """
     value = with_references(value.strip())
     if "${" in value:
@@ -42,7 +45,7 @@ def number(value: str) -> int | str:
 def ratio(value: str) -> float | str:
     """Return the number in another router's option, or a reference to a variable.
 
-    Raises MigrationError.
+    Raises MigrationError if the value is neither.
     """
     value = with_references(value.strip())
     if "${" in value:

@@ -25,4 +25,6 @@ def load_documents(text: str) -> list[Any]:
         return list(YAML(typ="safe", pure=True).load_all(text))
     except (YAMLError, ValueError, RecursionError) as error:
         detail = str(error).strip().splitlines()
-        raise MigrationError(f"this is not YAML: {detail[0] if detail else error}") from None
+        raise MigrationError(
+            f"the file is not valid YAML: {detail[0] if detail else error}"
+        ) from None

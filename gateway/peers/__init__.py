@@ -1,5 +1,5 @@
-"""State exchange between gateways: routed requests, reservations, health and charges, over a
-message bus.
+"""State exchange between gateways over a message bus: routed requests, reservations, health and
+charges.
 
-A gateway without contact to others decides by its own state: no request waits for the bus.
+A gateway without contact to others decides by its own state. No request waits for the bus.
 """

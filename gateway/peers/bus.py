@@ -1,7 +1,7 @@
 """The interface of the message bus over which gateways that share state exchange frames of bytes.
 
-gateway/peers/view.py has the messages in the frames. Delivery is best-effort: frames may be lost or
-late, and no sender waits. The frames of one sender arrive in order.
+The messages in the frames are defined in messages.py. Delivery is best-effort: frames may be lost
+or late, and no sender waits. The frames of one sender arrive in order.
 """
 
 from __future__ import annotations
@@ -13,29 +13,31 @@ from typing import Protocol
 import msgspec
 
 FRAME_CAP_BYTES = 256 << 10
-"""Longer frames are never sent, and dropped unread when received."""
+"""Maximum bytes of a frame: longer ones are never sent, and dropped unread when received."""
 
 BACKLOG_CAP_BYTES = 4 << 20
-"""Frames that may wait to be sent; beyond it the oldest is dropped."""
+"""Maximum bytes of frames that wait to be sent; beyond it, the oldest frame is dropped."""
 
 ID_BYTES = 8
 BROADCAST = bytes(ID_BYTES)
 
 FrameHandler = Callable[[bytes, float], None]
-"""Receives a frame and its age in seconds. It must return at once and must not raise."""
+"""A function that receives a frame and its age in seconds. It must return at once and must not
+raise."""
 
 DropCounter = Callable[[str], None]
-"""Counts a dropped frame, by reason."""
+"""A function that counts a dropped frame; its argument is the reason."""
 
 
 class BusState(msgspec.Struct, frozen=True):
     """The state of the message bus between gateways at one moment.
 
-    connected      frames can be sent and received
+    connected      whether frames can be sent and received
     staleness_s    seconds since frames could last be received; 0 while they can
     backlog_bytes  bytes that wait to be sent
-    gaps           reconnections after which some frames of the meantime were missing
-    problem        why it is not connected; "" while it is, or before the first attempt has failed
+    gaps           number of reconnections after which some frames of the meantime were missing
+    problem        why the bus is not connected; "" while it is, or before the first attempt has
+                   failed
     """
 
     connected: bool
@@ -52,10 +54,10 @@ class Bus(Protocol):
     """
 
     async def start(self, own_id: bytes, deliver: FrameHandler) -> None:
-        """Begin to connect to the other gateways, and return at once; `own_id` is the address of
-        this gateway.
+        """Begin to connect to the other gateways, and return at once.
 
-        `deliver` is called with each received frame.
+        own_id   the address of this gateway
+        deliver  function that is called with each received frame
         """
         ...
 

@@ -1,8 +1,10 @@
-"""Authenticates frames between gateways: a frame has a valid sender, is unmodified and no replay.
+"""Authenticates frames between gateways: the sender is valid, and the frame is neither modified nor
+replayed.
 
-One secret yields three keys: for the authentication of frames (keyed BLAKE2b), for prompt
-fingerprints, so that all gateways compute the same ones, and for digests of names, so that names
-are not sent in clear text. Frames are not encrypted: use TLS where others may read them.
+One secret yields three keys. The first authenticates frames (keyed BLAKE2b). The second is for
+prompt fingerprints, so that all gateways compute the same ones. The third is for digests of names,
+so that names are not sent in clear text. Frames are not encrypted: use TLS where others may read
+them.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ _HEAD = Struct(f"<4s{ID_BYTES}s{ID_BYTES}sQ")
 class FrameRejectedError(Exception):
     """Raised for a frame from another gateway that is not authentic.
 
-    `reason` is too_long, foreign, forged or replayed.
+    reason  too_long, foreign, forged or replayed
     """
 
     def __init__(self, reason: str) -> None:
@@ -46,10 +48,10 @@ class FrameAuth:
         self._last_counts: dict[tuple[bytes, bool], int] = {}
 
     def seal(self, body: bytes, to: bytes = BROADCAST) -> bytes:
-        """Return a frame with `body`, the ids of sender and recipient, a count, and an
+        """Return a frame with `body`, the ids of sender and recipient, a counter, and an
         authentication tag.
 
-        The tag authenticates all of them.
+        The tag authenticates all of these.
         """
         self._count += 1
         data = _HEAD.pack(MAGIC, self.own_id, to, self._count) + body
@@ -58,8 +60,8 @@ class FrameAuth:
     def verify(self, frame: bytes) -> tuple[bytes, memoryview] | None:
         """Verify a frame from another gateway and return (sender, body).
 
-        Returns None for own frames and for those to other recipients. Raises FrameRejectedError
-        when the verification fails.
+        Returns None for this gateway's own frames and for frames to other recipients. Raises
+        FrameRejectedError when the verification fails.
         """
         if len(frame) > FRAME_CAP_BYTES:
             raise FrameRejectedError("too_long")

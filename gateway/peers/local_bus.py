@@ -1,7 +1,8 @@
 """A message bus between the processes of one machine: a hub on a unix socket in a private folder.
 
-On the wire: frame length (4 bytes, little-endian), recipient (8), frame. A connection begins with
-the client's id (8). The hub answers with an empty frame, after which the client misses no frame.
+On the wire, a frame is preceded by its length (4 bytes, little-endian) and its recipient (8 bytes).
+A connection begins with the client's id (8 bytes). The hub answers with an empty frame; from then
+on, the client misses no frame.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _HEAD = Struct(f"<I{ID_BYTES}s")
 class LocalHub:
     """Forwards each frame to its recipient, or to all other clients of the local bus.
 
-    A slow client loses frames.
+    A client that reads too slowly loses frames.
     """
 
     def __init__(self, path: Path, count_drop: DropCounter) -> None:
@@ -141,7 +142,10 @@ class LocalBus:
                 self._flush()
                 await self._read(reader, deliver)
             except (OSError, asyncio.IncompleteReadError):
-                log.warning("shared state: lost the hub of this machine; continuing alone")
+                log.warning(
+                    "shared state: the connection to this machine's message hub is "
+                    "lost; this worker continues with its own state"
+                )
             finally:
                 self._writer, self._lost_at = None, monotonic()
                 writer.transport.abort()

@@ -7,7 +7,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 EXPIRY_S = 2.0
-"""A gateway that has sent nothing for so long is considered gone, with all its reservations."""
+"""Seconds without any message after which a gateway counts as stopped, and its reservations are
+removed."""
 
 
 class Peer:
@@ -27,7 +28,9 @@ class Peer:
 
 
 class PeerTable:
-    """The other gateways that have recently sent messages, by id. Owned by the PeerView."""
+    """The other gateways that have recently sent messages, by id. Only PeerView changes the
+    table.
+    """
 
     __slots__ = ("_by_id",)
 
@@ -64,8 +67,8 @@ class PeerTable:
     def is_responder(self, own_id: bytes, started_at: float, newcomer: bytes, attempt: int) -> bool:
         """Return whether this gateway has to send its state to the newcomer (warm it up).
 
-        The gateway with the earliest start does so. If the newcomer asks again, because no answer
-        came, the next gateway does.
+        The gateway with the earliest start does so. If no answer comes, the newcomer asks again,
+        and then the next gateway answers.
         """
         warm = [
             (peer.started_at, peer_id)

@@ -1,7 +1,7 @@
 """The messages between gateways and their encoding: tagged msgpack arrays.
 
-Endpoints, pools, tenants and sessions are named by keyed digests (frame_auth.py). The decoder
-checks the range of all numbers.
+Endpoints, pools, tenants and sessions are identified by keyed digests of their names
+(frame_auth.py). The decoder checks the range of all numbers.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ ShortText = Annotated[str, msgspec.Meta(max_length=64)]
 class SentPrompt(msgspec.Struct, frozen=True, array_like=True):
     """A message between gateways: a prompt was sent to an endpoint, which will cache it.
 
-    blocks, n_bytes  size of its fingerprint
+    blocks, n_bytes  number of blocks and bytes of the prompt's fingerprint
     keys             the block keys that an index samples (policies/prefix/sampled_keys.py)
-    cached_tokens    if given, the prompt was not computed, and at most so many tokens of it are
+    cached_tokens    if given, the prompt was not computed, and at most so many of its tokens are
                      cached
     """
 
@@ -72,7 +72,7 @@ class PeerLoads(msgspec.Struct, frozen=True, array_like=True, tag="loads"):
 
     This message between gateways is also the heartbeat.
 
-    is_warm  the sender can warm up other gateways
+    is_warm  whether the sender can warm up other gateways
     """
 
     uptime_s: Seconds
@@ -117,7 +117,7 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
     """The message of a gateway that has started or reconnected and requests the state of the
     others.
 
-    attempt counts from 0: the number of gateways that should have answered and did not
+    attempt  number of gateways that should have answered before and did not, counted from 0
     """
 
     attempt: Annotated[int, msgspec.Meta(ge=0, le=16)]

@@ -1,8 +1,8 @@
 """A message bus over Redis: one stream for frames to all gateways, and one for each single gateway.
 
-Reads resume at the last entry. So frames sent during a disconnect are received afterwards, as far
-as the stream reaches back. The loss of Redis, or of its data, only makes the shared state less
-fresh. Reconnects are spread over time.
+Reads resume at the last entry. Frames sent during a disconnect are therefore received afterwards,
+as far as the stream still contains them. The loss of Redis, or of its data, only makes the shared
+state less fresh. Reconnects of several gateways are spread over time.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ log = logging.getLogger("penstock")
 
 FIELD = b"f"
 STREAM_FRAMES = 2048
-"""Approximate length of the broadcast stream: so many missed frames can still be read."""
+"""Approximate number of frames in the broadcast stream, which a gateway can still read after a
+disconnect."""
 
 DIRECT_S = 60
 BLOCK_MS = 400
@@ -45,7 +46,7 @@ CONNECTION_ERRORS = (RedisError, OSError, TimeoutError)
 class RedisAddress(msgspec.Struct, frozen=True):
     """The address of a Redis server, and the credentials for it.
 
-    `stream` prefixes the names of streams, so that several groups of gateways can share a server.
+    stream  prefix of the streams' names, so that several groups of gateways can share a server
     """
 
     url: str
@@ -128,7 +129,10 @@ class RedisBus:
             except CONNECTION_ERRORS as error:
                 has_worked = self._on_break(flag, error)
             except Exception as error:
-                log.exception("shared state: a connection to Redis failed")
+                log.exception(
+                    "shared state: an unexpected error ended a connection to Redis; "
+                    "it is opened again"
+                )
                 has_worked = self._on_break(flag, error)
             finally:
                 with suppress(*CONNECTION_ERRORS):
@@ -172,7 +176,8 @@ class RedisBus:
         if problem not in self._logged and not (self._problem and has_worked):
             self._logged.add(problem)
             log.warning(
-                "shared state: no Redis at %s: %s. This gateway continues alone",
+                "shared state: the Redis server at %s cannot be reached: %s. This gateway "
+                "continues with its own state",
                 self._address.url,
                 problem,
             )

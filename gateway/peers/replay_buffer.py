@@ -1,4 +1,4 @@
-"""The newest messages about prompts (replay buffer), from which a new gateway is warmed up."""
+"""The newest messages about prompts (the replay buffer), from which a new gateway is warmed up."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ PART_BYTES = 96 << 10
 
 
 class ReplayBuffer:
-    """Keeps encoded messages about prompts up to `cap_bytes` bytes, and drops the oldest ones.
+    """Keeps encoded messages about prompts up to `cap_bytes` bytes, and drops the oldest ones
+    beyond that.
 
-    Replaying the messages rebuilds the prefix index. The newest ones suffice, because engines hold
-    no more than fits into their KV memory either.
+    Replaying the messages rebuilds the prefix index. The newest messages suffice, because engines
+    hold no more prompts than fit into their KV memory either.
     """
 
     __slots__ = ("_bodies", "_cap_bytes", "bytes")

@@ -68,7 +68,9 @@ class SyncLoop:
             async with asyncio.timeout(WARM_WITHIN_S):
                 await self._is_warm.wait()
         except TimeoutError:
-            log.warning("shared state: no other gateway answered; starting with an empty state")
+            log.warning(
+                "shared state: no other gateway answered; this one starts with an empty state"
+            )
 
     async def stop(self) -> None:
         for task in (*self._tasks, *self._warm_up_tasks):
@@ -116,7 +118,7 @@ class SyncLoop:
                 await self._run_in_slices(self._view.finish_warm_up(now))
                 self._check_warm_up()
             except Exception:
-                log.exception("sending to other gateways failed")
+                log.exception("shared state: sending to other gateways failed")
 
     def _flush(self) -> None:
         now = monotonic()
@@ -135,7 +137,7 @@ class SyncLoop:
             self._is_warm.set()
             count = len(self._view.peers)
             log.warning(
-                "shared state: warm in %.2f s: %d messages, %d other %s",
+                "shared state: received from other gateways in %.2f s: %d messages; %d other %s",
                 warm_up.took_s,
                 warm_up.received_messages,
                 count,
@@ -166,7 +168,9 @@ class SyncLoop:
                 try:
                     await self._run_in_slices(self._view.apply_frame(frame, now - sent_at, now))
                 except Exception:
-                    log.exception("a frame of another gateway could not be handled")
+                    log.exception(
+                        "shared state: a frame from another gateway could not be processed"
+                    )
 
     async def _run_in_slices(self, steps: Iterator[None]) -> None:
         began = perf_counter()

@@ -18,7 +18,7 @@ from gateway.peers import messages
 from policies.admission.sessions import SessionUpdate
 
 MAX_ROWS = 1000
-"""Rows of one message at most."""
+"""Maximum number of rows in one message."""
 
 T = TypeVar("T")
 
@@ -26,7 +26,7 @@ T = TypeVar("T")
 class UsageSync:
     """Converts the usage of tenants and sessions to messages for other gateways, and back.
 
-    Tenants, pools and sessions are named by `digest`.
+    digest  function that returns the number by which messages name a tenant, pool or session
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class UsageSync:
     def usage_messages(
         self, now: float
     ) -> Iterator[messages.TenantCharges | messages.QuotaUse | messages.ActiveSessions]:
-        """Yield messages with what tenants and sessions have used since the last call."""
+        """Yield messages with the usage of tenants and sessions since the last call."""
         digest, updates = self._digest, self._updates
         charges, updates.charges = updates.charges, {}
         for rows in batches(
@@ -74,10 +74,10 @@ class UsageSync:
                 yield from self._session_messages(queue.name, queue.sessions.all_sessions(now))
 
     def discard(self) -> None:
-        """Discard collected charges and quota use while the bus is disconnected; sessions are sent
-        later.
+        """Discard collected charges and quota use while the bus is disconnected.
 
-        By the time of a reconnect the quotas have filled up again.
+        At a reconnect the quotas have been refilled. Sessions are not discarded; they are sent
+        later.
         """
         self._updates.charges.clear()
         self._updates.quota_use.clear()

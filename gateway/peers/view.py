@@ -33,7 +33,7 @@ from policies.model import Endpoint
 from policies.prefix.sampled_keys import pack, unpack
 
 Frame = tuple[bytes, bytes]
-"""(recipient, sealed bytes)"""
+"""A frame to send: (recipient, frame bytes with an authentication tag)."""
 
 HEARTBEAT_S = 0.5
 BODY_BYTES = 32 << 10
@@ -45,9 +45,10 @@ OUT = frozenset({HealthState.EJECTED, HealthState.DEAD})
 class PeerView:
     """One gateway's part of the state that gateways share.
 
-    updates     the path of a request appends to it
-    on_suspect  called with an endpoint that another gateway ejected: a reason to probe it, no more
-    tenants     returns the configured tenants
+    updates     collects updates for other gateways; the code that serves requests appends to it
+    on_suspect  function that is called with an endpoint that another gateway has ejected, which is
+                only a reason to probe it
+    tenants     function that returns the configured tenants
     newcomers   ids of gateways that this one has to warm up
     """
 
@@ -118,9 +119,10 @@ class PeerView:
         return self._frame(messages.Bye())
 
     def warm_up_frames(self, newcomer: bytes, now: float) -> Iterator[Frame]:
-        """Yield frames for a gateway that has just started, with state that it needs to warm up.
+        """Yield frames with the state that a gateway needs which has just started.
 
-        The frames contain the recent prompts, and the sessions that were active at the first step.
+        The frames contain the recent prompts, and the sessions that are active when the first frame
+        is taken.
         """
         bodies = chain(
             self.replay_buffer.messages(), map(messages.encode, self._use.all_sessions(now))
@@ -197,7 +199,8 @@ class PeerView:
     def open_frame(self, frame: bytes) -> tuple[bytes, bytes, messages.Message] | None:
         """Return the sender, body and message of a frame that another gateway sent.
 
-        Returns None for own frames, for those to others, and for invalid ones, which are counted.
+        Returns None for this gateway's own frames, for frames to others, and for invalid ones,
+        which are counted.
         """
         try:
             opened = self._auth.verify(frame)

@@ -1,7 +1,7 @@
 """The warm-up of a new gateway: it requests the shared state of other gateways and applies it.
 
-The gateway with the earliest start answers. The caller passes times and sends the messages; no I/O
-here.
+The gateway with the earliest start answers. The caller passes times and sends the messages; this
+module does no I/O.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from enum import StrEnum
 
 PART_TIMEOUT_S = 0.5
-"""Timeout for the first part of an answer, and between two parts."""
+"""Maximum seconds until the first part of an answer, and between two parts."""
 
 ATTEMPTS = 4
 BUFFER_CAP_BYTES = 8 << 20
@@ -62,7 +62,7 @@ class WarmUp:
     def next_hello(self, now: float, *, has_no_peers: bool) -> int | None:
         """Return the number of the attempt if a new gateway has to send a Hello now, else None.
 
-        has_no_peers  no warm gateway is known that could answer
+        has_no_peers  whether no warm gateway is known that could answer
         """
         if self.state is WarmUpState.WARM or (
             self.state is not WarmUpState.DISCONNECTED and now < self._deadline

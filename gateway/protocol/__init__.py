@@ -1,4 +1,3 @@
-"""Protocol code without I/O: API bodies, HTTP framing, the SSE relay, errors and service classes.
-
-API bodies, HTTP framing, the SSE relay, errors and service classes.
+"""Protocol code without I/O: API bodies, HTTP framing, the SSE relay, errors and service
+classes.
 """

@@ -21,8 +21,8 @@ def key_digest(key: str) -> bytes:
 def digest_of_headers(headers: Mapping[str, str]) -> bytes:
     """Return the digest of the API key in a request's headers, whether or not the key is valid.
 
-    Raises GatewayError (401) if there is no key, or if there are two different keys: the tenant
-    would then depend on which of them is read.
+    Raises GatewayError (401) if there is no key. The same error is raised for two different keys,
+    because the tenant would then depend on which of them is read.
     """
     scheme, _, bearer = headers.get("authorization", "").partition(" ")
     bearer = bearer.strip() if scheme.lower() == "bearer" else ""

@@ -1,8 +1,7 @@
 """The table of HTTP APIs: one Api value for each path that clients call and engines serve.
 
-Whatever differs between APIs is a field of the value, so the code that serves a request has no
-branch per API. Parsing of bodies is in gateway/protocol/openai.py, parsing of HTTP heads in
-gateway/protocol/request_head.py.
+Every difference between APIs is a field of the value, so the code that serves a request has no
+branch per API. Bodies are parsed in openai.py, HTTP heads in request_head.py.
 """
 
 from __future__ import annotations
@@ -18,31 +17,33 @@ from gateway.protocol.forms import read_form
 from gateway.protocol.json_members import read_members
 
 MAX_INPUTS = 2048
-"""Inputs of one request that computes no text, as in OpenAI's API."""
+"""Maximum number of inputs in a request that generates no text, such as embeddings; as in OpenAI's
+API."""
 
 
 class Api(msgspec.Struct, frozen=True, eq=False):
     """The description of one API. Values are compared by identity.
 
-    path           as clients and the gateway send it, without a query
-    operation      the name of its spans (gen_ai.operation.name), and the last part of span names
+    path           path of the API at clients and engines, without a query
+    operation      name of its spans (gen_ai.operation.name), and last part of span names
     conversation   the required body member with the prompt, or with the last part of it
     prompt         the members with the prompt, in the order in which an engine renders them
     alternatives   members that may replace `conversation`
-    output_limit   the member that limits the answer's tokens; `max_tokens` counts too
-    generates      the answer is text, so it has an expected length and may be a stream
-    is_admitted    the engine computes tokens, so admission control may queue or reject the request
-    lists_prompts  `conversation` may be a list of independent prompts
-    max_prompts    the most prompts in such a list; None: what the model allows
-    can_split      prefill and decode may run at different endpoints
-    can_resume     another endpoint may continue a broken stream
+    output_limit   the member that limits the answer's tokens; `max_tokens` is accepted as well
+    generates      whether the answer is text, so that it has an expected length and may be a stream
+    is_admitted    whether the engine computes tokens, so that admission control may queue or reject
+                   the request
+    lists_prompts  whether `conversation` may be a list of independent prompts
+    max_prompts    maximum number of prompts in such a list; None: what the model allows
+    can_split      whether prefill and decode may run at different endpoints
+    can_resume     whether another endpoint may continue a broken stream
     errors         the format of its error responses and error events
     grammar        the events of its streams; None: those of chat completions
-    keeps_answers  an engine may keep the answer for later requests, which need that engine
-    takes_salt     engines that accept cache salts accept one on this path too
-    is_form        bodies are forms (multipart/form-data)
-    is_plain       bodies are JSON, and streams have the events of chat completions
-    read           returns the members of a body as raw JSON; raises GatewayError
+    keeps_answers  whether an engine may keep the answer for later requests, which need that engine
+    takes_salt     whether engines that accept cache salts accept one on this path too
+    is_form        whether bodies are forms (multipart/form-data)
+    is_plain       whether bodies are JSON, and streams have the events of chat completions
+    read           function that returns the members of a body as raw JSON; raises GatewayError
     method         the HTTP method of its requests
     """
 
@@ -255,7 +256,7 @@ def stored_api(method: str, path: str) -> Api | None:
 PREAMBLE = frozenset(name for api in APIS for name in api.prompt) - frozenset(
     api.conversation for api in APIS if api.generates
 )
-"""Members whose presence means that a prompt may have more parts than the conversation."""
+"""Body members whose presence means that the prompt may have parts before the conversation."""
 
 _NAMES_IN_PAGES = {path: f'"{path}"'.encode() for path in API_PATHS}
 

@@ -1,9 +1,9 @@
 """Cache salts: values that decide which requests may share cached prompts on an engine.
 
-A salt is HMAC-SHA256 over the client's own salt, keyed per tenant or per group of tenants. So
-clients can divide their own cache, but cannot reach that of another tenant. Gateways with the same
-configuration compute the same salts, also after a restart (docs/decisions/0014). The request member
-that carries the salt is in gateway/config/isolation_rules.py.
+A salt is HMAC-SHA256 over the client's own salt, keyed per tenant or per group of tenants. Clients
+can therefore divide their own cache, but cannot reach that of another tenant. Gateways with the
+same configuration compute the same salts, also after a restart (docs/decisions/0014). The request
+member that carries the salt is named in config/isolation_rules.py.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _LABEL = b"penstock cache salt 1"
 class CacheSalts:
     """Computes the cache salts of one configuration. Immutable.
 
-    defaults  salt (hex) by tenant for requests without a salt of their own; isolated tenants only
+    defaults  salt (hex) by tenant, for requests without a salt of their own; isolated tenants only
     """
 
     __slots__ = ("_keys", "_open_key", "defaults")
@@ -41,8 +41,8 @@ def new_cache_salts(config: Config) -> CacheSalts:
     """Create the CacheSalts of a configuration.
 
     The secret is `cache.secret`, else the key that the gateways share. Without both, the secret of
-    each tenant or group is derived from its API keys. So it is equal on all gateways and after a
-    restart without any setup.
+    each tenant or group is derived from its API keys. The secret is therefore equal on all gateways
+    and after a restart without any setup.
     """
     secret = shared_secret(config)
     open_key = hmac.digest(secret or _LABEL, b"no tenant", "sha256")
@@ -80,7 +80,7 @@ def shared_secret(config: Config) -> bytes | None:
 def derived_secret(tenants: Sequence[Tenant]) -> bytes:
     """Derive a secret from the API keys of these tenants only.
 
-    So a change of another tenant's key does not change the secret.
+    A change of another tenant's key therefore does not change the secret.
     """
     digests = sorted(hashlib.sha256(tenant.key.reveal().encode()).digest() for tenant in tenants)
     return hmac.digest(_LABEL, b"".join(digests), "sha256")

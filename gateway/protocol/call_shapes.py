@@ -1,17 +1,17 @@
-"""Caches what the members of a chat request say apart from its conversation (its shape).
+"""Caches what the members of a chat request specify apart from its conversation (its shape). No
+I/O.
 
-No I/O. No I/O.
+Most requests of an application differ only in their conversation. The bytes before and after the
+conversation's value are the key of the cache, so a request with a known shape needs no parsing of
+its other members. Only compact bodies are cached, as SDKs send them.
 
-Most requests of an application differ in nothing but their conversation. The bytes before and after
-the conversation's value are the key of the cache, so a request with a known shape needs no parsing
-of its other members. Only compact bodies are cached, as SDKs send them.
-
-Why equal bytes around the conversation mean equal members. A cached suffix has been parsed at depth
-1 of its body: it has an even number of quotes, ends the object, and has no second conversation. If
-another body is valid JSON and ends with these bytes, they cannot begin inside one of its strings,
-since the body would then end inside a string. They cannot begin at another depth, since the body
-would not end at depth 0. So they hold the same members there. Between prefix and suffix lie as many
-bytes as the decoder's value of the conversation has, so that value is all that lies there.
+Why equal bytes around the conversation mean equal members: a cached suffix has been parsed at depth
+1 of its body. It has an even number of quotes, ends the object, and contains no second
+conversation. Let another body be valid JSON and end with these bytes. They cannot begin inside one
+of its strings, because the body would then end inside a string. They cannot begin at another depth,
+because the body would not end at depth 0. They therefore hold the same members there. Between
+prefix and suffix lie as many bytes as the decoder's value of the conversation has, so nothing but
+that value lies there.
 """
 
 from __future__ import annotations
@@ -22,16 +22,17 @@ from typing import Generic, TypeVar
 import msgspec
 
 MAX_SHAPES = 512
-"""When the cache is full it is emptied: what is in use returns with the next requests."""
+"""Maximum number of cached shapes. A full cache is emptied: shapes in use return with the next
+requests."""
 MAX_SHAPE_BYTES = 1024
-"""The most bytes beside the conversation: hashing more takes as long as parsing them."""
+"""Maximum bytes around the conversation; hashing more of them takes as long as parsing them."""
 MAX_PREFIX_BYTES = 256
 
 CONVERSATION = "messages"
 _NAME = b'"messages":'
 
 ShapeKey = tuple[bytes, bytes]
-"""The body's bytes up to the first one of the conversation's value, and those after the value."""
+"""A cache key: the body's bytes before the conversation's value, and those after it."""
 
 ShapeT = TypeVar("ShapeT")
 
@@ -50,7 +51,7 @@ def shape_key(body: bytes, members: Mapping[str, msgspec.Raw]) -> ShapeKey | Non
 
 
 class ShapeCache(Generic[ShapeT]):
-    """A cache of the newest request shapes of one set of models, which is dropped with the
+    """A cache of the newest request shapes for one set of models; it is dropped together with the
     models.
     """
 

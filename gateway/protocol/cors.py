@@ -31,17 +31,16 @@ class CorsRule:
     __slots__ = ("_is_any", "_origins")
 
     def __init__(self, origins: Sequence[str]) -> None:
-        """Initialize with origins (scheme, host and port) as browsers send them.
-
-        "*" permits all.
+        """Initialize the rule with origins (scheme, host and port) as browsers send them; "*"
+        permits all.
         """
         self._is_any = ANY_ORIGIN in origins
         self._origins = frozenset(origins)
 
     def response_headers(self, headers: Mapping[str, str]) -> Headers:
-        """Return the CORS headers to add to the response of a request with these headers.
+        """Return the CORS headers to add to the response to a request with these headers.
 
-        The result grants nothing if the origin is not permitted.
+        They permit nothing if the request's origin is not permitted.
         """
         origin = headers.get("origin", "")
         if not origin:
@@ -56,10 +55,10 @@ class CorsRule:
     def preflight_headers(
         self, headers: Mapping[str, str], methods: Sequence[str]
     ) -> Headers | None:
-        """Return the headers of the response to a CORS preflight request, or None if the request is
-        none.
+        """Return the headers of the response to a CORS preflight request; None if the request is no
+        preflight.
 
-        The response to an origin that is not permitted grants nothing.
+        For an origin that is not permitted, the headers permit nothing.
         """
         if "access-control-request-method" not in headers or "origin" not in headers:
             return None

@@ -24,18 +24,18 @@ ANTHROPIC_TYPES: Mapping[int, str] = {
     429: "rate_limit_error",
     503: "overloaded_error",
 }
-"""Types of Anthropic's errors by status. Other 4xx are `invalid_request_error`, 5xx `api_error`."""
+"""Error types of Anthropic's API by HTTP status. Other 4xx are `invalid_request_error`, other 5xx
+`api_error`."""
 _SEQUENCE_NUMBER = re.compile(rb'"sequence_number":\s*(\d{1,9})')
 
 
 class ErrorShape(msgspec.Struct, frozen=True, eq=False):
     """The functions that write errors in the format of one family of APIs.
 
-    body         returns the JSON of one of the gateway's errors; takes the error and the request's
-                 id
+    body         returns an error of the gateway as JSON; takes the error and the id of the request
     event        returns the event that ends a stream; takes the failure, its message and the newest
                  events
-    from_engine  returns the JSON of an engine's error; takes its status and body
+    from_engine  returns an engine's error as JSON; takes its status and body
     """
 
     body: Callable[[GatewayError, str], bytes]

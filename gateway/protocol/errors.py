@@ -121,7 +121,9 @@ def error_body(error: GatewayError) -> bytes:
 
 
 def error_event(failure: Failure, message: str) -> bytes:
-    """Return an error as an SSE event, on which SDKs raise. The event [DONE] must not follow it."""
+    """Return an error as a server-sent event on which SDKs raise. The event [DONE] must not follow
+    it.
+    """
     return (
         b"data: "
         + _encode(message, failure.value.error_type, None, failure.value.in_stream_code)
@@ -138,7 +140,7 @@ def response_not_found(response_id: str) -> GatewayError:
 def shutting_down() -> GatewayError:
     """Return the error for requests that are cut off because the gateway stops.
 
-    It is sent after the time in which requests may finish.
+    It is sent when the time is over in which running requests may finish.
     """
     message = "The gateway stopped before it could respond. Try again."
     return GatewayError(Failure.SHUTTING_DOWN, message)
@@ -201,11 +203,11 @@ PHRASES: Mapping[int, str] = MappingProxyType(
         511: "Network Authentication Required",
     }
 )
-"""Reason phrases by status (RFC 9110)."""
+"""Reason phrases by HTTP status (RFC 9110)."""
 
 
 def new_request_id() -> str:
-    """Return a new request id, for error responses outside the path of a generation request."""
+    """Return a new request id, for error responses to requests that are not generation requests."""
     return f"req_{secrets.token_hex(16)}"
 
 
@@ -218,7 +220,7 @@ def openai_error_body(status: int, body: bytes) -> bytes:
     """Convert the error body of an engine to OpenAI's format.
 
     Engines send the error nested, at top level or as a bare string. The message is kept. An integer
-    `code` is dropped, because OpenAI's codes are strings.
+    `code` is dropped, because OpenAI's error codes are strings.
     """
     try:
         decoded = msgspec.json.decode(body)

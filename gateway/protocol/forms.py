@@ -1,7 +1,7 @@
 """Reads and edits forms (multipart/form-data), in which the audio APIs receive a file. No I/O.
 
 The boundary is read from the first line of the body, because clients send no preamble. A form is
-read in place and edited by splicing, so a file is copied at most once.
+read in place and edited by splicing, so that a file is copied at most once.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ class FormPart(NamedTuple):
 def read_form(body: bytes) -> dict[str, msgspec.Raw]:
     """Return the fields of a form as raw JSON; a file is replaced by a placeholder string.
 
-    A placeholder has the size that media are estimated by, and is derived from the file's content.
-    Raises GatewayError (400) if the body is no form, exceeds a limit, or has a field twice that
-    affects routing.
+    The size of a placeholder is the one by which media are estimated; its text is derived from the
+    file's content. Raises GatewayError (400) if the body is no form, exceeds a limit, or has a
+    field twice that affects routing.
     """
     members: dict[str, msgspec.Raw] = {}
     for part in _parts(body):
         if part.name in members and part.name in _SINGLE:
-            raise bad_request(f"Duplicate field '{part.name}' in the form.", part.name)
+            raise bad_request(f"The form contains the field '{part.name}' twice.", part.name)
         content = memoryview(body)[part.content : part.end]
         members[part.name] = msgspec.Raw(
             _stand_in(content) if part.is_file else _json(part.name, bytes(content))
@@ -128,11 +128,11 @@ def _read_head(head: bytes) -> tuple[str, bool]:
 def _json(name: str, content: bytes) -> bytes:
     # Return the text of a form field as JSON: a boolean, an integer, or else a string.
     if len(content) > MAX_FIELD_BYTES:
-        raise bad_request(f"'{name}' is larger than {MAX_FIELD_BYTES} bytes.", name)
+        raise bad_request(f"The form field '{name}' is larger than {MAX_FIELD_BYTES} bytes.", name)
     try:
         text = content.decode()
     except UnicodeDecodeError:
-        raise bad_request(f"'{name}' is not valid UTF-8.", name) from None
+        raise bad_request(f"The form field '{name}' is not valid UTF-8.", name) from None
     if text.lower() in ("true", "false"):
         return text.lower().encode()
     if _INTEGER.fullmatch(text) and name != "model":

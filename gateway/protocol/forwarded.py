@@ -1,7 +1,7 @@
 """Headers that trusted proxies add: the client's address and the proxy's request id.
 
-They are read only on connections from `listeners.api.trusted_proxies`, since any other client could
-forge them.
+The headers are read only on connections from `listeners.api.trusted_proxies`, because any other
+client could forge them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class TrustedProxies:
         self._cache: dict[str, bool] = {}
 
     def is_proxy(self, address: str) -> bool:
-        """Return whether `address` is that of a trusted proxy."""
+        """Return whether `address` is the address of a trusted proxy."""
         is_proxy = self._cache.get(address)
         if is_proxy is None:
             if len(self._cache) >= self.MAX_CACHED:
@@ -37,11 +37,12 @@ class TrustedProxies:
         return is_proxy
 
     def client_address(self, headers: Mapping[str, str], peer: str) -> str:
-        """Return the client's address: the rightmost X-Forwarded-For one that is no trusted proxy.
+        """Return the client's address: the rightmost address in X-Forwarded-For that is no trusted
+        proxy.
 
-        Each proxy appends the address it saw, so the client itself may have written anything
-        further left. Text that is not an address ends the search at the last valid one. Without the
-        header the result is `peer`.
+        Each proxy appends the address from which it received the request, so the client itself may
+        have written anything further left. Text that is not an address ends the search at the last
+        valid address. Without the header the result is `peer`.
         """
         client = peer
         for hop in reversed(all_values(headers, FORWARDED_FOR).split(",")[-MAX_HOPS:]):
@@ -67,7 +68,7 @@ def plain_request_id(text: str) -> str:
 def all_values(headers: Mapping[str, str], name: str) -> str:
     """Return the values of all header lines with this name, joined by commas.
 
-    A proxy may have added a line of its own after the client's.
+    A proxy may have added a header line of its own after the client's.
     """
     getall = getattr(headers, "getall", None)
     return headers.get(name, "") if getall is None else ",".join(getall(name, ()))

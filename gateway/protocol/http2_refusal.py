@@ -7,7 +7,7 @@ A client that knows HTTP/2 understands the refusal and may repeat its requests o
 from __future__ import annotations
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\n"
-"""The first bytes of an HTTP/2 client. Its body `SM` and frames follow."""
+"""The first bytes that an HTTP/2 client sends. `SM` and frames follow."""
 
 _SETTINGS, _GOAWAY = 4, 7
 _HTTP_1_1_REQUIRED = 0xD
@@ -22,4 +22,7 @@ REFUSAL = _frame(_SETTINGS) + _frame(
     _GOAWAY,
     (0).to_bytes(4, "big") + _HTTP_1_1_REQUIRED.to_bytes(4, "big") + b"This server speaks HTTP/1.1",
 )
-"""The server's preface, and GOAWAY with HTTP_1_1_REQUIRED: no stream was or will be processed."""
+"""The response to an HTTP/2 client: the server's preface, and GOAWAY with HTTP_1_1_REQUIRED.
+
+It states that no stream was or will be processed.
+"""

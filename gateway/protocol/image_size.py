@@ -10,9 +10,11 @@ from __future__ import annotations
 import binascii
 
 PIXELS_PER_SIDE = 28
-"""Pixels of a token's side: Qwen2-VL and its successors merge 2 x 2 patches of 14 pixels."""
+"""Side in pixels of the square that one image token covers: Qwen2-VL and its successors merge 2 x 2
+patches of 14 pixels."""
 MIN_IMAGE_TOKENS, MAX_IMAGE_TOKENS = 64, 4096
-"""Engines scale smaller images up and larger ones down, near these limits by default."""
+"""Bounds of the estimated tokens of one image. By default, engines scale smaller images up and
+larger ones down to about these limits."""
 
 # Base64 characters to decode, in turn: a JPEG may have a thumbnail before its dimensions.
 _SLICES = (64, 4 * 1024, 256 * 1024)

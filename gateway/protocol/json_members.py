@@ -53,15 +53,19 @@ def decode_members(body: bytes) -> dict[str, msgspec.Raw]:
             # The scan does not validate the encoding of raw values, and engines would fail on it.
             body.decode()
     except RecursionError:
-        raise GatewayError(Failure.BAD_REQUEST, "The JSON body is nested too deeply.") from None
+        raise GatewayError(
+            Failure.BAD_REQUEST, "The JSON body of the request is nested too deeply."
+        ) from None
     except UnicodeDecodeError as error:
-        raise bad_request(f"The body is not valid UTF-8 (byte {error.start}).") from None
+        raise bad_request(
+            f"The body of the request is not valid UTF-8 (byte {error.start})."
+        ) from None
     except TooManyMembersError:
         raise _too_many_members() from None
     except msgspec.ValidationError:
-        raise bad_request("The body must be a JSON object.") from None
+        raise bad_request("The body of the request must be a JSON object.") from None
     except msgspec.DecodeError as error:
-        raise bad_request(f"Could not parse the JSON body: {error}.") from None
+        raise bad_request(f"The body of the request is not valid JSON: {error}.") from None
     if len(members) > MAX_MEMBERS:
         raise _too_many_members()
     return members
@@ -134,7 +138,7 @@ def reject_ambiguous(body: bytes, members: dict[str, msgspec.Raw]) -> None:
 def _reject_long_numbers(members: Mapping[str, msgspec.Raw]) -> None:
     for name, value in members.items():
         if len(value) > MAX_DIGITS and memoryview(value)[0] not in _NOT_A_NUMBER:
-            raise bad_request(f"'{name[:64]}' has too many digits.", name[:64])
+            raise bad_request(f"The number in '{name[:64]}' has too many digits.", name[:64])
 
 
 def _reject_duplicates(body: bytes, members: dict[str, msgspec.Raw]) -> None:
@@ -144,19 +148,21 @@ def _reject_duplicates(body: bytes, members: dict[str, msgspec.Raw]) -> None:
     # twice.
     # The pattern below takes memory in proportion to the length of a name.
     if max(map(len, members), default=0) > MAX_NAME_CHARS:
-        raise bad_request(f"A member's name is longer than {MAX_NAME_CHARS} characters.")
+        raise bad_request(
+            f"The JSON body has a member whose name is longer than {MAX_NAME_CHARS} characters."
+        )
     offset = body.index(b"{") + 1
     seen: set[str] = set()
     while (key := _KEY.match(body, offset)) is not None:
         name = str(_decode_any(key[1]))
         value = bytes(members[name])
         if name in seen or not body.startswith(value, key.end()):
-            raise bad_request(f"Duplicate member '{name}' in the JSON body.", name)
+            raise bad_request(f"The JSON body has the member '{name}' twice.", name)
         seen.add(name)
         following = _NEXT.match(body, key.end() + len(value))
         # None: the decoded value is a prefix of an earlier, longer one of the same name.
         if following is None:
-            raise bad_request(f"Duplicate member '{name}' in the JSON body.", name)
+            raise bad_request(f"The JSON body has the member '{name}' twice.", name)
         offset = following.end()
 
 
@@ -186,7 +192,7 @@ def member_value(members: Mapping[str, msgspec.Raw], name: str) -> Any:
     try:
         return _decode_any(raw)
     except msgspec.DecodeError as error:
-        raise bad_request(f"'{name}' cannot be read: {error}.", name) from None
+        raise bad_request(f"The value of '{name}' cannot be read: {error}.", name) from None
 
 
 def join_members(members: Mapping[str, msgspec.Raw]) -> bytes:

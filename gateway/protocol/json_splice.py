@@ -24,9 +24,10 @@ _SHAPING = frozenset(("n", "best_of", "prompt", "prompt_logprobs", "echo"))
 
 
 class _Keys(dict[str, bytes]):
-    """A cache of the text before a member's value in a JSON object: comma, name and colon, by name.
+    """A cache, by name, of the text that precedes a member's value in a JSON object: comma, name
+    and colon.
 
-    The texts of common names are prepared.
+    The texts of common names are prepared in advance.
     """
 
     def __missing__(self, name: str) -> bytes:
@@ -62,7 +63,7 @@ def shape(members: Members) -> SplitShape:
 def shows_usage(members: Members) -> bool:
     """Return whether the client receives token counts (usage) with its answer.
 
-    Plain answers always have them, streams only if the request asks for them.
+    Answers without streaming always contain them, streams only if the request asks for them.
     """
     stream, raw = members.get("stream"), members.get("stream_options")
     if stream is None or bytes(stream) != b"true":
@@ -72,9 +73,11 @@ def shows_usage(members: Members) -> bool:
 
 
 def edited(body: bytes, members: Members, edits: RequestEdits, model: str | None) -> bytes:
-    """Return a request body with the edits applied; `members` has the parsed members of `body`.
+    """Return a request body with the edits applied.
 
-    `model` replaces the model name; None leaves it. `body` may be empty if the edits drop a member.
+    members  the parsed members of `body`
+    model    the model name to write; None keeps the client's
+    body     may be empty if the edits drop a member, because it is then built from the members
     """
     drop, keep = edits.drop, edits.keep
     if model is None and not drop and keep is None:

@@ -10,7 +10,7 @@ _INTEGER = re.compile(r"\s*([+-]?[0-9]{1,24})(?:\.0*)?\s*", re.ASCII)
 def lax_integer(value: object) -> int | None:
     """Return a decoded JSON value as an integer, or None if it represents none.
 
-    A boolean gives None: a client that sends one has confused two members.
+    A boolean gives None, because a client that sends one has probably confused two members.
     """
     if isinstance(value, bool):
         return None

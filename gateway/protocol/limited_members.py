@@ -1,6 +1,7 @@
 """Reads the numbers of a request body that have limits, and checks the sizes of its lists. No I/O.
 
-Engines allocate memory and time by these members, so a request may not set them at will.
+Engines allocate memory and time according to these members, so requests must not set them to any
+value.
 """
 
 from __future__ import annotations
@@ -40,7 +41,9 @@ def read_numbers(members: Mapping[str, msgspec.Raw]) -> dict[str, int]:
     for name in _GUARDED.intersection(members):
         if name in MAX_MEMBER_BYTES:
             if len(members[name]) > MAX_MEMBER_BYTES[name]:
-                raise bad_request(f"'{name}' is larger than {MAX_MEMBER_BYTES[name]} bytes.", name)
+                raise bad_request(
+                    f"The value of '{name}' is larger than {MAX_MEMBER_BYTES[name]} bytes.", name
+                )
         elif (value := member_value(members, name)) is not None:
             is_valid = type(value) is int and 1 <= value <= MAX_NUMBERS[name]
             numbers[name] = value if is_valid else _bounded(name, value, members)

@@ -16,11 +16,12 @@ import msgspec
 from gateway.protocol.upstream_error import UpstreamError
 
 LONG_EVENT = 64 * 1024
-"""Bytes from which on an event is read piece by piece."""
+"""Number of bytes from which on an event is read piece by piece."""
 MAX_EVENT_BYTES = 8 * 1024 * 1024
-"""Bytes of one event. The longest has the ids of the prompt, about seven bytes each."""
+"""Maximum bytes of one event. The longest events contain the token ids of the prompt, about seven
+bytes each."""
 MAX_DECODED_BYTES = 256 * 1024
-"""Bytes of one event without its lists of ids, which are decoded at once."""
+"""Maximum bytes of one event without its lists of token ids; these bytes are decoded at once."""
 _SLICE = 64 * 1024  # bytes of ids that are decoded at once
 _MAX_ID = 64  # bytes of one id, with the blanks around it
 _LIST = re.compile(rb'"(prompt_token_ids|token_ids)": ?\[')
@@ -30,15 +31,17 @@ _decode_ids = msgspec.json.Decoder(list[Annotated[int, msgspec.Meta(ge=0, lt=2**
 
 
 class LongEvent:
-    """One event of a stream, whose lists of token ids are taken out as they arrive.
+    """One event of a stream, whose lists of token ids are extracted as they arrive.
 
-    Only a JSON member can match the name of a list, since quotes inside JSON strings are escaped.
+    Only a JSON member can match the name of a list, because quotes inside JSON strings are escaped.
     """
 
     __slots__ = ("_bytes", "_count", "_ids", "_kept", "_lists", "_max_ids", "_name", "_tail")
 
     def __init__(self, max_ids: int) -> None:
-        """Initialize an event; of a list with more than `max_ids` ids only their number is kept."""
+        """Initialize an event; of a list with more than `max_ids` ids, only the number of ids is
+        kept.
+        """
         self._max_ids = max_ids
         self._kept = bytearray()  # the event with empty lists
         self._tail = b""  # the end of the last piece, which may be part of a name or of an id

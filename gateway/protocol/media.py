@@ -13,12 +13,14 @@ from typing import NamedTuple
 from gateway.protocol.image_size import image_tokens
 
 MEDIA_TOKENS = 1024
-"""Tokens assumed for a medium that is no image with known dimensions, until usage is known."""
+"""Number of tokens assumed for a medium that is no image with known dimensions, until the engine
+reports usage."""
 BYTES_PER_TOKEN = 4  # the usual estimate for English text and code (GIE and llm-d use the same)
 MOST_BYTES_PER_TOKEN = 16  # no tokenizer is expected to need fewer tokens for a text
 
 MIN_MEDIUM_BYTES = MEDIA_TOKENS * BYTES_PER_TOKEN
-"""Bytes of base64; anything shorter is counted as text, since that is less than MEDIA_TOKENS."""
+"""Minimum length of base64 media; shorter ones are counted as text, since their text has fewer than
+MEDIA_TOKENS tokens."""
 _WINDOW = 64
 _STEP = MIN_MEDIUM_BYTES - _WINDOW
 _DIGEST_BYTES = 32
@@ -64,11 +66,12 @@ def may_contain_media(body: bytes) -> bool:
 
 
 def replace_media(prompt: bytes) -> tuple[bytes, MediaSize]:
-    """Replace each medium in the prompt's JSON by a placeholder; also return their size.
+    """Replace each medium in the prompt's JSON by a placeholder; return the prompt and the size of
+    the media.
 
-    A placeholder has as many bytes as text with the medium's tokens. It is derived from the
-    medium's hash, so prompts with different media differ, and prompts with equal media share their
-    beginning.
+    A placeholder has as many bytes as text with the medium's number of tokens. It is derived from
+    the medium's hash, so prompts with different media differ, and prompts with equal media share
+    their beginning.
     """
     sizes: list[int] = []
 

@@ -102,5 +102,5 @@ def _limit(text: str | None) -> int:
 
 def _position(names: Sequence[str], name: str, param: str) -> int:
     if name not in names:
-        raise GatewayError(Failure.BAD_REQUEST, f"'{param}' names no model.", param=param)
+        raise GatewayError(Failure.BAD_REQUEST, f"'{param}' is not the id of a model.", param=param)
     return names.index(name)

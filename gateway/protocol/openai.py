@@ -1,8 +1,8 @@
 """Parses the body of a request into a Call. Independent of HTTP libraries and I/O.
 
-The body is decoded once, one level deep (gateway/protocol/json_members.py), so a prompt of 400 kB
-is scanned but not rebuilt. Unknown members pass, members that control engine internals are dropped,
-and the body is encoded again only if it changes.
+The body is decoded once, one level deep (json_members.py), so a prompt of 400 kB is scanned but not
+rebuilt. Unknown members are passed on, members that control engine internals are dropped, and the
+body is encoded again only if it changes.
 """
 
 from __future__ import annotations
@@ -116,14 +116,16 @@ class ModelInfo(Protocol):
 class Call(msgspec.Struct):
     """A parsed request: what routing policies need to know, and the bytes that go to the engine.
 
-    requested_model   the model name the client used, restored in responses if engines use another
+    requested_model   the model name that the client used, restored in responses if engines use
+                      another
     body              the JSON to send; empty after release(), as are `prompt` and `members`
-    prompt            the raw values that the engine renders first; media replaced by placeholders
+    prompt            the raw values that the engine renders first, with media replaced by
+                      placeholders
     members           all members of the body as raw values, by name
     salt              requests share cached prompts only if their salts (hex) are equal; b"": no
                       salt
     estimated_tokens  prompt tokens as estimated from the number of bytes; 0 if they were counted
-    media_size        the images, recordings and files in the prompt
+    media_size        number and estimated tokens of the images, recordings and files in the prompt
     """
 
     api: Api
@@ -179,7 +181,7 @@ class Call(msgspec.Struct):
 
 
 class CallContext(msgspec.Struct, frozen=True):
-    """Knowledge about a request from before its body is parsed.
+    """What is known about a request before its body is parsed.
 
     preferences     what its headers and its tenant specify
     arrived_s       when the body was complete (monotonic seconds)
@@ -203,9 +205,9 @@ _ALL_LISTED: Mapping[str, str] = {}
 class CallShape(msgspec.Struct, frozen=True):
     """The properties of a request body apart from its prompt.
 
-    requested      the model name the client used
+    requested      the model name that the client used
     output_tokens  the client's limit; None if it gave none
-    choices        sequences to generate per prompt
+    choices        number of sequences to generate per prompt
     prompts        number of prompts in the body
     priority       the body's priority, higher first; None if it has none
     """
@@ -232,9 +234,10 @@ def parse_call(
 ) -> Call:
     """Parse and check a request body, and return it as a Call.
 
-    `unlisted` has the error message for each configured model that is not among `models`. `shapes`
-    has the shapes of earlier chat requests for these models, and gets this one's. Raises
-    GatewayError (400 or 404) that names the problem.
+    Raises GatewayError (400 or 404) that names the problem.
+
+    unlisted  the error message for each configured model that is not among `models`
+    shapes    the shapes of earlier chat requests for these models; the shape of this one is added
     """
     key: ShapeKey | None = None
     if shapes is not None and api is CHAT:
@@ -544,7 +547,7 @@ def _without_internal(value: msgspec.Raw) -> msgspec.Raw | None:
         members = decode_object(value)
     except TooManyMembersError:
         raise bad_request(
-            f"'{EXTRA_ARGS}' has more than {MAX_MEMBERS} members.", EXTRA_ARGS
+            f"The member '{EXTRA_ARGS}' has more than {MAX_MEMBERS} members.", EXTRA_ARGS
         ) from None
     except msgspec.ValidationError:
         return None

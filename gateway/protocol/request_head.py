@@ -1,8 +1,8 @@
 """Parses the head of an ordinary request: a POST to a known path with one Content-Length. No I/O.
 
 The grammar is narrower than HTTP's: it accepts what SDKs and proxies send if the end of the request
-is unambiguous. Any other request goes to the full parser (AiohttpConnection). So a request is
-parsed by one of the two only, and this module never rejects a request.
+is unambiguous. Any other request goes to the full parser (AiohttpConnection). Each request is
+therefore parsed by only one of the two, and this module never rejects a request.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ UNSUPPORTED_FIELDS = frozenset(
     )
 )
 _CONNECTION = frozenset(("keep-alive", "upgrade", "http2-settings"))
-"""Connection options without effect here: a server may ignore Upgrade (RFC 9110, 7.8)."""
+"""Values of the Connection header that have no effect here: a server may ignore Upgrade (RFC 9110,
+7.8)."""
 
 
 class RequestHead:

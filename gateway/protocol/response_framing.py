@@ -1,6 +1,7 @@
 """Parses HTTP/1.1 responses without I/O: the head, and a body whose payload it returns.
 
-Strict wherever a lenient parser could disagree with another one about the end of a body.
+The parser is strict wherever a lenient one could disagree with another parser about the end of a
+body.
 """
 
 from __future__ import annotations
@@ -44,8 +45,9 @@ class ResponseHead(msgspec.Struct, frozen=True):
     """The facts of a response head that the gateway needs.
 
     length       Content-Length; None for chunked bodies and those that end with the connection
-    keep_alive   the connection can carry another response after this one
-    is_plain     2xx with a body of known, nonzero length that is not an event stream
+    keep_alive   whether the connection can carry another response after this one
+    is_plain     whether it is a 2xx with a body of known, nonzero length that is not an event
+                 stream
     head_start   the start of the gateway's own head: status 200 and the engine's content type
     length_line  the end of the gateway's own head when the body keeps its length
     """
@@ -69,22 +71,22 @@ def parse_head(head: bytes) -> ResponseHead:
     Raises FramingError if it is malformed or ambiguous.
     """
     if not (head.startswith(b"HTTP/1.") and head[9:12].isdigit()):
-        raise FramingError("not an HTTP/1.x status line")
+        raise FramingError("the engine's response does not begin with an HTTP/1.x status line")
     pairs = [(name, value.strip(b" \t")) for name, value in _FIELDS.findall(head.lower())]
     fields, once = dict(pairs), [name for name, _ in pairs if name in _ONCE]
     if len(set(once)) != len(once):
-        raise FramingError("a framing header appears twice")
+        raise FramingError("the engine's response has the same framing header twice")
     length, coding = fields.get(b"content-length"), fields.get(b"transfer-encoding")
     if coding is not None and (coding != b"chunked" or length is not None):
-        raise FramingError("Transfer-Encoding is not just 'chunked'")
+        raise FramingError("the Transfer-Encoding of the engine's response is not just 'chunked'")
     if length is not None and (not length.isdigit() or len(length) > 15):
-        raise FramingError("Content-Length is not one number")
+        raise FramingError("the Content-Length of the engine's response is not a single number")
     status, size = int(head[9:12]), None if length is None else int(length)
     if 200 <= status < 300 and fields.get(b"content-encoding", b"identity") != b"identity":
-        raise FramingError("the body has a Content-Encoding that was not requested")
+        raise FramingError("the engine's response has a Content-Encoding that was not requested")
     content_type = fields.get(b"content-type", b"application/octet-stream")
     if _CONTROL.search(content_type):  # it is copied into the gateway's own head
-        raise FramingError("Content-Type has control characters")
+        raise FramingError("the Content-Type of the engine's response contains control characters")
     is_sse = content_type.startswith(b"text/event-stream")
     framed = size is not None or coding is not None or status in BODILESS
     options = b",".join(value for name, value in pairs if name == b"connection")
@@ -103,9 +105,10 @@ def parse_head(head: bytes) -> ResponseHead:
 
 
 class ResponseHeadReader:
-    """Reads response heads, by comparing them with the newest one where possible.
+    """Reads response heads, by comparing each with the newest head where possible.
 
-    Until the second of `Date` changes, an engine's heads differ in their Content-Length alone.
+    As long as the second in `Date` is the same, the heads of an engine differ only in their
+    Content-Length.
     """
 
     __slots__ = ("_after", "_before", "_ending", "_head", "_length_at")
@@ -160,13 +163,13 @@ class ResponseHeadReader:
 class ResponseBody(Protocol):
     """A response body that is being received; feed() returns the payload within received bytes.
 
-    is_complete           the end of the body has been received
-    at_chunk_boundary     a new chunk could be inserted here, in place of `partial`
-    was_at_boundary       at_chunk_boundary before the bytes that raised FramingError
-    partial               an unfinished size line or CRLF, kept until its rest arrives
-    surplus_bytes         number of bytes received beyond the end
-    last_chunk_offset     where the last chunk begins, in the previous `partial` plus the last data
-    has_trailers          the last chunk has trailer fields
+    is_complete        whether the end of the body has been received
+    at_chunk_boundary  whether a new chunk could be inserted here, in place of `partial`
+    was_at_boundary    at_chunk_boundary before the bytes that raised FramingError
+    partial            an unfinished size line or CRLF, kept until its rest arrives
+    surplus_bytes      number of bytes received beyond the end
+    last_chunk_offset  where the last chunk begins, in the previous `partial` plus the last data
+    has_trailers       whether the last chunk has trailer fields
     """
 
     is_complete: bool
@@ -217,8 +220,8 @@ class ChunkedBody:
         """Return the payload if `data` is exactly one HTTP chunk that begins here, or b"" if it is
         not.
 
-        A token of a stream arrives like this. The length of `data` tells what its size line must
-        be, so the line is compared and not parsed. The state of the body does not change.
+        A token of a stream usually arrives in this form. The length of `data` determines its size
+        line, so the line is compared and not parsed. The state of the body does not change.
         """
         line = _LINES.get(len(data))
         if (
@@ -258,7 +261,7 @@ class ChunkedBody:
             self._expects_crlf = False
             return offset + 2
         if data[offset:] != b"\r":
-            raise FramingError("chunk is not followed by CRLF")
+            raise FramingError("a chunk of the engine's response is not followed by CRLF")
         self.partial = b"\r"
         return len(data)
 

@@ -4,8 +4,8 @@ An id consists of a number, a code and an encrypted model name. The first half o
 of the previous response, so all responses of a conversation share it; the rest is random. The code
 is an HMAC over the number, the endpoint and the name, keyed per tenant. A gateway with the key
 finds the endpoint by computing the codes of all endpoints. Gateways with the same configuration
-have the same keys. A gateway cannot distinguish the id of another tenant, an invented id and the id
-of a removed endpoint.
+have the same keys. Three cases cannot be distinguished: the id of another tenant, an invented id,
+and the id of a removed endpoint.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ _LABEL = b"penstock response id 1"
 
 
 class KeptResponse(NamedTuple):
-    """Where a response is stored: the endpoint's name, and the model's name as the client gave it.
+    """The place where a response is stored: the endpoint's name, and the model's name as the client
+    gave it.
 
     The model is "" if its name is longer than an id can contain.
     """
@@ -86,7 +87,8 @@ def conversation_of(response_id: str) -> str:
     """Return the part that the response ids of one conversation have in common; "" if the text is
     no such id.
 
-    The id may be invented, so the result is only a name and no permission.
+    The id may be invented by the client, so the result identifies a conversation but grants no
+    access.
     """
     sealed = _decoded(response_id)
     return "" if sealed is None else sealed[:_CONVERSATION_BYTES].hex()

@@ -1,7 +1,8 @@
 """Finds out whether an engine stores responses, by a request that computes nothing. No I/O.
 
 The request asks for a background job that continues a response which cannot exist. An engine that
-stores responses does not find it, and one that stores none refuses to run in the background.
+stores responses does not find that response; an engine that stores none refuses to run jobs in the
+background.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ def store_request(model: str) -> dict[str, Any]:
 
 
 def shows_store(status: int, body: bytes) -> bool | None:
-    """Return whether an engine stores responses, which its response to store_request() shows.
+    """Return whether an engine stores responses, judged by its response to store_request().
 
-    Return None if the response does not show it. vLLM's refusal names the environment variable that
-    turns the store on.
+    Returns None if the response does not show it. vLLM's refusal names the environment variable
+    that turns the store on.
     """
     if status == 404:
         return True

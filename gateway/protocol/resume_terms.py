@@ -3,7 +3,7 @@
 Another engine can continue an answer only if no member of the request depends on the tokens so far.
 Such state (a partial stop string, a penalty, a grammar, a parser's state) cannot be passed on.
 Engines accept members that the gateway does not know, so members are checked against a list of
-permitted ones; others must be absent or turned off.
+permitted ones; all others must be absent or turned off.
 """
 
 from __future__ import annotations
@@ -73,13 +73,14 @@ _any = msgspec.json.Decoder().decode
 
 
 class ContinuationTerms(msgspec.Struct, frozen=True):
-    """What the request for the rest of an answer has to repeat from the client's request.
+    """The properties of the client's request that the request for the rest of an answer must
+    repeat.
 
-    chat         the client's request is a chat
-    sampling     members of the request that apply to the rest too, raw
-    max_tokens   most tokens of the whole answer; None: as many as fit the context
-    min_tokens   fewest tokens of the whole answer
-    shows_usage  the client receives token counts
+    chat         whether the client's request is a chat
+    sampling     members of the request that apply to the rest too, as raw JSON
+    max_tokens   maximum tokens of the whole answer; None: as many as fit the context
+    min_tokens   minimum tokens of the whole answer
+    shows_usage  whether the client receives token counts
     """
 
     chat: bool
@@ -167,7 +168,7 @@ def call_with_token_ids(call: Call, model: str, salt_member: str) -> Call:
 
 
 def with_token_ids(edits: RequestEdits) -> RequestEdits:
-    """Return `edits` with members that make the engine report its tokens' ids and count."""
+    """Return `edits` with further members that make the engine report its tokens' ids and count."""
     put, drop = edits.put + _REPORT.put, edits.drop | _REPORT.drop
     return msgspec.structs.replace(edits, put=put, drop=drop)
 

@@ -1,7 +1,7 @@
 """Replaces values in responses as they stream: the model name, and the number of cached tokens.
 
-Takes time linear in the response and holds little of it back, however long an event or JSON body
-is. Used only where the values differ.
+It takes time linear in the response and holds back little of it, however long an event or JSON body
+is. It is used only if the engine's values differ from the client's.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import json
 import re
 
 MAX_HELD_EVENT = 64 * 1024
-"""Bytes of a partial event that are held; a longer event is released as it arrives."""
+"""Maximum bytes of a partial event that are held back; a longer event is released as it arrives."""
 _SEAM = 2  # bytes before a piece that may be the first part of an event's end
 _MAX_BLANKS = 64  # between a member's name and its value
 
@@ -18,9 +18,9 @@ _MAX_BLANKS = 64  # between a member's name and its value
 class ModelNameRewriter:
     """Replaces `"model": "<served>"` in a payload as it streams: SSE by event, JSON as it arrives.
 
-    Only a JSON member can match the pattern, since quotes inside JSON strings are escaped.
+    Only a JSON member can match the pattern, because quotes inside JSON strings are escaped.
 
-    is_mid_event  part of an event has been released, but not its end
+    is_mid_event  whether part of an event has been released, but not its end
     """
 
     def __init__(self, served: str, requested_model: str) -> None:
@@ -36,7 +36,7 @@ class ModelNameRewriter:
     def feed(self, payload: bytes, *, is_sse: bool, is_complete: bool) -> bytes:
         """Process a piece of the payload, and return it with the model's name replaced.
 
-        An end of the payload that may be the start of the name is held back until the next call.
+        If the end of the piece may be the start of the name, it is held back until the next call.
         """
         pending = self._pending
         if pending and is_sse and not is_complete and not self._may_release(payload):
@@ -84,8 +84,10 @@ class CachedTokensRewriter(ModelNameRewriter):
     engine's.
 
     A decode engine that received the KV cache from a prefill engine reports all of it as a cache
-    hit. `cached_tokens` is set when the prefill response arrives; None keeps the decode engine's
-    number.
+    hit.
+
+    cached_tokens  the prefill engine's number, set when its response arrives; None keeps the decode
+                   engine's number
     """
 
     _CACHED = re.compile(rb'("cached_tokens":[ \t\r\n]{0,%d})\d{1,15}' % _MAX_BLANKS)

@@ -1,8 +1,8 @@
 """Counts the sequences that one request makes an engine generate: prompts times choices.
 
-A request may hold a list of prompts, each of which is scheduled like a request of its own. They are
-counted in raw JSON by their quotes or brackets, without decoding. Invalid lists are counted too;
-engines reject those.
+A request may contain a list of prompts, each of which is scheduled like a request of its own.
+Prompts are counted in raw JSON by their quotes or brackets, without decoding. Invalid lists are
+counted too; engines reject those.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ _LIST = ord("[")
 
 
 class Prompts(NamedTuple):
-    """The number of prompts in a request, and their token ids if they are given as ids.
+    """The number of prompts in a request, and the number of their token ids if they are given as
+    ids.
 
     token_id_count     token ids in all prompts; None for text
     longest_token_ids  token ids in the longest prompt

@@ -60,12 +60,12 @@ class RequestPreferences(msgspec.Struct, frozen=True):
     slo                 the service class; ttft_s and tpot_s override its latency budgets
     header_priority     priority from the header, at most `max_priority` for this tenant
     default_priority    the effective priority when the body does not give one
-    session             key of the session, "" without one; session_source: its header
-    session_hints       what the headers say about the session's future; None: nothing
+    session             key of the session, "" without one; session_source: the header that names it
+    session_hints       what the headers state about the session's future; None: nothing
     client_request_id   the client's own id of the request, for the access log
-    patience_s          how long the client waits for the first byte, in seconds
-    has_short_deadline  patience_s is so short that it is checked even when nothing is overloaded
-    is_default          neither a class nor a budget is given
+    patience_s          seconds that the client waits for the first byte
+    has_short_deadline  whether patience_s is so short that it is checked even without overload
+    is_default          whether neither a class nor a budget is given
     """
 
     slo: Slo | None = None
@@ -121,7 +121,7 @@ class ServiceClasses:
     """The service classes and the tenants' default preferences of one configuration. Immutable.
 
     default_class  the class of requests for which no other is given. Without a section `slo` its
-                   budgets are built in, and promised to no client
+                   budgets are built in, and are not promised to any client
     """
 
     __slots__ = ("_classes", "_tenants", "default_class")

@@ -1,8 +1,8 @@
 """Finds the session of a request: the headers and body members in which clients name it.
 
-Also reads hints about the session's future. A session that is not named anywhere is recognised by
-its growing prompt (policies/prefix/growing_prefix.py). Ids of single requests, such as
-x-client-request-id, name no session.
+The module also reads hints about the session's future. A session that is named nowhere is
+recognised by its growing prompt (policies/prefix/growing_prefix.py). Ids of single requests, such
+as x-client-request-id, do not name a session.
 """
 
 from __future__ import annotations
@@ -27,11 +27,13 @@ SESSION_HEADERS: Mapping[str, str] = {
     "x-dynamo-session-id": "",  # clients configured for Dynamo
     SESSION_HEADER: "",
 }
-"""Headers that name a session, the first one present counts, each with the header that names one
-agent within it: a subagent has a context of its own.
+"""Headers that name a session, each with the header that names one agent within the session.
+
+The first header that is present is used. A subagent has a session of its own, because it has its
+own context.
 """
 FINAL_HEADERS = ("x-session-final", "x-dynamo-session-final")
-"""Headers that mark the last request of a session with the value "true"."""
+"""Headers whose value "true" marks the last request of a session."""
 SESSION_HEADER_NAMES = frozenset(
     (*SESSION_HEADERS, *filter(None, SESSION_HEADERS.values()), *FINAL_HEADERS)
 )
@@ -48,9 +50,9 @@ _UNIT_S = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
 class HeaderSession(msgspec.Struct, frozen=True):
     """The session that a request's headers name; its texts are empty if they name none.
 
-    name     as the client sent it, with the agent if there is one
-    source   the name of the header
-    is_last  the headers mark the last request of the session
+    name     name of the session as the client sent it, with the agent if there is one
+    source   name of the header
+    is_last  whether the headers mark the last request of the session
     """
 
     name: str = ""
@@ -61,7 +63,8 @@ class HeaderSession(msgspec.Struct, frozen=True):
 def read_header_session(headers: Mapping[str, str]) -> HeaderSession:
     """Return the session that a request's headers name; `headers` has lower-case names.
 
-    A name that is empty or too long is skipped, since agents send these headers unasked.
+    A name that is empty or too long is skipped, because agents send these headers without being
+    asked to.
     """
     is_last = any(headers.get(name, "").lower() == "true" for name in FINAL_HEADERS)
     for header, agent_header in SESSION_HEADERS.items():
@@ -197,7 +200,7 @@ _BODY_SESSIONS: Mapping[str, Callable[[msgspec.Raw], Any]] = {
     "nvext": _nvext_session,
     "agent_hint": _agent_hint_session,
 }
-"""Members of the body that name a session; the first one that does counts."""
+"""Members of the body that name a session; the first one that is present is used."""
 
 
 def _agentic_context_hints(value: Mapping[str, Any]) -> SessionHints:

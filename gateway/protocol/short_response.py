@@ -20,10 +20,11 @@ from gateway.protocol.response_framing import (
 class ShortResponse:
     """A response that is being received and kept in memory, up to a limit.
 
-    status           of the final head; 0 before it has arrived
+    status           status of the final head; 0 before it has arrived
     body             the payload so far, `limit` bytes at most
-    is_complete      no more bytes are needed: the end has arrived, or the limit has been reached
-    can_be_followed  the connection can carry another response after this one
+    is_complete      whether no more bytes are needed: the end has arrived, or the limit has been
+                     reached
+    can_be_followed  whether the connection can carry another response after this one
     """
 
     __slots__ = ("_body", "_keep_alive", "_limit", "_partial_head", "body", "is_complete", "status")
@@ -60,7 +61,7 @@ class ShortResponse:
             end = data.find(HEAD_END)
             if end < 0:
                 if len(data) >= MAX_HEAD_BYTES:
-                    raise FramingError("the head is too long")
+                    raise FramingError("the head of the engine's response is too long")
                 self._partial_head = PartialHead(data) if data else None
                 return
             self._partial_head = None

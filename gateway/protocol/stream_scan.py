@@ -1,6 +1,6 @@
 """Finds token counts, finish reasons and error events in the bytes of a response.
 
-The functions are pure. A Relay (protocol/relay.py) passes them the pieces that it keeps.
+The functions are pure. A Relay (relay.py) passes them the bytes that it keeps.
 """
 
 from __future__ import annotations
@@ -14,24 +14,29 @@ USAGE = b'"usage":'
 _FINISH_NAME = b'"finish_reason":'
 FINISH_REASON = b'"finish_reason":"'
 SPACED_FINISH_REASON = b'"finish_reason": "'
-"""The form in which some engines write it, with a blank after each colon."""
+"""The form in which some engines write a finish reason, with a blank after each colon."""
 DONE_MARKER = b"[DONE]"
 EVENT_ENDS = (b"\n\n", b"\r\n\r\n")
-"""Ends of an event: engines write the first, proxies in front of them may write the second."""
+"""The byte sequences that end an event: engines write the first, proxies in front of them may write
+the second."""
 _DONE_MARKERS = tuple(
     DONE_MARKER + end for end in EVENT_ENDS
 )  # JSON strings have no raw line breaks
 MAX_FIRST_EVENT, MAX_LEADING_ERROR = 256, 1024 * 1024
-"""Bytes of a stream to wait for to detect a leading error, and to receive that error as a whole:
-engines repeat a bad request in it."""
-MAX_REFUSAL_BYTES = 64 * 1024
-"""Bytes that are kept of the body of an engine's error response."""
-MAX_HELD_BYTES, MAX_HELD_EVENTS = 64 * 1024, 3
-"""A stream with more than this before its first recognised token is not held back any longer."""
-HELD_IDS_BYTES, PROMPT_IDS = 1024 * 1024, b'"prompt_token_ids"'
-"""The limit for a stream that begins with the ids of its prompt (about 150,000 tokens).
+"""Maximum bytes of a stream to wait for in order to detect a leading error, and to receive such an
+error completely.
 
-A stream of a model with `resume` begins so.
+The second is larger because engines repeat a bad request in the error.
+"""
+MAX_REFUSAL_BYTES = 64 * 1024
+"""Maximum bytes that are kept of the body of an engine's error response."""
+MAX_HELD_BYTES, MAX_HELD_EVENTS = 64 * 1024, 3
+"""Maximum bytes and events of a stream that are held back before its first recognised token."""
+HELD_IDS_BYTES, PROMPT_IDS = 1024 * 1024, b'"prompt_token_ids"'
+"""The maximum bytes held back for a stream that begins with the ids of its prompt (about 150,000
+tokens), and the marker of such ids.
+
+A stream of a model with `resume` begins with them.
 """
 
 # Blanks are limited, so that no match is longer than LONGEST_MATCH bytes: text that arrives in many
@@ -52,7 +57,7 @@ _FINISH_REASONS = {
     reason.encode(): reason
     for reason in ("stop", "length", "tool_calls", "content_filter", "function_call", "abort")
 }
-"""The usual reasons, which are found without a regular expression."""
+"""The usual finish reasons, which are found without a regular expression."""
 _QUOTE, _REASON_BYTES = ord('"'), 24
 _PROMPT, _COMPLETION, _CACHED = (
     re.compile(rb'"%b_tokens":\s*(\d{1,15})(?!\d)' % kind).search
@@ -127,10 +132,10 @@ def find_finish_reason(text: bytes) -> str | None:
 
 
 def finish_reason_marker(stream: bytes) -> bytes:
-    """Return the bytes with which this stream begins a finish reason; some engines put a blank in
-    them.
+    """Return the bytes with which a finish reason begins in this stream; some engines put a blank
+    in them.
 
-    The first member of the stream decides.
+    The first member of the stream shows which form the engine uses.
     """
     first = _FIRST_MEMBER.search(stream)
     return SPACED_FINISH_REASON if first is not None and first[1] else FINISH_REASON

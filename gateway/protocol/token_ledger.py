@@ -1,8 +1,8 @@
 """Records the tokens and events that a client has received, so that its stream can be continued.
 
-Engines report the ids of their tokens beside the text if asked to. The ids are removed from the
-client's stream. When the engine fails, the ids of its tokens are known. Another engine continues
-after them, and its chunks are rewritten in the form of the first engine's. No I/O.
+Engines report the ids of their tokens beside the text if they are asked to. The ids are removed
+from the client's stream. When the engine fails, another engine continues after the recorded ids,
+and its chunks are rewritten in the form of the first engine's. No I/O.
 """
 
 from __future__ import annotations
@@ -34,28 +34,28 @@ _decode = msgspec.json.Decoder(dict[str, Any]).decode
 class Ledger:
     """The record of what one client has received of its answer.
 
-    prompt_ids        token ids of the prompt, as the engine rendered it; empty until they were
+    prompt_ids        token ids of the prompt, as the engine rendered it; empty until they are
                       reported
     shown_ids         ids of the tokens whose text the client has
     generated_tokens  tokens generated so far, including those whose text is still to come
-    prompt_tokens     tokens of the prompt
+    prompt_tokens     number of tokens of the prompt
     cached_tokens     cached tokens of the prompt, as the client sees them; None: as the engine
                       reports
-    finish_reason     why generation ended; None while it goes on
-    max_tokens        most tokens of prompt and answer whose ids are kept
-    is_done           the client has the last event
+    finish_reason     why generation ended; None while it continues
+    max_tokens        maximum number of tokens of prompt and answer whose ids are kept
+    is_done           whether the client has the last event
     obstacle          why this answer cannot be continued exactly; "" while it can
-    resumes           how often it was continued
+    resumes           number of times that the answer was continued
 
-    An id may arrive before its text does: part of a character, or a special token. Such ids wait
-    and are not part of the prompt for the rest: their text was not shown, so they may be drawn
-    again. If one piece of text came with several ids, it is unknown which of them it shows, until a
-    piece comes with one id.
+    An id may arrive before its text does: for a part of a character, or a special token. Such ids
+    are kept apart and are not part of the prompt for the rest: their text was not shown, so they
+    may be sampled again. If one piece of text comes with several ids, it is unknown which of them
+    it shows, until a piece comes with one id.
 
-    _is_aligned  the newest piece of text came with one id
-    _before      tokens that earlier engines generated, which this engine does not count
+    _is_aligned  whether the newest piece of text came with one id
+    _before      number of tokens that earlier engines generated, which this engine does not count
     _details     `prompt_tokens_details` of the engine that began the answer
-    _envelope    members of the first chunk, for all chunks of the rest
+    _envelope    members of the first chunk, which all chunks of the rest repeat
     """
 
     __slots__ = (
@@ -242,8 +242,8 @@ class Ledger:
         return _event(self._with_usage_member(self._envelope | {"choices": [choice]}))
 
     def render_end(self) -> bytes:
-        """Return the events that end an answer whose text is complete; b"" if the client has them
-        already.
+        """Return the events that end an answer whose text is complete; b"" if the client has
+        received them already.
         """
         if self.is_done:
             return b""

@@ -18,7 +18,7 @@ MAX_PARENT_CHARS, MAX_STATE_CHARS = 128, 512  # characters; W3C requires at leas
 SAMPLED_FLAG = 1
 
 new_span_id = partial(token_hex, 8)
-"""Create a span id."""
+"""A function that returns a new span id."""
 
 _PARENT = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-[!-~]*)?")
 _STATE = re.compile(r"[!-~](?:[!-~ \t]*[!-~])?")  # a nested repeat would take exponential time

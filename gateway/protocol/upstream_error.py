@@ -27,9 +27,10 @@ _HEALTH_EVENTS = {
 class UpstreamError(Exception):
     """Raised when an engine's response is incomplete or missing.
 
-    kind                the failure's label in metrics; also decides what it means for health
-    was_sent            the request was written to a connection, so the engine may have run it
-    was_new_connection  the connection was new and was lost before any byte of a response
+    kind                label of the failure in metrics, which also decides its meaning for health
+    was_sent            whether the request was written to a connection, so that the engine may have
+                        run it
+    was_new_connection  whether the connection was new and was lost before any byte of a response
     """
 
     def __init__(self, kind: str, message: str, *, was_sent: bool = True) -> None:

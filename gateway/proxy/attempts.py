@@ -1,9 +1,9 @@
 """The attempt loop: pick an endpoint, reserve capacity and send, until an endpoint answers.
 
-There is one loop for everything that is sent to endpoints. A plan says what is sent: a whole
-request (gateway/proxy/whole.py), a request split into prefill and decode (gateway/proxy/pair.py),
-or the rest of a broken stream (gateway/proxy/rest.py). This module also holds the rules for
-retries: the retry budget, and the health check of an endpoint before it gets a retry.
+There is one loop for all requests to endpoints. A plan decides what is sent: a whole request
+(whole.py), a request split into prefill and decode (pair.py), or the rest of a broken stream
+(rest.py). This module also contains the rules for retries: the retry budget, and the health check
+of an endpoint before it gets a retry.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class AttemptPlan(Protocol[ChoiceT]):
     async def attempt(self, choice: ChoiceT) -> UpstreamError | None:
         """Reserve capacity at the chosen endpoints, send the request and relay the answer.
 
-        Return the error that broke the answer, or None. The capacity is reserved before the first
+        Returns the error that broke the answer, or None. The capacity is reserved before the first
         await and released at the end.
         """
         ...
@@ -112,9 +112,9 @@ class HealthScreen:
     """Checks the health of the endpoints chosen for a retry.
 
     When an attempt fails at one endpoint, others may have failed for the same reason, and a request
-    has few attempts. So the endpoint for a retry first has to answer a health check. A failed check
-    does not count as an attempt. An endpoint that does not answer is left out as long as there are
-    others.
+    has few attempts. The endpoint chosen for a retry must therefore pass a health check first. A
+    failed check does not count as an attempt. An endpoint that does not respond is left out as long
+    as there are others.
     """
 
     __slots__ = ("_confirmed", "_exchange", "_gateway", "_is_over", "_silent")

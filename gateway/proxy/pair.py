@@ -27,7 +27,8 @@ from policies.model import Pick, RoutingQuery
 from policies.pricing.split import EndpointPair, SplitDecision, SplitReason, SplitShape
 
 SplitAttempts = AttemptPlan[Pick | EndpointPair]
-"""SplitPlan's type for the loop: a choice of two types is more than the type checker infers."""
+"""The type of SplitPlan in the attempt loop, because the type checker cannot infer a choice of two
+types."""
 
 _WHOLE_ONLY = SplitShape(can_hand_over=False)
 _UNSPLITTABLE = (
@@ -44,8 +45,8 @@ class SplitPlan:
 
     _whole           attempts the whole request at one endpoint
     _ask, _decision  the routing query and the decision of the newest choice
-    _recompute       the next attempt should compute the whole request at one endpoint, because a
-                     handoff failed
+    _recompute       whether the next attempt should compute the whole request at one endpoint,
+                     because a handoff failed
     """
 
     __slots__ = (
@@ -152,7 +153,7 @@ class SplitPlan:
         if not context.split.pools.alone and self._decision.reason in _UNSPLITTABLE:
             raise GatewayError(
                 Failure.BAD_REQUEST,
-                f"Every request of model '{self._route.name}' is split, and this one cannot be "
-                f"({self._decision.reason}).",
+                f"All requests for model '{self._route.name}' are split between two endpoints, "
+                f"but this request cannot be split ({self._decision.reason}).",
             )
         raise no_endpoint_error(context.exchange, self._route, self._query, problem)

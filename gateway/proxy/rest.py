@@ -41,7 +41,7 @@ def prepare_recorded(
     """Build a request to an engine as legs.prepare() does, and record the tokens that the client
     receives.
 
-    `exchange.ledger` is None afterwards if the answer could not be continued exactly. Such a
+    If the answer could not be continued exactly, `exchange.ledger` is None afterwards, and the
     request is sent as usual.
     """
     endpoint = reservation.endpoint

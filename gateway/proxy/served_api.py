@@ -1,8 +1,8 @@
 """Chooses the API by which engines are called: the client's own, or chat completions.
 
-Engines transfer KV between prefill and decode, and report token ids, only for chat completions and
-completions. Where a route splits or resumes requests, requests of other APIs are sent as chat
-completions, if nothing is lost in translation.
+Only for chat completions and completions do engines transfer KV between prefill and decode, and
+report token ids. If a route splits or resumes requests, requests of other APIs are therefore sent
+as chat completions, provided that nothing is lost in translation.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ def call_for_engines(
     """Return the request as engines receive it, and store a translator of its answer on the
     exchange.
 
-    Raises GatewayError for a request that has to be translated and cannot be, and for an API that
-    the engines do not serve.
+    Raises GatewayError for a request that must be translated but cannot be, and for an API that the
+    engines do not serve.
     """
     path = call.api.path
     if path in route.unserved:

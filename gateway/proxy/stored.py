@@ -38,9 +38,7 @@ _TARGET = re.compile(
 
 
 class _Bytes(NamedTuple):
-    """A request body in memory that implements RequestPayload; the body is kept after it was
-    sent.
-    """
+    """A request body in memory that implements RequestPayload; it is kept after it was sent."""
 
     body: bytes
 
@@ -68,9 +66,11 @@ def pin_route(
 ) -> Route:
     """Return the route to the endpoint that stores the request's previous response.
 
-    Without a previous response, `route` is returned. Also prepares the id of the new response.
-    `models` are those that the API key may use. Raises GatewayError if the id does not belong to
-    the tenant, or to a response of another model.
+    Without a previous response, `route` is returned. The function also prepares the id of the new
+    response. Raises GatewayError if the id does not belong to the tenant, or to a response of
+    another model.
+
+    models  the models that the request's API key may use
     """
     ids = exchange.response_ids = snapshot.response_ids
     previous = member_value(call.members, PREVIOUS) if PREVIOUS in call.members else None

@@ -28,7 +28,8 @@ _OVERRULED = (fits_context.__name__, serves_tenant.__name__, below_cap.__name__)
 class WholePlan:
     """A request that is not split, attempted at one endpoint after another until its answer begins.
 
-    While the request waits for its first byte, the code that hedges late requests reads this plan.
+    While the request waits for its first byte, legs/hedge.py reads this plan to hedge late
+    requests.
 
     ask  the routing query of the newest choice
     """
@@ -141,10 +142,10 @@ def pick_over_cap(route: Route, query: RoutingQuery, call: Call) -> Pick | None:
     """Pick an endpoint above its concurrency limit if no endpoint below its limit can serve the
     request.
 
-    The request has been admitted, so the engine queues it. Admission does not imply free capacity
-    at one of the candidates: it counts permits per pool, the admission `none` counts none, and
-    hedges use capacity without a permit. pick_longest() handles a prompt that only an estimate
-    calls too long. Return None if another filter left no candidate.
+    The request has been admitted, so the engine queues it. Admission does not guarantee free
+    capacity at one of the candidates: it counts permits per pool, the admission `none` counts none,
+    and hedges use capacity without a permit. pick_longest() handles a prompt that is too long only
+    by an estimate. Returns None if another filter left no candidate.
     """
     policy, candidates = route.policy, route.candidates
     if run.rejecting_filter(policy, query, candidates) not in _OVERRULED:
@@ -160,8 +161,8 @@ def pick_longest(
     """Pick the endpoint with the longest context, for a prompt that is too long only by an
     estimate.
 
-    The engine counts the tokens and decides. Return None if some endpoint's context suffices by the
-    estimate, or if every endpoint's is certainly too short.
+    The engine counts the tokens and decides. Returns None if some endpoint's context suffices by
+    the estimate, or if every endpoint's is certainly too short.
     """
     serving = serves_tenant(query, candidates)
     if not serving or fits_context(query, serving) or is_too_long(call, serving):

@@ -1,8 +1,8 @@
 """Auto-rollback: reverts a configuration change after which more requests fail.
 
-Enabled by `reload.auto_rollback`, which is off by default. It compares a time window before the
-change with one after it. To judge changes by another measure too, add a field to FailureCount and a
-condition to regression().
+It is enabled by `reload.auto_rollback`, which is off by default. It compares a time window before
+the change with one after it. To judge changes by another measure too, add a field to FailureCount
+and a condition to regression().
 """
 
 from __future__ import annotations
@@ -172,11 +172,11 @@ class AutoRollbackMonitor:
             try:
                 await self.check(monotonic())
             except Exception:
-                log.exception("auto-rollback failed to check a change")
+                log.exception("auto-rollback: checking a configuration change failed")
 
     async def check(self, now: float) -> bool:
-        """Record the current counts of requests, and revert the last change if more of them fail
-        since.
+        """Record the current counts of requests, and revert the last change if more requests have
+        failed since.
 
         Returns whether a rollback was attempted.
         """

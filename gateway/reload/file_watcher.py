@@ -22,8 +22,8 @@ log = logging.getLogger("penstock")
 POLL_S = 0.2
 
 FileState = tuple[int, int, int, int, int]
-"""Changes when the file does: device, inode, length, and the times in ns of the last change of its
-content and of its owner or permissions.
+"""A value that changes when the file does: device, inode, length, and the times in nanoseconds of
+the last change of its content and of its owner or permissions.
 """
 
 
@@ -46,7 +46,8 @@ class WatchedConfig(Protocol):
 class FileWatcher:
     """A background task that polls the files of a configuration.
 
-    A change counts once two polls in a row agree, so that no half-written file is read.
+    A change counts once two polls in succession have found it, so that no half-written file is
+    read.
     """
 
     def __init__(self, reloader: WatchedConfig) -> None:
@@ -80,7 +81,7 @@ class FileWatcher:
                 try:
                     await self._reloader.reload_changed_files()
                 except Exception:
-                    log.exception("reload after a change of the configuration file failed")
+                    log.exception("reloading the configuration after a change of its file failed")
 
 
 async def _stat_all(paths: Iterable[Path]) -> dict[Path, FileState | None]:

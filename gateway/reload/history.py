@@ -25,14 +25,14 @@ FILE_CAP_BYTES = 4 << 20
 class Version(msgspec.Struct, frozen=True):
     """One configuration that has been applied.
 
-    number   counts up, also for a rollback
+    number   number of the version, which increases with every change, also with a rollback
     at       Unix time in seconds
-    trigger  start, file, secret (referenced by the text), signal, command, admin, rollback,
-             auto_rollback, auto (a choice among policies)
+    trigger  start, file, secret (a file that the text refers to), signal, command, admin, rollback,
+             auto_rollback, auto (automatic policy selection)
     file     name of the text's source
     changes  differences from the version before
-    text     as written; None if it was not stored
-    reason   why it was applied; empty if only its author knows
+    text     the configuration text as written; None if it was not stored
+    reason   why the configuration was applied; empty if its author gave no reason
     """
 
     number: int
@@ -105,11 +105,9 @@ class VersionHistory:
     def write(self, version: Version, *, in_clear: bool) -> None:
         """Write a configuration version to the history's folder, if there is one, atomically.
 
-        Call it in a thread.
+        Call this in a thread. Raises OSError when the version cannot be written.
 
-        Raises OSError when it cannot be written.
-
-        in_clear  the text contains a secret, so it is left out
+        in_clear  whether the text contains a secret and is therefore left out
         """
         if self._folder is None:
             return
@@ -140,5 +138,7 @@ def _read_all(folder: Path) -> list[Version]:
                 content = file.read(FILE_CAP_BYTES)
             versions.append(msgspec.json.decode(content, type=Version))
         except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
-            log.warning("%s is not a version of a configuration, so it is ignored: %s", path, error)
+            log.warning(
+                "the file %s is no valid configuration version, so it is ignored: %s", path, error
+            )
     return sorted(versions, key=lambda version: version.number)

@@ -1,7 +1,7 @@
 """Checks that the new endpoints of a configuration can be reached, before it is applied.
 
-It selects the pools to check and opens a TCP connection to their endpoints. reloader.py handles a
-failure.
+The module selects the pools to check and opens a TCP connection to their endpoints. reloader.py
+handles a failure.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The reload transaction: a configuration is read, built, tried without effect, and applied or
 rejected.
 
-All triggers use the same path, one at a time. This module has the order of the steps, the history
-and the messages. The triggers are in file_watcher.py, gateway/admin/config_pages.py and app.py;
+All triggers use the same path, one at a time. This module contains the order of the steps, the
+history and the messages. The triggers are in file_watcher.py, admin/config_pages.py and app.py;
 swap.py puts a configuration in force.
 """
 
@@ -35,35 +35,36 @@ LOGS = tuple(
 )
 BATCHES = ("batch.dir", "batch.s3", "batch.lease")
 BOUND_AT_START = ("listeners", "prefix", *LOGS, *BATCHES, "reload.state_dir", "shared", "workers")
-"""Settings that are bound at the start.
+"""Settings that are read only when the process starts.
 
-A change is accepted, and takes effect at the next start.
+A change of them is accepted, and takes effect at the next start.
 """
 
 APPLIED_AT_ONCE = ("listeners.api.tls.", "listeners.admin.tls.")
-"""Settings below BOUND_AT_START that new connections use immediately."""
+"""Settings below those of BOUND_AT_START that new connections use immediately."""
 
 FILE_TRIGGERS = frozenset({"file", "signal", "command"})
 """Triggers that load the text of the configuration file."""
 
 PUT_NAME = "PUT config"
-"""Name of a text received by PUT, shown in problems in place of a file name."""
+"""Name of a configuration text received by PUT, shown in problems in place of a file name."""
 
 ReportLine = Callable[[str, bool], None]
-"""Reports a line to the operator; the second argument is True for bad news."""
+"""A function that reports a line to the operator; the second argument is True for an error."""
 
 
 class ChangeOptions(msgspec.Struct, frozen=True):
     """The options of one configuration change.
 
-    dry_run              check it and change nothing
-    records_rejection    record a rejection although this is a dry run: a supervisor dry-runs a
-                         change in all its workers before the first one applies it
-    force                apply it even if none of a pool's endpoints can be reached
-    was_in_force         the text was in force before, so its references may be resolved anywhere
-    trigger              the trigger of the version, where a supervisor makes the change; empty: the
-                         caller's own
-    reason               why the change is made, for the version; empty if only its author knows
+    dry_run            whether to check the change and change nothing
+    records_rejection  whether to record a rejection although this is a dry run: a supervisor
+                       dry-runs a change in all its workers before the first one applies it
+    force              whether to apply the change even if none of a pool's endpoints can be reached
+    was_in_force       whether the text was in force before, so that its references may be resolved
+                       anywhere
+    trigger            the version's trigger, given by a supervisor that makes the change; empty:
+                       the caller's own
+    reason             why the change is made, for the version; empty if its author gave no reason
     """
 
     dry_run: bool = False
@@ -75,7 +76,7 @@ class ChangeOptions(msgspec.Struct, frozen=True):
 
 
 DEFAULT_OPTIONS = ChangeOptions()
-"""The default: a change that is rejected when a pool cannot be reached."""
+"""The default options: a change that makes a pool unreachable is rejected."""
 
 
 class ReloadOutcome(msgspec.Struct, frozen=True):
@@ -84,7 +85,7 @@ class ReloadOutcome(msgspec.Struct, frozen=True):
     result         applied, unchanged, rejected, dry_run, conflict (If-Match), or nothing (no such
                    version, or no file)
     needs_restart  changed settings that take effect at the next start
-    affected       requests at endpoints or in pools that are removed
+    affected       number of requests at endpoints or in pools that are removed
     took_s         duration in seconds
     """
 
@@ -109,7 +110,7 @@ class Rejection(msgspec.Struct, frozen=True):
 async def do_nothing(_trigger: str) -> None:
     """Do nothing when a configuration has been applied.
 
-    This is the default of `on_applied`, without auto-rollback.
+    This is the default of `on_applied` if auto-rollback is not used.
     """
 
 
@@ -117,7 +118,7 @@ class Reloader:
     """Owns the configuration in force and its history, and makes all changes.
 
     running        the loaded configuration behind the current snapshot
-    needs_restart  the settings of it that take effect only at the next start
+    needs_restart  the changed settings that take effect only at the next start
     last_error     why the last attempt failed; None if it succeeded
     """
 
@@ -134,7 +135,7 @@ class Reloader:
         """Create the reloader of a running gateway.
 
         file      the file that a reload reads; None if the engines were given on the command line
-        say       reports a line to the operator; its second argument is True for bad news
+        say       reports a line to the operator; its second argument is True for an error
         versions  the history; by default it is read from `reload.state_dir`
         """
         self.running = loaded
@@ -375,7 +376,9 @@ class Reloader:
             self.history.write(version, in_clear=in_clear)
         except OSError as error:
             log.error(
-                "version %d could not be written to reload.state_dir: %s", version.number, error
+                "configuration version %d could not be written to reload.state_dir: %s",
+                version.number,
+                error,
             )
 
     # Outcomes

@@ -44,8 +44,8 @@ class PoolAdmissionPlan(msgspec.Struct, frozen=True):
     """The new endpoints, admission policy and tenant shares for the wait queue of one pool.
 
     serving           the endpoints that serve whole requests
-    uses_predictions  predictions for the pool's endpoints are in use: by a routing policy, an
-                      admission policy, or a larger model that may overflow into the pool
+    uses_predictions  whether a routing policy, an admission policy, or a larger model that may
+                      overflow into the pool reads predictions for the pool's endpoints
     """
 
     room: PoolQueue
@@ -56,9 +56,9 @@ class PoolAdmissionPlan(msgspec.Struct, frozen=True):
 
 
 class SnapshotPlan(msgspec.Struct, frozen=True):
-    """A new snapshot of the configuration, and the changes of live objects that go with it.
+    """A new snapshot of the configuration, and the changes of live objects that belong to it.
 
-    The plan is valid until another plan is carried out.
+    The plan is valid until another plan is applied.
 
     adoption  the changes of the endpoint registry
     rooms     the changes of the wait queues, by pool

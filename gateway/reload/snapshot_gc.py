@@ -1,7 +1,8 @@
 """Garbage collection of replaced snapshots: frees what only they need.
 
-A request holds the Snapshot it began with until its last byte. So once a Snapshot is no longer
-referenced, no request can pick from it. A weak reference detects that, at no cost per request.
+A request holds the Snapshot with which it began until its last byte. Once a Snapshot is no longer
+referenced, no request can pick from it any more. A weak reference detects that, at no cost per
+request.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ class SnapshotGc:
         self._actions: list[tuple[int, Callable[[], None]]] = []
 
     def track(self, snapshot: Snapshot) -> None:
-        """Track a replaced snapshot, with which no new request begins."""
+        """Track a snapshot that has been replaced, so that no new request begins with it."""
         self._old.append((snapshot.generation, ref(snapshot)))
 
     def when_gone(self, generation: int, action: Callable[[], None]) -> None:

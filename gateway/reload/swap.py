@@ -42,7 +42,7 @@ class ConfigRejectedError(Exception):
 class Swap:
     """Replaces the configuration snapshot in force; it is the only writer of `Gateway.snapshot`.
 
-    start_discovery  called with each configuration that is put in force
+    start_discovery  function that is called with each configuration that is put in force
     """
 
     def __init__(self, gateway: Gateway, watcher: HealthChecker, metrics: Metrics) -> None:
@@ -82,8 +82,8 @@ class Swap:
         return plan
 
     def is_valid(self, plan: SnapshotPlan) -> bool:
-        """Return whether this plan can still be applied: no other plan was applied since it was
-        built.
+        """Return whether this plan can still be applied, because no other plan was applied since it
+        was built.
         """
         return plan.snapshot.generation == self._gateway.snapshot.generation + 1
 
@@ -91,8 +91,8 @@ class Swap:
         """Put a plan of a configuration in force; return the number of requests at removed
         endpoints or pools.
 
-        There is no await and nothing that can fail, so requests see all of the change or nothing.
-        The affected requests finish where they are.
+        The method contains no await and nothing that can fail, so requests see either all of the
+        change or nothing. The affected requests finish at their endpoints.
         """
         gateway, config = self._gateway, plan.snapshot.config
         generation = gateway.snapshot.generation
@@ -248,9 +248,9 @@ def log_unlisted(before: Snapshot, after: Snapshot) -> None:
     """Log which model names no endpoint lists any more, and which are listed again."""
     for name, message in after.unlisted.items():
         if before.unlisted.get(name) != message:
-            log.warning("requests for model '%s' get 404: %s", name, message)
+            log.warning("requests for model '%s' get status 404 from now on: %s", name, message)
     for name in before.unlisted.keys() & after.routes.keys():
-        log.info("model '%s' is listed and served again", name)
+        log.info("model '%s' is listed by an endpoint again, so requests for it are served", name)
 
 
 def reported_models(gateway: Gateway) -> Mapping[str, Sequence[str]]:

@@ -1,8 +1,8 @@
 """The channel between a process and its successor: a socket pair with length-prefixed messages.
 
-Only the first message carries descriptors, and every version must understand it: a list that starts
-with the protocol version. A process that does not know the version takes the sockets and starts
-without learned state.
+Only the first message carries file descriptors, and every version must understand it: a list that
+starts with the protocol version. A process that does not know the version uses the sockets and
+starts without learned state.
 """
 
 from __future__ import annotations
@@ -32,14 +32,15 @@ MAX_OFFER_BYTES = 64 << 10
 MAX_SOCKETS = 16
 
 EndpointKey = tuple[str, str]
-"""The pool and URL of an endpoint; slot numbers differ between processes."""
+"""A key that identifies an endpoint in both processes: its pool and URL. Slot numbers differ
+between processes."""
 
 
 class BoundListener(msgspec.Struct, frozen=True, array_like=True):
     """The listener that a socket belongs to: its name, and the host and port as configured.
 
-    With `is_activated`, systemd opened the socket, so the configuration does not decide where it
-    listens.
+    is_activated  whether systemd opened the socket, so that the configuration does not decide where
+                  it listens
     """
 
     name: str
@@ -51,7 +52,7 @@ class BoundListener(msgspec.Struct, frozen=True, array_like=True):
 class HandoverOffer(msgspec.Struct, frozen=True, array_like=True):
     """The first message of a process to its successor.
 
-    `sockets` describes the descriptors that come with it, in order.
+    sockets  descriptions of the file descriptors that come with the message, in the same order
     """
 
     version: int
@@ -62,7 +63,7 @@ class HandoverOffer(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StateRequest(msgspec.Struct, frozen=True, array_like=True, tag="state_wanted"):
-    """The successor's request for the predecessor's learned state, or its decline of that state.
+    """The message by which a successor requests or declines the predecessor's learned state.
 
     It is sent after the successor has probed its engines.
     """
@@ -71,7 +72,7 @@ class StateRequest(msgspec.Struct, frozen=True, array_like=True, tag="state_want
 
 
 class EndpointState(msgspec.Struct, frozen=True, array_like=True, tag="endpoint"):
-    """What was learned of one endpoint: health, drain state, latency model, prefix statistics."""
+    """The learned state of one endpoint: health, drain state, latency model, prefix statistics."""
 
     key: EndpointKey
     slot: int
@@ -83,9 +84,7 @@ class EndpointState(msgspec.Struct, frozen=True, array_like=True, tag="endpoint"
 
 
 class SlotMap(msgspec.Struct, frozen=True, array_like=True, tag="slots"):
-    """A message that maps slot numbers, by which index blocks that follow name endpoints, to these
-    endpoints.
-    """
+    """A message that maps the slot numbers in the index blocks that follow to these endpoints."""
 
     places: list[tuple[int, EndpointKey]]
 
@@ -105,7 +104,7 @@ class TenantState(msgspec.Struct, frozen=True, array_like=True, tag="tenant"):
 
 
 class OutputLengthState(msgspec.Struct, frozen=True, array_like=True, tag="lengths"):
-    """The output lengths observed so far by kind of request, for the successor process."""
+    """The output lengths observed so far, by kind of request, for the successor process."""
 
     rows: list[LengthState]
 
@@ -121,18 +120,17 @@ class SuccessorReady(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
 
 
 class RemainingWork(msgspec.Struct, frozen=True, array_like=True, tag="booked"):
-    """A message with the predecessor's remaining work per endpoint.
-
-    Endpoints without any are left out.
+    """A message with the predecessor's remaining work per endpoint; endpoints without work are left
+    out.
     """
 
     shares: list[tuple[EndpointKey, PeerShare]]
 
 
 class StopRequest(msgspec.Struct, frozen=True, array_like=True, tag="stop"):
-    """A message by which the successor says that it stops.
+    """The message by which the successor reports that it stops.
 
-    The predecessor must then end within timeouts.shutdown as well.
+    The predecessor must then end within timeouts.shutdown seconds as well.
     """
 
 
@@ -161,20 +159,22 @@ async def read_message(reader: asyncio.StreamReader) -> Message:
         (length,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
         if length > MAX_MESSAGE_BYTES:
             raise ChannelError(
-                f"a message of {length} bytes exceeds the limit of {MAX_MESSAGE_BYTES}"
+                f"a message from the other process has {length} bytes; "
+                f"at most {MAX_MESSAGE_BYTES} are accepted"
             )
         message: Message = _decoder.decode(await reader.readexactly(length))
     except (OSError, asyncio.IncompleteReadError):
-        raise ChannelError("the channel is closed") from None
+        raise ChannelError("the other process has closed the restart channel") from None
     except msgspec.DecodeError as error:
-        raise ChannelError(f"a message is invalid: {error}") from None
+        raise ChannelError(f"the other process sent an invalid message: {error}") from None
     return message
 
 
 def send_offer(channel: socket.socket, offer: HandoverOffer, sockets: list[socket.socket]) -> None:
-    """Send a successor process the first message, with the descriptors of the sockets.
+    """Send a successor process the first message, together with the file descriptors of the
+    sockets.
 
-    Raises OSError.
+    Raises OSError if the channel is closed.
     """
     data = pack_message(offer)
     sent = socket.send_fds(channel, [data], [listener.fileno() for listener in sockets])
@@ -194,7 +194,9 @@ def receive_offer(channel: socket.socket) -> tuple[HandoverOffer, list[socket.so
             sockets += [socket.socket(fileno=fd) for fd in fds]
             data += chunk
             if not chunk or len(data) > MAX_OFFER_BYTES:
-                raise ChannelError("the predecessor sent no valid offer")
+                raise ChannelError(
+                    "the predecessor's first message is not a valid offer of sockets"
+                )
         return _offer(data[LENGTH.size :]), sockets
     except (OSError, msgspec.DecodeError) as error:
         for received in sockets:

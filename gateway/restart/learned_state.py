@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("penstock")
 
 MAX_BLOCKS = 1 << 22
-"""Limit on restored index blocks; an index of 256 MiB has a third of that."""
+"""Maximum number of restored index blocks; an index of 256 MiB has a third of that."""
 
 
 def endpoint_key(live: LiveEndpoint) -> EndpointKey:
@@ -77,9 +77,8 @@ def _collect_admission(gate: AdmissionController) -> Iterator[LearnedState]:
 
 
 def remaining_work(gateway: Gateway) -> list[tuple[EndpointKey, PeerShare]]:
-    """Return the unfinished work of this process by endpoint.
-
-    Endpoints without any are left out.
+    """Return the unfinished work of this process by endpoint; endpoints without work are left
+    out.
     """
     shares = ((endpoint_key(live), own_load(live.load)) for live in gateway.endpoints.all())
     return [(place, share) for place, share in shares if share != NOTHING]
@@ -91,7 +90,7 @@ class Restorer:
     def __init__(self, gateway: Gateway, *, prefixes: bool) -> None:
         """Prepare to restore learned state in this gateway.
 
-        `prefixes` says whether equal keys mean equal prompts in both processes' prefix indexes.
+        prefixes  whether equal keys mean equal prompts in both processes' prefix indexes
         """
         self._gateway = gateway
         self._prefixes = prefixes

@@ -14,7 +14,7 @@ log = logging.getLogger("penstock")
 def notify(env: Mapping[str, str], *assignments: str) -> bool:
     """Send systemd assignments such as READY=1; return False if no service manager listens.
 
-    A failure is logged and never raised.
+    A failure is logged and not raised.
     """
     address = env.get("NOTIFY_SOCKET", "")
     if not address.startswith(("/", "@")):
@@ -26,7 +26,7 @@ def notify(env: Mapping[str, str], *assignments: str) -> bool:
             sender.setblocking(False)
             sender.sendto("\n".join(assignments).encode(), address)
     except OSError as error:
-        log.warning("cannot notify the service manager: %s", error)
+        log.warning("cannot notify systemd: %s", error)
         return False
     return True
 

@@ -42,7 +42,9 @@ PEER_SOURCE = b"predecessor"
 
 
 class Predecessor:
-    """The process that this one replaces; it serves until report_ready() is called, then drains."""
+    """The process that this one replaces. It serves requests until report_ready() is called, then
+    drains.
+    """
 
     def __init__(
         self, channel: socket.socket, offer: HandoverOffer, sockets: list[socket.socket]
@@ -56,8 +58,8 @@ class Predecessor:
 
     @property
     def secret(self) -> bytes | None:
-        """Return the predecessor's key of prompt fingerprints; None if it runs another handover
-        version.
+        """Return the predecessor's secret key of prompt fingerprints; None if it runs another
+        handover version.
         """
         return self._offer.secret or None
 
@@ -95,7 +97,7 @@ class Predecessor:
         self._writer.write(pack_message(StateRequest(warm)))
         if not warm:
             log.warning(
-                "restart: process %d uses handover version %d, this one %d; "
+                "restart: process %d uses handover version %d, this process version %d; "
                 "starting without learned state",
                 self._offer.pid,
                 self._offer.version,
@@ -138,7 +140,9 @@ class Predecessor:
             if isinstance(message, StateEnd):
                 return
             if isinstance(message, StateRequest | SuccessorReady | RemainingWork | StopRequest):
-                raise ChannelError(f"unexpected message {type(message).__name__}")
+                raise ChannelError(
+                    f"the predecessor sent an unexpected message ({type(message).__name__})"
+                )
             restorer.restore(message)
 
     async def decline_state(self) -> None:
@@ -182,7 +186,7 @@ class Predecessor:
                 if isinstance(message, RemainingWork) and gateway is not None:
                     _add_remaining_work(gateway, message)
         except ChannelError:
-            log.info("restart: process %d has ended", self._offer.pid)
+            log.info("restart: the predecessor (process %d) has ended", self._offer.pid)
         finally:
             if gateway is not None:
                 _add_remaining_work(gateway, RemainingWork([]))
@@ -199,9 +203,9 @@ def _add_remaining_work(gateway: Gateway, remaining: RemainingWork) -> None:
 
 
 def find_predecessor(env: MutableMapping[str, str]) -> Predecessor | None:
-    """Return the process that started this one as its successor, or None.
+    """Return the process that started this one as its successor, or None if there is none.
 
-    Removes the environment variable from `env`. Raises ChannelError.
+    The environment variable that identifies it is removed from `env`. Raises ChannelError.
     """
     fd = env.pop(FD_VARIABLE, "")
     if not fd.isdigit():
@@ -209,7 +213,9 @@ def find_predecessor(env: MutableMapping[str, str]) -> Predecessor | None:
     try:
         channel = socket.socket(fileno=int(fd))
     except OSError as error:
-        raise ChannelError(f"{FD_VARIABLE} is not a socket: {error.strerror}") from None
+        raise ChannelError(
+            f"the file descriptor in the variable {FD_VARIABLE} is not a socket: {error.strerror}"
+        ) from None
     channel.set_inheritable(False)
     channel.settimeout(OFFER_TIMEOUT_S)
     return Predecessor(channel, *receive_offer(channel))

@@ -19,7 +19,7 @@ log = logging.getLogger("penstock")
 
 
 def log_reload(line: str, bad: bool) -> None:
-    """Log the outcome of a reload for the operator; `bad` makes it an error."""
+    """Log the outcome of a reload for the operator; if `bad` is true, as an error."""
     log.log(logging.ERROR if bad else logging.INFO, "%s", line)
 
 
@@ -27,8 +27,8 @@ class WorkerSettings(msgspec.Struct, frozen=True):
     """The settings of a worker, one of several gateway processes on this machine.
 
     hub      path of the unix socket over which the workers exchange state
-    secret   shared by all workers
-    number   counts from 0; only worker 0 writes the version history to disk
+    secret   secret key that all workers share
+    number   number of the worker, from 0; only worker 0 writes the version history to disk
     admin    path of the unix socket of its admin server
     version  number of the configuration version in force; None in the first worker
     drained  names of the endpoints that an operator has drained
@@ -49,12 +49,12 @@ class StartOptions(msgspec.Struct, frozen=True):
     """The options with which a gateway process was started.
 
     loaded       the configuration
-    file         what a reload reads; None if the engines were given on the command line
+    file         the file that a reload reads; None if the engines were given on the command line
     env          environment variables that the configuration may refer to
-    say          reports the outcome of a reload to the operator
+    say          function that reports the outcome of a reload to the operator
     local        the worker's settings; None without workers
     sockets      listening sockets opened by systemd, a supervisor or the predecessor
-    activated    the listeners whose sockets are systemd's; their configured address is ignored
+    activated    the listeners whose sockets systemd opened; their configured address is ignored
     predecessor  the process that this one replaces; None if there is none
     """
 

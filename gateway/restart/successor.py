@@ -1,7 +1,7 @@
 """The old process's side of a restart: starts a successor and passes sockets and state to it.
 
-Until the successor reports that it accepts connections, the old process serves as before. A
-successor that ends or takes too long changes nothing.
+Until the successor reports that it accepts connections, the old process serves as before. If the
+successor ends or takes too long, nothing changes.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ REMAINING_WORK_INTERVAL_S = 0.25
 
 
 class HandoverError(Exception):
-    """Raised when the successor process did not become ready; the message says why."""
+    """Raised when the successor process did not become ready; the message gives the reason."""
 
 
 def restart_command() -> list[str]:
@@ -56,9 +56,10 @@ def restart_command() -> list[str]:
 
 
 class Successor:
-    """The new process that replaces this one. `sockets` are the listening sockets to pass to it.
+    """The new process that replaces this one.
 
-    `secret` is the key of prompt fingerprints.
+    sockets  the listening sockets to pass to it
+    secret   the secret key of prompt fingerprints
     """
 
     def __init__(
@@ -86,7 +87,7 @@ class Successor:
                 await self._hand_over(states)
         except TimeoutError:
             raise HandoverError(
-                f"the successor was not ready within {READY_TIMEOUT_S:g} s"
+                f"the successor process was not ready within {READY_TIMEOUT_S:g} s"
             ) from None
         except (ChannelError, OSError) as error:
             raise HandoverError(await self._reason(error)) from None
@@ -128,7 +129,9 @@ class Successor:
             self._writer.write(pack_message(StateEnd()))
             message = await read_message(self._reader)
         if not isinstance(message, SuccessorReady):
-            raise ChannelError(f"the successor sent {type(message).__name__} before it was ready")
+            raise ChannelError(
+                f"the successor process sent {type(message).__name__} before it was ready"
+            )
         self.is_ready = True
 
     async def _reason(self, error: Exception) -> str:

@@ -1,6 +1,6 @@
-"""Continues a broken stream at another endpoint, token for token, or else not at all.
+"""Continues a broken stream at another endpoint, token for token, or not at all.
 
-gateway/protocol/resume_terms.py decides whether a request can be continued,
-gateway/protocol/token_ledger.py records the tokens that the client has received, and
-gateway/proxy/rest.py asks the next endpoint for the rest.
+protocol/resume_terms.py decides whether a request can be continued, protocol/token_ledger.py
+records the tokens that the client has received, and proxy/rest.py requests the rest from the next
+endpoint.
 """

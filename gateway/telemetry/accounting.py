@@ -1,8 +1,8 @@
 """Accounting of ended requests: their metrics and their line in the access log.
 
 Each request (its Exchange) is accounted once. Requests that end in the same iteration of the event
-loop are accounted together at its end. So no response waits for the accounting, and the code and
-counters stay in the processor's caches.
+loop are accounted together at its end. No response therefore waits for the accounting, and the code
+and counters stay in the processor's caches.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ BUFFER_CAP_BYTES = (
 
 
 LINES_PER_BLOCK = 32
-"""Lines that are encoded together, which takes two thirds of the time of one by one."""
+"""Number of log lines that are encoded together, which takes two thirds of the time of encoding
+them one by one."""
 
 
 Microseconds = int | None
@@ -63,10 +64,10 @@ class AccessLine(msgspec.Struct, omit_defaults=True):
     """One request in the access log; times in us are microseconds since its head was parsed.
 
     slo, slo_outcome   its service class and SLO outcome
-    predicted_ttft_us  counted from the pick of an endpoint
+    predicted_ttft_us  predicted TTFT, counted from the pick of an endpoint
     requested_model    the requested model, if another one served the request
     blocks             chained ids of the prompt's 2 KiB blocks; see `access_blocks`
-    resumes            how often the stream was continued on another endpoint
+    resumes            number of times that the stream was continued on another endpoint
     hedge_loser        the endpoint whose concurrent attempt was cancelled
     client_request_id  the id that the client itself gave the request
     session            what names its session: a header, a member of the body, or `prefix`
@@ -157,7 +158,7 @@ class AccessLog:
     def write(self, line: AccessLine) -> None:
         """Append a line to the access log.
 
-        It must not change any more, because it is encoded later.
+        The object must not change after this call, because it is encoded later.
         """
         if self._size > BUFFER_CAP_BYTES:
             self._dropped.inc()
@@ -232,9 +233,8 @@ class AccessLog:
         return b"".join(blocks)
 
     async def close(self) -> None:
-        """Write the remaining lines of the access log.
-
-        Call it once; it waits at most two seconds for a slow disk.
+        """Write the remaining lines of the access log. Call this once; it waits at most two seconds
+        for a slow disk.
         """
         if self._timer is not None:
             self._timer.cancel()
@@ -370,7 +370,7 @@ class Accounting:
             try:
                 self._account(exchange, now, unix_offset)
             except Exception:  # an error in one exchange must not lose the others
-                log.exception("request %s could not be accounted", exchange.id)
+                log.exception("accounting for request %s failed", exchange.id)
 
     def _account(self, exchange: Exchange, now: float, unix_offset: float) -> None:
         # Record a request that ended at `now`; `unix_offset` converts that to Unix time.

@@ -20,7 +20,8 @@ from policies.load import LOAD_FIELDS, EndpointLoad
 from policies.model import Candidate, Pick, RoutingQuery
 
 EndedExchange = tuple[Exchange, TokenUsage, int, float]
-"""An ended exchange, the engine's token counts, the response's events, the end (monotonic)."""
+"""An ended exchange, with the engine's token counts, the number of the response's events, and the
+monotonic time of its end."""
 
 _OBJECTS = ("belief", "reservations", "changes", "timeline")
 _NUMBERS = tuple(name for name in LOAD_FIELDS if name not in _OBJECTS)

@@ -1,7 +1,7 @@
 """Counts the cost of requests in dollars, from the capacity that they reserve at engines.
 
-It runs a few times per second, apart from requests. How dollars are divided is in
-policies/sizing/live_cost.py.
+The count is updated a few times per second, independently of requests. policies/sizing/live_cost.py
+divides the dollars.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 # Tokens that the KV cache is assumed to hold while its size is unknown.
 UNKNOWN_KV_TOKENS = 1 << 20
 CostKey = tuple[str, str, str]
-"""Model, service class and tenant."""
+"""The key of a cost: model, service class and tenant."""
 
 
 class CostedEndpoint(Protocol):

@@ -1,8 +1,8 @@
 """The file behind the access log: appends blocks of lines, reopens a moved file, rotates by size.
 
 Several processes may append to the same file: workers, and two processes during a restart. Each
-block is one write with O_APPEND, so blocks do not mix. Only one thread at a time uses a LogFile;
-after its construction this is never the event loop's thread.
+block is one write with O_APPEND, so blocks are never mixed. Only one thread at a time uses a
+LogFile; after its construction this is never the event loop's thread.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ class Rotation(msgspec.Struct, frozen=True):
 
 
 class LogFile:
-    """An open log, which is a file by its path or stdout.
+    """An open log: stdout, or a file that is identified by its path.
 
-    If the path leads to another file or to none, it is opened again before the next block. So
+    If the path leads to another file or to none, it is opened again before the next block, so that
     logrotate may move the file without a signal. A truncated file (copytruncate) is appended to.
     """
 
     __slots__ = ("_fd", "_is_regular", "_needs_newline", "_path", "_rotation")
 
     def __init__(self, where: str, rotation: Rotation | None = None) -> None:
-        """Initialize the log and open it; `where` is a path or `stdout`.
+        """Initialize the log and open it; `where` is a path or the word `stdout`.
 
         Raises OSError when the file cannot be opened.
         """

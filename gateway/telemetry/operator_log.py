@@ -79,7 +79,9 @@ class StderrHandler(logging.StreamHandler[TextIO]):
 
     @stream.setter
     def stream(self, _: TextIO) -> None:
-        raise AttributeError("the stream is always sys.stderr")
+        raise AttributeError(
+            "the stream of this handler is always sys.stderr and cannot be changed"
+        )
 
 
 def configure_log(settings: OperatorLog, worker: int | None = None) -> None:

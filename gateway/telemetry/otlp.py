@@ -35,9 +35,7 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
 
 
 class SpanExporter:
-    """Decides which requests are traced, and exports their spans.
-
-    There is one object per process.
+    """Decides which requests are traced, and exports their spans. There is one object per process.
 
     active  the exporter itself while a collector is configured, else None
     """
@@ -158,7 +156,7 @@ class SpanExporter:
             self._failed.inc(len(spans))
             if not self._pause_s:
                 log.warning(
-                    "the trace collector does not accept spans (%s); they are dropped", problem
+                    "the trace collector does not accept spans (%s), so they are dropped", problem
                 )
             self._pause_s = min(LONGEST_PAUSE_S, max(FIRST_PAUSE_S, self._pause_s * 2))
         else:

@@ -1,7 +1,7 @@
 """The OpenTelemetry resource of this process: the attributes sent with every batch of spans.
 
 The environment variables OTEL_RESOURCE_ATTRIBUTES and OTEL_SERVICE_NAME override the gateway's own
-attributes, as OpenTelemetry specifies. otlp.py sends them.
+attributes, as OpenTelemetry specifies. otlp.py sends the attributes.
 """
 
 from __future__ import annotations
@@ -44,7 +44,11 @@ def _from_env(env: Mapping[str, str]) -> dict[str, str]:
     for pair in filter(str.strip, env.get(ATTRIBUTES, "").split(",")):
         key, equals, value = pair.partition("=")
         if not equals or not key.strip():
-            log.warning("%s is ignored: it must be comma-separated KEY=VALUE pairs", ATTRIBUTES)
+            log.warning(
+                "the environment variable %s is ignored: it must be comma-separated "
+                "KEY=VALUE pairs",
+                ATTRIBUTES,
+            )
             return {}
         pairs[key.strip()] = unquote(value.strip())
     pairs.pop("process.pid", None)

@@ -24,16 +24,18 @@ FAILED = "failed"
 TRUNCATED_REASONS = frozenset(
     (None, "length", "abort", "error", "max_tokens", "incomplete", "failed", "cancelled")
 )
-"""Finish reasons of responses whose natural length is unknown."""
+"""Finish reasons of responses that were cut off, so that their natural length is unknown."""
 LEARN_SINGLY, LEARN_BATCH = 16, 8
-"""The first responses of a kind are learned from one by one, later ones in batches."""
+"""Number of responses of a kind that are learned from one by one, and size of the batches in which
+later ones are."""
 MAX_KINDS = 8192
 REGRET_SAMPLE_EVERY = 32
-"""One pick in so many is compared with the fastest candidate: the comparison is slow."""
+"""Number of picks of which one is compared with the fastest candidate, because the comparison is
+slow."""
 
 
 WITHDRAWN = frozenset(("client_gone", "preempted"))
-"""Outcomes of requests that ended because their client, or the batch, stopped waiting for them."""
+"""Outcomes of requests whose client or batch stopped waiting for them."""
 
 
 def admission_outcome(exchange: Exchange) -> RequestOutcome:
@@ -100,7 +102,7 @@ def stream_outcome(slo: Slo, ttft_s: float, tpot_s: float | None) -> str:
 
 
 def whole_outcome(slo: Slo, ttft_s: float, tokens: int) -> str:
-    """Return the SLO outcome of a response that is no stream.
+    """Return the SLO outcome of a response that is not streamed.
 
     The outcome is "met" if all tokens arrive within the TTFT budget plus the TPOT budget per
     further token.
@@ -110,17 +112,19 @@ def whole_outcome(slo: Slo, ttft_s: float, tokens: int) -> str:
 
 
 KindKey = tuple[str, str, str, bool]
-"""Model, tenant, service class, and whether the prompt contains media."""
+"""The kind of a request: model, tenant, service class, and whether the prompt contains media."""
 
 
 class _Kind:
     """Counters and samples of the requests of one kind (model, tenant, service class, media).
 
     goodput  counters by SLO outcome
-    pending  responses not yet learned from; learned from once there are `batch` of them
+    pending  number of responses that were not yet learned from; this is done once there are `batch`
+             of them
 
-    Sums over the pending responses: `outputs` of them have a known natural length, together
-    `output_tokens` per choice; `prompts` have a prompt of estimated and reported length.
+    The other fields are sums over the pending responses. `outputs` of them have a known natural
+    length, in total `output_tokens` per choice; `prompts` have a prompt of estimated and reported
+    length.
     """
 
     __slots__ = (

@@ -59,7 +59,7 @@ class Span(msgspec.Struct, frozen=True, omit_defaults=True, rename="camel"):
 class _Tree:
     """The spans of one trace while they are being built.
 
-    `unix_offset` converts monotonic time to Unix time (seconds to add).
+    unix_offset  seconds to add to monotonic time to get Unix time
     """
 
     def __init__(self, trace: Trace, unix_offset: float) -> None:

@@ -2,7 +2,7 @@
 first.
 
 This module selects the requests and counts their outcomes. reload/snapshot.py builds the canary's
-route, which differs from the pool's route only in its policy, so the same code serves both.
+route. That route differs from the pool's route only in its policy, so the same code serves both.
 """
 
 from __future__ import annotations
@@ -27,9 +27,8 @@ class CanarySampler(msgspec.Struct, frozen=True):
     """Selects the requests that the canary policy serves: by tenant, or by a hash of the session
     below `below`.
 
-    The hash is the same in every gateway and after every restart, so a session stays with its
-    policy. It includes the pool's name. A larger percentage keeps the sessions that a smaller one
-    selected.
+    The hash is the same in every gateway and after every restart, so a session keeps its policy. It
+    includes the pool's name. A larger percentage contains the sessions that a smaller one selected.
     """
 
     pool: str

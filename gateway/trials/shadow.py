@@ -1,8 +1,9 @@
-"""Shadow policies: they answer the routing queries of the serving policy, and nothing is sent.
+"""Shadow policies: they receive the routing queries of the serving policy, and their picks have no
+effect.
 
 This module records picks, lets the shadows evaluate them afterwards, and keeps the results. No
 request waits for a shadow: the evaluation runs in a later turn of the event loop, after the request
-was sent. Canaries, which serve part of the requests, are in gateway/trials/canary.py.
+was sent. Canaries, which serve part of the requests, are in canary.py.
 """
 
 from __future__ import annotations
@@ -30,11 +31,9 @@ from policies.model import Candidate, Pick, RoutingQuery
 log = logging.getLogger("penstock")
 
 CPU_SHARE = 0.1
-"""CPU budget of a pool's shadows, as a share of the time of its own picks.
+"""CPU budget of a pool's shadows, as a multiple of the CPU time of its own picks.
 
-Picks over budget are not evaluated.
-
-Recording picks may take as much again.
+Picks over budget are not evaluated. Recording picks may take as much time again.
 """
 
 RESULTS = ("agreed", "differed", "no_endpoint", "failed")
@@ -64,7 +63,7 @@ class PickRecord(msgspec.Struct, frozen=True):
     """A pick of the serving policy, recorded for a later evaluation by shadow policies.
 
     load_values  the picked endpoint's load before the capacity reservation, which changes no other
-                 endpoint; None if the pick is not evaluated and only feeds the prefix index
+                 endpoint; None if the pick is not evaluated and only updates the prefix index
     """
 
     query: RoutingQuery
@@ -78,9 +77,9 @@ class PickRecord(msgspec.Struct, frozen=True):
 class ShadowResult(msgspec.Struct, frozen=True):
     """How a shadow policy's pick compares with the actual pick.
 
-    ttft_gain_s           seconds by which it expects the first token earlier; None without latency
-                          models
-    extra_cached_tokens   cached prompt tokens at its choice minus those at the pick
+    ttft_gain_s          seconds by which the shadow expects the first token earlier; None without
+                         latency models
+    extra_cached_tokens  cached prompt tokens at the shadow's choice minus those at the actual pick
     """
 
     result: str
@@ -191,7 +190,7 @@ class Shadows:
             try:
                 self._evaluate(record)
             except Exception:
-                log.exception("a shadow of pool %s failed", self.pool)
+                log.exception("evaluating the shadow policies of pool %s failed", self.pool)
             took_s = perf_counter() - began
             self._cost_s += took_s
             if record.load_values is not None:

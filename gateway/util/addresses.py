@@ -1,6 +1,8 @@
-"""Addresses: whether a port is free, errors of listeners, and URLs from a host and a port.
+"""Helpers for addresses: whether a port is free, errors of listeners, and URLs from a host and a
+port.
 
-A command checks its port before it starts anything, so that its error can name the flag to change.
+A command checks its port before it starts anything, so that its error can name the option to
+change.
 """
 
 from __future__ import annotations
@@ -41,7 +43,9 @@ def naming_config_key(key: str, host: str, port: int) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise OSError(f"{key}, {http_url(host, port)}: {error.strerror or error}") from error
+        raise OSError(
+            f"cannot listen on {key}, {http_url(host, port)}: {error.strerror or error}"
+        ) from error
 
 
 def http_url(host: str, port: int, *, encrypted: bool = False) -> str:

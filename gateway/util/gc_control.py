@@ -1,9 +1,9 @@
 """Runs Python's garbage collector on a schedule instead of by number of allocations.
 
-Requests create no reference cycles (tests/unit/gateway/test_cycles.py). So a collection under load
-finds nothing, yet stops a thousand streams for tens of milliseconds. Libraries do create a few
-cycles, which allocation counting would only collect after hours. Freed bodies of many sizes also
-leave free pages that the allocator keeps unless it is asked to return them.
+Requests create no reference cycles (tests/unit/gateway/test_cycles.py). A collection under load
+therefore finds nothing, yet stops a thousand streams for tens of milliseconds. Libraries do create
+a few cycles, which allocation counting would only collect after hours. Freed bodies of many sizes
+also leave free pages, which the allocator keeps unless it is asked to return them.
 """
 
 from __future__ import annotations
@@ -19,9 +19,11 @@ INTERVAL_S = 60.0
 MAX_INTERVAL_S = 600.0  # collect after this time even under load
 
 THRESHOLDS = 2500, 80, 50
-"""Allocations until the youngest objects are collected, and such collections until older ones are.
+"""Number of allocations until the youngest objects are collected, and of such collections until
+older objects are.
 
-Most objects of a page or a new configuration survive, so its collections are kept to a millisecond.
+Most objects of a page or a new configuration survive, so the values keep a collection of them
+within a millisecond.
 """
 
 # Bytes: the allocator maps larger blocks on their own, and keeps this much free memory at most.
@@ -49,7 +51,7 @@ def return_large_blocks() -> None:
 
 
 class GcSchedule:
-    """Decides when a gateway process collects garbage: at low load, or after a longest interval."""
+    """Decides when a gateway process collects garbage: at low load, or after a maximum interval."""
 
     def __init__(self, now: float, collect: Callable[[], object] = collect_and_trim) -> None:
         self._collected_at = now

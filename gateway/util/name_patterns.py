@@ -51,7 +51,7 @@ def parse_pattern(text: str) -> NamePattern:
     Raises ValueError if the text has several `*`.
     """
     if text.count(WILDCARD) > 1:
-        raise ValueError(f"{text!r} has more than one {WILDCARD}")
+        raise ValueError(f"the name pattern {text!r} has more than one {WILDCARD}")
     prefix, _, suffix = text.partition(WILDCARD)
     return NamePattern(prefix, suffix)
 

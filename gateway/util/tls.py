@@ -1,7 +1,7 @@
 """TLS settings as values, SSLContext objects made from them, and checks of certificate files.
 
-The configuration checks, the listeners and the clients of engines use it. It reads files and opens
-no connection.
+The configuration checks, the listeners and the clients of engines use this module. It reads files
+and opens no connection.
 """
 
 from __future__ import annotations
@@ -18,18 +18,20 @@ import msgspec
 
 MAX_FILE_BYTES = 1 << 20
 CIPHERS = "ECDHE+AESGCM:ECDHE+CHACHA20"
-"""For TLS 1.2: forward secrecy and authenticated encryption. TLS 1.3 has only such suites."""
+"""The cipher suites for TLS 1.2: those with forward secrecy and authenticated encryption. TLS 1.3
+has no others."""
 
 ALPN = ("http/1.1",)
 VERSIONS = {"1.2": ssl.TLSVersion.TLSv1_2, "1.3": ssl.TLSVersion.TLSv1_3}
 WRITE_BUFFER_BYTES = 64 * 1024
-"""Unsent bytes at which a writer is paused, as without TLS; uvloop would allow 512 KiB."""
+"""Number of unsent bytes at which a writer is paused; the same as without TLS. uvloop would allow
+512 KiB."""
 
 _NO_CHECK_TIME = 0x200000  # X509_V_FLAG_NO_CHECK_TIME, which the ssl module does not name
 
 
 class KeyPair(msgspec.Struct, frozen=True):
-    """The paths of a certificate chain and of its private key, both PEM."""
+    """The paths of a certificate chain and of its private key, both as PEM files."""
 
     certificate: str
     key: str
@@ -55,7 +57,8 @@ class ServerSettings(msgspec.Struct, frozen=True):
 class ClientSettings(msgspec.Struct, frozen=True):
     """The TLS settings of the gateway as a client.
 
-    `ca` None: the system's authorities; `should_verify` False: any server is trusted.
+    ca             path of the certificate authorities; None: the system's
+    should_verify  False: any server is trusted
     """
 
     ca: str | None = None
@@ -77,7 +80,7 @@ class FileProblem(msgspec.Struct, frozen=True):
     """A problem with a file that TLS settings name.
 
     role      certificate, key or ca
-    is_error  the file cannot be used; otherwise this is a warning
+    is_error  whether the file cannot be used; otherwise the problem is a warning
     """
 
     role: str
@@ -326,4 +329,4 @@ def _handshake(server: ssl.SSLContext, client: ssl.SSLContext) -> dict[str, Any]
                 continue
         if len(finished) == len(ends):
             return dict(ends[0].getpeercert() or {})
-    raise ssl.SSLError("the handshake did not complete")
+    raise ssl.SSLError("the TLS handshake that checks the certificate did not complete")

@@ -58,11 +58,12 @@ def parse_duration(text: str) -> float:
     units = [unit for _, unit in parts]
     if any(later >= earlier for earlier, later in pairwise(units)):
         raise UnitError(
-            f"{text!r} is not a duration; write each unit once, the largest first, as in 1m30s"
+            f"{text!r} is not a valid duration; write each unit once, the largest first, as in "
+            "1m30s"
         )
     seconds = sum((number * unit for number, unit in parts), Decimal(0))
     if seconds > MAX_DURATION_S:
-        raise UnitError(f"{text!r} is longer than a year")
+        raise UnitError(f"the duration {text!r} is longer than a year")
     return float(seconds)
 
 
@@ -78,9 +79,9 @@ def parse_size(text: str) -> int:
         raise UnitError(_not_a_size(text))
     size = Decimal(match[1]) * _BYTES[match[2]]
     if size != int(size):
-        raise UnitError(f"{text!r} is not a whole number of bytes")
+        raise UnitError(f"the size {text!r} is not a whole number of bytes")
     if size > MAX_SIZE_BYTES:
-        raise UnitError(f"{text!r} is more than an exbibyte")
+        raise UnitError(f"the size {text!r} is more than an exbibyte")
     return int(size)
 
 

@@ -21,7 +21,7 @@ TIMEOUT_S = 5.0
 class WorkersRollbackTarget:
     """All workers together, as the target of one auto-rollback monitor.
 
-    The last count of a worker still counts when it has ended or does not respond, so totals never
+    The last count of a worker that has ended or does not respond still counts, so totals never
     fall.
     """
 

@@ -29,8 +29,9 @@ DRY_RUN_RESULTS = ("dry_run", "unchanged")
 class ConfigRollout:
     """Applies configuration changes to all workers, one change at a time.
 
-    `running` is the configuration in force, with which new workers start. `on_lost` is called with
-    each worker that may differ from the others and must be replaced.
+    running  the configuration in force, with which new workers start
+    on_lost  function that is called with each worker that may differ from the others and must be
+             replaced
     """
 
     def __init__(
@@ -140,8 +141,8 @@ class ConfigRollout:
     async def put(
         self, text: bytes, headers: Mapping[str, str], options: ChangeOptions = DEFAULT_OPTIONS
     ) -> WorkerResponse:
-        """Apply a configuration text that a client sent to all workers, if `If-Match` matches on
-        the oldest worker.
+        """Apply a configuration text that a client sent to all workers, if `If-Match` matches the
+        version of the oldest worker.
         """
         match = {"If-Match": headers["If-Match"]} if "If-Match" in headers else {}
         return await self._change("/config", text, match, lambda: self._load_sent(text), options)

@@ -1,8 +1,8 @@
 """Merges the metrics of all workers into one scrape, with totals that never fall.
 
-It keeps the last values of every worker that does not respond, and the counters of workers that
-have ended. A total that fell would look like a counter reset. metrics_merge.py merges metric
-families, exposition.py renders them.
+The module keeps the last values of every worker that does not respond, and the counters of workers
+that have ended, because a total that fell would look like a counter reset. metrics_merge.py merges
+metric families, exposition.py renders them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The live view of several workers: merges their metric samples and their status.
 
-Sketches are merged, so that percentiles cover all observations. live_view.py says what the view
-contains.
+Sketches are merged, so that percentiles cover all observations. live_view.py describes the content
+of the view.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from gateway.workers.worker_process import REQUEST_ERRORS, Worker
 
 SAMPLE_TIMEOUT_S = 2.0
 MAX_FIELDS = ("in_flight", "backlog_tokens", "backlog_s")
-"""Fields of an endpoint that every worker knows in full, some of them a moment later."""
+"""Fields of an endpoint that every worker knows completely, though some learn of a change a moment
+later."""
 STATE_FIELDS = ("state", "cause", "slow", "since_s", "available")
 
 Key = TypeVar("Key")
@@ -32,7 +33,7 @@ _decoder = msgspec.msgpack.Decoder(WorkerSample)
 class LiveViewMerger:
     """Merges the metric samples of the `workers` that serve requests.
 
-    It keeps the sums of workers that have ended, so that no total ever falls.
+    The merger keeps the sums of workers that have ended, so that no total ever falls.
     """
 
     def __init__(self, workers: Callable[[], Sequence[Worker]]) -> None:
@@ -52,7 +53,7 @@ class LiveViewMerger:
             if response is not None
         ]
         if not responses:
-            raise LookupError("no worker responds")
+            raise LookupError("no worker process responds")
         self._last |= {worker: mark for worker, (mark, _) in responses}
         for worker in self._last.keys() - set(workers):
             self._ended = sum_samples([*self._ended_samples(), self._last.pop(worker)])

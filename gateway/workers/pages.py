@@ -33,7 +33,9 @@ FORWARDED_HEADERS = ("Content-Type", "ETag")
 
 
 class WorkerGroup(Protocol):
-    """The workers of one machine as the admin server sees them; the supervisor implements it."""
+    """The interface of the workers of one machine as the admin server sees them; the supervisor
+    implements it.
+    """
 
     is_draining: bool
 
@@ -180,7 +182,7 @@ async def _request_all(
 
 
 async def first_response(workers: Iterable[Worker], path: str) -> WorkerResponse:
-    """Return the first successful response of a worker, asking the oldest worker first.
+    """Return the first successful response of a worker; the oldest worker is asked first.
 
     If none is successful, return the last response, or status 503.
     """

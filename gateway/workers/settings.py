@@ -17,13 +17,13 @@ MAX_SETTINGS_BYTES = 16 << 20
 class WorkerLaunchSettings(msgspec.Struct, frozen=True):
     """The settings with which a supervisor starts a worker.
 
-    number       its number among the workers
-    file, text   the configuration's text, and the file name that problems are reported with
+    number       number of the worker among all workers
+    file, text   the configuration's text, and the file name that its problems are reported with
     listener     file descriptor of the inherited API socket
     hub, admin   paths of sockets in the supervisor's folder
-    secret       the key that all workers share
+    secret       secret key that all workers share
     reload_file  the file that a reload reads; None without one
-    version      the number of the configuration version; None for the first worker, which finds it
+    version      number of the configuration version; None for the first worker, which determines it
     drained      names of endpoints that an operator has drained
     """
 

@@ -62,7 +62,7 @@ DRAIN_MARGIN_S = 5.0
 class WorkerSlot:
     """The place of one worker process, which a new process takes when the worker has ended.
 
-    `retry_s` is the delay in seconds before the next restart.
+    retry_s  seconds before the next restart
     """
 
     __slots__ = ("listener", "number", "retry_s", "task", "worker")
@@ -78,7 +78,7 @@ class WorkerSlot:
 class Supervisor:
     """Runs the workers and their admin server; call `start`, then `stop`.
 
-    The attributes `url` and `admin_url` are set once all workers serve.
+    url, admin_url  addresses of both servers, set once all workers serve
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class Supervisor:
     ) -> None:
         """Prepare a supervisor of `count` worker processes.
 
-        `sockets` are those that systemd has opened; all workers share that of the API.
+        sockets  the sockets that systemd has opened; all workers share the API's socket
         """
         self.worker_count = count
         self.is_draining = False
@@ -212,7 +212,9 @@ class Supervisor:
             )
             workers += await asyncio.gather(*(self._start_worker(slot) for slot in others))
         if not all(workers):
-            raise RuntimeError("a worker did not become ready; its messages are above")
+            raise RuntimeError(
+                "a worker process did not become ready; its own messages above give the reason"
+            )
 
     async def stop_being_ready(self) -> None:
         """Report that this gateway is not ready, and go on serving for `timeouts.grace` seconds.
@@ -222,14 +224,18 @@ class Supervisor:
         self.is_draining = True
         grace_s = self.config_rollout.running.config.timeouts.grace or 0.0
         log.info(
-            "SIGTERM: not ready from now on, and still serving for %g s (timeouts.grace)", grace_s
+            "SIGTERM received: readiness checks fail from now on; requests are served for %g "
+            "more seconds (timeouts.grace)",
+            grace_s,
         )
         await asyncio.sleep(grace_s)
 
     async def stop(self) -> None:
         """Let all workers end their requests and stop them, then stop the admin server."""
         started_at, self.is_draining = monotonic(), True
-        log.info("drain begins: %d workers finish their requests", len(self.ready_workers()))
+        log.info(
+            "drain begins: %d worker processes finish their requests", len(self.ready_workers())
+        )
         await self._follow.stop()
         await self._trial.stop()
         await self.auto.stop()
@@ -268,7 +274,7 @@ class Supervisor:
         async with self._rolling:
             for slot in self._slots:
                 await self._renew(slot)
-        log.warning("replaced all %d workers", self.worker_count)
+        log.warning("all %d worker processes have been replaced", self.worker_count)
 
     def _lost(self, worker: Worker) -> None:
         async def renew() -> None:
@@ -287,7 +293,7 @@ class Supervisor:
             slot.task.cancel()
             await asyncio.gather(slot.task, return_exceptions=True)
         if await self._replace(slot) is None:
-            log.error("cannot replace worker %d; the old process continues", slot.number)
+            log.error("worker %d cannot be replaced; the old process continues", slot.number)
             slot.worker = old
         elif old is not None:
             self._retire(old)
@@ -332,7 +338,7 @@ class Supervisor:
             worker = await Worker.start(settings, slot.listener)
         except OSError as error:
             # The system is out of memory, processes or descriptors; a later attempt may succeed.
-            log.error("cannot start worker %d: %s", slot.number, error)
+            log.error("worker %d cannot be started: %s", slot.number, error)
             return None
         is_ready = False
         try:
@@ -367,7 +373,7 @@ class Supervisor:
                 if worker.ready_at is not None and monotonic() - worker.ready_at > STABLE_AFTER_S:
                     slot.retry_s = MIN_RETRY_S
                 log.error(
-                    "worker %d ended (status %s); restarting it in %.1f s",
+                    "worker %d ended (status %s); it is restarted in %.1f s",
                     slot.number,
                     code,
                     slot.retry_s,
@@ -438,7 +444,7 @@ async def _run(
         if signal.SIGTERM in signals:
             await supervisor.stop_being_ready()
     except (OSError, RuntimeError) as error:
-        log.error("cannot serve: %s", error)
+        log.error("the gateway cannot serve: %s", error)
         return 1
     finally:
         for task in tasks:

@@ -1,8 +1,8 @@
 """The entry point of a worker: a gateway that serves on sockets which it inherits from its
 supervisor.
 
-The settings come through a pipe on stdin. The pipe's end means that the supervisor has ended, and
-the worker ends too.
+The settings come through a pipe on stdin. When the pipe closes, the supervisor has ended, and the
+worker ends too.
 """
 
 from __future__ import annotations

@@ -80,7 +80,7 @@ class Worker:
     ) -> WorkerResponse:
         """Send a request to the worker's admin server and return the response.
 
-        Raises one of REQUEST_ERRORS.
+        Raises one of the exceptions in REQUEST_ERRORS if there is no response.
         """
         timeout = aiohttp.ClientTimeout(total=timeout_s)
         request: Any = self._session.request(

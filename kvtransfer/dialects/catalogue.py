@@ -1,6 +1,6 @@
 """The catalogue of all handoff protocols (dialects) by name.
 
-A new one is a module and a line here.
+To add one, write a module for it and add a line here.
 """
 
 from __future__ import annotations

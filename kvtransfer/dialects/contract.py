@@ -65,13 +65,13 @@ class PrefillIdentity(msgspec.Struct, frozen=True):
 class HandoffTerms(msgspec.Struct, frozen=True):
     """The values that the gateway chooses for one KV handoff before it sends a request.
 
-    request_id     the X-Request-Id of both requests
-    number         63 bits, unique among live handoffs, new in every attempt: SGLang's room and
-                   TensorRT-LLM's disaggregated request id
-    chat           True for /v1/chat/completions, False for /v1/completions
-    prefill_host   the host in the prefill endpoint's URL
-    bootstrap      its bootstrap server; None: not configured
-    identity       what is known of the prefill engine; None: nothing yet
+    request_id    the X-Request-Id of both requests
+    number        63-bit number, unique among live handoffs and new in every attempt: SGLang's room
+                  and TensorRT-LLM's disaggregated request id
+    chat          True for /v1/chat/completions, False for /v1/completions
+    prefill_host  the host in the prefill endpoint's URL
+    bootstrap     address of its bootstrap server; None: not configured
+    identity      identity of the prefill engine, as far as known; None: nothing yet
     """
 
     request_id: str
@@ -85,11 +85,11 @@ class HandoffTerms(msgspec.Struct, frozen=True):
 class RequestEdits(msgspec.Struct, frozen=True):
     """Changes to the client's request before it is sent to an engine.
 
-    put       JSON members to add, as returned by encode_members(); the client's members of these
-              names must be removed first
-    drop      the client's members to remove
-    keep      the only members of the client's to send; None: all
-    headers   header lines to add
+    put      JSON members to add, as returned by encode_members(); the client's members of these
+             names must be removed first
+    drop     members of the client's request to remove
+    keep     the only members of the client's request to send; None: all
+    headers  header lines to add
     """
 
     put: bytes = b""
@@ -101,9 +101,9 @@ class RequestEdits(msgspec.Struct, frozen=True):
 class DecodeRequest(msgspec.Struct, frozen=True):
     """The edits of a handoff's decode request, and how to read the token usage in its response.
 
-    reports_own_cache   the decoder reports the prefill engine's cache hits; False: it reports the
-                        transferred KV as a hit
-    transport           how the KV will travel, if the prefill response says so
+    reports_own_cache  whether the decode engine reports the prefill engine's cache hits; False: it
+                       reports the transferred KV as a hit
+    transport          name of the KV transport, if the prefill response states it
     """
 
     edits: RequestEdits
@@ -112,10 +112,10 @@ class DecodeRequest(msgspec.Struct, frozen=True):
 
 
 class UnusableResponse(msgspec.Struct, frozen=True):
-    """A prefill response that is of no use to a decode engine, which must compute the prompt
+    """A prefill response that a decode engine cannot use, so that it must compute the prompt
     itself.
 
-    `reason` is a text for logs.
+    reason  text for logs
     """
 
     reason: str
@@ -130,9 +130,8 @@ class FinishedResponse(msgspec.Struct, frozen=True):
 
 
 class PrefillResponse(msgspec.Struct, frozen=True):
-    """A prefill response, parsed as far as any handoff protocol needs it.
-
-    Absent raw members are `null`.
+    """A prefill response, parsed as far as any handoff protocol needs it. Absent raw members are
+    `null`.
     """
 
     body: bytes
@@ -147,24 +146,25 @@ class PrefillResponse(msgspec.Struct, frozen=True):
 class Dialect(msgspec.Struct, frozen=True):
     """The handoff protocol of one kind of engine, as data and functions.
 
-    engine               the engine kind that speaks it, as named in the configuration
-    order                whether both requests are sent at once
-    needs                what must be known first. Without it the first handoff is sequential
-                         (FIRST_ANSWER) or impossible
-    reads_answer         whether the prefill response is parsed; False: only its end matters
-    can_decode_alone     whether a decode endpoint can serve a whole request
-    abort_frees          whether the engine frees the KV when the prefill request is closed; False:
-                         only its decoder can free it
-    cache_salt_member    the member whose value separates a decode request's cached blocks from
-                         those of all other requests. Another decoder may then be asked for KV
-                         that may be gone by then; None: it may not
-    standalone_members   members for a request that belongs to no handoff, such as a probe
-    prefill              terms -> edits of the prefill request
-    decode               terms, prefill response -> decode request; the response is None if both
-                         requests are sent at once
-    identify             a prefill response, or the bootstrap server's page -> identities by rank
-    check                CONCURRENT only: whether a prefill response means that the KV is kept
-                         for its decoder
+    engine              the kind of engine that uses it, as named in the configuration
+    order               whether both requests are sent at once
+    needs               what must be known first; without it the first handoff is sequential
+                        (FIRST_ANSWER) or impossible
+    reads_answer        whether the prefill response is parsed; False: only its end matters
+    can_decode_alone    whether a decode endpoint can serve a whole request
+    abort_frees         whether the engine frees the KV when the prefill request is closed; False:
+                        only its decode engine can free it
+    cache_salt_member   the member whose value separates a decode request's cached blocks from those
+                        of all other requests, so that another decode engine may be asked for KV
+                        that may be gone by then; None: it may not be asked
+    standalone_members  members for a request that belongs to no handoff, such as a probe
+    prefill             function: terms -> edits of the prefill request
+    decode              function: terms, prefill response -> decode request; the response is None if
+                        both requests are sent at once
+    identify            function: a prefill response, or the bootstrap server's page -> identities
+                        by rank
+    check               function, for the order CONCURRENT only: why a prefill response means that
+                        the KV is not kept for the decode engine
     """
 
     name: str
@@ -215,8 +215,8 @@ _NO_USAGE = _Usage()
 def parse_response(body: bytes) -> PrefillResponse | UnusableResponse:
     """Parse the response to a prefill request.
 
-    Anything but a completion with one choice is an UnusableResponse. So is invalid UTF-8, because
-    members of the response are copied into the decode request.
+    Everything except a completion with one choice becomes an UnusableResponse. So does invalid
+    UTF-8, because members of the response are copied into the decode request.
     """
     try:
         if not body.isascii():

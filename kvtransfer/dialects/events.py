@@ -14,9 +14,9 @@ _any = msgspec.json.Decoder(dict[str, Any]).decode
 def as_events(body: bytes, *, usage: bool) -> bytes:
     """Return a response with one choice as the bytes of server-sent events, including [DONE].
 
-    A chat response has role and content in one delta, then the finish reason. Usage is a separate
-    event, if the client asked for it (`stream_options.include_usage`). Tool calls get an index, as
-    in streams.
+    A chat response becomes one delta with role and content, then the finish reason. Usage is a
+    separate event, if the client asked for it (`stream_options.include_usage`). Tool calls get an
+    index, as in streams.
     """
     response = _any(body)
     choice = response["choices"][0]

@@ -1,8 +1,10 @@
-"""Handoff dialect of SGLang: the same body to both servers at once, matched by a room number.
+"""Handoff dialect of SGLang: the same body is sent to both servers at once, matched by a room
+number.
 
-Source: engines.md D. The room belongs to the prefill engine's bootstrap server. The prefill engine
-limits generation itself. Its response is discarded; it ends when the KV has been taken, and closing
-it drops the KV. Both kinds of server answer 400 without a room, so neither serves requests alone.
+The room belongs to the prefill engine's bootstrap server. The prefill engine limits generation
+itself. Its response is discarded; it ends when the KV has been fetched, and closing it drops the
+KV. Both kinds of server answer 400 to a request without a room, so neither serves whole requests.
+Source: engines.md D.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ STANDALONE: Mapping[str, str | int] = MappingProxyType(
 def prefill(terms: HandoffTerms) -> RequestEdits:
     """Return the edits of a prefill request for SGLang: the bootstrap address and the room number.
 
-    Raises ValueError without a bootstrap address; configuration has one.
+    Raises ValueError without a bootstrap address; the configuration guarantees one.
     """
     if terms.bootstrap is None:
         raise ValueError("a prefill endpoint of SGLang needs a bootstrap address")

@@ -84,11 +84,11 @@ CHAT = _BOTH | {
     ),
 }
 COMPLETIONS = _BOTH | {"prompt", "echo", "suffix", "logprobs", "detokenize"}
-"""The members of the two request models that a client may use.
+"""The members of TensorRT-LLM's two request models that a client may use.
 
-Excluded: `prompt_token_ids`, which would replace the prompt that was counted and admitted; the
-logits of context and generation, a vocabulary of floats per token; `lora_request`, which names a
-path on the engine's disk.
+Excluded are `prompt_token_ids`, which would replace the prompt that was counted and admitted; the
+logits of context and generation, which are a vocabulary of floats per token; and `lora_request`,
+which names a path on the engine's disk.
 """
 
 UNFINISHED = ("length", "not_finished")
@@ -116,7 +116,7 @@ def prefill(terms: HandoffTerms) -> RequestEdits:
     """Return the edits of a context-only request for TensorRT-LLM, without members that it does not
     know.
 
-    max_tokens stays unchanged.
+    The member max_tokens stays unchanged.
     """
     params = {"request_type": "context_only", "disagg_request_id": terms.number}
     return RequestEdits(

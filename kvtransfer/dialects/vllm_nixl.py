@@ -66,8 +66,9 @@ _ASKS = encode_json(
 )
 _ONE_TOKEN = {"max_tokens": b"1", "min_tokens": b"1", "stream": b"false"}
 ONE_TOKEN = encode_members(_ONE_TOKEN)
-"""Members that limit a prefill request to one token, which must not end the sequence: the KV would
-be lost.
+"""Members that limit a prefill request to one token.
+
+That token must not end the sequence, because the KV would be lost.
 """
 
 NOT_FOR_PREFILL = frozenset(
@@ -131,7 +132,7 @@ def _blocks(ids: list[int | list[int]]) -> int:
     except TypeError:
         if set(map(type, ids)) != {int}:
             raise msgspec.ValidationError(
-                "the list mixes block ids with and without a group of layers"
+                "kv_transfer_params mixes block ids with and without a group of layers"
             ) from None
         return len(ids)
 

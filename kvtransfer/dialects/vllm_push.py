@@ -96,10 +96,9 @@ def _identities(answer: PrefillResponse) -> tuple[PrefillIdentity, ...]:
 
 
 def check(answer: PrefillResponse) -> UnusableResponse | None:
-    """Return why a prefill response is unusable: without kv_transfer_params the engine writes no
-    KV.
+    """Return why a prefill response is unusable, or None if it is usable.
 
-    Return None if it has the object.
+    Without kv_transfer_params in the response, the engine writes no KV.
     """
     return (
         None if _identities(answer) else UnusableResponse("the prefill answer promises no transfer")

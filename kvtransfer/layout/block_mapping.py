@@ -1,8 +1,8 @@
 """Computes the mapping of the bytes of the source's KV blocks to the bytes of the sink's blocks.
 
 For some heads of some layers of a token range, it derives the strides of both layouts through a
-block, and the runs in which both advance without a gap. It is arithmetic on numpy arrays.
-reshard.py decides which ranks, layers and tokens go together.
+block, and the runs (byte ranges) in which both advance without a gap. All computation is arithmetic
+on numpy arrays. reshard.py decides which ranks, layers and tokens belong together.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ class ByteRuns(msgspec.Struct, frozen=True):
         """
         if first < 0 or count < 1 or first + count > self.length.size:
             raise IndexError(
-                f"there are no runs {first} to {first + count} among {self.length.size}"
+                f"the byte ranges {first} to {first + count} do not exist; there are "
+                f"{self.length.size}"
             )
         end = first + count
         return ByteRuns(self.src[first:end], self.dst[first:end], self.length[first:end])

@@ -97,23 +97,27 @@ class KvSteps(NamedTuple):
 class KvLayout(msgspec.Struct, frozen=True):
     """The shape of a group's KV cache, and the place of each scalar in it.
 
-    layers         transformer layers with a cache
-    kv_heads       key/value heads of the model (not of a rank); 1 with MLA
-    head_dim       scalars per head; with MLA the latent of one token and layer
-                   (kv_lora_rank + rope dimensions)
-    dtype          type of one scalar
-    block_tokens   tokens per block of the paged cache
-    tp             tensor-parallel ranks; heads are split until each rank has one, then repeated
-    mla            one latent per token instead of keys and values, on every tensor-parallel rank
-    order          order of layers, blocks, heads and tokens in a rank's memory
-    pp             pipeline stages; stage s holds the layers from s * layers // pp on
-    content        where keys and values lie; with MLA there is only one place
-    blocks         blocks of every rank's memory; 0: unknown, if `order` begins with the blocks
-    scale_bytes    bytes of a row's own quantisation scale, which follow its scalars
-    page_format    with PAGES: the name of their format
+    layers        number of transformer layers with a cache
+    kv_heads      key/value heads of the model (not of a rank); 1 with MLA
+    head_dim      scalars per head; with MLA the latent of one token and layer (kv_lora_rank + rope
+                  dimensions)
+    dtype         type of one scalar
+    block_tokens  tokens per block of the paged cache
+    tp            number of tensor-parallel ranks; heads are split until each rank has one, then
+                  repeated
+    mla           whether there is one latent per token instead of keys and values, on every
+                  tensor-parallel rank
+    order         order of layers, blocks, heads and tokens in a rank's memory
+    pp            number of pipeline stages; stage s holds the layers from s * layers // pp on
+    content       where keys and values lie; with MLA there is only one place
+    blocks        number of blocks of every rank's memory; 0: unknown, if `order` begins with the
+                  blocks
+    scale_bytes   bytes of a row's own quantisation scale, which follow its scalars
+    page_format   with PAGES: the name of the pages' format
 
-    Rank (stage, tp rank) has the number stage * tp + tp rank. Its memory has no gaps. Raises
-    ValueError for an impossible shape. The upper bounds keep plans for a peer's layout computable.
+    The rank (stage, tp rank) has the number stage * tp + tp rank. Its memory has no gaps. Raises
+    ValueError for an impossible shape. The upper bounds ensure that plans for a peer's layout can
+    be computed.
     """
 
     layers: int
@@ -133,37 +137,42 @@ class KvLayout(msgspec.Struct, frozen=True):
     def __post_init__(self) -> None:
         for name, maximum in _MAXIMA.items():
             if not 1 <= getattr(self, name) <= maximum:
-                raise ValueError(f"{name} must be 1 to {maximum}, not {getattr(self, name)}")
+                raise ValueError(
+                    f"the KV layout's {name} must be 1 to {maximum}, not {getattr(self, name)}"
+                )
         if self.mla and self.kv_heads != 1:
-            raise ValueError(f"a latent cache has one head, not {self.kv_heads}")
+            raise ValueError(f"a latent (MLA) KV cache has one head, not {self.kv_heads}")
         if max(self.tp, self.kv_heads) % min(self.tp, self.kv_heads):
             raise ValueError(
-                f"{self.kv_heads} heads can be neither split nor repeated evenly "
-                f"over {self.tp} ranks"
+                f"{self.kv_heads} KV heads can be neither split nor repeated evenly over "
+                f"{self.tp} ranks"
             )
         if self.pp > self.layers:
-            raise ValueError(f"{self.layers} layers are too few for {self.pp} stages")
+            raise ValueError(f"{self.layers} layers are too few for {self.pp} pipeline stages")
         self._check_memory()
 
     def _check_memory(self) -> None:
         if not 0 <= self.blocks <= _MAX_BLOCKS or not 0 <= self.scale_bytes <= _MAX_SCALE_BYTES:
             raise ValueError(
-                f"blocks {self.blocks} or scale_bytes {self.scale_bytes} is out of range"
+                f"the KV layout's blocks ({self.blocks}) or scale_bytes ({self.scale_bytes}) is "
+                "out of range"
             )
         if not (self.blocks or self.order.is_block_outermost):
-            raise ValueError(f"the order {self.order} needs the number of blocks")
+            raise ValueError(f"the memory order {self.order} requires the number of blocks")
         has_pages = self.content is KvContent.PAGES
         if has_pages != bool(self.page_format) or len(self.page_format) > _MAX_FORMAT_CHARS:
             raise ValueError(
-                "page_format must be a short name for content pages, and empty for any other"
+                "page_format must be a short name if the content is pages, and empty otherwise"
             )
         if self.mla and not has_pages:
             return
         inner = self.order.value[-3:]
         if self.content in (KvContent.HEADS, KvContent.PAGES) and inner == "nhc":
-            raise ValueError(f"content {self.content} is not possible in the order {self.order}")
+            raise ValueError(
+                f"the content {self.content} is not possible in the memory order {self.order}"
+            )
         if self.content is KvContent.PLANES and inner not in ("hnc", "nhc"):
-            raise ValueError(f"content planes is not possible in the order {self.order}")
+            raise ValueError(f"the content planes is not possible in the memory order {self.order}")
 
     @property
     def ranks(self) -> int:
@@ -205,7 +214,7 @@ class KvLayout(msgspec.Struct, frozen=True):
         Raises IndexError for a stage that does not exist.
         """
         if not 0 <= stage < self.pp:
-            raise IndexError(f"there is no stage {stage}: the layout has {self.pp}")
+            raise IndexError(f"there is no pipeline stage {stage}; the layout has {self.pp}")
         return range(stage * self.layers // self.pp, (stage + 1) * self.layers // self.pp)
 
     def heads_of(self, tp_rank: int) -> range:
@@ -214,7 +223,9 @@ class KvLayout(msgspec.Struct, frozen=True):
         Raises IndexError for a rank that does not exist.
         """
         if not 0 <= tp_rank < self.tp:
-            raise IndexError(f"there is no rank {tp_rank}: the layout has {self.tp}")
+            raise IndexError(
+                f"there is no tensor-parallel rank {tp_rank}; the layout has {self.tp}"
+            )
         first = tp_rank * self.kv_heads // self.tp
         return range(first, first + self.rank_heads)
 
@@ -262,8 +273,8 @@ class KvLayout(msgspec.Struct, frozen=True):
         """Return why a cache of layout `other` cannot be converted to this layout; None if it can.
 
         Ranks, stages, block size, order and the places of keys and values may differ; resharding
-        converts them. Shape and type may not: bytes of another type would decode as garbage without
-        an error. Nor may anything inside pages.
+        converts them. Shape and type must be equal, because bytes of another type would be decoded
+        as garbage without an error. The content of pages must be equal too.
         """
         names = ["mla", "layers", "kv_heads", "head_dim", "dtype", "scale_bytes"]
         if KvContent.PAGES in (self.content, other.content):

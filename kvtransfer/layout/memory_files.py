@@ -1,7 +1,7 @@
 """KV memory in memory files (memfd) that peers on the same host can map.
 
-A file holds the blocks and then, from the next page on, their generations (owner counters). A
-mapping by a peer sees changes of both.
+A file contains the blocks and, from the next memory page on, the generations of the blocks
+(counters of owner changes). A peer that maps the file sees changes of both.
 """
 
 from __future__ import annotations
@@ -80,7 +80,9 @@ class MemoryFileRegion(Region):
 
 def _file_bytes(blocks: int, block_bytes: int) -> int:
     if blocks < 1 or block_bytes < 1:
-        raise RegionError(f"a region needs blocks, not {blocks} of {block_bytes} bytes")
+        raise RegionError(
+            f"a KV region of {blocks} blocks with {block_bytes} bytes each is impossible"
+        )
     return _generations_offset(blocks, block_bytes) + 4 * blocks
 
 
@@ -101,12 +103,17 @@ def _check_file(fd: int, size: int) -> None:
     #
     # Reading past the end of a file that its owner has shrunk would kill this process (SIGBUS).
     if os.fstat(fd).st_size != size:
-        raise RegionError(f"the peer's memory file has {os.fstat(fd).st_size} bytes, not {size}")
+        raise RegionError(
+            f"the peer's memory file has {os.fstat(fd).st_size} bytes instead of {size}"
+        )
     try:
         seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
     except OSError as error:
         raise RegionError(
-            "the peer's memory file does not support seals, so its size may change: not mapped"
+            "the peer's memory file is not mapped, because it does not support seals and its "
+            "size may change"
         ) from error
     if seals & _SEALS != _SEALS:
-        raise RegionError(f"the peer's memory file is not sealed: seals {seals:#x}")
+        raise RegionError(
+            f"the peer's memory file is not mapped, because it lacks seals (it has {seals:#x})"
+        )

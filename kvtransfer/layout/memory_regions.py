@@ -27,10 +27,12 @@ class RegionError(Exception):
 class Region:
     """The memory of one rank's KV blocks, and the blocks' generations.
 
-    bytes        uint8 (blocks * block_bytes,): the layout decides where a block lies in it
-    generations  uint32 (blocks,): incremented when a block changes owner; wraps around
+    bytes        uint8 array (blocks * block_bytes,); the layout decides where a block lies in it
+    generations  uint32 array (blocks,): counters that are incremented when a block changes owner;
+                 they wrap around
     address      address of the first byte, for iovecs and memory registration
-    fd           memory file that peers on this host can map; None: no such file
+    fd           file descriptor of the memory file that peers on this host can map; None: no such
+                 file
     """
 
     __slots__ = ("address", "block_bytes", "bytes", "fd", "generations", "name")
@@ -60,7 +62,10 @@ class Region:
         """
         data = np.frombuffer(buffer, dtype=np.uint8)
         if data.size % block_bytes or not data.flags.writeable:
-            raise RegionError(f"{name}: {data.size} bytes are not writable blocks of {block_bytes}")
+            raise RegionError(
+                f"the memory of region {name} ({data.size} bytes) must be "
+                f"writable and consist of blocks of {block_bytes} bytes"
+            )
         return Region(data, np.zeros(data.size // block_bytes, np.uint32), block_bytes, name)
 
     @property

@@ -39,7 +39,7 @@ _MOST_BLOCK = 1 << 31
 class LayoutMismatch(Exception):
     """Raised when a KV cache of one layout cannot be converted to another layout.
 
-    The message names the field.
+    The message names the field that differs.
     """
 
 
@@ -47,7 +47,8 @@ class PlannedWindow(NamedTuple):
     """A part of a transfer plan that is sent as one piece: byte ranges of one rank pair in a layer
     group.
 
-    `pair` is the number of the rank pair. The runs are [first, first + n_runs) in the plan.
+    `pair` is the number of the rank pair. The window contains the runs [first, first + n_runs) of
+    the plan.
     """
 
     pair: int
@@ -152,7 +153,7 @@ class TransferPlan:
         """
         pairs = len(self._shares[self._band(group)])
         if not 0 <= pair < pairs:
-            raise IndexError(f"there is no pair {pair}: the group has {pairs}")
+            raise IndexError(f"there is no rank pair {pair}; the layer group has {pairs}")
         return self._cached_runs(group, pair)
 
     def group_bytes(self, group: int) -> int:
@@ -204,7 +205,9 @@ class TransferPlan:
         #
         # Raises IndexError for a group that does not exist.
         if not 0 <= group < self.groups:
-            raise IndexError(f"there is no group {group}: the plan has {self.groups}")
+            raise IndexError(
+                f"there is no layer group {group}; the transfer plan has {self.groups}"
+            )
         return group // len(self._chunk_tokens)
 
 
@@ -243,13 +246,16 @@ def plan_transfer(
     if reason is not None:
         raise LayoutMismatch(reason)
     if not 0 <= skip_tokens < tokens:
-        raise ValueError(f"tokens {skip_tokens} to {tokens} are not a valid range")
+        raise ValueError(f"{skip_tokens} to {tokens} is not a valid range of tokens")
     if src.content is KvContent.PAGES and skip_tokens % src.block_tokens:
-        raise ValueError(f"pages of {src.block_tokens} tokens cannot move from token {skip_tokens}")
+        raise ValueError(
+            f"a transfer of whole pages of {src.block_tokens} tokens cannot begin "
+            f"at token {skip_tokens}"
+        )
     from_blocks = _checked(src_blocks, src, tokens, "source")
     to_blocks = _checked(dst_blocks, dst, tokens, "sink")
     if sorted_distinct(to_blocks).size != to_blocks.size:
-        raise ValueError("a block of the sink is listed twice")
+        raise ValueError("the sink's list of blocks contains a block twice")
     end = min(-(-tokens // layout.block_tokens) * layout.block_tokens for layout in (src, dst))
     covered = range(skip_tokens, end)
     if group_layers is None:
@@ -263,7 +269,7 @@ def plan_transfer(
     limits = _Limits(max_run_bytes, max_runs)
     plan = TransferPlan(src, dst, segments, covered, group_layers, limits, ranks)
     if not plan.n_bytes:
-        raise ValueError(f"rank {ranks.src} has nothing for rank {ranks.dst}")
+        raise ValueError(f"source rank {ranks.src} has no KV for sink rank {ranks.dst}")
     return plan
 
 
@@ -317,11 +323,11 @@ def _checked(blocks: Blocks, layout: KvLayout, tokens: int, side: str) -> Offset
     numbers = np.asarray(blocks)
     count = -(-tokens // layout.block_tokens)
     if numbers.ndim != 1 or numbers.size < count:
-        raise ValueError(f"{tokens} tokens do not fit into {numbers.size} blocks of the {side}")
+        raise ValueError(f"{tokens} tokens do not fit into the {numbers.size} blocks of the {side}")
     numbers = numbers[:count]
     limit = layout.blocks or _MOST_BLOCK
     if numbers.dtype.kind not in "iu" or numbers.min() < 0 or numbers.max() >= limit:
-        raise ValueError(f"the {side} has an invalid block number")
+        raise ValueError(f"the {side}'s list of blocks contains an invalid block number")
     return numbers.astype(np.int64)
 
 

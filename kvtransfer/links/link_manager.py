@@ -49,12 +49,12 @@ log = logging.getLogger("penstock")
 
 
 class LinkManager:
-    """The links of one agent: connections to other agents, which it opens over the first of
+    """The links of one agent: its connections to other agents, opened over the first of
     `transports`.
 
     books    the sink, the source and the counters of the agent
     lock     the agent's lock
-    execute  executes the commands that messages cause
+    execute  function that executes the commands that messages cause
     """
 
     def __init__(
@@ -195,7 +195,7 @@ class LinkManager:
                 return
             now = self._clock.now()
             log.info(
-                "kv %s: link to %s (%s) ends: %s %s",
+                "kv: agent %s: the link to %s (%s) ends: %s %s",
                 self.card.agent,
                 peer_link.peer,
                 link.transport,
@@ -261,7 +261,7 @@ class LinkManager:
             # Whatever fails, waiting transfers must be informed.
             if not isinstance(error, TransportError | RuntimeError):
                 log.exception(
-                    "kv %s: opening a link to %s by transport %s",
+                    "kv: agent %s: opening a link to %s by transport %s failed",
                     self.card.agent,
                     dialling.address,
                     dialling.transport.name,
@@ -388,7 +388,8 @@ class LinkManager:
     ) -> list[Command]:
         if not isinstance(message, Beat):
             raise ProtocolError(
-                f"{type(message).__name__} on a lane, which carries only windows and beats"
+                f"a {type(message).__name__} message arrived on a lane, which may carry only "
+                "windows and heartbeats"
             )
         if not peer_link.has_received:
             peer_link.has_received, first.is_dialling_lane = True, False
@@ -398,7 +399,12 @@ class LinkManager:
     def _retry_lane(self, first: PeerLink, detail: str) -> None:
         # Dial another lane (parallel connection) after one has failed or ended before it was used.
         if first.link in self._peer_links and first.failed_lanes <= _MAX_FAILED_LANES:
-            log.warning("kv %s: a lane to %s failed: %s", self.card.agent, first.peer, detail)
+            log.warning(
+                "kv: agent %s: a lane (parallel link) to %s failed: %s",
+                self.card.agent,
+                first.peer,
+                detail,
+            )
             self._dial_lane(first)
 
     def _lose_lane(self, peer_link: PeerLink, first: PeerLink, detail: str) -> None:
@@ -444,7 +450,7 @@ class LinkManager:
         if fallback is not None and self._peer_links.pop(fallback.link, None) is not None:
             fallback.link.close()
         log.info(
-            "kv %s: linked to %s by transport %s",
+            "kv: agent %s: the link to %s now uses the transport %s",
             self.card.agent,
             peer.agent,
             peer_link.link.transport,
@@ -489,7 +495,12 @@ class LinkManager:
         if fallback.link not in self._peer_links:
             # Transfers that waited for the fallback have ended. Later ones wait for another link.
             return []
-        log.warning("kv %s: no better link to %s: %s", self.card.agent, address, detail)
+        log.warning(
+            "kv: agent %s: a better link to %s could not be opened: %s",
+            self.card.agent,
+            address,
+            detail,
+        )
         self._tally.faults["fallback"] += 1
         return self._use(fallback)
 
@@ -523,7 +534,7 @@ class LinkManager:
                 return self._source.on_landed(link, message, now)
             case Credit(), False:
                 return self._source.on_credit(link, message, now)
-        raise ProtocolError(f"{type(message).__name__} is not allowed in this direction")
+        raise ProtocolError(f"a {type(message).__name__} message is not allowed in this direction")
 
     def _beat(self, due: float, send_beat: bool = True) -> None:
         # Send heartbeats, and drop links whose peers have been silent for too long.

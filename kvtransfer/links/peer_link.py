@@ -1,7 +1,8 @@
-"""The state of one link (connection to another agent): the agent, its last sign of life, its
+"""The state of one link (connection to another agent): the agent, when it was last heard of, its
 messages.
 
-The main class is PeerLink. link_manager.py gives messages their meaning; transports/ has the links.
+The main class is PeerLink. link_manager.py interprets the messages; transports/ implements the
+links.
 """
 
 from __future__ import annotations
@@ -20,11 +21,12 @@ from kvtransfer.util.options import AgentOptions
 class DialRequest(msgspec.Struct, frozen=True, eq=False):
     """A request to connect to another agent.
 
-    where      the peer's address for `transport`
-    address    the peer's address as engines know it
-    fallback   the link to use instead if this one fails; None: there is none
-    lane_of    the link whose windows of KV this one will share; None: a link of its own
-    redials    earlier connections to `where` that ended before the peer showed its identity
+    where     the peer's address for `transport`
+    address   the peer's address as engines know it
+    fallback  the link to use instead if this one fails; None: there is none
+    lane_of   the link whose windows of KV the new link will share; None: a link of its own
+    redials   number of earlier connections to `where` that ended before the peer proved its
+              identity
     """
 
     transport: Transport
@@ -45,16 +47,16 @@ class DialRequest(msgspec.Struct, frozen=True, eq=False):
 class PeerLink:
     """A link, and what this agent knows of the other agent at its end.
 
-    is_proven          whether both ends have proven their identity
-    is_in_use          whether the sink's logic uses the link
-    is_handling        whether the link's thread is handling a message, and may be waiting for the
-                       lock
-    has_received       whether the peer has sent a message since the link came into use
-    dial_request       what the link was dialled for; None: the peer dialled
-    lanes              parallel links that share its windows
-    lane_owner         for such a lane: the link whose windows it shares
-    is_dialling_lane   whether a lane is being dialled
-    failed_lanes       number of lanes that failed
+    is_proven         whether both ends have proven their identity
+    is_in_use         whether the sink's logic uses the link
+    is_handling       whether the link's thread is handling a message, and may be waiting for the
+                      lock
+    has_received      whether the peer has sent a message since the link came into use
+    dial_request      the request for which the link was opened; None: the peer opened it
+    lanes             parallel links that share its windows
+    lane_owner        for such a lane: the link whose windows it shares
+    is_dialling_lane  whether a lane is being opened
+    failed_lanes      number of lanes that failed
     """
 
     __slots__ = (
@@ -104,18 +106,17 @@ class PeerLink:
         )
 
     def send(self, message: Message) -> None:
-        """Sign and send a message in one step, because signatures are counted.
-
-        Callable on any thread.
+        """Sign and send a message in one step, because signatures contain a counter. Callable on
+        any thread.
         """
         with self._sending:
             self.link.send(self.session.seal(message))
 
     def is_silent(self, now: float, late_s: float, options: AgentOptions) -> bool:
-        """Return whether the agent at the other end has been silent for too long; call it twice per
-        heartbeat.
+        """Return whether the agent at the other end has been silent for too long; call this twice
+        per heartbeat.
 
-        A peer is not blamed for `late_s`, the seconds by which the caller itself is late, nor for
+        The peer is not blamed for `late_s`, the seconds by which the caller itself is late, nor for
         messages that wait to be handled here. Before its proof of identity, received bytes do not
         extend its time.
         """
@@ -140,10 +141,10 @@ def incompatibility(
 
 
 def wrong_peer_error(peer_link: PeerLink) -> tuple[EndReason, str] | None:
-    """Return an error if a link reached another agent than expected; None if not.
+    """Return an error if a link reached another agent than the expected one, else None.
 
-    The link over which the address was found names the expected agent. An address that one host
-    reports may mean another agent on this host.
+    The link over which the address was learnt names the expected agent. An address that another
+    host reports may mean a different agent on this host.
     """
     parent = None if peer_link.dial_request is None else peer_link.dial_request.parent
     if parent is None or parent.has_same_peer(peer_link):

@@ -1,6 +1,6 @@
-"""Limits the links whose peer has not shown the fleet's key, in total and per client address.
+"""Limits the links whose peer has not yet shown the fleet's key, in total and per client address.
 
-protocol/session.py checks the proof; peer_link.py limits its time.
+protocol/session.py checks the proof; peer_link.py limits the time for it.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ class UnprovenLinks:
     """A limited set of connections whose peer has not proven its identity; a new one can always be
     added.
 
-    If its address has `per_address` links, the oldest of them is dropped. Otherwise, if there are
-    `most` links in total, the oldest link of the address with the most links is dropped.
+    If the address of the new link has `per_address` links already, the oldest of them is dropped.
+    Otherwise, if there are `most` links in total, the oldest link of the address with the most
+    links is dropped.
     """
 
     def __init__(self, most: int, per_address: int) -> None:

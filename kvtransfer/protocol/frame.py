@@ -5,10 +5,10 @@
     header
     payload, and after it (only for a window) a trailer: verdict u8 | 0 | 16 bytes of proof
 
-A message is a header without a payload. A window's header says which runs of the plan follow; its
-trailer carries what the source learnt while reading its memory. Numbers are little-endian. A
-checksum finds damaged bytes, not forged ones. transports/stream/inbound.py decides where payloads
-go.
+A message is a header without a payload. A window's header names the runs of the plan that follow;
+its trailer states whether the source's blocks changed while they were read. Numbers are
+little-endian. A checksum finds damaged bytes, not forged ones. transports/stream/inbound.py decides
+where payloads are written.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ PROOF_BYTES = 16
 
 
 class FrameError(Exception):
-    """Raised when bytes are not a valid frame, so that nothing further from this connection can be
+    """Raised when bytes are not a valid frame, so that no further bytes of this connection can be
     trusted.
     """
 
@@ -61,8 +61,8 @@ class FrameKind(IntEnum):
 
 
 class PayloadProof(IntEnum):
-    """How the payload of a frame is proven to be intact, in the frame's trailer: not, by a
-    checksum, or by a tag.
+    """How the trailer of a frame proves that its payload is intact: not at all, by a checksum, or
+    by an authentication tag.
     """
 
     NONE = 0
@@ -116,7 +116,7 @@ def encode_window_frame(head: WindowHead, payload_bytes: int, proof: PayloadProo
             _FIELDS_AND_HEAD.pack(FrameKind.WINDOW, proof, 0, _HEAD.size, payload_bytes, *fields)
         )
     except struct.error as error:
-        raise FrameError(f"{head} does not fit into a header: {error}") from error
+        raise FrameError(f"the window header {head} cannot be encoded: {error}") from error
 
 
 def decode_header(data: memoryview, limits: FrameLimits) -> FrameHeader:
@@ -126,24 +126,24 @@ def decode_header(data: memoryview, limits: FrameLimits) -> FrameHeader:
     """
     magic, checksum, kind, proof, zero, header_bytes, payload_bytes = _PREAMBLE.unpack_from(data)
     if magic != _MAGIC or zero:
-        raise FrameError("not a frame: wrong magic")
+        raise FrameError("the received bytes are not a frame: wrong magic number")
     if header_bytes > limits.header_bytes:
         raise FrameError(
-            f"a header of {header_bytes} bytes is over the limit of {limits.header_bytes}"
+            f"a frame header of {header_bytes} bytes exceeds the limit of {limits.header_bytes}"
         )
     if payload_bytes > limits.payload_bytes:
         raise FrameError(
-            f"a payload of {payload_bytes} bytes is over the limit of {limits.payload_bytes}"
+            f"a frame payload of {payload_bytes} bytes exceeds the limit of {limits.payload_bytes}"
         )
     if not (kind in _KINDS and proof < len(_PROOFS)):
-        raise FrameError(f"unknown frame: kind {kind} with proof {proof}")
+        raise FrameError(f"a frame has the unknown kind {kind} or proof {proof}")
     return FrameHeader(_KINDS[kind], _PROOFS[proof], header_bytes, payload_bytes, checksum)
 
 
 def verify_header(data: memoryview, announced: FrameHeader) -> None:
     """Raise FrameError unless a frame's preamble and header match their checksum."""
     if xxhash.xxh3_64_intdigest(data[_CHECKED.size :]) != announced.checksum:
-        raise FrameError("the frame is damaged: checksum differs")
+        raise FrameError("a frame is damaged: its checksum differs")
 
 
 def pack_head(head: WindowHead) -> bytes:
@@ -153,13 +153,13 @@ def pack_head(head: WindowHead) -> bytes:
             head.transfer, head.group, head.pair, head.first, head.count, head.n_bytes
         )
     except struct.error as error:
-        raise FrameError(f"{head} does not fit into a header: {error}") from error
+        raise FrameError(f"the window header {head} cannot be encoded: {error}") from error
 
 
 def unpack_head(header: bytes | memoryview) -> WindowHead:
     """Decode a WindowHead. Raises FrameError if the bytes are too few."""
     if len(header) < _HEAD.size:
-        raise FrameError(f"{len(header)} bytes are not a window's header")
+        raise FrameError(f"{len(header)} bytes are too few for a window header")
     return WindowHead(*_HEAD.unpack_from(header))
 
 

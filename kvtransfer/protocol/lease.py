@@ -4,8 +4,8 @@
     EXPIRED     the deadline passed in any state before RELEASED
     REVOKED     given up: the client left, a transfer failed, a group died
 
-Contains a table of transitions and the function `advance` that applies it. The owner of a lease
-feeds it events and acts on the resulting state; there are no timers, blocks or messages here.
+The module contains a table of transitions and the function `advance` that applies it. The owner of
+a lease passes events to it and acts on the resulting state; it has no timers, blocks or messages.
 """
 
 from __future__ import annotations
@@ -82,8 +82,8 @@ _TIMELESS = frozenset({LeaseEvent.EXPIRE, LeaseEvent.REVOKE, LeaseEvent.RELEASE}
 
 
 class LeaseError(Exception):
-    """Raised for an event that is illegal in the lease's state, after the deadline, or as an early
-    expiry.
+    """Raised for an event that the lease's state does not allow, that comes after the deadline, or
+    for an expiry before it.
     """
 
 
@@ -103,19 +103,23 @@ class Lease(msgspec.Struct, frozen=True):
 def advance(lease: Lease, event: LeaseEvent, now: float, deadline: float | None = None) -> Lease:
     """Return the lease on KV after `event` at time `now`; the event RENEW takes the new `deadline`.
 
-    Raises LeaseError if the event is illegal. After the deadline most events are, even before a
-    timer has fired. Otherwise a slow reader could read blocks that already have a new owner.
+    Raises LeaseError if the event is illegal. After the deadline most events are illegal, even
+    before a timer has fired. Otherwise a slow reader could read blocks that already have a new
+    owner.
     """
     after = TRANSITIONS.get((lease.state, event))
     if after is None:
-        raise LeaseError(f"lease {lease.id} is {lease.state}: it cannot {event}")
+        raise LeaseError(
+            f"the event {event} is not allowed for lease {lease.id} in the state {lease.state}"
+        )
     if now >= lease.deadline and event not in _TIMELESS:
         raise LeaseError(
-            f"lease {lease.id} ran out {now - lease.deadline:.3f} s ago: it cannot {event}"
+            f"the event {event} is not allowed for lease {lease.id}, which expired "
+            f"{now - lease.deadline:.3f} s ago"
         )
     if event is LeaseEvent.EXPIRE and now < lease.deadline:
         raise LeaseError(
-            f"lease {lease.id} has {lease.deadline - now:.3f} s left: it cannot expire"
+            f"lease {lease.id} cannot expire, because {lease.deadline - now:.3f} s are left"
         )
     if event is LeaseEvent.RENEW:
         if deadline is None or deadline < lease.deadline:

@@ -45,14 +45,15 @@ class ProtocolError(Exception):
 class AgentCard(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """The identity of an agent, as sent to its peers.
 
-    agent       its name
-    epoch       random bytes, drawn at every start
-    layout      KV layout of its group
-    family      what else must be equal, like the layout: weights, quantisation
-    host        equal exactly on one machine
-    addresses   by transport, where else the agent can be dialled
-    rank        the only rank that this agent has; -1: all ranks of the layout
-    group       the same at the agents of all ranks of one group, and at no other agent
+    agent      name of the agent
+    epoch      random bytes, drawn at every start
+    layout     KV layout of its group
+    family     string that must also be equal at both agents: weights, quantisation
+    host       identifier of the machine: equal exactly for agents on one machine
+    addresses  further addresses of the agent by transport
+    rank       the only rank that this agent has; -1: all ranks of the layout
+    group      identifier that is the same at the agents of all ranks of one group, and at no other
+               agent
     """
 
     agent: Name
@@ -73,9 +74,10 @@ class AgentCard(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
 class LinkHello(msgspec.Struct, frozen=True, array_like=True, tag=1, forbid_unknown_fields=True):
     """The first message on a connection between two agents, from the sink (receiver of KV).
 
-    `budget_bytes` is how many bytes the source may have in flight on the connection and its
-    parallel lanes. The format is the same in every version, so that another version can be detected
-    and reported.
+    budget_bytes  bytes that the source may have in flight on the connection and its parallel lanes
+
+    The format is the same in every protocol version, so that another version can be detected and
+    reported.
     """
 
     version: Id
@@ -87,7 +89,7 @@ class LinkHello(msgspec.Struct, frozen=True, array_like=True, tag=1, forbid_unkn
 class Lane(msgspec.Struct, frozen=True, array_like=True, tag=11, forbid_unknown_fields=True):
     """The first message on a further, parallel connection (lane), from the sink.
 
-    `lane_of` is the nonce of the LinkHello of the link to which the lane belongs.
+    lane_of  the nonce in the LinkHello of the link to which the lane belongs
     """
 
     version: Id
@@ -120,12 +122,12 @@ class Beat(msgspec.Struct, frozen=True, array_like=True, tag=4, forbid_unknown_f
 class Invite(msgspec.Struct, frozen=True, array_like=True, tag=5, forbid_unknown_fields=True):
     """The sink's message that lets a source write the KV of the offer `name` into its blocks.
 
-    skip_tokens    tokens at the start that are not needed
-    wait_s         seconds that the invitation may wait for its offer
-    slack_s        urgency among transfers of the same priority: seconds to the deadline
-    window_bytes   the largest piece that is sent at once, except for a single longer byte range
-    ticket         permission to fetch the offer; None: by its name
-    grant          data that lets the source write into the blocks (rdma: keys)
+    skip_tokens   number of tokens at the start that are not needed
+    wait_s        seconds that the invitation may wait for its offer
+    slack_s       urgency among transfers of the same priority: seconds to the deadline
+    window_bytes  maximum bytes sent at once, except for a single longer byte range
+    ticket        permission to fetch the offer; None: it is fetched by its name
+    grant         data that let the source write into the blocks (rdma: keys)
     """
 
     transfer: Id
@@ -144,7 +146,7 @@ class Invite(msgspec.Struct, frozen=True, array_like=True, tag=5, forbid_unknown
 class Accept(msgspec.Struct, frozen=True, array_like=True, tag=6, forbid_unknown_fields=True):
     """The source's message that a KV transfer begins; both ends can now compute the same plan.
 
-    `layouts` is the fingerprint of the two layouts that the source plans with.
+    layouts  fingerprint of the two layouts with which the source plans
     """
 
     transfer: Id
@@ -155,9 +157,8 @@ class Accept(msgspec.Struct, frozen=True, array_like=True, tag=6, forbid_unknown
 
 
 class StopTransfer(msgspec.Struct, frozen=True, array_like=True, tag=7, forbid_unknown_fields=True):
-    """A message of either side that a KV transfer has ended without success.
-
-    It also refuses an invitation.
+    """A message of either side that a KV transfer has ended without success, or that refuses an
+    invitation.
     """
 
     transfer: Id
@@ -222,26 +223,30 @@ def decode(data: bytes | memoryview) -> Message:
     """
     if len(data) > MAX_MESSAGE_BYTES:
         raise ProtocolError(
-            f"a message of {len(data)} bytes is over the limit of {MAX_MESSAGE_BYTES}"
+            f"a message of {len(data)} bytes exceeds the limit of {MAX_MESSAGE_BYTES}"
         )
     try:
         message = _DECODER.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, OverflowError) as error:
-        raise ProtocolError(f"invalid message: {error}") from error
+        raise ProtocolError(f"a received message is invalid: {error}") from error
     # Checked here because the blocks are read much later, possibly on the engine's own thread.
     if isinstance(message, Invite | Accept) and len(message.blocks) % 4:
-        raise ProtocolError(f"{len(message.blocks)} bytes are not a list of blocks")
+        raise ProtocolError(
+            f"a received list of blocks has an invalid length of {len(message.blocks)} bytes"
+        )
     return message
 
 
 def check_texts(name: str, ticket: str | None = None) -> None:
     """Raise ValueError for a name or ticket that no message can carry.
 
-    Names come from outside, and a peer closes the link on an invalid message.
+    Names come from outside this package, and a peer closes the link when it receives an invalid
+    message.
     """
     if not 1 <= len(name) <= _MOST_NAME or len(ticket or "") > _MOST_TICKET:
         raise ValueError(
-            f"a name has 1 to {_MOST_NAME} characters, a ticket at most {_MOST_TICKET}"
+            f"the name of an offer must have 1 to {_MOST_NAME} characters, and a ticket at most "
+            f"{_MOST_TICKET}"
         )
     (
         name + (ticket or "")
@@ -250,9 +255,11 @@ def check_texts(name: str, ticket: str | None = None) -> None:
 
 
 def check_seconds(what: str, seconds: float) -> None:
-    """Raise ValueError for a negative or infinite time or NaN, which would hold blocks for ever."""
+    """Raise ValueError for a negative or infinite time or NaN, with which blocks would be held for
+    ever.
+    """
     if not 0.0 <= seconds < inf:
-        raise ValueError(f"{what} needs a finite time in seconds, not {seconds}")
+        raise ValueError(f"{what} must be a finite time in seconds, not {seconds}")
 
 
 def make_stop(transfer: int, reason: EndReason, detail: str) -> StopTransfer:

@@ -11,7 +11,9 @@ import msgspec
 
 
 class OutcomeKind(StrEnum):
-    """The ways in which a KV transfer can end. The KV may only be decoded after LANDED."""
+    """The ways in which a KV transfer can end. The KV may be used for decoding only after
+    LANDED.
+    """
 
     LANDED = "landed"
     FAILED = "failed"

@@ -37,7 +37,8 @@ _RANDOM_BYTES = 8  # random part of a greeting; the other 8 bytes are its tag
 def greeting_nonce(key: bytes, random: bytes) -> bytes:
     """Return a nonce for a first message that shows the key: 8 random bytes and their HMAC tag.
 
-    It can be replayed, so it is no proof. It only decides which new links are served first.
+    The nonce can be replayed, so it is no proof of identity. It only decides which new links are
+    served first.
     """
     random = random[:_RANDOM_BYTES]
     return (
@@ -60,10 +61,10 @@ class LinkSession:
     """The session at one end of a connection between two agents: handshake, keys and message
     counters.
 
-    peer       the other agent's card; None until its identity is proven
-    version    the protocol version that the peer speaks
-    greeting   the nonce of the Hello, which identifies the link at both ends
-    lane_of    the greeting of the link whose lane this is; empty: no lane
+    peer      the other agent's card; None until its identity is proven
+    version   the protocol version that the peer uses
+    greeting  the nonce of the Hello, which identifies the link at both ends
+    lane_of   the greeting of the link to which this lane belongs; empty: the link is no lane
     """
 
     def __init__(
@@ -103,7 +104,7 @@ class LinkSession:
     def handle(self, data: bytes) -> tuple[Message | None, bytes | None]:
         """Handle the next message from the other agent.
 
-        Return the decoded message (None during the handshake) and the bytes to send back, or None.
+        Returns the decoded message (None during the handshake) and the bytes to send back, or None.
         Raises ProtocolError or SealError; the link must then be closed.
         """
         if self.peer is not None:
@@ -113,14 +114,14 @@ class LinkSession:
         if self.is_dialler:
             return None, self._answer_welcome(data)
         if not isinstance(self._open(data), LinkReady):
-            raise ProtocolError("the other agent sent another message than Ready")
+            raise ProtocolError("the other agent sent another message than the expected Ready")
         self.peer = self._claimed
         return None, None
 
     def seal(self, message: Message) -> bytes:
         """Sign a message and return it as bytes.
 
-        It must be called in the order in which messages are sent.
+        Call this in the order in which messages are sent, because signatures contain a counter.
         """
         return self._seal(encode(message))
 
@@ -128,7 +129,7 @@ class LinkSession:
         # Return the Welcome that answers a Hello; the peer's identity is not proven yet.
         if len(data) > MOST_HELLO_BYTES:
             raise ProtocolError(
-                f"a Hello of {len(data)} bytes is over the limit of {MOST_HELLO_BYTES}"
+                f"a Hello message of {len(data)} bytes exceeds the limit of {MOST_HELLO_BYTES}"
             )
         hello = decode(data)
         if isinstance(hello, LinkHello):
@@ -136,7 +137,7 @@ class LinkSession:
         elif isinstance(hello, Lane):
             self.lane_of = hello.lane_of
         else:
-            raise ProtocolError("the other agent sent another message than Hello")
+            raise ProtocolError("the other agent sent another message than the expected Hello")
         self._hello, self._claimed = bytes(data), hello.card
         self.version, self.greeting = hello.version, hello.nonce
         welcome = encode(Welcome(VERSION, self._nonce, self._card))
@@ -150,12 +151,12 @@ class LinkSession:
         body = bytes(data[:-SEAL_BYTES])
         if len(data) > MOST_HELLO_BYTES:
             raise ProtocolError(
-                f"a Welcome of {len(data)} bytes is over the limit of {MOST_HELLO_BYTES}"
+                f"a Welcome message of {len(data)} bytes exceeds the limit of {MOST_HELLO_BYTES}"
             )
         self._derive(body)
         welcome = self._open(data)
         if not isinstance(welcome, Welcome):
-            raise ProtocolError("the other agent sent another message than Welcome")
+            raise ProtocolError("the other agent sent another message than the expected Welcome")
         self.version, self.peer = welcome.version, welcome.card
         return self.seal(LinkReady())
 
@@ -180,6 +181,9 @@ class LinkSession:
             :SEAL_BYTES
         ]
         if not hmac.compare_digest(tag, expected):
-            raise SealError("the signature of a message is invalid: another key, or altered bytes")
+            raise SealError(
+                "the signature of a message is invalid: the other agent has "
+                "another key, or the bytes were altered"
+            )
         self._opened += 1
         return decode(body)

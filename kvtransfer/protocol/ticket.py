@@ -25,8 +25,8 @@ _MAC_BYTES = 32
 _LEAST_KEY_BYTES = 16
 _DOMAIN = b"penstock kv ticket 1\0"
 AHEAD = bytes(16)
-"""Stands for the digest in a ticket that is minted before its offer, when the blocks are unknown.
-"""
+"""The value that replaces the digest in a ticket that is issued before its offer, when the blocks
+are unknown."""
 
 _Name = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 _Nonce = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
@@ -88,7 +88,7 @@ def mint_ahead(
 ) -> str:
     """Return the ticket of an offer that the agent will make later with this nonce.
 
-    Any holder of the key on the agent's host may call it, since `not_after` is on that host's
+    Any holder of the key on the agent's host may call this, because `not_after` is on that host's
     monotonic clock.
     """
     return mint(key, Ticket(offer, agent, epoch, AHEAD, not_after, nonce))
@@ -118,12 +118,12 @@ def mint(key: bytes, ticket: Ticket) -> str:
     body = msgspec.msgpack.encode(ticket)
     text = base64.urlsafe_b64encode(body + _mac(key, body)).rstrip(b"=").decode()
     if len(text) > MAX_CHARS:
-        raise ValueError(f"a ticket of {len(text)} characters is over the limit of {MAX_CHARS}")
+        raise ValueError(f"a ticket of {len(text)} characters exceeds the limit of {MAX_CHARS}")
     return text
 
 
 def check(key: bytes, text: str, now: float, *, epoch: bytes, sink: str | None = None) -> Ticket:
-    """Verify and decode a ticket of this agent, which must be of this epoch, in time and for
+    """Verify and decode a ticket of this agent, which must be of this epoch, not expired, and for
     `sink`.
 
     Raises TicketRefused. No field is read before the HMAC is verified.
@@ -135,7 +135,9 @@ def check(key: bytes, text: str, now: float, *, epoch: bytes, sink: str | None =
     try:
         ticket = _DECODER.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise TicketRefused(TicketRefusal.MALFORMED, "the ticket is of another version") from error
+        raise TicketRefused(
+            TicketRefusal.MALFORMED, "the ticket has another protocol version than this agent"
+        ) from error
     if ticket.epoch != epoch:
         raise TicketRefused(
             TicketRefusal.WRONG_EPOCH, "the ticket was issued before a restart of its source agent"
@@ -144,7 +146,7 @@ def check(key: bytes, text: str, now: float, *, epoch: bytes, sink: str | None =
         raise TicketRefused(TicketRefusal.WRONG_SINK, "the ticket was issued for another agent")
     if not now < ticket.not_after:
         raise TicketRefused(
-            TicketRefusal.EXPIRED, f"the ticket ran out {now - ticket.not_after:.3f} s ago"
+            TicketRefusal.EXPIRED, f"the ticket expired {now - ticket.not_after:.3f} s ago"
         )
     return ticket
 
@@ -152,8 +154,8 @@ def check(key: bytes, text: str, now: float, *, epoch: bytes, sink: str | None =
 class SpentTickets:
     """The tickets that were used, each remembered until it would be refused as expired.
 
-    Every rank of a sink group spends a ticket separately. The number is bounded: further tickets
-    are refused. Not thread-safe.
+    Every rank of a sink group uses a ticket separately. The number of remembered tickets is
+    limited, beyond which further tickets are refused. Not thread-safe.
     """
 
     def __init__(self, most: int = 1 << 18) -> None:
@@ -174,7 +176,12 @@ class SpentTickets:
         if _spent_key(ticket, rank) in self._nonces:
             raise TicketRefused(TicketRefusal.SPENT, "the ticket has already been used")
         if len(self._nonces) >= self._most:
-            raise TicketRefused(TicketRefusal.TOO_MANY, f"{self._most} tickets are in use")
+            raise TicketRefused(
+                TicketRefusal.TOO_MANY,
+                "too many used tickets are remembered "
+                f"({self._most}); further tickets are "
+                "refused for now",
+            )
 
     def spend(self, ticket: Ticket, now: float, rank: int = -1) -> None:
         """Mark a ticket as used. Raises TicketRefused as `check_unspent` does."""
@@ -190,7 +197,7 @@ def _spent_key(ticket: Ticket, rank: int) -> bytes:
 
 def _mac(key: bytes, body: bytes) -> bytes:
     if len(key) < _LEAST_KEY_BYTES:
-        raise ValueError(f"a key of {len(key)} bytes is too short: at least {_LEAST_KEY_BYTES}")
+        raise ValueError(f"a key must have at least {_LEAST_KEY_BYTES} bytes, not {len(key)}")
     return hmac.digest(key, _DOMAIN + body, "sha256")
 
 
@@ -199,7 +206,7 @@ def _decode_text(text: str) -> bytes:
     if not _MAC_BYTES < len(text) <= MAX_CHARS:
         raise TicketRefused(
             TicketRefusal.MALFORMED,
-            f"a ticket has at most {MAX_CHARS} characters, this has {len(text)}",
+            f"a ticket may have at most {MAX_CHARS} characters, not {len(text)}",
         )
     try:
         data = base64.b64decode(text + "=" * (-len(text) % 4), altchars=b"-_", validate=True)

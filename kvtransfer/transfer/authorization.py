@@ -1,7 +1,7 @@
 """Decides whether an agent may fetch an offer of KV, by the offer's ticket or by its name.
 
 A sink needs the offer's ticket, unless the offer names that sink or is public. protocol/ticket.py
-has the ticket format; source.py knows whether the offer still exists.
+defines the ticket format; source.py knows whether the offer still exists.
 """
 
 from __future__ import annotations
@@ -38,9 +38,8 @@ def may_fetch_by_name(spec: OfferSpec, agent: str) -> bool:
 
 
 class Authorizer:
-    """Issues and checks the tickets of one agent, under the fleet's `key`.
-
-    Used by TransferSource.
+    """Issues and checks the tickets of one agent, under the fleet's `key`. TransferSource uses
+    it.
     """
 
     def __init__(self, key: bytes, card: AgentCard, regions: Sequence[Region]) -> None:
@@ -69,9 +68,9 @@ class Authorizer:
     ) -> Ticket | EndReason:
         """Check a ticket (permission to fetch an offer) without using it.
 
-        Returns the decoded ticket, or the reason for refusing it. A valid ticket whose offer does
-        not exist any more is refused as GONE. A ticket that was minted ahead is valid before its
-        offer exists; the caller knows whether the offer has ended.
+        Returns the decoded ticket, or the reason for refusing it. A valid ticket whose offer no
+        longer exists is refused as GONE. A ticket that was issued before its offer is valid even if
+        the offer does not exist yet; the caller knows whether the offer has ended.
         """
         try:
             ticket = check(self._key, text, now, epoch=self._card.epoch, sink=sink.agent)

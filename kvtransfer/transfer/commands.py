@@ -66,7 +66,7 @@ class BumpGenerations(msgspec.Struct, frozen=True):
     """Command of the source to increment the generations (owner counters) of blocks that change
     owner.
 
-    It always precedes the ResolveHandle of the blocks.
+    The command always precedes the ResolveHandle of the blocks.
     """
 
     blocks: NDArray[np.int64]
@@ -75,7 +75,7 @@ class BumpGenerations(msgspec.Struct, frozen=True):
 class ResolveHandle(msgspec.Struct, frozen=True):
     """Command to report the outcome of an offer or a fetch of KV to the engine.
 
-    It is always the last command.
+    It is always the last command of a transfer.
     """
 
     number: int
@@ -105,8 +105,8 @@ class ComputePlan(msgspec.Struct, frozen=True):
     """Command to run a long computation, `work`, without the agent's lock, and call its result
     under the lock.
 
-    The result is called with the current time and returns commands. The state may have changed in
-    the meantime.
+    The result is a function that is called with the current time and returns commands. The state
+    may have changed in the meantime.
     """
 
     work: Callable[[], Callable[[float], list[Command]]]
@@ -137,7 +137,8 @@ def plan_or_defer(
 ) -> list[Command]:
     """Run `work`, which computes a plan of this many blocks and rank pairs, now or later.
 
-    Returns the commands of a small plan, or a command to compute a large one.
+    Returns the commands that follow from a small plan, or a command to compute a large one without
+    the lock.
     """
     short = blocks <= _MAX_INLINE_BLOCKS and pairs <= _MAX_INLINE_PAIRS
     return work()(now) if short else [ComputePlan(work)]

@@ -65,7 +65,10 @@ class SendCredits:
         """
         in_flight = self._by_transfer.get(transfer, 0)
         if not 0 <= n_bytes <= in_flight:
-            raise ValueError(f"credit for {n_bytes} bytes returned, but {in_flight} were in flight")
+            raise ValueError(
+                f"send credit for {n_bytes} bytes was returned, but only "
+                f"{in_flight} bytes were in flight"
+            )
         self._by_transfer[transfer] = in_flight - n_bytes
         self.in_flight_bytes -= n_bytes
         if in_flight == n_bytes:
@@ -84,7 +87,8 @@ class SendCredits:
 class QueuedTransfer(msgspec.Struct, frozen=True):
     """A transfer that has KV to send.
 
-    `deadline` and `since` (start of its wait) are seconds on the owner's clock.
+    deadline  latest end, in seconds on the owner's clock
+    since     start of its wait, on the same clock
     """
 
     transfer: int
@@ -118,7 +122,7 @@ class TransferOrder:
     def next(self, now: float) -> int | None:
         """Return the number of the transfer that sends KV next; None if none is queued.
 
-        It stays queued; the caller removes it when it has no more KV to send.
+        The transfer stays queued; the caller removes it when it has no more KV to send.
         """
         if not self._turns:
             return None

@@ -23,9 +23,8 @@ class HandleListener(Protocol):
 
 
 class LoopWaker:
-    """Wakes the coroutines on one event loop that wait for KV transfers, from any thread.
-
-    It uses one eventfd.
+    """Wakes the coroutines on one event loop that wait for KV transfers, from any thread, by one
+    eventfd.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -39,9 +38,9 @@ class LoopWaker:
         os.eventfd_write(self._fd, 1)
 
     def close(self) -> None:
-        """Close the eventfd, and wake all remaining waiters.
+        """Close the eventfd, and wake all coroutines that still wait.
 
-        Call it on the loop after the last change.
+        Call this on the event loop after the last change.
         """
         self._loop.remove_reader(self._fd)
         self._wake()
@@ -96,7 +95,7 @@ class TransferHandle:
 
 
 class OfferOwner(Protocol):
-    """The interface of an agent to the handle of an offer of KV."""
+    """The interface of an agent that the handle of an offer of KV uses."""
 
     def mark_ready(self, number: int, layers: int) -> None: ...
 
@@ -106,7 +105,7 @@ class OfferOwner(Protocol):
 
 
 class LandingOwner(Protocol):
-    """The interface of an agent to the handle of a fetch of KV."""
+    """The interface of an agent that the handle of a fetch of KV uses."""
 
     def cancel(self, number: int, detail: str) -> None: ...
 
@@ -114,7 +113,8 @@ class LandingOwner(Protocol):
 class Offer(TransferHandle):
     """The handle of offered KV, which one other agent may fetch once.
 
-    `ticket` is ASCII text for that agent. Keep it secret: any agent that presents it may fetch.
+    ticket  ASCII text for the agent that may fetch. Keep it secret: any agent that presents it may
+            fetch
     """
 
     def __init__(self, keeper: OfferOwner, number: int, name: str) -> None:
@@ -149,8 +149,8 @@ class Offer(TransferHandle):
 class Landing(TransferHandle):
     """The handle of KV that is being fetched from another agent.
 
-    `layers` is the number of complete and verified layers, from the first on. All of them are valid
-    once LANDED.
+    layers  number of complete and verified layers, from the first on; all are valid once the
+            transfer has LANDED
     """
 
     def __init__(self, keeper: LandingOwner, number: int, name: str) -> None:
@@ -171,6 +171,6 @@ class Landing(TransferHandle):
         """Cancel the fetch of KV; it ends as CANCELLED once no peer can write to its blocks any
         more.
 
-        Does nothing if it has ended or is about to end.
+        Does nothing if the fetch has ended or is about to end.
         """
         self._owner.cancel(self.number, detail)

@@ -23,7 +23,7 @@ class InviteRegistration:
     """Registers memory with a network card before another agent is invited to write to it.
 
     There is one thread per link, which keeps the order of the invitations, because a source accepts
-    only growing transfer numbers. `granted` and `failed` are called under the lock.
+    only growing transfer numbers. The callbacks `granted` and `failed` are called under the lock.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class InviteRegistration:
             except Exception as error:
                 # Whatever fails, the queued invitations must still be handled.
                 if not isinstance(error, TransportError):
-                    log.exception("kv: the link to %s cannot register memory", link.peer)
+                    log.exception("kv: registering memory for the link to %s failed", link.peer)
                 with self._lock:
                     self._failed(command, str(error))
             else:

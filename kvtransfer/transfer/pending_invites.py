@@ -1,7 +1,8 @@
-"""Sinks' invitations to send them KV that wait for the offer of that KV, and names of ended offers.
+"""Invitations of sinks that wait for their offer of KV, and the names of offers that have ended. No
+I/O.
 
-No I/O: the caller passes `now`, which never goes back. source.py decides who may fetch an offer,
-and answers the invitations.
+The caller passes `now`, which never goes back. source.py decides who may fetch an offer, and
+answers the invitations.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class PendingInvites:
     """The invitations of sinks that wait for an offer of KV, one per name and rank, bounded in
     total.
 
-    Used by TransferSource.
+    TransferSource uses it.
     """
 
     def __init__(self, options: AgentOptions) -> None:
@@ -121,7 +122,7 @@ class PendingInvites:
         """Remember that `agent` does not want a later offer of this name.
 
         Does nothing if an invitation waits for the name. This only saves memory and is not
-        reliable: one agent is remembered per name, for a bounded number of names.
+        reliable: one agent is remembered per name, for a limited number of names.
         """
         if name not in self._waiting:
             self._unwanted.put(name, agent, now)

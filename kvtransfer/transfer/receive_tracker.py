@@ -12,15 +12,14 @@ from kvtransfer.layout.reshard import TransferPlan
 
 
 class WindowError(Exception):
-    """Raised when received KV is not in the transfer's plan, has another size, or arrived
+    """Raised when received KV is not in the transfer's plan, has another size, or has arrived
     before.
     """
 
 
 class RepeatedWindowError(WindowError):
-    """Raised when part of received KV has arrived before.
-
-    It is not written again, so no harm is done.
+    """Raised when part of received KV has arrived before. It is not written again, so no harm is
+    done.
     """
 
 
@@ -47,12 +46,17 @@ class ReceiveTracker:
         try:
             runs = self.plan.runs(group, pair).cut(first, count)
         except IndexError as error:
-            raise WindowError(f"no such window: {error}") from error
+            raise WindowError(
+                f"a received window is not in the transfer's plan: {error}"
+            ) from error
         if runs.n_bytes != n_bytes:
-            raise WindowError(f"a window of {n_bytes} bytes, but the plan has {runs.n_bytes}")
+            raise WindowError(
+                f"a received window has {n_bytes} bytes instead of the planned {runs.n_bytes}"
+            )
         if not self._begun_runs.setdefault((group, pair), _Spans()).add(first, first + count):
             raise RepeatedWindowError(
-                f"runs {first} to {first + count} of group {group}, pair {pair} came before"
+                f"the byte ranges {first} to {first + count} of group {group}, pair {pair} have "
+                "arrived before"
             )
         self._unverified[group, pair, first, count] = n_bytes
         return runs
@@ -65,7 +69,8 @@ class ReceiveTracker:
         n_bytes = self._unverified.pop((group, pair, first, count), None)
         if n_bytes is None:
             raise WindowError(
-                f"runs {first} to {first + count} of group {group}, pair {pair} was not begun"
+                f"the byte ranges {first} to {first + count} of group {group}, pair {pair} were "
+                "not begun"
             )
         self.n_bytes += n_bytes
         self._missing[group] -= n_bytes

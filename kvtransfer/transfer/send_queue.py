@@ -29,14 +29,15 @@ _MAX_TICKETS = 8
 
 
 class OfferSpec(msgspec.Struct, frozen=True):
-    """An engine's offer: the KV of `tokens` tokens in `blocks`, with `ready_layers` computed.
+    """An engine's offer: the KV of `tokens` tokens in `blocks`, of which `ready_layers` layers are
+    computed.
 
-    ttl_s      seconds until the lease ends
-    sink       the only agent that may fetch it, by ticket or by name; None: any agent with a ticket
-    public     whether any agent may also fetch it by name
-    nonce      16 random bytes for the first ticket
-    order      the stable sort order of `blocks`, computed here
-    distinct   the distinct block numbers, computed here
+    ttl_s     seconds until the lease ends
+    sink      the only agent that may fetch it, by ticket or by name; None: any agent with a ticket
+    public    whether any agent may also fetch it by name
+    nonce     16 random bytes for the first ticket
+    order     the stable sort order of `blocks`, computed here
+    distinct  the distinct block numbers, computed here
     """
 
     name: str
@@ -61,10 +62,11 @@ class LeasedOffer:
     generations     generations of its blocks, per rank, as promised when it was made
     sorted_blocks   its block numbers in order, for a fast search per window
     nonces          nonces of its latest tickets
-    link, transfer  the sink that has taken it; the claim is complete once `plan` is set
+    link, transfer  link and transfer number of the sink that has claimed it; the claim is complete
+                    once `plan` is set
     shares          by rank of the sink's group, once a rank has claimed its share
                     (shared_offers.py)
-    whole, rank     of a share: the offer, and the rank that may claim it
+    whole, rank     for a share: the offer, and the rank that may claim the share
     claimed_by      the group that shares it, and that group's layout
     """
 
@@ -140,7 +142,8 @@ class ThroughputMeter:
     """Measures how fast KV is sent while bytes are in flight, and passes bytes and seconds to
     `on_measured`.
 
-    A period ends when no bytes are in flight, or after `most_s` seconds, when the next one starts.
+    A period of measurement ends when no bytes are in flight, or after `most_s` seconds, when the
+    next one starts.
     """
 
     def __init__(self, on_measured: Callable[[int, float], None], most_s: float = 0.1) -> None:
@@ -156,7 +159,7 @@ class ThroughputMeter:
     def count(self, n_bytes: int, now: float, *, idle: bool) -> None:
         """Count bytes of KV that the receiving agent has received.
 
-        `idle` is whether no other bytes are in flight, which ends the busy period.
+        `idle` says whether no other bytes are in flight, which ends the busy period.
         """
         self._bytes += n_bytes
         if self._since is None or not (idle or now - self._since > self._most_s):
@@ -169,9 +172,9 @@ class ThroughputMeter:
 class SendQueue:
     """The pieces of KV (windows) that are sent to one agent over one connection.
 
-    claimed   the offers that the peer has taken, by transfer number
-    newest    the latest transfer number. Numbers only grow, so a late message about an
-              old transfer is never taken for a new one
+    claimed  the offers that the peer has claimed, by transfer number
+    newest   the latest transfer number. Numbers only grow, so a late message about an old transfer
+             is never mistaken for one about a new transfer
     """
 
     def __init__(

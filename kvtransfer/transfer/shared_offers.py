@@ -17,9 +17,8 @@ from kvtransfer.transfer.send_queue import LeasedOffer
 
 
 class OfferSharing:
-    """Divides the KV offers of one agent.
-
-    The function `add` registers a new share and protects its blocks.
+    """Divides the KV offers of one agent. The function `add` registers a new share and protects its
+    blocks.
     """
 
     def __init__(self, card: AgentCard, add: Callable[[LeasedOffer], None]) -> None:

@@ -1,4 +1,4 @@
-"""Logic of the sink: an agent's fetches of KV, from `fetch` until no peer can write any more.
+"""The logic of the sink: an agent's fetches of KV, from `fetch` until no peer can write any more.
 
     WAITING -> INVITED -> MOVING -> FENCING -> gone
 
@@ -271,7 +271,8 @@ class TransferSink:
             return []
         if reservation.state is not SinkState.INVITED:
             raise ProtocolError(
-                f"transfer {message.transfer} is {reservation.state}: it cannot be accepted"
+                f"transfer {message.transfer} cannot be accepted by its source, because it is "
+                f"{reservation.state}"
             )
 
         def work() -> Callable[[float], list[Command]]:
@@ -299,7 +300,9 @@ class TransferSink:
     def on_stop(self, link: Link, message: StopTransfer, now: float) -> list[Command]:
         """End a KV fetch that the source has stopped. Raises ProtocolError for LANDED."""
         if message.reason is EndReason.LANDED:
-            raise ProtocolError("a source of KV cannot report that bytes have landed")
+            raise ProtocolError(
+                "a source of KV may not report that bytes have landed; only the sink may"
+            )
         reservation = self._find(link, message.transfer)
         if reservation is None:
             return []
@@ -391,11 +394,12 @@ class TransferSink:
         check_seconds("a landing", request.timeout_s)
         if not 0 <= request.skip_tokens < request.tokens <= MAX_TOKENS:
             raise ValueError(
-                f"tokens {request.skip_tokens} to {request.tokens} are not a valid range"
+                f"{request.skip_tokens} to {request.tokens} is not a valid range of tokens"
             )
         if request.blocks.size * self._layout.block_tokens < request.tokens:
             raise ValueError(
-                f"{request.tokens} tokens do not fit into {request.blocks.size} blocks"
+                f"{request.tokens} tokens do not fit into the {request.blocks.size} blocks of "
+                "the fetch"
             )
         most = min(region.blocks for region in self._regions)
         if (
@@ -405,7 +409,7 @@ class TransferSink:
         ):
             raise ValueError(f"block numbers must be from 0 to {most - 1}")
         if sorted_distinct(request.blocks).size != request.blocks.size:
-            raise ValueError("a KV block number is listed twice")
+            raise ValueError("the list of blocks of the fetch contains a block twice")
 
     def _invite(self, reservation: BlockReservation, now: float) -> Command:
         request = reservation.request

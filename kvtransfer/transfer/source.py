@@ -1,4 +1,4 @@
-"""Logic of the source: an agent's offers of KV, and the leases that protect their blocks; no I/O.
+"""The source's logic: an agent's offers of KV, and the leases that protect their blocks. No I/O.
 
 Events and the time go in, commands come out. All races of the sending side are decided here.
 Transports move the bytes; agent.py has the clock, the lock and the engine's handles.
@@ -110,10 +110,11 @@ class TransferSource:
         return min((due for due in dues if due is not None), default=None)
 
     def offer(self, number: int, spec: OfferSpec, now: float) -> tuple[str, list[Command]]:
-        """Protect the blocks of an offer until they are fetched; return its ticket and commands.
+        """Protect the blocks of an offer until they are fetched; return the offer's ticket, and
+        commands to execute.
 
-        An offer that its sink has given up waiting for ends at once, because no sink would fetch
-        it. Raises ValueError for an invalid offer.
+        An offer whose sink has stopped waiting for it ends at once, because no sink would fetch it.
+        Raises ValueError for an invalid offer.
         """
         self._check(spec)
         generations = [region.generations_of(spec.blocks) for region in self._regions]
@@ -249,7 +250,9 @@ class TransferSource:
         """
         outlet = self._outlets[link]
         if invite.transfer <= outlet.newest:
-            raise ProtocolError(f"transfer {invite.transfer} is not new")
+            raise ProtocolError(
+                f"transfer number {invite.transfer} is not higher than the last one"
+            )
         outlet.newest = invite.transfer
         return self._answer_invite(self._names.get(invite.name), link, invite, now)
 
@@ -275,7 +278,9 @@ class TransferSource:
         Raises ProtocolError for an impossible reason.
         """
         if message.reason in (EndReason.LANDED, EndReason.LEASE_EXPIRED):
-            raise ProtocolError(f"{message.reason} is not a reason for a sink to stop")
+            raise ProtocolError(
+                f"{message.reason} is not a reason for which a sink may stop a transfer"
+            )
         outlet = self._outlets[link]
         unwanted_by = outlet.card.agent if message.reason is EndReason.CANCELLED else None
         if self._pending_invites.withdraw(link, message.transfer, unwanted_by, now):
@@ -314,7 +319,9 @@ class TransferSource:
         if offer is None:
             return []
         if offer.plan is None or not message.n_bytes == offer.put_bytes == offer.plan.n_bytes:
-            raise ProtocolError(f"{message.n_bytes} bytes cannot have landed")
+            raise ProtocolError(
+                f"a sink reports {message.n_bytes} landed bytes, but that many were not sent"
+            )
         return self._end(offer, EndReason.LANDED, "", now, tell=False)
 
     def on_credit(self, link: Link, message: Credit, now: float) -> list[Command]:
@@ -346,9 +353,11 @@ class TransferSource:
         check_seconds("an offer", spec.ttl_s)
         size = self._card.layout.block_tokens
         if spec.name in self._names:
-            raise ValueError(f"{spec.name} is already offered")
+            raise ValueError(f"an offer named {spec.name} exists already")
         if not 0 < spec.tokens <= spec.blocks.size * size:
-            raise ValueError(f"{spec.tokens} tokens do not fit into {spec.blocks.size} blocks")
+            raise ValueError(
+                f"{spec.tokens} tokens do not fit into the {spec.blocks.size} blocks of the offer"
+            )
         if spec.blocks.size > MAX_BLOCKS:
             raise ValueError(f"an offer has at most {MAX_BLOCKS} blocks, not {spec.blocks.size}")
         if spec.blocks.min() < 0 or spec.blocks.max() >= self._offer_counts.size:

@@ -28,10 +28,11 @@ L = TypeVar("L", bound=StreamLink)
 def accepted_sockets(
     listener: socket.socket, closed: threading.Event
 ) -> Iterator[tuple[socket.socket, Any]]:
-    """Yield the sockets that `listener` accepts, with their addresses, until `closed` is set.
+    """Yield the sockets that `listener` accepts, with their addresses, until the event `closed` is
+    set.
 
-    The caller must then shut the listener down. After any other error (no file descriptor left, the
-    peer has gone, the network is down) it waits and continues.
+    The caller must then close the listener. After any other error (no file descriptor left, the
+    peer has gone, the network is down) the function waits a moment and continues.
     """
     while not closed.is_set():
         try:
@@ -45,7 +46,8 @@ def accepted_sockets(
 class LinkAcceptor(Generic[L]):
     """Accepts connections in a thread, and keeps the open ones (links).
 
-    `make` builds a link that is not open yet. It may refuse by raising TransportError or OSError.
+    `make` builds a link that is not open yet. It may refuse the connection by raising
+    TransportError or OSError.
     """
 
     def __init__(self, make: Callable[[socket.socket, LinkOwner, str], L]) -> None:
@@ -116,5 +118,7 @@ class LinkAcceptor(Generic[L]):
     def _add_accepted(self, sock: socket.socket, peer: str) -> None:
         if len(self._links) >= _MOST_LINKS:
             sock.close()
-            raise TransportError(f"there are {_MOST_LINKS} links already")
+            raise TransportError(
+                f"a connection is refused, because there are {_MOST_LINKS} links already"
+            )
         self.add(sock, peer, dialled=False)

@@ -1,7 +1,7 @@
 """Chooses a better KV transport for two agents that are already connected over another one.
 
-On one host it is shared memory, otherwise RDMA if both have it. link_manager.py dials, and keeps
-the first transport if the better one fails.
+On one host the better one is shared memory, otherwise RDMA if both agents have it. link_manager.py
+opens the new link, and keeps the first transport if the better one fails.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from kvtransfer.protocol.messages import AgentCard
 def host_id() -> str:
     """Return 16 hex digits that are equal for processes that can share memory.
 
-    These have the same boot of a kernel, network namespace (which holds the names of shm's sockets)
-    and user. The result is "", which matches no host, if /proc is not readable.
+    Such processes have the same boot of a kernel, the same network namespace (which contains the
+    names of shm's sockets) and the same user. The result is "", which matches no host, if /proc is
+    not readable.
     """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text()

@@ -1,9 +1,8 @@
-"""A KV transport within one process: its agents are, connected with simulated bandwidth, latency
-and faults.
+"""A KV transport between agents of one process, with simulated bandwidth, latency and faults.
 
 The main classes are Inproc and InprocWire. On a VirtualClock it is a seeded simulation; on a
 ThreadClock without latency it is the fastest transport. Real bytes are copied between regions, in
-two steps with time between them, so races are possible as over other transports.
+two steps with time between them, so the same races are possible as over other transports.
 """
 
 from __future__ import annotations
@@ -63,8 +62,8 @@ class InprocWire:
     """The simulated network between the Inproc transports of one process.
 
     All calls run on `clock`, which its owner closes. `freeze` stops an agent like SIGSTOP, `thaw`
-    resumes it, and `kill` ends it for good. `stall` holds back everything to and from an agent that
-    keeps running; `unstall` delivers it late.
+    resumes it, and `kill` ends it for good. `stall` holds back all messages to and from an agent
+    that keeps running; `unstall` delivers them late.
     """
 
     def __init__(
@@ -91,7 +90,7 @@ class InprocWire:
         """Return the in-process transport at `address`. Raises TransportError if there is none."""
         end = self._ends.get(address)
         if end is None or address in self._dead:
-            raise TransportError(f"no transport listens at {address}")
+            raise TransportError(f"no in-process transport listens at {address}")
         return end
 
     def freeze(self, address: str) -> None:

@@ -103,11 +103,11 @@ class Iovecs:
 class MemoryPieces:
     """`size` bytes of memory in pieces, of which the first `done` bytes have been moved.
 
-    fed_count   number of pieces that a digest (running checksum) has consumed
-    was_short   the last call moved less than requested: the socket is empty or full
+    fed_count  number of pieces that a digest (running checksum) has consumed
+    was_short  whether the last call moved less than requested, because the socket is empty or full
 
-    It uses `iovecs`, which serve one object at a time. The code uses few steps, because a window's
-    bytes evict the interpreter's data from the processor's cache.
+    The object uses `iovecs`, which serve one object at a time. The code uses few steps, because a
+    window's bytes displace the interpreter's data from the processor's cache.
     """
 
     __slots__ = (
@@ -156,12 +156,14 @@ class MemoryPieces:
     ) -> MemoryPieces:
         """Return the pieces of memory that one window (piece of a KV transfer) fills or reads.
 
-        Raises TransportError if a piece lies outside the region. `fed` is whether a digest consumes
-        them from the processor's cache; no call then moves more than that holds.
+        Raises TransportError if a piece lies outside the region. `fed` says whether a digest
+        consumes the pieces from the processor's cache; no call then moves more than the cache
+        holds.
         """
         if not are_within(region, offsets, lengths):
             raise TransportError(
-                f"a window exceeds the {region.bytes.size} bytes of {region.name}, or is empty"
+                f"a window of KV is empty or exceeds the {region.bytes.size} bytes of the "
+                f"region {region.name}"
             )
         pieces = cls(region.bytes, region.address, offsets, lengths, iovecs)
         if fed and pieces.size > IN_CACHE:

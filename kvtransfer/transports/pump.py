@@ -1,8 +1,8 @@
 """Loads the native pump: C code that moves the bytes of KV transfers without the interpreter lock.
 
-`PUMP` is None where it was not compiled (`make pump`), where python-xxhash does not export its C
-functions, or with PENSTOCK_KV_PUMP=off. iovec.py then moves the bytes in Python. Either side of a
-link may have it; the bytes on the wire are the same.
+`PUMP` is None in three cases: it was not compiled (`make pump`), python-xxhash does not export its
+C functions, or PENSTOCK_KV_PUMP=off is set. iovec.py then moves the bytes in Python. Each side of a
+link may use the pump or not; the bytes on the wire are the same.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ PUMP_MS = 50
 
 
 class PumpFunctions(NamedTuple):
-    """The functions of _pump.c, which describes their parameters.
+    """The C functions of _pump.c, which describes their parameters.
 
     move           reads or writes the bytes of one window
     wait           waits for a socket or an eventfd
-    receive, send  read or write a few bytes, with the interpreter lock held
-    ring, clear    make an eventfd readable or unreadable, with the interpreter lock held
+    receive, send  reads or writes a few bytes, with the interpreter lock held
+    ring, clear    makes an eventfd readable or unreadable, with the interpreter lock held
     """
 
     move: Callable[..., tuple[int, bool]]
@@ -41,7 +41,7 @@ class PumpCalls:
     pump         the pump's functions
     fd, stop_fd  the socket, and an eventfd that ends a wait
     is_writing   whether bytes are written to the socket
-    patience_ms  milliseconds to wait for bytes or room, at most; 0: return at once
+    patience_ms  maximum milliseconds to wait for bytes or room; 0: return at once
     spin_us      microseconds of a wait to poll before sleeping
     was_stopped  whether stop_fd was readable at the end of the last call
     """
@@ -70,7 +70,7 @@ class Digest:
         self.update_address: int = _XXH3.update_address
         state = _XXH3.create()
         if not state:
-            raise MemoryError("no memory for a digest")
+            raise MemoryError("there is not enough memory for an XXH3 digest")
         self.state_address = state
         _XXH3.reset(state)
 

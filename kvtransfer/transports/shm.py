@@ -1,9 +1,9 @@
 """A KV transport through shared memory, between processes of one host and user.
 
 The source shares its regions read-only, and the sink's thread copies from them. A window (piece of
-KV) is one small frame over a unix socket. The sink itself sees when the source's blocks have
-changed owner, because the generations are in the same memory file. stream/link.py has the thread,
-layout/memory_files.py the memory files.
+KV) is announced by one small frame over a unix socket. The sink itself sees when the source's
+blocks have changed owner, because the generations are in the same memory file. stream/link.py has
+the thread, layout/memory_files.py the memory files.
 """
 
 from __future__ import annotations
@@ -126,7 +126,9 @@ class ShmLink(StreamLink):
         fds = [region.fd for region in self._regions if region.fd is not None]
         sizes = b"".join(_SIZES.pack(region.blocks, region.block_bytes) for region in self._regions)
         if len(fds) != len(self._regions):
-            raise TransportError("regions without a memory file cannot be shared")
+            raise TransportError(
+                "the KV memory cannot be shared, because it is not in a memory file"
+            )
         self._shared_out.hand_over(fds, sizes)
         self._wake()
 
@@ -157,7 +159,7 @@ class ShmLink(StreamLink):
         if flags & socket.MSG_CTRUNC or len(self._fds) > _MOST_REGIONS or unwanted:
             _close(self._fds)
             self._fds = []
-            raise FrameError("the other agent sent unexpected descriptors")
+            raise FrameError("the other agent sent file descriptors that were not expected")
         return count
 
     def _attach(self, header: bytes) -> None:
@@ -166,7 +168,9 @@ class ShmLink(StreamLink):
         sizes = list(_SIZES.iter_unpack(header)) if len(header) % _SIZES.size == 0 else []
         try:
             if self._peer_regions or not sizes or len(fds) != len(sizes):
-                raise FrameError(f"{len(fds)} descriptors for {len(sizes)} regions")
+                raise FrameError(
+                    f"the other agent sent {len(fds)} file descriptors for {len(sizes)} regions"
+                )
             for rank, (blocks, block_bytes) in enumerate(sizes):
                 self._peer_regions.append(
                     MemoryFileRegion.attach(
@@ -174,13 +178,15 @@ class ShmLink(StreamLink):
                     )
                 )
         except (RegionError, OSError, ValueError, OverflowError) as error:
-            raise FrameError(f"the peer's regions cannot be mapped: {error}") from error
+            raise FrameError(f"the other agent's KV memory cannot be mapped: {error}") from error
         finally:
             _close(fds)
 
     def _copy_announced(self, header: bytes) -> None:
         if len(header) != WINDOW_HEADER_BYTES + _MARK.size:
-            raise FrameError(f"{len(header)} bytes do not announce a window")
+            raise FrameError(
+                f"an announcement of {len(header)} bytes does not describe a window of KV"
+            )
         head = unpack_head(header)
         current, mark = _MARK.unpack_from(header, WINDOW_HEADER_BYTES)
         window = self._owner.place_window(self, head)
@@ -202,16 +208,22 @@ class ShmLink(StreamLink):
         # Copy all byte ranges (runs) of a window of KV in steps; return False if a fence stopped
         # it.
         if window.src_rank >= len(self._peer_regions):
-            raise FrameError(f"a window of rank {window.src_rank}, which is not shared")
+            raise FrameError(
+                f"the other agent announced a window of rank {window.src_rank}, "
+                "whose memory it does not share"
+            )
         runs, peer_region = window.runs, self._peer_regions[window.src_rank]
         n_bytes = int(np.add.reduce(runs.length))
         if n_bytes != head.n_bytes:
-            raise FrameError(f"a window of {head.n_bytes} bytes, but the plan has {n_bytes}")
+            raise FrameError(
+                f"the other agent announced a window of {head.n_bytes} bytes, but "
+                f"{n_bytes} bytes are planned"
+            )
         if not (
             are_within(peer_region, runs.src, runs.length)
             and are_within(window.region, runs.dst, runs.length)
         ):
-            raise FrameError("a window exceeds its region")
+            raise FrameError("a window of KV exceeds its memory region")
         for step in split_by_bytes(runs, _STEP_BYTES) if n_bytes > _STEP_BYTES else (runs,):
             copy_runs(peer_region.bytes, window.region.bytes, step)
             if self._orders:
@@ -251,9 +263,13 @@ class Shm:
         those, loads may be reordered, and a block that changed owner could go unnoticed.
         """
         if platform.machine() not in ("x86_64", "AMD64"):
-            raise TransportError(f"shm needs x86-64, not {platform.machine()}")
+            raise TransportError(
+                f"the transport shm requires a processor of type x86-64, not {platform.machine()}"
+            )
         if any(region.fd is None for region in regions) or len(regions) > _MOST_REGIONS:
-            raise TransportError("shm needs regions in memory files, at most 253")
+            raise TransportError(
+                "the transport shm requires at most 253 regions, all in memory files"
+            )
         self._regions = regions
         listener = _socket()
         name = f"penstock-kv-{os.getpid()}-{secrets.token_hex(8)}"
@@ -262,7 +278,7 @@ class Shm:
             listener.listen(128)
         except OSError as error:  # a security policy may deny such sockets
             listener.close()
-            raise TransportError(f"shm cannot listen: {error}") from error
+            raise TransportError(f"the transport shm cannot listen: {error}") from error
         self._listening.start(owner, listener, "kv-shm-listen")
         return f"@{name}"
 
@@ -273,7 +289,9 @@ class Shm:
             sock.connect("\0" + address.removeprefix("@"))
         except (OSError, ValueError) as error:
             sock.close()
-            raise TransportError(f"{address} cannot be reached: {error}") from error
+            raise TransportError(
+                f"the agent at {address} cannot be reached through shared memory: {error}"
+            ) from error
         return self._listening.add(sock, address, dialled=True)
 
     def close(self) -> None:
@@ -290,7 +308,9 @@ class Shm:
             ),
         )
         if uid != os.getuid():
-            raise TransportError(f"the process at the other end belongs to user {uid}")
+            raise TransportError(
+                f"the process at the other end of a shm connection belongs to another user ({uid})"
+            )
         for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
             sock.setsockopt(socket.SOL_SOCKET, option, _BUFFER_BYTES)
         return ShmLink(
@@ -335,7 +355,7 @@ def _socket() -> socket.socket:
     try:
         return socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     except OSError as error:
-        raise TransportError(f"no socket: {error}") from error
+        raise TransportError(f"a unix socket cannot be created: {error}") from error
 
 
 def _close(fds: list[int]) -> None:

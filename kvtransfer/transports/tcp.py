@@ -66,7 +66,9 @@ class Tcp:
                 (self._host, self._port), family=family, backlog=_BACKLOG
             )
         except OSError as error:
-            raise TransportError(f"cannot listen on {self._host}:{self._port}: {error}") from error
+            raise TransportError(
+                f"the TCP transport cannot listen on {self._host}:{self._port}: {error}"
+            ) from error
         self._listening.start(owner, listener, "kv-tcp-listen")
         host, port = listener.getsockname()[:2]
         return f"{self._advertise or host}:{port}"
@@ -76,7 +78,9 @@ class Tcp:
         try:
             sock = socket.create_connection((host, int(port)), timeout=_DIAL_S)
         except (OSError, ValueError, OverflowError) as error:
-            raise TransportError(f"{address} cannot be reached: {error}") from error
+            raise TransportError(
+                f"the agent at {address} cannot be reached by TCP: {error}"
+            ) from error
         if self._tls is None:
             return self._listening.add(sock, address, dialled=True)
         return self._dial_tls(self._tls, sock, host.strip("[]"), address)
@@ -89,7 +93,9 @@ class Tcp:
             ValueError,
         ) as error:  # ValueError: a host name that no certificate can contain
             sock.close()
-            raise TransportError(f"{address} cannot be reached by TLS: {error}") from error
+            raise TransportError(
+                f"the agent at {address} cannot be reached by TLS: {error}"
+            ) from error
         link = self._listening.add(wrapped, address, dialled=True)
         assert isinstance(link, TlsLink)
         link.wait_for_handshake(_DIAL_S)

@@ -37,7 +37,7 @@ class TlsContexts:
     """The TLS settings of new connections between KV agents, reloaded when a certificate file
     changes.
 
-    Files that cannot be loaded are ignored, and the earlier ones stay in use.
+    If the new files cannot be loaded, the earlier settings stay in use.
     """
 
     def __init__(self, files: TlsFiles) -> None:
@@ -67,9 +67,12 @@ class TlsContexts:
                 self._loaded_signature = signature
                 try:
                     self._client, self._server = self._load()
-                    _log.info("kv: reloaded TLS certificate %s", self.files.certificate)
+                    _log.info("kv: reloaded the TLS certificate %s", self.files.certificate)
                 except TransportError as error:
-                    _log.error("kv: the earlier TLS files stay in use: %s", error)
+                    _log.error(
+                        "kv: the new TLS files cannot be used, so the earlier ones stay in use: %s",
+                        error,
+                    )
             return self._client, self._server
 
     def _signature(self) -> Signature:
@@ -130,7 +133,9 @@ class TlsLink(LanedLink):
         """
         if not self._handshake_over.wait(timeout_s):
             self.close()
-            raise TransportError(f"no TLS handshake with {self.peer} within {timeout_s:g} s")
+            raise TransportError(
+                f"the TLS handshake with {self.peer} did not complete within {timeout_s:g} s"
+            )
         if self._broken is not None:
             raise TransportError(f"{self.peer}: {self._broken}")
 
@@ -144,7 +149,7 @@ class TlsLink(LanedLink):
         except OSError as error:
             self._broken = f"TLS: {_error_text(error)}"
         except Exception:
-            _log.exception("the owner of the link to %s failed", self.peer)
+            _log.exception("kv: handling an event of the link to %s failed", self.peer)
             self._broken = "the owner of the link failed"
         finally:
             self._handshake_over.set()

@@ -10,8 +10,8 @@ from collections.abc import Callable
 class AgentLock:
     """A reentrant lock that runs deferred work when it is finally released.
 
-    Work runs on the releasing thread without the lock, before that thread continues. So the next
-    event of a connection is handled after that work.
+    The work runs on the releasing thread without the lock, before that thread continues. The next
+    event of a connection is therefore handled after the work.
     """
 
     __slots__ = ("_deferred", "_depth", "_lock")

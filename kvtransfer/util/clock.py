@@ -135,7 +135,7 @@ class ThreadClock:
             try:
                 call()
             except Exception:
-                log.exception("a timed call failed")
+                log.exception("kv: a call scheduled by the clock failed")
 
     def _next(self) -> Callback | None:
         # Wait for the next due call and return it; None when closed.

@@ -10,19 +10,21 @@ from kvtransfer.protocol.frame import MAX_PAYLOAD_BYTES
 class AgentOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Time and size limits of a KV transfer agent.
 
-    beat_s                     seconds between heartbeats; equal on both sides
-    max_missed_beats           a link is lost after this many beats of silence; equal on both sides
-    handshake_s                seconds for both ends of a new link to prove their identity
-    window_bytes               largest window to send; a link may want less
-    budget_bytes               bytes that a source may have in flight to this agent on one link
-    invite_wait_s              most seconds that an invitation may wait here for its offer
-    name_memory_s              seconds that the name of an ended or unwanted offer is remembered
-    max_waiting_invites        invitations that may wait here, in total
-    max_unproven_links         links whose peer has not shown the key; one more drops the oldest
-    max_unproven_per_address   such links from one IPv4 address or IPv6 /64
-    family                     what must be equal like the layout: weights, quantisation
-    host                       equal exactly for agents that can share memory; None: detect,
-                               "": never
+    beat_s                    seconds between heartbeats; equal on both sides
+    max_missed_beats          number of missed heartbeats after which a link is lost; equal on both
+                              sides
+    handshake_s               seconds for both ends of a new link to prove their identity
+    window_bytes              maximum bytes of a window to send; a link may prefer less
+    budget_bytes              bytes that a source may have in flight to this agent on one link
+    invite_wait_s             maximum seconds that an invitation may wait here for its offer
+    name_memory_s             seconds for which the name of an ended or unwanted offer is remembered
+    max_waiting_invites       maximum number of invitations that wait here, in total
+    max_unproven_links        maximum number of links whose peer has not shown the key; a further
+                              one drops the oldest
+    max_unproven_per_address  maximum number of such links from one IPv4 address or IPv6 /64
+    family                    string that must be equal like the layout: weights, quantisation
+    host                      identifier that is equal exactly for agents that can share memory;
+                              None: detect, "": never share
     """
 
     beat_s: float = 0.25
@@ -40,13 +42,16 @@ class AgentOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         if not (self.beat_s >= 0.001 and self.max_missed_beats >= 1 and self.handshake_s > 0.0):
-            raise ValueError(f"beat_s, max_missed_beats and handshake_s must be positive: {self}")
+            raise ValueError(
+                f"beat_s, max_missed_beats and handshake_s must be positive, got {self}"
+            )
         if not 0 < self.window_bytes <= MAX_PAYLOAD_BYTES or self.budget_bytes < 1:
             raise ValueError(
-                f"window_bytes must be 1 to {MAX_PAYLOAD_BYTES}, budget_bytes positive: {self}"
+                f"window_bytes must be 1 to {MAX_PAYLOAD_BYTES} and budget_bytes positive, got "
+                f"{self}"
             )
         if not self.max_unproven_per_address >= 1 or not self.max_unproven_links >= 1:
-            raise ValueError(f"limits of unproven links must be at least 1: {self}")
+            raise ValueError(f"the limits of unproven links must be at least 1, got {self}")
 
     @property
     def silence_s(self) -> float:

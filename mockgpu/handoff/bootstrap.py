@@ -142,4 +142,6 @@ class PeerResolver:
             )
             return str(workers["0"]["0"])
         except (KeyError, TypeError, StopIteration, ValueError) as error:
-            raise UnknownPeerError(f"{url} knows no engine {peer.engine_id}") from error
+            raise UnknownPeerError(
+                f"the bootstrap server {url} knows no engine with the id {peer.engine_id}"
+            ) from error

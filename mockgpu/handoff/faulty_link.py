@@ -1,6 +1,6 @@
 """A TCP relay in front of an engine's KV transfer agent that injects faults into the bytes.
 
-It flips a byte, cuts, repeats or stalls the stream, without parsing it.
+The relay flips a byte, or cuts, repeats or stalls the stream, without parsing it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """KvHandoff: sends and receives the KV of split requests between two mock engines.
 
 It manages offers (KV kept for another engine to fetch) and landings (incoming transfers) on an
-agent of the kvtransfer library. Each job says which of the two it needs (mockgpu/leg_params.py).
-The scheduler owns the KV blocks. Everything runs on the event loop.
+agent of the kvtransfer library. Each job states which of the two it needs (mockgpu/leg_params.py).
+The scheduler owns the KV blocks. All code runs on the event loop.
 """
 
 from __future__ import annotations

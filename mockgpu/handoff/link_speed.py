@@ -1,6 +1,6 @@
 """Simulated duration of KV transfers at a given network speed.
 
-It is computed from the size of the model's full KV, not from the fewer bytes that mocks store.
+The duration is computed from the size of the model's full KV, although mocks store fewer bytes.
 """
 
 from __future__ import annotations

@@ -79,7 +79,7 @@ class SglangDialect:
         if type(room) is not int or not 0 <= room < 1 << 63:
             raise MalformedHandoffError("bootstrap_room", status=400)
         if room in self._rooms:
-            raise MalformedHandoffError(f"bootstrap_room {room} was used before", status=400)
+            raise MalformedHandoffError(f"bootstrap_room {room} has been used before", status=400)
         self._rooms[room] = None
         if len(self._rooms) > MOST_ROOMS:
             self._rooms.popitem(last=False)

@@ -1,8 +1,8 @@
 """The engine's side of vLLM's NixlPushConnector (0.24 and later): both requests start at once.
 
 The prefill and the decode request are matched by their X-Request-Id. The decode request names the
-prefill engine, which the caller must know beforehand, and waits for its write. If prefill fails,
-the decode engine is not notified and times out. Source: engines.md B.0, B.3.
+prefill engine, which the caller must know in advance, and waits until that engine has written the
+KV. If prefill fails, the decode engine is not notified and times out. Source: engines.md B.0, B.3.
 """
 
 from __future__ import annotations

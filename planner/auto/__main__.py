@@ -1,7 +1,8 @@
 """The replay process beside a gateway: reads one job from stdin, writes one result to stdout, and
 ends.
 
-It ends at once when its stdin closes, because the gateway has ended or wants no result any more.
+It ends at once when its stdin closes, because the gateway has then ended or does not need the
+result any more.
 """
 
 from __future__ import annotations

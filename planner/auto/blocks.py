@@ -15,7 +15,7 @@ Item = TypeVar("Item")
 
 BLOCKS = 8
 T_95 = 2.36
-"""Quantile of Student's t for a 95 % interval from BLOCKS values."""
+"""Quantile of Student's t distribution for a 95 % interval that is computed from BLOCKS values."""
 
 
 def in_blocks(items: Sequence[Item]) -> list[Sequence[Item]]:

@@ -1,7 +1,8 @@
 """Corrects the speeds of a pool's mock groups by comparing a replay with the access log.
 
-The log's requests are replayed on the endpoints that served them, so that nothing but the speed of
-the engines differs from what happened. The ratio of the times per token then is the speed.
+The log's requests are replayed on the endpoints that served them, so that nothing differs from the
+log except the speed of the engines. The ratio of the times per token is then the correction of the
+speed.
 """
 
 from __future__ import annotations
@@ -26,14 +27,18 @@ from policies.model import Candidate, Role, RoutingQuery
 from policies.scorers import constant
 
 LEAST_SAMPLES = 20
-"""Requests of an endpoint that say how fast it is; with fewer it is as fast as the median one."""
+"""Number of requests from which an endpoint's own speed is derived; with fewer, the median speed of
+the others is used."""
 
 SLOWEST, FASTEST = 10.0, 0.1
 CLOSE = 0.05
-"""A correction below this is not worth a further replay."""
+"""A speed correction below this ratio is too small to justify a further replay."""
 
 ROUNDS = 3
-"""Replays at most: a slower engine has more requests at once, which makes it slower again."""
+"""Maximum number of replays for the correction of speeds.
+
+Several are needed because a slower engine has more concurrent requests, which make it slower again.
+"""
 
 
 def calibrate(

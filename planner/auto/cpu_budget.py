@@ -9,15 +9,17 @@ from collections.abc import Callable
 from contextlib import suppress
 
 SLICE_S = 0.02
-"""CPU time after which the process pauses."""
+"""Seconds of CPU time after which the process pauses."""
 
 MEMORY_BYTES = 2 << 30
-"""Address space of the process; an allocation beyond it fails, and the process ends."""
+"""Maximum bytes of the process's address space; an allocation beyond it fails, and the process
+ends."""
 
 NICE = 19
 
 OnProgress = Callable[[float, int], None]
-"""Called during a replay, so that its process can pause; see planner.replay.fleet.replay()."""
+"""A function that is called during a replay, so that its process can pause; see
+planner.replay.fleet.replay()."""
 
 
 def set_limits() -> None:

@@ -1,8 +1,9 @@
 """Estimates how each routing policy of a portfolio would have served the requests of an access log.
 
-All policies are replayed on the same arrivals, so that differences are those of the policies. The
-error of a difference comes from blocks of consecutive requests; the best policies are replayed a
-second time with arrivals moved by milliseconds, because routing amplifies these.
+All policies are replayed on the same arrivals, so that their results differ only because of the
+policies. The error of a difference is computed from blocks of consecutive requests. The best
+policies are replayed a second time with arrivals moved by milliseconds, because routing amplifies
+such small changes.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from policies import registry
 from policies.auto.estimates import MemberEstimate, PolicyMember, PoolEstimate
 
 JITTER_S = 0.005
-"""Standard deviation by which arrivals are moved in the second replay."""
+"""Standard deviation in seconds by which arrivals are moved in the second replay."""
 
 
 def evaluate(

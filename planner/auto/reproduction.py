@@ -16,16 +16,20 @@ from planner.traces.access import LoggedRequest
 from policies.model import Slo
 
 LEAST_LINES = 50
-"""Number of logged requests below which nothing can be said."""
+"""Minimum number of logged requests from which a replay can be judged."""
 
 GOODPUT_TOLERANCE = 0.1
-"""Allowed difference of the share of good requests, beyond the error of its mean."""
+"""Allowed difference between log and replay in the share of good requests, in addition to the error
+of its mean."""
 
 TPOT_RATIO, TTFT_RATIO = 1.25, 1.5
-"""Allowed ratio of the medians of the log and of the replay, either way."""
+"""Maximum ratio between the medians of the log and of the replay, in either direction, for TPOT and
+TTFT."""
 
 SLACK = 0.1
-"""Differences of medians below this share of the budget are no doubt, whatever their ratio."""
+"""Share of the latency budget below which a difference of medians is ignored, whatever the
+ratio.
+"""
 
 MET = "met"
 

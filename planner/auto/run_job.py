@@ -19,10 +19,10 @@ from policies.auto.estimates import PoolEstimate
 from policies.auto.job import PoolJob, ReplayAnswer, ReplayJob
 
 TAIL_BYTES = 32 << 20
-"""Maximum amount of the log that is read, from its end."""
+"""Maximum bytes of the access log that are read, counted from its end."""
 
 MOST_REQUESTS = 4_000
-"""Maximum number of requests that one pool's replays have, the newest ones."""
+"""Maximum number of requests in one pool's replays; the newest requests are used."""
 
 
 def read_job(pipe: BinaryIO) -> ReplayJob | None:
@@ -53,7 +53,7 @@ def _evaluate(job: ReplayJob, pool: PoolJob, on_progress: OnProgress | None) -> 
     lately = recent(Path(job.log), pool.window_s, TAIL_BYTES)
     lines = [line for line in lately.lines if case.models is None or line.model in case.models]
     if not lines:
-        raise TraceError(f"the access log {job.log} contains no request for the pool")
+        raise TraceError(f"the access log {job.log} contains no request for this pool")
     from_s = max(pool.counts_from_s, job.now_s - pool.window_s)
     lately = RecentTraffic(lines, lately.begins_s, max(lately.from_s, from_s))
     lately = limit_traffic(lately, from_s, MOST_REQUESTS)

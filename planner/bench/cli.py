@@ -35,7 +35,9 @@ def duration_s(value: str) -> float:
     """Return the seconds of a text such as 250ms, 30s, 5m or 1h. Raises typer.BadParameter."""
     match = _DURATION.fullmatch(value)
     if match is None or float(match[1]) == 0:
-        raise typer.BadParameter(f"{value!r} is not a duration; write 250ms, 30s or 5m")
+        raise typer.BadParameter(
+            f"{value!r} is not a valid duration; examples are 250ms, 30s and 5m"
+        )
     return float(match[1]) * dict(_UNITS_S)[match[2]]
 
 
@@ -43,43 +45,76 @@ def _time(text: str, name: str) -> Any:
     return typer.Option(name, parser=duration_s, metavar="TIME", help=text)
 
 
-Url = Annotated[str, typer.Option(help="URL of the server, like http://127.0.0.1:8080.")]
+Url = Annotated[
+    str,
+    typer.Option(help="URL of the server to send requests to, for example http://127.0.0.1:8080."),
+]
 Model = Annotated[
-    str | None, typer.Option(help="Model to request; default: the first that the server lists.")
+    str | None,
+    typer.Option(help="Model to request; default: the first model that the server lists."),
 ]
 Shape = Annotated[str, typer.Option(help="Kind of traffic: chat, rag, agent or shared-prefix.")]
 Rate = Annotated[
-    float | None, typer.Option(min=1e-3, help="Open loop: requests per second, at random times.")
+    float | None,
+    typer.Option(
+        min=1e-3, help="Open loop: mean number of requests per second, sent at random times."
+    ),
 ]
 Users = Annotated[
-    int | None, typer.Option(min=1, help="Closed loop: users that wait for answers (8).")
+    int | None,
+    typer.Option(
+        min=1,
+        help="Closed loop: number of users, each of whom waits for "
+        "an answer before the next request (8).",
+    ),
 ]
 Requests = Annotated[int | None, typer.Option(min=1, help="Stop after this many requests.")]
-Warmup = Annotated[bool, typer.Option("--warmup", help=f"Send {_WARMUP} uncounted requests first.")]
-Seed = Annotated[int, typer.Option(help="Random seed: equal seeds send equal requests.")]
+Warmup = Annotated[
+    bool, typer.Option("--warmup", help=f"Send {_WARMUP} requests first that are not counted.")
+]
+Seed = Annotated[int, typer.Option(help="Random seed; runs with equal seeds send equal requests.")]
 Trace = Annotated[
     Path | None,
-    typer.Option(exists=True, dir_okay=False, help="Replay a Mooncake trace (.jsonl[.gz])."),
+    typer.Option(
+        exists=True,
+        dir_okay=False,
+        help="Replay the requests of a recorded Mooncake trace (.jsonl or .jsonl.gz).",
+    ),
 ]
 Speed = Annotated[
-    float, typer.Option(min=1e-3, help="With --trace: speed relative to the recording.")
+    float,
+    typer.Option(min=1e-3, help="With --trace: speed of the replay relative to the recording."),
 ]
 Limit = Annotated[
-    int | None, typer.Option(min=1, help="With --trace: only this many first requests.")
+    int | None,
+    typer.Option(
+        min=1, help="With --trace: maximum number of requests to replay, from the beginning."
+    ),
 ]
-Think = Annotated[float, typer.Option(min=0, help="Factor on the pauses between an agent's turns.")]
+Think = Annotated[
+    float, typer.Option(min=0, help="Factor on the pauses between the turns of an agent's session.")
+]
 IgnoreEos = Annotated[
-    bool, typer.Option("--ignore-eos", help="Make engines generate the full length (vLLM, SGLang).")
+    bool,
+    typer.Option(
+        "--ignore-eos",
+        help="Make engines generate the full requested length, "
+        "without stopping earlier (vLLM, SGLang).",
+    ),
 ]
 ApiKey = Annotated[
     str | None,
-    typer.Option(envvar="OPENAI_API_KEY", help="API key, which is sent as a bearer token."),
+    typer.Option(
+        envvar="OPENAI_API_KEY", help="API key to send with each request, as a bearer token."
+    ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the report as JSON.")]
 Out = Annotated[
     Path | None,
     typer.Option(
-        dir_okay=False, callback=check_writable, help="Also write the report as JSON to this file."
+        dir_okay=False,
+        callback=check_writable,
+        help="File to which the report is also written, as JSON.",
     ),
 ]
 For = Annotated[float | None, _time("How long to send requests (30s).", "--for")]

@@ -109,13 +109,19 @@ class BenchClient:
                     msgspec.json.decode(await response.read()) if response.status == 200 else None
                 )
         except aiohttp.ClientConnectorError as error:
-            raise BenchError(f"cannot connect to {self._plan.url}: {error.strerror}") from None
+            raise BenchError(
+                f"the server {self._plan.url} cannot be reached: {error.strerror}"
+            ) from None
         except (aiohttp.ClientError, OSError, TimeoutError, msgspec.DecodeError) as error:
-            raise BenchError(f"no answer from {self._url}/models: {error!r}") from None
+            raise BenchError(
+                f"the server did not answer the request for {self._url}/models: {error!r}"
+            ) from None
         try:
             return str(listed["data"][0]["id"])
         except (TypeError, LookupError):
-            raise BenchError(f"{self._url}/models lists no model; name one with --model") from None
+            raise BenchError(
+                f"the server lists no model at {self._url}/models; name one with --model"
+            ) from None
 
     async def send(
         self, record: BenchRecord, messages: Sequence[dict[str, str]], output_tokens: int

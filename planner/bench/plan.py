@@ -67,15 +67,20 @@ def with_defaults(plan: BenchPlan) -> BenchPlan:
     Raises PlanError if options are invalid or exclude each other.
     """
     if not plan.url.startswith(("http://", "https://")):
-        raise PlanError(f"--url {plan.url}: write http://host:port")
+        raise PlanError(f"--url must have the form http://host:port, not {plan.url}")
     if plan.shape not in shapes():
-        raise PlanError(f"--shape {plan.shape}: known are {', '.join(shapes())}")
+        raise PlanError(f"unknown --shape {plan.shape}; known shapes: {', '.join(shapes())}")
     if plan.concurrency is not None and plan.is_open:
-        raise PlanError("--concurrency (closed loop) excludes --rate and --trace (open loop)")
+        raise PlanError(
+            "--concurrency (closed loop) cannot be combined with --rate or --trace (open loop)"
+        )
     if plan.rate is not None and plan.trace is not None:
-        raise PlanError("--trace has its own arrival times; use --speed instead of --rate")
+        raise PlanError(
+            "--rate cannot be combined with --trace, which has its own arrival "
+            "times; use --speed instead"
+        )
     if plan.trace is None and plan.limit is not None:
-        raise PlanError("--limit is for --trace; use --requests with a shape")
+        raise PlanError("--limit is only for --trace; use --requests with a shape")
     if not plan.is_open and plan.concurrency is None:
         plan = msgspec.structs.replace(plan, concurrency=8)
     if plan.duration_s is None and plan.requests is None and plan.trace is None:

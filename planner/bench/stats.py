@@ -30,7 +30,7 @@ def percentile(ordered: Sequence[float], percent: float) -> float:
     Raises ValueError if there are none.
     """
     if not ordered:
-        raise ValueError("there are no samples")
+        raise ValueError("percentiles cannot be computed without samples")
     rank = (len(ordered) - 1) * percent / 100
     below = int(rank)
     above = min(below + 1, len(ordered) - 1)

@@ -49,7 +49,8 @@ class _Event(msgspec.Struct):
 
 _DECODER = msgspec.json.Decoder(_Event)
 _MOST_LINE_BYTES = 16 << 20
-"""A longer line cannot be an event of an answer; it is dropped before it fills the memory."""
+"""Maximum bytes of a line; a longer line cannot be an event of an answer and is dropped before it
+fills the memory."""
 
 
 class AnswerTimeline:

@@ -18,14 +18,15 @@ from planner.traces import TraceError, TraceRequest, read_trace
 from policies.sizing.drift import BINS, LIMIT, MEASURES, DriftWatch, DriftWindow
 
 Log = Annotated[
-    Path, typer.Argument(exists=True, dir_okay=False, help="Access log or recorded trace.")
+    Path, typer.Argument(exists=True, dir_okay=False, help="Access log or recorded trace to check.")
 ]
 ConfigFile = Annotated[
     Path | None,
     typer.Option(
         "--config",
         "-c",
-        help="Configuration with sized_for; without it, a sized_for of the log is printed.",
+        help="Configuration that contains sized_for; without it, the command prints a "
+        "sized_for for the log.",
     ),
 ]
 Pool = Annotated[
@@ -90,12 +91,14 @@ def read_sized_for(
     blocks = data.get("sized_for") if isinstance(data, dict) else None
     if not isinstance(blocks, dict) or not blocks:
         raise DriftError(
-            f"{file} has no section sized_for; penstock drift LOG prints one to insert"
+            f"{file} has no section sized_for; `penstock drift LOG` prints one that can be inserted"
         )
     name = pool or (next(iter(blocks)) if len(blocks) == 1 else "")
     block = blocks.get(name)
     if not isinstance(block, dict):
-        raise DriftError(f"sized_for has no pool {name!r}; valid: {', '.join(map(str, blocks))}")
+        raise DriftError(
+            f"sized_for has no pool {name!r}; its pools: {', '.join(map(str, blocks))}"
+        )
     return {key: _numbers(block, key, BINS[key]) for key in MEASURES}, (
         _numbers(block, "hourly_rates", 24) if block.get("hourly_rates") else ()
     )
@@ -104,9 +107,9 @@ def read_sized_for(
 def _numbers(block: Mapping[str, Any], name: str, count: int) -> list[float]:
     values = block.get(name)
     if not isinstance(values, list) or len(values) != count:
-        raise DriftError(f"sized_for.{name} is no list of {count} numbers")
+        raise DriftError(f"sized_for.{name} must be a list of {count} numbers")
     if not all(isinstance(value, int | float) and value >= 0 for value in values):
-        raise DriftError(f"sized_for.{name} must be a list of numbers that are not negative")
+        raise DriftError(f"sized_for.{name} must not contain negative numbers")
     return [float(value) for value in values]
 
 

@@ -63,9 +63,11 @@ def read_prompts(lines: Sequence[str]) -> list[dict[str, Any]]:
                               '{"prompt": "..."}')  # fmt: skip
         prompts.append(body)
     if not prompts:
-        raise GoldenError("the file has no prompt; write one JSON request per line")
+        raise GoldenError("the file contains no prompt; write one JSON request per line")
     if len(prompts) > MAX_PROMPTS:
-        raise GoldenError(f"the file has {len(prompts)} prompts; valid: up to {MAX_PROMPTS}")
+        raise GoldenError(
+            f"the file contains {len(prompts)} prompts; at most {MAX_PROMPTS} are allowed"
+        )
     return prompts
 
 

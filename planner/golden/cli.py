@@ -25,7 +25,10 @@ Action = Annotated[
     typer.Argument(help="Action: run (send the prompts to both engines, and compare the answers)."),
 ]
 File = Annotated[
-    Path, typer.Argument(help="Prompts as JSON Lines: one chat or completion request per line.")
+    Path,
+    typer.Argument(
+        help="File with prompts as JSON Lines: one chat or completion request per line."
+    ),
 ]
 Base = Annotated[
     str,
@@ -37,12 +40,17 @@ Candidate = Annotated[
 Model = Annotated[
     str | None,
     typer.Option(
-        "--model", help="Model to request from both engines; default: the first that each lists."
+        "--model",
+        help="Model to request from both engines; default: the first model that each engine lists.",
     ),
 ]
 Key = Annotated[
     str,
-    typer.Option("--key", envvar="PENSTOCK_ENGINE_KEY", help="Bearer token for both engines."),
+    typer.Option(
+        "--key",
+        envvar="PENSTOCK_ENGINE_KEY",
+        help="API key that is sent to both engines as a bearer token.",
+    ),
 ]
 MaxTokens = Annotated[
     int,
@@ -50,7 +58,12 @@ MaxTokens = Annotated[
 ]
 Concurrency = Annotated[
     int,
-    typer.Option("--concurrency", min=1, max=256, help="Number of prompts in progress at once."),
+    typer.Option(
+        "--concurrency",
+        min=1,
+        max=256,
+        help="Maximum number of prompts that are in progress at the same time.",
+    ),
 ]
 Tolerance = Annotated[
     float,
@@ -59,7 +72,8 @@ Tolerance = Annotated[
         min=0,
         max=100,
         metavar="POINTS",
-        help="Percentage points (KL: hundredths of a nat) that the candidate may lose.",
+        help="Exit with status 3 if the candidate loses more than this many percentage points "
+        "(KL: hundredths of a nat).",
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the report as JSON.")]
@@ -82,7 +96,7 @@ def golden(
     The base is also compared with itself, to measure chance.
     """
     if action != "run":
-        raise typer.BadParameter(f"unknown action {action!r}; valid: run")
+        raise typer.BadParameter(f"unknown action {action!r}; the only action is run")
     try:
         prompts = read_prompts(file.read_text().splitlines())
     except (OSError, UnicodeDecodeError, GoldenError) as error:

@@ -60,7 +60,9 @@ async def send_to_all(
         await asyncio.gather(*(send_prompt(index) for index in range(len(prompts))))
     for engine, found in zip(engines, answers, strict=True):
         if all(answer.error for answer in found):
-            raise GoldenError(f"{engine.url} answers no prompt: {found[0].error}")
+            raise GoldenError(
+                f"the engine at {engine.url} answered none of the prompts: {found[0].error}"
+            )
     return answers
 
 
@@ -102,5 +104,6 @@ async def first_model(url: str, key: str) -> str:
             return str(body["data"][0]["id"])
     except (aiohttp.ClientError, TimeoutError, ValueError, LookupError, TypeError) as error:
         raise GoldenError(
-            f"{url} lists no model ({type(error).__name__}); give --model, or check the address"
+            f"the engine at {url} lists no model ({type(error).__name__}); give --model, or "
+            "check the address"
         ) from None

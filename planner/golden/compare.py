@@ -1,10 +1,9 @@
 """Compares two engines' answers to the same prompts: what differs, and whether more than by chance.
-
 No I/O.
 
-Greedy answers of one engine differ between runs too, because other batches round differently. So
-the base is asked twice, and its difference from itself is the noise floor. A candidate is worse if
-its paired differences exceed the floor by more than chance explains.
+Greedy answers of one engine differ between runs too, because other batches round differently. The
+base engine is therefore asked twice, and its difference from itself is the noise floor. A candidate
+is worse if its paired differences exceed the floor by more than chance explains.
 """
 
 from __future__ import annotations

@@ -260,7 +260,7 @@ def _model(models: Sequence[_Model], taken: Assumptions, assumed: list[str]) -> 
     # Raises PoolCaseError if the model in `taken` is unknown.
     if taken.model is not None:
         if taken.model.lower() not in MODELS:
-            raise PoolCaseError(f"unknown model {taken.model!r}: known are {', '.join(MODELS)}")
+            raise PoolCaseError(f"unknown model {taken.model!r}; known models: {', '.join(MODELS)}")
         return taken.model, True
     named = next((model.name for model in models if model.name.lower() in MODELS), None)
     if named is not None:
@@ -283,6 +283,6 @@ def _gpu(endpoint: _Endpoint, taken: Assumptions, assumed: list[str]) -> str:
     if label in GPUS:
         return label
     if taken.gpu is not None:
-        raise PoolCaseError(f"unknown GPU {taken.gpu!r}: known are {', '.join(GPUS)}")
+        raise PoolCaseError(f"unknown GPU {taken.gpu!r}; known GPUs: {', '.join(GPUS)}")
     assumed.append(f"groups run on {GPU}: endpoints have no gpu label, and --gpu was not given")
     return GPU

@@ -16,7 +16,7 @@ from planner.traces.access import LoggedRequest, arrived_s, request_of
 from planner.traces.shape import TraceError, TraceRequest, open_lines, parse_lines
 
 TAIL_BYTES = 256 << 20
-"""Maximum amount of a log that is read, from its end."""
+"""Maximum bytes of an access log that are read, counted from its end."""
 
 SHED, USUAL_TOKENS = 429, 256
 
@@ -77,7 +77,7 @@ def recent(path: Path, last_s: float, tail_bytes: int = TAIL_BYTES) -> RecentTra
             if row.status < 400 or row.status == SHED
         ]
     if not rows:
-        raise TraceError(f"{path} contains no request")
+        raise TraceError(f"the access log {path} contains no request")
     from_s = max(map(arrived_s, rows)) - last_s
     rows = sorted((row for row in rows if arrived_s(row) >= from_s - last_s), key=arrived_s)
     begins_s = arrived_s(rows[0])

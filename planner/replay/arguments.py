@@ -41,7 +41,7 @@ def parse_seconds(text: str) -> float:
     """
     match = _TIME.fullmatch(text.strip())
     if match is None:
-        raise ArgumentError(f"{text!r} is not a time; write 250ms, 30s, 5m or 1h")
+        raise ArgumentError(f"{text!r} is not a valid time; examples are 250ms, 30s, 5m and 1h")
     return float(match[1]) * _UNITS_S[match[2]]
 
 
@@ -50,9 +50,9 @@ def parse_loads(text: str) -> list[float]:
     try:
         numbers = [float(part) for part in text.split(",")]
     except ValueError:
-        raise ArgumentError(f"{text!r} is not a list of numbers like 0.5,1,2") from None
+        raise ArgumentError(f"{text!r} is not a list of numbers; an example is 0.5,1,2") from None
     if not all(0 < load < float("inf") for load in numbers):
-        raise ArgumentError(f"{text!r}: loads must be above 0")
+        raise ArgumentError(f"loads must be above 0, not {text!r}")
     return numbers
 
 
@@ -68,7 +68,8 @@ def parse_classes(text: str) -> tuple[Slo, Mapping[str, Slo]]:
         name, _, value = part.partition("=")
         if name.strip() not in budgets:
             raise ArgumentError(
-                f"{part!r}: an SLO consists of ttft and tpot, like ttft=2s,tpot=50ms"
+                f"{part!r} is not a valid SLO, which consists of ttft and tpot, as in "
+                "ttft=2s,tpot=50ms"
             )
         budgets[name.strip()] = parse_seconds(value)
     return Slo("standard", budgets["ttft"], budgets["tpot"]), {}
@@ -110,15 +111,21 @@ def apply_faults(
             continue
         match = _FAULT.fullmatch(part)
         if match is None:
-            raise ArgumentError(f"{part!r} is not a fault; write {FAULTS}")
+            raise ArgumentError(f"{part!r} is not a valid fault; the forms are {FAULTS}")
         group, at_s = int(match[2]), parse_seconds(match[3])
         if group >= len(groups):
-            raise ArgumentError(f"{part!r}: the fleet's groups are 0 to {len(groups) - 1}")
+            raise ArgumentError(
+                f"the fault {part!r} names a group that does not exist; the "
+                f"groups are 0 to {len(groups) - 1}"
+            )
         if (match[5] and match[1] != "slow") or (match[4] and match[1] == "cold"):
-            raise ArgumentError(f"{part!r}: only slow takes a factor, and cold takes no duration")
+            raise ArgumentError(
+                f"the fault {part!r} is invalid: only slow takes a factor, and "
+                "cold takes no duration"
+            )
         for_s, factor = parse_seconds(match[4]) if match[4] else None, float(match[5] or 2.0)
         if not factor:
-            raise ArgumentError(f"{part!r}: the factor must be above 0")
+            raise ArgumentError(f"the factor of the fault {part!r} must be above 0")
         if match[1] == "cold":
             groups[group] = msgspec.structs.replace(groups[group], up_at_s=at_s)
         else:
@@ -134,12 +141,14 @@ def _with_view(key: str, value: str, options: ReplayOptions) -> ReplayOptions:
         return msgspec.structs.replace(options, scrape_s=max(age_s, 0.1), scrape_age_s=age_s)
     if key == "view":
         if value not in list(CacheView):
-            raise ArgumentError(f"view={value}: known are {', '.join(CacheView)}")
+            raise ArgumentError(f"unknown view={value}; known views: {', '.join(CacheView)}")
         return msgspec.structs.replace(options, view=CacheView(value))
     try:
         share = float(value)
     except ValueError:
         share = -1.0
     if not 0 <= share <= 1:
-        raise ArgumentError(f"events={value}: the share of lost events must be between 0 and 1")
+        raise ArgumentError(
+            f"events={value} is invalid: the share of lost events must be between 0 and 1"
+        )
     return msgspec.structs.replace(options, lost_events=share)

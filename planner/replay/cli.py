@@ -35,32 +35,44 @@ Trace = Annotated[
     typer.Argument(
         exists=True,
         dir_okay=False,
-        help="File of recorded traffic, or a .yaml file that mixes several.",
+        help="File of recorded traffic, or a .yaml file that describes a mix of several.",
     ),
 ]
 Fleet = Annotated[
     str,
-    typer.Option(help="Fleet: F1-F4, F6, F5:6p2d@50 (groups, GB/s), or a YAML or JSON file."),
+    typer.Option(
+        help="Fleet to simulate: F1-F4, F6, F5:6p2d@50 (groups, GB/s), or a YAML or JSON file."
+    ),
 ]
 Policies = Annotated[
     str,
-    typer.Option("--policy", metavar="A,B,...", help="Names of the routing policies to compare."),
+    typer.Option(
+        "--policy",
+        metavar="A,B,...",
+        help="Names of the routing policies to compare, separated by commas.",
+    ),
 ]
 Door = Annotated[
-    str, typer.Option("--admission", help="Admission: none, cap, ... (docs/admission.md).")
+    str,
+    typer.Option(
+        "--admission", help="Admission policy: none, cap, or another one (docs/admission.md)."
+    ),
 ]
 Rates = Annotated[
     str | None,
     typer.Option(
         "--rate",
         metavar="X,...",
-        help="Request rates to replay, relative to the recorded rate (1).",
+        help="Request rates to replay, as multiples of the recorded rate (default 1).",
     ),
 ]
 Users = Annotated[
     str | None,
     typer.Option(
-        "--users", metavar="N,...", help="Closed loop: number of users that go through sessions."
+        "--users",
+        metavar="N,...",
+        help="Closed loop: number of users, each of whom sends the "
+        "requests of sessions one after another.",
     ),
 ]
 Targets = Annotated[
@@ -68,52 +80,75 @@ Targets = Annotated[
     typer.Option(
         "--capacity",
         metavar="90,99",
-        help="Find the highest load with this SLO attainment, in percent of requests.",
+        help="Find the highest load at which this percentage of requests meets the SLO.",
     ),
 ]
-Slos = Annotated[str, typer.Option("--slo", help="ttft=2s,tpot=50ms, or a YAML file of classes.")]
+Slos = Annotated[
+    str,
+    typer.Option(
+        "--slo",
+        help="Latency targets such as ttft=2s,tpot=50ms, or a YAML file of service classes.",
+    ),
+]
 Faults = Annotated[str, typer.Option("--faults", help=arguments.FAULTS)]
 Format = Annotated[
     str | None,
-    typer.Option("--format", help=f"{', '.join(READERS)}; detected from the file by default."),
+    typer.Option(
+        "--format",
+        help=f"Format of the trace: {', '.join(READERS)}; by default it is detected from the file.",
+    ),
 ]
 From = Annotated[
-    str, typer.Option("--from", metavar="TIME", help="Only requests recorded from this time on.")
+    str,
+    typer.Option(
+        "--from", metavar="TIME", help="Replay only requests that were recorded from this time on."
+    ),
 ]
 To = Annotated[
     str | None,
-    typer.Option("--to", metavar="TIME", help="Only requests recorded before this time."),
+    typer.Option(
+        "--to", metavar="TIME", help="Replay only requests that were recorded before this time."
+    ),
 ]
 Warmup = Annotated[
     str,
     typer.Option(
         "--warmup",
         metavar="TIME",
-        help="Warm-up: requests before this time fill caches and are not counted.",
+        help="Length of the warm-up: requests before this time fill caches and are not counted.",
     ),
 ]
 For = Annotated[
     str | None,
     typer.Option(
-        "--for", metavar="TIME", help="Time at which closed loops end (default with --users: 20m)."
+        "--for",
+        metavar="TIME",
+        help="Simulated time at which closed loops end (default with --users: 20m).",
     ),
 ]
 Retries = Annotated[
-    int, typer.Option(min=0, max=100, help="Number of times that a client retries after a 429.")
+    int,
+    typer.Option(
+        min=0, max=100, help="Number of times that a client retries a request after a 429."
+    ),
 ]
 Stubborn = Annotated[
-    bool, typer.Option("--ignore-retry-after", help="Clients retry after their own back-off.")
+    bool,
+    typer.Option(
+        "--ignore-retry-after",
+        help="Let clients retry after their own back-off instead of the Retry-After time.",
+    ),
 ]
 Patience = Annotated[
     str | None,
     typer.Option(
-        "--patience", metavar="TIME", help="Clients give up after this time without a first token."
+        "--patience", metavar="TIME", help="Time without a first token after which clients give up."
     ),
 ]
 Expected = Annotated[
-    int, typer.Option(min=1, help="Output tokens that the gateway expects per request.")
+    int, typer.Option(min=1, help="Number of output tokens that the gateway expects per request.")
 ]
-Seed = Annotated[int, typer.Option(help="Random seed: equal seeds give equal replays.")]
+Seed = Annotated[int, typer.Option(help="Random seed; replays with equal seeds are equal.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 Report = Annotated[
     Path | None,

@@ -14,9 +14,9 @@ from policies import ledger
 from policies.health.slow_start import soft_cap
 
 Reading = tuple[ReplayGroup, EngineMetrics]
-"""One scrape of a group."""
+"""One scrape of a simulated group's metrics."""
 SWEEP_S = 0.25
-"""Interval of the gateway's updates of the soft cap during slow start."""
+"""Seconds between two updates of the soft cap during slow start, as in the gateway."""
 
 
 class FaultEvents:

@@ -3,9 +3,9 @@
     run = replay(preset("F1"), traffic(requests), registry.build("prefix_aware", {}))
 
 Mock TP groups serve the requests, and the gateway's own code decides about them. All events are in
-one heap; nothing waits or sleeps, and an equal seed gives an equal run. Admission and retries are
-in admission_sim.py, the gateway's view and decisions in gateway_sim.py, a group's computation in
-engine.py, split requests in disagg_sim.py.
+one heap; nothing waits in real time, and an equal seed gives an equal run. Admission and retries
+are in admission_sim.py, the gateway's view and decisions in gateway_sim.py, a group's computation
+in engine.py, split requests in disagg_sim.py.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The interfaces by which the parts of a replay call each other.
 
-They make it unnecessary to import fleet.py, which creates the parts.
+They make it unnecessary for the parts to import fleet.py, which creates them.
 """
 
 from __future__ import annotations

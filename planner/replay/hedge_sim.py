@@ -1,7 +1,7 @@
 """Hedged requests in a replay: a late request is also sent to a second group.
 
-The group with the earlier first token serves the request; the other attempt is withdrawn.
-policies/health/stall.py decides when a request is late. The retry budget is left out.
+The group with the earlier first token serves the request; the other attempt is cancelled.
+policies/health/stall.py decides when a request is late. The retry budget is not simulated.
 """
 
 from __future__ import annotations

@@ -182,20 +182,22 @@ def validate(spec: FleetSpec) -> FleetSpec:
     Raises FleetError otherwise.
     """
     if not spec.kinds:
-        raise FleetError(f"{spec.name}: a fleet needs at least one group")
+        raise FleetError(f"fleet {spec.name}: a fleet needs at least one group")
     if spec.block_tokens < 1:
-        raise FleetError(f"{spec.name}: block_tokens must be positive, not {spec.block_tokens}")
+        raise FleetError(
+            f"fleet {spec.name}: block_tokens must be positive, not {spec.block_tokens}"
+        )
     for index, kind in enumerate(spec.kinds):
         try:
             _check(kind, spec.block_tokens)
         except ValueError as error:
-            raise FleetError(f"{spec.name}: kinds[{index}]: {error}") from None
+            raise FleetError(f"fleet {spec.name}: kinds[{index}]: {error}") from None
     if sum(kind.count for kind in spec.kinds) > MOST_GROUPS:
-        raise FleetError(f"{spec.name}: more than {MOST_GROUPS} groups")
+        raise FleetError(f"fleet {spec.name}: a fleet may have at most {MOST_GROUPS} groups")
     roles = {kind.role for kind in spec.kinds}
     if Role.BOTH not in roles and len(roles) < 2:
         raise FleetError(
-            f"{spec.name}: groups that only {roles.pop()} need groups for the other half"
+            f"fleet {spec.name}: groups with the role {roles.pop()} need groups with the other role"
         )
     return spec
 
@@ -216,7 +218,7 @@ def _check(kind: GroupKind, block_tokens: int) -> None:
         if not 0 < getattr(kind, name) < inf:
             raise ValueError(f"{name} must be positive, not {getattr(kind, name)}")
     if not 0 <= kind.up_at_s < inf:
-        raise ValueError(f"up_at_s must be a time of the replay, not {kind.up_at_s}")
+        raise ValueError(f"up_at_s must be a time within the replay, not {kind.up_at_s}")
     _check_layout(kind)
     _check_ranks(kind)
     if kind.max_num_batched_tokens < kind.max_num_seqs:
@@ -227,7 +229,9 @@ def _check(kind: GroupKind, block_tokens: int) -> None:
     if kind.labelled_batched_tokens is not None and kind.labelled_batched_tokens < 1:
         raise ValueError("labelled_batched_tokens must be positive")
     if kind.capacity_tokens < block_tokens:
-        raise ValueError(f"{kind.model} on {kind.tp} x {kind.gpu} leaves no memory for KV")
+        raise ValueError(
+            f"the model {kind.model} on {kind.tp} x {kind.gpu} leaves no memory for KV"
+        )
 
 
 def _check_layout(kind: GroupKind) -> None:
@@ -247,11 +251,11 @@ def _check_ranks(kind: GroupKind) -> None:
     if kind.ranks == 1:
         return
     if kind.dp > 1:
-        raise ValueError("ranks and dp are two forms of the same ranks: choose one")
+        raise ValueError("ranks and dp are two ways to give the same ranks; use only one of them")
     if kind.role is not Role.BOTH:
-        raise ValueError("ranks are for groups that serve whole requests (role both)")
+        raise ValueError("ranks are possible only for groups that serve whole requests (role both)")
     if kind.shares_experts and kind.pp * kind.cp > 1:
-        raise ValueError("ranks that share experts have neither pp nor cp")
+        raise ValueError("ranks that share experts can be combined with neither pp nor cp")
 
 
 def _f5(prefills: int, decodes: int, link_gb_s: float) -> FleetSpec:
@@ -297,8 +301,8 @@ def preset(name: str) -> FleetSpec:
     kinds = _PRESETS.get(name.upper())
     if kinds is None:
         raise FleetError(
-            f"unknown fleet {name!r}: "
-            f"known are {', '.join(sorted(_PRESETS))} and F5:<x>p<y>d@<GB/s>"
+            f"unknown fleet {name!r}; known fleets: {', '.join(sorted(_PRESETS))} and "
+            "F5:<x>p<y>d@<GB/s>"
         )
     return FleetSpec(name.upper(), kinds)
 

@@ -22,7 +22,8 @@ from policies import registry
 from policies.admission_registry import build_admission
 
 Progress = Callable[[str, float], None]
-"""Called with the name of a running replay, and the share of its requests that have ended."""
+"""A function that is called with the name of a running replay, and the share of its requests that
+have ended."""
 
 
 class NoCountedRequestError(ValueError):

@@ -18,7 +18,10 @@ Number = Annotated[
 ]
 OfSeed = Annotated[
     str | None,
-    typer.Option("--seed", help=f"Show only the items of one seed: {', '.join(TITLES)}."),
+    typer.Option(
+        "--seed",
+        help=f"Show only the items of one seed (source of statements): {', '.join(TITLES)}.",
+    ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the items as JSON.")]
 

@@ -55,7 +55,7 @@ def calibrate_from(model: Llm, gpu: Gpu, tp: int, log_file: Path, last: str) -> 
     sizes = valid_tp_sizes(facts_of(model), gpu.domain_gpus)
     if tp not in sizes:
         valid = ", ".join(map(str, sizes))
-        raise SizingError(f"--measured-tp {tp}; valid for {model.name}: {valid}")
+        raise SizingError(f"--measured-tp {tp} is not possible for {model.name}; valid: {valid}")
     try:
         last_s = parse_seconds(last)
     except ArgumentError as error:
@@ -91,8 +91,8 @@ def calibrate(model: Llm, gpu: Gpu, tp: int, phases: Sequence[Phase]) -> Calibra
     decodes = len(phases) - prefills
     if min(prefills, decodes) < LEAST_PHASES:
         raise SizingError(
-            f"--calibrate: the log has {prefills} prefills without another beside them and "
-            f"{decodes} answers of usable length; valid: {LEAST_PHASES} of each"
+            f"--calibrate needs at least {LEAST_PHASES} undisturbed prefills and {LEAST_PHASES} "
+            f"answers of usable length; the log has {prefills} and {decodes}"
         )
     held_out = phases[::HELD_OUT]
     kept = [phase for index, phase in enumerate(phases) if index % HELD_OUT]

@@ -29,35 +29,60 @@ from policies.sizing.gpus import GPUS
 from policies.sizing.model_shapes import MODELS, Llm
 
 Model = Annotated[
-    str, typer.Argument(help="A built-in name (llama-3.1-70b, ...), a config.json, or its folder.")
+    str,
+    typer.Argument(
+        help="Model to size: a built-in name (llama-3.1-70b, ...), a "
+        "config.json, or the folder that contains it."
+    ),
 ]
 GpuKinds = Annotated[
-    str, typer.Option("--gpu", help=f"{', '.join(GPUS)}, or a JSON file; several with commas.")
+    str,
+    typer.Option(
+        "--gpu",
+        help=f"GPU types to consider: {', '.join(GPUS)}, or a JSON file; "
+        "separate several by commas.",
+    ),
 ]
 GpuCount = Annotated[
     int | None,
-    typer.Option("--gpus", help="Number of available GPUs; by default as many as needed."),
+    typer.Option("--gpus", help="Number of available GPUs; default: as many as needed."),
 ]
-Prompt = Annotated[str, typer.Option("--in", help="Tokens of a typical prompt.")]
-Output = Annotated[str, typer.Option("--out", help="Tokens of a typical answer.")]
+Prompt = Annotated[str, typer.Option("--in", help="Number of tokens of a typical prompt.")]
+Output = Annotated[str, typer.Option("--out", help="Number of tokens of a typical answer.")]
 Cached = Annotated[
-    float, typer.Option("--cached", help="Share of the prompt in a prefix cache, 0 to 1.")
+    float,
+    typer.Option("--cached", help="Share of the prompt that is found in a prefix cache, 0 to 1."),
 ]
-Rate = Annotated[float | None, typer.Option("--rate", help="Requests per second.")]
+Rate = Annotated[float | None, typer.Option("--rate", help="Mean number of requests per second.")]
 Concurrency = Annotated[
     float | None, typer.Option("--concurrency", help="Number of requests in progress at once.")
 ]
 Context = Annotated[
-    str | None, typer.Option("--context", help="Longest prompt plus answer, like 8k.")
+    str | None,
+    typer.Option(
+        "--context", help="Maximum number of tokens of prompt plus answer, for example 8k."
+    ),
 ]
-Ttft = Annotated[str | None, typer.Option("--ttft", help="Promised time to the first token.")]
-Tpot = Annotated[str | None, typer.Option("--tpot", help="Promised time per further token.")]
+Ttft = Annotated[
+    str | None, typer.Option("--ttft", help="Promised time to the first token, for example 2s.")
+]
+Tpot = Annotated[
+    str | None,
+    typer.Option(
+        "--tpot", help="Promised time per output token after the first, for example 50ms."
+    ),
+]
 Percentile = Annotated[
-    float, typer.Option("--percentile", help="Percent of requests that a promise is kept for.")
+    float, typer.Option("--percentile", help="Percentage of requests that must keep each promise.")
 ]
 Promises = Annotated[
     list[str] | None,
-    typer.Option("--promise", help="A class: chat:ttft=1s,tpot=40ms,p=99. May be repeated."),
+    typer.Option(
+        "--promise",
+        help="Promises of one service class, for example "
+        "chat:ttft=1s,tpot=40ms,p=99. Repeat the option for more "
+        "classes.",
+    ),
 ]
 MaxConcurrency = Annotated[
     int | None,
@@ -66,7 +91,7 @@ MaxConcurrency = Annotated[
     ),
 ]
 Headroom = Annotated[
-    float, typer.Option("--headroom", help="Share of KV memory to keep free, 0 to 1.")
+    float, typer.Option("--headroom", help="Share of KV memory that stays free, 0 to 1.")
 ]
 Quant = Annotated[str, typer.Option("--quant", help="Data type of the weights: auto, bf16 or fp8.")]
 KvDtype = Annotated[str, typer.Option("--kv-dtype", help="Data type of the KV cache: bf16 or fp8.")]
@@ -77,14 +102,24 @@ DomainGpus = Annotated[
     ),
 ]
 Price = Annotated[
-    str, typer.Option("--price", help="Dollars per GPU and hour (an example): 2.5, or h100=2.5,...")
+    str,
+    typer.Option(
+        "--price", help="Price in dollars per GPU and hour, for example 2.5, or h100=2.5,h200=3.5."
+    ),
 ]
 BestEffort = Annotated[
     bool,
-    typer.Option("--best-effort", help="For a promise out of reach, use TP up to the knee."),
+    typer.Option(
+        "--best-effort",
+        help="If a promise is out of reach, use the largest TP that "
+        "still pays off instead of failing.",
+    ),
 ]
 Front = Annotated[
-    bool, typer.Option("--front", help="Compare all layouts of --gpus GPUs (default: one domain).")
+    bool,
+    typer.Option(
+        "--front", help="Compare all layouts of --gpus GPUs (default: of one link domain)."
+    ),
 ]
 Ladder = Annotated[
     int | None,
@@ -94,19 +129,28 @@ Ladder = Annotated[
 ]
 Emit = Annotated[
     str | None,
-    typer.Option("--emit", help=f"Print only {', '.join(EMITTERS)} for the plan."),
+    typer.Option(
+        "--emit", help=f"Print only one file or command of the plan: {', '.join(EMITTERS)}."
+    ),
 ]
 Name = Annotated[
     str | None,
-    typer.Option("--name", help="Model name that clients use; by default the model's own."),
+    typer.Option("--name", help="Model name that clients use; default: the model's own name."),
 ]
 Against = Annotated[
     str | None,
-    typer.Option("--against", help="Also size this model, usually a smaller one, for its cost."),
+    typer.Option(
+        "--against", help="Model to size as well, usually a smaller one, for a comparison of costs."
+    ),
 ]
 FirstPort = Annotated[
     int,
-    typer.Option("--first-port", min=1, max=60_000, help="With --emit: port of the first engine."),
+    typer.Option(
+        "--first-port",
+        min=1,
+        max=60_000,
+        help="With --emit: port of the first engine; the others get the next ports.",
+    ),
 ]
 From = Annotated[
     Path | None,
@@ -114,7 +158,7 @@ From = Annotated[
         "--from",
         exists=True,
         dir_okay=False,
-        help="Replay the plan and the best other shapes on this access log or trace.",
+        help="Access log or trace on which the plan and the best other layouts are replayed.",
     ),
 ]
 Last = Annotated[
@@ -122,7 +166,7 @@ Last = Annotated[
     typer.Option(
         "--last",
         metavar="TIME",
-        help="Use only the end of the log in --from or --calibrate, for example 1h.",
+        help="Length of the end of the log in --from or --calibrate to use, for example 1h.",
     ),
 ]
 Calibrate = Annotated[
@@ -131,7 +175,7 @@ Calibrate = Annotated[
         "--calibrate",
         exists=True,
         dir_okay=False,
-        help="Fit the GPU's constants to this access log of MODEL, and plan with them.",
+        help="Access log of the model to which the GPU's constants are fitted before planning.",
     ),
 ]
 MeasuredTp = Annotated[
@@ -141,7 +185,9 @@ MeasuredTp = Annotated[
 Report = Annotated[
     Path | None,
     typer.Option(
-        "--report", callback=check_writable, help="Write a page (HTML) of the plan and all layouts."
+        "--report",
+        callback=check_writable,
+        help="File to which an HTML page of the plan and all layouts is written.",
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")]
@@ -210,7 +256,7 @@ def size(
     try:
         if calibrate is not None or measured_tp is not None:
             if from_ is not None:
-                raise SizingError("--calibrate with --from, whose replays are not calibrated")
+                raise SizingError("--calibrate cannot be combined with --from")
             options = _calibrated(options, calibrate, measured_tp, last)
         raise typer.Exit(
             _run(
@@ -232,7 +278,7 @@ def _calibrated(options: SizeOptions, log: Path | None, tp: int | None, last: st
 
     hardware = hardware_of(options)
     if log is None or tp is None or len(hardware) > 1:
-        raise SizingError("--calibrate needs one --gpu and --measured-tp; valid: both, or neither")
+        raise SizingError("--calibrate requires exactly one --gpu, and --measured-tp")
     model = variants(model_of(options), options.quant)[0]
     found = calibrate_from(model, hardware[0].gpu, tp, log, last)
     typer.echo("\n".join(calibration_lines(found, tp, log)), err=True)
@@ -242,7 +288,7 @@ def _calibrated(options: SizeOptions, log: Path | None, tp: int | None, last: st
 def _run(options: SizeOptions, output: SizeOutput) -> int:
     batch = output.ladder
     if batch is not None and not 1 <= batch <= 4096:
-        raise SizingError(f"--ladder {batch}; valid: 1 to 4096")
+        raise SizingError(f"--ladder must be from 1 to 4096, not {batch}")
     model = model_of(options)
     plans = _plans(options, model, grids := load_grids())
     best = min(plans, key=lambda plan: (len(plan.shortfalls), plan.usd_hour))

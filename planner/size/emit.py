@@ -15,7 +15,7 @@ from policies.sizing.layout import Layout
 from policies.sizing.model_shapes import MODELS
 
 POOL = "main"
-"""Name of the pool in an emitted gateway.yaml."""
+"""Name of the pool in a generated gateway.yaml."""
 
 # A class without one of the two promises gets a limit that no request is meant to reach.
 LOOSE_TTFT_S, LOOSE_TPOT_S = 60.0, 0.5
@@ -117,8 +117,8 @@ def _mock(emission: Emission) -> str:
     plan = emission.plan
     if emission.name.lower() not in MODELS:
         raise SizingError(
-            f"mock groups have a built-in model; this plan is {emission.name}; valid: "
-            f"{', '.join(sorted(MODELS))}"
+            f"mock groups need a built-in model, but the plan is for {emission.name}; built-in "
+            f"models: {', '.join(sorted(MODELS))}"
         )
     layout = plan.layout
     sizes = (("pp", layout.pp), ("ep", layout.ep), ("dp", layout.dp), ("cp", layout.cp))
@@ -149,5 +149,5 @@ def emit(target: str, emission: Emission) -> str:
     """
     emitter = EMITTERS.get(target)
     if emitter is None:
-        raise SizingError(f"unknown target {target!r}; valid: {', '.join(EMITTERS)}")
+        raise SizingError(f"unknown --emit {target!r}; valid: {', '.join(EMITTERS)}")
     return emitter(emission)

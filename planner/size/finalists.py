@@ -79,11 +79,13 @@ def known_model(plan: FleetPlan) -> str:
     gpu = plan.hardware.gpu.name
     if plan.model.name.lower() not in MODELS:
         raise SizingError(
-            f"--from replays built-in models; this plan is {plan.model.name}; valid: "
-            f"{', '.join(name for name in MODELS if '/' not in name)}"
+            f"--from needs a built-in model, but the plan is for {plan.model.name}; built-in "
+            f"models: {', '.join(name for name in MODELS if '/' not in name)}"
         )
     if gpu not in GPUS:
-        raise SizingError(f"--from replays built-in GPUs, not {gpu}; valid: {', '.join(GPUS)}")
+        raise SizingError(
+            f"--from needs a built-in GPU type, not {gpu}; built-in types: {', '.join(GPUS)}"
+        )
     return _name(plan.model.name)
 
 

@@ -192,8 +192,8 @@ def least_pp(draft: Draft) -> None:
         raise SizingError(_not_held(draft, most))
     if limit is not None and tp * pp > limit:
         raise SizingError(
-            f"{draft.model.name} needs TP {tp} x PP {pp} = {tp * pp} GPUs "
-            f"({draft.hardware.gpu.name}), and there are {limit}; valid: --gpus {tp * pp} and more"
+            f"{draft.model.name} needs {tp * pp} GPUs of type {draft.hardware.gpu.name} (TP "
+            f"{tp} x PP {pp}), but only {limit} are available; give --gpus {tp * pp} or more"
         )
     draft.layout = Layout(tp, pp)
     answer = "no PP" if pp == 1 else f"PP {pp}: the least that holds it"

@@ -90,7 +90,7 @@ def read_answers(log: Path, last_s: float) -> list[MeasuredAnswer]:
     rows = [row for row in rows if row.status == 200 and arrived_s(row) >= begin_s]
     models = sorted({row.model for row in rows})
     if len(models) > 1:
-        raise SizingError(f"--calibrate: the log has models {', '.join(models)}; valid: one")
+        raise SizingError(f"--calibrate needs a log of one model; this log has {', '.join(models)}")
     return [answer for row in rows for answer in _answer(row)]
 
 

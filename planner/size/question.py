@@ -78,12 +78,12 @@ def _json(path: Path) -> Any:
         with path.open("rb") as file:
             text = file.read(MAX_FILE_BYTES + 1)
         if len(text) > MAX_FILE_BYTES:
-            raise SizingError(f"{path} is larger than 4 MiB")
+            raise SizingError(f"the file {path} is larger than 4 MiB")
         return json.loads(text)
     except OSError as error:
         raise SizingError(f"cannot read {path}: {error.strerror}") from None
     except (ValueError, RecursionError):
-        raise SizingError(f"{path} is not JSON") from None
+        raise SizingError(f"the file {path} is not valid JSON") from None
 
 
 def hardware_of(options: SizeOptions) -> list[PlanHardware]:
@@ -93,11 +93,11 @@ def hardware_of(options: SizeOptions) -> list[PlanHardware]:
     """
     names = [name.strip() for name in options.gpu.split(",") if name.strip()]
     if not names:
-        raise SizingError(f"--gpu is empty; valid: {', '.join(GPUS)}, or a JSON file")
+        raise SizingError(f"--gpu must not be empty; valid: {', '.join(GPUS)}, or a JSON file")
     if options.gpus is not None and options.gpus < 1:
-        raise SizingError(f"--gpus {options.gpus}; valid: 1 and more")
+        raise SizingError(f"--gpus must be at least 1, not {options.gpus}")
     if options.domain is not None and options.domain < 1:
-        raise SizingError(f"--domain {options.domain}; valid: 1 and more")
+        raise SizingError(f"--domain must be at least 1, not {options.domain}")
     prices = _prices(options.price)
     return [
         PlanHardware(
@@ -128,7 +128,9 @@ def _prices(text: str) -> Mapping[str, float]:
         except ValueError:
             price = -1.0
         if not 0 < price < 1e6:
-            raise SizingError(f"--price {part!r}; valid: 2.5, or h100=2.5,h200=3.5")
+            raise SizingError(
+                f"--price {part!r} is invalid; write a number such as 2.5, or h100=2.5,h200=3.5"
+            )
         prices[name.strip().lower()] = price
     return prices
 
@@ -142,12 +144,12 @@ def workload_of(options: SizeOptions, model: Llm) -> Workload:
     context = _tokens("--context", options.context or str(prompt + output))
     if context < prompt + output:
         raise SizingError(
-            f"--context {context:,} is shorter than --in {prompt:,} plus --out {output:,}; valid: "
-            f"{prompt + output:,} and more"
+            f"--context must be at least {prompt + output:,}, the sum of --in {prompt:,} and "
+            f"--out {output:,}, not {context:,}"
         )
     if context > model.max_context:
         raise SizingError(
-            f"--context {context:,} is more than the model's {model.max_context:,} tokens"
+            f"--context {context:,} exceeds the model's maximum of {model.max_context:,} tokens"
         )
     _check_load(options)
     concurrency = options.concurrency
@@ -161,7 +163,7 @@ def workload_of(options: SizeOptions, model: Llm) -> Workload:
 
 def _check_load(options: SizeOptions) -> None:
     if options.rate is not None and options.concurrency is not None:
-        raise SizingError("--rate and --concurrency contradict each other; valid: one of them")
+        raise SizingError("--rate and --concurrency contradict each other; give only one of them")
     limits: tuple[tuple[str, float | None, float, float], ...] = (
         ("--rate", options.rate, 1e-6, 1e6),
         ("--concurrency", options.concurrency, 1, 1e7),
@@ -172,7 +174,7 @@ def _check_load(options: SizeOptions) -> None:
     )
     for name, value, least, most in limits:
         if value is not None and not least <= value <= most:
-            raise SizingError(f"{name} {value:g}; valid: {least:g} to {most:g}")
+            raise SizingError(f"{name} must be from {least:g} to {most:g}, not {value:g}")
 
 
 def _tokens(name: str, text: str) -> int:
@@ -199,9 +201,9 @@ def promises_of(options: SizeOptions) -> tuple[Promise, ...]:
         promises.insert(0, Promise("standard", ttft_s, tpot_s, options.percentile))
     names = [promise.name for promise in promises]
     if len(set(names)) < len(names):
-        raise SizingError(f"--promise names a class twice: {', '.join(names)}; valid: once each")
+        raise SizingError(f"--promise names a class twice: {', '.join(names)}")
     if options.is_best_effort and not promises:
-        raise SizingError("--best-effort without a promise; valid: with --ttft or --tpot")
+        raise SizingError("--best-effort requires a promise: --ttft or --tpot")
     return tuple(promises)
 
 
@@ -210,12 +212,16 @@ def _promise(text: str, percentile: float) -> Promise:
     name, _, rest = text.partition(":")
     parts = dict(part.split("=", 1) for part in rest.split(",") if "=" in part)
     if not name or not parts.keys() & {"ttft", "tpot"} or parts.keys() - {"ttft", "tpot", "p"}:
-        raise SizingError(f"--promise {text!r}; valid: chat:ttft=1s,tpot=40ms,p=99")
+        raise SizingError(
+            f"--promise {text!r} is invalid; an example is chat:ttft=1s,tpot=40ms,p=99"
+        )
     try:
         kept = float(parts.get("p", percentile))
     except ValueError:
         kept = 0.0
     if not 50 <= kept <= 99.99:
-        raise SizingError(f"--promise {text!r}: p is a percentile; valid: 50 to 99.99")
+        raise SizingError(
+            f"--promise {text!r} is invalid: the percentile p must be from 50 to 99.99"
+        )
     ttft_s = _seconds("--promise", parts.get("ttft"))
     return Promise(name, ttft_s, _seconds("--promise", parts.get("tpot")), kept)

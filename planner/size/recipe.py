@@ -29,7 +29,8 @@ def variants(model: Llm, quant: str) -> list[Llm]:
     if model.weight_bytes <= 1:
         if quant == "bf16":
             raise SizingError(
-                f"--quant bf16: the weights of {model.name} are quantised; valid: auto, fp8"
+                f"--quant bf16 is not possible, because the weights of {model.name} are "
+                "quantised; valid: auto, fp8"
             )
         return [model]
     named = MODELS.get(f"{model.name}-fp8".lower())

@@ -19,7 +19,8 @@ from planner.size.front import FleetPoint
 from planner.traces import TraceError, TraceRequest, read_trace, slice_span
 
 ConfigReader = Callable[[str], Mapping[str, Any]]
-"""Returns the configuration in the text of a gateway.yaml, as plain values with all defaults."""
+"""A function that returns the configuration in the text of a gateway.yaml, as plain values with all
+defaults."""
 
 
 def replay_log(
@@ -61,5 +62,5 @@ def _requests(log: Path, last: str) -> list[TraceRequest]:
     except (TraceError, ArgumentError) as error:
         raise SizingError(str(error)) from None
     if not requests:
-        raise SizingError(f"{log} has no request in the last {last}")
+        raise SizingError(f"the log {log} contains no request of the last {last}")
     return requests

@@ -19,7 +19,8 @@ from policies.admission.retry_after import ReturnSchedule, request_key
 from policies.model import Candidate, Pick, Request, RoutingQuery
 
 KEPT = 0.25
-"""Share of the wait queue that is reserved for refused clients that return at their time."""
+"""Share of the wait queue (0 to 1) that stays free for refused clients which retry at the time that
+their Retry-After named."""
 
 
 class Admit(msgspec.Struct, frozen=True):
@@ -153,7 +154,9 @@ class AdmissionParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """
 
     def build(self) -> Admission:
-        raise NotImplementedError(f"{type(self).__name__} has no build()")
+        raise NotImplementedError(
+            f"the parameter class {type(self).__name__} must implement build()"
+        )
 
 
 class WaitQueueView(Protocol):
@@ -243,7 +246,9 @@ class Admission(Protocol):
         ...
 
     def on_ended(self, request: Request, outcome: RequestOutcome) -> None:
-        """Record how a request ended that was recorded by `on_reserved` before."""
+        """Record how a request ended. `on_reserved` was called for the same request when it was
+        assigned to an endpoint.
+        """
         ...
 
     def tick(self, now: float, candidates: Sequence[Candidate]) -> None:

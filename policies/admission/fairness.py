@@ -16,7 +16,8 @@ from policies.model import Request
 from policies.param_types import Positive, PositiveCount
 
 FORGIVEN = 1e-3
-"""A debt below this many tokens is treated as zero, so that the tenant can be dropped."""
+"""Tokens of past usage below which a tenant counts as having used nothing, so that its counter can
+be dropped."""
 
 FADE_EVERY_S = 1.0
 
@@ -38,7 +39,8 @@ class TenantCounters:
     """Counts the usage of all tenants, in tokens per unit of the tenant's weight.
 
     floor  the pool's virtual time: the counter of the tenant served last, which never goes back. An
-           idle tenant restarts at it and so gains no credit; the usage above it is a tenant's debt
+           idle tenant restarts at `floor`, so it gains no credit. Its usage above `floor` is its
+           debt
     """
 
     __slots__ = ("_ahead", "_faded_at", "_shares", "floor")
@@ -53,7 +55,7 @@ class TenantCounters:
         return len(self._ahead)
 
     def set_shares(self, shares: FairShares) -> None:
-        """Replace the tenants' weights and parameters. Recorded usage is kept."""
+        """Replace the tenants' weights and parameters. The usage recorded so far is kept."""
         self._shares = shares
 
     def weight(self, tenant: str) -> float:
@@ -76,10 +78,10 @@ class TenantCounters:
         return counter
 
     def advance_to(self, counter: float) -> None:
-        """Advance the pool's virtual time to `counter`, the lowest usage counter of all waiting
-        tenants.
+        """Advance the pool's virtual time to `counter`, because a request of the tenant with that
+        counter is served now.
 
-        A request of that tenant is served now.
+        `counter` is the lowest usage counter of all tenants with waiting requests.
         """
         self.floor = max(self.floor, counter)
 

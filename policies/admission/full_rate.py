@@ -10,13 +10,15 @@ from __future__ import annotations
 from math import exp
 
 GAP_S = 5.0
-"""An overload counts as over after this many seconds without an observation of it."""
+"""An overload counts as over when no measurement has found the pool full for this many seconds."""
 
 SETTLED_S = 20.0
-"""Seconds of overload after which the measured rate no longer contains the calm before."""
+"""Seconds of overload after which the measured rate no longer includes requests from before the
+overload."""
 
 MEMORY_S = 30.0
-"""Time constant, in seconds of overload, of the remembered completion rate."""
+"""Time constant, in seconds of overload, with which older measurements of the completion rate lose
+weight."""
 
 
 class FullLoadRate:

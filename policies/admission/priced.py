@@ -43,21 +43,23 @@ from policies.pricing.cost_estimate import (
 )
 
 LEARN = 0.02
-"""Weight of a new request in the exponential running means, 0 to 1."""
+"""Weight of one new request in the exponential running means of admitted requests, 0 to 1."""
 
 PASSING = 4.0
-"""Multiple of `burst_s` that all endpoints may be ahead of their pace together without overload.
+"""Multiple of `burst_s` by which all endpoints together may be ahead of their pace without counting
+as overloaded.
 
 Such a burst drains by itself.
 """
 
 EFFICIENCY = 1.0
-"""Seconds of predicted work that an endpoint does per second, until an overload has shown it."""
+"""Seconds of predicted work that an endpoint completes per second, assumed until an overload has
+shown the real value."""
 
 TIGHTER = 10.0
-"""Limit of how much tighter than the typical budget one request's own budget may count.
+"""Limit of how much tighter than the typical budget one request's own latency budget may count.
 
-Clients choose it, and an impossible one must not raise the price for others.
+Clients choose their budgets, and an impossible one must not raise the price for others.
 """
 
 

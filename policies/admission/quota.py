@@ -16,10 +16,11 @@ import msgspec
 MINUTE_S = 60.0
 NOTHING_MISSING = 1e-9  # share of a limit below which a shortage is a rounding error
 DRIFT = 0.05
-"""Share of the difference to another gateway's level that one message corrects.
+"""Share of the difference between two gateways' bucket levels that one message corrects, 0 to 1.
 
-All levels fall and refill equally, so without it a gateway that started later or was disconnected
-would never converge. When two messages cross, this share of what they report is given back.
+All levels fall and refill equally. Without this correction, a gateway that started later or was
+disconnected would never converge to the others. When two messages cross, this share of the usage
+that they report is given back.
 """
 
 SignedCount = Annotated[int, msgspec.Meta(ge=-(1 << 50), le=1 << 50)]
@@ -51,10 +52,11 @@ class QuotaRefusal(msgspec.Struct, frozen=True):
 
 
 class QuotaUsage(msgspec.Struct, frozen=True, array_like=True):
-    """A tenant's usage at one gateway since its previous message; negative where refunds prevail.
+    """A tenant's usage at one gateway since that gateway's previous message; negative where refunds
+    prevail.
 
-    requests_left, tokens_left  levels of the gateway's buckets before this usage; None without such
-                                a limit
+    requests_left, tokens_left  levels of the gateway's token buckets before this usage; None for a
+                                bucket without a limit
     """
 
     requests: SignedCount
@@ -64,9 +66,9 @@ class QuotaUsage(msgspec.Struct, frozen=True, array_like=True):
 
 
 class TokenBucket:
-    """A token bucket, which enforces one limit per minute.
+    """A token bucket, which limits an amount (requests or tokens) per minute.
 
-    The level may be negative: usage beyond the estimate must be refilled first.
+    The level may be negative: usage beyond the estimate must be refilled before more is allowed.
     """
 
     __slots__ = ("_at", "_level", "limit")
@@ -77,9 +79,9 @@ class TokenBucket:
         self._at = -inf
 
     def level(self, now: float) -> float:
-        """Refill the token bucket up to the time `now` and return its level.
+        """Refill the token bucket for the time that has passed until `now`, and return its level.
 
-        A clock that goes back refills nothing.
+        If the clock has gone back, nothing is refilled.
         """
         if now > self._at:
             if self._at > -inf:
@@ -90,16 +92,15 @@ class TokenBucket:
         return self._level
 
     def take(self, amount: float) -> None:
-        """Subtract an amount from the bucket's level, or add it if it is negative.
-
-        The level never exceeds the limit.
+        """Subtract `amount` from the bucket's level. A negative amount is added to the level, up to
+        the bucket's limit.
         """
         self._level = min(float(self.limit), self._level - amount)
 
     def missing_s(self, amount: float, now: float) -> float:
-        """Return the seconds until the bucket has `amount`; 0 if it has that now.
+        """Return the seconds until the bucket's level has reached `amount`; 0 if it has already.
 
-        An amount above the limit is available as soon as the bucket is full.
+        An amount above the limit counts as available once the bucket is full.
         """
         missing = min(amount, float(self.limit)) - self.level(now)
         return (
@@ -161,7 +162,7 @@ class Quota:
         self._count(-requests, -tokens)
 
     def usage_message(self, requests: int, tokens: int, now: float) -> QuotaUsage:
-        """Return the message that reports a tenant's usage since the previous message to other
+        """Return the message that reports a tenant's usage since the previous message to the other
         gateways.
         """
         return QuotaUsage(
@@ -169,7 +170,7 @@ class Quota:
         )
 
     def apply_peer_usage(self, theirs: QuotaUsage, ours: QuotaUsage) -> None:
-        """Subtract a tenant's usage that another gateway reports.
+        """Apply a message in which another gateway reports a tenant's usage (`theirs`).
 
         `ours` is this gateway's usage that the other gateway has not received yet.
         """

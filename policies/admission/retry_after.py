@@ -54,9 +54,10 @@ class ReturnTimes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class ReturnSchedule:
     """Reserves capacity at later times for the retries of refused requests.
 
-    Requests with an equal key have one reservation each.
+    Requests that are equal (the same key) have one reservation each.
 
-    scheduled_until_s  moment up to which the last retry uses the reserved share of the capacity
+    scheduled_until_s  time up to which the last retry uses the reserved share of the capacity, in
+                       seconds on the policy clock
     """
 
     # _levels  reserved work per second of the moments to come, as stairs that go down: the rate of
@@ -85,8 +86,8 @@ class ReturnSchedule:
     def seconds_early(self, key: Key | None, now: float) -> float | None:
         """Return the seconds by which a retry comes before its scheduled time.
 
-        Returns None if it is in time, was not scheduled, or is too short to be recognised with
-        certainty.
+        Returns None if the retry is on time or was not scheduled. Prompts too short to be
+        recognised with certainty also give None.
         """
         due = self._due.get(key) if key is not None and key[0] >= 0 else None
         return due[0] - now if due and due[0] - now > self._times.early_s else None
@@ -102,9 +103,9 @@ class ReturnSchedule:
         )
 
     def remove(self, key: Key | None) -> None:
-        """Remove a request's earliest reservation for a retry, after use or expiry.
+        """Remove a request's earliest reservation for a retry, because it was used or has expired.
 
-        A missing one is ignored.
+        If there is no reservation for `key`, nothing happens.
         """
         due = self._due.get(key) if key is not None else None
         if due and key is not None:
@@ -196,9 +197,9 @@ def request_key(query: RoutingQuery) -> Key | None:
     """Return the key that identifies a repeated request: a hash of its prompt, model and cache
     salt.
 
-    Prompts shorter than one hash block have no hash. Their tenant, session and length identify
-    them, and the first number is negative because other requests may have the same. Returns None
-    without a fingerprint.
+    A prompt shorter than one hash block has no hash. It is identified by tenant, session and
+    length, and the first number of the key is negative to show that other requests may have the
+    same key. Returns None for a request without a fingerprint.
     """
     fingerprint, request = query.fingerprint, query.request
     if fingerprint is None:

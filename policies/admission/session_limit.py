@@ -1,7 +1,7 @@
-"""The common part of admission policies that limit sessions, and the policy `cap` with such a
-limit.
+"""Limits the number of active sessions: the base of policies with such a limit, and the policy
+`cap`.
 
-sessions.py has the sessions and the limit itself.
+The sessions and the computation of the limit are in sessions.py.
 """
 
 from __future__ import annotations
@@ -22,14 +22,16 @@ from policies.model import Candidate, Pick, Request, RoutingQuery
 from policies.prefix.prefix_match import longest_match
 
 ON_EVIDENCE = SessionGate(start=None, memory_s=60.0, shortest_s=20.0)
-"""Sessions are limited only once returning ones have found their contexts evicted.
+"""Parameters with which sessions are limited only after returning sessions have found their
+contexts evicted.
 
-An idle session then counts for a shorter time than where the limit holds from the start.
+An idle session then counts for a shorter time than with a limit from the start.
 """
 
 
 class SessionLimit:
-    """Refuses new sessions whose contexts do not fit the fleet's KV, and counts active ones.
+    """Refuses new sessions whose contexts do not fit the fleet's KV memory, and counts the active
+    sessions.
 
     sessions  the active sessions
     """
@@ -42,9 +44,10 @@ class SessionLimit:
     def refusal(
         self, query: RoutingQuery, candidates: Sequence[Candidate], cached_tokens: int
     ) -> Shed | None:
-        """Return the refusal of a new request whose session may not enter, or None if it may.
+        """Return the refusal of a request that would begin a session which does not fit, or None if
+        it may enter.
 
-        cached_tokens  the most prompt tokens that any candidate has cached
+        cached_tokens  the largest number of prompt tokens that any candidate has cached
         """
         request, sessions = query.request, self.sessions
         if not request.session or not sessions.is_limited:
@@ -69,7 +72,7 @@ class SessionLimit:
         return Shed("session_memory", wait_s, text)
 
     def on_reserved(self, query: RoutingQuery, pick: Pick) -> None:
-        """Record that a request was assigned to an endpoint."""
+        """Record that a request of a session was assigned to an endpoint."""
         request = query.request
         if request.session:
             self.sessions.on_reserved(
@@ -81,7 +84,7 @@ class SessionLimit:
             )
 
     def on_ended(self, request: Request, outcome: RequestOutcome) -> None:
-        """Record how a request ended that was recorded by `on_reserved` before."""
+        """Record how a request of a session ended that was assigned to an endpoint before."""
         if not request.session:
             return
         has_answer = outcome.ttft_s is not None

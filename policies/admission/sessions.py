@@ -25,20 +25,26 @@ one.
 """
 
 QUEUED = 2.0
-"""Mean number of prompts that wait at each endpoint from which lost contexts count as harmful."""
+"""Mean number of waiting prompts per endpoint from which on evicted session contexts count as
+harmful."""
 
 FIRST_SHARE = 0.7
-"""Share of the fleet's KV that sessions may fill when a limit begins."""
+"""Share of the fleet's KV memory (0 to 1) that sessions may fill when a limit on sessions
+begins.
+"""
 
 RELAX = 1.05
-"""Factor of a limit for each period without queues in which it refused a session."""
+"""Factor by which the limit on sessions rises after a period in which it refused a session although
+no prompt waited."""
 
 
 CALM = 0.5
-"""Mean number of waiting prompts per endpoint below which a session may enter beyond a limit."""
+"""Mean number of waiting prompts per endpoint below which a session may enter although the limit is
+reached."""
 
 EXTRA_S = 2.0
-"""Seconds between two such sessions, for each endpoint."""
+"""Minimum seconds between two sessions admitted beyond the limit, divided by the number of
+endpoints."""
 
 
 class SessionGate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -74,16 +80,19 @@ class SessionGate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         start = self.least if self.start is None else self.start
         if not (self.least <= start <= self.most and self.shortest_s <= self.longest_s):
             raise ValueError(
-                f"least <= start <= most and shortest_s <= longest_s are required, got {self}"
+                "sessions: least <= start <= most and shortest_s <= longest_s are required, "
+                f"got {self}"
             )
         if self.lost_least > self.lost_most:
             raise ValueError(
-                f"lost_least ({self.lost_least}) must not exceed lost_most ({self.lost_most})"
+                f"sessions: lost_least ({self.lost_least}) must not exceed "
+                f"lost_most ({self.lost_most})"
             )
 
 
 SessionKey = str | int
-"""Key of a session: its own name or, with several gateways, a digest they all compute equally."""
+"""The key of a session: its own name or, where several gateways share state, a digest that all of
+them compute equally."""
 
 
 class SessionUpdate(msgspec.Struct, frozen=True, array_like=True):
@@ -127,12 +136,12 @@ class ActiveSession:
 
 
 class WorkingSet:
-    """The active sessions, least recently used first, and recently expired ones.
+    """The active sessions, least recently used first, and the recently expired ones.
 
     tokens        context tokens of all active sessions
     memory_share  share of the fleet's KV that active sessions may fill; inf: no limit
-    memory_s      seconds that an idle session stays active
-    gate          the parameters
+    memory_s      seconds for which an idle session stays active
+    gate          the parameters of the limit on sessions
     """
 
     __slots__ = (
@@ -188,10 +197,11 @@ class WorkingSet:
         return self._key(session) in self._active
 
     def can_admit(self, session: str, tokens: int, kv_tokens: float | None) -> bool:
-        """Return whether a session is active already, or may become so with a context of `tokens`.
+        """Return whether a session is active already, or may become active with a context of
+        `tokens` tokens.
 
-        Every session may enter while `kv_tokens`, the fleet's KV, is None (unknown) or no session
-        is active. The latter lets a session enter that is too large for any share.
+        Every session may enter while `kv_tokens`, the fleet's KV capacity, is None (unknown). A
+        session may also enter while no other is active, even if its context exceeds the limit.
         """
         if not session or kv_tokens is None or not self._active or self.contains(session):
             return True
@@ -201,11 +211,12 @@ class WorkingSet:
         return False
 
     def can_enter_beyond(self, candidates: Sequence[Candidate], now: float) -> bool:
-        """Return whether a session may enter although its context does not fit, and count it.
+        """Return whether a session may enter although its context does not fit; if so, count it.
 
-        This is the case while hardly any prompt waits at the engines, every EXTRA_S for each of
-        them, if the limit rests on evidence. Sessions count for minutes after their last answer, so
-        without this an idle fleet would refuse clients until sessions that have ended expire.
+        This is possible only if the limit began on evidence (`start` None) and hardly any prompt
+        waits at the engines. Then one session may enter every EXTRA_S seconds per endpoint.
+        Sessions count for minutes after their last answer. Without this exception, an idle fleet
+        would refuse clients until ended sessions expire.
         """
         if self.gate.start is not None or waiting_prompts(candidates) >= CALM:
             return False
@@ -215,10 +226,11 @@ class WorkingSet:
         return True
 
     def seconds_until_room(self, tokens: int, kv_tokens: float, now: float) -> float | None:
-        """Return the seconds until a context of `tokens` more fits, at the rate at which sessions
-        expire.
+        """Return the seconds until sessions have expired that make room for a context of `tokens`
+        tokens.
 
-        Returns None if that rate is unknown.
+        The estimate uses the measured rate at which sessions expire. Returns None if that rate is
+        unknown.
         """
         return self._drain.seconds_for(
             max(1.0, self.tokens + tokens - self.memory_share * kv_tokens), now
@@ -229,7 +241,7 @@ class WorkingSet:
     ) -> None:
         """Record that a request of the session was assigned to an endpoint.
 
-        held      the most prompt tokens that any candidate has cached
+        held      the largest number of prompt tokens that any candidate has cached
         believed  prompt tokens that the picked candidate is believed to have cached
         """
         name = self._key(session)
@@ -299,19 +311,20 @@ class WorkingSet:
     # Several gateways
 
     def set_key_function(self, named: Callable[[str], SessionKey]) -> None:
-        """Identify sessions by the result of `named`, a hash that all gateways share.
+        """Identify sessions from now on by the result of `named`, a hash that all gateways compute
+        equally.
 
-        Call it before any session enters.
+        Call this before any session enters.
         """
         self._key_of = named
 
     def apply_peer_sessions(
         self, members: Iterable[SessionUpdate], age_s: float, now: float
     ) -> None:
-        """Add sessions that other gateways reported `age_s` seconds ago.
+        """Add sessions that another gateway reported `age_s` seconds ago.
 
-        They count like local sessions until idle for too long, because the engines hold their
-        contexts. More recent local data is kept.
+        They count like local sessions until they have been idle for too long, because the engines
+        hold their contexts. Data of this gateway that is more recent is kept.
         """
         for member in members:
             seen_s = now - age_s - member.silent_s
@@ -349,7 +362,8 @@ class WorkingSet:
         """Expire idle sessions, and adapt memory_share to the share of cached tokens that were
         lost.
 
-        A limit that depends on evidence (`start` None) needs the candidates.
+        `candidates` are the pool's endpoints; they are needed for a limit that begins on evidence
+        (`start` None).
         """
         self._expire(now)
         gate = self.gate
@@ -476,10 +490,10 @@ def fleet_kv_tokens(candidates: Sequence[Candidate]) -> float | None:
 
 
 def waiting_prompts(candidates: Sequence[Candidate]) -> float:
-    """Return the mean number of prompts that wait to be computed at each available candidate.
+    """Return the mean number of waiting prompts per available candidate endpoint.
 
-    The number is the engine's own. For an engine that reports none, the requests without a first
-    token count.
+    The number is the one that the engine reports. For an engine that reports none, requests without
+    a first token are counted.
     """
     loads = [candidate.load for candidate in candidates if candidate.load.is_available]
     waiting = [
@@ -491,7 +505,7 @@ def waiting_prompts(candidates: Sequence[Candidate]) -> float:
 class DecayingMean:
     """Computes the mean of a value over about the last `tau_s` seconds.
 
-    mean  0.0 at the start
+    mean  the current mean; 0.0 at the start
     """
 
     __slots__ = ("_at", "_tau_s", "mean")

@@ -11,16 +11,17 @@ from math import exp, inf, sqrt
 
 MOST_TENANTS = 1024
 NEARLY = 0.9
-"""The fair-share level is computed from slightly less than the admitted work, so that a rising
-price always affects some tenant.
+"""Factor slightly below 1 on the admitted work from which the fair-share level is computed.
+
+Because of it a rising price always affects some tenant.
 """
 
 
 class TenantUsage:
     """Measures the work that each tenant requests and is admitted, in seconds of one TP group.
 
-    level     decayed work per unit of weight up to which all requested work may be admitted
-    _squares  decayed sum of squares of the requested works, as the variance of their sum
+    level     decayed work per unit of tenant weight up to which all requested work may be admitted
+    _squares  decayed sum of the squared works of requests, an estimate of the variance of their sum
     """
 
     __slots__ = ("_admitted", "_at", "_offered", "_squares", "_tau_s", "_weights", "level")
@@ -77,10 +78,12 @@ class TenantUsage:
         return self._admitted / self._tau_s
 
     def demand(self, waiting_s: float, doubt: float) -> float:
-        """Return the recently requested work, in TP-group seconds per second, minus a margin.
+        """Return the recently requested work, in TP-group seconds per second, minus a margin for
+        chance.
 
-        The margin is `doubt` standard deviations, since requests of these sizes add up to that by
-        chance. `waiting_s` is the work of waiting requests, which is added.
+        The margin is `doubt` standard deviations, because requests of different sizes add up to
+        that much by chance. `waiting_s` is the work of waiting requests in seconds, which is added
+        to the recent work.
         """
         return (
             max(0.0, sum(self._offered.values()) + waiting_s - doubt * sqrt(self._squares))
@@ -90,8 +93,8 @@ class TenantUsage:
     def price_share(self, tenant: str) -> float:
         """Return the share of the full price that a tenant pays, 0 to 1.
 
-        It is 0 at the tenant's fair share and rises linearly to 1 well above it. A tenant without
-        competition pays the whole price.
+        The share is 0 at the tenant's fair share of the pool and rises linearly to 1 well above it.
+        A tenant without competition pays the full price.
         """
         if len(self._offered) <= 1:
             return 1.0

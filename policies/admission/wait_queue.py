@@ -44,10 +44,11 @@ MAX_TENANTS_TRIED = 4
 CHARGES_REMEMBERED = 4096
 
 BUSY_PER_TICK = 0.01
-"""Weight of one tick in the mean of requests in flight: 10 s at ten ticks a second."""
+"""Weight of one tick in the running mean of requests in flight: a time constant of 10 s at ten
+ticks per second."""
 
 LOOK_AGAIN_S = 0.1
-"""Minimum time between two prefix lookups of a waiting request."""
+"""Minimum seconds between two prefix-cache lookups for the same waiting request."""
 
 
 class WaitingRequest(Generic[T]):
@@ -122,12 +123,12 @@ class TenantQueue(Generic[T]):
 class WaitQueue(Generic[T]):
     """Permits to run in one pool, and the requests that wait for a permit.
 
-    Every arrival ends with a refusal, `cancel` or `release`.
+    Each request that arrives must end in one of three ways: a refusal, `cancel` or `release`.
 
     in_flight       permits in use
-    capacity        maximum concurrent requests of the available endpoints
-    is_new_arrival  whether the admission is deciding about a new request (for WaitQueueView)
-    waiting_s       seconds of prefill that all waiting requests need
+    capacity        maximum number of concurrent requests of the available endpoints
+    is_new_arrival  whether the admission policy is deciding about a new request (for WaitQueueView)
+    waiting_s       seconds of prefill that all waiting requests need together
     """
 
     __slots__ = (
@@ -192,7 +193,9 @@ class WaitQueue(Generic[T]):
 
     @property
     def queued_tokens(self) -> int:
-        """Return the total prompt tokens of the waiting requests, counted in O(waiting) time."""
+        """Return the total prompt tokens of the waiting requests. Takes O(waiting requests)
+        time.
+        """
         return sum(waiter.query.request.prompt_tokens for waiter in self._tickets.values())
 
     @property
@@ -215,7 +218,7 @@ class WaitQueue(Generic[T]):
     def full_rate(self, now: float) -> float | None:
         """Return how many requests per second end while every permit is used.
 
-        Before that was measured, the recent rate is scaled from the permits used then to all
+        Before the full pool was measured, the recent rate is scaled up in proportion to all
         permits. Returns None if no request has ended yet.
         """
         per_s = self.drain_rate.per_s(now)
@@ -228,8 +231,8 @@ class WaitQueue(Generic[T]):
     def count_ahead(self, tenant: str) -> float:
         """Return how many waiting requests would enter before a new request of the tenant.
 
-        While the tenant's own requests enter, each other tenant enters as many in proportion to its
-        weight. Takes O(waiting tenants) time.
+        Tenants enter in proportion to their weights, so requests of other tenants are counted
+        accordingly. Takes O(waiting tenants) time.
         """
         own, weight = self._queues.get(tenant), self._counters.weight
         size = own.size if own is not None else 0
@@ -278,9 +281,10 @@ class WaitQueue(Generic[T]):
     # In and out
 
     def try_enter(self) -> bool:
-        """Take a permit without asking the admission policy, if every request may enter.
+        """Take a permit without calling the admission policy, if every request may enter at the
+        moment.
 
-        Returns whether it was taken.
+        Returns whether a permit was taken.
         """
         if (
             self._tickets
@@ -339,24 +343,25 @@ class WaitQueue(Generic[T]):
         self.on_ended(request, outcome)
 
     def free_place(self, now: float) -> bool:
-        """Release a permit, and return whether requests wait for one.
+        """Release the permit of a request that has ended, and return whether requests wait for a
+        permit.
 
-        The outcome of the request that had it is passed to `on_ended` separately.
+        The caller reports the request's outcome separately, by `on_ended`.
         """
         self.in_flight -= 1
         self.drain_rate.record(now)
         return bool(self._tickets)
 
     def undo_admit(self) -> None:
-        """Release an admitted request's permit that was never used.
+        """Release the permit of a request that was admitted but did not use it.
 
         Call `take_verdicts` afterwards.
         """
         self.in_flight -= 1
 
     def on_not_routed(self, request: Request) -> None:
-        """Refund the tenant of a request that left the queue with a permit but reached no
-        endpoint.
+        """Refund the tenant's charge for a request that left the queue with a permit but was sent
+        to no endpoint.
         """
         tokens = self._charged.pop(request.id, 0)
         if tokens:
@@ -392,7 +397,8 @@ class WaitQueue(Generic[T]):
         self.admission.tick(now, self._candidates)
 
     def next_due(self) -> float | None:
-        """Return the time at which `take_verdicts` is due at the latest.
+        """Return the latest time at which `take_verdicts` must be called, in seconds on the policy
+        clock.
 
         Returns None while no request waits.
         """
@@ -401,10 +407,10 @@ class WaitQueue(Generic[T]):
         return self._due[0][0] if self._due else None
 
     def take_verdicts(self, now: float) -> list[tuple[T, Verdict]]:
-        """Remove the waiting requests that have a verdict at `now`; return their tickets with it,
-        in order.
+        """Remove the waiting requests about which a decision is due at `now`, and return their
+        tickets and verdicts.
 
-        Each Admit among them holds a permit.
+        They are returned in order. Each request with the verdict Admit holds a permit.
         """
         verdicts_due, self._evicted = self._evicted, []
         while (due := self.next_due()) is not None and due <= now:

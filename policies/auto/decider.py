@@ -1,8 +1,9 @@
 """Decides whether a pool of endpoints changes its routing policy, from estimates of the policies'
 goodput.
 
-A change needs a gain that exceeds its error, seen twice unless it is large, and is limited to three
-per hour. `now` is any clock in seconds that does not jump back.
+A change is made when the estimated gain exceeds its statistical error. Two estimates in succession
+must show the gain unless it is large, and at most three changes per hour are made. `now` is any
+clock in seconds that does not go back.
 """
 
 from __future__ import annotations
@@ -15,15 +16,20 @@ import msgspec
 from policies.auto.estimates import MemberEstimate, PoolEstimate
 
 LEAST_GAIN = 0.01
-"""Gain in goodput beyond its error below which a change is not worth the caches that it moves."""
+"""Minimum gain in goodput (0 to 1), beyond the estimate's error, that justifies a change of policy.
+
+A change moves sessions away from the endpoints that cache their prompts.
+"""
 
 LEAST_REQUESTS = 200
 MOST_SWITCHES, HOUR_S = 3, 3600.0
 SURE = 2.0
-"""A gain of so many times the required one is enough without a second estimate."""
+"""A gain of at least this multiple of the required gain is accepted without a second estimate."""
 
 RETURN = 2.0
-"""A policy that was left within the last hour needs so many times the required gain to return."""
+"""Multiple of the required gain that a policy needs to return within an hour after it was
+replaced.
+"""
 
 
 class Action(StrEnum):
@@ -39,7 +45,7 @@ class Action(StrEnum):
 class PolicyDecision(msgspec.Struct, frozen=True):
     """A decision about a pool's routing policy, with its reason in one sentence.
 
-    `member` is the best other policy, or "" if there is none.
+    member  the best of the other policies; "" if there is none
     """
 
     action: Action
@@ -104,7 +110,7 @@ class PolicyDecider:
         self._leader = ""
 
     def forget_leader(self) -> None:
-        """Start to confirm the best policy from the beginning, because the configuration or the
+        """Discard the confirmations of the best policy so far, because the configuration or the
         fleet has changed.
         """
         self._leader = ""

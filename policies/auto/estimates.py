@@ -43,7 +43,7 @@ class PoolEstimate(msgspec.Struct, frozen=True):
 
     incumbent  label of the policy in force
     requests   number of requests that were compared
-    span_s     seconds in which they arrived
+    span_s     seconds in which these requests arrived
     doubt      why the replay of the policy in force does not reproduce the log; empty if it does
     members    the policies, with the one in force first
     """

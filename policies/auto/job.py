@@ -11,12 +11,15 @@ from policies.auto.estimates import PolicyMember, PoolEstimate
 
 
 class PoolJob(msgspec.Struct, frozen=True):
-    """A pool whose routing policies are to be compared; times are Unix times in seconds.
+    """A pool whose routing policies are to be compared by a replay of its requests.
 
-    endpoints         names of its endpoints, in the order of the configuration
+    Times are Unix times in seconds.
+
+    endpoints         names of the pool's endpoints, in the order of the configuration
     members           the policies, with the one in force first
-    counts_from_s     requests that arrived before do not count: the fleet was in trouble
-    in_force_since_s  since when the policy in force has served all requests
+    counts_from_s     requests that arrived before this time are replayed but not counted, because
+                      the fleet had a fault
+    in_force_since_s  time since which the policy in force has served all requests
     """
 
     pool: str

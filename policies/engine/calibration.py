@@ -1,7 +1,7 @@
-"""Calibrates an endpoint's learned speed by the time between two observed first tokens.
+"""Learns how fast an endpoint is from the time between two observed first tokens.
 
-Contains StepSpan, the measured sequence of engine steps, and `learn`, which chooses the factor to
-correct. engine_model.py predicts the steps; step_time.py updates the factors.
+Contains StepSpan, the measured sequence of engine steps, and `learn`, which chooses the correction
+factor to update. engine_model.py predicts the steps; step_time.py updates the factors.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ LESSON_S = 0.1  # least time between two updates of a kind, because at high rate
 
 
 class StepSpan:
-    """Measures the consecutive engine steps since the last observed moment, with their predicted
-    work.
+    """The consecutive engine steps since the last observed moment, with their predicted work.
 
-    anchor         when they began: at a first token or, if `entered` is set, at the end of the
-                   decode step during which a prompt entered; then `wait_s` is the mean wait for
-                   that end
-    fills          predicted seconds of prefill, by how full the steps were (step_time.FILLS)
-    pairs_s        the part of these seconds that is attention (SpeedBelief.area_s)
-    decode_s       predicted seconds of decoding between them
-    steps          number of steps
-    tight          whether a prompt had to wait for KV
-    foreign        the most prompt tokens of other gateways that were queued meanwhile
-    taught_at      time of the last correction from first tokens
-    decoded_at     time of the last correction from whole answers
+    anchor      when the steps began: at a first token or, if `entered` is set, at the end of the
+                decode step during which a prompt entered. In the second case `wait_s` is the mean
+                wait for that end
+    fills       predicted seconds of prefill, by how full the steps were (step_time.FILLS)
+    pairs_s     the part of these seconds that is attention (SpeedBelief.area_s)
+    decode_s    predicted seconds of decoding between the prefill steps
+    steps       number of steps
+    tight       whether a prompt had to wait for KV memory
+    foreign     the largest number of prompt tokens of other gateways that were queued in the
+                meantime
+    taught_at   time of the last correction from first tokens
+    decoded_at  time of the last correction from whole answers
     """
 
     __slots__ = (
@@ -72,10 +72,10 @@ class StepSpan:
         decode_s: float,
         foreign_tokens: int,
     ) -> None:
-        """Add one predicted engine step; all times are in seconds.
+        """Add one predicted engine step to the span. All times are in seconds.
 
-        `filling` is how full its prompt tokens made it (StepCosts.filling). `foreign_tokens` is the
-        number of prompt tokens of other gateways queued then.
+        `filling` says how full the step is with prompt tokens (StepCosts.filling). `foreign_tokens`
+        is the number of prompt tokens of other gateways that were queued during the step.
         """
         part, beyond = filling
         self.fills[part] += prefill_s * (1.0 - beyond)
@@ -91,9 +91,9 @@ def learn(span: StepSpan, load: EngineLoad, ends: float, now: float) -> None:
     """Correct an engine's learned speed by the real duration of its steps, unless a prompt waited
     for KV.
 
-    `ends` is the predicted end of the last step. The step that completed a prompt is known to a
-    fraction of its length. Prompts of other gateways were computed in between, all of them or none,
-    so the more of them there are, the smaller is the correction.
+    `ends` is the predicted end of the last step. Within that step, the time of the first token is
+    known only to a fraction of the step's length. Prompts of other gateways may have been computed
+    in the same time, so the correction is smaller the more of them there are.
     """
     belief = load.belief
     spent_s = now - span.anchor

@@ -21,17 +21,15 @@ if TYPE_CHECKING:
     from policies.engine.queued_prompt import QueuedPrompt
 
 TOGETHER = 0.25
-"""First tokens that are apart by less than this share of a decode step come from one step."""
+"""First tokens that are apart by less than this share of a decode step are assumed to come from one
+step."""
 
 OVERDUE = 0.5
-"""If KV is nearly full, a step that is late by this share of its length is assumed not to have
-begun.
-"""
+"""A step that is late by this share of its length is assumed not to have begun, if KV memory is
+nearly full."""
 
 NEARLY_FULL = 0.03
-"""With a smaller share of the KV free than this, a prompt that was predicted to fit may be waiting
-for KV.
-"""
+"""Share of free KV below which a prompt that was predicted to fit may in fact be waiting for KV."""
 
 
 class EngineModel:
@@ -135,7 +133,7 @@ class EngineModel:
     def advance(self, load: EngineLoad, now: float) -> None:
         """Simulate the engine's steps up to the time `now`.
 
-        A step that completes a prompt lasts until its first token is reported.
+        A step that completes a prompt lasts until the first token of that prompt is reported.
         """
         if self.first_tokens_at > -inf and not self._plan_next(load, now):
             return
@@ -358,7 +356,7 @@ class EngineModel:
         return False
 
     def start_decoding(self, prompt: QueuedPrompt, now: float) -> None:
-        """Move a prompt into the engine's decoding batch, because its first token arrived at
+        """Move a prompt into the engine's decoding batch, because its first token has arrived at
         `now`.
         """
         prompt.decode_began_at, prompt.decode_begin_step = now, self.steps
@@ -376,14 +374,16 @@ class EngineModel:
         self.context_base += prompt.sequences * (prompt.prompt_tokens - self.steps)
 
     def on_kv_arrived(self, prompt: QueuedPrompt) -> None:
-        """Allocate KV in the modelled engine for a prompt that another endpoint has computed."""
+        """Allocate KV in the modelled engine for a prompt whose KV was computed by another endpoint
+        and has arrived.
+        """
         prompt.awaits_kv, prompt.has_kv = False, True
         self.kv_coming -= prompt.prompt_tokens
         self.kv_prompts += prompt.prompt_tokens
 
     def catch_up_to(self, load: EngineLoad, prompt: QueuedPrompt, now: float) -> None:
-        """Plan ahead to the step that completes this prompt, because the real engine was faster
-        than predicted.
+        """Advance the model to the step that completes this prompt, because the real engine was
+        faster than predicted.
         """
         prompt.enters_at = min(prompt.enters_at, now)
         while not prompt.is_planned:

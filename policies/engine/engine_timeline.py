@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 # weight of one scrape, and the share of KV that must be in use for it to count
 KV_GAIN, LEAST_KV = 0.1, 0.05
 STALE_S = 0.002
-"""Maximum age of the forecast while nothing is queued."""
+"""Maximum age in seconds of the load forecast while no prompt is queued."""
 
 
 class EngineTimeline(EngineModel):
@@ -60,10 +60,10 @@ class EngineTimeline(EngineModel):
             load.next_first_token_at = load.prefill_done_at + self.step_overhead_s
 
     def expect_kv(self, load: EngineLoad, prompt: QueuedPrompt) -> None:
-        """Record a prompt that decodes here after another endpoint has computed its KV.
+        """Record a prompt that will be decoded here after another endpoint has computed its KV.
 
-        It is not queued. Its KV counts in the forecast at once, but does not keep other prompts
-        from beginning until it arrives.
+        The prompt is not queued. The forecast counts its KV at once, but other prompts may still
+        begin before that KV arrives.
         """
         prompt.remaining_tokens, prompt.is_planned, prompt.awaits_kv = 0, True, True
         self.kv_coming += prompt.prompt_tokens
@@ -77,8 +77,8 @@ class EngineTimeline(EngineModel):
         self._update_forecast(load, now)
 
     def on_first_token(self, load: EngineLoad, prompt: QueuedPrompt, now: float) -> None:
-        """Record that a prompt's first token came, so that the step which completed the prompt has
-        ended.
+        """Record that a prompt's first token has arrived, so that the step which completed the
+        prompt has ended.
         """
         # it belongs to the step that has ended, and nothing was planned since
         if not prompt.is_planned and self.is_same_step(now):
@@ -107,10 +107,11 @@ class EngineTimeline(EngineModel):
     def on_ended(
         self, load: EngineLoad, prompt: QueuedPrompt, now: float, output_tokens: int | None
     ) -> None:
-        """Remove a prompt from the engine model because its request has ended, computed or not.
+        """Remove a prompt from the engine model because its request has ended, whether or not it
+        was computed.
 
-        `output_tokens` is the length of a complete answer, or None if it is incomplete or unknown.
-        The caller must have advanced the model to `now`.
+        `output_tokens` is the length of a complete answer, or None if the answer is incomplete or
+        its length unknown. The caller must have advanced the model to `now`.
         """
         if output_tokens is not None:
             self.lengths.record(output_tokens / prompt.sequences, prompt.output_tokens)

@@ -1,7 +1,7 @@
-"""A Kalman filter for correction factors of predicted step times, from observations that depend on
-several of them.
+"""A Kalman filter for the correction factors of predicted step times.
 
-Observations come from calibration.py. The factors multiply the predictions of step_time.py.
+One observation (calibration.py) can depend on several factors. The factors multiply the predictions
+of step_time.py.
 """
 
 from __future__ import annotations

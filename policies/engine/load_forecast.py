@@ -24,9 +24,10 @@ def predict_tpot_s(
 ) -> float:
     """Return the expected seconds per output token of a new request.
 
-    The function also adds the request to the batch in `decode_s_per_token`. `first_s` is the number
-    of seconds until its first token. The result is the mean over all requests that may arrive
-    meanwhile; most requests meet fewer of them, a few many more.
+    The function adds the request itself to the batch for which `decode_s_per_token` holds.
+    `first_s` is the number of seconds until its first token. The result is the mean over all
+    requests that may arrive in the meantime; most requests meet fewer of them, and a few meet many
+    more.
     """
     belief, lately = load.belief, timeline.averages
     share = lately.share if lately.share < MOST_BUSY else MOST_BUSY
@@ -42,7 +43,7 @@ def predict_tpot_s(
 
 
 def refresh_forecast(timeline: EngineModel, load: EngineLoad, now: float) -> None:
-    """Recompute the forecast of an endpoint's load, whose fields EngineLoad describes."""
+    """Recompute the forecast of an endpoint's load. The class EngineLoad describes its fields."""
     timeline.forecast_at, timeline.is_stale = now, False
     belief, others = load.belief, load.peer_load
     batch = timeline.batch + load.external_requests + others.decoding

@@ -10,7 +10,7 @@ from bisect import bisect_right
 from collections import deque
 
 DEFAULT_OUTPUT_TOKENS = 256
-"""Expected length before a model's first answer has ended."""
+"""Expected length in tokens of a model's answers before the first answer has ended."""
 
 MEMORY = 100  # number of answers a mean covers
 SEEN = 5  # answers until a mean has full weight against the more general one
@@ -21,7 +21,7 @@ SPREAD = (0.25, 0.5, 1.0, 1.5, 2.5)  # initial ratios of actual to expected leng
 class OutputLengths:
     """Keeps running means of answer lengths in tokens, by model, tenant and service class.
 
-    A mean of few answers is blended with the next more general one. At most `most` means are
+    A mean of few answers is blended with the next more general mean. At most `most` means are
     stored; the least recently updated one is dropped first. Raises ValueError if `most` is below 3.
     """
 
@@ -83,8 +83,8 @@ class RecentLengths:
         """Return a quantile of the remaining tokens of an answer that has `generated_tokens` so
         far.
 
-        `share`, 0 to 1, is the fraction of earlier answers of at least that length that ended
-        before the result. An answer longer than all earlier ones is expected to double.
+        `share` is the quantile, 0 to 1, among earlier answers that were at least as long. An answer
+        longer than all earlier ones is expected to double in length.
         """
         ordered = self._ordered
         if ordered is None:

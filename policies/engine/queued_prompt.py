@@ -9,18 +9,18 @@ from __future__ import annotations
 class QueuedPrompt:
     """A reserved prompt in the engine model; fields about decoding are set at its first token.
 
-    enters_at         policy clock when the engine's scheduler receives it
-    remaining_tokens  prompt tokens that are in no step yet
+    enters_at         policy clock when the engine's scheduler receives the prompt
+    remaining_tokens  prompt tokens that no planned step computes yet
     computed_tokens   prompt tokens before those
-    is_planned        whether its last chunk is in a step
-    is_decoding       whether its first token has come
-    has_kv            whether its KV is allocated
+    is_planned        whether the last chunk of the prompt is in a planned step
+    is_decoding       whether the first token has come
+    has_kv            whether KV is allocated for the prompt
     awaits_kv         whether another endpoint computes its KV, which is not allocated here yet
-    prefix_tokens     its tokens that were believed to be cached, whose KV may be shared with other
-                      sequences
-    sequences         number of answers generated from it
+    prefix_tokens     prompt tokens that were believed to be cached, whose KV may be shared with
+                      other sequences
+    sequences         number of answers generated from the prompt
     output_tokens     expected output tokens of each answer
-    sees_first_token  whether its first token will be reported; otherwise it is assumed to come when
+    sees_first_token  whether the first token will be reported; otherwise it is assumed to come when
                       the step ends
     """
 

@@ -12,7 +12,7 @@ class SharedPrefixKv:
     """Estimates the total and the stored tokens of the cached prefixes of all prompts that have KV.
 
     tokens    total prefix tokens, as if every sequence had its own copy
-    distinct  estimate of the tokens really stored; scraped metrics correct it, and `add` and
+    distinct  estimate of the tokens that are really stored. Scraped metrics correct it; `add` and
               `remove` extrapolate it between scrapes
     """
 
@@ -24,7 +24,8 @@ class SharedPrefixKv:
     def exclusive_share(self) -> float:
         """Return the estimated share, 0 to 1, of a prefix that only one sequence uses.
 
-        If sequences use some prefixes at random, it is nearly the square of `distinct / tokens`.
+        If sequences use some of the prefixes at random, this is nearly the square of `distinct /
+        tokens`.
         """
         if self.distinct >= self.tokens:
             return 1.0

@@ -138,10 +138,10 @@ REACH_GAIN, MOST_REACH_S = 0.05, 1.0
 
 
 class SpeedFactor(NamedTuple):
-    """A correction factor for one kind of engine work in its usual mix, by which prices compare
-    endpoints.
+    """A correction factor for one kind of engine work (prefill, attention or decode), used to
+    compare endpoints' prices.
 
-    `var` is the variance of the factor's logarithm.
+    It holds for the usual mix of that work. `var` is the variance of the factor's logarithm.
     """
 
     factor: float
@@ -278,8 +278,9 @@ class SpeedBelief:
     ) -> None:
         """Update the correction factors, because prefill took `ratio` times as long as predicted.
 
-        fills      its estimated seconds, distributed over the ends of FILLS as `pace` interpolates
-        pairs_s    the part of them that is attention
+        fills      estimated seconds of that prefill, distributed over the ends of FILLS as `pace`
+                   interpolates
+        pairs_s    the part of these seconds that is attention
         noise_var  variance of the ratio's logarithm
         """
         raw_s = sum(fills)

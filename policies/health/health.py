@@ -32,7 +32,8 @@ class HealthState(StrEnum):
 class HealthEvent(StrEnum):
     """An event at an endpoint that may change its health.
 
-    IGNORED          a 4xx response or a client disconnect, which tell nothing about its health
+    IGNORED          a 4xx response or a client disconnect, neither of which shows anything about
+                     its health
     CONNECT_FAILED   a connection was refused, timed out, or was reset before any byte of an answer
     PROBE_OK_NEEDED  a probe succeeded, and no endpoint of the pool with this role is available
     SLOW             a speed review found the endpoint slower than its peers
@@ -53,14 +54,16 @@ class HealthEvent(StrEnum):
 class HealthLimits(msgspec.Struct, frozen=True):
     """The limits that decide when an endpoint is ejected, and for how long.
 
-    failures_in_a_row    consecutive failures that eject; a refused connection ejects at once
-    first_s, longest_s   seconds of the first ejection, and the maximum; each further one doubles. A
-                         failed probe doubles it only for a slow endpoint, a failure after a return
-                         always
-    jitter               random variation of each length, as a share of it, so that returns do not
-                         coincide
+    failures_in_a_row    consecutive failures that eject an endpoint; a refused connection ejects it
+                         at once
+    first_s, longest_s   seconds of the first ejection, and of the longest. Each further ejection
+                         after a return doubles the seconds. A failed probe doubles them only for a
+                         slow endpoint
+    jitter               random variation of each ejection's length, as a share of it, so that
+                         returns do not coincide
     successes_to_return  successful answers after a probe before the endpoint counts as up
-    forgive_s            seconds in use without an ejection after which the doubling restarts
+    forgive_s            seconds in use without an ejection after which the doubling starts again
+                         from first_s
     ejected_share        share of a pool that failures of requests may eject (at least one endpoint,
                          never the last)
     """
@@ -79,10 +82,10 @@ class Health(msgspec.Struct, frozen=True):
 
     since      when the state began, in seconds on the caller's clock
     until      when an ejection ends, on the same clock
-    failures   consecutive failures while UP
-    successes  successes since the probe while RETURNING
-    ejections  ejections not yet forgiven: the exponent of the next length
-    cause      the event that ejected it; None after it has fully recovered
+    failures   consecutive failures in the state UP
+    successes  successes since the probe in the state RETURNING
+    ejections  number of ejections that still count for the length of the next one
+    cause      the event that ejected the endpoint; None after it has fully recovered
     """
 
     state: HealthState = HealthState.UP
@@ -104,11 +107,12 @@ class _Transition(msgspec.Struct, frozen=True):
 def next_health(
     health: Health, event: HealthEvent, now: float, rng: Random, limits: HealthLimits
 ) -> Health:
-    """Return an endpoint's health after `event` at time `now`; events outside the table change
-    nothing.
+    """Return an endpoint's health after `event` at time `now`; events that the table does not list
+    change nothing.
 
-    Reports of earlier requests to an ejected endpoint are left out of the table on purpose. Twenty
-    streams that break together are one event, and must not double the back-off twenty times.
+    Results of requests that were sent before an ejection are left out of the table on purpose. If
+    twenty streams break together, that is one event and must not double the ejection time twenty
+    times.
     """
     rule = _TABLE.get((health.state, event))
     return rule(health, _Transition(event, now, rng, limits)) if rule else health
@@ -134,10 +138,10 @@ def is_proven(health: Health) -> bool:
 def available_endpoints(pool: Sequence[Health], limits: HealthLimits) -> list[bool]:
     """Return, for each endpoint of a pool, whether it may be used.
 
-    Endpoints that are up or returning may be used; dead and unreachable ones may not. Of those
-    ejected for failed requests, at most `ejected_share` stay out (at least one, but never all). If
-    half a pool seems to fail, the cause is more likely outside the pool. Those whose ejection ends
-    first are used again first.
+    Endpoints that are up or returning may be used; dead and unreachable ones may not. Of the
+    endpoints ejected for failed requests, at most `ejected_share` stay out (at least one, but never
+    all): if half a pool seems to fail, the cause is more likely outside the pool. The endpoints
+    whose ejection ends first are used again first.
     """
     living = [not (health.state is HealthState.DEAD or is_unreachable(health)) for health in pool]
     most_out = min(sum(living) - 1, max(1, int(sum(living) * limits.ejected_share)))

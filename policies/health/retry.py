@@ -1,7 +1,7 @@
-"""The retry budget: a limit on concurrent retries, which would overload a fleet that fails.
+"""The retry budget: a limit on concurrent retries, which would otherwise overload a failing fleet.
 
-RetryBudget decides whether one more retry may run now. filters.py chooses its endpoint. The gateway
-decides whether a request may be retried at all.
+RetryBudget decides whether one more retry may run now. filters.py chooses the endpoint of the
+retry. The gateway decides whether a request may be retried at all.
 """
 
 from __future__ import annotations

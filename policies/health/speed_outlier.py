@@ -94,8 +94,10 @@ def review(members: Sequence[ReviewedEndpoint], now: float, limits: SlowLimits) 
 
 
 def yardsticks(members: Sequence[ReviewedEndpoint], now: float) -> Yardsticks:
-    """Return the usual times of each kind of endpoint for its work, by measure (such as TTFT),
-    without verdicts.
+    """Return the usual times that each kind of endpoint takes for its work, by measure (such as
+    TTFT).
+
+    Unlike `review`, the function sets no verdicts.
     """
     for member in members:
         member.record.prepare(now)
@@ -118,8 +120,8 @@ class _Finding:
 
 
 class PeerTimes:
-    """The mean times of several endpoints in one measure (such as TTFT), sorted, in bins by size of
-    work.
+    """The mean times of several endpoints in one measure (such as TTFT), sorted within bins by size
+    of work.
     """
 
     __slots__ = ("_means", "_measure", "count")
@@ -139,8 +141,8 @@ class PeerTimes:
     def expected_s(self, recent: SpeedSamples, own: SpeedSamples, shape: StepCosts) -> float:
         """Return the total seconds that other endpoints would take for the work of the samples.
 
-        Returns 0 if unknown. `own` are the endpoint's samples among the references, which are left
-        out.
+        Returns 0 if that is unknown. `own` are this endpoint's samples among the references; they
+        are left out.
         """
         total = 0.0
         for bin_, count in enumerate(recent.counts):

@@ -19,35 +19,43 @@ import msgspec
 
 BINS = 24
 SAME_STEP_S, SAME_STEP_SHARE = 0.002, 0.05
-"""First tokens that follow each other within this time, or this share of the step, come from one
-step.
-"""
+"""First tokens that follow each other within this many seconds, or this share of the step, come
+from one step."""
 
 RECENT, REFERENCE = 0.76, 0.966
-"""Factors per second on the weight of speed samples: half is gone after 2.5 s and after 20 s."""
+"""Factors per second on the weight of speed samples: the weight halves in 2.5 s and in 20 s
+respectively."""
 
 NEEDED = (6.0, 3.0, 6.0)
-"""Samples that a verdict of slowness needs, by measure; the more the ratio exceeds its limit, the
-fewer, down to a third at twice the limit. This many never expire, because a quiet endpoint would
-have no evidence otherwise. A TPOT sample covers all streams over one second.
+"""Number of samples that a verdict of slowness needs, by measure.
+
+Fewer are needed the more the ratio exceeds its limit, down to a third at twice the limit. This many
+samples never expire, because a quiet endpoint would have no evidence otherwise. A TPOT sample
+covers all streams over one second.
 """
 
 MOST_UNCOUNTED = 64
-"""Samples per measure between two reviews; further ones are not needed for a mean."""
+"""Maximum number of samples per measure between two reviews; more would hardly change the mean."""
 
 LEAST_SHARE_CLEAR = 0.2
-"""Share of a second without prefill that is needed to measure the pace of a stream."""
+"""Minimum share of a second without prefill that is needed to measure the seconds per token of
+streams."""
 
 JOIN_S, IDLE_JOIN_S = 0.03, 0.005
-"""A prompt sent so soon after a prefill step began may be part of it: engines first end the decode
-step under way. An engine without streams begins at once.
+"""Seconds after the begin of a prefill step within which a newly sent prompt may still be part of
+it.
+
+Engines first end the decode step that is running, hence JOIN_S. An engine without streams begins at
+once, hence IDLE_JOIN_S.
 """
 
 LEAST_OVERTAKEN_S = 0.1
-"""A step that was given up after a shorter delay than this is no evidence of slowness."""
+"""Minimum delay in seconds of an abandoned step for it to count as evidence of slowness."""
 
 LEAST_PACED = 3.0
-"""Prompts that an endpoint has to complete before it counts as one that keeps pace."""
+"""Number of prompts that an endpoint must complete before it counts as being as fast as its
+peers.
+"""
 
 USUAL_GAIN, LEAST_USUAL = 0.05, 20
 FIRST_PROBE_GAP_S, MOST_PROBE_GAP_S = 0.5, 30.0
@@ -92,7 +100,7 @@ class Slowness(msgspec.Struct, frozen=True):
 class SpeedSamples:
     """The decaying sums of measured seconds, and the numbers of samples, in bins by size of work.
 
-    `total` is the sum of the numbers; the last `least` samples never expire.
+    total  sum of the numbers of samples; the last `least` samples never expire
     """
 
     __slots__ = ("counts", "least", "seconds", "total")
@@ -161,9 +169,9 @@ class SampleTrack:
         self.log_usual_ratio = 0.0
 
     def add(self, work: int, seconds: float) -> None:
-        """Record that work took `seconds`; the next review of speeds aggregates this sample.
+        """Record that work took `seconds`; the next review of speeds aggregates the sample.
 
-        `work` is the size of the work in prompt tokens, streams or output tokens, depending on the
+        `work` is the size of the work: prompt tokens, streams or output tokens, depending on the
         measure.
         """
         if len(self._uncounted) < MOST_UNCOUNTED:
@@ -219,12 +227,13 @@ class SampleTrack:
 class SpeedRecord:
     """The speed samples of one endpoint, and the verdict of the last review.
 
-    since      begin of the current prefill step: the previous first token, or the sending of the
-               first waiting prompt
-    has_kept_pace  whether a review has found it as fast as its peers since the last restart()
-    prefill_s  total seconds in which a prompt was waiting, up to `since`
-    output     tokens of recent whole answers
-    slowness   why it is suspect or slow; kept while it is ejected; None otherwise
+    since          begin of the current prefill step: the previous first token, or the sending of
+                   the first waiting prompt
+    has_kept_pace  whether a review since the last restart() has found the endpoint as fast as its
+                   peers
+    prefill_s      total seconds, up to `since`, in which a prompt was waiting
+    output         tokens of recent whole answers
+    slowness       why the endpoint is suspect or slow; kept while it is ejected; None otherwise
     """
 
     __slots__ = (
@@ -259,16 +268,17 @@ class SpeedRecord:
 
     @property
     def waiting(self) -> int:
-        """The number of prompts sent to the endpoint whose observable first token has not arrived
-        yet.
+        """Return the number of prompts sent to the endpoint whose observable first token has not
+        arrived yet.
         """
         return len(self._queue)
 
     def on_sent(self, tokens: int, now: float, *, is_decoding: bool = True) -> None:
         """Record that a prompt with an observable first token was sent to the endpoint.
 
-        `tokens` of it are not cached. `is_decoding` says whether the engine has streams, whose
-        decode step it may end first.
+        tokens       uncached tokens of the prompt
+        is_decoding  whether the engine generates answers; it may first finish the running decode
+                     step
         """
         if not self._queue:
             self.since = self._running_since = now
@@ -279,9 +289,11 @@ class SpeedRecord:
         self._queue.append(tokens)
 
     def is_behind(self, sent_at: float) -> bool:
-        """Return whether a waiting prompt is certainly not computed by the step under way.
+        """Return whether a waiting prompt is certainly not part of the step that the engine
+        computes now.
 
-        A step goes on in the engine when the prompt that it was measured by is given up.
+        The engine completes a step even if the request by which the step was measured has been
+        cancelled.
         """
         return sent_at - self._running_since >= JOIN_S
 
@@ -298,12 +310,12 @@ class SpeedRecord:
             self._queue.remove(tokens)
 
     def overtaken(self, tokens: int, work: int, now: float, *, is_late: bool) -> None:
-        """Remove a prompt because another endpoint answered first, or because it was late.
+        """Remove a prompt because another endpoint answered first, or because the prompt was late.
 
-        If it is the next prompt to be computed, its waiting time is a sample: its step takes at
-        least that long. A step that is late (`is_late`: it has taken LATE_FACTOR times as long as
-        at peers) is expected to last as long again. `work` is the most prompt tokens that the step
-        had to compute.
+        If it is the next prompt to be computed, its waiting time is a speed sample, because its
+        step takes at least that long. A late step (`is_late`: it has taken LATE_FACTOR times as
+        long as at peers) is expected to last as long again. `work` is the largest number of prompt
+        tokens that the step had to compute.
         """
         if not self._queue or self._queue[0] != tokens:
             self.on_dropped(tokens, now)
@@ -319,9 +331,7 @@ class SpeedRecord:
             self.tracks[0].add(work, 2.0 * seconds if is_late else seconds)
 
     def on_first_token(self, tokens: int, now: float) -> None:
-        """Record that the first token of a prompt came, of which `tokens` tokens were not
-        cached.
-        """
+        """Record that the first token of a prompt with `tokens` uncached tokens has arrived."""
         seconds = now - self.since
         queue = self._queue
         if queue and queue[0] == tokens:
@@ -402,8 +412,8 @@ class SpeedRecord:
         return min(waiting_tokens, ceil(self._queue[0] / budget_tokens) * budget_tokens)
 
     def begun_tokens(self, step_tokens: int) -> int:
-        """Return the likely size of the current prefill step: tokens of prompts that were there
-        when it began.
+        """Return the likely size of the current prefill step: the tokens of prompts that were
+        waiting when it began.
 
         The result is at most `step_tokens`.
         """
@@ -417,12 +427,12 @@ class SpeedRecord:
     def set_verdict(
         self, found: Slowness | None, change: int, clear: bool, reviews: int
     ) -> SpeedVerdict:
-        """Set the verdict of a review of the endpoint's speed, and return it.
+        """Set the verdict of a review of the endpoint's speed, and return the verdict.
 
         found    the slowness that the review found; None if there is none
-        change   1 if the latest samples were slow too, -1 if they were not, 0 without any
+        change   1 if the latest samples were slow too, -1 if they were not, 0 if there are none
         clear    whether no measure is near the limit
-        reviews  consecutive slow reviews from which on the endpoint is slow
+        reviews  number of consecutive slow reviews from which on the endpoint counts as slow
         """
         if found is not None:
             self.slowness = found

@@ -16,37 +16,51 @@ from policies.health.speed_record import Measure, SpeedRecord, SpeedVerdict
 from policies.load import NO_SOFT_CAP, EndpointLoad
 
 LEAST_LATE_S = 0.1
-"""No step and no request counts as late before this many seconds. For an endpoint that has kept
-pace, a hedge or move must also gain at least this.
+"""Seconds before which no step and no request counts as late.
+
+For an endpoint that has kept pace with its peers, a hedge or move must also save at least this much
+time.
 """
 
 UNPROVEN_RATIO, PROVEN_RATIO = 2.0, 2.5
-"""A step is a stall from this multiple of the peers' time on."""
+"""Multiple of the peers' time from which on a running step counts as a stall.
 
-LATE_FACTOR, DOUBTED_FACTOR = 2.0, 1.2
-"""A request is late from these multiples of its expected time on: usually, and at an endpoint in
-doubt.
+The first holds for an endpoint that has not been as fast as its peers yet, the second for one that
+has.
 """
 
+LATE_FACTOR, DOUBTED_FACTOR = 2.0, 1.2
+"""Multiple of its expected time from which on a request counts as late: usually, and at an endpoint
+in doubt."""
+
 DOUBT_RATIO, DOUBT_S = 3.0, 2.0
-"""From this multiple of the expected time on an endpoint is in doubt: for DOUBT_S, two reviews, it
-gets few requests.
+"""Multiple of the expected time from which on an endpoint is in doubt, and for how many seconds it
+then stays so.
+
+DOUBT_S covers two reviews of speeds. An endpoint in doubt gets few requests.
 """
 
 SUSPECT_CEILING = 1
-"""Maximum number of requests at once at an endpoint that seems slow while others have room."""
+"""Maximum number of concurrent requests at an endpoint that seems slow, while others have
+capacity.
+"""
 
 RAMP_S, RAMP_END = 0.5, 64
-"""After a doubt the ceiling of requests at once doubles every RAMP_S, up to RAMP_END. Policies that
-even out what each endpoint was given in the past would otherwise send it a burst."""
+"""After a doubt the limit of concurrent requests doubles every RAMP_S seconds, up to RAMP_END.
+
+Policies that equalize what each endpoint was given in the past would otherwise send it a burst.
+"""
 
 LEAST_PEERS = 2
-"""Endpoints with completed prompts from which on expectations are only renewed by reviews."""
+"""Number of endpoints with completed prompts from which on only reviews renew the expected
+times.
+"""
 
 
 class Expectations:
-    """The times that work is expected to take at the endpoints of a pool; a review replaces
-    `yardsticks`.
+    """The times that work is expected to take at the endpoints of a pool.
+
+    yardsticks  the usual times of each kind of endpoint; each review replaces them
     """
 
     __slots__ = ("yardsticks",)
@@ -131,8 +145,9 @@ class Expectations:
 
 
 def choose_doubted(stalled: Sequence[tuple[float, int]], doubted: Sequence[bool]) -> list[int]:
-    """Return the indices of stalled endpoints to doubt now, at most so many that half of all are
-    undoubted.
+    """Return the indices of the stalled endpoints that become doubted now.
+
+    At least half of all endpoints stay undoubted.
 
     stalled  (ratio, index) of stalled endpoints, the highest ratio first
     doubted  for every endpoint, whether it is doubted already
@@ -174,15 +189,14 @@ def left_s(
 ) -> float | None:
     """Return the seconds that a request will probably still wait for its first byte.
 
-    Returns None while the request is not late.
+    Returns None while the request is not late. A delay is estimated to last as long again as it has
+    lasted. An endpoint that has not been as fast as its peers yet may be broken: there the whole
+    time counts as delay, and any gain justifies a hedge.
 
-    expected_s   seconds that its endpoint would usually need for it and for the prompts before it
-    waited_s     seconds it has waited
-    step_ratio   age of the running step divided by its peers' time; 0 if it is not a stall
-
-    A delay is estimated to last as long again as it has lasted. An endpoint that has not been as
-    fast as its peers yet may be broken: there the whole time counts as delay, and any gain
-    justifies a hedge.
+    expected_s  seconds that its endpoint would usually need for this request and for the prompts
+                before it
+    waited_s    seconds that the request has waited
+    step_ratio  age of the running step divided by its peers' time; 0 if it is not a stall
     """
     is_late = waited_s >= LATE_FACTOR * expected_s or step_ratio > 0.0
     if expected_s <= 0.0 or waited_s < LEAST_LATE_S or not is_late:
@@ -200,8 +214,8 @@ def left_in_doubt_s(
     """Return how many seconds a request will probably still wait at an endpoint that was found
     slow.
 
-    The result is as for `left_s`, but the endpoint is expected to take DOUBT_RATIO times as long at
-    least. A request whose prompt is behind others there is late at once.
+    The result is computed as in `left_s`, except that the endpoint is expected to take at least
+    DOUBT_RATIO times as long. A request that waits behind other prompts there is late at once.
     """
     is_late = is_behind or waited_s >= DOUBTED_FACTOR * expected_s
     if expected_s <= 0.0 or waited_s < LEAST_LATE_S or not is_late:

@@ -29,17 +29,17 @@ def backlog_s(load: EngineLoad, now: float) -> float:
 
 
 def is_first_token_late(load: EngineLoad, now: float) -> bool:
-    """Return whether a first token of the endpoint is later than forecast, so that its `backlog_s`
+    """Return whether an endpoint's next first token is later than forecast, so that its `backlog_s`
     rises with time.
     """
     return now > load.next_first_token_at
 
 
 def room_s(load: EngineLoad, prompt_tokens: float) -> float:
-    """Return the seconds until ending requests have freed KV for `prompt_tokens` tokens at the
-    endpoint.
+    """Return the seconds until requests that end have freed enough KV for `prompt_tokens` tokens at
+    the endpoint.
 
-    Returns 0 if that much KV is free.
+    Returns 0 if that much KV is free already.
     """
     missing = prompt_tokens - load.free_kv_tokens
     return missing * load.s_per_freed_kv_token if missing > 0.0 else 0.0

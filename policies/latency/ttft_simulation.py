@@ -32,8 +32,8 @@ class QueuedWork:
 
     at      prompt tokens computed so far
     left    prompt tokens not computed yet
-    enters  when the engine's scheduler receives the prompt
-    needs   KV tokens that must be free before it begins
+    enters  policy clock when the engine's scheduler receives the prompt
+    needs   KV tokens that must be free before the engine begins the prompt
     """
 
     __slots__ = ("at", "enters", "left", "needs", "prompt")
@@ -217,8 +217,8 @@ class EngineSimulation:
 def simulate_ttft_s(
     timeline: EngineTimeline, load: EngineLoad, prompt: QueuedPrompt, now: float
 ) -> float:
-    """Return the expected seconds until the first token of a prompt that is sent now, not queued
-    yet.
+    """Return the expected seconds until the first token of a prompt that is sent now and is not
+    queued yet.
     """
     timeline.advance(load, now)
     is_idle = not (timeline.is_busy or timeline.batch or timeline.queue or load.external_requests)
@@ -235,7 +235,8 @@ def simulate_ttft_s(
 def run_simulation(
     timeline: EngineTimeline, load: EngineLoad, prompt: QueuedPrompt, now: float
 ) -> float:
-    """Return the expected seconds until the first token of a prompt, whatever the engine does now.
+    """Return the expected seconds until the first token of a prompt, whether the engine is idle or
+    busy.
 
     The caller must have advanced the timeline to `now`.
     """

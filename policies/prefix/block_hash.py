@@ -56,8 +56,9 @@ class ScalarArithmetic:
 def chain_words(  # type: ignore[no-untyped-def]
     words, word_keys, position_keys, fold, mix, key, keys
 ) -> None:
-    """Compute the chained key of every prompt block into `keys`, modulo 2**64, as fingerprint.py
-    describes.
+    """Compute the chained key of every block of a prompt, modulo 2**64, and store it in `keys`.
+
+    fingerprint.py describes the hash.
     """
     index = 0
     for block in range(len(keys)):

@@ -1,8 +1,8 @@
-"""Computes ids of prompt blocks for a log, which show shared prefixes and confirm no guess of a
-prompt.
+"""Computes ids of prompt blocks for a log: equal ids show shared prefixes but cannot confirm a
+guessed prompt.
 
-Fingerprint keys depend on a secret already. Their ids in a log depend on the tenant as well, so a
-tenant that sends a guessed prompt and reads the log finds its own ids only, even where tenants
+Fingerprint keys already depend on a secret. The ids in a log depend on the tenant as well. A tenant
+that sends a guessed prompt and reads the log therefore finds only its own ids, even where tenants
 share an engine's cache. The log is written by gateway/telemetry/accounting.py.
 """
 

@@ -17,20 +17,20 @@ from xxhash import xxh3_64_intdigest
 from policies.prefix.sampled_keys import Keys
 
 BLOCK_COST_BYTES = 288
-"""Upper bound of the memory of one reported block: two dict entries, a key and a hash."""
+"""Upper bound of the memory in bytes of one reported block: two dict entries, a key and a hash."""
 
 EngineHash: TypeAlias = "int | bytes"
-"""An engine's own name of a block."""
+"""The name that an engine itself gives to a KV block."""
 
 GPU, CPU, OTHER = 1, 2, 4
-"""Places that a block may be stored in, as bits: GPU memory, host memory, and any other."""
+"""Storage media of a block, as bits: GPU memory, host memory, and any other."""
 
 _MEDIA = GPU | CPU | OTHER
 _TOKEN_BYTES = 4
 
 
 def scope_seed(lora_name: str, salt: str) -> int:
-    """Return the number that chains of this LoRA adapter and cache salt begin with.
+    """Return the number with which the key chain of this LoRA adapter and cache salt begins.
 
     Blocks of different adapters or salts therefore never have equal content keys.
     """
@@ -51,9 +51,9 @@ def chain_keys(tokens: Sequence[int], block_tokens: int, seed: int) -> Keys:
 
 
 class SourceBlocks:
-    """The blocks that one source, a data-parallel rank of an engine, reports as cached.
+    """The KV blocks that one source, a data-parallel rank of an engine, reports as cached.
 
-    bit  this source's bit in the holders of `CachedBlocks`; changes with every `clear`
+    bit  the bit of this source in the holders of `CachedBlocks`; every `clear` changes it
     """
 
     __slots__ = ("_index", "_known", "bit")
@@ -86,15 +86,15 @@ class SourceBlocks:
     ) -> None:
         """Record that an engine has cached consecutive blocks of a prompt's chain.
 
-        names   one per block
-        parent  the block before the first; None: the chain begins here, with `seed`
-        tokens  of all blocks; may be empty for blocks that are known already
-        medium  the bit of the place they are stored in
-        mixed   for each block a number that is mixed into its key, 0: none, because more than its
-                tokens identifies it
-
         A block whose parent or tokens are unknown is recorded without a content key. Raises
         OverflowError or TypeError for a token that is no unsigned 32-bit integer.
+
+        names   the engine's name of each block
+        parent  the block before the first; None: the chain begins here, with `seed`
+        tokens  token ids of all blocks; may be empty for blocks that are known already
+        medium  the bit of the medium that stores the blocks
+        mixed   for each block a number that is mixed into its key, because more than its tokens
+                identifies it; 0: none
         """
         if len(tokens) != len(names) * block_tokens:
             self._store_unread(names, medium)
@@ -164,12 +164,12 @@ class SourceBlocks:
 
 
 class CachedBlocks:
-    """An index from blocks' content keys to the engine ranks (sources) that have them cached, one
-    bit each.
+    """An index from content keys of KV blocks to the engine ranks (sources) that have them cached,
+    one bit each.
 
     holders  bits of sources by content key
-    blocks   the number of blocks of all sources; a source of an index that `is_full` must be
-             cleared
+    blocks   number of blocks of all sources; while `is_full`, a source must be cleared before more
+             are stored
     """
 
     __slots__ = ("_bits", "_free", "_most_blocks", "_retired", "blocks", "holders")
@@ -202,7 +202,9 @@ class CachedBlocks:
             self.holders.pop(key, None)
 
     def retire(self, known: dict[EngineHash, int], bit: int) -> None:
-        """Record the blocks that a source has lost; `purge` removes them from the index later."""
+        """Record the blocks that a source has lost. `purge` removes them from the index later, in
+        small steps.
+        """
         self._retired.append((known, bit))
 
     def purge(self, most: int = 2000) -> bool:
@@ -222,10 +224,11 @@ class CachedBlocks:
         return bool(self._retired)
 
     def levels(self, chain: Keys, blocks: int) -> list[tuple[int, int]]:
-        """Return (blocks, bits of sources) where the holders of a chain's first blocks change.
+        """Return (blocks, bits of sources) for each length at which the set of sources that hold
+        the chain's beginning changes.
 
-        A source holds as many blocks as the longest level that has its bit. Engines evict the end
-        of a chain first, so the ends are found by bisection.
+        A source holds as many blocks as the longest of these that has its bit. Engines evict the
+        end of a chain first, so the ends are found by bisection.
         """
         last = min(blocks, len(chain)) - 1
         if last < 0 or not (first := self.holders.get(chain[0], 0)):

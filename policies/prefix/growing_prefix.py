@@ -12,18 +12,21 @@ import re
 from policies.prefix.fingerprint import Fingerprint
 
 REMEMBERED = 16_384
-"""Prompts whose ends are stored by default; about 300 bytes each."""
+"""Default number of prompts whose ends are stored; each takes about 300 bytes."""
 MAX_LISTED_BLOCKS = 8
-"""Blocks of one prompt at which other prompts may have ended that are compared, the last first."""
+"""Maximum number of blocks of one prompt, the last ones first, that are compared with the ends of
+other prompts."""
 MAX_GROWTH_BYTES = 1024 * 1024
-"""Bytes of the added messages that are searched for the answer."""
+"""Maximum bytes of the messages added since the previous turn that are searched for the model's
+answer."""
 
 _MAX_BLANKS = 64
 _CLOSED = re.compile(rb"\}[ \t\r\n]{0,%d}\][ \t\r\n]{0,%d}\Z" % (_MAX_BLANKS, _MAX_BLANKS))
 _NEXT_MESSAGE = re.compile(rb"\}(?=[ \t\r\n]{0,%d},)" % _MAX_BLANKS)
 _ANSWERS = (b'"assistant"', b'"function_call"')
-"""What the messages that a model has produced contain, as JSON text: unescaped quotes cannot come
-from a user's words.
+"""JSON text that marks messages produced by a model.
+
+It contains unescaped quotes, so it cannot come from a user's words.
 """
 
 
@@ -31,9 +34,9 @@ class GrowingPrefixes:
     """Remembers the ends of recent prompts, by which later prompts of the same conversation are
     recognised.
 
-    An end is the key of the prompt's last whole block, plus the bytes after it up to the end of the
-    last message. A session gets its name at the second turn: a prompt that is never continued
-    belongs to no session.
+    The end of a prompt is the key of its last whole block, plus the bytes after that block up to
+    the end of the last message. A session gets its name at the second turn, because a prompt that
+    is never continued belongs to no session.
     """
 
     __slots__ = ("_blocks", "_ends", "_remembered")

@@ -20,11 +20,10 @@ _PROMPT_COST_BYTES, _KEY_COST_BYTES, _BLOCK_COST_BYTES = 512, 208, 8
 class KnownPrefix(msgspec.Struct, frozen=True):
     """The beginning of a prompt whose tokens are known.
 
-    chains             content keys of the blocks of a prompt that begins with it, by tokens per
-                       block
-    tokens             how many tokens of that prompt belong to the beginning
-    tokens_per_byte    of that prompt
-    is_whole           the beginning is the whole prompt that was looked up
+    chains           content keys of the blocks of a prompt with this beginning, by tokens per block
+    tokens           number of tokens in the beginning
+    tokens_per_byte  mean tokens per byte of that prompt
+    is_whole         whether the beginning is the whole prompt that was looked up
     """
 
     chains: Mapping[int, Keys]
@@ -75,8 +74,8 @@ class LearnedPrompts:
     def find(self, fingerprint: Fingerprint) -> KnownPrefix | None:
         """Return the longest beginning of the prompt whose tokens are known; None if there is none.
 
-        Where it ends is exact if another prompt has diverged there, or if the whole prompt is
-        known. Otherwise it is an estimate, rounded down.
+        The end of the beginning is exact if another prompt has diverged there, or if the whole
+        prompt is known. Otherwise it is an estimate, rounded down.
         """
         keys = fingerprint.sampled_keys
         known = self._count_known(keys)

@@ -18,13 +18,16 @@ from policies.prefix.prefix_match import PrefixMatch, WideMatch
 from policies.prefix.sampled_keys import SAMPLE_LENGTHS, Keys
 
 BLOCK_COST_BYTES = 192
-"""Upper bound of the memory of one block: dict entry after a resize, key, own holders int.
+"""Upper bound of the memory in bytes of one block: dict entry after a resize, key, and an int with
+up to eight holders.
 
-The bound covers up to eight holders. Most blocks share their holders with neighbours and cost half.
+Most blocks share their int of holders with neighbours and cost half.
 """
 
 HOLDER_COST_BYTES = 9
-"""Memory of each holder beyond the eighth: 64 bits, of which an int stores 30 in 4 bytes."""
+"""Memory in bytes of each holder beyond the eighth: 64 bits, of which an int stores 30 in 4
+bytes.
+"""
 
 LEAST_CAP_BYTES = 64 * BLOCK_COST_BYTES
 
@@ -36,7 +39,8 @@ _LANE = (1 << _LANE_BITS) - 1
 _HOLDERS_IN_COST = 8
 _MOST_IN_COST = (1 << _HOLDERS_IN_COST * _LANE_BITS) - 1
 _MOST_NARROW = (1 << 32 * _LANE_BITS) - 1
-"""The largest int of at most 32 holders; longer lists are also kept as dicts while in use."""
+"""The largest int of at most 32 holders. Longer lists of holders are also kept as dicts while they
+are used."""
 
 _MOST_WIDE = 16
 _ROOM_FOR_ONE = _MOST_IN_COST >> _LANE_BITS
@@ -48,7 +52,8 @@ _NOTHING = 1e-6
 
 
 _Run = tuple[int, int, int, int]
-"""A run of blocks: end, holders, holders without the inserting slot, that slot's old stamp."""
+"""Consecutive blocks with the same holders: (end, holders, holders without the inserting slot, old
+stamp of that slot)."""
 
 
 class IndexStats(msgspec.Struct, frozen=True):

@@ -21,8 +21,8 @@ class WideMatch:
     def __init__(self, tokens: int, stamps: Mapping[int, int], oldest_alive: Sequence[int]) -> None:
         """Initialize a cached prefix of `tokens` tokens.
 
-        stamps        the holders' stamps (ages) by slot
-        oldest_alive  by slot, the oldest stamp that is still valid
+        stamps        the stamps (ages) of the endpoints that hold it, by slot
+        oldest_alive  the oldest stamp that is still valid, by slot
         """
         self.tokens = tokens
         self._stamps, self._oldest_alive = stamps, oldest_alive
@@ -33,9 +33,7 @@ class WideMatch:
         return stamp is not None and stamp >= self._oldest_alive[slot]
 
     def some_holders(self, limit: int) -> list[int]:
-        """Return the slots of endpoints that have the prefix cached, among the first `limit`
-        possible ones.
-        """
+        """Return up to `limit` slots of endpoints that have the prefix cached."""
         return [slot for slot in islice(self._stamps, limit) if self.holds(slot)]
 
 

@@ -14,13 +14,12 @@ from bisect import bisect_right
 from typing import TypeAlias
 
 Keys: TypeAlias = "array[int]"
-"""uint64 each ("Q"); a key becomes a Python int only when it is read."""
+"""An array of unsigned 64-bit block keys (type code "Q"). A key becomes a Python int only when it
+is read."""
 
 MAX_BLOCKS = 16_384
-"""Maximum number of fingerprinted blocks: 8 MiB of prompt at the default block size.
-
-Bounds the work per request.
-"""
+"""Maximum number of fingerprinted blocks, which bounds the work per request: 8 MiB of prompt at the
+default block size."""
 
 _FINE_BLOCKS = 256
 
@@ -39,11 +38,11 @@ def sample_keys(chain: Keys) -> Keys:
 
 
 SAMPLE_LENGTHS = sample_keys(array("Q", range(1, MAX_BLOCKS + 1))).tolist()
-"""The prefix length in blocks of each sampled key."""
+"""The length in blocks of the prefix that each sampled key stands for."""
 
 
 def pack(keys: Keys) -> bytes:
-    """Serialize sampled block keys as 8 little-endian bytes each, and return the bytes."""
+    """Return sampled block keys as bytes: each key is an unsigned 64-bit little-endian integer."""
     return _little(keys).tobytes()
 
 

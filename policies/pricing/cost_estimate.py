@@ -44,7 +44,7 @@ class CostEstimate(msgspec.Struct, frozen=True):
 
 
 def remaining_ttft_s(query: RoutingQuery) -> float:
-    """Return the seconds left of the request's TTFT budget; negative if the request is late."""
+    """Return the seconds left of the request's TTFT budget; negative if the budget is used up."""
     return (query.request.arrived_s or query.now) + query.request.slo.ttft_s - query.now
 
 

@@ -23,28 +23,29 @@ from policies.param_types import Factor, NonNegative
 from policies.presets import DEFAULT_FILTERS, PolicyParams
 
 LEAST_BUDGET = 0.05
-"""Smallest share of the TTFT budget that prices assume to be left, however long the request has
-waited at the gateway.
-"""
+"""Smallest share of the TTFT budget (0 to 1) that prices assume to be left, however long the
+request has waited."""
 
 SHORTEST = 32.0
-"""Minimum length in tokens that answers are assumed to have when they are slowed down by others."""
+"""Minimum length in tokens that prices assume for answers which other requests slow down."""
 
 UNKNOWN_KV_TOKENS = 500_000.0
-"""Assumed KV capacity of an endpoint that has not reported its own."""
+"""KV capacity in tokens that is assumed for an endpoint which has not reported its own."""
 
 FULLEST = 1.5
-"""Share of KV or slots in use beyond which the term `kv` does not grow: nothing more fits then."""
+"""Share of KV or slots in use above which the price term `kv` does not grow, because nothing more
+fits."""
 
 SIGMAS = 2.0
-"""Differences of the learned speed up to this many standard deviations count as noise."""
+"""Number of standard deviations up to which differences between learned speeds count as noise."""
 
 
 USUAL_REQUEST = Request("", "", "", prompt_tokens=1000, output_tokens=256)
-"""The request whose price ranks the candidates of a large pool."""
+"""The assumed request by whose price the candidates of a large pool are ranked."""
 
 RANKED = 4
-"""Candidates of a large pool that are priced for a request, besides those with its prefix."""
+"""Number of the best-ranked candidates of a large pool that are priced for a request, besides those
+with its prefix cached."""
 
 # Every request reads these of all candidates: one call in C each, in place of a loop.
 _SPEEDS, _SLOTS = attrgetter("load.belief.speeds"), attrgetter("load.slots")
@@ -120,10 +121,8 @@ class PricedPolicy(PolicyParams, frozen=True):
 
 
 SpeedFactors = tuple[list[float], list[float], list[float]]
-"""Factors on prefill, on its attention, and on decode steps.
-
-Each in the order of the candidates.
-"""
+"""Correction factors for prefill, for its attention, and for decode steps; each a list in the order
+of the candidates."""
 
 
 _Row = tuple[Candidate, float, float, float, float]
@@ -145,9 +144,9 @@ class PriceTerms(msgspec.Struct, frozen=True):
 
 
 class PriceScorer:
-    """The price function for one set of weights.
+    """The price function of the policy `priced`, for one set of weights.
 
-    `prices` runs on the path of every request.
+    `prices` is called for every request.
     """
 
     __slots__ = ("_factors", "_learned", "_loop", "_usual", "weights")
@@ -182,9 +181,10 @@ class PriceScorer:
         return loop.prices(rows, query.cached_by_slot, usual_slots(candidates))
 
     def usual_price(self, candidate: Candidate, now: float) -> float:
-        """Return the price of a usual request without cached tokens, to rank the candidate.
+        """Return the price of a usual request without cached tokens, by which the candidate is
+        ranked.
 
-        The candidate's speed is not equalized with that of others: the shortlist's speeds are.
+        Speeds are not equalized here; that is done for the candidates of the shortlist.
         """
         usual = self._usual
         usual.now = now
@@ -251,8 +251,8 @@ class PriceScorer:
         """Return lists of correction factors, by candidate, for prefill, attention and decode
         steps.
 
-        They make endpoints of similar learned speed equal. The last result is kept: between two
-        observations of speed it stays the same.
+        With these factors, endpoints of similar learned speed count as equally fast. The last
+        result is cached, because it changes only when a speed is observed.
         """
         learned = list(map(_SPEEDS, candidates))
         if learned != self._learned:
@@ -363,8 +363,8 @@ class _PriceLoop:
 
 
 def patience_s(request: Request, now: float) -> float:
-    """Return the remaining seconds of a request's TTFT budget, or a lower bound if it is nearly
-    used.
+    """Return the remaining seconds of a request's TTFT budget, but at least LEAST_BUDGET of the
+    budget.
     """
     budget_s = request.slo.ttft_s
     waited_s = now - request.arrived_s if request.arrived_s else 0.0
@@ -379,9 +379,10 @@ def waiting_external_requests(load: EndpointLoad) -> int:
 
 
 def usual_slots(candidates: Sequence[Candidate]) -> float:
-    """Return the most slots (sequences at a time) that any candidate has shown; inf if none has.
+    """Return the largest number of slots (concurrent sequences) that any candidate has shown; inf
+    if none has.
 
-    An endpoint that has not shown its own number is assumed to have as many.
+    An endpoint whose own number is unknown is assumed to have as many.
     """
     shown: list[float] = list(map(_SLOTS, candidates))
     if min(shown, default=inf) == inf:
@@ -418,12 +419,13 @@ def is_fresh(load: EndpointLoad, oldest: float) -> bool:
 
 
 def equalize_speeds(speeds: Sequence[SpeedFactor], most: float) -> list[float]:
-    """Return factors that bring each speed to the median, each at most `most` and its uncertainty.
+    """Return factors that bring each learned speed closer to the median, limited by `most` and by
+    the speed's uncertainty.
 
-    Learned speeds of equal endpoints differ by noise, and only differences beyond it should count.
-    Otherwise the endpoint that seems slightly faster would get all work without another preference.
-    The same would happen to an endpoint without observations where others are slower than
-    estimated. Under so much prefill it could not show its decode speed.
+    Learned speeds of equal endpoints differ by noise, and only differences beyond the noise should
+    count. Otherwise the endpoint that seems slightly faster would get all work. An endpoint without
+    observations would also get it if the others are slower than estimated, and under so much
+    prefill its decode speed could not be observed.
     """
     if not speeds:
         return []

@@ -22,18 +22,18 @@ from policies.presets import DecodeLoad
 from policies.pricing.transfer_time import TransferTimes
 
 DECODERS_TRIED = 3
-"""Decode endpoints of a group, the cheapest ones, for which a partner is priced."""
+"""Number of the cheapest decode endpoints of a group for which a prefill partner is priced."""
 
 LATEST = 1.25
-"""TTFT budgets beyond which the time of a transfer does not raise the price.
+"""Number of TTFT budgets beyond which the time of a KV transfer does not raise the price further.
 
 A request that is late in any case should go where it displaces no other.
 """
 
 
 class SplitReason(StrEnum):
-    """The reasons why a request is split between two endpoints or not, as metric label and in the
-    access log.
+    """The reasons why a request is split between two endpoints or not: a metric label and a field
+    of the access log.
     """
 
     # Enum's own __hash__ is a Python call, and every decision is counted by its reason.
@@ -99,11 +99,12 @@ class SplitRule(msgspec.Struct, frozen=True):
     def __post_init__(self) -> None:
         if self.threshold_tokens < 1 or not 0.0 <= self.hysteresis < 1.0:
             raise ValueError(
-                f"threshold_tokens >= 1 and 0 <= hysteresis < 1 are required, got {self}"
+                f"splitting: threshold_tokens >= 1 and 0 <= hysteresis < 1 are required, got {self}"
             )
         if self.handoff_s < 0.0 or self.kv_token_s < 0.0 or not 0.0 <= self.pair_gain < 1.0:
             raise ValueError(
-                f"handoff_s and kv_token_s >= 0 and 0 <= pair_gain < 1 are required, got {self}"
+                "splitting: handoff_s >= 0, kv_token_s >= 0 and 0 <= pair_gain < 1 are "
+                f"required, got {self}"
             )
 
 
@@ -204,7 +205,7 @@ def transfer_s(
     """Return the expected seconds that the transfer of a prompt's KV takes from `prefill` to
     `decode`.
 
-    `transfers` are measured times; without them the constants of `rule` hold.
+    `transfers` are measured times; if they are None, the constants of `rule` are used.
     """
     token_s = rule.kv_token_s
     if transfers is not None:

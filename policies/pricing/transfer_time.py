@@ -10,21 +10,22 @@ from __future__ import annotations
 from math import exp
 
 MEMORY_S = 600.0
-"""Time constant with which a measurement loses its weight, seconds."""
+"""Time constant, in seconds, with which an old measurement loses its weight."""
 
 PRIOR_TOKENS = 8_192.0
-"""Tokens for which the expectation counts beside the measured ones."""
+"""Number of tokens with which the expected transfer time is weighted against the measured one."""
 
 MEMORY_TOKENS = 131_072.0
-"""Limit of the tokens that a pair's measurement counts for, so that it follows a change."""
+"""Maximum number of tokens that a pair's measurement counts for, so that it adapts to changes."""
 
 LEAST_TOKENS = 256
-"""Handoffs of fewer tokens are not recorded: their time is that of messages, and not of KV."""
+"""Minimum tokens of a recorded handoff; the time of a smaller one is dominated by messages rather
+than KV."""
 
 MOST_PAIRS = 65_536
 
 Names = tuple[str, str]
-"""Names of the prefill and the decode endpoint."""
+"""The names of a prefill and a decode endpoint, in this order."""
 
 
 class MeasuredRate:
@@ -79,7 +80,7 @@ class TransferTimes:
     def token_s(self, names: Names, expected_s: float, now: float) -> float:
         """Return the expected seconds per token of a KV transfer between two endpoints.
 
-        expected_s  the value for a fleet without measurements
+        expected_s  value to use for a fleet without measurements
         """
         usual_s = self._all.token_s(expected_s, now)
         pair = self._pairs.get(names)

@@ -20,12 +20,13 @@ _MOST_SALTS = 8192
 
 
 class ConsistentHash(PolicyParams, frozen=True):
-    """A policy that picks the endpoint by a hash of the session; requests without one go anywhere.
+    """A policy that picks the endpoint by a hash of the session; a request without a session may go
+    to any endpoint.
 
-    `consistent_hash` of vLLM's router, `consistent_hashing` and `manual` of SMG, and `session` of
-    the vLLM production stack. Rendezvous hashing (Thaler and Ravishankar 1998) replaces their
-    rings: when endpoints are added or removed, only the sessions of those endpoints move. An
-    endpoint that is ejected or at its cap is passed over for the session's next one.
+    Sources: `consistent_hash` of vLLM's router, `consistent_hashing` and `manual` of SMG, and
+    `session` of the vLLM production stack. Rendezvous hashing (Thaler and Ravishankar 1998)
+    replaces their rings: when endpoints are added or removed, only the sessions of those endpoints
+    move. If an endpoint is ejected or at its cap, the next endpoint in the session's order is used.
 
     load_factor  an endpoint with more than this multiple of the mean number of requests is passed
                  over too (Mirrokni et al., "Consistent Hashing with Bounded Loads", SODA 2018);

@@ -115,10 +115,11 @@ class TwoHashPicker:
 
 
 class HotPrefixes:
-    """Chooses how many blocks of a prompt are hashed: one, plus one more for each hot prefix of it.
+    """Chooses how many blocks of a prompt are hashed: one, plus one more for each hot prefix of the
+    prompt.
 
-    A prefix is hot if many recent requests share it. It is hashed longer until `_MOST_EXPANDED`
-    newer hot ones have displaced it.
+    A prefix is hot if many recent requests share it. It stays hot until `_MOST_EXPANDED` newer hot
+    prefixes have displaced it.
     """
 
     __slots__ = ("_at_least", "_counts", "_expanded", "_recent", "_share", "_window")

@@ -1,7 +1,7 @@
-"""The saturation of a pool as llm-d's scheduler measures it, and two admission rules that refuse by
-it.
+"""Computes the saturation of a pool as llm-d's scheduler does, and two admission rules that refuse
+requests by it.
 
-One refuses from a threshold on, the other with a probability that rises with saturation.
+One rule refuses from a threshold on, the other with a probability that rises with saturation.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from policies.param_types import Exponent, NonNegative, Positive
 from policies.published.view import is_fresh, kv_used, queued_requests
 
 BEYOND = 1e3
-"""Upper limit of the saturation, so that its powers stay finite."""
+"""Maximum value of the saturation, so that its powers stay finite."""
 
 
 class GieSaturation(AdmissionParams, frozen=True):

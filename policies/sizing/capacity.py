@@ -27,7 +27,9 @@ def replicas_for(concurrency: float, ceiling: int) -> int:
     Raises ValueError for a ceiling below one, because such a replica serves no load.
     """
     if ceiling < 1:
-        raise ValueError(f"a replica must hold at least one request, not {ceiling}")
+        raise ValueError(
+            f"a replica must be able to serve at least one request at a time, not {ceiling}"
+        )
     return max(1, ceil(concurrency / ceiling - _ROUNDING))
 
 

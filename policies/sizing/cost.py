@@ -50,7 +50,7 @@ class RequestSeconds(msgspec.Struct, frozen=True):
 
     @property
     def total_s(self) -> float:
-        """Return the engine seconds of the whole request."""
+        """Return the engine seconds of the whole request: prompt, cached part and answer."""
         return self.prompt_s + self.cached_s + self.answer_s
 
 
@@ -96,7 +96,7 @@ class EngineShare:
         self.busy_s = self.idle_s = 0.0
 
     def advance(self, now_s: float) -> None:
-        """Count the time up to `now_s` as busy or idle time of the engine."""
+        """Count the time since the last call up to `now_s` as busy or idle time of the engine."""
         elapsed = now_s - self._now_s
         if elapsed <= 0:
             return
@@ -113,7 +113,7 @@ class EngineShare:
         Raises ValueError if the weight is not positive.
         """
         if weight <= 0:
-            raise ValueError(f"the weight of a request is {weight}: it must be positive")
+            raise ValueError(f"the weight of a request in an engine must be positive, not {weight}")
         self.advance(now_s)
         self._weight += weight
         return RequestShare(weight, self._per_weight_s)

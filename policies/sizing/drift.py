@@ -24,9 +24,9 @@ SMOOTHING = 0.5
 
 
 class RequestShape(msgspec.Struct, frozen=True):
-    """The shape of one request: the measures by which drift is detected.
+    """The shape of one request: the measures by which workload drift is detected.
 
-    `turn` counts the requests of its session, from 1.
+    `turn` is the number of the request within its session, counted from 1.
     """
 
     prompt_tokens: int
@@ -54,8 +54,8 @@ class ShapeCounts:
             self.counts[name][min(place, BINS[name] - 1)] += 1
 
     def shares(self) -> dict[str, list[float]]:
-        """Return the share of requests in each bin, by measure, as `sized_for` of a configuration
-        has it.
+        """Return the share of requests in each bin, by measure, in the form of `sized_for` in the
+        configuration.
         """
         total = max(1, self.requests)
         return {
@@ -125,7 +125,10 @@ class DriftWatch:
         self._above: dict[str, int] = dict.fromkeys(MEASURES, 0)
 
     def add(self, now_s: float, shape: RequestShape) -> Iterator[DriftWindow]:
-        """Count a request, and yield the windows that ended before it. Times must not decrease."""
+        """Count a request that arrived at `now_s`, and yield the windows that ended before then.
+
+        Times must not decrease.
+        """
         while now_s >= self._ends_s:
             if self._window.requests >= LEAST_REQUESTS:
                 yield self._close()

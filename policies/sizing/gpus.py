@@ -16,8 +16,8 @@ import msgspec
 
 
 class Fit(msgspec.Struct, frozen=True):
-    """The fitted constants of a GPU: the shares of its peaks and its link that are reached, and
-    overheads in us.
+    """The fitted constants of a GPU: shares (0 to 1) of its peak rates and link that are reached,
+    and overheads in microseconds.
     """
 
     weights_eff: float
@@ -125,7 +125,7 @@ def gpu_named(name: str) -> Gpu:
     """Return the GPU of this name, in any case. Raises ValueError that lists the known names."""
     gpu = GPUS.get(name.lower())
     if gpu is None:
-        raise ValueError(f"unknown GPU {name!r}: known are {', '.join(GPUS)}")
+        raise ValueError(f"unknown GPU {name!r}; known GPUs: {', '.join(GPUS)}")
     return gpu
 
 
@@ -169,13 +169,19 @@ def _check_members(members: Any) -> None:
     wanted = {"name", *_MEMBERS}
     known = wanted | {"domain_gpus", "fast_link", "like", "source"}
     if not isinstance(members, dict):
-        raise ValueError(f"a GPU is an object with {', '.join(sorted(wanted))}")
+        raise ValueError(
+            f"a user-defined GPU must be a JSON object with the members {', '.join(sorted(wanted))}"
+        )
     if missing := sorted(wanted - members.keys()):
-        raise ValueError(f"the GPU lacks {', '.join(missing)}")
+        raise ValueError(f"the user-defined GPU lacks {', '.join(missing)}")
     if unknown := sorted(members.keys() - known):
         names = ", ".join(sorted(known))
-        raise ValueError(f"the GPU has unknown members {', '.join(unknown)}: known are {names}")
+        raise ValueError(
+            f"the user-defined GPU has unknown members {', '.join(unknown)}; known members: {names}"
+        )
     for key in (*_MEMBERS, "domain_gpus"):
         value = members.get(key, 1)
         if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
-            raise ValueError(f"{key} of the GPU is {value!r}: a positive number is needed")
+            raise ValueError(
+                f"{key} of the user-defined GPU must be a positive number, not {value!r}"
+            )

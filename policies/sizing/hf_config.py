@@ -41,7 +41,7 @@ def shape_from_config(config: Any, name: str) -> Llm:
     counted.
     """
     if not isinstance(config, dict):
-        raise ConfigError("config.json is not an object")
+        raise ConfigError("config.json must contain a JSON object")
     text = config.get("text_config")
     outer = ConfigMembers(config | text if isinstance(text, dict) else config)
     outer.require("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size")
@@ -105,7 +105,10 @@ def _gqa(config: ConfigMembers) -> _Attention:
     width, heads = config.count("hidden_size"), config.count("num_attention_heads")
     kv_heads = config.optional("num_key_value_heads", heads)
     if heads % kv_heads:
-        raise ConfigError(f"num_key_value_heads {kv_heads} does not divide {heads} heads")
+        raise ConfigError(
+            f"config.json: num_key_value_heads ({kv_heads}) must divide the "
+            f"number of attention heads ({heads})"
+        )
     dim = config.optional("head_dim", width // heads)
     biases = config.family in _QKV_BIAS or config.flag("attention_bias")
     kv = 2 * kv_heads * dim * (width + biases)
@@ -142,7 +145,7 @@ def _experts(config: ConfigMembers, kinds: LayerKinds) -> _Experts:
     count = config.experts
     per_token = config.optional("num_experts_per_tok", config.optional("num_experts_per_token", 1))
     if not 1 <= per_token <= count:
-        raise ConfigError(f"num_experts_per_tok is {per_token}: 1 to {count} are valid")
+        raise ConfigError(f"config.json: num_experts_per_tok must be 1 to {count}, not {per_token}")
     narrow = config.optional("intermediate_size", config.intermediate)
     size = config.optional("moe_intermediate_size", narrow)
     shared_size = config.optional(

@@ -48,8 +48,8 @@ def layer_kinds(config: ConfigMembers) -> LayerKinds:
     states = layers - len(attention)
     if states and not state:
         raise ConfigError(
-            f"{states} layers of config.json have no attention, and their state is not of a known "
-            "kind: known are Mamba 1 and 2 (mamba_d_state, ssm_state_size)"
+            f"config.json: {states} layers have no attention, and the kind of their state is "
+            "unknown; known kinds are Mamba 1 and 2 (mamba_d_state, ssm_state_size)"
         )
     return LayerKinds(
         *(layers, len(attention), len(windows), config.optional("sliding_window", 0)),
@@ -63,7 +63,10 @@ def _lettered(config: ConfigMembers, pattern: str, layers: int) -> LayerKinds:
     # M is a state-space layer, * attention, - an MLP, E experts. Raises ConfigError for a wrong
     # length.
     if len(pattern) != layers:
-        raise ConfigError(f"hybrid_override_pattern has {len(pattern)} letters for {layers} layers")
+        raise ConfigError(
+            "config.json: hybrid_override_pattern must have one letter for each "
+            f"of {layers} layers, but has {len(pattern)}"
+        )
     params, state = _state_space(config)
     states, experts = pattern.count("M"), pattern.count("E")
     return LayerKinds(
@@ -77,7 +80,10 @@ def _attention_places(config: ConfigMembers, layers: int) -> list[int]:
     types = config.get("layer_types")
     if isinstance(types, list):
         if len(types) != layers:
-            raise ConfigError(f"layer_types has {len(types)} entries for {layers} layers")
+            raise ConfigError(
+                "config.json: layer_types must have one entry for each of "
+                f"{layers} layers, but has {len(types)}"
+            )
         return [
             place
             for place, kind in enumerate(types)

@@ -45,7 +45,7 @@ class ConfigMembers:
         """
         value = self._members.get(name)
         if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < MAX_COUNT:
-            raise ConfigError(f"{name} of config.json is {value!r}: a positive integer is needed")
+            raise ConfigError(f"config.json: {name} must be a positive integer, not {value!r}")
         return value
 
     def optional(self, name: str, default: int) -> int:
@@ -96,8 +96,8 @@ class ConfigMembers:
         bits = _bits(quantised)
         if bits is None and "fp8" not in method:
             raise ConfigError(
-                f"quant_method {method!r} of config.json is unknown: known are fp8, mxfp4, and "
-                "those with bits or num_bits"
+                f"config.json: unknown quant_method {method!r}; known are fp8, mxfp4, and methods "
+                "with bits or num_bits"
             )
         return (1.0 if bits is None else bits / 8), ""
 

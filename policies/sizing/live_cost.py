@@ -21,9 +21,9 @@ class EngineUse(msgspec.Struct, Generic[Key], frozen=True):
     """The use of one engine at one moment.
 
     price_hour  dollars per GPU and hour
-    weights     weight of the requests of each key that this gateway has there
-    others      weight of the requests of other gateways
-    gateways    gateways that use the engine, this one included
+    weights     by key, the total weight of this gateway's requests at the engine
+    others      total weight of the requests of other gateways
+    gateways    number of gateways that use the engine, including this one
     """
 
     price_hour: float
@@ -34,10 +34,11 @@ class EngineUse(msgspec.Struct, Generic[Key], frozen=True):
 
 
 def divide_usd(use: EngineUse[Key], seconds: float) -> tuple[dict[Key, float], float]:
-    """Return the dollars that each key pays for some seconds of an engine, and those of idle time.
-
-    The shares of other gateways are theirs to count. Each gateway counts an equal part of idle
+    """Return the dollars that each key pays for `seconds` of an engine, and the dollars of idle
     time.
+
+    The shares of other gateways are left to those gateways. Each gateway counts an equal part of
+    idle time.
     """
     usd = usd_of(use.price_hour, use.gpus, seconds)
     own = sum(use.weights.values())
@@ -60,7 +61,10 @@ class CostMeter(Generic[Key]):
         self.idle_usd: dict[str, float] = {}
 
     def advance(self, now_s: float, uses: Iterable[tuple[str, EngineUse[Key]]]) -> None:
-        """Account the time up to now for engines, each with the name of its pool."""
+        """Charge the time since the last call to the requests that are in the engines now.
+
+        uses  (name of the engine's pool, its use) for each engine
+        """
         elapsed_s, self._now_s = now_s - self._now_s, now_s
         if elapsed_s <= 0:
             return

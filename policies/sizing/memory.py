@@ -112,8 +112,8 @@ class MemoryCheck(msgspec.Struct, frozen=True):
 
 
 class Stage(msgspec.Struct, frozen=True):
-    """One pipeline stage of a layout: bytes of weights, and bytes of KV per token, on each of its
-    GPUs.
+    """One pipeline stage of a layout: bytes of weights, and bytes of KV per token, on each GPU of
+    the stage.
     """
 
     weights_bytes: float

@@ -13,8 +13,10 @@ from types import MappingProxyType
 import msgspec
 
 MAX_GROUP_PADDING = 1.5
-"""vLLM pads the smaller of two kinds of layers to the larger one if that is less than this times
-as large; otherwise it divides the larger kind into groups."""
+"""Factor up to which vLLM pads a smaller kind of layers to the size of the larger kind.
+
+Beyond it, vLLM divides the larger kind into groups.
+"""
 
 
 class Llm(msgspec.Struct, frozen=True):
@@ -238,5 +240,5 @@ def model_named(name: str) -> Llm:
     model = MODELS.get(name.lower())
     if model is None:
         short = ", ".join(known for known in MODELS if "/" not in known)
-        raise ValueError(f"unknown model {name!r}: known are {short}")
+        raise ValueError(f"unknown model {name!r}; known models: {short}")
     return model

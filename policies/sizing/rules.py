@@ -80,7 +80,8 @@ class LayoutFinding(msgspec.Struct, frozen=True):
 
 
 class LayoutRule(msgspec.Struct, frozen=True):
-    """A rule that a group's layout must obey: its parallel sizes, engine options and model.
+    """A rule that a group's layout must obey; it may read parallel sizes, engine options and the
+    model.
 
     `find` returns (message, what is valid) if a group violates the rule, else None.
     """

@@ -1,4 +1,6 @@
-"""A gateway and its mock engines in the test's own event loop, so that a test can inspect them."""
+"""A gateway and its mock engines in the test's own event loop, so that a test can inspect their
+state.
+"""
 
 from __future__ import annotations
 

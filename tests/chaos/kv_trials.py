@@ -370,7 +370,7 @@ def main() -> None:
         "--seed",
         type=int,
         default=0,
-        help="the first; a trial is made again by its seed and transport",
+        help="number of the first trial; a trial can be repeated by its seed and transport",
     )
     parser.add_argument(
         "--transport",

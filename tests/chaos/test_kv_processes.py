@@ -90,7 +90,7 @@ async def under_way(
                 yield source, landing
                 return
             ends.append(landing.outcome)
-    raise AssertionError(f"nothing moves: {ends}")
+    raise AssertionError(f"no transfer ended within the time limit: {ends}")
 
 
 async def test_two_processes_can_transfer(transport: str) -> None:

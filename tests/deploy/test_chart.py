@@ -32,7 +32,8 @@ EXTRA = {
     "PrometheusRule": PrometheusRule,
 }
 UNKNOWN = {"HTTPRoute"}
-"""Kinds without a schema here (Gateway API); a test compares each of their keys."""
+"""Kinds of Kubernetes objects for which no schema is available here (Gateway API); a test compares
+each of their keys."""
 KUBERNETES = "1.33"
 FULL = json.loads((Path(__file__).parent / "full.values.json").read_text())
 SECRETS = {

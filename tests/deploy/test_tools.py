@@ -27,7 +27,7 @@ ENVOY_TYPES = (
     "envoy.extensions.transport_sockets.tls.v3",
     "envoy.extensions.upstreams.http.v3",
 )
-"""Modules of the message types that envoy.yaml names by @type."""
+"""Python modules with the message types that envoy.yaml names by @type."""
 
 # What Envoy's messages are written with warns of its own future.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")

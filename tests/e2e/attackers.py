@@ -379,9 +379,14 @@ def main() -> None:
     parser.add_argument("name", choices=CORPUS)
     parser.add_argument("api", type=int)
     parser.add_argument("admin", type=int)
-    parser.add_argument("--core", type=int, help="CPU core to which the attacker is bound")
     parser.add_argument(
-        "--nice", type=int, default=0, help="its priority; negative numbers need root"
+        "--core", type=int, help="CPU core to which the process of the attacker is bound"
+    )
+    parser.add_argument(
+        "--nice",
+        type=int,
+        default=0,
+        help="priority (nice value) of the attacker's process; negative numbers need root",
     )
     options = parser.parse_args()
     if options.core is not None:

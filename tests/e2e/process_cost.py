@@ -26,9 +26,11 @@ class ProcessCost:
     def __init__(
         self, pid: int, listens: Collection[int] = (), dials: Collection[int] = ()
     ) -> None:
-        """Prepare to measure the process `pid`.
+        """Prepare to measure the cost of the process `pid`.
 
-        Its sockets are those with a local port in `listens` or a remote port in `dials`.
+        listens  local ports of its listening sockets
+        dials    remote ports of the connections that it opens; a socket of the process has one of
+                 these ports
         """
         self._pid, self._listens, self._dials = pid, frozenset(listens), frozenset(dials)
         self._status = Path(f"/proc/{pid}/status")

@@ -142,7 +142,7 @@ async def restart(gateway: GatewayProcess, pid: int) -> int:
                 await asyncio.sleep(0.02)
     except TimeoutError:
         raise AssertionError(
-            f"no successor within {STARTS_WITHIN_S:g} s: {gateway.stderr_text}"
+            f"no successor process was ready within {STARTS_WITHIN_S:g} s: {gateway.stderr_text}"
         ) from None
     return int(pids[-1])
 

@@ -110,7 +110,10 @@ class SplitFleet:
         try:
             await within(within_s, wait_until_empty())
         except AssertionError:
-            raise AssertionError(f"still held: {await self.used_resources()}") from None
+            raise AssertionError(
+                "the engines still hold resources after the last request: "
+                f"{await self.used_resources()}"
+            ) from None
         for member in self.members:
             assert (await self.state(member))["malformed_handoffs"] == 0
 

@@ -23,7 +23,8 @@ from tests.e2e.processes import GatewayProcess, gateway_process, mock_fleet
 from tests.fair_time import PATIENCE_S
 
 LONG_S = 600.0
-"""Limit for the replay process, which gets what other processes leave of the CPU."""
+"""Seconds that the replay process may take, which gets only the CPU time that other processes
+leave."""
 
 CONFIG = """
 workers: {workers}

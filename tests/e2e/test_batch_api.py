@@ -81,7 +81,7 @@ def wait(sdk: OpenAI, batch_id: str) -> Batch:
         if batch.status in ("completed", "failed", "expired", "cancelled"):
             return batch
         time.sleep(0.05)
-    raise AssertionError(f"the batch has not ended: {batch}")
+    raise AssertionError(f"the batch did not end within the time limit: {batch}")
 
 
 def until(condition: Callable[[], bool], within_s: float = WITHIN_S) -> None:

@@ -29,7 +29,7 @@ pools: {{main: {{endpoints: [{{url: '{0}', max_concurrency: 8}}]}}}}
 batch: {{dir: '{1}', share: 1, lease: 2s}}
 slo: {{classes: {{standard: {{ttft: 60s, tpot: 5s}}, batch: {{ttft: 60s, tpot: 5s, weight: 0.1}}}}}}
 """
-"""Loose latency targets, so that only the places limit the requests of batches."""
+"""Loose latency targets, so that only the number of places limits the requests of batches."""
 
 
 @pytest.fixture

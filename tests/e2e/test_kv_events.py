@@ -12,7 +12,7 @@ from tests.e2e.event_fleet import EventFleet, event_fleet
 from tests.fair_time import pace
 
 TEXT = "The reservoir behind the dam is deep. " * 200
-"""About 7.6 kB: 15 blocks of bytes, 119 blocks of tokens."""
+"""A prompt of about 7.6 kB: 15 blocks of bytes, 119 blocks of tokens."""
 
 
 async def learned(fleet: EventFleet, prompts: int) -> None:

@@ -186,7 +186,7 @@ async def test_a_killed_gateway_does_not_affect_the_other_and_restarts_with_a_wa
         os.kill(victim.pid, signal.SIGKILL)
         assert await load > 0.5
     with shared_gateway(tmp_path, "c", engines, redis.url, policy=CACHE_FIRST) as restarted:
-        assert "shared state: warm in " in restarted.stderr_text
+        assert "shared state: received from other gateways in " in restarted.stderr_text
         assert float(restarted.stderr_text.partition("warm in ")[2].partition(" s")[0]) < 5.0
         again = await converse([restarted.url], seed=3, turns=2)
         assert metric(restarted, "penstock_blind_picks_total") == 0

@@ -303,7 +303,10 @@ def wait_for_another_certificate(setup: TlsSetup, serial: str) -> str:
         if current != serial:
             return current
         time.sleep(0.05)
-    raise AssertionError(f"the certificate has not changed: {setup.gateway.stderr_text}")
+    raise AssertionError(
+        "the gateway did not load the new certificate within the time limit: "
+        f"{setup.gateway.stderr_text}"
+    )
 
 
 def test_a_replaced_kubernetes_volume_is_detected(setup: TlsSetup, tmp_path: Path) -> None:
@@ -411,11 +414,11 @@ def test_status_names_an_expired_certificate_and_the_valid_one_stays_in_use(
     assert "other.pem expired on 2020-01-02" in done.stdout
     ends = time.monotonic() + PATIENCE_S
     while (
-        "keeping the certificate in use" not in setup.gateway.stderr_text
+        "the certificate in use is kept" not in setup.gateway.stderr_text
         and time.monotonic() < ends
     ):
         time.sleep(0.05)
-    assert "keeping the certificate in use" in setup.gateway.stderr_text
+    assert "the certificate in use is kept" in setup.gateway.stderr_text
     assert peer_certificate(setup, "other.example.org")["serialNumber"] == serial
     setup.authority.issue("other", "other.example.org", "*.wild.example.org")
 

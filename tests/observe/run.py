@@ -182,7 +182,7 @@ def free_port() -> int:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(
-        description="Every query of boards and rules, asked of the real Prometheus."
+        description="Run every query of dashboards and rules in a real Prometheus."
     )
     parser.add_argument(
         "--prometheus",

@@ -1,8 +1,8 @@
 """Selects the classes of the compiled modules that become C classes (Cython extension types).
 
-Every class with __slots__ becomes one if all its bases do. Attributes of C classes are fields of a
-struct instead of dictionary look-ups. Everything is derived from the sources. The main class is
-Project; declarations.py writes the declarations for Cython.
+Every class with __slots__ becomes a C class if all its bases do. Attributes of C classes are fields
+of a struct instead of dictionary look-ups. Everything is derived from the sources. The main class
+is Project; declarations.py writes the declarations for Cython.
 """
 
 from __future__ import annotations

@@ -29,7 +29,9 @@ cpdef chain_words(
 )
 """
 }
-"""Handwritten declarations by module: the one function that computes with machine words."""
+"""Handwritten Cython declarations by module: of the one function that computes with machine
+words.
+"""
 
 NUMBERS = {
     "policies.prefix.block_hash.ScalarArithmetic": {
@@ -39,14 +41,14 @@ NUMBERS = {
         "_word_keys": "const unsigned long long[::1]",
     }
 }
-"""C types of attributes by class.
+"""The C types of attributes, by class.
 
-The attributes keep memory views as arguments of `chain_words`; creating a view for each call would
-cost more than the call does for a short prompt.
+The attributes keep memory views as arguments of `chain_words`. For a short prompt, creating a view
+for each call would cost more than the call itself.
 """
 
 FLOATS = {"policies.pricing.price._PriceLoop"}
-"""Classes whose attributes are all floats."""
+"""Names of the classes whose attributes are all floats."""
 
 HAS_NO_C_FORM = (
     ast.AsyncFunctionDef,

@@ -32,9 +32,9 @@ PACKAGES = (
     *(f"gateway/{name}" for name in ("legs", "trials", "metrics", "telemetry")),
     *("policies", "kvtransfer/dialects"),
 )
-"""The packages on a request's path; all modules in and below them are compiled."""
+"""The packages on a request's path; all modules in them and their subpackages are compiled."""
 OFF_PATH = ("gateway/fleet/discovery", "policies/published", "policies/sizing")
-"""Packages inside them that are not on every request's path and stay Python."""
+"""Packages inside them that are not on every request's path; they are not compiled."""
 MODULES = (
     *(f"gateway/{name}" for name in SPINE),
     *sorted(

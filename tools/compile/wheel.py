@@ -23,7 +23,7 @@ from tools.compile.source_tree import ROOT, tree_digest, write_tree
 DIST = ROOT / "dist"
 WORK = ROOT / "build" / "wheel"
 MINORS = (11, 12, 13, 14)
-"""Supported versions 3.N of CPython."""
+"""The minor versions N of CPython 3.N that are supported."""
 PLATFORM = f"manylinux_2_28_{platform.machine()}"
 _DESCRIBE = (
     "import pathlib, sys, sysconfig; "

@@ -14,7 +14,8 @@ from tools.monitoring.rules import RUNBOOKS
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m tools.monitoring", description="Write dashboards and rules."
+        prog="python -m tools.monitoring",
+        description="Write the Prometheus rules and the Grafana dashboards.",
     )
     parser.add_argument(
         "--into", type=Path, default=Path(), help="folder to write to (default: the current one)"
@@ -22,7 +23,7 @@ def main() -> None:
     parser.add_argument(
         "--runbooks",
         default=RUNBOOKS,
-        help="URL or folder of the alerts' runbooks, in front of /NAME.md",
+        help="URL or folder of the alerts' runbooks; the page of an alert is at /NAME.md below it",
     )
     options = parser.parse_args()
     for path, text in files(options.runbooks).items():

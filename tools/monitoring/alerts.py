@@ -16,7 +16,7 @@ _GATEWAY = (*_FLEET, ("instance", "g"))
 _POOL = (*_FLEET, ("pool", "chat"))
 
 Series = tuple[tuple[str, str], ...]
-"""Input of a test: (series, its values per minute in promtool's notation)."""
+"""An input series of a promtool test: (series, its values per minute in promtool's notation)."""
 
 
 class Alert(msgspec.Struct, frozen=True):
@@ -56,7 +56,7 @@ def _bucket(name: str, low: str, high: str, inside: str) -> Series:
 GATEWAY = "job, namespace, instance"
 POOL = "job, namespace, pool"
 FLEET = "job, namespace"
-"""Labels by which alerts are grouped: for a gateway, a pool of a fleet, or a fleet."""
+"""Labels by which alerts are grouped: those of a gateway, of a pool of a fleet, or of a fleet."""
 
 SPLITS = rate("penstock_split_decisions_total", FLEET, "5m", decision="split")
 LOST_KV = " + ".join(

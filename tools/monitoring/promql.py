@@ -1,6 +1,6 @@
 """Helpers for PromQL: build queries of dashboards and rules, and find the series in a query.
 
-The latter serves to check queries against scraped metrics. It is not a full parser: it finds
+The second part serves to check queries against scraped metrics. It is not a full parser: it finds
 selectors and label lists only.
 """
 
@@ -12,7 +12,8 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 import msgspec
 
 WINDOW = "$__rate_interval"
-"""A variable that Grafana replaces by at least four scrape intervals."""
+"""A Grafana variable for the range of a query: Grafana replaces it by at least four scrape
+intervals."""
 
 VARIABLES = ("job", "namespace", "pool", "model")
 """The variables of the dashboards, named like the labels that they filter."""

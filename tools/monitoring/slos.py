@@ -1,8 +1,8 @@
 """Service level objectives: recording rules, and alerts on how fast error budgets are used up.
 
-An alert fires while the error budget is used up faster than `factor` allows, in a long window and
-in a short one. So it starts and ends without delay. Factors and windows are those of Google's SRE
-workbook for a budget of 30 days.
+An alert fires while the error budget is used up faster than `factor` allows, both in a long window
+and in a short one. The short window makes the alert start and end without delay. Factors and
+windows are those of Google's SRE workbook for a budget of 30 days.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import msgspec
 from tools.monitoring.promql import rate
 
 BUDGET_LABELS = "job, namespace, model, pool"
-"""Each model of each fleet has its own budget."""
+"""Labels that identify an error budget: each model of each fleet has its own."""
 
 WINDOWS = ("5m", "30m", "1h", "6h", "3d")
 TTFT_MISSED, TPOT_MISSED = "~ttft_missed|both_missed", "~tpot_missed|both_missed"

@@ -46,5 +46,7 @@ async def run_once(*command: str, text: str, folder: Path = HOME, **env: str) ->
     process.stdin.close()
     found = [line async for line in lines(process)]
     if await process.wait():
-        raise RuntimeError(f"{command[0]} ended with {process.returncode}: {found[-2:]}")
+        raise RuntimeError(
+            f"the client program {command[0]} ended with status {process.returncode}: {found[-2:]}"
+        )
     return found

@@ -35,7 +35,7 @@ class Conversation:
                 assert not line["is_error"], line
                 turn.text = line["result"]
                 return turn
-        raise RuntimeError("the process of Claude Code ended before its answer")
+        raise RuntimeError("the process of Claude Code ended before it printed an answer")
 
 
 run(Conversation, shell_call("Bash", "command"))

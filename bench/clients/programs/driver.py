@@ -65,7 +65,9 @@ def measure(pump: int) -> str:
 
 
 Call = Callable[[int], tuple[str, dict[str, Any]]]
-"""Returns the name and the arguments of the tool that measures the depth at a pump."""
+"""A function that returns the name and the arguments of the tool that measures the depth at a
+pump.
+"""
 
 
 def measure_call(pump: int) -> tuple[str, dict[str, Any]]:

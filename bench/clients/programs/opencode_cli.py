@@ -49,7 +49,7 @@ class Server:
         while line := await self._process.stdout.readline():
             if found := re.search(rb"http://[0-9.:]+", line):
                 return found[0].decode()
-        raise RuntimeError("opencode serve ended")
+        raise RuntimeError("the program `opencode serve` ended although it should be running")
 
     def _send(self, path: str, body: dict[str, Any] | None) -> Any:
         headers = {"content-type": "application/json"}

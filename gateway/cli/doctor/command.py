@@ -1,4 +1,7 @@
-"""The command `penstock doctor`. Exit codes: 0 no check failed, 1 a check failed, 2 wrong usage."""
+"""The command `penstock doctor`, which checks engines and a configuration before production.
+
+Exit codes: 0 no check failed, 1 a check failed, 2 wrong usage.
+"""
 
 from __future__ import annotations
 
@@ -80,7 +83,7 @@ def doctor(
     ] = False,
     quiet: Annotated[
         bool,
-        typer.Option("--quiet", help="Do not send the test request for one token to the engines."),
+        typer.Option("--quiet", help="Do not send a test request for one token to the engines."),
     ] = False,
     every: Annotated[
         bool, typer.Option("--all", help="Print one row per engine, even for many engines.")
@@ -89,14 +92,16 @@ def doctor(
         bool,
         typer.Option(
             "--seeds",
-            help="Print only the production checklist: items 86 to 97 of `penstock seeds`.",
+            help="Print only the production checklist (items 86 to 97 of `penstock seeds`).",
         ),
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Check engines and a configuration before production, with a fix for every problem."""
     if (config is None) == (not engine):
-        raise typer.BadParameter("give either --config FILE, or --engine URL once per engine")
+        raise typer.BadParameter(
+            "give either --config FILE, or --engine URL (repeatable), but not both"
+        )
     check_engine_key(config, engine_key)
     loading = partial(_load, config, engine or [], engine_key)
     findings = list(_findings(config, loading, measure=measure and not quiet, token=not quiet))

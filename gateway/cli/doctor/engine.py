@@ -33,7 +33,7 @@ CONNECTOR_METRICS: Mapping[EngineKind, tuple[bytes, ...]] = MappingProxyType(
         EngineKind.TRTLLM: (b"trtllm_kv_cache_transfer",),
     }
 )
-"""Metrics that only an engine with a KV connector exposes."""
+"""Names of metrics that an engine exposes only if it has a KV connector."""
 
 SKEW_S, MAX_SKEW_S = 2.0, 30.0
 
@@ -49,7 +49,7 @@ def check_engine(
     """Return the findings of `penstock doctor` about one endpoint.
 
     models     names that clients send -> names that the engine must list; empty if any will do
-    split      requests of its models are split between prefill and decode
+    split      whether requests for its models are split between prefill and decode
     elsewhere  the models that other endpoints of its pool serve
     """
     name = endpoint.name
@@ -149,8 +149,8 @@ def _remedy(model: str, names: list[str]) -> str:
 
 
 def engine_kind_of(text: bytes) -> EngineKind | None:
-    """Return the kind of engine (such as vllm) whose metrics names occur in the text, or None if
-    unknown.
+    """Return the kind of engine, such as vllm, to which the metric names in the text belong; None
+    if unknown.
     """
     kinds = ((kind, ENGINE_TRAITS[kind].metric_prefix) for kind in EngineKind)
     return next((kind for kind, prefix in kinds if prefix and prefix in text), None)

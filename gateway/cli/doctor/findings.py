@@ -11,8 +11,8 @@ import msgspec
 class CheckVerdict(StrEnum):
     """The result of one check by `penstock doctor`.
 
-    UNKNOWN is not a failure: it cannot be determined from outside the engine, and `fix` says how to
-    find out.
+    UNKNOWN is not a failure: the answer cannot be determined from outside the engine, and `fix`
+    says how to find out.
     """
 
     PASS = "pass"  # not a password  # noqa: S105
@@ -24,8 +24,8 @@ class CheckVerdict(StrEnum):
 class CheckFinding(msgspec.Struct, frozen=True):
     """The result of one check of one subject: an engine, a position in a file, or all endpoints.
 
-    seen  what was observed
-    fix   what to do about it; "" if nothing
+    seen  what the check observed
+    fix   what the operator should do about it; "" if nothing
     """
 
     subject: str

@@ -24,7 +24,9 @@ _CHECK = "KV events"
 
 
 def description_path(engine: EngineKind, spec: KvEvents | None) -> str:
-    """Return the engine's path that describes its KV events; "" if no request is needed."""
+    """Return the path at which the engine describes its KV events; "" if it need not be
+    requested.
+    """
     if spec is None:
         return ""
     return SGLANG_PATH if engine is EngineKind.SGLANG else VLLM_PATH
@@ -33,7 +35,7 @@ def description_path(engine: EngineKind, spec: KvEvents | None) -> str:
 def check_kv_events(
     responses: ProbeResult, endpoint: Endpoint, spec: KvEvents | None
 ) -> Iterator[CheckFinding]:
-    """Yield findings about an engine's KV events: which of them the gateway would read, and which
+    """Yield findings about an engine's KV events: which events the gateway would read, and which
     settings are missing.
     """
     name, response = endpoint.name, responses.events

@@ -1,6 +1,6 @@
 """Queries one engine: a few GET requests over one connection, and one request for a single token.
 
-The responses are kept as they are; engine.py evaluates them. The calls block and are meant for
+The responses are kept unchanged; engine.py evaluates them. The calls block and are meant for
 threads.
 """
 
@@ -30,8 +30,8 @@ VLLM_EXTENSIONS = frozenset({"return_token_ids", "ignore_eos"})
 
 
 class ProbeResponse(msgspec.Struct, frozen=True):
-    """An HTTP response of an engine: its status, its JSON or None, its text, and the seconds that
-    it took.
+    """An HTTP response of an engine: its status, its body as JSON (or None) and as text, and the
+    seconds that it took.
     """
 
     status: int
@@ -111,8 +111,8 @@ class EngineConnection:
     def request(self, method: str, path: str, body: object = None) -> ProbeResponse:
         """Send one request and return the response. Raises OSError or HTTPException.
 
-        An engine may close an idle connection at any time, so a request that fails on a reused
-        connection is sent again on a new one.
+        An engine may close an idle connection at any time. A request that fails on a reused
+        connection is therefore sent again on a new one.
         """
         reused = self._connection.sock is not None
         try:
@@ -166,8 +166,9 @@ def probe_engine(
 ) -> ProbeResult:
     """Send all queries to an engine, which takes about a second, and return the responses.
 
-    Sets `problem` when the engine cannot be reached. `more` has extra members of the one-token
-    request; None sends no such request. `events_path` describes KV events; "" is not asked.
+    Sets `problem` when the engine cannot be reached. `more` has further members of the request for
+    one token; None: this request is not sent. `events_path` is the path that describes KV events;
+    "": it is not requested.
     """
     result, connection = ProbeResult(url), EngineConnection(url, key, encryption=encryption)
     try:
@@ -219,7 +220,9 @@ def listed_paths(result: ProbeResult) -> frozenset[str]:
 
 
 def listed_models(result: ProbeResult) -> dict[str, int | None]:
-    """Return the context length in tokens of each model that the engine lists; None if unknown."""
+    """Return the models that the engine lists, each with its context length in tokens, or None if
+    that is unknown.
+    """
     data = (
         result.models.json.get("data")
         if result.models is not None and isinstance(result.models.json, dict)
@@ -248,7 +251,9 @@ def measure_decode_s(
         connection.close()
     for response in (short, long):
         if response.status != 200:
-            raise OSError(f"the engine answers with status {response.status}")
+            raise OSError(
+                f"the engine responded to the speed measurement with status {response.status}"
+            )
     return max(0.0, long.took_s - short.took_s) / tokens
 
 

@@ -1,4 +1,4 @@
-"""The command `penstock top`: print the live view once, as JSON, or continuously.
+"""The command `penstock top`, which prints the live view once, as JSON, or continuously.
 
 Exit codes: 0 success, 1 no gateway responds, 2 wrong usage.
 """
@@ -33,13 +33,13 @@ NO_KEYS = Text(
 @with_admin_options
 def top(
     admin: AdminAddress,
-    once: Annotated[bool, typer.Option("--once", help="Print the view once, and exit.")] = False,
+    once: Annotated[bool, typer.Option("--once", help="Print the view once and exit.")] = False,
     key_file: KeyFileOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Show all endpoints live in this terminal: states, latencies, KV flow and problems.
 
-    The keys are shown at the bottom.
+    The bottom line lists the keys.
     """
     server = AdminClient(admin, key_file)
     if as_json:

@@ -1,6 +1,6 @@
-"""Draws the live view with rich: totals, endpoints, KV flow, and the diagnosis.
+"""Draws the live view with the library rich: totals, endpoints, KV flow, and the diagnosis.
 
-Pure functions from a view to renderables.
+All functions are pure: they turn a view into rich renderables.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ def render_view(view: View) -> Group:
 
 
 def render_heading(view: View) -> list[Text]:
-    """Return the heading of the live view: two lines of totals, and one of SLO attainment if there
-    were requests.
+    """Return the heading of the live view: two lines of totals, and a line of SLO attainment if
+    there were requests.
     """
     totals = view["totals"]
     config = view["config"]
@@ -142,7 +142,7 @@ def state_text(row: Mapping[str, Any]) -> str:
 def render_flow(view: Mapping[str, Any]) -> Table:
     """Return a table of handoffs from prefill endpoints (rows) to decode endpoints (columns).
 
-    The heading has the bytes per second, if engines report them.
+    The heading shows the bytes per second, if engines report them.
     """
     pairs = {(pair["prefill"], pair["decode"]): pair for pair in view["pairs"]}
     columns = sorted({decode for _, decode in pairs})

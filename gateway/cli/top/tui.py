@@ -1,6 +1,7 @@
-"""The interactive `penstock top`, built on textual: the live view with a cursor and keys.
+"""The interactive version of `penstock top`, built on the library textual: the live view with a
+cursor and keys.
 
-This module has the widgets and keys. render.py draws the view; AdminClient sends requests. Needs
+This module has the widgets and keys. render.py draws the view; AdminClient sends requests. It needs
 the extra `top`.
 """
 
@@ -33,14 +34,16 @@ from gateway.cli.top.render import (
 
 
 class ViewSource(Protocol):
-    """The client that provides views and sends requests: AdminClient, or a fake in tests."""
+    """The interface of a client that provides views and sends requests: AdminClient, or a fake in
+    tests.
+    """
 
     def try_request(self, method: str, path: str) -> Any: ...
     def stream(self, path: str) -> Iterator[Any]: ...
 
 
 class DetailPage(ModalScreen[None]):
-    """A page shown over the view; escape, enter or q closes it."""
+    """A page shown on top of the live view; the keys escape, enter and q close it."""
 
     BINDINGS: ClassVar[list[BindingType]] = [Binding("escape,enter,q", "app.pop_screen", "close")]
     CSS = """
@@ -57,7 +60,7 @@ class DetailPage(ModalScreen[None]):
 
 
 class ConfirmDialog(ModalScreen[bool]):
-    """A yes/no question shown over the view; only `y` answers yes."""
+    """A yes/no question shown on top of the live view; only the key `y` means yes."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("y", "answer(True)", "yes"),

@@ -22,10 +22,11 @@ from gateway.fleet.discovery.source import DiscoveredEndpoints, Source
 log = logging.getLogger("penstock")
 
 START_WAIT_S = 2.0
-"""How long start() waits for a result of every source, so the first request finds endpoints."""
+"""Maximum seconds that start() waits for a result of every source, so that the first request finds
+endpoints."""
 
 AGAIN_S = 10.0
-"""Pause after an unexpected exception of a source."""
+"""Seconds until a source is started again after an unexpected exception."""
 
 SourceFactory = Callable[[Discover, Random], Source]
 
@@ -55,10 +56,11 @@ class Discovery:
         rng: Random,
         make: SourceFactory,
     ) -> None:
-        """Initialize; `changed` is called after a change of endpoints and raises ValueError to
-        reject it.
+        """Initialize the discovery.
 
-        `found` is the dict that becomes `discovered`; `make` creates a source.
+        found    the dict that becomes `discovered`: endpoints by pool
+        changed  called after a change of endpoints; raises ValueError to reject it
+        make     function that creates a source
         """
         self.discovered = found
         self._on_change, self._rng, self._create_source = changed, rng, make
@@ -106,7 +108,11 @@ class Discovery:
                     self._store(pool, endpoints)
                     self._has_result[pool].set()
             except Exception:  # the endpoints discovered so far stay, whatever a source does
-                log.exception("discovery of pool %s failed; retry in %.0f s", pool, AGAIN_S)
+                log.exception(
+                    "service discovery of pool %s failed; it is tried again in %.0f s",
+                    pool,
+                    AGAIN_S,
+                )
             await asyncio.sleep(AGAIN_S)
 
     def _store(self, pool: str, endpoints: DiscoveredEndpoints) -> None:
@@ -118,11 +124,17 @@ class Discovery:
             self._on_change()
         except ValueError:  # a policy may reject the endpoints as well
             self.discovered[pool] = before
-            log.exception("the endpoints discovered for pool %s are rejected", pool)
+            log.exception("service discovery: the endpoints found for pool %s are rejected", pool)
             return
         urls, urls_before = {spec.url for spec in endpoints}, {spec.url for spec in before}
         added, removed = len(urls - urls_before), len(urls_before - urls)
-        log.info("pool %s: %d discovered, %d added, %d removed", pool, len(urls), added, removed)
+        log.info(
+            "service discovery: pool %s has %d discovered endpoints: %d added, %d removed",
+            pool,
+            len(urls),
+            added,
+            removed,
+        )
 
     async def stop(self) -> None:
         self._is_running = False

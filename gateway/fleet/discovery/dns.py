@@ -1,7 +1,8 @@
-"""Discovery by DNS: every address of a name is an endpoint, as behind a headless Service.
+"""Discovery by DNS: every address of a host name is an endpoint, as behind a headless Service.
 
 The name is looked up at intervals with jitter. The system's resolver is used, so hosts files,
-search domains and its cache apply. It returns no TTL, hence the interval.
+search domains and the resolver's cache apply. The resolver returns no TTL, hence the fixed
+interval.
 """
 
 from __future__ import annotations
@@ -15,13 +16,16 @@ from gateway.config.tree import EndpointTraits
 from gateway.fleet.discovery.source import DiscoveredEndpoints, log, specs_for
 
 Resolve = Callable[[str, int], Awaitable[Sequence[str]]]
-"""Returns the addresses of a name. Raises OSError when there are none or no server answers."""
+"""A function that returns the addresses of a host name.
+
+It raises OSError when there are none or no DNS server responds.
+"""
 
 
 async def resolve(name: str, port: int) -> Sequence[str]:
     """Return the addresses of a host name, looked up with the system's resolver.
 
-    Raises OSError when there are none or no server answers.
+    Raises OSError when there are none or no DNS server responds.
     """
     loop = asyncio.get_running_loop()
     addresses = await loop.getaddrinfo(name, port, type=socket.SOCK_STREAM)
@@ -54,7 +58,8 @@ class DnsSource:
             except OSError as error:
                 if not is_failing:
                     log.warning(
-                        "%s cannot be resolved; its last known endpoints stay: %s",
+                        "service discovery: %s cannot be resolved, so its last known endpoints "
+                        "stay: %s",
                         self._host,
                         error,
                     )

@@ -21,9 +21,10 @@ from gateway.fleet.discovery.source import MAX_ENDPOINTS, DiscoveredEndpoints, l
 
 FILE_CAP_BYTES = 1 << 20
 POLL_S = 0.5
-"""Poll interval.
+"""Seconds between two polls of the file.
 
-A new content counts once two polls in a row agree, so a half-written file does not.
+A new content is used only after two polls in a row found it, so that a half-written file is not
+used.
 """
 
 
@@ -61,7 +62,10 @@ class FileSource:
         except (OSError, ValueError) as error:  # ValueError: not a valid path
             if not self._is_failing:
                 log.warning(
-                    "%s cannot be read; its last known endpoints stay: %s", self._path, error
+                    "service discovery: the file %s cannot be read, so its last known "
+                    "endpoints stay: %s",
+                    self._path,
+                    error,
                 )
             self._is_failing = True
             return None
@@ -74,23 +78,29 @@ class FileSource:
         # Log the reason and return None if it is invalid.
         try:
             if len(content) > FILE_CAP_BYTES:
-                raise ValueError(f"it is longer than {FILE_CAP_BYTES} bytes")
+                raise ValueError(f"the file is longer than {FILE_CAP_BYTES} bytes")
             items = YAML(typ="safe", pure=True).load(content.decode())
             if not isinstance(items, list) or len(items) > MAX_ENDPOINTS:
-                raise ValueError(f"it is not a list of at most {MAX_ENDPOINTS} endpoints")
+                raise ValueError(
+                    f"the file must contain a list of at most {MAX_ENDPOINTS} endpoints"
+                )
             endpoints = tuple(self._parse_item(item) for item in items)
             if len({endpoint.url for endpoint in endpoints}) < len(endpoints):
-                raise ValueError("two of its endpoints have the same url")
+                raise ValueError("two endpoints of the file have the same url")
             if len({endpoint.display_name for endpoint in endpoints}) < len(endpoints):
-                raise ValueError("two of its endpoints have the same name")
+                raise ValueError("two endpoints of the file have the same name")
         except ValidationError as error:
             first = error.errors(include_url=False, include_input=False, include_context=False)[0]
             path = ".".join(map(str, first["loc"]))
-            log.warning("%s is ignored: %s: %s", self._path, path, first["msg"])
+            log.warning(
+                "service discovery: the file %s is ignored: %s: %s", self._path, path, first["msg"]
+            )
         except YAMLError:
-            log.warning("%s is ignored: it is not valid YAML", self._path)
+            log.warning(
+                "service discovery: the file %s is ignored: it is not valid YAML", self._path
+            )
         except (ValueError, RecursionError) as error:
-            log.warning("%s is ignored: %s", self._path, error)
+            log.warning("service discovery: the file %s is ignored: %s", self._path, error)
         else:
             return endpoints
         return None
@@ -98,7 +108,7 @@ class FileSource:
     def _parse_item(self, item: Any) -> EndpointSpec:
         own = {"url": item} if isinstance(item, str) else item
         if not isinstance(own, dict):
-            raise ValueError("an item is neither a URL nor a mapping with a url")
+            raise ValueError("an item of the file is neither a URL nor a mapping with a url")
         shared = {name: getattr(self._traits, name) for name in self._traits.model_fields_set}
         return EndpointSpec.model_validate(
             shared | own, context={FOLDER_KEY: str(self._path.parent)}

@@ -1,8 +1,8 @@
 """Discovery by Kubernetes: lists and then watches the EndpointSlices of a Service.
 
-Uses the HTTP API with the service account mounted into the pod, which needs `list` and `watch` on
-endpointslices. A watch that ends is resumed at its last version. After a 410 (version too old), or
-after two failures without an event, the slices are listed again.
+It uses the HTTP API with the service account mounted into the pod, which needs `list` and `watch`
+on endpointslices. A watch that ends is resumed at its last version. After a 410 (version too old),
+or after two failures without an event, the slices are listed again.
 """
 
 from __future__ import annotations
@@ -41,9 +41,10 @@ class VersionExpiredError(Exception):
 
 
 class ServiceAccount(msgspec.Struct, frozen=True):
-    """The API server's URL, and the folder with the service account's token and certificate.
+    """The URL of the Kubernetes API server, and the folder with the service account's token and
+    certificate.
 
-    The token is read for every request, because it rotates.
+    The token is read for every request, because Kubernetes rotates it.
     """
 
     url: str
@@ -133,7 +134,8 @@ class KubernetesSource:
         # Log a failure only if it is the first of an outage, because retries go on without end.
         if has_events or not self._is_failing:
             log.warning(
-                "EndpointSlices of %s: %s; the last known endpoints stay",
+                "service discovery: the EndpointSlices of %s cannot be read: %s; the last "
+                "known endpoints stay",
                 self._spec.service,
                 error,
             )
@@ -151,7 +153,9 @@ class KubernetesSource:
             text = await response.content.read(LIST_CAP_BYTES)
             while not response.content.at_eof():
                 if len(text) >= LIST_CAP_BYTES:
-                    raise ValueError(f"a list of more than {LIST_CAP_BYTES} bytes")
+                    raise ValueError(
+                        f"the list of EndpointSlices is longer than {LIST_CAP_BYTES} bytes"
+                    )
                 text += await response.content.read(LIST_CAP_BYTES)
         reply = json.loads(text)
         self._slices = {item["metadata"]["name"]: item for item in reply.get("items") or ()}
@@ -216,4 +220,4 @@ def _check_status(response: aiohttp.ClientResponse) -> None:
     if response.status == STATUS_GONE:
         raise VersionExpiredError
     if response.status != 200:
-        raise ValueError(f"the API server answers {response.status}")
+        raise ValueError(f"the Kubernetes API server responds with status {response.status}")

@@ -1,8 +1,7 @@
 """The interface of a discovery source, which yields all known endpoints after each change.
 
-When a lookup fails, a source raises nothing and yields nothing, so the last known endpoints stay: a
-restarting API server must not disable the endpoints. gateway/fleet/discovery/discovery.py uses the
-sources.
+When a lookup fails, a source raises nothing and yields nothing, so that the last known endpoints
+stay: a restarting API server must not disable the endpoints. discovery.py uses the sources.
 """
 
 from __future__ import annotations
@@ -17,7 +16,8 @@ from gateway.util.addresses import http_url
 log = logging.getLogger("penstock")
 
 MAX_ENDPOINTS = 4096
-"""Endpoints of one pool. Further ones are ignored, in the order of their addresses."""
+"""Maximum number of endpoints of one pool. Further ones are ignored, in the order of their
+addresses."""
 
 DiscoveredEndpoints = tuple[EndpointSpec, ...]
 
@@ -33,9 +33,7 @@ class Source(Protocol):
 
 
 def specs_for(addresses: Iterable[tuple[str, int]], traits: EndpointTraits) -> DiscoveredEndpoints:
-    """Return endpoint configurations for these addresses, sorted by address.
-
-    All get the same traits.
+    """Return endpoint configurations with equal traits for these addresses, sorted by address.
 
     At most MAX_ENDPOINTS are returned.
     """

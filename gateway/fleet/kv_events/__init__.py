@@ -1,3 +1,3 @@
-"""KV events: messages of engines about changes of their prefix caches, and the exact index made of
+"""KV events: engines' messages about changes of their prefix caches, and the exact index made from
 them.
 """

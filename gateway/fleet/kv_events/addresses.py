@@ -1,6 +1,4 @@
-"""Finds the ZeroMQ addresses at which engines publish KV events.
-
-No I/O.
+"""Finds the ZeroMQ addresses at which engines publish KV events. No I/O.
 
 The addresses come from the configuration, or from an engine's description of itself. An address is
 `tcp://host:port`; each data-parallel rank has a port of its own.
@@ -31,7 +29,9 @@ class SourceAddress(msgspec.Struct, frozen=True):
 
 
 class SourceError(Exception):
-    """Raised when an engine describes no usable source of KV events; the message says why."""
+    """Raised when an engine describes no usable source of KV events; the message gives the
+    reason.
+    """
 
 
 def configured_addresses(spec: KvEvents, url: str, ranks: int) -> list[SourceAddress]:
@@ -54,19 +54,21 @@ def configured_addresses(spec: KvEvents, url: str, ranks: int) -> list[SourceAdd
 def of_rank(addresses: list[SourceAddress], rank: int | None) -> list[SourceAddress]:
     """Return the KV event address of one data-parallel rank, or of all ranks if `rank` is None.
 
-    Raises SourceError.
+    Raises SourceError if the engine has no such rank.
     """
     if rank is None:
         return addresses
     if rank >= len(addresses):
-        raise SourceError(f"the engine publishes events of {len(addresses)} ranks, not of {rank}")
+        raise SourceError(
+            f"the engine publishes KV events of {len(addresses)} ranks, but not of rank {rank}"
+        )
     return [addresses[rank]]
 
 
 def described_by_vllm(status: int, body: bytes, url: str) -> list[SourceAddress]:
     """Parse vLLM's response to GET /kv_event_sources into source addresses.
 
-    Raises SourceError.
+    Raises SourceError if the engine publishes no events.
     """
     described = _object(status, body, VLLM_PATH)
     ranks = sorted(described, key=lambda rank: int(rank) if rank.isdecimal() else MAX_RANKS)
@@ -84,18 +86,18 @@ def described_by_vllm(status: int, body: bytes, url: str) -> list[SourceAddress]
             )
         )
     if not addresses:
-        raise SourceError("the engine publishes no KV events (--kv-events-config)")
+        raise SourceError("the engine publishes no KV events; start it with --kv-events-config")
     return addresses
 
 
 def described_by_sglang(status: int, body: bytes, url: str) -> list[SourceAddress]:
     """Parse SGLang's response to GET /server_info into source addresses.
 
-    Raises SourceError.
+    Raises SourceError if the engine publishes no events.
     """
     events = _object(status, body, SGLANG_PATH).get("kv_events")
     if not isinstance(events, dict) or not isinstance(events.get("endpoint_port_base"), int):
-        raise SourceError("the engine publishes no KV events (--kv-events-config)")
+        raise SourceError("the engine publishes no KV events; start it with --kv-events-config")
     host = str(events.get("endpoint_host") or "*")
     first, replay = events["endpoint_port_base"], events.get("replay_endpoint_port_base")
     ranks = events.get("dp_size")
@@ -112,11 +114,14 @@ def described_by_sglang(status: int, body: bytes, url: str) -> list[SourceAddres
 
 def _object(status: int, body: bytes, path: str) -> dict[str, Any]:
     if status != 200:
-        raise SourceError(f"{path} has status {status}; set kv_events.publisher instead")
+        raise SourceError(
+            f"the engine responds to GET {path} with status {status}; set "
+            "kv_events.publisher instead"
+        )
     try:
         return msgspec.json.decode(body, type=dict[str, Any])
     except (msgspec.DecodeError, RecursionError):
-        raise SourceError(f"{path} is no JSON object") from None
+        raise SourceError(f"the engine's response to GET {path} is no JSON object") from None
 
 
 def _reachable(address: object, url: str) -> str:
@@ -125,7 +130,7 @@ def _reachable(address: object, url: str) -> str:
     scheme, separator, rest = text.partition("://")
     host, colon, port = rest.rpartition(":")
     if scheme != "tcp" or not separator or not colon or not port.isdecimal():
-        raise SourceError(f"{text[:80]!r} is no tcp:// address")
+        raise SourceError(f"the address {text[:80]!r} of KV events is no tcp:// address")
     return f"tcp://{_own_host(url) if host in _WILDCARDS else host}:{port}"
 
 

@@ -13,7 +13,7 @@ import msgspec
 from gateway.fleet.kv_events.source import EventSource
 
 SILENT_S = 3.0
-"""Seconds after an answer by which its blocks must have been reported."""
+"""Seconds after a complete answer within which KV events must have reported the answer's blocks."""
 
 AUDITS_KEPT, LEAST_AUDITS = 32, 8
 MAX_ERROR_SHARE = 0.25
@@ -24,8 +24,8 @@ class CacheExpectation(msgspec.Struct, frozen=True):
     """The number of cached tokens that an answer must report if the KV events are right.
 
     booked_at    monotonic seconds at which the endpoint was picked
-    least, most  bounds of the cached tokens of the prompt, as the engine counts them; None: the
-                 index knows none
+    least, most  bounds of the prompt's cached tokens, as the engine counts them; None if the index
+                 cannot predict them
     """
 
     reserved_at: float
@@ -36,8 +36,8 @@ class CacheExpectation(msgspec.Struct, frozen=True):
 class EndpointEvents:
     """The KV event sources of one endpoint, in the order of its data-parallel ranks.
 
-    problem         why there are no sources; "" if there are
-    audits, errors  answers that were compared with the index, and those that disagreed
+    problem         why there are no sources; "" if there are some
+    audits, errors  number of answers compared with the index, and of those that disagreed
     """
 
     __slots__ = (

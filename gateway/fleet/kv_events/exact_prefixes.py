@@ -1,8 +1,8 @@
 """The cached prompts of endpoints whose KV events describe their caches exactly. No I/O.
 
-It joins three parts: the blocks that engines report (policies/prefix/cached_blocks.py), the prompts
-whose tokens are known (policies/prefix/learned_prompts.py), and the trust in each endpoint. Its
-counts replace the predictions of the prefix index.
+The module joins three parts: the blocks that engines report (policies/prefix/cached_blocks.py), the
+prompts whose tokens are known (policies/prefix/learned_prompts.py), and the trust in each
+endpoint's events. Its counts replace the predictions of the prefix index.
 """
 
 from __future__ import annotations
@@ -24,12 +24,15 @@ from policies.prefix.prefix_match import PrefixMatch
 from policies.prefix.sampled_keys import SAMPLE_LENGTHS
 
 LEARNED_SHARE = 0.25
-"""Share of the memory that is for prompts whose tokens are known."""
+"""Share of the memory for KV events (0 to 1) that holds prompts whose tokens are known."""
 
 RECENT_S = 2.0
 RECENT_BYTES = 4 * 1024 * 1024
-"""A prompt that was sent less than RECENT_S to 2 * RECENT_S ago may not have been computed yet, so
-no event can say that it is cached, and it counts as cached as far as it was sent."""
+"""Bytes of memory of each of the two indexes of recently sent prompts.
+
+A prompt that was sent less than RECENT_S to 2 * RECENT_S seconds ago may not have been computed
+yet, so no event can report it. It counts as cached as far as it was sent.
+"""
 
 MAX_UNREAD, MAX_UNREAD_BYTES = 256, 16 * 1024 * 1024
 MAX_SLOTS_LISTED = 1 << 16
@@ -57,11 +60,11 @@ class _Holdings(msgspec.Struct, frozen=True):
 
 
 class ExactPrefixes:
-    """The index of prompt prefixes that KV events report as cached. A reload keeps it.
+    """The index of prompt prefixes that KV events report as cached. It survives reloads.
 
     cached     the blocks of all sources
     prompts    prompts whose tokens are known
-    endpoints  the events of every endpoint that has some, by slot
+    endpoints  by slot, the events of every endpoint that has some
     unread     prompts whose tokens are to be learned, oldest first
     """
 
@@ -97,7 +100,7 @@ class ExactPrefixes:
             source.blocks.close()
 
     def refresh(self, now: float) -> None:
-        """Update which endpoints are exact, after new KV events or after some time."""
+        """Update which endpoints have exact KV events, after new events or after some time."""
         self._exact = {
             slot: endpoint for slot, endpoint in self.endpoints.items() if endpoint.is_exact(now)
         }
@@ -231,7 +234,7 @@ class ExactPrefixes:
         """Record that a prompt is sent to an endpoint; return the cached tokens that its answer
         must report.
 
-        None if the endpoint has no KV events.
+        Returns None if the endpoint has no KV events.
         """
         if slot not in self.endpoints:
             return None
@@ -265,7 +268,7 @@ class ExactPrefixes:
         """Queue a prompt whose token ids are to be learned; drop the oldest prompts beyond the
         limits.
 
-        A prompt shorter than one block could not be recognised, so it is left out.
+        A prompt shorter than one block is left out, because it could not be recognised later.
         """
         if not prompt.fingerprint.sampled_keys:
             return

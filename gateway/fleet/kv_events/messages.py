@@ -1,10 +1,8 @@
-"""Decodes the KV events that vLLM and SGLang publish, from bytes to values.
-
-No I/O.
+"""Decodes the KV events that vLLM and SGLang publish, from bytes to values. No I/O.
 
 A message is a batch: MessagePack `[time, events, data-parallel rank]`. An event is a map with a
-member `type` (vLLM 0.24 and newer, SGLang 0.5), or an array that begins with the type (older ones).
-Only the schemas below are decoded; no code is ever loaded from a message.
+member `type` (vLLM 0.24 and newer, SGLang 0.5), or an array that begins with the type (older
+engines). Only the schemas below are decoded; no code is ever loaded from a message.
 """
 
 from __future__ import annotations
@@ -16,7 +14,8 @@ import msgspec
 from policies.prefix.cached_blocks import CPU, GPU, OTHER, EngineHash
 
 MAX_BATCH_BYTES = 64 * 1024 * 1024
-"""Bytes of one batch that are decoded; an engine publishes a batch per step, of a few kilobytes."""
+"""Maximum bytes of a batch that is decoded. An engine publishes one batch per step, of a few
+kilobytes."""
 
 _HASHES = list[int | bytes]
 _MEDIA = {"GPU": GPU, "CPU": CPU, "CPU_PINNED": CPU}
@@ -25,7 +24,7 @@ _ARRAYS = (*range(0x90, 0xA0), 0xDC, 0xDD)  # first bytes of arrays in MessagePa
 
 
 class EventError(Exception):
-    """Raised for a message that is not a batch of KV events; the text says why."""
+    """Raised for a message that is not a batch of KV events; the message gives the reason."""
 
 
 class _StoredFields(msgspec.Struct, frozen=True):
@@ -98,15 +97,16 @@ class _RawBatch(msgspec.Struct, frozen=True, array_like=True):
 class StoredBlocks(msgspec.Struct, frozen=True):
     """A KV event: these consecutive blocks of a prompt's chain are cached now.
 
-    names         the engine's hashes
-    parent        the hash of the block before; None: the chain begins here
-    tokens        of all blocks; may be empty
+    names         the engine's hashes of the blocks
+    parent        the hash of the block before the first; None: the chain begins here
+    tokens        token ids of all blocks; may be empty
     block_tokens  tokens per block
-    medium        bit of the place (policies/prefix/cached_blocks.py)
-    lora_name     the LoRA adapter; "" for the base model
+    medium        bit of the storage medium (policies/prefix/cached_blocks.py)
+    lora_name     name of the LoRA adapter; "" for the base model
     salt          the cache salt of a chain that begins here; "" for none
     further_keys  per block, what else identifies it, such as images; None for most events
-    group         the group of the model's layers; None: it has one
+    group         number of the group of layers that the blocks belong to; None if the model has one
+                  group
     """
 
     names: list[EngineHash]
@@ -156,12 +156,14 @@ _KNOWN_TYPES = frozenset(("BlockStored", "BlockRemoved", "AllBlocksCleared"))
 
 
 def decode_batch(payload: bytes) -> Batch:
-    """Decode a message of KV events, and return it without the events of unknown types.
+    """Decode a message of KV events; events of unknown types are left out.
 
-    Raises EventError for anything else, such as events with pairs of tokens.
+    Raises EventError for anything else that is not understood, such as events with pairs of tokens.
     """
     if len(payload) > MAX_BATCH_BYTES:
-        raise EventError(f"a batch has {len(payload)} bytes, more than {MAX_BATCH_BYTES}")
+        raise EventError(
+            f"a batch of KV events has {len(payload)} bytes; at most {MAX_BATCH_BYTES} are accepted"
+        )
     batch: _MapBatch | _ArrayBatch
     try:
         try:
@@ -186,7 +188,7 @@ def _decode_slowly(payload: bytes) -> Batch:
             if kind in _KNOWN_TYPES:
                 events.append(_convert(_decode_array(data) if is_array else _decode_map(data)))
     except (msgspec.MsgspecError, AttributeError, TypeError, RecursionError) as error:
-        raise EventError(f"a message is not a batch of KV events: {error}") from None
+        raise EventError(f"a received message is not a batch of KV events: {error}") from None
     return Batch(raw.ts, events, raw.data_parallel_rank)
 
 
@@ -200,7 +202,7 @@ def _convert(event: _AnyMap | _AnyArray) -> KvEvent:
 
 def _convert_stored(event: _StoredFields) -> StoredBlocks:
     if event.block_size < 1:
-        raise EventError(f"a block has {event.block_size} tokens")
+        raise EventError(f"a KV event states an invalid block size of {event.block_size} tokens")
     lora_name = event.lora_name or ""
     salt = (event.cache_salt if isinstance(event, _StoredMap) else None) or ""
     further: tuple[bytes, ...] | None = None

@@ -1,8 +1,8 @@
-"""Asks engines to tokenize prompts in the background, so that KV events can be matched to prompts.
+"""Lets engines tokenize prompts in the background, so that KV events can be matched to prompts.
 
 KV events contain token ids, while clients send text. Few prompts are tokenized at a time, so that
-the work stays small beside the engines' own. If a prompt cannot be tokenized, the prefix index
-predicts its cached tokens.
+this work stays small compared with the engines' own. If a prompt cannot be tokenized, the prefix
+index predicts its cached tokens.
 """
 
 from __future__ import annotations
@@ -55,8 +55,9 @@ class PromptLearner:
     ) -> None:
         """Initialize a learner of prompts' tokens, which is idle at first.
 
-        resolve  finds the endpoints that tokenize for a model; it returns None if none has events
-        results  counts prompts by result
+        resolve  returns the endpoints that can tokenize for a model; None if no endpoint has KV
+                 events
+        results  metric that counts prompts by result
         """
         self._exact, self._resolve, self._results = exact, resolve, results
         self._tasks: list[asyncio.Task[None]] = []
@@ -81,7 +82,7 @@ class PromptLearner:
                 try:
                     is_learned = await self._learn_oldest()
                 except Exception:  # one prompt must not end the learning of others
-                    log.exception("learning a prompt's tokens failed")
+                    log.exception("learning the tokens of a prompt for KV events failed")
                     is_learned = False
                 if is_learned is None:
                     break

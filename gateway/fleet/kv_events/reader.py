@@ -1,6 +1,6 @@
 """Subscribes to every source of KV events, and applies the messages that arrive.
 
-It runs on the event loop between requests, in slices of at most a millisecond.
+The reader runs on the event loop between requests, in slices of at most a millisecond.
 """
 
 from __future__ import annotations
@@ -36,10 +36,11 @@ from policies.model import EngineKind
 log = logging.getLogger("penstock")
 
 DRAIN_S, BUSY_DRAIN_S = 0.02, 0.002
-"""Time between two looks at the sockets: while they are empty, and while messages are left."""
+"""Seconds between two reads of the sockets: while they are empty, and while messages are left."""
 
 IDLE_SHARE = 0.03
-"""Most of the event loop's time for looking at empty sockets, of which large fleets have many."""
+"""Largest share of the event loop's time for reading empty sockets, of which large fleets have
+many."""
 
 SLICE_S = 0.001
 PURGED_PER_SLICE = 1000
@@ -220,10 +221,11 @@ class KvEventReader:
             self._seen_names = exact
             return
         for name in sorted(exact - self._exact_names):
-            log.info("endpoint %s: its prefix cache is known exactly by KV events", name)
+            log.info("endpoint %s: KV events now describe its prefix cache exactly", name)
         for name in sorted(self._exact_names - exact):
             log.warning(
-                "endpoint %s: its prefix cache is predicted again, not known (%s)",
+                "endpoint %s: its prefix cache is predicted again, because KV events do not "
+                "describe it exactly (%s)",
                 name,
                 names.get(name, "removed"),
             )

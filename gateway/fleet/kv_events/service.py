@@ -1,6 +1,6 @@
 """Starts the reading of KV events once any endpoint publishes them.
 
-pyzmq is an optional dependency, so the modules that import it are loaded only then.
+pyzmq is an optional dependency, so the modules that import it are loaded only when they are needed.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ if TYPE_CHECKING:
 
 
 class KvEventService:
-    """Starts reading KV events when the first endpoint has the setting `kv_events`; a reload may
-    add it.
+    """Starts reading KV events when the first endpoint has the setting `kv_events`.
+
+    A reload may add the first such endpoint.
     """
 
     def __init__(
@@ -49,10 +50,9 @@ class KvEventService:
     def find_tokenizer(
         self, slots: Collection[int], resolve_name: Callable[[Endpoint], str]
     ) -> Tokenizer | None:
-        """Return those of the endpoints that are available and have KV events; None if there are
-        none.
+        """Return the available endpoints among `slots` that have KV events; None if there are none.
 
-        resolve_name  returns the name by which an endpoint's engine lists the model
+        resolve_name  function that returns the name by which an endpoint's engine lists the model
         """
         exact = self._endpoints.prefixes.exact.endpoints
         lives = [

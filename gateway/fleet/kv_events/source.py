@@ -1,8 +1,8 @@
 """The stream of KV events of one engine rank, and the cached blocks that follow from it. No I/O.
 
-The caller passes messages, connection changes and the time; the source says when it needs a replay.
-A stream is numbered from 0 since the start of the engine. A gap in the numbers is closed by a
-replay. Without replays, a gap empties the rank's blocks.
+The caller passes messages, connection changes and the time; the source requests a replay when it
+needs one. The messages of a stream are numbered from 0 since the start of the engine. A gap in the
+numbers is filled by a replay. If the engine offers no replays, a gap discards the rank's blocks.
 """
 
 from __future__ import annotations
@@ -22,15 +22,20 @@ from gateway.fleet.kv_events.messages import (
 from policies.prefix.cached_blocks import CachedBlocks, SourceBlocks, scope_seed
 
 MAX_HELD_MESSAGES, MAX_HELD_BYTES = 4096, 32 * 1024 * 1024
-"""Messages that wait for the end of a replay; beyond that the rank starts over."""
+"""Maximum number and bytes of messages that wait for the end of a replay; beyond that the rank
+starts over."""
 
 REPLAY_TIMEOUT_S = 5.0
 CHECK_S = 1.0
-"""Seconds after a connect, or after the newest message, until it is checked that none is missing.
-The loss of the last message shows in no later number."""
+"""Seconds after a connect, or after the newest message, until the source checks that no message is
+missing.
+
+The loss of the last message cannot be seen in the number of a later one.
+"""
 
 MAX_REPLAYS = 3
-"""Replays in a row that may leave a gap, after which the blocks before the gap are given up."""
+"""Number of consecutive replays that may leave a gap; after them, the blocks before the gap are
+discarded."""
 
 MAX_SCOPES = 4096
 _NEVER = float("-inf")
@@ -40,14 +45,17 @@ class EventSource:
     """The KV events of one engine rank: their order, the blocks they report, and whether they are
     complete.
 
-    blocks          the blocks that the rank has cached, as far as its events say
-    block_tokens    tokens per block; 0 before the first event
-    kv_tokens       tokens that the rank's memory holds; None while unknown
-    lora_names      the adapters of blocks seen so far
-    is_connected    the subscription is established
-    is_complete     every cached block has been reported, not only those stored of late
-    problem         why the events cannot be used at all; "" if they can
-    replay_from     the number from which a replay is wanted; None: none is. The reader takes it
+    blocks                               the blocks that the rank has cached, according to its
+                                         events
+    block_tokens                         tokens per block; 0 before the first event
+    kv_tokens                            tokens that the rank's memory holds; None while unknown
+    lora_names                           the names of the LoRA adapters of blocks seen so far
+    is_connected                         whether the subscription is established
+    is_complete                          whether every cached block has been reported, not only
+                                         those stored recently
+    problem                              why the events cannot be used at all; "" if they can
+    replay_from                          the message number from which a replay is needed; None: no
+                                         replay is needed. The reader takes it
     batches, gaps, duplicates, restarts  counts since the beginning
     """
 
@@ -121,7 +129,7 @@ class EventSource:
     def on_disconnected(self) -> None:
         """Record that the subscription to KV events is lost.
 
-        The blocks stay until the reason is known: a lost connection or a restarted engine.
+        The blocks are kept until the reason is known: a lost connection or a restarted engine.
         """
         self.is_connected = self._is_replaying = False
         self.replay_from = None
@@ -209,10 +217,11 @@ class EventSource:
         return self._is_replaying and self.replay_from is None
 
     def tick(self, now: float) -> None:
-        """Check whether a KV event message is missing while none arrive; end a replay without a
+        """Check whether a KV event message is missing while none arrives; end a replay without a
         response.
 
-        A message that the engine published before it knew of the subscription is only in a replay.
+        A message that the engine published before it knew of the subscription can only be received
+        by a replay.
         """
         if self._checks_at is not None and now >= self._checks_at:
             self._checks_at = None

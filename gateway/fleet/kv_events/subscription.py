@@ -1,9 +1,8 @@
-"""The ZeroMQ sockets through which one engine rank's KV events arrive.
+"""The ZeroMQ sockets through which one engine rank's KV events arrive; needs pyzmq (the extra
+`events`).
 
-Needs pyzmq (the extra `events`).
-
-ZeroMQ's own thread receives into bounded queues, outside the interpreter. `drain` takes what has
-arrived and never waits.
+ZeroMQ's own thread receives into bounded queues, outside the interpreter. `drain` takes the
+messages that have arrived and never waits.
 """
 
 from __future__ import annotations
@@ -18,7 +17,9 @@ from gateway.fleet.kv_events.messages import MAX_BATCH_BYTES
 from gateway.fleet.kv_events.source import EventSource
 
 MAX_QUEUED = 10_000
-"""Messages that ZeroMQ queues; it drops further ones, which shows as a gap."""
+"""Maximum number of messages that ZeroMQ queues; it drops further ones, which then appear as a
+gap.
+"""
 
 HEARTBEAT_MS, HEARTBEAT_TIMEOUT_MS = 1000, 3000
 RECONNECT_MS, MAX_RECONNECT_MS = 100, 2000

@@ -20,7 +20,7 @@ _CHAT_MEMBERS = (
     *("continue_final_message", "add_special_tokens", "mm_processor_kwargs"),
 )
 _UNSUPPORTED = frozenset(("documents", "reasoning_effort", "tool_choice", "reasoning"))
-"""Members that change how a chat is rendered, and that /tokenize does not take."""
+"""Members of a request that change how a chat is rendered, but that /tokenize does not accept."""
 
 _COMPLETION_MEMBERS = ("prompt", "add_special_tokens")
 
@@ -29,9 +29,9 @@ class UnreadPrompt(msgspec.Struct, frozen=True):
     """A prompt whose token ids are to be learned from an engine.
 
     model    the gateway's name of the model
-    path     of the API that the request used
-    members  its raw values by name
-    salt     the cache salt for engines that take one; b"" for none
+    path     path of the API that the request used
+    members  the request's members by name, as raw JSON
+    salt     the cache salt for engines that accept one; b"" for none
     """
 
     model: str
@@ -50,7 +50,7 @@ _decode_response = msgspec.json.Decoder(_TokenizeResponse).decode
 
 
 def can_tokenize(path: str, members: Mapping[str, msgspec.Raw]) -> bool:
-    """Return whether an engine can report the tokens that this request's prompt has."""
+    """Return whether an engine can report the tokens of the prompt of such a request."""
     if path == CHAT_PATH:
         return _UNSUPPORTED.isdisjoint(members)
     return path == COMPLETIONS_PATH
@@ -77,7 +77,7 @@ def tokenize_body(prompt: UnreadPrompt, engine_model: str) -> bytes:
 
 
 def parse_tokens(status: int, body: bytes) -> list[int] | None:
-    """Return the token ids in an engine's response to /tokenize; None if it has none."""
+    """Return the token ids in an engine's response to /tokenize; None if it contains none."""
     if status != 200:
         return None
     try:

@@ -9,14 +9,15 @@ from gateway.protocol.translate.stream_translator import StreamTranslator
 from gateway.protocol.upstream_error import UpstreamError
 
 MAX_WHOLE_BYTES = 64 * 1024 * 1024
-"""Limit for an answer that is no stream, which has to be complete before it is translated."""
+"""Maximum bytes of an answer that is not streamed, which must be complete before it can be
+translated."""
 
 
 class AnswerTranslator:
     """Translates one answer of an engine to the format of the client's API.
 
-    Every attempt at an engine needs a new translator, except that an engine which continues a
-    broken answer uses the same one.
+    Each attempt needs a new translator. Only an engine that continues a broken answer uses the
+    translator of the engine before.
     """
 
     __slots__ = ("_body", "_stream", "_translate_whole")

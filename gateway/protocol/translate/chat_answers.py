@@ -1,7 +1,7 @@
-"""Data classes of chat completions, as far as other APIs can express them.
+"""Data classes of chat completions, with the members that other APIs can express.
 
-Members that are not listed are ignored. One choice is read, since neither Messages nor Responses
-can ask for more.
+Other members are ignored. Only one choice is read, because neither Messages nor Responses can
+request more.
 """
 
 from __future__ import annotations
@@ -45,9 +45,10 @@ class ChatMessage(msgspec.Struct, frozen=True):
 
 
 class ChatChoice(msgspec.Struct, frozen=True):
-    """One choice of a chat completion; `message` in an answer, `delta` in a stream.
+    """One choice of a chat completion: `message` in an answer, `delta` in a stream.
 
-    stop_reason, matched_stop  the stop string or token that ended it: vLLM's name, and SGLang's
+    stop_reason, matched_stop  the stop string or token that ended the choice: vLLM's name, and
+                               SGLang's
     """
 
     message: ChatMessage = ChatMessage()
@@ -124,7 +125,9 @@ def read_answer(data: bytes) -> ChatAnswer:
     try:
         return _read_answer(data)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-        raise TranslationError(f"The engine's answer cannot be read: {error}.") from None
+        raise TranslationError(
+            f"The engine's answer is not a valid chat completion: {error}."
+        ) from None
 
 
 def read_error(error: object) -> ErrorDetail:

@@ -7,7 +7,7 @@ import msgspec
 from gateway.protocol.translate.chat_answers import TranslationError
 
 MAX_EVENT_BYTES = 4 * 1024 * 1024
-"""Limit for one event; engines repeat a whole request in some errors."""
+"""Maximum bytes of one event. It is large because engines repeat a whole request in some errors."""
 
 _encode = msgspec.json.Encoder().encode
 
@@ -38,7 +38,7 @@ class EventReader:
             self._pending.clear()
         self._pending += rest
         if len(self._pending) > MAX_EVENT_BYTES:
-            raise TranslationError("An event of the engine is too long.")
+            raise TranslationError("A server-sent event of the engine's answer is too long.")
         events = []
         for raw in lines:
             line = raw.removesuffix(b"\r")
@@ -59,7 +59,7 @@ class EventReader:
         self._data += b"\n"
         self._data += data
         if len(self._data) > MAX_EVENT_BYTES:
-            raise TranslationError("An event of the engine is too long.")
+            raise TranslationError("A server-sent event of the engine's answer is too long.")
 
     def _take(self) -> bytes:
         data = bytes(memoryview(self._data)[1:])

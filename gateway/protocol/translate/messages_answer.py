@@ -53,7 +53,7 @@ def from_chat(body: bytes, model: str) -> bytes:
     """
     answer = read_answer(body)
     if not answer.choices:
-        raise TranslationError("The engine's answer has no choice.")
+        raise TranslationError("The engine's answer contains no choice.")
     choice, content = answer.choices[0], list[dict[str, Any]]()
     message = choice.message
     if message.thought:

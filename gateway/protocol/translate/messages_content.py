@@ -20,9 +20,10 @@ BILLING_LINE = "x-anthropic-billing-header"
 
 
 def system_text(system: Any, messages: Sequence[Any]) -> str:
-    """Return the text of `system`, followed by that of system messages before any other message.
+    """Return the text of `system`, followed by the text of system messages that precede all other
+    messages.
 
-    Chat templates allow one system message, at the beginning.
+    Chat templates allow only one system message, at the beginning.
     """
     texts = [_system_text(system, "system")] if system is not None else []
     for index, message in enumerate(messages):
@@ -54,8 +55,8 @@ def _texts(content: Any, path: str) -> list[str]:
 def chat_messages(messages: Any) -> list[dict[str, Any]]:
     """Return the chat messages of a conversation, without its system prompt.
 
-    One message may become several: each tool result is a message of its own. Raises GatewayError
-    that names what cannot be translated.
+    One message may become several, because each tool result is a message of its own. Raises
+    GatewayError that names what cannot be translated.
     """
     conversation = _Conversation()
     for index, message in enumerate(list_of(messages, "messages")):
@@ -76,9 +77,10 @@ def chat_messages(messages: Any) -> list[dict[str, Any]]:
 class _Conversation:
     """Builds the list of chat messages from an Anthropic conversation, turn by turn.
 
-    Agents append system messages with almost every turn. At the beginning they would change the
-    start of the prompt each time, and nothing of it would be cached. So their text is added to the
-    message beside them, and the prompt of a turn begins with the prompt of the turn before.
+    Agents append system messages with almost every turn. If these were moved to the beginning, the
+    start of the prompt would change each time, and no cached prefix could be used. Their text is
+    therefore added to the neighbouring message, so that the prompt of a turn begins with the prompt
+    of the turn before.
     """
 
     def __init__(self) -> None:
@@ -106,7 +108,8 @@ class _Conversation:
     def add_system(self, text: str) -> None:
         """Add the text of a system message to the neighbouring message of the chat.
 
-        A system message before all others is ignored: it is part of the system prompt.
+        A system message before all other messages is ignored here, because it is part of the system
+        prompt.
         """
         if self._is_leading or not text:
             return

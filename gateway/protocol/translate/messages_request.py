@@ -58,8 +58,8 @@ def lost_member(body: bytes) -> str:
     """Return the name of a request member that a translation changes or leaves out; "" if there is
     none.
 
-    Members that engines ignore do not count. System messages in the conversation do: the
-    translation moves their text.
+    Members that engines ignore do not count. System messages within the conversation count, because
+    the translation moves their text.
     """
     members = read_object(body)
     thinking = members.get("thinking")
@@ -92,7 +92,9 @@ def count_of(answer: bytes) -> bytes:
     try:
         count = msgspec.json.decode(answer, type=_Tokenized).count
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-        raise TranslationError(f"The engine's count cannot be read: {error}.") from None
+        raise TranslationError(
+            f"The engine's answer to a token count is invalid: {error}."
+        ) from None
     return encode({"input_tokens": count})
 
 

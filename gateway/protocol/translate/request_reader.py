@@ -16,7 +16,8 @@ _decode = msgspec.json.Decoder().decode
 _encode = msgspec.json.Encoder().encode
 
 MemberHandler = Callable[[Any, str, dict[str, Any]], None]
-"""Writes the counterpart of a member's value, with its name, into a chat request."""
+"""A function that writes the counterpart of a member's value, given with its name, into a chat
+request."""
 
 
 def read_object(body: bytes) -> dict[str, Any]:
@@ -27,12 +28,14 @@ def read_object(body: bytes) -> dict[str, Any]:
     try:
         members = _decode(body)
     except RecursionError:
-        raise GatewayError(Failure.BAD_REQUEST, "The JSON body is nested too deeply.") from None
+        raise GatewayError(
+            Failure.BAD_REQUEST, "The JSON body of the request is nested too deeply."
+        ) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         message = f"Could not parse the JSON body: {error}."
         raise GatewayError(Failure.BAD_REQUEST, message) from None
     if not isinstance(members, dict):
-        raise GatewayError(Failure.BAD_REQUEST, "The body must be a JSON object.")
+        raise GatewayError(Failure.BAD_REQUEST, "The body of the request must be a JSON object.")
     return members
 
 
@@ -61,9 +64,8 @@ def mistyped(name: str, expected: str) -> GatewayError:
 
 
 def text_of(value: Any, name: str) -> str:
-    """Return `value` if it is a string.
-
-    Raises GatewayError, which names the request member `name`, otherwise.
+    """Return `value` if it is a string; otherwise raise GatewayError, which names the request
+    member `name`.
     """
     if not isinstance(value, str):
         raise mistyped(name, "a string")
@@ -71,9 +73,8 @@ def text_of(value: Any, name: str) -> str:
 
 
 def list_of(value: Any, name: str) -> list[Any]:
-    """Return `value` if it is a list.
-
-    Raises GatewayError, which names the request member `name`, otherwise.
+    """Return `value` if it is a list; otherwise raise GatewayError, which names the request member
+    `name`.
     """
     if not isinstance(value, list):
         raise mistyped(name, "a list")
@@ -81,9 +82,8 @@ def list_of(value: Any, name: str) -> list[Any]:
 
 
 def mapping_of(value: Any, name: str) -> dict[str, Any]:
-    """Return `value` if it is a JSON object.
-
-    Raises GatewayError, which names the request member `name`, otherwise.
+    """Return `value` if it is a JSON object; otherwise raise GatewayError, which names the request
+    member `name`.
     """
     if not isinstance(value, dict):
         raise mistyped(name, "an object")
@@ -169,4 +169,4 @@ SAMPLING = (
     *("chat_template", "chat_template_kwargs", "structured_outputs", "vllm_xargs", "cache_salt"),
     *("priority", "extra_key", "skip_special_tokens", "session_params"),
 )
-"""Members that have the same name and meaning in chat completions."""
+"""Sampling members that have the same name and meaning in chat completions."""

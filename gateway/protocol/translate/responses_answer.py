@@ -32,13 +32,13 @@ _ECHOED: Mapping[str, Any] = {
     "truncation": "disabled",
     "user": None,
 }
-"""Members of a request that its response repeats, and their defaults."""
+"""Members of a request that its response repeats, with their default values."""
 
 
 def echo(request: bytes) -> dict[str, Any]:
-    """Return the members that a Responses object repeats from its request's body.
+    """Return the members of a request's body that its Responses object repeats.
 
-    The response says that it is not stored, because these engines cannot store it.
+    The response states that it is not stored, because these engines cannot store it.
     """
     members = read_object(request)
     repeated = {
@@ -61,7 +61,7 @@ def from_chat(body: bytes, model: str, echoed: Mapping[str, Any]) -> bytes:
     """
     answer = read_answer(body)
     if not answer.choices:
-        raise TranslationError("The engine's answer has no choice.")
+        raise TranslationError("The engine's answer contains no choice.")
     choice, key = answer.choices[0], answer.id.removeprefix("chatcmpl-")
     message, output = choice.message, list[dict[str, Any]]()
     if message.thought:

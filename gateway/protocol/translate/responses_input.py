@@ -14,7 +14,8 @@ from gateway.protocol.translate.request_reader import (
 )
 
 _ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
-"""Roles of items, and of chat messages. Templates of open models do not know `developer`."""
+"""The role of a chat message for each role of an item. Templates of open models do not know
+`developer`."""
 
 _TEXTS = frozenset({"input_text", "output_text", "text", "summary_text", "reasoning_text"})
 
@@ -46,7 +47,7 @@ class _Conversation:
         self.messages.append(message)
 
     def think(self, text: str) -> None:
-        """Keep reasoning text for the assistant message of the chat that follows it."""
+        """Keep reasoning text, to be added to the assistant message that follows it in the chat."""
         self._thoughts.append(text)
 
     def call(self, call: dict[str, Any]) -> None:

@@ -31,7 +31,9 @@ _TOOL_MEMBERS = frozenset(
 )
 _NAMESPACE_MEMBERS = frozenset({"type", "name", "description", "tools"})
 _LEFT_OUT = frozenset({"web_search", "web_search_preview"})
-"""Tools that a service runs by itself and that agents offer with every request."""
+"""Tools that a service runs by itself and that agents offer with every request; they are left
+out.
+"""
 _FORMAT_MEMBERS = ("name", "description", "schema", "strict")
 _LOGPROBS = "message.output_text.logprobs"
 
@@ -55,8 +57,9 @@ def lost_member(body: bytes) -> str:
     """Return the name of a request member that a translation changes or leaves out; "" if there is
     none.
 
-    Members that engines ignore do not count. `store` does, unless it is false: the engine of a
-    translated request stores nothing. The role `developer` does: engines may render it as such.
+    Members that engines ignore do not count. `store` counts unless it is false, because the engine
+    of a translated request stores nothing. The role `developer` counts, because engines may render
+    it differently.
     """
     members = read_object(body)
     tools = list_of(members.get("tools") or [], "tools")

@@ -30,7 +30,7 @@ from gateway.protocol.translate.responses_answer import (
 from gateway.protocol.translate.stream_translator import StreamTranslator
 
 MAX_ANSWER_CHARS = 32 * 1024 * 1024
-"""Limit for the text of one answer, which the last events repeat."""
+"""Maximum characters of one answer's text, which the last events repeat."""
 
 
 class OpenItem(msgspec.Struct):
@@ -48,9 +48,8 @@ class OpenItem(msgspec.Struct):
 
 
 class ResponsesStream(StreamTranslator):
-    """Translates the chunks of a chat stream to the events of a Responses stream.
-
-    The events are numbered from 0.
+    """Translates the chunks of a chat stream to the events of a Responses stream, numbered from
+    0.
     """
 
     __slots__ = (

@@ -22,7 +22,7 @@ TOO_EARLY = ErrorDetail("The engine's answer ended too early.")
 class StreamTranslator(ABC):
     """Translates the bytes of one stream of chat chunks to the events of another API.
 
-    feed() takes bytes in any pieces, finish() marks the end of the engine's answer. After the last
+    feed() takes bytes in any pieces; finish() marks the end of the engine's answer. After the last
     event, or an error, both return nothing.
 
     ending  the last choice that had a finish reason
@@ -90,7 +90,9 @@ class StreamTranslator(ABC):
         Raises TranslationError if it was started before.
         """
         if index in self.seen_calls:
-            raise TranslationError("The engine wrote two tool calls at once.")
+            raise TranslationError(
+                "The engine wrote two tool calls at the same time, which cannot be translated."
+            )
         self.seen_calls.add(index)
 
     def _translate(self, read: Callable[[], list[bytes]]) -> bytes:

@@ -23,17 +23,18 @@ from gateway.protocol.translate.messages_answer import MessagesStream
 from gateway.protocol.translate.responses_stream import ResponsesStream
 
 NewTranslator = Callable[[], AnswerTranslator]
-"""Creates the translator of one attempt's answer."""
+"""A function that creates the translator of one attempt's answer."""
 
 
 class Translation(msgspec.Struct, frozen=True):
     """The functions by which requests of one API are served through another API.
 
-    target       the API that engines are asked by
+    target       the API by which engines are called
     request      translates the body; raises GatewayError (400) that names a member
-    answers      takes a body and the client's name of the model; returns what creates a translator
-    lost_member  returns the member of a body that is lost in translation, "" if none is; raises
-                 GatewayError for an invalid body
+    answers      takes a body and the client's name of the model; returns a function that creates a
+                 translator
+    lost_member  returns the member of a body that is lost in translation, "" if there is none;
+                 raises GatewayError for an invalid body
     """
 
     target: Api
@@ -68,7 +69,7 @@ TRANSLATIONS: Mapping[str, Translation] = MappingProxyType(
         ),
     }
 )
-"""Translations by path."""
+"""The translations by the path of the client's API."""
 
 
 NAMES: Mapping[str, tuple[str, ...]] = MappingProxyType(
@@ -77,7 +78,7 @@ NAMES: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "responses": ("/v1/responses",),
     }
 )
-"""The names of these APIs in the configuration, and their paths."""
+"""The names of translated APIs in the configuration, with their paths."""
 
 
 def is_translated(call: Call, lacking: Set[str]) -> bool:

@@ -1,7 +1,8 @@
-"""BlockReport: tells tests which blocks an engine has cached, from its own block pool.
+"""BlockReport: reports to tests which blocks an engine has cached, from the engine's own block
+pool.
 
-KV events say what an engine has cached; a test of them needs another source. A thread answers every
-connection to a Unix socket with one JSON object and closes it:
+KV events also report what an engine has cached; a test of KV events needs another source. A thread
+answers every connection to a Unix socket with one JSON object and closes the connection:
 
     {"cached": [names of cached blocks, as KV events name them], "free": blocks not in use}
 

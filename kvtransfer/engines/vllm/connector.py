@@ -68,7 +68,9 @@ _IDLE_STEP_S = 0.002
 _MISSED_BEATS = 12
 
 if not vllm.__version__.startswith(SUPPORTED):
-    raise ImportError(f"PenstockConnector supports vLLM {SUPPORTED[0]}x, not {vllm.__version__}")
+    raise ImportError(
+        f"PenstockConnector supports vLLM {SUPPORTED[0]}x, but vLLM {vllm.__version__} is installed"
+    )
 
 
 @dataclass
@@ -129,10 +131,10 @@ class ConnectorMetrics(KVConnectorPromMetrics):
 class ConnectorOptions:
     """The members of kv_connector_extra_config.
 
-    key_file      file with the fleet's key, the same at every engine
+    key_file      path of the file with the fleet's key, which is the same at every engine
     host          address to listen on; engines on other hosts connect to it
-    lease_s       seconds that a finished prefill is kept for its decode engine
-    timeout_s     seconds that a decode engine waits for KV
+    lease_s       seconds for which a finished prefill is kept for its decode engine
+    timeout_s     seconds for which a decode engine waits for KV
     block_report  path of a Unix socket for tests (block_report.py); none by default
 
     Raises ValueError for a missing or unknown member.
@@ -142,7 +144,9 @@ class ConnectorOptions:
         values = dict(members)
         path = values.pop("key_file", None)
         if not path:
-            raise ValueError("kv_connector_extra_config needs key_file, the fleet's key")
+            raise ValueError(
+                "kv_connector_extra_config must contain key_file, the path of the fleet's key"
+            )
         self.key = Path(path).read_bytes().strip()
         self.host = str(values.pop("host", "127.0.0.1"))
         self.lease_s = float(values.pop("lease_s", 30.0))
@@ -150,7 +154,9 @@ class ConnectorOptions:
         report = values.pop("block_report", None)
         self.block_report = Path(str(report)) if report else None
         if values:
-            raise ValueError(f"kv_connector_extra_config has no member {sorted(values)[0]}")
+            raise ValueError(
+                f"kv_connector_extra_config has the unknown member {sorted(values)[0]}"
+            )
 
 
 class PenstockConnector(KVConnectorBase_V1):
@@ -165,7 +171,7 @@ class PenstockConnector(KVConnectorBase_V1):
         self._engine = transfer.engine_id
         if transfer.kv_load_failure_policy != "recompute":
             log.warning(
-                "kv_load_failure_policy is %s: a request whose KV does not arrive fails; "
+                "kv_load_failure_policy is %s, so a request whose KV does not arrive fails; "
                 "set it to recompute",
                 transfer.kv_load_failure_policy,
             )
@@ -187,7 +193,10 @@ class PenstockConnector(KVConnectorBase_V1):
     # ---- worker
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
-        """Start this rank's KV agent with the rank's KV cache. Raises UnsupportedCache."""
+        """Start this rank's KV agent with the rank's KV cache.
+
+        Raises UnsupportedCache if the cache's layout is not supported.
+        """
         rank = get_tensor_model_parallel_rank()
         facts = _facts(self._vllm_config, self._kv_cache_config)
         self._layout = layout = describe_cache(facts)
@@ -205,7 +214,7 @@ class PenstockConnector(KVConnectorBase_V1):
         )
         self._agent.open(self)
         self._worker = TransferWorker(self._agent, layout, rank, self._options.timeout_s)
-        log.info("kv: rank %d listens on %s", rank, self._agent.address)
+        log.info("kv: the agent of rank %d listens on %s", rank, self._agent.address)
 
     def on_change(self, handle: TransferHandle) -> None:
         """Wake an engine step that waits for a KV transfer. It is called on the agent's threads."""
@@ -285,7 +294,7 @@ class PenstockConnector(KVConnectorBase_V1):
         path = self._options.block_report
         if path is not None and self._report is None:
             self._report = BlockReport(path, lambda: _pool_state(gpu_block_pool))
-            log.warning("kv: %s reports the cached blocks, for tests", path)
+            log.warning("kv: the Unix socket %s reports the cached blocks, for tests", path)
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, Any]) -> None:
         ranks = [metadata[rank] for rank in sorted(metadata)]
@@ -376,21 +385,29 @@ def _facts(config: Any, caches: Any) -> CacheFacts:
     groups = [group for group in caches.kv_cache_groups if group.enable_kv_transfer]
     if len(groups) != 1 or len(caches.kv_cache_tensors) != 1:
         raise UnsupportedCache(
-            f"{len(groups)} cache groups in {len(caches.kv_cache_tensors)} places are not supported"
+            f"{len(groups)} cache groups in {len(caches.kv_cache_tensors)} tensors are not "
+            "supported"
         )
     parallel, spec = config.parallel_config, groups[0].kv_cache_spec
     if parallel.pipeline_parallel_size > 1 or parallel.decode_context_parallel_size > 1:
-        raise UnsupportedCache("pipeline and decode context parallelism are not supported")
+        raise UnsupportedCache(
+            "pipeline parallelism and decode context parallelism are not supported"
+        )
     if getattr(spec, "page_size_padded", None) or spec.num_head_slots is not None:
-        raise UnsupportedCache("padded pages and packed heads are not supported")
+        raise UnsupportedCache("a KV cache with padded pages or packed heads is not supported")
     latent = "MLA" in type(spec).__name__
     if not latent and spec.head_size_v != spec.head_size:
-        raise UnsupportedCache("keys and values have different sizes")
+        raise UnsupportedCache(
+            "a KV cache whose keys and values have different sizes is not supported"
+        )
     (backend, *others) = {
         backend.get_name() for backend in get_current_attn_backends(config, groups[0].layer_names)
     }
     if others:
-        raise UnsupportedCache(f"layers use several attention backends: {backend}, {others}")
+        raise UnsupportedCache(
+            f"the layers use several attention backends ({backend}, "
+            f"{others}), which is not supported"
+        )
     kind = config.cache_config.cache_dtype
     return CacheFacts(
         backend=backend,
@@ -418,12 +435,16 @@ def _region(layout: KvLayout, tensors: Sequence[Any], name: str) -> Region:
     views = []
     for tensor in tensors:
         if tensor.device.type != "cpu":
-            raise UnsupportedCache(f"KV on {tensor.device.type}: only host memory is supported")
+            raise UnsupportedCache(
+                f"KV on the device {tensor.device.type} is not supported, only host memory is"
+            )
         size = tensor.element_size()
         steps = tuple(step * size for step in tensor.stride()[:-1])
         shape = (*tensor.shape[:-1], tensor.shape[-1] * size)
         if tensor.stride()[-1] != 1:
-            raise UnsupportedCache("the scalars of a token are not contiguous")
+            raise UnsupportedCache(
+                "a KV cache in which the scalars of a token are not contiguous is not supported"
+            )
         views.append(LayerView(tensor.data_ptr(), tuple(shape), (*steps, 1)))
     address = find_memory(layout, views)
     n_bytes = layout.blocks * layout.rank_block_bytes(0)

@@ -1,8 +1,8 @@
 """The layout of vLLM's KV cache, derived from facts that a worker can read.
 
 vLLM 0.32 stores every cache as [L, B, H, N, C] in one of six orders (layers, blocks, heads, tokens,
-content). What lies inside C depends on the attention backend. A cache that this module cannot
-describe is refused, never guessed. connector.py reads the facts.
+content). The arrangement inside C depends on the attention backend. A cache that this module cannot
+describe is refused; nothing is guessed. connector.py reads the facts.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class UnsupportedCache(Exception):
     """Raised when the connector cannot describe the layout of a KV cache, which is then not
     transferred.
 
-    The message says why.
+    The message gives the reason.
     """
 
 
@@ -100,15 +100,17 @@ def describe_cache(facts: CacheFacts) -> KvLayout:
     content = contents.get(facts.backend)
     if content is None:
         raise UnsupportedCache(
-            f"where the attention backend {facts.backend} puts its cache is not known; "
-            f"known are {', '.join(sorted(contents))}"
+            f"the KV cache layout of the attention backend {facts.backend} is unknown; known "
+            f"backends: {', '.join(sorted(contents))}"
         )
     dtype = _DTYPES.get(facts.dtype)
     if dtype is None:
-        raise UnsupportedCache(f"a cache of type {facts.dtype} is not supported")
+        raise UnsupportedCache(f"a KV cache of type {facts.dtype} is not supported")
     scale_bytes = _SCALE_BYTES if facts.dtype.endswith("_per_token_head") else 0
     if scale_bytes and facts.backend != "TRITON_ATTN":
-        raise UnsupportedCache(f"the place of {facts.backend}'s scales is not known")
+        raise UnsupportedCache(
+            f"it is unknown where the attention backend {facts.backend} stores its scales"
+        )
     try:
         layout = KvLayout(
             layers=facts.layers,
@@ -129,19 +131,23 @@ def describe_cache(facts: CacheFacts) -> KvLayout:
     cell = layout.parts * layout.row_bytes
     if cell != facts.cell_bytes:
         raise UnsupportedCache(
-            f"a head's token takes {facts.cell_bytes} bytes, and {cell} are explained by its type"
+            f"one token and head take {facts.cell_bytes} bytes, but {cell} bytes are expected "
+            "for the cache type"
         )
     return layout
 
 
 def find_memory(layout: KvLayout, views: Sequence[LayerView]) -> int:
-    """Return the address of a rank's KV memory, if every layer lies where the layout says.
+    """Return the address of a rank's KV memory, if every layer has the place that the layout
+    requires.
 
     `views` are in the order of the layers. Raises UnsupportedCache for any other placement, such as
     padded pages or caches that vLLM allocated separately.
     """
     if len(views) != layout.layers:
-        raise UnsupportedCache(f"{len(views)} layers have a cache, not {layout.layers}")
+        raise UnsupportedCache(
+            f"{len(views)} layers have a KV cache, but the layout has {layout.layers} layers"
+        )
     steps = layout.steps(0)
     cell = layout.parts * layout.row_bytes
     shape = (layout.blocks, layout.rank_heads, layout.block_tokens, cell)
@@ -161,8 +167,8 @@ def find_memory(layout: KvLayout, views: Sequence[LayerView]) -> int:
             or any(have != want for have, want in places)
         ):
             raise UnsupportedCache(
-                f"layer {layer} is {view.shape} with steps {view.steps} at byte "
-                f"{view.address - views[0].address}; the layout says {shape} with {wanted} at "
-                f"byte {layer * steps.layer}"
+                f"layer {layer} has the shape {view.shape} with strides {view.steps} at byte "
+                f"{view.address - views[0].address}; the layout requires {shape} with {wanted} "
+                f"at byte {layer * steps.layer}"
             )
     return views[0].address

@@ -1,8 +1,8 @@
 """The handoff that a prefill engine gives to a decode engine in kv_transfer_params.
 
 It contains the name of an offer, the hash of the prompt and the workers that hold the KV, with a
-ticket for each. An HMAC covers all of it: a decode engine uses a handoff only for the prompt that
-it was made for. The workers check the tickets (kvtransfer/protocol/ticket.py).
+ticket for each. An HMAC covers all of it. A decode engine uses a handoff only for the prompt for
+which it was made. The workers check the tickets (kvtransfer/protocol/ticket.py).
 """
 
 from __future__ import annotations
@@ -48,12 +48,13 @@ class RankSource(msgspec.Struct, frozen=True, array_like=True):
 class Handoff(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """A handoff: the KV of one prompt that is ready at a prefill engine.
 
-    name      name of the offer, the same at every rank
-    prompt    `digest_prompt` of the tokens
-    tokens    prompt tokens whose KV is offered
-    layout    KV layout of the prefill engine's cache
-    family    what else must be equal: model, weights, quantisation, engine version
-    sources   one per rank of the prefill engine
+    name     name of the offer, the same at every rank
+    prompt   `digest_prompt` of the tokens
+    tokens   number of prompt tokens whose KV is offered
+    layout   KV layout of the prefill engine's cache
+    family   string that must also be equal at both engines: model, weights, quantisation, engine
+             version
+    sources  one source per rank of the prefill engine
     """
 
     name: str
@@ -69,9 +70,9 @@ _ENCODER = msgspec.msgpack.Encoder()
 
 
 def digest_prompt(tokens: Sequence[int], variant: str = "") -> bytes:
-    """Return a 16-byte hash of a prompt: its tokens, and what else changes its KV.
+    """Return a 16-byte hash of a prompt: of its tokens, and of everything else that changes its KV.
 
-    variant   the adapter's name and the identities of images, or whatever the engine has
+    variant  text with the adapter's name, the identities of images, or similar facts
     """
     state = hashlib.blake2b(digest_size=16, person=b"kv-prompt")
     state.update(len(variant.encode()).to_bytes(8, "little") + variant.encode())
@@ -98,7 +99,7 @@ def open_handoff(key: bytes, text: object) -> Handoff:
     try:
         return _DECODER.decode(data[_MAC_BYTES:])
     except (msgspec.DecodeError, ValueError) as error:
-        raise HandoffRefused("the handoff is of another version") from error
+        raise HandoffRefused("the handoff has another protocol version than this engine") from error
 
 
 def _mac(key: bytes, body: bytes) -> bytes:

@@ -26,13 +26,14 @@ from kvtransfer.layout.layout import KvLayout
 from kvtransfer.protocol.ticket import mint_ahead
 
 MEMBER = "kv_handoff"
-"""The member of kv_transfer_params that holds the handoff."""
+"""The name of the member of kv_transfer_params that contains the handoff."""
 
 
 class OfferOrder(msgspec.Struct, frozen=True):
     """An order to vLLM's workers to offer the KV of a finished prefill.
 
-    `ttl_s` is the lease in seconds; `nonces` are those of the tickets, one per rank.
+    ttl_s   lease of the offer in seconds
+    nonces  nonces of the tickets, one per rank
     """
 
     request: str
@@ -88,12 +89,12 @@ class PromptRequest(msgspec.Struct, frozen=True):
 class HandoffScheduler:
     """The KV handoffs of one engine, in vLLM's scheduler process.
 
-    key        the fleet's shared secret
-    engine     the engine's id
-    family     what must be equal at both engines
-    lease_s    seconds that an offer is kept for its decode engine
-    clock      the monotonic clock of this host
-    warn       is called with a sentence for every handoff that is refused
+    key      the fleet's shared secret
+    engine   the engine's id
+    family   string that must be equal at both engines
+    lease_s  seconds for which an offer is kept for its decode engine
+    clock    the monotonic clock of this host
+    warn     function that is called with a sentence for every handoff that is refused
     """
 
     def __init__(
@@ -118,12 +119,12 @@ class HandoffScheduler:
         self.counts = PendingCounts()
 
     def set_workers(self, workers: Sequence[WorkerAddress], layout: KvLayout) -> None:
-        """Set the KV agents of all ranks, in order.
+        """Set the KV agents of all ranks, in order of the ranks.
 
-        Raises ValueError for another number of ranks.
+        Raises ValueError if the number of agents differs from the number of ranks.
         """
         if len(workers) != layout.ranks:
-            raise ValueError(f"{len(workers)} workers of {layout.ranks} have an agent")
+            raise ValueError(f"{len(workers)} of {layout.ranks} workers have a KV agent")
         self._workers, self._layout = list(workers), layout
         self._orders.members = [worker.address for worker in workers]
 
@@ -138,10 +139,11 @@ class HandoffScheduler:
         )
 
     def loadable_tokens(self, request: PromptRequest, computed: int) -> int:
-        """Return the KV of how many tokens beyond `computed` a request's handoff provides.
+        """Return the number of tokens beyond `computed` for which the request's handoff provides
+        KV.
 
-        A handoff that was used, forged, made for another prompt, or by an engine of another kind
-        provides none; the engine then computes the prompt.
+        A handoff provides none if it was used, forged, made for another prompt, or made by an
+        engine of another kind. The engine then computes the prompt.
         """
         text = request.params.get(MEMBER)
         if text is None or request.id in self._used:
@@ -161,7 +163,7 @@ class HandoffScheduler:
     def _checked(self, request: PromptRequest, text: object) -> Handoff:
         handoff = open_handoff(self._key, text)
         if self._layout is None:
-            raise HandoffRefused("the workers have no agents yet")
+            raise HandoffRefused("the workers of this engine have no KV agents yet")
         mismatch = self._layout.mismatch(handoff.layout)
         if handoff.family != self._family:
             mismatch = f"it is of {handoff.family}, and this is {self._family}"
@@ -176,8 +178,8 @@ class HandoffScheduler:
     def begin_load(self, request: str, blocks: Sequence[int], tokens: int) -> None:
         """Order the workers to load the KV of the handoff's last `tokens` tokens.
 
-        0 means that it is not needed. Does nothing for a request without a handoff, or when called
-        again for the same request.
+        0 means that the KV is not needed. Does nothing for a request without a handoff, or when
+        called again for the same request.
         """
         handoff = self._accepted.pop(request, None)
         if handoff is None:
@@ -243,16 +245,18 @@ class HandoffScheduler:
         self._used.discard(request)
 
     def on_ended(self, sent: Sequence[str], received: Sequence[str]) -> None:
-        """Record the KV transfers that have ended, so that their blocks belong to the engine
-        again.
+        """Record that KV transfers have ended, so that their blocks belong to the engine again.
+
+        sent      requests whose offers have ended
+        received  requests whose fetches have ended
         """
         self._sending.difference_update(sent)
         self._loading.difference_update(received)
 
     def take_orders(self, has_work: bool) -> StepOrders:
-        """Return the orders for KV transfers since the last engine step.
+        """Return the orders for KV transfers that were collected since the last engine step.
 
-        `has_work` is whether the step computes something.
+        `has_work` says whether the step computes something.
         """
         orders, self._orders = self._orders, StepOrders()
         orders.has_work = has_work

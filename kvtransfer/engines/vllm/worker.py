@@ -83,7 +83,7 @@ class TransferWorker:
                 self._fetch(order.sources[rank], order) for rank in ranks
             ]
         except ValueError as error:
-            log.warning("kv: request %s cannot be fetched: %s", order.request, error)
+            log.warning("kv: the KV of request %s cannot be fetched: %s", order.request, error)
             self._unstarted.add(order.request)
         self._release([order.sources[rank] for rank in self._unneeded(order.layout)], order)
 
@@ -136,7 +136,7 @@ class TransferWorker:
             failures = [end for end in outcomes if end is not None and not end.has_landed]
             if failures:
                 finished.failed.add(request)
-                log.warning("kv: request %s was not received: %s", request, failures[0])
+                log.warning("kv: the KV of request %s was not received: %s", request, failures[0])
         return finished
 
     def _count_landings(self, outcomes: Sequence[TransferOutcome]) -> None:

@@ -86,7 +86,7 @@ def encode(message: ControlMessage) -> bytes:
     """
     body = _ENCODER.encode(message)
     if len(body) > MOST_FRAME_BYTES:
-        raise TransportError(f"{len(body)} bytes exceed the limit of a message")
+        raise TransportError(f"a control message of {len(body)} bytes exceeds the maximum length")
     return _LENGTH.pack(len(body)) + body
 
 
@@ -108,8 +108,8 @@ class ControlDecoder:
 
     @property
     def room_bytes(self) -> int:
-        """The most bytes that may be fed to the decoder now, so that it never buffers two
-        messages.
+        """Return the number of bytes that may be fed to the decoder now, so that it never buffers
+        two messages.
         """
         return self.most_bytes + _LENGTH.size - len(self._buffer)
 
@@ -129,7 +129,7 @@ class ControlDecoder:
             (length,) = _LENGTH.unpack_from(self._buffer, offset)
             if length > self.most_bytes:
                 raise TransportError(
-                    f"a message of {length} bytes exceeds the limit of {self.most_bytes}"
+                    f"a control message of {length} bytes exceeds the limit of {self.most_bytes}"
                 )
             end = offset + _LENGTH.size + length
             if len(self._buffer) < end:
@@ -143,4 +143,4 @@ def _decode(body: bytes) -> ControlMessage:
     try:
         return _DECODER.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, OverflowError) as error:
-        raise TransportError(f"invalid control message: {error}") from error
+        raise TransportError(f"a received control message is invalid: {error}") from error

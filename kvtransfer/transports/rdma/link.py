@@ -1,10 +1,10 @@
 """An RDMA connection: a thread that writes KV into the memory that the other agent has granted.
 
 Windows (pieces of KV) are one-sided writes on a reliable queue pair; the last write carries the
-window's number. When the device reports them done, the source checks its generations again and
-sends the trailer over TCP. If the peer's device refuses a write (the sink has fenced), the queue
-pair ends on both sides. The next epoch's pair takes over, and windows of other transfers are
-written again. transport.py dials and listens.
+window's number. When the device reports the writes as done, the source checks its generations again
+and sends the trailer over TCP. If the peer's device refuses a write because the sink has fenced the
+transfer, the queue pair ends on both sides. The next epoch's pair takes over, and windows of other
+transfers are written again. transport.py opens and accepts connections.
 """
 
 from __future__ import annotations
@@ -74,7 +74,8 @@ class RdmaLink:
     """One end of an RDMA connection; `begin` starts its thread, which does everything except
     `grant`.
 
-    `refused_writes` counts writes that the peer's device refused, because the peer had fenced.
+    refused_writes  number of writes that the peer's device refused, because the peer had fenced the
+                    transfer
     """
 
     transport = "rdma"
@@ -90,8 +91,8 @@ class RdmaLink:
     ) -> None:
         """Initialize an RDMA connection with the connected socket `side`, which it then owns.
 
-        `gone` is called last, after all use of the protection domain. Raises TransportError, and
-        OSError if the peer has already gone.
+        `gone` is called at the very end, after all use of the protection domain. Raises
+        TransportError, and OSError if the peer has already gone.
         """
         self.peer = "{}:{}".format(*side.getpeername()[:2])
         self.received_bytes = 0
@@ -272,7 +273,10 @@ class RdmaLink:
     def _check_deadline(self) -> None:
         # Raise TransportError if the queue pair took too long to connect.
         if self._deadline is not None and time.perf_counter() > self._deadline:
-            raise TransportError(f"no queue pair to {self.peer} within {self._options.setup_s:g} s")
+            raise TransportError(
+                f"the queue pair to {self.peer} was not connected within "
+                f"{self._options.setup_s:g} s"
+            )
 
     def _run_commands(self) -> bool:
         worked = bool(self._commands)
@@ -335,7 +339,7 @@ class RdmaLink:
             return False
         if not ends_connection(completion.status):
             raise TransportError(
-                f"the device gave up writing to {self.peer}: status {completion.status}"
+                f"the RDMA device could not write to {self.peer}: status {completion.status}"
             )
         return True
 
@@ -433,7 +437,7 @@ class RdmaLink:
                 ending()
             except TransportError as error:
                 # It stays pinned, but no peer can write there.
-                _log.error("kv: after the link to %s: %s", self.peer, error)
+                _log.error("kv: an error followed the end of the link to %s: %s", self.peer, error)
         with suppress(OSError):
             self._side.shutdown(socket.SHUT_RDWR)
         self._side.close()
@@ -455,7 +459,12 @@ class RdmaLink:
             try:
                 return self._pairs.end()
             except TransportError as error:
-                _log.error("kv: the link to %s keeps its blocks: %s", self.peer, error)
+                _log.error(
+                    "kv: the blocks of the link to %s stay reserved, because the device "
+                    "may still write to them: %s",
+                    self.peer,
+                    error,
+                )
             if self._ending.wait(_PAUSE_S):
                 return None
 

@@ -70,7 +70,7 @@ def rank_ranges(regions: Sequence[Region], blocks: Blocks) -> list[RankRange]:
     """
     numbers = np.unique(np.asarray(blocks, np.int64))
     if numbers.size and (numbers[0] < 0 or numbers[-1] >= min(region.blocks for region in regions)):
-        raise ValueError(f"blocks {numbers[0]} to {numbers[-1]} are not all of this region")
+        raise ValueError(f"the blocks {numbers[0]} to {numbers[-1]} are not all within this region")
     begins = np.flatnonzero(np.diff(numbers, prepend=-2) != 1)
     counts = np.diff(np.append(begins, numbers.size))
     return [
@@ -83,8 +83,9 @@ def rank_ranges(regions: Sequence[Region], blocks: Blocks) -> list[RankRange]:
 class GrantedMemory:
     """The memory that a sink has registered for one KV transfer.
 
-    `grant` is the data for the peer; empty if the device could not register the memory. When
-    `close` returns, the peer cannot write any more.
+    grant  data that the peer needs for writing; empty if the device could not register the memory
+
+    When `close` returns, the peer cannot write to the memory any more.
     """
 
     def __init__(
@@ -169,7 +170,7 @@ class RemoteGrant:
             or len(body) % _KEY.itemsize
             or (kind == _STAGED) > (len(body) > 0)
         ):
-            raise TransportError(f"{len(data)} bytes are not a grant")
+            raise TransportError(f"a memory grant of {len(data)} bytes is invalid")
         self._keys = np.sort(np.frombuffer(body, _KEY), order=("rank", "first"))
         self.staged = kind == _STAGED
         self._next = 0
@@ -199,11 +200,11 @@ class RemoteGrant:
             keys, offsets = self._keys, staging_offset + np.cumsum(runs.length) - runs.length
         indices = np.searchsorted(keys["first"], offsets, "right") - 1
         if indices.size and indices.min() < 0:
-            raise TransportError("a window begins before the granted memory")
+            raise TransportError("a window of KV begins before the granted memory")
         chosen = keys[indices]
         key_offsets = offsets - chosen["first"]
         if (key_offsets + runs.length > chosen["length"]).any():
-            raise TransportError("a window exceeds the granted memory")
+            raise TransportError("a window of KV exceeds the granted memory")
         targets = chosen["address"] + key_offsets.astype(np.uint64)
         return list(_combine(targets, chosen["key"], runs, gather))
 

@@ -18,7 +18,7 @@ class QueuePairEpochs:
     """The current queue pair of an RDMA connection, and its completion queue.
 
     pair         the queue pair; None until `renew`
-    is_writable  whether the peer's end is connected, too
+    is_writable  whether the peer's end is connected as well
     """
 
     def __init__(self, domain: ProtectionDomain) -> None:
@@ -39,7 +39,9 @@ class QueuePairEpochs:
         """
         self.end()
         if self.epoch >= _MOST_EPOCHS:
-            raise TransportError("the link has used all queue pair epochs")
+            raise TransportError(
+                "the link has used all queue pair epochs, so it must be opened again"
+            )
         self.epoch += 1
         self.pair = QueuePair(self._domain, self.completions, self.epoch, MOST_WRITES, EXPECTED)
         for _ in range(EXPECTED):
@@ -55,7 +57,9 @@ class QueuePairEpochs:
         if setup.epoch < self.epoch or self._joined or self.pair is None:
             return None
         if setup.epoch > self.epoch:
-            raise TransportError(f"the peer is at epoch {setup.epoch}, we are at {self.epoch}")
+            raise TransportError(
+                f"the peer is at queue pair epoch {setup.epoch}, this end is at {self.epoch}"
+            )
         self.pair.connect(setup.card)
         self._joined = True
         return QueuePairReady(self.epoch)

@@ -128,7 +128,7 @@ class RdmaReceiver:
         # Raise TransportError for too many incomplete windows of KV; an honest source has only a
         # few.
         if len(self._written) + len(self._waiting) > _MAX_INCOMPLETE:
-            raise TransportError(f"more than {_MAX_INCOMPLETE} windows are incomplete")
+            raise TransportError(f"more than {_MAX_INCOMPLETE} windows of KV are incomplete")
 
     def is_granted(self, transfer: int) -> bool:
         """Return whether the other agent may write to the blocks of this transfer."""

@@ -1,9 +1,7 @@
-"""The source's half of an RDMA connection: KV is sent as write requests.
+"""The source's half of an RDMA connection: KV is sent as write requests. No I/O.
 
-No I/O.
-
-The device reads a window between posting and completion, so its verdict is known after that.
-link.py creates the queue pairs and sends the verdicts.
+The device reads a window between the posting of a write and its completion, so the verdict on the
+window is known only after the completion. link.py creates the queue pairs and sends the verdicts.
 """
 
 from __future__ import annotations
@@ -73,7 +71,7 @@ class OutgoingWindow:
 class RdmaSender:
     """Sends windows (pieces of KV) over one connection by RDMA writes.
 
-    `ended` is called once per window that has begun, when its memory is not read any more.
+    `ended` is called once for each window that has begun, when its memory is not read any more.
     """
 
     def __init__(
@@ -107,7 +105,7 @@ class RdmaSender:
         Raises TransportError when the connection has used its 4 billion window numbers.
         """
         if self._numbers >= 1 << 32:
-            raise TransportError("the link has used all window numbers")
+            raise TransportError("the link has used all window numbers, so it must be opened again")
         departure = OutgoingWindow(self._numbers, head, window)
         self._numbers += 1
         self._queue.append(departure)

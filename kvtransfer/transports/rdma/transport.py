@@ -72,7 +72,9 @@ class Rdma:
             self._listener = socket.create_server((self._host, self._port), backlog=128)
         except (TransportError, OSError) as error:
             self.close()
-            raise TransportError(f"cannot listen at {self._host}:{self._port}: {error}") from error
+            raise TransportError(
+                f"the RDMA transport cannot listen at {self._host}:{self._port}: {error}"
+            ) from error
         self._thread.start()
         return "{}:{}".format(*self._listener.getsockname()[:2])
 
@@ -86,7 +88,9 @@ class Rdma:
             try:
                 side = socket.create_connection((host, int(port)), timeout=_DIAL_S)
             except (OSError, ValueError, OverflowError) as error:
-                raise TransportError(f"cannot reach {address}: {error}") from error
+                raise TransportError(
+                    f"the agent at {address} cannot be reached by RDMA: {error}"
+                ) from error
             link = self._link(side, None)
             link.wait_connected()
             return link
@@ -125,7 +129,7 @@ class Rdma:
         # Raises TransportError if the transport is not open.
         with self._gate:
             if self._closed.is_set() or self._device is None:
-                raise TransportError("the transport is not open")
+                raise TransportError("the RDMA transport is not open")
             self._dials += 1
         try:
             yield
@@ -141,7 +145,7 @@ class Rdma:
                 self._link(side, self._domain)
             except TransportError as error:
                 # The device has no resources left, or the peer has already gone.
-                _log.warning("kv: a connection from %s was refused: %s", host, error)
+                _log.warning("kv: an RDMA connection from %s was refused: %s", host, error)
 
     def _link(self, side: socket.socket, domain: ProtectionDomain | None) -> RdmaLink:
         # Create a link over the socket `side`, and start it.
@@ -178,7 +182,7 @@ class Rdma:
         try:
             _release(None, domain)
         except TransportError as error:
-            _log.error("kv: after the link to %s: %s", link.peer, error)
+            _log.error("kv: an error followed the end of the link to %s: %s", link.peer, error)
         finally:
             with self._gate:
                 # Last, because `close` waits for the links it finds here and then closes the

@@ -113,7 +113,7 @@ class Device:
                 if gid.startswith(wanted) and not gid.startswith("fe80:"):
                     return index
         if not gids:
-            raise TransportError(f"{self.name} has no RoCE v2 address")
+            raise TransportError(f"the RDMA device {self.name} has no RoCE v2 address")
         return next(iter(gids))
 
     def close(self) -> None:
@@ -217,7 +217,7 @@ class CompletionQueue:
             self._channel.get_cq_event(self._queue)
         except _errors() as error:
             if getattr(error, "error_code", None) != errno.EAGAIN:
-                raise TransportError(f"completions cannot be awaited: {error}") from error
+                raise TransportError(f"waiting for RDMA completions failed: {error}") from error
         else:
             self._queue.ack_events(1)
 
@@ -230,9 +230,9 @@ class CompletionQueue:
 class QueuePair:
     """One end of a reliable RDMA connection.
 
-    writes     the most write requests in flight
-    arrivals   the most receive requests posted
-    number     number of the queue pair; its receives complete as RECEIVED + number
+    writes    maximum number of write requests in flight
+    arrivals  maximum number of posted receive requests
+    number    number of the queue pair; its receives complete as RECEIVED + number
     """
 
     def __init__(
@@ -360,7 +360,7 @@ def _module(name: str) -> Any:
     try:
         return importlib.import_module(f"pyverbs.{name}")
     except ImportError as error:
-        raise TransportError(f"pyverbs cannot be imported: {error}") from error
+        raise TransportError(f"the Python package pyverbs cannot be imported: {error}") from error
 
 
 def _errors() -> tuple[type[Exception], ...]:
@@ -400,7 +400,7 @@ def _first_active() -> Any:
                 return context
         context.close()
     raise TransportError(
-        f"no RDMA device with an active port (devices: {', '.join(names) or 'none'})"
+        f"no RDMA device has an active port (devices: {', '.join(names) or 'none'})"
     )
 
 
@@ -418,4 +418,4 @@ def _channel(cq: Any, context: Any) -> tuple[Any, int]:
                     os.set_blocking(fd, False)
                     return channel, fd
             channel.close()  # another thread has opened or closed a descriptor meanwhile
-    raise TransportError("no completion channel: its descriptor cannot be identified")
+    raise TransportError("the descriptor of an RDMA completion channel cannot be identified")

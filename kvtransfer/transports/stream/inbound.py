@@ -1,7 +1,7 @@
 """The receiving side of a stream connection: parses frames, and reads KV directly into its place.
 
-Lengths are checked before anything is read, and bytes go only where this side's own plan says.
-link.py decides when to read, and owns the socket.
+Lengths are checked before anything is read, and bytes are written only where this side's own plan
+places them. link.py decides when to read, and owns the socket.
 """
 
 from __future__ import annotations
@@ -120,20 +120,20 @@ class Inbound:
 
     @property
     def is_in_payload(self) -> bool:
-        """Whether the next bytes belong to a payload, whose place in memory is known."""
+        """Return whether the next bytes belong to a payload, whose place in memory is known."""
         return self._arrival is not None and self._arrival.pieces.remaining > 0
 
     @property
     def is_in_large_payload(self) -> bool:
-        """Return whether a large payload is being received, so that fewer calls that wait for bytes
-        are needed.
+        """Return whether a large payload is being received, for which longer waits and fewer calls
+        are better.
         """
         arrival = self._arrival
         return arrival is not None and arrival.pieces.size > _LARGE_BYTES
 
     @property
     def wanted_bytes(self) -> int:
-        """Return the number of bytes to wait for: with fewer bytes of a large payload, more calls
+        """Return the number of bytes to wait for; with fewer bytes of a large payload, more calls
         would be needed.
         """
         arrival = self._arrival
@@ -317,7 +317,8 @@ class Inbound:
             raise FrameError("KV must be encrypted at both ends of a connection, or at neither")
         if announced.payload_bytes not in (0, head.n_bytes):
             raise FrameError(
-                f"a window of {head.n_bytes} bytes has {announced.payload_bytes} bytes of payload"
+                f"a window of {head.n_bytes} bytes was sent with {announced.payload_bytes} "
+                "bytes of payload"
             )
         window = self._hearer.place_window(head)
         bounce: NDArray[np.uint8] | None = None
@@ -333,7 +334,8 @@ class Inbound:
             )
             if pieces.size != head.n_bytes:
                 raise FrameError(
-                    f"a window of {head.n_bytes} bytes, but the plan has {pieces.size}"
+                    f"a window of {head.n_bytes} bytes was sent, but {pieces.size} bytes are "
+                    "planned"
                 )
         arrival = _Arrival(pieces, head, window)
         arrival.bounce = bounce

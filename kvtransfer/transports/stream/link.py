@@ -59,14 +59,16 @@ _log = logging.getLogger("penstock")
 class LinkOptions(msgspec.Struct, frozen=True):
     """The options of a connection between two agents over a stream socket.
 
-    checked        whether windows carry xxh3-64, of the source's memory and again of the sink's
-    sealed         whether windows are encrypted and authenticated (AES-128-GCM); both ends must
-                   agree
-    spin_s         seconds to poll before sleeping, four times as long if that was too short;
-                   0 on machines without a spare core
-    window_bytes   the preferred maximum size of a window
-    native         whether to use the native pump where it is compiled (pump.py)
-    lanes          connections to a dialled peer (tcp); one core can copy what one carries
+    checked       whether windows carry xxh3-64 checksums, of the source's memory and again of the
+                  sink's
+    sealed        whether windows are encrypted and authenticated (AES-128-GCM); both ends must
+                  agree
+    spin_s        seconds to poll before sleeping, four times as long if that was too short; 0 on
+                  machines without a spare core
+    window_bytes  the preferred maximum size of a window
+    native        whether to use the native pump if it is compiled (pump.py)
+    lanes         number of connections to a peer that this agent dials (tcp); one core can copy
+                  what one connection carries
     """
 
     checked: bool = True
@@ -79,10 +81,10 @@ class LinkOptions(msgspec.Struct, frozen=True):
     def __post_init__(self) -> None:
         if not 0 < self.window_bytes <= MAX_PAYLOAD_BYTES or not 0.0 <= self.spin_s < 1.0:
             raise ValueError(
-                f"window_bytes must be 1 to {MAX_PAYLOAD_BYTES}, spin_s below 1 s: {self}"
+                f"window_bytes must be 1 to {MAX_PAYLOAD_BYTES} and spin_s below 1 s, got {self}"
             )
         if not 1 <= self.lanes <= MAX_LANES:
-            raise ValueError(f"a link has 1 to {MAX_LANES} lanes, not {self}")
+            raise ValueError(f"a link must have 1 to {MAX_LANES} lanes, got {self}")
 
 
 class StreamLink:
@@ -163,12 +165,14 @@ class StreamLink:
             self._closing = True
             self._orders.clear()
             self._end()
-            raise TransportError(f"no thread for the link to {self.peer}: {error}") from error
+            raise TransportError(
+                f"the thread of the link to {self.peer} cannot be started: {error}"
+            ) from error
 
     def send(self, message: bytes) -> None:
         if len(message) > _MOST_MESSAGE_BYTES:
             raise ValueError(
-                f"a message of {len(message)} bytes is over the limit of {_MOST_MESSAGE_BYTES}"
+                f"a message of {len(message)} bytes exceeds the limit of {_MOST_MESSAGE_BYTES}"
             )
         self._queue(encode_frame(FrameKind.MESSAGE, message))
 
@@ -292,7 +296,7 @@ class StreamLink:
         except OSError as error:
             self._broken = error.strerror or str(error)
         except Exception:
-            _log.exception("the owner of the link to %s failed", self.peer)
+            _log.exception("kv: handling an event of the link to %s failed", self.peer)
             self._broken = "the owner of the link failed"
 
     def _turn(self) -> bool:
@@ -468,7 +472,9 @@ class StreamLink:
 
     def on_frame(self, kind: FrameKind, header: bytes) -> None:
         if kind is not FrameKind.MESSAGE:
-            raise FrameError(f"a frame of kind {kind.name} is not allowed on {self.transport}")
+            raise FrameError(
+                f"a frame of kind {kind.name} is not allowed over the transport {self.transport}"
+            )
         self._owner.on_message(self, header)
 
     def place_window(self, head: WindowHead) -> WindowSlice | None:

@@ -75,8 +75,9 @@ class _Body:
 class Outbound:
     """Writes frames and windows (pieces of KV) to the socket `fd`.
 
-    `sent` is called for each window that has been read. `checked` is whether windows carry an xxh3
-    digest. With a native pump, which waits for room, no other function writes.
+    `sent` is called for each window that has been read from memory. `checked` says whether windows
+    carry an xxh3 digest. With a native pump, which waits for room in the socket, no other function
+    writes.
     """
 
     _writev: Any = staticmethod(writev)
@@ -131,8 +132,9 @@ class Outbound:
         """Drop the queued windows (pieces of KV) of a transfer.
 
         A window that has been started continues with zeros and ends as STALE, because its memory
-        may have a new owner. A sealed one was read in time when it was sealed: it continues
-        unchanged and stays OK. If it is the last missing one, the sink has landed it.
+        may have a new owner. A sealed (encrypted) window was read in time when it was sealed, so it
+        continues unchanged and stays OK. If it is the last missing one, the sink has landed the
+        transfer.
         """
         with self._gate:
             remaining = [
@@ -287,7 +289,9 @@ class Outbound:
         proof = PayloadProof.XXH3 if self._checked else PayloadProof.NONE
         digest = xxhash.xxh3_64()
         if not are_within(window.region, runs.src, runs.length):
-            raise TransportError(f"a window exceeds {window.region.name}, or is empty")
+            raise TransportError(
+                f"a window of KV is empty or exceeds the region {window.region.name}"
+            )
         body = _Body(
             MemoryPieces.in_order(self._bounce_of_size(size)[:size], size, self._iovecs),
             head,

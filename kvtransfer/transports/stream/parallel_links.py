@@ -48,7 +48,7 @@ class LanedLink(StreamLink):
 
     def add_lane(self, lane: Link) -> None:
         if not isinstance(lane, LanedLink):
-            raise TypeError(f"a link over {lane.transport} cannot be a lane")
+            raise TypeError(f"a link over the transport {lane.transport} cannot be a lane")
         lane._lane_owner = self
         with self._gate:
             self._lane_links += (lane,)

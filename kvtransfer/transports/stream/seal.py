@@ -33,7 +33,8 @@ class WindowSeal:
             from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
         except ImportError as error:
             raise TransportError(
-                "sealed windows need the package cryptography: install the extra `seal`"
+                "encryption of KV windows needs the Python package cryptography; install the "
+                "extra `seal`"
             ) from error
         self._make: Any = Cipher
         self._mode: Any = modes.GCM

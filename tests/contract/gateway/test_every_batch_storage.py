@@ -157,7 +157,7 @@ def wait_for_lease(place: Place, storage: BatchStorage) -> ClaimedBatch:
         if claimed is not None:
             return claimed
         place.now += LEASE_S / 10
-    raise AssertionError("the lease did not end")
+    raise AssertionError("the lease of the batch did not expire within the time limit")
 
 
 def result(number: int, text: str) -> bytes:
@@ -277,7 +277,7 @@ def test_results_that_break_off_leave_no_file(storage: BatchStorage) -> None:
     def lines() -> Iterator[bytes]:
         for _ in range(6):
             yield b"x" * MIB
-        raise OSError("the journal cannot be read")
+        raise OSError("the journal of the batch cannot be read")
 
     record = FileRecord(new_id("file-"), "out", "batch_output", 0, 0, 2**40)
     with pytest.raises(OSError, match="journal"):

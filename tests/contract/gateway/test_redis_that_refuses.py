@@ -65,7 +65,7 @@ async def test_a_replica_is_not_used_until_it_accepts_writes(
         "shared state: connected to Redis at",
         "shared state: connected again to Redis at",
     ]
-    problems = [line for line in messages if line.startswith("shared state: no Redis at")]
+    problems = [line for line in messages if line.startswith("shared state: the Redis server at")]
     assert len({*problems}) == len(problems) == len(messages) - 2, (
         "each problem of an outage is logged once"
     )
@@ -94,7 +94,7 @@ async def test_a_wrong_password_is_named_without_showing_it(
         await bus.stop()
     messages = [record.message for record in caplog.records if "shared state" in record.message]
     assert [line.split(" redis://")[0] for line in messages] == [
-        "shared state: no Redis at",
+        "shared state: the Redis server at",
         "shared state: connected again to Redis at",
     ]
     assert not any("hunter2" in line or "right-one" in line for line in messages)

@@ -85,7 +85,7 @@ def make(name: str, wire: InprocWire, pace: float = 1.0) -> Transport:
         from kvtransfer.transports.rdma.transport import Rdma
 
         return Rdma(options=RdmaOptions(setup_s=max(RdmaOptions().setup_s, 1.25 * pace)))
-    raise ValueError(f"no transport is called {name}")
+    raise ValueError(f"there is no KV transport named {name}")
 
 
 _MAKING = threading.Lock()

@@ -34,7 +34,7 @@ def edges(kind: inspect.Type, rng: Random) -> list[Any]:
             return [None]
         case inspect.StructType():
             return [parameters(kind.cls, rng)]
-    raise AssertionError(f"{kind} is new here")
+    raise AssertionError(f"no extreme values are defined for policy parameters of the type {kind}")
 
 
 def parameters(kind: type[msgspec.Struct], rng: Random) -> dict[str, Any]:
@@ -59,4 +59,6 @@ def builds(
             built.append(build(name, parameters(kind, rng)))
         if len(built) == 12:
             return built
-    raise AssertionError(f"{name} takes hardly anything: {len(built)} of 2000")
+    raise AssertionError(
+        f"the parameter type {name} accepts too few of the generated values: {len(built)} of 2000"
+    )

@@ -13,14 +13,17 @@ from gateway.cli.main import app
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (("--port", "65535", "--groups", "2"), "--port 65535: 2 groups need ports up to 65536"),
+        (
+            ("--port", "65535", "--groups", "2"),
+            "--port 65535: 2 groups need ports up to 65536, which do not exist",
+        ),
         (("--port", "70000"), "65535"),
         (("--port", "0", "--kv-port", "80000"), "65535"),
         (("--port", "0", "--kv-port", "65530", "--groups", "9"), "--kv-port 65530"),
         (("--port", "0", "--bootstrap-port", "65535", "--groups", "2"), "--bootstrap-port 65535"),
-        (("--port", "0", "--speed", "fast"), "speed 'fast'"),
-        (("--port", "0", "--speed", "-1"), "speed '-1'"),
-        (("--port", "0", "--speed", "nan"), "speed 'nan'"),
+        (("--port", "0", "--speed", "fast"), "not 'fast'"),
+        (("--port", "0", "--speed", "-1"), "not '-1'"),
+        (("--port", "0", "--speed", "nan"), "not 'nan'"),
         (("--port", "0", "--dialect", "vllm_nixl", "--handoff-timeout", "-1"), "-1"),
         (("--port", "0", "--dialect", "vllm_nixl", "--kv-lease", "nan"), "lease"),
         (("--port", "0", "--dialect", "vllm_nixl", "--engine-version", "newest"), "newest"),
@@ -50,7 +53,7 @@ def test_a_port_of_a_half_that_is_taken_exits_1(options: tuple[str, ...]) -> Non
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [
-        (["--kv-tls", ""], "needs a directory"),
+        (["--kv-tls", ""], "must be the path of a directory"),
         (["--kv-tls", "/no/such"], "/no/such/tls.crt"),
         (["--kv-tls", "x", "--kv-transport", "shm"], "not shm"),
     ],

@@ -28,7 +28,7 @@ def test_names_are_stable() -> None:
 def test_an_unknown_name_is_answered_with_the_nearest() -> None:
     with pytest.raises(
         PolicyConfigError,
-        match=r"unknown policy 'least_load'.*did you mean 'least_loaded'.*known: round",
+        match=r"unknown routing policy 'least_load'.*did you mean 'least_loaded'.*known: round",
     ) as wrong:
         registry.build("least_load", {})
     assert wrong.value.param is None

@@ -156,7 +156,7 @@ async def test_a_pin_is_a_version_too() -> None:
     assert (outcome.result, harness.target.version) == ("applied", 2)
     pool = await harness.compare()
     assert (pool["pinned"], pool["decision"]["action"]) == (True, "advise")
-    with pytest.raises(UnknownPoolError, match="no pool 'other'"):
+    with pytest.raises(UnknownPoolError, match="no pool named 'other'"):
         await harness.controller.set_pin("other", is_pinned=True)
 
 

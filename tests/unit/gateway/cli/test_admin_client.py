@@ -222,5 +222,5 @@ def test_the_path_of_the_admin_url_precedes_every_request() -> None:
 
 @pytest.mark.parametrize("url", ["http://127.0.0.1:8081/?x=1", "http://127.0.0.1:8081/#status"])
 def test_an_admin_url_with_a_query_or_fragment_is_refused(url: str) -> None:
-    with pytest.raises(typer.BadParameter, match="is not a URL like"):
+    with pytest.raises(typer.BadParameter, match="is not a valid URL; an example is"):
         AdminClient(AdminAddress(url), None)

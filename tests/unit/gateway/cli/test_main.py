@@ -179,7 +179,7 @@ def test_serve_names_an_access_log_that_cannot_be_written(
         f"{ENGINES}observability: {{access_log: {tmp_path / 'no' / 'a.log'}}}\n"
     )
     assert runner.invoke(main.app, ["serve", "--config", str(tmp_path / "g.yaml")]).exit_code == 1
-    assert "cannot start: observability.access_log: " in caplog.text
+    assert "the gateway cannot start: observability.access_log: " in caplog.text
     assert "a.log" in caplog.text
 
 
@@ -197,7 +197,7 @@ def test_serve_names_the_key_of_an_address_it_cannot_bind(
         main.app, ["serve", "--config", str(tmp_path / "g.yaml"), "--workers", workers]
     )
     assert result.exit_code == 1
-    assert f": listeners.{listener}, http://192.0.2.1:{port}: " in caplog.text
+    assert f"cannot listen on listeners.{listener}, http://192.0.2.1:{port}: " in caplog.text
 
 
 def test_serve_names_a_port_in_use_and_the_option_to_change_it(

@@ -56,10 +56,10 @@ def test_no_error_shows_the_value_of_a_reference() -> None:
     [
         (b"", (1, 1), "is empty"),
         (b"# only a comment\n", (1, 1), "is empty"),
-        (b"version: 1\nname: \xff\n", (2, 7), "is not UTF-8 text"),
+        (b"version: 1\nname: \xff\n", (2, 7), "the configuration is not UTF-8 text"),
         (b"version: 1\nname: a\x00b\n", (2, 8), "a character that YAML does not allow"),
-        (b"- " * 3000, (1, 1), "is nested too deeply"),
-        (b"[" * 100_000, (1, 1), "is nested too deeply"),
+        (b"- " * 3000, (1, 1), "the configuration is nested too deeply"),
+        (b"[" * 100_000, (1, 1), "the configuration is nested too deeply"),
         (b"#" * (MAX_FILE_BYTES + 1), (1, 1), "is larger than 1 MiB"),
         (b"a: &x [*x]\n", (1, 4), "an alias contains itself"),
     ],
@@ -81,8 +81,9 @@ def test_an_alias_bomb_is_rejected_quickly() -> None:
 
 
 def test_a_missing_file_is_reported_by_name(tmp_path: Path) -> None:
-    assert f"{tmp_path / 'none.yaml'}:1:1 cannot be read: No such file" in str(
-        refusal(tmp_path / "none.yaml")
+    assert (
+        f"{tmp_path / 'none.yaml'}:1:1 the configuration file cannot be read: No such file"
+        in str(refusal(tmp_path / "none.yaml"))
     )
 
 

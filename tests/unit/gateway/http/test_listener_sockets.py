@@ -95,13 +95,13 @@ def test_sockets_of_another_process_are_ignored(two: tuple[socket.socket, socket
 def test_a_socket_that_does_not_listen_is_an_error() -> None:
     with (
         socket.socket() as idle,
-        pytest.raises(ActivationError, match="descriptor 3 is not a listening TCP socket"),
+        pytest.raises(ActivationError, match="is not a listening TCP socket"),
     ):
         assigned_ports("api", idle)
 
 
 def test_three_sockets_without_names_are_an_error(two: tuple[socket.socket, socket.socket]) -> None:
-    with pytest.raises(ActivationError, match="there are 3 sockets"):
+    with pytest.raises(ActivationError, match="passed 3 sockets"):
         assigned_ports("", *two, two[0])
 
 

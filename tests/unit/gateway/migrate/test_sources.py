@@ -244,13 +244,13 @@ def test_different_secrets_get_different_variables() -> None:
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("echo hello", "give its kind with --from: vllm-router"),
-        ("just: yaml", "give its kind with --from: vllm-router"),
+        ("echo hello", "name the router with --from: vllm-router"),
+        ("just: yaml", "name the router with --from: vllm-router"),
         ("vllm-router --policy nothing --worker-urls http://e:1", "not a policy"),
         ("vllm-router --port x --worker-urls http://e:1", "whole number"),
         ("vllm-router --policy random", "no engines"),
         ("vllm-router --worker-urls grpc://e:1", "no engines"),
-        ("litellm --config config.yaml", "give its path"),
+        ("litellm --config config.yaml", "give the path of the file"),
         ("model_list: 3", "no model_list"),
         ("model_list: [{model_name: x, litellm_params: {model: bedrock/x}}]", "no deployment"),
         ("kind: EndpointPickerConfig", "no plugins"),

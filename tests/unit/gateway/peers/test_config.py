@@ -22,10 +22,10 @@ def refused(text: str) -> str:
 @pytest.mark.parametrize(
     ("url", "why"),
     [
-        ("http://a:6379", "is not the URL of a Redis"),
+        ("http://a:6379", "the form redis://host:6379"),
         ("redis://me:secret@a", "must not contain a user or password"),
-        ("redis://a/x", "must be only scheme, host, port and database"),
-        ("redis://a:99999", "has no valid port"),
+        ("redis://a/x", "must consist of scheme, host, port and database"),
+        ("redis://a:99999", "have a valid port"),
     ],
 )
 def test_a_url_that_is_not_redis_or_contains_a_secret_is_rejected(url: str, why: str) -> None:
@@ -35,7 +35,7 @@ def test_a_url_that_is_not_redis_or_contains_a_secret_is_rejected(url: str, why:
 
 
 def test_a_short_or_missing_key_is_rejected() -> None:
-    assert "shorter than 16 characters" in refused(
+    assert "least 16 characters" in refused(
         "shared: {redis: {url: 'redis://a'}, key: '${SHORT:-abc}'}\n"
     )
     assert "key" in refused("shared: {redis: {url: 'redis://a'}}\n")

@@ -48,7 +48,7 @@ def read_once(body: bytes) -> dict[str, Any]:
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         result = dict(pairs)
         if len(result) != len(pairs):
-            raise ValueError(f"a member stands twice in {[name for name, _ in pairs]}")
+            raise ValueError(f"a member occurs twice in {[name for name, _ in pairs]}")
         return result
 
     read: dict[str, Any] = json.loads(body, object_pairs_hook=once)

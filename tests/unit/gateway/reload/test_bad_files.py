@@ -134,7 +134,7 @@ ELSEWHERE = frozenset({"version", "pool", "- name", "url", "role", "policy", "ch
 """Keys whose mistakes may be reported at the keys that depend on them."""
 
 OPTIONAL = frozenset({"context_tokens", "name"})
-"""Keys that may be empty."""
+"""Configuration keys whose value may be empty."""
 
 MOST_OF_A_KIND = 11
 

@@ -175,7 +175,7 @@ async def test_a_missing_or_truncated_file_leaves_the_old_configuration(tmp_path
     async with running(tmp_path) as harness:
         harness.file.unlink()
         await harness.hears(
-            "rejected gateway.yaml:1:1 cannot be read: No such file or directory. Still serving v1."
+            "rejected gateway.yaml:1:1 the configuration file cannot be read: No such file or directory. Still serving v1."
         )
         harness.write(harness.text()[:250])
         await harness.hears("rejected gateway.yaml:")

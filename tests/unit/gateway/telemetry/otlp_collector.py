@@ -13,10 +13,8 @@ from aiohttp import web
 class Collector:
     """A running OpenTelemetry collector.
 
-    `spans` has the received spans, with attributes as a plain mapping. `spans` has the received
-    spans, with attributes as a plain mapping.
-
-    `url` is its address for the configuration.
+    spans  the received spans, with attributes as a plain mapping
+    url    address of the collector, for the configuration
     """
 
     def __init__(self) -> None:

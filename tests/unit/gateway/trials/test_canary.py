@@ -127,8 +127,11 @@ async def test_a_canary_serves_its_sessions_is_compared_and_promoted_by_a_reload
 async def test_an_invalid_canary_is_rejected_with_its_place(tmp_path: Path) -> None:
     async with running(tmp_path) as harness:
         for part, words in (
-            ("{policy: round_robin}", "needs either percent or tenants"),
-            ("{policy: round_robin, percent: 5, tenants: [a]}", "needs either percent or tenants"),
+            ("{policy: round_robin}", "needs exactly one of percent and tenants"),
+            (
+                "{policy: round_robin, percent: 5, tenants: [a]}",
+                "needs exactly one of percent and tenants",
+            ),
             ("{policy: round_robin, percent: 100}", "percent"),
             ("{policy: rund_robin, percent: 5}", 'did you mean "round_robin"?'),
             ("{policy: round_robin, tenants: [nobody]}", "there is no tenant 'nobody'"),

@@ -144,7 +144,7 @@ def test_a_valid_certificate_is_not_replaced_by_an_expired_one(
     authority.issue("server", "localhost", expired=True)
     follow()
     assert tls_listener.not_after == before
-    assert "cannot be used: the certificate has expired" in caplog.text
+    assert "the certificate in use is kept: the new certificate has expired" in caplog.text
 
 
 @pytest.mark.usefixtures("good")
@@ -165,7 +165,7 @@ def test_files_with_other_content_are_errors(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("good")
 def test_unknown_ciphers_are_an_error(tmp_path: Path) -> None:
     result = problems(written(tmp_path, more="      ciphers: NONE-SUCH\n"))
-    assert result == ["7:16 listeners.api.tls.ciphers has no cipher that OpenSSL knows"]
+    assert result == ["7:16 listeners.api.tls.ciphers none of the ciphers is known to OpenSSL"]
 
 
 @pytest.mark.usefixtures("good")
@@ -260,5 +260,5 @@ def test_tls_of_an_endpoint_needs_an_https_url(tmp_path: Path) -> None:
         "      - {url: 'http://a', tls: {verify: false}}\n"
     )
     assert problems(file) == [
-        "5:9 pools.main.endpoints[0] tls needs a url that begins with https://"
+        "5:9 pools.main.endpoints[0] tls requires a url that begins with https://"
     ]

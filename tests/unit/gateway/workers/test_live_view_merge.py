@@ -116,7 +116,7 @@ async def test_no_total_falls_when_a_worker_ends_or_does_not_respond() -> None:
 
 async def test_no_worker_is_an_error() -> None:
     none, _ = watch()
-    with pytest.raises(LookupError, match="no worker responds"):
+    with pytest.raises(LookupError, match="no worker process responds"):
         await none.take_sample(None)
 
 

@@ -49,4 +49,4 @@ def test_any_other_value_is_an_error_that_names_both(text: bytes) -> None:
     with pytest.raises(ConfigError) as caught:
         load_text(b"version: 1\nworkers: " + text + b"\n" + POOL, "g.yaml", {})
     (problem,) = caught.value.problems
-    assert "a number from 1 to 64, or auto" in str(problem)
+    assert "must be from 1 to 64, or auto" in str(problem)

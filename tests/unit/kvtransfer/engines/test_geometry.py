@@ -85,11 +85,11 @@ def test_a_latent_cache_has_one_row_per_token_on_every_rank() -> None:
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"backend": "TURBOQUANT"}, "TURBOQUANT puts its cache is not known"),
-        ({"backend": "CPU_MLA", "latent": True}, "CPU_MLA puts its cache is not known"),
+        ({"backend": "TURBOQUANT"}, "TURBOQUANT is unknown; known"),
+        ({"backend": "CPU_MLA", "latent": True}, "CPU_MLA is unknown; known"),
         ({"dtype": "nvfp4"}, "type nvfp4"),
-        ({"dtype": "fp8_per_token_head"}, "place of CPU_ATTN's scales"),
-        ({"cell_bytes": 72}, "72 bytes, and 64 are explained"),
+        ({"dtype": "fp8_per_token_head"}, "backend CPU_ATTN stores its scales"),
+        ({"cell_bytes": 72}, "72 bytes, but 64 bytes are expected"),
         ({"order": "NHBLC"}, "is not a valid KvOrder"),
         ({"order": "LBNHC"}, "content pages is not possible"),
         ({"page_format": ""}, "page_format must be"),
@@ -122,7 +122,7 @@ def test_memory_that_is_not_where_the_layout_says_is_refused() -> None:
         [first, second._replace(shape=(9, 2, 8, 32))],
         [first, second._replace(address=second.address + 64)],
     ):
-        with pytest.raises(UnsupportedCache, match=r"layer \d is|1 layers have"):
+        with pytest.raises(UnsupportedCache, match=r"layer \d has the shape|1 layers have"):
             find_memory(layout, wrong)
 
 

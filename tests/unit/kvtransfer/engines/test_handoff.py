@@ -165,7 +165,7 @@ def test_every_rank_has_a_ticket_and_a_missing_worker_is_refused() -> None:
     handoff = open_handoff(KEY, offered(source)[MEMBER])
     assert [item.address for item in handoff.sources] == ["127.0.0.1:900", "127.0.0.1:901"]
     assert len({item.ticket for item in handoff.sources}) == 2
-    with pytest.raises(ValueError, match="1 workers of 2"):
+    with pytest.raises(ValueError, match="1 of 2 workers"):
         source.set_workers(
             [WorkerAddress("a:1", "p0", EPOCH)], KvLayout(**{**_fields(LAYOUT), "tp": 2})
         )

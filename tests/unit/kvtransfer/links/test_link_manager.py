@@ -156,7 +156,7 @@ def test_a_peer_whose_lanes_come_and_go_does_not_fill_the_log(
         first.lanes.append(lane)
         board.drop_link(lane.link, EndReason.LINK_LOST, "gone")
         board._clock.call_at.call_args.args[1]()  # type: ignore[attr-defined]
-    assert caplog.text.count("a lane to") == 3
+    assert caplog.text.count("a lane (parallel link) to") == 3
 
 
 def up(board: LinkManager, session: LinkSession, dialling: DialRequest | None = None) -> PeerLink:

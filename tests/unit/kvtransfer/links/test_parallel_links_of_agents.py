@@ -136,7 +136,7 @@ async def test_a_lane_of_an_unknown_link_is_refused_and_the_link_survives(
     set_lane_owner(monkeypatch, lambda session: session.greeting if itself else b"x" * 16)
     async with groups("lanes", SMALL, SMALL) as (source, sink):
         await transfer_one(source, sink, "a")
-        await until(lambda: caplog.text.count("a lane to") == 3)
+        await until(lambda: caplog.text.count("a lane (parallel link) to") == 3)
         await asyncio.sleep(0.2)
         assert source.agent.stats()["refused"] == {EndReason.LINK_LOST: 3}
         for side in (source, sink):
@@ -224,7 +224,7 @@ async def test_any_other_message_on_a_lane_closes_it(caplog: pytest.LogCaptureFi
     async with with_lanes() as (source, sink):
         first_of(source).lanes[0].send(StopTransfer(1, EndReason.CANCELLED))
         await until(lambda: sink.agent.stats()["faults"] == {"protocol": 1})
-        await until(lambda: "failed: StopTransfer on a lane" in caplog.text)
+        await until(lambda: "failed: a StopTransfer message arrived on a lane" in caplog.text)
         await until_lanes(sink, LANES - 1)
         await transfer_one(source, sink, "b")
 
@@ -244,7 +244,7 @@ async def test_an_unused_lane_that_is_lost_is_redialled_and_the_link_survives(
         for side in (source, sink):
             await until(lambda side=side: gone not in lanes_of(first_of(side).link))
             await until_lanes(side, LANES - 1)
-        await until(lambda: caplog.text.count("a lane to") == 2)  # at both ends
+        await until(lambda: caplog.text.count("a lane (parallel link) to") == 2)  # at both ends
         offer.mark_ready(SMALL.layers)
         assert (await asyncio.wait_for(landing.wait_ended(), PATIENCE_S)).has_landed
 

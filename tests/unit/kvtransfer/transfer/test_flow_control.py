@@ -38,9 +38,9 @@ def test_a_transfer_that_ends_returns_its_credit() -> None:
 def test_a_peer_cannot_give_back_what_it_was_not_sent(n_bytes: int) -> None:
     credits = SendCredits(100)
     credits.take(1, 30)
-    with pytest.raises(ValueError, match="30 were in flight"):
+    with pytest.raises(ValueError, match="only 30 bytes were in flight"):
         credits.put_back(1, n_bytes)
-    with pytest.raises(ValueError, match="0 were in flight"):
+    with pytest.raises(ValueError, match="only 0 bytes were in flight"):
         credits.put_back(2, 1)
 
 

@@ -45,7 +45,7 @@ def test_no_run_is_written_twice(again: tuple[int, int]) -> None:
     arrivals = ReceiveTracker(PLAN)
     arrivals.begin(0, 0, 0, 2, 2 * RUN)
     arrivals.land(0, 0, 0, 2)
-    with pytest.raises(WindowError, match="came before"):
+    with pytest.raises(WindowError, match="arrived before"):
         arrivals.begin(0, 0, *again, again[1] * RUN)
     arrivals.begin(0, 0, 2, 2, 2 * RUN)
 
@@ -64,21 +64,21 @@ def test_no_run_is_written_twice(again: tuple[int, int]) -> None:
 def test_a_window_that_is_not_in_the_plan_is_refused(
     window: tuple[int, int, int, int, int],
 ) -> None:
-    with pytest.raises(WindowError, match="no such window"):
+    with pytest.raises(WindowError, match="a received window"):
         ReceiveTracker(PLAN).begin(*window)
 
 
 def test_a_window_of_another_size_is_refused() -> None:
-    with pytest.raises(WindowError, match="but the plan"):
+    with pytest.raises(WindowError, match="of the planned"):
         ReceiveTracker(PLAN).begin(0, 0, 0, 1, RUN - 1)
 
 
 def test_only_what_has_begun_can_land_and_only_once() -> None:
     arrivals = ReceiveTracker(PLAN)
-    with pytest.raises(WindowError, match="was not begun"):
+    with pytest.raises(WindowError, match="were not begun"):
         arrivals.land(0, 0, 0, 1)
     arrivals.begin(0, 0, 0, 1, RUN)
     arrivals.land(0, 0, 0, 1)
-    with pytest.raises(WindowError, match="was not begun"):
+    with pytest.raises(WindowError, match="were not begun"):
         arrivals.land(0, 0, 0, 1)
     assert arrivals.n_bytes == RUN

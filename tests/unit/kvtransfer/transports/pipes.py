@@ -27,7 +27,7 @@ TRUSTED = FrameLimits(header_bytes=4 << 20)
 KEY = bytes(range(32))
 
 current_pump: PumpFunctions | None = None
-"""What moves the bytes of a pipe; None: Python."""
+"""The native pump that moves the bytes of a pipe; None: they are moved by Python code."""
 
 
 @dataclass

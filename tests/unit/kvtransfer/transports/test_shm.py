@@ -161,7 +161,7 @@ def test_no_descriptor_is_accepted_from_an_unproven_peer() -> None:
     with dialled(proven=False) as stranger:
         rights = array.array("i", [stranger.memory.fd or 0])
         stranger.sock.sendmsg([b"x"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)])
-        assert "unexpected descriptors" in stranger.lost()
+        assert "file descriptors that were not expected" in stranger.lost()
 
 
 def test_regions_are_shared_once(source: Source) -> None:
@@ -172,13 +172,13 @@ def test_regions_are_shared_once(source: Source) -> None:
 
 def test_a_window_of_memory_that_was_never_shared_ends_the_link(source: Source) -> None:
     source.announce(0)
-    assert "not shared" in source.lost()
+    assert "whose memory it does not share" in source.lost()
 
 
 def test_a_window_of_another_size_than_planned_ends_the_link(source: Source) -> None:
     source.share(source.memory.fd or 0)
     source.announce(0, head=WindowHead(1, 0, 0, 0, 2, 3101))
-    assert "but the plan has" in source.lost()
+    assert "bytes are planned" in source.lost()
     assert not source.sink_region.bytes.any()
 
 
@@ -192,7 +192,7 @@ def test_runs_beyond_either_region_are_never_followed(
     )
     source.share(source.memory.fd or 0)
     source.announce(0, head=WindowHead(1, 0, 0, 0, 1, 6))
-    assert "exceeds its region" in source.lost()
+    assert "exceeds its memory region" in source.lost()
 
 
 def test_another_users_process_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,7 +200,7 @@ def test_another_users_process_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
     end.start(Owner(), [])
     address = other.start(Owner(), [])
     monkeypatch.setattr("kvtransfer.transports.shm.os.getuid", lambda: 12_345)
-    with pytest.raises(TransportError, match="belongs to user"):
+    with pytest.raises(TransportError, match="belongs to another user"):
         end.dial(address)
     end.close()
     other.close()
@@ -295,6 +295,8 @@ def test_a_machine_whose_policy_denies_such_sockets_has_no_shm(
 ) -> None:
     denied = Mock(bind=Mock(side_effect=PermissionError(errno.EACCES, "Permission denied")))
     monkeypatch.setattr("kvtransfer.transports.shm._socket", lambda: denied)
-    with pytest.raises(TransportError, match=r"shm cannot listen: .*Permission denied"):
+    with pytest.raises(
+        TransportError, match=r"the transport shm cannot listen: .*Permission denied"
+    ):
         Shm().start(Owner(), [])
     denied.close.assert_called_once_with()

@@ -117,7 +117,7 @@ def test_a_job_answers_with_estimates_and_says_which_pools_failed(
     )
     (estimate,) = answer.estimates
     assert (estimate.pool, estimate.requests) == ("main", len(lines))
-    assert answer.failed == {"empty": f"the access log {log} contains no request for the pool"}
+    assert answer.failed == {"empty": f"the access log {log} contains no request for this pool"}
     assert answer.cpu_s > 0
 
 

@@ -63,8 +63,8 @@ def test_other_shapes_end_with_3_and_name_the_measures(tmp_path: Path) -> None:
     ("text", "message"),
     [
         ("version: 1\n", "has no section sized_for"),
-        ("sized_for: {a: {}, b: {}}\n", "no pool ''; valid: a, b"),
-        ("sized_for: {a: {prompt: [1]}}\n", "sized_for.prompt is no list of 21 numbers"),
+        ("sized_for: {a: {}, b: {}}\n", "no pool ''; its pools: a, b"),
+        ("sized_for: {a: {prompt: [1]}}\n", "sized_for.prompt must be a list of 21 numbers"),
         ("sized_for: [", "gateway.yaml"),
     ],
 )

@@ -126,13 +126,13 @@ def test_faults_classes_admission_and_retries_go_together(trace: Path, tmp_path:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("--policy", "magic"), "unknown policy 'magic'"),
+        (("--policy", "magic"), "unknown routing policy 'magic'"),
         (("--fleet", "F9"), "unknown fleet 'F9'"),
         (("--admission", "magic"), "unknown admission 'magic'"),
         (("--rate", "fast"), "list of numbers"),
         (("--rate", "1", "--users", "3"), "exclude each other"),
-        (("--slo", "ttft=soon"), "not a time"),
-        (("--faults", "flood"), "is not a fault"),
+        (("--slo", "ttft=soon"), "is not a valid time"),
+        (("--faults", "flood"), "is not a valid fault"),
         (("--capacity", "100"), "below 100"),
         (("--report", "no/such/directory/page.html"), "cannot be written"),
     ],

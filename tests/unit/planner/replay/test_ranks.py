@@ -130,7 +130,7 @@ def test_a_slow_engine_slows_all_of_its_ranks(choice: RankChoice) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"ep": 1, "dp": 8}, "two forms of the same ranks"),
+        ({"ep": 1, "dp": 8}, "two ways to give the same ranks"),
         ({"role": Role.PREFILL}, "role both"),
         ({"pp": 2}, "neither pp nor cp"),
         ({"ranks": 0}, "ranks must be positive"),

@@ -115,7 +115,10 @@ def test_a_gpu_of_ones_own_is_a_file(tmp_path: Path) -> None:
     file.write_text(json.dumps(members))
     assert "lacks link_gb_s, nic_gb_s" in run("llama-3.1-70b", "--gpu", str(file)).stderr
     file.write_text(json.dumps(members | {"link_gb_s": 0, "nic_gb_s": 50}))
-    assert "link_gb_s of the GPU is 0" in run("llama-3.1-70b", "--gpu", str(file)).stderr
+    assert (
+        "link_gb_s of the user-defined GPU must be"
+        in run("llama-3.1-70b", "--gpu", str(file)).stderr
+    )
 
 
 @pytest.mark.parametrize("model", ["llama-3.1-70b", "deepseek-v3", "llama-3.1-405b"])
@@ -157,36 +160,42 @@ def test_each_target_is_emitted_alone(target: str, part: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["abacus"], "unknown model 'abacus': known are demo-8b, llama-3.1-8b,"),
+        (["abacus"], "unknown model 'abacus'; known models: demo-8b, llama-3.1-8b,"),
         (["missing.json"], "cannot read missing.json: No such file"),
-        (["llama-3.1-70b", "--gpus", "0"], "--gpus 0; valid: 1 and more"),
-        (["llama-3.1-70b", "--gpu", "x1"], "unknown GPU 'x1': known are a100, h100,"),
-        (["llama-3.1-70b", "--gpu", ","], "--gpu is empty; valid: a100"),
+        (["llama-3.1-70b", "--gpus", "0"], "--gpus must be at least 1, not 0"),
+        (["llama-3.1-70b", "--gpu", "x1"], "unknown GPU 'x1'; known GPUs: a100, h100,"),
+        (["llama-3.1-70b", "--gpu", ","], "--gpu must not be empty; valid: a100"),
         (["llama-3.1-70b", "--rate", "1", "--concurrency", "2"], "contradict each other"),
-        (["llama-3.1-70b", "--context", "1k"], "shorter than --in 2,000 plus --out 200; valid:"),
-        (["llama-3.1-70b", "--context", "1m"], "more than the model's 131,072 tokens"),
+        (["llama-3.1-70b", "--context", "1k"], "--context must be at least 2,200"),
+        (["llama-3.1-70b", "--context", "1m"], "the model's maximum of 131,072 tokens"),
         (["llama-3.1-70b", "--tpot", "fast"], "--tpot: 'fast' is not a time above zero; valid:"),
         (["llama-3.1-70b", "--in", "-3"], "--in: '-3' is not a number of tokens; valid: 8192, 8k"),
-        (["llama-3.1-70b", "--cached", "2"], "--cached 2; valid: 0 to 0.999"),
+        (["llama-3.1-70b", "--cached", "2"], "--cached must be from 0 to 0.999"),
         (["llama-3.1-70b", "--quant", "int3"], "unknown --quant 'int3'; valid: auto, bf16, fp8"),
         (["deepseek-v3", "--gpu", "h200", "--quant", "bf16"], "are quantised; valid: auto, fp8"),
         (["llama-3.1-70b", "--kv-dtype", "x"], "unknown --kv-dtype 'x'; valid: bf16, fp8"),
-        (["llama-3.1-70b", "--price", "free"], "--price 'free'; valid: 2.5, or h100=2.5"),
-        (["llama-3.1-70b", "--domain", "0"], "--domain 0; valid: 1 and more"),
-        (["llama-3.1-70b", "--best-effort"], "--best-effort without a promise; valid:"),
-        (["llama-3.1-70b", "--promise", "chat"], "--promise 'chat'; valid: chat:ttft=1s"),
-        (["llama-3.1-70b", "--promise", "c:ttft=1s,p=1"], "p is a percentile; valid: 50 to"),
+        (["llama-3.1-70b", "--price", "free"], "--price 'free' is invalid"),
+        (["llama-3.1-70b", "--domain", "0"], "--domain must be at least 1, not 0"),
+        (["llama-3.1-70b", "--best-effort"], "--best-effort requires a promise"),
+        (
+            ["llama-3.1-70b", "--promise", "chat"],
+            "--promise 'chat' is invalid; an example is chat:ttft=1s",
+        ),
+        (
+            ["llama-3.1-70b", "--promise", "c:ttft=1s,p=1"],
+            "is invalid: the percentile p must be from 50 to",
+        ),
         (
             ["llama-3.1-70b", "--promise", "c:ttft=1s", "--promise", "c:tpot=1s"],
             "names a class twice: c, c",
         ),
-        (["llama-3.1-70b", "--emit", "helmet"], "unknown target 'helmet'; valid: vllm, sglang"),
+        (["llama-3.1-70b", "--emit", "helmet"], "unknown --emit 'helmet'; valid: vllm, sglang"),
         (
             [str(MODELS / "gpt-oss-120b.json"), "--gpu", "h200", "--emit", "mock"],
-            "mock groups have a built-in model",
+            "mock groups need a built-in model",
         ),
-        (["llama-3.1-70b", "--ladder", "0"], "--ladder 0; valid: 1 to 4096"),
-        (["llama-3.1-405b", "--gpus", "4"], "needs TP 4 x PP"),
+        (["llama-3.1-70b", "--ladder", "0"], "--ladder must be from 1 to 4096, not 0"),
+        (["llama-3.1-405b", "--gpus", "4"], "(TP 4 x PP 2)"),
     ],
 )
 def test_wrong_input_is_one_line_that_says_what_is_valid(
@@ -202,7 +211,7 @@ def test_wrong_input_is_one_line_that_says_what_is_valid(
 def test_a_file_that_is_not_json_or_lacks_members_is_named(tmp_path: Path) -> None:
     file = tmp_path / "config.json"
     file.write_text("{")
-    assert "is not JSON" in run(str(file)).stderr
+    assert "is not valid JSON" in run(str(file)).stderr
     file.write_text('{"num_hidden_layers": 2}')
     assert "lacks hidden_size, num_attention_heads, vocab_size" in run(str(file)).stderr
 
@@ -248,9 +257,9 @@ def test_a_log_that_cannot_be_replayed_is_refused_in_one_line(tmp_path: Path) ->
     result = run(*HARBOR, "--from", str(file))
     assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
     trace = MODELS.parent / "mooncake_conversation_1500.jsonl.gz"
-    assert "'x' is not a time" in run(*HARBOR, "--from", str(trace), "--last", "x").stderr
+    assert "'x' is not a valid time" in run(*HARBOR, "--from", str(trace), "--last", "x").stderr
     own = run(str(MODELS / "llama-3.1-8b.json"), "--from", str(trace), "--last", "1m")
-    assert "--from replays built-in models" in own.stderr
+    assert "--from needs a built-in model" in own.stderr
 
 
 def test_a_plan_with_pipeline_stages_is_replayed_and_emitted_for_mocks() -> None:

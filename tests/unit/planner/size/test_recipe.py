@@ -196,7 +196,7 @@ def test_too_few_gpus_are_a_shortfall_with_the_rate_that_they_carry() -> None:
 
 def test_too_few_gpus_for_one_replica_are_refused_with_what_is_valid() -> None:
     work = Workload(6000, 200, 8192, concurrency=8.0)
-    with pytest.raises(SizingError, match=r"valid: --gpus 16 and more"):
+    with pytest.raises(SizingError, match=r"give --gpus 16 or more"):
         planned("llama-3.1-405b", work, gpus=8, quant="bf16")
 
 

@@ -43,7 +43,7 @@ def test_replicas_hold_the_load_and_one_less_does_not(load: float, ceiling: int)
 
 
 def test_a_replica_that_holds_nothing_is_refused_instead_of_bought_without_end() -> None:
-    with pytest.raises(ValueError, match="at least one request, not 0"):
+    with pytest.raises(ValueError, match="at least one request at a time, not 0"):
         replicas_for(10, 0)
 
 

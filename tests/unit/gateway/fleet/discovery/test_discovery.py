@@ -100,10 +100,10 @@ async def test_an_invalid_discovery_section_is_rejected_with_its_place(tmp_path:
             ("{dns: 'a:1', file: b}", "one of dns, file and kubernetes"),
             ("{dns: nowhere}", "host:port"),
             ("{kubernetes: {service: UPPER}}", "service"),
-            ("{dns: 'a:1', endpoint: {bootstrap: 'a:8998'}}", "write ':8998' for that port"),
+            ("{dns: 'a:1', endpoint: {bootstrap: 'a:8998'}}", "write ':8998' for this port"),
             (
                 "{kubernetes: {service: a}, endpoint: {bootstrap: 'a:8998'}}",
-                "write ':8998' for that port",
+                "write ':8998' for this port",
             ),
             ("{file: a, endpoint: {bootstrap: ':port'}}", "host:port"),
         ):
@@ -154,8 +154,8 @@ async def test_a_discovered_endpoint_is_ignored_while_another_has_its_name(
     for _ in range(2):
         assert names(roster, config) == [("b", "http://h:3"), ("a", "http://h:1")]
     assert [spec.getMessage() for spec in caplog.records] == [
-        "pool x: http://h:2 is ignored: another endpoint is already named a",
-        "pool y: http://h:4 is ignored: another endpoint is already named b",
+        "service discovery: pool x: the endpoint http://h:2 is ignored, because another endpoint is already named a",
+        "service discovery: pool y: the endpoint http://h:4 is ignored, because another endpoint is already named b",
     ]
     roster.discovered["x"] = (one,)
     assert names(roster, config) == [("b", "http://h:4"), ("a", "http://h:1")], (

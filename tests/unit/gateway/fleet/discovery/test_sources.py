@@ -150,7 +150,8 @@ async def test_the_last_known_endpoints_stay_when_the_file_is_deleted(
             listings.append(urls(listing))  # noqa: PERF401  # what was said before the end counts
     assert listings == [["http://127.0.0.1:9001"]]
     assert [
-        f"{file} cannot be read; its last known endpoints stay" in line for line in caplog.messages
+        f"the file {file} cannot be read, so its last known endpoints stay" in line
+        for line in caplog.messages
     ] == [True]
 
 
@@ -315,10 +316,8 @@ async def test_a_failing_api_server_is_logged_once_per_outage(
             {"metadata": {"resourceVersion": "6"}, "items": [piece("b", 6, "10.0.0.2")]}
         )
         assert [len(listings) for listings in await first(source, 4)] == [1, 2, 1, 2]
-        assert [
-            line for line in caplog.messages if line.startswith("EndpointSlices of engines: ")
-        ] == [
-            f"EndpointSlices of engines: the API server answers {status}; the last known endpoints stay"
+        assert [line for line in caplog.messages if "EndpointSlices of engines" in line] == [
+            f"service discovery: the EndpointSlices of engines cannot be read: the Kubernetes API server responds with status {status}; the last known endpoints stay"
             for status in (500, 503)
         ]
 
@@ -334,10 +333,10 @@ async def test_a_watch_that_fails_after_an_event_is_logged_again(
         server.watches = [503, heard, 503, says(event("ADDED", piece("c", 7, "10.0.0.3")))]
         assert [len(listings) for listings in await first(source, 3)] == [1, 2, 3]
         assert [
-            line.partition("; ")[0] for line in caplog.messages if line.startswith("EndpointSlices")
+            line.partition("; ")[0] for line in caplog.messages if "EndpointSlices" in line
         ] == [
-            "EndpointSlices of engines: the API server answers 503",
-            "EndpointSlices of engines: the API server ended the watch with status 500",
+            "service discovery: the EndpointSlices of engines cannot be read: the Kubernetes API server responds with status 503",
+            "service discovery: the EndpointSlices of engines cannot be read: the API server ended the watch with status 500",
         ]
 
 

@@ -75,7 +75,7 @@ def test_a_description_without_a_usable_source_is_explained(
 
 
 def test_replay_without_a_publisher_is_refused() -> None:
-    with pytest.raises(ValueError, match="need publisher"):
+    with pytest.raises(ValueError, match="require publisher"):
         KvEvents(replay=":5558")
 
 

@@ -110,7 +110,7 @@ def test_keys_cover_the_reserved_blocks_of_every_rank_and_not_one_byte_more(
 
 
 def test_a_block_outside_the_region_cannot_be_granted() -> None:
-    with pytest.raises(ValueError, match="not all of this region"):
+    with pytest.raises(ValueError, match="not all within this region"):
         rank_ranges([region()], [BLOCKS])
 
 

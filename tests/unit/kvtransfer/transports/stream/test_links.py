@@ -143,7 +143,7 @@ def test_messages_sent_before_closing_arrive(pair: Pair) -> None:
 
 
 def test_too_long_a_message_is_refused_by_the_sender(pair: Pair) -> None:
-    with pytest.raises(ValueError, match="over the limit"):
+    with pytest.raises(ValueError, match="exceeds the limit"):
         pair.source.send(bytes(5 << 20))
 
 
@@ -219,7 +219,7 @@ def test_frames_of_shared_memory_have_no_place_on_tcp(
     sock, owner, _ = stranger
     link_of(owner).secure(bytes(32))
     sock.sendall(encode_frame(kind, bytes(41)))
-    assert "not allowed on tcp" in str(owner.wait("lost")[0])
+    assert "not allowed over the transport tcp" in str(owner.wait("lost")[0])
 
 
 def test_a_reset_loses_the_link_at_once(stranger: tuple[socket.socket, Owner, Region]) -> None:
