@@ -33,7 +33,7 @@ PYTHONS ?=
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test style check unit e2e rdma clients kv-trials batch bench bench-kv bench-split bench-paired bench-scale bench-tls goodput zoo ranks observe real compiled test-compiled check-compiled wheel test-wheel load policies gateways restarts attacks tls soak overload isolation events clocks planned web docs mutants lock deploy-check clean
+.PHONY: help demo test style check unit e2e rdma clients kv-trials batch bench bench-kv bench-split bench-paired bench-scale bench-tls goodput zoo ranks observe real real-others compiled test-compiled check-compiled wheel test-wheel load policies gateways restarts attacks tls soak overload isolation events clocks planned web docs mutants lock deploy-check clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## /{printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -146,7 +146,11 @@ real: $(VENV)/.dev ## test the gateway with two real vLLM engines, without a GPU
 	@sh deploy/real/install.sh $(PYTHON) build/real
 	@test -f build/real/model/model.safetensors || build/real/venv/bin/python deploy/real/model.py build/real/model
 	@test -f build/real/encoders/classifier/model.safetensors || build/real/venv/bin/python deploy/real/encoders.py build/real/encoders
-	$(PY) -m pytest tests/real
+	$(PY) -m pytest tests/real --ignore=tests/real/others
+
+real-others: $(VENV)/.dev ## test the gateway with llama.cpp's server and transformers serve, without a GPU (1.5 GB)
+	@sh deploy/real/install_others.sh $(PYTHON) build/real/others
+	$(PY) -m pytest tests/real/others
 
 deploy-check: $(VENV)/.dev ## check deploy/ by Helm, Kubernetes' schemas and linters; test nginx and HAProxy (0.5 GB)
 	@sh deploy/tools.sh $(PY) build/deploy-tools

@@ -20,6 +20,7 @@ PATHS: Mapping[str, str] = {
     "/v1/messages": "messages",
     "/v1/responses": "responses",
     "/v1/embeddings": "embeddings",
+    "/openapi.json": "openapi",
 }
 """The beginning of the name of a path's file; other paths get `missing`."""
 

@@ -16,7 +16,12 @@ import pytest
 from tests.e2e.processes import GatewayProcess, gateway_process
 from tests.recorded_engine import RecordedEngine, recorded_engine
 
-SERVED = {"llamacpp": "tiny", "ollama": "llama3.2:latest", "tgi": "acme/small-7b"}
+SERVED = {
+    "llamacpp": "tiny",
+    "ollama": "llama3.2:latest",
+    "tgi": "acme/small-7b",
+    "transformers": "tiny",
+}
 MESSAGES: Any = [{"role": "user", "content": "why water"}]
 KEY = "provider-key"
 
@@ -72,6 +77,19 @@ def test_an_engine_of_each_kind_serves_chats_whole_and_streamed(tmp_path: Path, 
         assert set(sent) == {SERVED[kind]}
 
 
+def test_a_hundred_streams_without_an_end_mark_are_whole_and_eject_nothing(tmp_path: Path) -> None:
+    with (
+        recorded_engine("transformers") as engine,
+        served(tmp_path, engine, "transformers") as gateway,
+    ):
+        chat = client(gateway).chat.completions
+        for _ in range(100):
+            chunks = list(chat.create(model="chat", messages=MESSAGES, stream=True))
+            assert chunks[-1].usage or chunks[-1].choices[0].finish_reason == "length"
+        state = endpoint(gateway)
+    assert (state["state"], state["cause"]) == ("up", None)
+
+
 @pytest.mark.parametrize(("kind", "load"), [("llamacpp", (0, 0)), ("tgi", (3, 2))])
 def test_an_engines_own_metrics_show_its_load(
     tmp_path: Path, kind: str, load: tuple[int, int]
@@ -114,13 +132,19 @@ def test_llama_cpp_serves_messages_and_responses_itself(tmp_path: Path) -> None:
         assert "/v1/responses" in [path for path, _ in engine.requests]
 
 
-@pytest.mark.parametrize("kind", ["tgi", "openai"])
-def test_messages_are_translated_for_engines_that_lack_them(tmp_path: Path, kind: str) -> None:
-    with recorded_engine("tgi") as engine, served(tmp_path, engine, kind) as gateway:
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("tgi", "tgi"), ("tgi", "openai"), ("transformers", "transformers")],
+)
+def test_messages_are_translated_for_engines_that_lack_them(
+    tmp_path: Path, name: str, kind: str
+) -> None:
+    with recorded_engine(name) as engine, served(tmp_path, engine, kind) as gateway:
         status, answer = post(
             gateway, "/v1/messages", {"model": "chat", "max_tokens": 8, "messages": MESSAGES}
         )
-    assert (status, answer["content"][0]["text"]) == (200, "Gates hold water.")
+    assert (status, answer["type"], answer["role"]) == (200, "message", "assistant")
+    assert answer["content"][0]["text"]
     assert "/v1/messages" not in [path for path, _ in engine.requests]
 
 
