@@ -76,13 +76,14 @@ test-compiled: compiled ## run unit, property and SDK tests on the compiled modu
 check-compiled: $(VENV)/.dev ## check that the request path compiles, without building it (needs cc; half a minute)
 	$(PY) -m tools.compile.check
 
-wheel: $(VENV)/.dev ## build sdist and wheels into dist/, compiled for every CPython found (PYTHONS="python3.12"; needs cc)
+wheel: $(VENV)/.dev ## build sdist and wheels into dist/, of penstock and penstock-kv, compiled for every CPython found (PYTHONS="python3.12"; needs cc)
 	$(PY) -m tools.compile.wheel $(PYTHONS)
 
 test-wheel: $(VENV)/.dev ## build a wheel for this Python, and run unit, property, contract and e2e tests on it
 	$(PY) -m tools.compile.wheel --one
 	rm -rf build/wheel/site
-	$(PY) -m pip install -q --no-deps --target build/wheel/site dist/penstock-*-$$($(PY) -c 'import sys; print("cp%d%d" % sys.version_info[:2])')-*.whl
+	$(PY) -m pip install -q --no-deps --target build/wheel/site dist/penstock_kv-*-abi3-*.whl \
+		dist/penstock-*-$$($(PY) -c 'import sys; print("cp%d%d" % sys.version_info[:2])')-*.whl
 	PENSTOCK_HOME=$(CURDIR)/build/wheel/site $(PY) -m pytest -o "pythonpath=build/wheel/site ." $(or $(TESTS),$(WHEEL_TESTS))
 
 .PHONY: smoke-wheel test-wheels image test-image
@@ -99,7 +100,7 @@ image: $(VENV)/.dev ## build an OCI image into build/image: by docker, or from D
 	@if docker info >/dev/null 2>&1; then \
 		docker build -f deploy/docker/Dockerfile -t penstock --output type=oci,dest=build/image/penstock.tar .; \
 	else \
-		$(PY) -m tools.compile.wheel --one && sh deploy/docker/image.sh $(PY) dist/penstock-*-cp311-*.whl build/image/penstock.tar; \
+		$(PY) -m tools.compile.wheel --one && sh deploy/docker/image.sh $(PY) build/image/penstock.tar dist/penstock*-cp311-*.whl; \
 	fi
 
 test-image: $(VENV)/.dev ## build the image and run it in a chroot: as its user, read-only, with a demo (as root)
@@ -214,21 +215,21 @@ lock: $(VENV)/.dev ## update the lock files from pyproject.toml (needs the netwo
 	sh deploy/lock.sh $(PYTHON)
 
 clean: ## remove everything that make creates
-	rm -rf $(VENV) .venv-peers build dist bench/bin penstock.egg-info .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-peers build dist bench/bin *.egg-info kvtransfer/*.egg-info kvtransfer/build .mypy_cache .ruff_cache .hypothesis
 
 # Stamp files: the set-up runs once, and again when a lock or pyproject.toml changes.
 $(VENV)/bin/python:
 	@sh deploy/venv.sh $(PYTHON) $(VENV)
 
-$(VENV)/.runtime: requirements.lock pyproject.toml | $(VENV)/bin/python
+$(VENV)/.runtime: requirements.lock pyproject.toml kvtransfer/pyproject.toml kvtransfer/setup.py | $(VENV)/bin/python
 	@echo "Installing the dependencies of Penstock into $(VENV) (once)"
 	@$(PY) -m pip install -q --require-hashes -r requirements.lock
-	@$(PY) -m pip install -q --no-deps --no-build-isolation -e .
+	@$(PY) -m pip install -q --no-deps --no-build-isolation -e ./kvtransfer -e .
 	@touch $@
 
 # The native pump of KV links, where a C compiler is.
 $(VENV)/.pump: kvtransfer/transports/_pump.c $(VENV)/.runtime
-	@$(PY) -m tools.compile.pump
+	@cd kvtransfer && $(abspath $(PY)) setup.py -q build_ext --inplace --build-temp ../build/pump
 	@touch $@
 
 $(VENV)/.dev: requirements-dev.lock $(VENV)/.runtime | $(VENV)/.pump

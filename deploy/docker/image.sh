@@ -1,12 +1,12 @@
 #!/bin/sh
-# Build an OCI image without a container builder, from Debian's packages and a wheel: image.sh PYTHON WHEEL OUT
-# PYTHON is CPython 3.11 with pip, as in Debian 12; WHEEL is one for it from `make wheel`; OUT becomes an archive in
+# Build an OCI image without a container builder, from Debian's packages and wheels: image.sh PYTHON OUT WHEEL...
+# PYTHON is CPython 3.11 with pip, as in Debian 12; WHEELs are those for it from `make wheel`; OUT becomes an archive in
 # OCI format. It has the contents of the Dockerfile's image: /opt/penstock, user 10001, the same
 # entry point. Requirements: root, mmdebstrap and umoci (both Debian packages).
 set -eu
 python=$1
-wheel=$2
-out=$3
+out=$2
+shift 2
 here=$(dirname "$0")
 for tool in mmdebstrap umoci; do
     command -v "$tool" >/dev/null || { echo "make image needs docker or $tool: apt-get install mmdebstrap umoci" >&2; exit 1; }
@@ -38,7 +38,7 @@ ln -s /usr/bin/python3 "$venv/bin/python"
 sed '/^setuptools==/,$d' "$here/../../requirements.lock" >"$work/requirements.lock"
 "$python" -m pip install --quiet --no-compile --only-binary=:all: --require-hashes \
     --target "$site" -r "$work/requirements.lock"
-"$python" -m pip install --quiet --no-compile --no-deps --target "$site" "$wheel"
+"$python" -m pip install --quiet --no-compile --no-deps --target "$site" "$@"
 rm -rf "$site/bin"
 printf '#!/opt/penstock/bin/python\nfrom gateway.__main__ import main\n\nmain()\n' >"$venv/bin/penstock"
 chmod 0755 "$venv/bin/penstock"

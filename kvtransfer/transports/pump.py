@@ -1,6 +1,6 @@
 """Loads the native pump: C code that moves the bytes of KV transfers without the interpreter lock.
 
-`PUMP` is None in three cases: it was not compiled (`make pump`), python-xxhash does not export its
+`PUMP` is None in three cases: it was not compiled (setup.py), python-xxhash does not export its
 C functions, or PENSTOCK_KV_PUMP=off is set. iovec.py then moves the bytes in Python. Each side of a
 link may use the pump or not; the bytes on the wire are the same.
 """

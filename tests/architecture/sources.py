@@ -39,9 +39,13 @@ class Module:
 
 @cache
 def modules(*folders: str) -> Mapping[str, Module]:
-    # Only imports of modules in `folders` count as imports of project modules.
+    # Only imports of modules in `folders` count as imports of project modules. The build script of
+    # kvtransfer/ is no module of the package.
     paths = {
-        dotted_name(path): path for top in folders for path in sorted((ROOT / top).rglob("*.py"))
+        dotted_name(path): path
+        for top in folders
+        for path in sorted((ROOT / top).rglob("*.py"))
+        if path != ROOT / "kvtransfer" / "setup.py"
     }
     return {name: _read(name, path, paths) for name, path in paths.items()}
 

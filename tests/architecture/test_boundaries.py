@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -52,6 +53,13 @@ MAY_DO_IO = {
     "kvtransfer.util.agent_lock": {"threading"},
     "kvtransfer.util.clock": {"threading", "time"},
     "kvtransfer.layout.memory_files": {"fcntl", "mmap", "os"},
+}
+# What penstock-kv and its extra `numpy` require, and what single modules need in addition.
+PACKAGES_OF_KV = {"msgspec", "numpy", "xxhash"}
+KV_OPTIONAL = {
+    "kvtransfer.engines.vllm.connector": {"vllm"},
+    "kvtransfer.transports.rdma.verbs": {"pyverbs"},
+    "kvtransfer.transports.stream.seal": {"cryptography"},
 }
 UNSAFE_MODULES = {"dill", "marshal", "pickle", "shelve"}
 UNSAFE_CALLS = {"compile", "eval", "exec"}
@@ -109,6 +117,15 @@ def test_kvtransfer_does_io_only_at_its_edge(name: str) -> None:
     is_transport = name.startswith("kvtransfer.transports")
     allowed = KVTRANSFER_IO if is_transport else MAY_DO_IO.get(name, set())
     assert MODULES[name].outside & KVTRANSFER_IO - allowed == set()
+
+
+@pytest.mark.parametrize("name", named("kvtransfer"))
+def test_kvtransfer_imports_nothing_that_an_engine_lacks(name: str) -> None:
+    # Its distribution penstock-kv is installed in engines, without the rest of the project.
+    theirs = {*sys.stdlib_module_names, *PACKAGES_OF_KV, *KV_OPTIONAL.get(name, ())}
+    assert MODULES[name].outside - theirs == set()
+    ours = MODULES[name].imported | MODULES[name].imported_types
+    assert {other.split(".")[0] for other in ours} <= {"kvtransfer"}
 
 
 @pytest.mark.parametrize("name", sorted(MODULES))

@@ -37,7 +37,7 @@ def penstock_connector(key_file: Path) -> dict[str, object]:
     # Return vLLM's configuration for our own KV connector.
     return {
         "kv_connector": "PenstockConnector",
-        "kv_connector_module_path": "kvtransfer.engines.vllm.connector",
+        "kv_connector_module_path": "penstock_kv.vllm",
         "kv_role": "kv_both",
         "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": {"key_file": str(key_file)},

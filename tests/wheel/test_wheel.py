@@ -68,14 +68,20 @@ def place(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     venv = tmp_path_factory.mktemp("venv")
     _run([request.param, "-m", "venv", str(venv)])
     (wheel,) = _wheels(request.param)
-    _run([str(venv / "bin" / "pip"), "install", "-q", f"{wheel}[demo]"])
+    _run([*_pip_install(venv), f"{wheel}[demo]"])
     return lambda program, *arguments: [str(venv / "bin" / program), *arguments]
+
+
+def _pip_install(venv: Path) -> list[str]:
+    # penstock-kv comes from dist/, too.
+    return [str(venv / "bin" / "pip"), "install", "-q", "--find-links", str(DIST)]
 
 
 def _in_debian(root: Path) -> Command:
     # Install the wheel in a Debian, from files downloaded before, because it has no network.
     (wheel,) = DIST.glob("penstock-*-cp311-*.whl")
     download = [sys.executable, "-m", "pip", "download", "-q", "--only-binary=:all:"]
+    download += ["--find-links", str(DIST)]
     # pip evaluates markers for its own Python: redis needs async-timeout on Debian's 3.11.2 only.
     wanted = [f"{wheel}[demo]", "async-timeout>=4.0.3"]
     _run([*download, "--python-version", "3.11.2", "-d", str(root / "wheels"), *wanted])
@@ -113,13 +119,18 @@ def plain(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     venv = tmp_path_factory.mktemp("plain")
     _run([request.param, "-m", "venv", str(venv)])
     (wheel,) = _wheels(request.param)
-    _run([str(venv / "bin" / "pip"), "install", "-q", str(wheel)])
+    _run([*_pip_install(venv), str(wheel)])
     return venv
 
 
 def test_without_extras_it_brings_few_and_small_packages(plain: Path) -> None:
     packages = json.loads(_run([str(plain / "bin" / "pip"), "list", "--format", "json"]))
-    names = {package["name"] for package in packages} - {"pip", "setuptools", "penstock"}
+    names = {package["name"] for package in packages} - {
+        "pip",
+        "setuptools",
+        "penstock",
+        "penstock-kv",
+    }
     assert len(names) <= MOST_PACKAGES, sorted(names)
     assert "numpy" not in names
     files = [
@@ -128,7 +139,8 @@ def test_without_extras_it_brings_few_and_small_packages(plain: Path) -> None:
         if path.is_file()
         and not {"pip", "setuptools", "pkg_resources", "__pycache__"} & set(path.parts)
     ]
-    ours = [path for path in files if {"gateway", "policies", "kvtransfer"} & set(path.parts)]
+    folders = {"gateway", "policies", "kvtransfer", "penstock_kv"}
+    ours = [path for path in files if folders & set(path.parts)]
     total, size_of_ours = (sum(path.stat().st_size for path in some) for some in (files, ours))
     assert size_of_ours <= MOST_BYTES_OF_OURS
     assert total - size_of_ours <= MOST_BYTES_OF_OTHERS
@@ -179,7 +191,7 @@ def test_the_sdist_has_every_file_of_the_project(sdist: Path, tmp_path: Path) ->
 def test_pip_builds_and_installs_the_sources_from_the_sdist(sdist: Path, tmp_path: Path) -> None:
     _run([sys.executable, "-m", "venv", str(tmp_path / "venv")])
     programs = tmp_path / "venv" / "bin"
-    _run([str(programs / "pip"), "install", "-q", str(sdist)])
+    _run([*_pip_install(tmp_path / "venv"), str(sdist)])
     reply = json.loads(_run([str(programs / "penstock"), "version", "--json"]))
     assert reply["compiled"] is False
     config = ROOT / "deploy" / "config" / "gateway.yaml"

@@ -32,8 +32,9 @@ def main(out: Path) -> None:
         return
     generated = write_tree(out)
     command = [sys.executable, "setup.py", "-q", "build_ext", "--inplace"]
-    subprocess.run(command, cwd=out, env=compiler_environment(), check=True)  # noqa: S603
-    shutil.rmtree(out / "build")
+    for folder in (out, out / "kvtransfer"):  # the request path, and the pump of KV links
+        subprocess.run(command, cwd=folder, env=compiler_environment(), check=True)  # noqa: S603
+        shutil.rmtree(folder / "build")
     for source in generated:
         (out / source).unlink()
     (out / "setup.py").unlink()

@@ -30,7 +30,7 @@ SPINE = ("serve.py", "exchange.py", "route.py")
 PACKAGES = (
     *(f"gateway/{name}" for name in ("protocol", "http", "admission", "fleet", "proxy", "disagg")),
     *(f"gateway/{name}" for name in ("legs", "trials", "metrics", "telemetry")),
-    *("policies", "kvtransfer/dialects"),
+    "policies",
 )
 """The packages on a request's path; all modules in them and their subpackages are compiled."""
 OFF_PATH = ("gateway/fleet/discovery", "policies/published", "policies/sizing")
@@ -80,12 +80,10 @@ def _c_class_of(
 def write_tree(out: Path) -> list[Path]:
     """Copy the project to `out`, replacing it, and return the C files, relative to `out`."""
     shutil.rmtree(out, ignore_errors=True)
-    for folder in SOURCE_FOLDERS:
-        shutil.copytree(
-            ROOT / folder, out / folder, ignore=shutil.ignore_patterns("__pycache__", "*.so")
-        )
-    for name in PROJECT_FILES:
-        shutil.copy(ROOT / name, out)
+    for path in _project_files():
+        copy = out / path.relative_to(ROOT)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(path, copy)
     shutil.copy(SETUP, out / "setup.py")
     AnnotationNode.analyse_type_annotation = _c_class_of
     with _working_directory(out):
@@ -113,17 +111,20 @@ def tree_digest() -> str:
     generator.
     """
     digest = hashlib.sha256()
-    files = [
-        path for folder in SOURCE_FOLDERS for path in (ROOT / folder).rglob("*") if path.is_file()
-    ]
-    copied = [path for path in files if path.suffix not in (".pyc", ".so")] + [
-        ROOT / name for name in PROJECT_FILES
-    ]
-    for path in sorted(
-        [*copied, *(ROOT / "tools" / "compile").glob("*.py"), ROOT / "requirements-compile.lock"]
-    ):
+    generator = (ROOT / "tools" / "compile").glob("*.py")
+    for path in sorted([*_project_files(), *generator, ROOT / "requirements-compile.lock"]):
         digest.update(f"{path.relative_to(ROOT)}\0".encode() + path.read_bytes())
     return digest.hexdigest()
+
+
+def _project_files() -> Iterator[Path]:
+    # Yield the files that a tree is copied from, without what earlier builds have left among them.
+    for folder in SOURCE_FOLDERS:
+        for path in (ROOT / folder).rglob("*"):
+            is_output = path.suffix in (".pyc", ".so", ".o") or "egg-info" in str(path.parent)
+            if path.is_file() and not is_output:
+                yield path
+    yield from (ROOT / name for name in PROJECT_FILES)
 
 
 def _declare() -> list[Path]:

@@ -1,10 +1,10 @@
-"""Build the distributions of the project: python -m tools.compile.wheel [PYTHON ...]
+"""Build the distributions penstock and penstock-kv: python -m tools.compile.wheel [PYTHON ...]
 
-Writes to dist/: an sdist, a pure Python wheel made from it, and for each version of CPython a wheel
-with extension modules. pip prefers the latter where it fits. Without arguments, every supported
-interpreter with headers that is found is used. auditwheel checks that the wheels need nothing but
-glibc 2.28 (Debian 10, RHEL 8) on x86-64. With `--one`, only the compiled wheel of the running
-interpreter is built.
+Writes to dist/, for both, an sdist, a pure Python wheel made from it, and wheels with extension
+modules, which pip prefers where they fit: of penstock one for each version of CPython, of
+penstock-kv one for all versions. Without arguments, every supported interpreter with headers that
+is found is used. auditwheel checks that the wheels need nothing but glibc 2.28 (Debian 10, RHEL 8)
+on x86-64. With `--one`, only the compiled wheels for the running interpreter are built.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import platform
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -21,6 +22,8 @@ from tools.compile.compile import STAMP, compiler_environment
 from tools.compile.source_tree import ROOT, tree_digest, write_tree
 
 DIST = ROOT / "dist"
+KV = "kvtransfer"
+"""The folder of the project penstock-kv, in a checkout and in a source tree."""
 WORK = ROOT / "build" / "wheel"
 MINORS = (11, 12, 13, 14)
 """The minor versions N of CPython 3.N that are supported."""
@@ -43,22 +46,33 @@ def main(arguments: Sequence[str]) -> None:
     if arguments == ["--one"]:
         interpreters = [sys.executable]
     else:
-        build_pure()
+        for project in (ROOT, ROOT / KV):
+            sdist = build_sdist(project, DIST)
+            print(sdist, build_pure_wheel(sdist, DIST), sep="\n")  # noqa: T201
         interpreters = [*arguments] or list(find_interpreters())
     tree = _tree()
+    for interpreter in interpreters[:1]:
+        print(build_compiled(tree / KV, interpreter))  # noqa: T201
     for interpreter in interpreters:
         print(build_compiled(tree, interpreter))  # noqa: T201
 
 
-def build_pure() -> None:
-    """Build the sdist from the files that git tracks, and a pure Python wheel from the sdist."""
-    source = WORK / "source"
-    shutil.rmtree(source, ignore_errors=True)
-    copy_tracked_files(ROOT, source)
-    sdist = DIST / _run([sys.executable, "-c", _BUILD_SDIST, str(DIST)], source).splitlines()[-1]
+def build_sdist(project: Path, out: Path) -> Path:
+    """Build a project's sdist from the files that git tracks; return its path in `out`."""
+    with tempfile.TemporaryDirectory() as source:
+        copy_tracked_files(project, Path(source))
+        build = [sys.executable, "-c", _BUILD_SDIST, str(out)]
+        return out / _run(build, Path(source)).splitlines()[-1]
+
+
+def build_pure_wheel(source: Path, out: Path) -> Path:
+    """Build the wheel without extension modules from an sdist or a folder; return its path."""
     pip = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation"]
-    _run([*pip, "-w", str(DIST), str(sdist)], WORK)
-    print(sdist, *DIST.glob("penstock-*-none-any.whl"), sep="\n")  # noqa: T201
+    with tempfile.TemporaryDirectory() as folder:
+        without_pump = {**os.environ, "PENSTOCK_KV_PUMP": "off"}
+        _run([*pip, "-w", folder, str(source)], Path(folder), without_pump)
+        (wheel,) = Path(folder).iterdir()
+        return Path(shutil.copy(wheel, out))
 
 
 def copy_tracked_files(checkout: Path, target: Path) -> None:
@@ -115,7 +129,8 @@ def _tree() -> Path:
         write_tree(tree)
         (tree / STAMP).write_text(tree_digest())
     if not _is_stamped(tree / _FLAGS_STAMP, flags):
-        shutil.rmtree(tree / "build", ignore_errors=True)
+        for project in (tree, tree / KV):
+            shutil.rmtree(project / "build", ignore_errors=True)
         (tree / _FLAGS_STAMP).write_text(flags)
     return tree
 
@@ -125,7 +140,7 @@ def _is_stamped(stamp: Path, text: str) -> bool:
 
 
 def build_compiled(tree: Path, interpreter: str) -> Path:
-    """Build the wheel with extension modules for an interpreter; return its path in dist/.
+    """Build a project's wheel with extension modules by an interpreter; return its path in dist/.
 
     Raises subprocess.CalledProcessError when it does not compile, or needs a newer glibc.
     """

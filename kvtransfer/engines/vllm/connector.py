@@ -1,7 +1,7 @@
 """PenstockConnector: moves KV between vLLM engines by Penstock's transfer agents.
 
     --kv-transfer-config '{"kv_connector": "PenstockConnector", "kv_role": "kv_both",
-      "kv_connector_module_path": "kvtransfer.engines.vllm.connector",
+      "kv_connector_module_path": "penstock_kv.vllm",
       "kv_load_failure_policy": "recompute",
       "kv_connector_extra_config": {"key_file": "/etc/penstock/kv.key"}}'
 

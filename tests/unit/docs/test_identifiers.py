@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 import subprocess
+import sys
 import textwrap
 from functools import cache
 from pathlib import Path
@@ -13,12 +14,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvtransfer.agent import Agent
+import kvtransfer.penstock_kv
 from kvtransfer.layout.layout import KvDtype, KvLayout
 from kvtransfer.layout.memory_files import MemoryFileRegion
-from kvtransfer.protocol.outcomes import OutcomeKind
-from kvtransfer.transports.shm import Shm
-from kvtransfer.transports.tcp import Tcp
 from tests.unit.docs.test_pages import ROOT, WRITTEN
 
 WORD = re.compile(r"[A-Za-z_][A-Za-z_0-9]*")
@@ -76,16 +74,14 @@ def test_an_identifier_in_backticks_occurs_in_the_sources(name: str) -> None:
     assert missing <= OF_OTHER_PROJECTS | BUILT_FROM_PARTS
 
 
-async def test_the_example_of_an_engine_moves_kv(tmp_path: Path) -> None:
+async def test_the_example_of_an_engine_moves_kv(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (example,) = re.findall(r"```python\n(.*?)```", WRITTEN["docs/kvtransfer.md"], re.DOTALL)
     layout = KvLayout(2, 2, 16, KvDtype.BF16, 4)
-    names: dict[str, Any] = {
-        "Agent": Agent,
-        "Tcp": Tcp,
-        "Shm": Shm,
-        "OutcomeKind": OutcomeKind,
-        "LAYERS": layout.layers,
-    }
+    names: dict[str, Any] = {"LAYERS": layout.layers}
+    # The name under which it is installed; these are the sources next to this test.
+    monkeypatch.setitem(sys.modules, "penstock_kv", kvtransfer.penstock_kv)
     exec(compile(textwrap.dedent(example), "docs/kvtransfer.md", "exec"), names)
     regions = [
         MemoryFileRegion.create(4, layout.rank_block_bytes(0), name=role)

@@ -1,0 +1,28 @@
+"""What an engine needs to embed a KV transfer agent; `penstock_kv.vllm` is the connector for vLLM.
+
+The names come from kvtransfer, the other package of the distribution penstock-kv.
+"""
+
+try:
+    from kvtransfer.agent import Agent
+except ModuleNotFoundError as error:
+    if error.name != "numpy":
+        raise
+    raise ImportError("penstock_kv needs numpy: pip install 'penstock-kv[numpy]'") from None
+from kvtransfer.layout.layout import KvDtype, KvLayout
+from kvtransfer.layout.memory_files import MemoryFileRegion
+from kvtransfer.protocol.outcomes import OutcomeKind
+from kvtransfer.transports.shm import Shm
+from kvtransfer.transports.tcp import Tcp
+from kvtransfer.util.options import AgentOptions
+
+__all__ = [
+    "Agent",
+    "AgentOptions",
+    "KvDtype",
+    "KvLayout",
+    "MemoryFileRegion",
+    "OutcomeKind",
+    "Shm",
+    "Tcp",
+]
