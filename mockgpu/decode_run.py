@@ -31,8 +31,8 @@ class DecodeRun:
     """A run of `steps` consecutive engine steps that only decode, of one batch or of ranks in
     lockstep.
 
-    `step_s` returns the duration of a step by its number, from 0. Times are seconds from the start
-    of the first step.
+    Times are in seconds from the start of the first step. The argument `step_s` returns the
+    duration of a step by its number, which counts from 0.
     """
 
     __slots__ = ("_base", "_bend", "_slope", "steps")

@@ -53,11 +53,11 @@ class FaultKind(StrEnum):
 
 
 class InjectedFault(msgspec.Struct, frozen=True):
-    """One injected fault: its kind, options, chance per request, and when it is active.
+    """One injected fault: its kind and options, its probability per request, and its period.
 
-    start_s, end_s  seconds since the fault was set
-    only            the steps that `slow` affects: "prefill" (with prompt tokens), "decode"
-                    (without), or "" for both
+    start_s, end_s  the period in which the fault is active, in seconds since it was injected
+    only            which steps the fault `slow` affects: "prefill" (steps with prompt tokens),
+                    "decode" (other steps), or "" (all steps)
     """
 
     kind: FaultKind
@@ -72,7 +72,9 @@ class InjectedFault(msgspec.Struct, frozen=True):
     end_s: float = inf
 
     def should_strike(self, elapsed_s: float, rng: Random) -> bool:
-        """Return whether the fault hits this request: it is active and its chance came up."""
+        """Return whether the fault affects this request, which is decided at random while it is
+        active.
+        """
         return self.start_s <= elapsed_s < self.end_s and (
             self.chance >= 1 or rng.random() < self.chance
         )

@@ -89,17 +89,21 @@ class GroupSpec(msgspec.Struct, frozen=True):
 
     @property
     def shares_experts(self) -> bool:
-        """Whether the experts are spread over all addressable ranks, and not within each."""
+        """Return whether the experts are spread over all addressable ranks. Otherwise, each rank
+        has all experts.
+        """
         return self.ranks > 1 and self.ep > self.tp
 
     @property
     def is_lockstep(self) -> bool:
-        """Whether the steps of the addressable ranks begin and end together."""
+        """Return whether the steps of the addressable ranks begin and end together."""
         return self.shares_experts if self.lockstep is None else self.lockstep
 
     @property
     def layout(self) -> Layout:
-        """The layout of the whole engine if its ranks share experts, else that of each rank."""
+        """Return the layout of the whole engine if its ranks share experts, otherwise that of one
+        rank.
+        """
         dp = self.ranks if self.shares_experts else self.dp
         return Layout(self.tp, self.pp, self.ep, dp, self.cp)
 
@@ -113,7 +117,7 @@ class GroupSpec(msgspec.Struct, frozen=True):
 
     @property
     def capacity_tokens(self) -> int:
-        """The size of the KV cache in tokens, of one addressable rank.
+        """Return the KV capacity in tokens of the engine, or of one of its addressable ranks.
 
         Raises ValueError if the weights do not fit in memory.
         """

@@ -41,12 +41,14 @@ def evaluate(
     in_force_since_s: float = 0.0,
     on_progress: OnProgress | None = None,
 ) -> PoolEstimate:
-    """Replay the requests with the policies `members`, the first of which is in force; return the
-    estimates.
+    """Estimate each routing policy's goodput by replaying the recent requests of the pool.
+
+    The first of `members` is the policy in force.
 
     endpoints         names of the case's groups in the log, in order
-    in_force_since_s  Unix time since when it has served all requests; only later requests show
-                      whether its replay reproduces the log
+    in_force_since_s  Unix time since which the policy in force has routed all requests. Only later
+                      requests are used to test whether the replay of this policy agrees with the
+                      log
     """
     requests = lately.requests(case.models)
     case = calibrate(case, endpoints, lately, on_progress)
@@ -95,9 +97,9 @@ def _estimate(
 
 
 class _Runs:
-    """The replays of one pool's requests, one for each routing policy.
+    """Replays the requests of one pool with each routing policy, and keeps the results.
 
-    Each is run when it is first needed.
+    A policy is replayed when its result is first needed.
     """
 
     def __init__(

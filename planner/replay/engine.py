@@ -24,10 +24,12 @@ class EngineMetrics(NamedTuple):
 
 
 class JobEvents(NamedTuple):
-    """Functions called with a job and the time of an event.
+    """Functions that a replay engine calls with a job and the current time.
 
-    first_token, last_token  its first, its last token
-    blocks_allocated         its blocks are allocated, and its KV comes from another group
+    first_token       called when the job's first token has been generated
+    last_token        called when the job's last token has been generated
+    blocks_allocated  called when KV blocks were allocated for a job whose KV comes from another
+                      group
     """
 
     first_token: Callable[[Job, float], None]
@@ -36,9 +38,12 @@ class JobEvents(NamedTuple):
 
 
 class ReplayEngine:
-    """Queue and batch of one rank; `advance()` must be called at `due_s` (inf while idle).
+    """The request queue and the running batch of one simulated data-parallel rank.
 
-    slow_prefill, slow_decode  factors on the times of steps with and without prompt tokens
+    The replay must call `advance()` at the time `due_s`, which is inf while the rank is idle.
+
+    slow_prefill  factor on the duration of steps with prompt tokens
+    slow_decode   factor on the duration of steps without prompt tokens
     """
 
     __slots__ = (
@@ -68,7 +73,9 @@ class ReplayEngine:
 
     @property
     def due_s(self) -> float:
-        """When the current step or run of steps ends; inf while idle."""
+        """Return the time at which the current step or run of steps ends; inf while the rank is
+        idle.
+        """
         return self.clock.due_s
 
     @property
@@ -77,12 +84,14 @@ class ReplayEngine:
 
     @property
     def busy_s(self) -> float:
-        """The seconds in which its engine computed, dummy batches of this rank included."""
+        """Return for how many seconds the engine has computed, including dummy batches of this
+        rank.
+        """
         return self.clock.busy_s - self._busy_before_s
 
     @property
     def largest_blocks(self) -> int:
-        """The number of KV blocks that one request may fill."""
+        """Return the largest number of KV blocks that one request may fill."""
         return self.scheduler.pool.total
 
     @property
@@ -103,7 +112,7 @@ class ReplayEngine:
         return self.scheduler
 
     def add(self, job: Job, now: float) -> None:
-        """Add a job to the queue, which is read after `wake()`."""
+        """Add a job to the queue. The engine looks at the queue when `wake()` is called."""
         self.scheduler.add(job)
 
     def wake(self, now: float) -> None:

@@ -52,7 +52,9 @@ class SpeedsPort(Protocol):
     """The interface of the review of groups' speeds to the other parts of a replay."""
 
     def on_overtaken(self, now: float, flight: InflightRequest, group: ReplayGroup) -> None:
-        """Record that the request leaves the group before its first token, and doubt the group."""
+        """Record that the request left the group before its first token, which is a sign that the
+        group is slow.
+        """
 
 
 class FleetPort(Protocol):

@@ -33,8 +33,9 @@ INDEX_BYTES = 256 << 20
 class GatewaySim:
     """The simulated gateway of a replay, with its prefix index and random generators.
 
-    clock   returns wall time in seconds
-    pick_s  seconds of wall time spent on decisions
+    clock   function that returns the wall time in seconds
+    picks   number of routing decisions so far
+    pick_s  wall time in seconds that these decisions took
     """
 
     def __init__(

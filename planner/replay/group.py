@@ -43,12 +43,14 @@ class ReplayGroup:
 
     Ranks in lockstep share a clock.
 
-    clocks                   one per rank that it contains
-    rank                     the data-parallel rank that it is; None: a whole engine
-    expected_keys            block ids of prompts it was sent and has not computed, with the number
-                             of such prompts
-    sends_at_s, receives_at_s  when its link is free again, in each direction
-    watched_s                time of its engine's event on the heap
+    clocks                     the step clocks, one per rank of the endpoint
+    rank                       number of the data-parallel rank; None if the endpoint is a whole
+                               engine
+    expected_keys              block ids of the prompts that were sent to the endpoint and are not
+                               yet computed, each with the number of such prompts
+    sends_at_s, receives_at_s  times at which its network link is free again to send and to receive
+                               KV
+    watched_s                  time of the event on the heap that belongs to the endpoint's engine
     """
 
     __slots__ = (

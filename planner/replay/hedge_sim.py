@@ -15,10 +15,10 @@ CREDIT, MOST_SAVED = 200, 50.0  # as in gateway/legs/hedge.py
 
 
 class Hedges:
-    """Starts second attempts for late requests (hedges) for at most `share` of all requests.
+    """Starts second attempts (hedges) for late requests, for at most `share` of all requests.
 
-    sent  the time of each hedge
-    won   how many hedges served their request
+    sent  the times at which hedges were sent
+    won   number of hedges that answered before the first attempt
     """
 
     def __init__(self, fleet: FleetPort, share: float) -> None:

@@ -23,13 +23,14 @@ class CacheView(StrEnum):
 
 
 class ClientBehaviour(msgspec.Struct, frozen=True):
-    """What simulated clients do when they are refused or wait for long.
+    """The behaviour of simulated clients whose requests are refused or wait for a long time.
 
     retries     how often a client retries after a 429 (OpenAI's SDKs: 2)
-    obey        whether it waits for Retry-After. Otherwise, and without that header, it waits 0.5
-                s, doubled each time up to 8 s, minus up to a quarter at random, like those SDKs
-    patience_s  seconds it waits for its first token before it gives up; sent in advance as the
-                deadline
+    obey        whether the client waits for Retry-After. If not, or without that header, it waits
+                0.5 s, doubled at each retry up to 8 s, minus a random part of up to a quarter, like
+                those SDKs
+    patience_s  seconds for which the client waits for the first token; it announces this time as
+                the request's deadline
     """
 
     retries: int = 0
@@ -68,23 +69,25 @@ class GroupFault(msgspec.Struct, frozen=True):
 class ReplayOptions(msgspec.Struct, frozen=True):
     """The options of a replay of recorded traffic.
 
-    expected_output  output tokens the gateway expects of a request; None: clients send max_tokens
-                     and use all of it
-    learns_lengths   whether it learns expected lengths from ended answers, as the live gateway
-                     does, which begins with DEFAULT_OUTPUT_TOKENS; `expected_output` is ignored
-                     then
-    scrape_s         seconds between scrapes of metrics; None: no scrapes
-    scrape_age_s     age of the metrics on arrival
-    lost_events      share of index updates that are lost, 0 to 1
-    horizon_s        closed loops send nothing after it, and unfinished requests are cut; None: run
-                     to the last token
-    leaping          False: simulate every decode step separately, for comparison
-    slow_start_s     seconds that a new group gets fewer concurrent requests while others have
-                     capacity
-    slow_factor      ratio to its peers at which a group is ejected as slow; 0: never
-    hedge_share      maximum of hedges as a share of all requests; 0: none. Only while slow groups
-                     are looked for
-    classes          service classes by name; a request without a known one is STANDARD
+    expected_output  output tokens that the gateway expects of each request; None: as many as
+                     max_tokens, which clients then use completely
+    learns_lengths   whether the gateway learns expected lengths from completed answers, as the live
+                     gateway does. It begins with DEFAULT_OUTPUT_TOKENS and ignores
+                     `expected_output`
+    scrape_s         seconds between two scrapes of the engines' metrics; None: no scrapes
+    scrape_age_s     age of the metrics in seconds when they reach the gateway
+    lost_events      share of the prefix index updates that are lost, from 0 to 1
+    horizon_s        time after which clients with sequential requests send nothing, and at which
+                     unfinished requests are cut; None: the replay ends with the last token
+    leaping          whether to simulate consecutive decode steps at once; False is slower, and is
+                     used for comparison
+    slow_start_s     seconds in which a new group gets fewer concurrent requests while other groups
+                     have capacity
+    slow_factor      ratio of a group's latency to that of its peers at which the group is ejected;
+                     0: never
+    hedge_share      largest share of requests that get a second attempt (hedge); 0: none. It needs
+                     a `slow_factor`
+    classes          service classes by name; STANDARD is used for requests without a known class
     """
 
     seed: int = 0

@@ -24,16 +24,17 @@ class RequestEnd(StrEnum):
 class ReplayRecord:
     """One request of a replay as its client saw it.
 
-    Times are on the replay's clock, or None.
+    Times are on the replay's clock; None if the event did not occur.
 
-    arrived_s      when it was first sent; retries after a refusal belong to it
-    entered_s      when it was admitted and a group was picked
-    group          name of the group
-    prefilled_by   name of the prefill group, if it was split
-    cached_tokens  prompt tokens that the engine had cached
+    arrived_s        time at which the client first sent the request
+    entered_s        time at which the request was admitted and a group was picked
+    group            name of the group that served the request
+    prefilled_by     name of the prefill group of a split request
+    cached_tokens    prompt tokens that the engine had cached
     believed_tokens  prompt tokens that the gateway expected to be cached
-    ideal_tokens   prompt tokens that one shared cache without evictions would have had
-    refusals       how often it was refused
+    ideal_tokens     prompt tokens that a single cache for all groups without evictions would have
+                     had
+    refusals         how often the request was refused before it was admitted or given up
     """
 
     number: int

@@ -35,24 +35,27 @@ class FleetError(ValueError):
 
 
 class GroupKind(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A kind of TP group in a fleet, which has `count` equal groups of it.
+    """A number of equal TP groups in a fleet: `count` of them.
 
-    kv_tokens        KV capacity of each in tokens; None: what its memory allows
-    kv_scalar_bytes  bytes per cached scalar: 2 normally, 1 for an fp8 cache
-    max_concurrency  the gateway's cap per group
-    slowness         factor on its step times, unknown to the gateway
-    up_at_s          when it joins, with an empty cache
-    link_gb_s        GB/s of KV it can send, and the same to receive, for split requests
-    labelled_gpu     the GPU that the gateway believes it has; empty: the true one
-    labelled_batched_tokens  the max_num_batched_tokens that the gateway believes; None: the true
-                     one
-    pp, ep, dp, cp   the sizes of its layout beside TP
-    ep_skew          load of the busiest expert rank over the mean load, 1 and more
-    ranks            addressable data-parallel ranks of each engine, each with a scheduler, a cap
-                     and `kv_tokens` of its own; they share their experts if ep exceeds tp
-    lockstep         whether the steps of these ranks begin and end together; None: if they share
-                     their experts
-    rank_choice      who chooses the rank of a request
+    kv_tokens                KV capacity of each group in tokens; None: as many as its memory allows
+    kv_scalar_bytes          bytes per cached scalar: 2 normally, 1 for an fp8 cache
+    max_concurrency          the gateway's limit of concurrent requests per group
+    slowness                 factor on the duration of the group's steps, unknown to the gateway
+    up_at_s                  time at which the group joins the fleet, with an empty cache
+    link_gb_s                speed of the group's link for the KV of split requests, in GB/s per
+                             direction
+    labelled_gpu             GPU type that the gateway believes the group to have; empty: the true
+                             type
+    labelled_batched_tokens  max_num_batched_tokens that the gateway believes the group to have;
+                             None: the true value
+    pp, ep, dp, cp           sizes of the group's parallel layout beside TP
+    ep_skew                  load of the busiest expert rank over the mean load, at least 1
+    ranks                    number of data-parallel ranks of each engine that requests can address,
+                             each with its own scheduler, limit and `kv_tokens`; they share their
+                             experts if ep exceeds tp
+    lockstep                 whether the steps of these ranks begin and end together; None: they do
+                             if the ranks share their experts
+    rank_choice              which component chooses the rank of a request
     """
 
     model: str = "llama-3.1-70b-fp8"
@@ -106,7 +109,7 @@ class GroupKind(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def capacity_tokens(self) -> int:
-        """Tokens of KV of a group, or of one of its addressable ranks."""
+        """Return the KV capacity in tokens of a group, or of one of its addressable ranks."""
         if self.kv_tokens is not None:
             return self.kv_tokens
         tokens = check_memory(self.shape, self.hardware, self.layout, Demand(1)).tokens
@@ -114,17 +117,21 @@ class GroupKind(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def shares_experts(self) -> bool:
-        """Whether the experts are spread over all addressable ranks, and not within each."""
+        """Return whether the experts are spread over all addressable ranks. Otherwise, each rank
+        has all experts.
+        """
         return self.ranks > 1 and self.ep > self.tp
 
     @property
     def is_lockstep(self) -> bool:
-        """Whether the steps of the addressable ranks begin and end together."""
+        """Return whether the steps of the addressable ranks begin and end together."""
         return self.shares_experts if self.lockstep is None else self.lockstep
 
     @property
     def layout(self) -> Layout:
-        """The layout of a whole engine if its ranks share experts, else that of each rank."""
+        """Return the layout of the whole engine if its ranks share experts, otherwise that of one
+        rank.
+        """
         dp = self.ranks if self.shares_experts else self.dp
         return Layout(self.tp, self.pp, self.ep, dp, self.cp)
 
@@ -286,14 +293,19 @@ _SPLIT = re.compile(r"(?i)F5(?::(\d+)p(\d+)d)?(?:@(\d+(?:\.\d+)?))?")
 
 
 def preset(name: str) -> FleetSpec:
-    """Return a preset fleet by its name: F1 to F4, F6, or F5 as `F5:6p2d@50`.
+    """Return one of the preset fleets F1 to F6. Raises FleetError for an unknown name.
 
-    The latter has 6 prefill and 2 decode groups with links of 50 GB/s. Raises FleetError for an
-    unknown name.
+    Fleet F5 is written as `F5:6p2d@50`: 6 prefill groups and 2 decode groups, with links of 50
+    GB/s.
 
-    They are fleets that routers have been compared on: F1 eight 70B FP8 on 4 x H100; F2 eight
-    Qwen3-32B on 2 x H100, as in llm-d's posts; F3 eight with 2.6 M tokens of KV, for agents; F4
-    mixed hardware; F5 F1's GPUs as prefill and decode groups; F6 64 groups.
+    The fleets are taken from published comparisons of routers:
+
+    F1  eight groups that serve a 70B FP8 model on 4 x H100 each
+    F2  eight groups that serve Qwen3-32B on 2 x H100 each, as in llm-d's posts
+    F3  eight groups with a KV capacity of 2.6 M tokens each, for agents
+    F4  groups with different hardware
+    F5  the GPUs of F1 as prefill groups and decode groups
+    F6  64 groups
     """
     split = _SPLIT.fullmatch(name)
     if split is not None:

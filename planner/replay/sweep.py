@@ -44,13 +44,13 @@ class UnknownCapacity(msgspec.Struct, frozen=True):
 
 
 class Comparison(msgspec.Struct, frozen=True):
-    """A comparison of routing policies by replays: its policies, loads and options.
+    """The policies, loads and options of a comparison of routing policies by replays.
 
-    policies    names, each with its default parameters
-    admission   name of an admission; None: every request enters
-    loads       rates relative to the recorded one, or with `by_users` numbers of users
-    targets     shares of SLO attainment whose capacity is determined
-    warmup_s    requests before it do not count
+    policies   names of the policies, each with its default parameters
+    admission  name of the admission policy; None: every request is admitted
+    loads      request rates relative to the recorded rate, or numbers of users with `by_users`
+    targets    shares of requests within their SLO for which the highest load is determined
+    warmup_s   requests that arrive before this time in seconds are not counted
     """
 
     fleet: FleetSpec

@@ -34,13 +34,12 @@ class ItemStatus(StrEnum):
 
 
 class SeedItem(msgspec.Struct, frozen=True):
-    """One statement of `penstock seeds`: a system, rule, table, worked example, checklist item or
-    figure.
+    """One statement of `penstock seeds`, such as a table, a worked example or a checklist item.
 
-    command  the command line, configuration check or page that answers the item
-    golden   outcome by name: a number within 1 %, or a text that the outcome contains. Dotted names
-             are members of the JSON that `penstock size ... --json` prints.
-    note     where the outcome differs from the seed's statement, or what is missing
+    command  the command line, configuration check or documentation page that tests the statement
+    golden   expected outcomes by name: a number that is met within 1 %, or a text that the outcome
+             contains. Dotted names are members of the JSON that `penstock size ... --json` prints
+    note     how the outcome differs from the statement, or what is missing
     """
 
     number: int

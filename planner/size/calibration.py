@@ -51,7 +51,10 @@ class Calibration(msgspec.Struct, frozen=True):
 
 
 def calibrate_from(model: Llm, gpu: Gpu, tp: int, log_file: Path, last: str) -> Calibration:
-    """Fit the GPU's constants to the end of an access log. Raises SizingError for wrong input."""
+    """Fit the GPU's speed constants to the measurements at the end of an access log.
+
+    Raises SizingError if the log or `last` is invalid.
+    """
     sizes = valid_tp_sizes(facts_of(model), gpu.domain_gpus)
     if tp not in sizes:
         valid = ", ".join(map(str, sizes))

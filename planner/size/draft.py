@@ -41,11 +41,11 @@ class PlanHardware(msgspec.Struct, frozen=True):
     """The GPUs with which a fleet is planned.
 
     gpu             GPU type
-    domain          GPUs that fast links connect
+    domain          number of GPUs that fast links connect
     gpus            number of available GPUs; None: as many as needed
-    price_hour      dollars per GPU and hour
-    is_best_effort  whether to raise TP for a promise that no TP size keeps, while that still speeds
-                    up decoding
+    price_hour      price of one GPU in dollars per hour
+    is_best_effort  whether to raise TP for as long as that speeds up decoding, when no TP size
+                    keeps a promised latency
     """
 
     gpu: Gpu

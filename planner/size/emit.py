@@ -22,12 +22,12 @@ LOOSE_TTFT_S, LOOSE_TPOT_S = 60.0, 0.5
 
 
 class Emission(msgspec.Struct, frozen=True):
-    """A sizing plan and the names with which to write files and commands for it.
+    """A sizing plan, with the names to use in the files and commands that are written for it.
 
-    source       the model's repository or folder, for the engines
-    name         the name that clients use and engines serve
+    source         the model's repository or folder, from which the engines load it
+    name           the model name that engines serve and clients send
     is_quantising  whether engines quantise bf16 weights as they load them
-    first_port   port of the first engine on 127.0.0.1; following groups use the following ports
+    first_port     port of the first engine on 127.0.0.1; the next groups use the next ports
     """
 
     plan: FleetPlan

@@ -8,9 +8,10 @@ MAX_BATCH = 256  # vLLM's max_num_seqs; larger batches change a static estimate 
 
 
 class Promise(msgspec.Struct, frozen=True):
-    """Promised latencies for a class of requests, kept for `percentile` percent of them.
+    """The promised latencies of a class of requests.
 
-    A limit of None means that there is none.
+    `percentile` percent of the requests must stay within each limit. A limit of None does not
+    apply.
     """
 
     name: str = "default"

@@ -1,6 +1,7 @@
-"""Transforms a trace before its replay: scale, slice, and mix with classes and tenants.
+"""Changes traces before their replay: scales their rate, cuts out a period, and mixes several
+traces.
 
-All functions are pure.
+The functions return new traces and leave their arguments unchanged.
 """
 
 from __future__ import annotations
@@ -16,13 +17,12 @@ MOST_PARTS = 1 << PART_BITS
 
 
 class MixPart(msgspec.Struct, frozen=True):
-    """One trace of a mix, and how to change it.
+    """One trace of a mix, and the changes to make to it. None means no change.
 
-    A value of None leaves the trace unchanged.
-
-    rate     arrival rate relative to the recording
-    from_s, to_s  only requests recorded in this span, which becomes the beginning
-    slo, tenant, priority  values that replace those of the trace
+    rate                   arrival rate relative to the recorded rate
+    from_s, to_s           the period of the recording to use, in seconds; it becomes the beginning
+                           of the trace
+    slo, tenant, priority  values that replace those of the recorded requests
     """
 
     requests: Sequence[TraceRequest]
