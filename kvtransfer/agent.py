@@ -69,18 +69,19 @@ _FENCES_S = 5.0
 
 
 class Agent:
-    """The endpoint of all KV transfers of one tensor-parallel group of an engine, or of one rank of
-    it.
+    """The agent that performs all KV transfers of one tensor-parallel group of an engine, or of one
+    rank.
 
-    layout, regions  the group's KV layout, and the KV memory of each rank; the memory outlives the
-                     agent
+    layout, regions  the group's KV layout, and the KV memory of each rank. The memory must exist
+                     for longer than the agent
     key              the fleet's shared secret, at least 16 bytes; peers without it are refused
-    transports       the first one gives `address` and dials peers; a pair of agents then switches
-                     to the best transport that both have
-    clock            the source of time and timers; None: a thread owned by the agent
-    rank             the only rank that this agent has, with one region; None: it has all ranks
-    group            with `rank`: a name that is the same at the agents of all ranks, and at no
-                     other agent
+    transports       the first transport defines `address` and connects to peers; two agents then
+                     switch to the best transport that both have
+    clock            the source of time and timers; None: the agent starts a thread for them
+    rank             the only rank that this agent serves, with one region; None: it serves all
+                     ranks
+    group            only if `rank` is set: a name that is equal at the agents of all ranks of the
+                     group, and at no other agent
     """
 
     def __init__(

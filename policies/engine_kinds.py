@@ -21,18 +21,19 @@ _RESPONSES = frozenset({"/v1/responses"})
 
 
 class EngineTraits(msgspec.Struct, frozen=True):
-    """What a kind of engine serves and understands beyond the OpenAI-compatible APIs.
+    """The APIs and features of one kind of engine beyond the OpenAI-compatible APIs.
 
-    health_path     page whose status 200 says that the engine serves; empty: that of `health.path`
-    metrics_path    page with Prometheus metrics; empty if the kind has none
-    metric_prefix   with which the names of its own metrics begin; empty if it has none
-    salt_member     request member that takes a cache salt; empty if none does
-    lacked_paths    API paths that it does not serve, or serves with another meaning
-    is_low_first    whether a low number in a request's `priority` is urgent
-    can_continue    whether it continues an answer from the ids of its tokens
-    takes_rank      whether the header x-data-parallel-rank chooses a data-parallel rank
-    has_kv_events   whether it can publish KV events
-    least_probe_s   shortest time between two health checks, in seconds
+    health_path    page that returns status 200 if the engine is healthy; empty: the configured
+                   `health.path`
+    metrics_path   page with Prometheus metrics; empty if there is none
+    metric_prefix  prefix of the names of the engine's own metrics; empty if it has none
+    salt_member    member of a request that contains a cache salt; empty if the engine knows none
+    lacked_paths   API paths that the engine does not serve, or serves with another meaning
+    is_low_first   whether a lower number in a request's `priority` is more urgent
+    can_continue   whether the engine can continue an answer, given the ids of its tokens
+    takes_rank     whether the header x-data-parallel-rank chooses a data-parallel rank
+    has_kv_events  whether the engine can publish KV events
+    least_probe_s  minimum seconds between two health checks
     """
 
     health_path: str = ""

@@ -99,10 +99,11 @@ class RequestEdits(msgspec.Struct, frozen=True):
 
 
 class DecodeRequest(msgspec.Struct, frozen=True):
-    """The edits of a handoff's decode request, and how to read the token usage in its response.
+    """The edits of a handoff's decode request, and how to read the token usage in the response to
+    it.
 
-    reports_own_cache  whether the decode engine reports the prefill engine's cache hits; False: it
-                       reports the transferred KV as a hit
+    reports_own_cache  True: the decode engine reports the prefill engine's cache hits as cached
+                       tokens. False: it reports all transferred tokens as cached
     transport          name of the KV transport, if the prefill response states it
     """
 
@@ -144,26 +145,26 @@ class PrefillResponse(msgspec.Struct, frozen=True):
 
 
 class Dialect(msgspec.Struct, frozen=True):
-    """The handoff protocol of one kind of engine, as data and functions.
+    """The handoff protocol of one kind of engine, described by data and functions.
 
-    engine              the kind of engine that uses it, as named in the configuration
-    order               whether both requests are sent at once
-    needs               what must be known first; without it the first handoff is sequential
-                        (FIRST_ANSWER) or impossible
+    engine              the kind of engine that uses the protocol, as named in the configuration
+    order               whether the prefill and the decode request are sent at the same time
+    needs               the identities of engines that must be known before a handoff. Until they
+                        are known, handoffs are sequential (FIRST_ANSWER) or impossible
     reads_answer        whether the prefill response is parsed; False: only its end matters
     can_decode_alone    whether a decode endpoint can serve a whole request
-    abort_frees         whether the engine frees the KV when the prefill request is closed; False:
-                        only its decode engine can free it
-    cache_salt_member   the member whose value separates a decode request's cached blocks from those
-                        of all other requests, so that another decode engine may be asked for KV
-                        that may be gone by then; None: it may not be asked
-    standalone_members  members for a request that belongs to no handoff, such as a probe
+    abort_frees         whether the prefill engine frees the KV when the connection of the prefill
+                        request is closed; False: only the decode engine can free the KV
+    cache_salt_member   the JSON member whose value separates a decode request's cached blocks from
+                        those of all other requests. With it, a second decode engine may be asked
+                        for KV that may no longer exist; None: only one decode engine may be asked
+    standalone_members  JSON members for a request without a handoff, such as a probe
     prefill             function: terms -> edits of the prefill request
-    decode              function: terms, prefill response -> decode request; the response is None if
-                        both requests are sent at once
+    decode              function: terms, prefill response -> decode request. The response is None if
+                        both requests are sent at the same time
     identify            function: a prefill response, or the bootstrap server's page -> identities
                         by rank
-    check               function, for the order CONCURRENT only: why a prefill response means that
+    check               function, only for the order CONCURRENT: prefill response -> the reason why
                         the KV is not kept for the decode engine
     """
 

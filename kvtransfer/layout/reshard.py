@@ -77,14 +77,14 @@ class _Limits(NamedTuple):
 class TransferPlan:
     """All byte ranges (runs) that one KV transfer copies, by layer group and rank pair.
 
-    It is created by `plan_transfer` and thread-safe.
+    A plan is created by `plan_transfer`, and may be used by several threads. Runs are computed when
+    they are first needed.
 
-    groups     number of groups. A group is some layers of a chunk of tokens: first the layers
-               [0, group_layers) of each chunk, then the next layers. There is one chunk unless a
-               (group, pair) would have too many runs
-    tokens     the tokens that move, including the rest of the last block
-
-    Runs are computed on demand.
+    groups  number of layer groups. A group consists of some layers of one chunk of tokens: the
+            first group of each chunk has the layers [0, group_layers), the next has the following
+            layers. A transfer has several chunks only if a (group, pair) would otherwise have too
+            many runs
+    tokens  number of tokens that are copied, including the unused tokens of the last block
     """
 
     def __init__(
@@ -157,7 +157,9 @@ class TransferPlan:
         return self._cached_runs(group, pair)
 
     def group_bytes(self, group: int) -> int:
-        """Return the number of bytes that a layer group moves, over all rank pairs."""
+        """Return the number of bytes that a transfer copies for one layer group, summed over all
+        rank pairs.
+        """
         rows = sum(
             len(share.layers) * len(share.heads) for share in self._shares[self._band(group)]
         )

@@ -49,12 +49,11 @@ log = logging.getLogger("penstock")
 
 
 class LinkManager:
-    """The links of one agent: its connections to other agents, opened over the first of
-    `transports`.
+    """Opens and closes the links (connections) of one agent to other agents.
 
     books    the sink, the source and the counters of the agent
     lock     the agent's lock
-    execute  function that executes the commands that messages cause
+    execute  function that executes the commands that result from received messages
     """
 
     def __init__(

@@ -34,13 +34,13 @@ class LeaseState(StrEnum):
 class LeaseEvent(StrEnum):
     """The events that change the state of a lease on KV.
 
-    claim     a decoder will fetch the KV
-    start     bytes begin to move
-    land      all bytes have arrived and are verified
-    release   the source frees the blocks
-    renew     a heartbeat moves the deadline
-    expire    the deadline has passed
-    revoke    one side has given up
+    claim    the decode engine announces that it will fetch the KV
+    start    the first bytes are sent
+    land     all bytes have arrived and are verified
+    release  the source frees the blocks
+    renew    a heartbeat extends the deadline
+    expire   the deadline has passed
+    revoke   one side has cancelled the transfer
     """
 
     CLAIM = "claim"
@@ -82,16 +82,17 @@ _TIMELESS = frozenset({LeaseEvent.EXPIRE, LeaseEvent.REVOKE, LeaseEvent.RELEASE}
 
 
 class LeaseError(Exception):
-    """Raised for an event that the lease's state does not allow, that comes after the deadline, or
-    for an expiry before it.
+    """Raised for an event that the state of a lease does not allow.
+
+    Also raised for an event after the deadline, and for an `expire` event before the deadline.
     """
 
 
 class Lease(msgspec.Struct, frozen=True):
-    """The lease of one request's KV at its source.
+    """The lease that protects the KV of one request at its source.
 
-    deadline    when it expires, in seconds on the owner's clock
-    ended_from  the state from which it ended; None while it has not ended
+    deadline    time at which the lease expires, in seconds on the owner's clock
+    ended_from  the state that the lease had before it ended; None while it has not ended
     """
 
     id: str

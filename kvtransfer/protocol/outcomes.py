@@ -82,8 +82,8 @@ class TransferOutcome(msgspec.Struct, frozen=True):
     """The outcome of an offer or a fetch of KV.
 
     is_retriable  whether another attempt may succeed
-    n_bytes       bytes moved
-    seconds       seconds since the offer or fetch began
+    n_bytes       number of bytes that were transferred
+    seconds       seconds from the beginning of the offer or fetch to its end
     transport     name of the transport; "" if none was chosen yet
     detail        explanation for logs
     """

@@ -11,11 +11,11 @@ import msgspec
 
 
 class Priority(IntEnum):
-    """The priorities of KV transfers, most urgent first.
+    """The priorities of KV transfers, in descending order of urgency.
 
-    INTERACTIVE  a client waits for a token
-    BULK         fills caches
-    MIGRATION    empties a group
+    INTERACTIVE  a client waits for the first token
+    BULK         the transfer fills a cache
+    MIGRATION    the transfer moves KV away from a group that is to be emptied
     """
 
     INTERACTIVE = 0
@@ -85,10 +85,10 @@ class SendCredits:
 
 
 class QueuedTransfer(msgspec.Struct, frozen=True):
-    """A transfer that has KV to send.
+    """A transfer whose KV is waiting to be sent.
 
-    deadline  latest end, in seconds on the owner's clock
-    since     start of its wait, on the same clock
+    deadline  time by which the transfer should end, in seconds on the owner's clock
+    since     time at which the transfer began to wait, on the same clock
     """
 
     transfer: int

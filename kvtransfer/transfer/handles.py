@@ -147,10 +147,10 @@ class Offer(TransferHandle):
 
 
 class Landing(TransferHandle):
-    """The handle of KV that is being fetched from another agent.
+    """The handle of a fetch of KV from another agent.
 
-    layers  number of complete and verified layers, from the first on; all are valid once the
-            transfer has LANDED
+    layers  number of consecutive layers from layer 0 that have arrived and are verified. Once the
+            state is LANDED, all layers are valid
     """
 
     def __init__(self, keeper: LandingOwner, number: int, name: str) -> None:

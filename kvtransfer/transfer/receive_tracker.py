@@ -87,7 +87,9 @@ class ReceiveTracker:
 
     @property
     def complete_layers(self) -> int:
-        """Return the number of complete layers, from the first on without a gap."""
+        """Return the number of consecutive layers from layer 0 whose bytes have all arrived and are
+        verified.
+        """
         return self.plan.complete_layers(self._groups_in_order)
 
 

@@ -29,15 +29,16 @@ _MAX_TICKETS = 8
 
 
 class OfferSpec(msgspec.Struct, frozen=True):
-    """An engine's offer: the KV of `tokens` tokens in `blocks`, of which `ready_layers` layers are
-    computed.
+    """An engine's offer of the KV of `tokens` tokens, which is stored in `blocks`.
 
-    ttl_s     seconds until the lease ends
-    sink      the only agent that may fetch it, by ticket or by name; None: any agent with a ticket
-    public    whether any agent may also fetch it by name
-    nonce     16 random bytes for the first ticket
-    order     the stable sort order of `blocks`, computed here
-    distinct  the distinct block numbers, computed here
+    ready_layers  number of layers that are computed already
+    ttl_s         seconds until the lease ends
+    sink          the only agent that may fetch the KV, with a ticket or by name; None: any agent
+                  with a ticket
+    public        whether any agent may also fetch the KV by name
+    nonce         16 random bytes for the first ticket
+    order         the indices that sort `blocks`, computed here
+    distinct      the distinct block numbers, computed here
     """
 
     name: str

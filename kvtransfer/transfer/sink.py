@@ -71,10 +71,10 @@ class FetchRequest(msgspec.Struct, frozen=True):
 class SinkState(StrEnum):
     """The states of a fetch of KV.
 
-    WAITING   waits for a connection
-    INVITED   the peer may write
-    MOVING    the peer writes
-    FENCING   ended, but writers may still be active
+    WAITING  the fetch waits for a connection to the peer
+    INVITED  the peer may write into the blocks
+    MOVING   the peer is writing into the blocks
+    FENCING  the fetch has ended, but the peer may still be writing
     """
 
     WAITING = "waiting"

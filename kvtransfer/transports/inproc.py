@@ -37,14 +37,15 @@ _TRICKLE_S = 0.02
 class WireConditions(msgspec.Struct, frozen=True):
     """The simulated behaviour of a network; probabilities are per window (piece of a KV transfer).
 
-    latency_s     seconds that every message takes
-    bytes_per_s   bandwidth; None: as fast as memory
-    corrupt       probability that one byte is altered
-    truncate      probability that the end is missing
-    duplicate     probability that the window arrives twice
-    delay         probability that others overtake the window, by up to `delay_s`
-    sever         probability that the link breaks instead
-    fence_s       the longest time for a fence; windows being received are written until then
+    latency_s    seconds that every message takes
+    bytes_per_s  bandwidth; None: as fast as memory
+    corrupt      probability that one byte of the window is changed
+    truncate     probability that the end of the window is lost
+    duplicate    probability that the window arrives twice
+    delay        probability that later windows arrive first; the delay is up to `delay_s` seconds
+    sever        probability that the link breaks instead of delivering the window
+    fence_s      longest time in seconds that a fence takes; windows in transit are written until
+                 then
     """
 
     latency_s: float = 0.0

@@ -101,12 +101,14 @@ class Iovecs:
 
 
 class MemoryPieces:
-    """`size` bytes of memory in pieces, of which the first `done` bytes have been moved.
+    """`size` bytes of memory in several pieces, of which the first `done` bytes have been
+    transferred.
 
     fed_count  number of pieces that a digest (running checksum) has consumed
-    was_short  whether the last call moved less than requested, because the socket is empty or full
+    was_short  whether the last call transferred fewer bytes than requested, because the socket is
+               empty or full
 
-    The object uses `iovecs`, which serve one object at a time. The code uses few steps, because a
+    The table `iovecs` may be used by one object at a time. The code takes few steps, because a
     window's bytes displace the interpreter's data from the processor's cache.
     """
 

@@ -11,20 +11,22 @@ class AgentOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Time and size limits of a KV transfer agent.
 
     beat_s                    seconds between heartbeats; equal on both sides
-    max_missed_beats          number of missed heartbeats after which a link is lost; equal on both
-                              sides
-    handshake_s               seconds for both ends of a new link to prove their identity
-    window_bytes              maximum bytes of a window to send; a link may prefer less
-    budget_bytes              bytes that a source may have in flight to this agent on one link
-    invite_wait_s             maximum seconds that an invitation may wait here for its offer
+    max_missed_beats          number of missed heartbeats after which a link is regarded as lost;
+                              equal on both sides
+    handshake_s               seconds in which both ends of a new link must prove their identity
+    window_bytes              maximum size of a window to send; a link may prefer smaller windows
+    budget_bytes              maximum number of bytes in flight from a source to this agent on one
+                              link
+    invite_wait_s             maximum seconds for which an invitation waits at this agent for its
+                              offer
     name_memory_s             seconds for which the name of an ended or unwanted offer is remembered
-    max_waiting_invites       maximum number of invitations that wait here, in total
-    max_unproven_links        maximum number of links whose peer has not shown the key; a further
-                              one drops the oldest
+    max_waiting_invites       maximum number of invitations that wait at this agent
+    max_unproven_links        maximum number of links whose peer has not yet proven that it has the
+                              key; a further link closes the oldest
     max_unproven_per_address  maximum number of such links from one IPv4 address or IPv6 /64
-    family                    string that must be equal like the layout: weights, quantisation
+    family                    string that must be equal at both agents: weights, quantisation
     host                      identifier that is equal exactly for agents that can share memory;
-                              None: detect, "": never share
+                              None: it is detected, "": memory is never shared
     """
 
     beat_s: float = 0.25

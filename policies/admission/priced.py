@@ -64,19 +64,24 @@ Clients choose their budgets, and an impossible one must not raise the price for
 
 
 class PricedAdmissionParams(AdmissionParams, frozen=True):
-    """The parameters of an admission policy that refuses requests of little value for their work
-    while the pool is overloaded.
+    """The parameters of an admission policy that refuses less valuable requests while the pool is
+    overloaded.
 
-    overload       under overload, requested work is at least this multiple of the endpoints'
-                   capacity
-    queue_share    share of the TTFT budget up to which the mean queue costs nothing under overload
-    full_load      without overload, requested work is at most this multiple of the capacity
-    burst_share    share of the TTFT budget up to which the mean queue costs nothing without
-                   overload
-    doubt          standard deviations subtracted from the requested work, because a few long
-                   prompts by chance are not yet overload
-    steepness      how fast the price grows with the queue beyond that share
-    bend           exponent, 0 to 1, of a request's work in its price: below 1, long prompts pay
+    The price of admission rises with the queue. A request is refused if its value is too low for
+    the price of its work. Budgets are those of the request's service class.
+
+    overload       requested work, as a multiple of the endpoints' capacity, from which the pool is
+                   fully overloaded
+    queue_share    share of the TTFT budget up to which the mean queue is free of charge in an
+                   overloaded pool
+    full_load      the same multiple up to which the pool is not overloaded; in between, the limits
+                   change gradually
+    burst_share    share of the TTFT budget up to which the mean queue is free of charge in other
+                   pools
+    doubt          number of standard deviations that are subtracted from the requested work,
+                   because a few long prompts by chance are not an overload
+    steepness      how fast the price grows when the queue exceeds that share
+    bend           exponent of a request's work in its price, from 0 to 1. Below 1, long prompts pay
                    less than in proportion to their work; at 0, all requests pay the same
     hold_share     requests leave the wait queue while a candidate's queue is below this share of
                    the TTFT budget

@@ -48,18 +48,20 @@ endpoints."""
 
 
 class SessionGate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The parameters of the limit on sessions.
+    """The parameters of the limit on sessions, which keeps the contexts of active sessions cached.
 
-    start, least, most     initial value and bounds of memory_share, the share of the fleet's KV
-                           that sessions may fill. With start None, there is no limit until
-                           returning sessions find more than lost_most of their contexts evicted
-                           while prompts queue at the engines. It ends once nothing queues and none
-                           was refused for period_s
-    memory_s               seconds that an idle session counts, until return times were measured
+    start, least, most     initial, smallest and largest value of memory_share, the share of the
+                           fleet's KV that sessions may fill. If start is None, there is no limit at
+                           first: it begins when returning sessions find more than lost_most of
+                           their contexts evicted while prompts queue at the engines. It ends when
+                           nothing queues and no session was refused for period_s
+    memory_s               seconds for which an idle session counts as active, until return times
+                           were measured
     shortest_s, longest_s  bounds of memory_s once it is learned
-    returning              share of returning sessions that should still be counted when they return
-    lost_most, lost_least  shares of evicted tokens among those expected to be cached, above which
-                           memory_share shrinks and below which it grows
+    returning              share of returning sessions that should still count as active when they
+                           return
+    lost_most, lost_least  shares of the tokens expected to be cached that were evicted. Above
+                           lost_most memory_share is reduced; below lost_least it is increased
     period_s               minimum seconds between changes of memory_share
     remembered             maximum number of sessions stored, including expired ones
     """

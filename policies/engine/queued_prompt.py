@@ -7,21 +7,24 @@ from __future__ import annotations
 
 
 class QueuedPrompt:
-    """A reserved prompt in the engine model; fields about decoding are set at its first token.
+    """A reserved prompt in the engine model.
 
-    enters_at         policy clock when the engine's scheduler receives the prompt
+    enters_at         time at which the engine's scheduler receives the prompt, on the policy clock
     remaining_tokens  prompt tokens that no planned step computes yet
-    computed_tokens   prompt tokens before those
+    computed_tokens   the prompt tokens before `remaining_tokens`
     is_planned        whether the last chunk of the prompt is in a planned step
-    is_decoding       whether the first token has come
+    is_decoding       whether the first token has arrived
     has_kv            whether KV is allocated for the prompt
-    awaits_kv         whether another endpoint computes its KV, which is not allocated here yet
+    awaits_kv         whether another endpoint computes the prompt's KV, for which no blocks are
+                      allocated here yet
     prefix_tokens     prompt tokens that were believed to be cached, whose KV may be shared with
                       other sequences
     sequences         number of answers generated from the prompt
     output_tokens     expected output tokens of each answer
-    sees_first_token  whether the first token will be reported; otherwise it is assumed to come when
-                      the step ends
+    sees_first_token  whether the engine reports the first token; otherwise it is assumed to arrive
+                      when the step ends
+
+    The fields about decoding are set when the first token arrives.
     """
 
     __slots__ = (

@@ -52,11 +52,12 @@ class EngineAverages:
 
 
 class ArrivalAverages:
-    """Computes decaying averages, over ARRIVALS_S seconds, of the prompts recently sent to an
-    endpoint.
+    """Computes decaying averages of the prompts recently sent to an endpoint, over ARRIVALS_S
+    seconds.
 
-    prompts, tokens  decayed number of prompts, and of their uncached tokens
-    seconds          decayed time that these cover
+    prompts  decayed number of prompts
+    tokens   decayed number of the prompts' uncached tokens
+    seconds  decayed time in which these prompts arrived
     """
 
     __slots__ = ("at", "prompts", "seconds", "tokens")

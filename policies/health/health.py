@@ -32,8 +32,8 @@ class HealthState(StrEnum):
 class HealthEvent(StrEnum):
     """An event at an endpoint that may change its health.
 
-    IGNORED          a 4xx response or a client disconnect, neither of which shows anything about
-                     its health
+    IGNORED          a 4xx response or a client disconnect, which say nothing about the endpoint's
+                     health
     CONNECT_FAILED   a connection was refused, timed out, or was reset before any byte of an answer
     PROBE_OK_NEEDED  a probe succeeded, and no endpoint of the pool with this role is available
     SLOW             a speed review found the endpoint slower than its peers

@@ -41,14 +41,16 @@ LEAST_ONGOING_S = 0.1
 
 
 class SlowLimits(msgspec.Struct, frozen=True):
-    """The limits beyond which an endpoint counts as slow.
+    """The limits from which an endpoint counts as slow, compared with its peers.
 
-    factor     ratio to the peers' time from which on it is slow; 0: never
-    clear      ratio below which a suspect is normal again
-    reviews    consecutive reviews, each with new samples, before a suspect is slow
-    usual_margin  factor by which it must also exceed its own usual ratio
-    least_s    seconds by which a sample must exceed the peers', by measure (TTFT, TPOT, ANSWER);
-               smaller differences are irrelevant to clients
+    factor        ratio of the endpoint's time to its peers' time from which it counts as slow; 0:
+                  it never does
+    clear         ratio below which a suspect endpoint counts as normal again
+    reviews       number of consecutive reviews, each with new samples, that a suspect must exceed
+                  `factor` in before it counts as slow
+    usual_margin  factor by which the ratio must also exceed the endpoint's own usual ratio
+    least_s       seconds by which the endpoint's time must exceed its peers', by measure (TTFT,
+                  TPOT, ANSWER); clients do not notice smaller differences
     """
 
     factor: float = 2.5
@@ -61,10 +63,10 @@ class SlowLimits(msgspec.Struct, frozen=True):
 class ReviewedEndpoint(msgspec.Struct, frozen=True, eq=False):
     """One endpoint of a pool whose speed is reviewed.
 
-    record       its speed samples and verdict
-    kind         key that is equal for peers
-    shape        its step costs, to scale times between sizes of work
-    step_tokens  most prompt tokens that its current prefill step may have to compute
+    record       the endpoint's speed samples and verdict
+    kind         a value that is equal for endpoints that are compared with each other (peers)
+    shape        the endpoint's step costs, by which times of different sizes of work are compared
+    step_tokens  largest number of prompt tokens that its current prefill step may have to compute
     """
 
     record: SpeedRecord

@@ -84,11 +84,11 @@ class SpeedVerdict(StrEnum):
 
 
 class Slowness(msgspec.Struct, frozen=True):
-    """How slow an endpoint is in one measure.
+    """How slow an endpoint is in one measure, such as TTFT.
 
-    ratio    its time divided by its peers' time for the same work
-    seconds  its mean seconds per sample
-    peers_s  seconds that its peers take for the same work
+    ratio    the endpoint's time divided by its peers' time for the same work
+    seconds  the endpoint's mean seconds per sample
+    peers_s  seconds that the peers take for the same work
     """
 
     measure: Measure

@@ -165,8 +165,8 @@ def choose_doubted(stalled: Sequence[tuple[float, int]], doubted: Sequence[bool]
 
 
 def is_doubted(load: EndpointLoad) -> bool:
-    """Return whether the endpoint is in doubt or suspect, and so gets at most one request at a
-    time.
+    """Return whether the endpoint may get only one request at a time, because it is suspected to
+    have failed or to be slow.
     """
     return load.soft_cap <= SUSPECT_CEILING
 

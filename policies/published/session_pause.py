@@ -59,12 +59,12 @@ class SessionPause(AdmissionParams, frozen=True):
 
 
 class Program:
-    """One session in Dynamo's sense (a running agent program).
+    """A session, which Dynamo calls a program: the requests of one running agent.
 
-    acting_s   when it became idle; None while a request runs
-    paused_s   when it was paused; None if it is not paused
-    asked_s    when its last request came
-    marked     whether it pauses as soon as its running answer is complete
+    acting_s  time since which the session is idle; None while a request runs
+    paused_s  time since which the session is paused; None if it is not paused
+    asked_s   time of the session's last request
+    marked    whether the session will be paused as soon as its running answer is complete
     """
 
     __slots__ = (

@@ -37,8 +37,9 @@ class Gpu(msgspec.Struct, frozen=True):
     nic_bytes_s    bytes/s of its network adapter
     domain_gpus    number of GPUs that these links connect: 8 in an HGX server, 72 in an NVL72 rack
     has_fast_link  whether collectives of a TP group use a faster link than PCIe
-    fit_of         the GPU whose fitted constants are borrowed; empty if they are this GPU's own
-    errors         90th percentile of the equation's relative error for prefill and for decode
+    fit_of         the GPU type whose fitted constants are used for this one; empty if the constants
+                   were fitted to this type
+    errors         90th percentile of the equation's relative error, for prefill and for decode
     """
 
     name: str

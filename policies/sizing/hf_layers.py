@@ -16,10 +16,10 @@ STATE_BYTES = 2  # vLLM keeps states of state-space layers in the model's type
 class LayerKinds(msgspec.Struct, frozen=True):
     """The number of a model's layers of each kind, and the size of its state-space layers.
 
-    mlps          layers with an MLP or a mixture of experts
-    window        tokens that window attention reaches back
+    mlps          number of layers with an MLP or a mixture of experts
+    window        number of last tokens that layers with window attention read
     state_params  parameters of all state-space layers
-    state_bytes   bytes of their state per sequence
+    state_bytes   bytes of the state of these layers per sequence
     """
 
     layers: int

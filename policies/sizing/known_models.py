@@ -17,10 +17,10 @@ from policies.sizing.model_shapes import Llm
 class ModelFacts(msgspec.Struct, frozen=True):
     """The properties of a model that limit its layouts.
 
-    heads     attention heads
-    kv_heads  KV heads; None for MLA
+    heads     number of attention heads
+    kv_heads  number of KV heads; None for MLA
     layers    number of layers; None if unknown
-    experts   routed experts per layer; 0 if dense
+    experts   number of routed experts per layer; 0 if the model is dense
     """
 
     heads: int

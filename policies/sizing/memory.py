@@ -21,9 +21,9 @@ GIB = 1 << 30
 class Reserve(msgspec.Struct, frozen=True):
     """The GPU memory that is not available for weights and KV.
 
-    untouched     share of the memory that the engine does not use
+    untouched     share of the memory that the engine leaves free
     engine_bytes  bytes for the engine itself
-    nccl_bytes    bytes for NCCL's buffers if there are several ranks
+    nccl_bytes    bytes for NCCL's buffers, if the engine has several ranks
     """
 
     untouched: float = 0.1
@@ -60,9 +60,9 @@ class MemoryVerdict(Enum):
 class Demand(msgspec.Struct, frozen=True):
     """The requests that must fit into GPU memory at the same time.
 
-    context      tokens of each request
+    context      number of tokens of each request
     concurrency  number of requests
-    headroom     share of KV to keep free
+    headroom     share of the KV memory to keep free
     """
 
     context: int
@@ -71,13 +71,14 @@ class Demand(msgspec.Struct, frozen=True):
 
 
 class MemoryCheck(msgspec.Struct, frozen=True):
-    """The result of the memory check; bytes are those of a GPU in the stage with the least room for
-    KV.
+    """The result of the memory check.
 
-    tokens     tokens of KV that the whole engine holds, in requests of the demanded context
-    served     requests of that context that fit at once
-    spare      share of KV beyond the demanded requests, relative to them; negative if they do not
-               fit
+    Bytes are those of one GPU, in the pipeline stage with the least memory for KV.
+
+    tokens  tokens of KV that the whole engine holds, in requests of the demanded context
+    served  number of requests of that context that fit at the same time
+    spare   KV memory beyond the demanded requests, as a share of theirs; negative if they do not
+            fit
     """
 
     verdict: MemoryVerdict

@@ -59,11 +59,11 @@ class LayoutFinding(msgspec.Struct, frozen=True):
     """A rule of parallel layouts that a configured engine violates.
 
     code      short name of the rule
-    is_error  whether the engine does not start or does not work; a warning otherwise
+    is_error  whether the engine cannot start or work because of it; otherwise it is a warning
     member    the member of the layout to change
     message   what is wrong
     valid     what is valid instead; empty if unknown
-    source    where the rule comes from
+    source    the document or code that states the rule
     """
 
     code: str

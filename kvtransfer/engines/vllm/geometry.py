@@ -47,10 +47,9 @@ _SCALE_BYTES = 4
 
 
 class UnsupportedCache(Exception):
-    """Raised when the connector cannot describe the layout of a KV cache, which is then not
-    transferred.
+    """Raised when the connector cannot describe the layout of an engine's KV cache.
 
-    The message gives the reason.
+    The engine's KV is then not transferred. The message gives the reason.
     """
 
 

@@ -30,10 +30,10 @@ MEMBER = "kv_handoff"
 
 
 class OfferOrder(msgspec.Struct, frozen=True):
-    """An order to vLLM's workers to offer the KV of a finished prefill.
+    """An instruction to vLLM's workers to offer the KV of a completed prefill to other engines.
 
-    ttl_s   lease of the offer in seconds
-    nonces  nonces of the tickets, one per rank
+    ttl_s   duration of the offer's lease in seconds
+    nonces  random identifiers of the tickets, one per rank
     """
 
     request: str
@@ -59,14 +59,14 @@ class LoadOrder(msgspec.Struct, frozen=True):
 
 
 class StepOrders(msgspec.Struct):
-    """The orders of vLLM's scheduler to all workers for the KV transfers of one engine step.
+    """The instructions of vLLM's scheduler to all workers for the KV transfers of one engine step.
 
-    offers    finished prefills to offer
-    loads     handoffs to fetch
-    cancels   requests whose fetches are cancelled
+    offers    completed prefills whose KV is to be offered
+    loads     handoffs whose KV is to be fetched
+    cancels   requests whose fetches are to be cancelled
     unused    handoffs that will not be fetched
-    members   once, the addresses of all ranks' agents
-    has_work  whether the step computes something
+    members   the addresses of all ranks' agents; sent only once
+    has_work  whether the engine computes something in this step
     """
 
     offers: list[OfferOrder] = []
@@ -87,14 +87,14 @@ class PromptRequest(msgspec.Struct, frozen=True):
 
 
 class HandoffScheduler:
-    """The KV handoffs of one engine, in vLLM's scheduler process.
+    """Manages the KV handoffs of one engine, in vLLM's scheduler process.
 
     key      the fleet's shared secret
     engine   the engine's id
-    family   string that must be equal at both engines
+    family   string that must be equal at both engines of a handoff
     lease_s  seconds for which an offer is kept for its decode engine
     clock    the monotonic clock of this host
-    warn     function that is called with a sentence for every handoff that is refused
+    warn     function that is called with one sentence for every handoff that is refused
     """
 
     def __init__(

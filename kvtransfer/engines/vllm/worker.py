@@ -26,12 +26,12 @@ _UNUSED_BLOCKS, _UNUSED_TOKENS = (0,), 1
 
 
 class FinishedTransfers(msgspec.Struct):
-    """Requests whose KV transfers have ended since the last report, so that the engine owns their
-    blocks.
+    """Requests whose KV transfers have ended since the last report. The engine owns their blocks
+    again.
 
     sent      requests whose offers have ended
     received  requests whose fetches have ended
-    failed    those of `received` whose KV must be computed
+    failed    those of `received` whose KV did not arrive and must be computed
     """
 
     sent: set[str] = msgspec.field(default_factory=set)

@@ -15,10 +15,11 @@ _MOST_EPOCHS = 1 << 24
 
 
 class QueuePairEpochs:
-    """The current queue pair of an RDMA connection, and its completion queue.
+    """The current queue pair of an RDMA connection and its completion queue, which `renew`
+    replaces.
 
-    pair         the queue pair; None until `renew`
-    is_writable  whether the peer's end is connected as well
+    pair         the queue pair; None until the first `renew`
+    is_writable  whether the peer's queue pair is connected as well
     """
 
     def __init__(self, domain: ProtectionDomain) -> None:

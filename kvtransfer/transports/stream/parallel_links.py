@@ -1,12 +1,13 @@
-"""Further TCP connections to the same agent (lanes), which share the sending of KV with a link.
+"""Lanes: further TCP connections to an agent, which carry KV in parallel with the first link.
 
-At the sink, one connection can use only one core for copying; a fast network can carry several. A
-lane proves its identity like any link and then belongs to the first link, its owner. Whenever it is
-idle, it takes a window (piece of KV) from the owner's queue.
+One connection can use only one core of the sink for copying, which is too slow for a fast network.
+An agent proves its identity on a lane as on any link. The lane then belongs to the first link, its
+owner. Whenever the lane is idle, it sends the next window (piece of KV) of the owner's queue.
 
-Messages keep their order on the first link. So a transfer's windows use only that link until the
-sink has received one and sends SPREAD: no window overtakes the message that announces it.
-link_manager.py opens lanes and detects their loss; LinkOptions has their number.
+Messages use only the first link, so their order is kept. No window may overtake the message that
+announces its transfer. Therefore a transfer's windows use only the first link until the sink has
+received one of them and replies with SPREAD. link_manager.py opens lanes and detects their loss;
+LinkOptions has their number.
 """
 
 from __future__ import annotations
