@@ -7,6 +7,7 @@ protocol/                   proof of identity, tickets (permissions) and message
 links/                      connections to peers
 transports/                 how bytes move
 dialects/                   how the gateway asks each engine for a handoff
+store/                      KV blocks by their content, in host memory and on disk
 engines/                    connectors for real engines
 
 No module here depends on the gateway. docs/kvtransfer.md describes the design and its threat model.

@@ -14,10 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvtransfer.layout.memory_regions import Region, RegionError
+from kvtransfer.layout.sealed_files import SEALS, create_sealed_file
 
 _PAGE = 4096
-_SEAL_FUTURE_WRITE = 0x10  # linux/fcntl.h; the fcntl module has it from Python 3.13 on
-_SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | _SEAL_FUTURE_WRITE
 
 
 class MemoryFileRegion(Region):
@@ -38,16 +37,7 @@ class MemoryFileRegion(Region):
         `populate` maps all pages now, so that no transfer waits for page faults.
         """
         size = _file_bytes(blocks, block_bytes)
-        fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        try:
-            os.ftruncate(fd, size)
-            flags = mmap.MAP_SHARED | (mmap.MAP_POPULATE if populate else 0)
-            memory = mmap.mmap(fd, size, flags=flags)
-            # Seal after mapping: later mappings cannot write.
-            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
-        except BaseException:
-            os.close(fd)
-            raise
+        fd, memory = create_sealed_file(name, size, populate=populate)
         return cls(*_views(memory, blocks, block_bytes), block_bytes, name, fd)
 
     @classmethod
@@ -113,7 +103,7 @@ def _check_file(fd: int, size: int) -> None:
             "the peer's memory file is not mapped, because it does not support seals and its "
             "size may change"
         ) from error
-    if seals & _SEALS != _SEALS:
+    if seals & SEALS != SEALS:
         raise RegionError(
             f"the peer's memory file is not mapped, because it lacks seals (it has {seals:#x})"
         )

@@ -53,6 +53,14 @@ MAY_DO_IO = {
     "kvtransfer.util.agent_lock": {"threading"},
     "kvtransfer.util.clock": {"threading", "time"},
     "kvtransfer.layout.memory_files": {"fcntl", "mmap", "os"},
+    "kvtransfer.layout.sealed_files": {"fcntl", "mmap", "os"},
+    "kvtransfer.store.block_store": {"threading", "time"},
+    "kvtransfer.store.client": {"os", "socket", "threading"},
+    "kvtransfer.store.disk_slots": {"fcntl", "os"},
+    "kvtransfer.store.memory_slots": {"os"},
+    "kvtransfer.store.service": {"fcntl", "os", "socket", "threading"},
+    "kvtransfer.store.slots": {"os"},
+    "kvtransfer.store.wire": {"socket"},
 }
 # What penstock-kv and its extra `numpy` require, and what single modules need in addition.
 PACKAGES_OF_KV = {"msgspec", "numpy", "xxhash"}

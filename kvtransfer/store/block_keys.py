@@ -1,0 +1,47 @@
+"""Keys of stored KV blocks: a hash chain over compatibility, tenant and tokens.
+
+Equal keys mean equal bytes, because a key covers everything that the KV of a block depends on.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+
+Key = bytes
+"""A key of KEY_BYTES bytes."""
+
+KEY_BYTES = 32
+TOKEN_BYTES = 4
+
+
+def chain_root(compatibility: str, tenant: str) -> Key:
+    """Return the key that the chain of one tenant's blocks begins with.
+
+    compatibility   what else the bytes depend on: weights, layout, quantisation
+    tenant          the cache salt; blocks of another tenant have other keys
+    """
+    fields = (compatibility.encode(), tenant.encode())
+    sized = b"".join(len(field).to_bytes(8, "little") + field for field in fields)
+    return hashlib.blake2b(sized, digest_size=KEY_BYTES, person=b"kv-store-root").digest()
+
+
+def block_keys(root: Key, tokens: bytes | memoryview, block_tokens: int) -> list[Key]:
+    """Return the keys of all full blocks of a prompt.
+
+    `tokens` are token ids of four bytes each, little-endian. A key covers all tokens up to the end
+    of its block.
+    """
+    return list(_chain(root, memoryview(tokens), block_tokens * TOKEN_BYTES))
+
+
+def _chain(key: Key, tokens: memoryview, size: int) -> Iterator[Key]:
+    for start in range(0, len(tokens) - size + 1, size):
+        block = tokens[start : start + size]
+        key = hashlib.blake2b(block, digest_size=KEY_BYTES, key=key, person=b"kv-block").digest()
+        yield key
+
+
+def are_keys(keys: Sequence[bytes]) -> bool:
+    """Return whether all of these have the length of a key."""
+    return all(len(key) == KEY_BYTES for key in keys)

@@ -1,0 +1,231 @@
+"""StoreClient: an engine's connection to the store of its host."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import TypeVar
+
+from kvtransfer.store.block_keys import Key
+from kvtransfer.store.messages import (
+    LENGTH_BYTES,
+    MAX_KEYS,
+    MAX_PUT_KEYS,
+    VERSION,
+    AcquireBlocks,
+    CountPrefix,
+    FindPlaces,
+    GetStats,
+    Greeting,
+    LeasedSlots,
+    Places,
+    PrefixCount,
+    PutBlocks,
+    ReleaseLease,
+    StatsReport,
+    StoredCount,
+    StoreDescription,
+    StoreProtocolError,
+    ToStore,
+    UseBlocks,
+    Wanted,
+    body_length,
+    decode_answer,
+    encode,
+)
+from kvtransfer.store.slots import Parts, SlotGeometry, SlotReader, digest_of
+from kvtransfer.store.wire import (
+    ConnectionEndedError,
+    receive_exactly,
+    receive_message,
+    send_parts,
+)
+
+LEASE_BLOCKS = 64
+"""Blocks that one lease covers, so that a reader pins a bounded part of the store's memory."""
+
+Answer = TypeVar("Answer")
+
+
+class StoreLostError(Exception):
+    """Raised when the store cannot be reached, or has ended. Its blocks count as missing."""
+
+
+class StoreClient:
+    """Reads and writes blocks of one store. Methods block, and may be called from any thread.
+
+    path        the store's Unix socket
+    timeout_s   seconds that the store may be silent
+
+    Every method but `close` raises StoreLostError once the store is lost.
+    """
+
+    def __init__(self, path: Path, timeout_s: float = 10.0) -> None:
+        self._lock = threading.Lock()
+        self._connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._reader: SlotReader | None = None
+        try:
+            self._connection.settimeout(timeout_s)
+            self._connection.connect(str(path))
+            self._reader = self._greet()
+        except (OSError, ConnectionEndedError, StoreProtocolError) as error:
+            self._connection.close()
+            raise StoreLostError(f"no store at {path}: {error}") from error
+
+    def _greet(self) -> SlotReader:
+        self._connection.sendall(encode(Greeting(VERSION)))
+        prefix, fds, _, _ = socket.recv_fds(self._connection, LENGTH_BYTES, 1)
+        try:
+            if not prefix or not fds:
+                raise ConnectionEndedError("the store refused this client")
+            prefix += receive_exactly(self._connection, LENGTH_BYTES - len(prefix))
+            answer = decode_answer(receive_exactly(self._connection, body_length(prefix)))
+            if not isinstance(answer, StoreDescription) or answer.version != VERSION:
+                raise StoreProtocolError("a store of another version")
+        except BaseException:
+            for fd in fds:
+                os.close(fd)
+            raise
+        os.set_inheritable(fds[0], False)
+        return SlotReader(fds[0], answer.geometry)
+
+    @property
+    def geometry(self) -> SlotGeometry:
+        """The number of slots of the store's memory, and the bytes of the largest block."""
+        return self._slots().geometry
+
+    def count_prefix(self, keys: Sequence[Key]) -> int:
+        """Return how many of these blocks are stored, up to the first missing one."""
+        count = 0
+        for first in range(0, len(keys), MAX_KEYS):
+            batch = list(keys[first : first + MAX_KEYS])
+            found = self._ask(CountPrefix(batch), PrefixCount).count
+            count += found
+            if found < len(batch):
+                break
+        return count
+
+    def places(self, keys: Sequence[Key]) -> bytes:
+        """Return for each block the bits of its tiers (IN_MEMORY, ON_DISK); 0: it is missing."""
+        batches = [keys[first : first + MAX_KEYS] for first in range(0, len(keys), MAX_KEYS)]
+        return b"".join(self._ask(FindPlaces(list(batch)), Places).bits for batch in batches)
+
+    def put(self, keys: Sequence[Key], blocks: Sequence[Parts]) -> int:
+        """Send those of these blocks that the store lacks; return how many of them it stored.
+
+        A block may be shorter than a slot. The bytes must not change during the call.
+        """
+        stored = 0
+        for first in range(0, len(keys), MAX_PUT_KEYS):
+            batch = slice(first, first + MAX_PUT_KEYS)
+            stored += self._put(list(keys[batch]), blocks[batch])
+        return stored
+
+    def _put(self, keys: list[Key], blocks: Sequence[Parts]) -> int:
+        lengths = [sum(part.nbytes for part in parts) for parts in blocks]
+        if max(lengths, default=0) > self.geometry.slot_bytes:
+            raise ValueError(f"the largest block of this store has {self.geometry.slot_bytes} B")
+        with self._lock:
+            wanted = self._exchange(PutBlocks(keys, lengths), Wanted)
+            try:
+                for index in wanted.indexes:
+                    parts = blocks[index]
+                    send_parts(self._connection, [memoryview(digest_of(parts)), *parts])
+            except (OSError, IndexError) as error:
+                raise self._lost(error) from error
+            return self._exchange(None, StoredCount).count
+
+    def get(self, keys: Sequence[Key], blocks: Sequence[Parts]) -> int:
+        """Copy the longest stored prefix of these blocks into `blocks`.
+
+        Returns the number of leading blocks that were copied and verified. The memory of the
+        others may have been written, too: it must not be used.
+        """
+        done = 0
+        while done < len(keys):
+            batch = list(keys[done : done + LEASE_BLOCKS])
+            lease = self._ask(AcquireBlocks(batch), LeasedSlots)
+            try:
+                copied = self._copy(batch, lease.slots, blocks[done : done + LEASE_BLOCKS])
+            finally:
+                self._send(ReleaseLease(lease.lease))
+            done += copied
+            # A lease may be shorter than the stored prefix, where memory has no room for more.
+            if not copied or copied < len(lease.slots):
+                break
+        for first in reversed(range(0, done, MAX_KEYS)):
+            self._send(UseBlocks(list(keys[first : min(done, first + MAX_KEYS)])))
+        return done
+
+    def _copy(self, keys: list[Key], slots: list[int], blocks: Sequence[Parts]) -> int:
+        reader = self._slots()
+        copied = 0
+        for key, slot, parts in zip(keys, slots, blocks, strict=False):
+            try:
+                outcome = reader.read(slot, key, parts)
+            except OSError as error:
+                raise self._lost(error) from error
+            if not outcome.is_intact:
+                break
+            copied += 1
+        return copied
+
+    def stats(self) -> dict[str, int]:
+        """Return the store's counters and fill."""
+        return self._ask(GetStats(), StatsReport).values
+
+    def close(self) -> None:
+        """Close the connection, which ends all leases. May be called twice."""
+        self._connection.close()
+        reader, self._reader = self._reader, None
+        if reader is not None:
+            os.close(reader.fd)
+
+    def __enter__(self) -> StoreClient:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _slots(self) -> SlotReader:
+        reader = self._reader
+        if reader is None:
+            raise StoreLostError("the client is closed")
+        return reader
+
+    def _ask(self, request: ToStore, kind: type[Answer]) -> Answer:
+        with self._lock:
+            return self._exchange(request, kind)
+
+    def _send(self, request: ToStore) -> None:
+        with self._lock:
+            try:
+                self._connection.sendall(encode(request))
+            except OSError as error:
+                raise self._lost(error) from error
+
+    def _exchange(self, request: ToStore | None, kind: type[Answer]) -> Answer:
+        # Send a request, if there is one, and return the next answer, which must be of `kind`.
+        try:
+            if request is not None:
+                self._connection.sendall(encode(request))
+            answer = decode_answer(receive_message(self._connection))
+            if not isinstance(answer, kind):
+                raise StoreProtocolError(f"the store answered {type(answer).__name__}")
+        except (OSError, ConnectionEndedError, StoreProtocolError) as error:
+            raise self._lost(error) from error
+        return answer
+
+    def _lost(self, error: Exception) -> StoreLostError:
+        # Answers would no longer fit their requests, so the connection ends.
+        self._connection.close()
+        return StoreLostError(f"the store is lost: {error or type(error).__name__}")

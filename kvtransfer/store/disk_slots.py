@@ -1,0 +1,98 @@
+"""DiskSlots: the slots of a store in a file on disk, which a restarted store finds again.
+
+A killed process leaves the kernel's copy of the file whole, so the order of writes is enough: the
+header is void before the first byte, and written after the last one. A power failure can reorder
+writes; the digest then finds the wrong bytes. Nothing is synchronised to the disk.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from kvtransfer.store.block_keys import Key
+from kvtransfer.store.slots import (
+    PAGE_BYTES,
+    Parts,
+    ReadOutcome,
+    SlotFileError,
+    SlotGeometry,
+    SlotHeader,
+    SlotReader,
+    void_header,
+)
+
+FILE_NAME = "slots.kv"
+
+
+class DiskSlots:
+    """Slots in a file of one directory, which one process may own at a time.
+
+    A file of another geometry is emptied. Raises SlotFileError if another process owns the
+    directory.
+    """
+
+    def __init__(self, directory: Path, geometry: SlotGeometry) -> None:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self.geometry = geometry
+        self._fd = os.open(directory / FILE_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            self._own(directory)
+            if os.pread(self._fd, PAGE_BYTES, 0) != geometry.pack():
+                os.ftruncate(self._fd, 0)
+                os.ftruncate(self._fd, geometry.file_bytes)
+                _write(self._fd, memoryview(geometry.pack()), 0)
+        except BaseException:
+            os.close(self._fd)
+            raise
+        self._reader = SlotReader(self._fd, geometry)
+        self._generation = 0
+
+    def _own(self, directory: Path) -> None:
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise SlotFileError(f"another store uses the directory {directory}") from None
+
+    def restored(self) -> Iterator[tuple[int, Key]]:
+        """Yield the slots and keys of all blocks in the file, in order of their generations.
+
+        A block that is there twice is yielded once, with its newest slot. Reads the headers only.
+        """
+        newest: dict[Key, tuple[int, int]] = {}
+        for slot, header in self._reader.headers():
+            found = header.generation, slot
+            if found > newest.get(header.key, (0, 0)):
+                newest[header.key] = found
+        for key, (generation, slot) in sorted(newest.items(), key=lambda item: item[1]):
+            self._generation = generation
+            yield slot, key
+
+    def void(self, slot: int) -> None:
+        """Make a slot unreadable. Raises OSError if the disk fails."""
+        _write(self._fd, memoryview(void_header()), self.geometry.header_offset(slot))
+
+    def write(self, slot: int, data: memoryview) -> None:
+        _write(self._fd, data, self.geometry.data_offset(slot))
+
+    def commit(self, slot: int, key: Key, length: int, digest: bytes) -> None:
+        self._generation += 1
+        packed = SlotHeader(self._generation, length, key, digest).pack()
+        _write(self._fd, memoryview(packed), self.geometry.header_offset(slot))
+
+    def header(self, slot: int) -> SlotHeader | None:
+        return self._reader.header(slot)
+
+    def read(self, slot: int, key: Key, parts: Parts) -> ReadOutcome:
+        return self._reader.read(slot, key, parts)
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+
+def _write(fd: int, data: memoryview, offset: int) -> None:
+    while data:
+        count = os.pwrite(fd, data, offset)
+        data, offset = data[count:], offset + count

@@ -1,0 +1,174 @@
+"""The messages between a store and its clients, and their limits.
+
+A message is its length (four bytes, little-endian) and MessagePack. After `Wanted` a writer sends
+the bytes of these blocks, each as its digest and its content, without further framing.
+"""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import msgspec
+
+from kvtransfer.store.block_keys import Key, are_keys
+from kvtransfer.store.slots import SlotGeometry
+
+VERSION = 1
+LENGTH_BYTES = 4
+MAX_MESSAGE_BYTES = 4 << 20
+MAX_KEYS = 1 << 16
+MAX_PUT_KEYS = 1 << 12
+MAX_LEASE_KEYS = 1 << 10
+
+
+class StoreProtocolError(Exception):
+    """Raised for a message that is malformed, too long, or out of order."""
+
+
+class Greeting(msgspec.Struct, frozen=True, tag=True):
+    """The first message of a client."""
+
+    version: int
+
+
+class StoreDescription(msgspec.Struct, frozen=True, tag=True):
+    """The store's first answer, which comes with the descriptor of its memory file."""
+
+    version: int
+    geometry: SlotGeometry
+
+
+class CountPrefix(msgspec.Struct, frozen=True, tag=True):
+    """Asks how many of these blocks are stored, up to the first missing one."""
+
+    keys: list[Key]
+
+
+class PrefixCount(msgspec.Struct, frozen=True, tag=True):
+    count: int
+
+
+class FindPlaces(msgspec.Struct, frozen=True, tag=True):
+    """Asks which tiers have each of these blocks."""
+
+    keys: list[Key]
+
+
+class Places(msgspec.Struct, frozen=True, tag=True):
+    """One byte per block: the bits of its tiers."""
+
+    bits: bytes
+
+
+class AcquireBlocks(msgspec.Struct, frozen=True, tag=True):
+    """Asks for a lease of the longest stored prefix of these blocks."""
+
+    keys: list[Key]
+
+
+class LeasedSlots(msgspec.Struct, frozen=True, tag=True):
+    """A lease: the slots in the memory file of consecutive blocks."""
+
+    lease: int
+    slots: list[int]
+
+
+class ReleaseLease(msgspec.Struct, frozen=True, tag=True):
+    """Ends a lease. It has no answer."""
+
+    lease: int
+
+
+class UseBlocks(msgspec.Struct, frozen=True, tag=True):
+    """Says that consecutive blocks of a prompt were used. It has no answer."""
+
+    keys: list[Key]
+
+
+class PutBlocks(msgspec.Struct, frozen=True, tag=True):
+    """Offers blocks with their lengths in bytes."""
+
+    keys: list[Key]
+    lengths: list[int]
+
+
+class Wanted(msgspec.Struct, frozen=True, tag=True):
+    """The indexes of the offered blocks that the writer sends now."""
+
+    indexes: list[int]
+
+
+class StoredCount(msgspec.Struct, frozen=True, tag=True):
+    count: int
+
+
+class GetStats(msgspec.Struct, frozen=True, tag=True):
+    """Asks for the store's counters."""
+
+
+class StatsReport(msgspec.Struct, frozen=True, tag=True):
+    values: dict[str, int]
+
+
+ToStore: TypeAlias = (
+    Greeting
+    | CountPrefix
+    | FindPlaces
+    | AcquireBlocks
+    | ReleaseLease
+    | UseBlocks
+    | PutBlocks
+    | GetStats
+)
+ToClient: TypeAlias = (
+    StoreDescription | PrefixCount | Places | LeasedSlots | Wanted | StoredCount | StatsReport
+)
+
+_encoder = msgspec.msgpack.Encoder()
+_to_store: msgspec.msgpack.Decoder[ToStore] = msgspec.msgpack.Decoder(ToStore)
+_to_client: msgspec.msgpack.Decoder[ToClient] = msgspec.msgpack.Decoder(ToClient)
+
+
+def encode(message: ToStore | ToClient) -> bytes:
+    """Return a message with its length in front."""
+    body = _encoder.encode(message)
+    return len(body).to_bytes(LENGTH_BYTES, "little") + body
+
+
+def body_length(prefix: bytes) -> int:
+    """Return the length of the message that follows. Raises StoreProtocolError if too long."""
+    length = int.from_bytes(prefix, "little")
+    if not 0 < length <= MAX_MESSAGE_BYTES:
+        raise StoreProtocolError(f"a message of {length} bytes")
+    return length
+
+
+def decode_request(body: bytes) -> ToStore:
+    """Return a client's message. Raises StoreProtocolError if it is malformed."""
+    try:
+        message = _to_store.decode(body)
+    except msgspec.MsgspecError as error:
+        raise StoreProtocolError(str(error)) from None
+    _check_limits(message)
+    return message
+
+
+def decode_answer(body: bytes) -> ToClient:
+    """Return a store's message. Raises StoreProtocolError if it is malformed."""
+    try:
+        return _to_client.decode(body)
+    except (msgspec.MsgspecError, ValueError) as error:
+        raise StoreProtocolError(str(error)) from None
+
+
+def _check_limits(message: ToStore) -> None:
+    most = MAX_KEYS
+    if isinstance(message, PutBlocks):
+        most = MAX_PUT_KEYS
+        if len(message.keys) != len(message.lengths) or min(message.lengths, default=0) < 0:
+            raise StoreProtocolError("lengths that do not fit the keys")
+    elif isinstance(message, AcquireBlocks):
+        most = MAX_LEASE_KEYS
+    keys = getattr(message, "keys", [])
+    if len(keys) > most or not are_keys(keys):
+        raise StoreProtocolError(f"{len(keys)} keys, or keys of a wrong length")

@@ -1,0 +1,64 @@
+"""The options of a store, and the number of slots that fit its bounds."""
+
+from __future__ import annotations
+
+import msgspec
+
+from kvtransfer.store.slots import HEADER_BYTES, MAX_SLOTS, PAGE_BYTES, SlotGeometry
+from kvtransfer.store.tier_index import INDEX_BYTES
+
+
+class StoreOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """The bounds of a store.
+
+    slot_bytes    bytes of the largest block; a smaller one takes as much
+    memory_bytes  bound of the memory for blocks and for the index of both tiers
+    disk_bytes    bound of the file on disk; 0: no disk tier
+    directory     directory of that file; "": no disk tier
+    lease_s       seconds for which a reader's blocks stay in place
+    io_s          seconds of silence after which a writer, or a client that reads nothing, is cut
+    save_s        seconds between steps that copy blocks to disk
+    save_bytes    bytes that one such step copies, at least one block
+    max_clients   connections at once
+
+    Raises ValueError if no block fits.
+    """
+
+    slot_bytes: int
+    memory_bytes: int
+    disk_bytes: int = 0
+    directory: str = ""
+    lease_s: float = 30.0
+    io_s: float = 10.0
+    save_s: float = 0.1
+    save_bytes: int = 64 << 20
+    max_clients: int = 256
+
+    def __post_init__(self) -> None:
+        if bool(self.disk_bytes) != bool(self.directory):
+            raise ValueError("a disk tier needs both a directory and a size")
+        if not min(self.lease_s, self.io_s, self.save_s) > 0 or self.max_clients < 1:
+            raise ValueError("times must be positive, and at least one client allowed")
+        _ = self.memory_geometry
+
+    @property
+    def disk_geometry(self) -> SlotGeometry | None:
+        """The slots of the disk tier; None without one."""
+        if not self.disk_bytes:
+            return None
+        return _fit(self.disk_bytes, self.slot_bytes, 0, "disk")
+
+    @property
+    def memory_geometry(self) -> SlotGeometry:
+        """The slots of the memory tier: what is left when both indexes have their memory."""
+        disk = self.disk_geometry
+        index_bytes = disk.slots * INDEX_BYTES if disk is not None else 0
+        return _fit(self.memory_bytes - index_bytes, self.slot_bytes, INDEX_BYTES, "memory")
+
+
+def _fit(space: int, slot_bytes: int, index_bytes: int, tier: str) -> SlotGeometry:
+    stride = SlotGeometry(1, slot_bytes).stride
+    slots = (space - 2 * PAGE_BYTES) // (stride + HEADER_BYTES + index_bytes)
+    if slots < 1:
+        raise ValueError(f"the {tier} of the store has no room for a block of {slot_bytes} bytes")
+    return SlotGeometry(min(slots, MAX_SLOTS), slot_bytes)

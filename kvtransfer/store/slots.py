@@ -1,0 +1,195 @@
+"""The file format of both tiers of a store, and verified reads of it.
+
+A file has one page that describes it, then a table of headers, then slots of equal size. A slot's
+header says which block it holds. It is void while the slot is written, so a writer that is killed
+leaves nothing readable.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from struct import Struct
+from typing import Protocol
+
+import msgspec
+from xxhash import xxh3_64_digest, xxh3_128
+
+from kvtransfer.store.block_keys import KEY_BYTES, Key
+
+Parts = Sequence[memoryview]
+"""The memory of one block in pieces, for example one per rank. All are contiguous bytes."""
+
+PAGE_BYTES = 4096
+HEADER_BYTES = 128
+MAX_SLOTS = 1 << 24
+MAX_SLOT_BYTES = 1 << 30
+DIGEST_BYTES = 16
+_CHECK_BYTES = 8
+_VOID = bytes(HEADER_BYTES)
+_HEADER = Struct(f"<QQ{KEY_BYTES}s{DIGEST_BYTES}s")
+_FILE = Struct("<16sQQ")
+_MAGIC = b"kv-store-slots-1"
+_SCAN_BYTES = 1 << 20
+
+
+class SlotFileError(Exception):
+    """Raised for a slot file that cannot be used: a wrong size or form, or another owner."""
+
+
+class ReadOutcome(msgspec.Struct, frozen=True):
+    """How the read of a slot ended. The bytes may be used only if `is_intact`.
+
+    is_current   whether the slot held the wanted block, of the wanted length, before and after
+    is_intact    whether the bytes that were read also fit the block's digest
+    """
+
+    is_current: bool
+    is_intact: bool
+
+
+class SlotHeader(msgspec.Struct, frozen=True):
+    """What a slot holds. `generation` is another one for each block that is ever written."""
+
+    generation: int
+    length: int
+    key: Key
+    digest: bytes
+
+    def pack(self) -> bytes:
+        body = _HEADER.pack(self.generation, self.length, self.key, self.digest)
+        return body + xxh3_64_digest(body)
+
+    @staticmethod
+    def unpack(data: bytes | memoryview) -> SlotHeader | None:
+        """Return the header in these bytes; None if they are void, torn or damaged."""
+        body = bytes(data[: _HEADER.size])
+        if len(data) < HEADER_BYTES or not any(body[:8]):
+            return None
+        if bytes(data[_HEADER.size : _HEADER.size + _CHECK_BYTES]) != xxh3_64_digest(body):
+            return None
+        return SlotHeader(*_HEADER.unpack(body))
+
+
+class SlotGeometry(msgspec.Struct, frozen=True):
+    """The number and the size of a file's slots. Raises ValueError if they are out of range."""
+
+    slots: int
+    slot_bytes: int
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.slots <= MAX_SLOTS or not 1 <= self.slot_bytes <= MAX_SLOT_BYTES:
+            raise ValueError(f"{self.slots} slots of {self.slot_bytes} bytes are out of range")
+
+    @property
+    def file_bytes(self) -> int:
+        return self.data_offset(self.slots)
+
+    @property
+    def stride(self) -> int:
+        """The bytes from one slot to the next, in whole pages."""
+        return -(-self.slot_bytes // PAGE_BYTES) * PAGE_BYTES
+
+    def header_offset(self, slot: int) -> int:
+        return PAGE_BYTES + slot * HEADER_BYTES
+
+    def data_offset(self, slot: int) -> int:
+        table = -(-self.slots * HEADER_BYTES // PAGE_BYTES) * PAGE_BYTES
+        return PAGE_BYTES + table + slot * self.stride
+
+    def pack(self) -> bytes:
+        """Return the page that describes the file."""
+        return _FILE.pack(_MAGIC, self.slots, self.slot_bytes).ljust(PAGE_BYTES, b"\0")
+
+
+class SlotFile(Protocol):
+    """The interface of a tier's slots to their owner, who alone writes to them."""
+
+    geometry: SlotGeometry
+
+    def void(self, slot: int) -> None:
+        """Make the content of a slot unreadable, because it gets another block."""
+        ...
+
+    def write(self, slot: int, data: memoryview) -> None:
+        """Write the bytes of a block into a void slot. Raises OSError if the disk fails."""
+        ...
+
+    def commit(self, slot: int, key: Key, length: int, digest: bytes) -> None:
+        """Make the block that was written into a slot readable. Raises OSError if it fails."""
+        ...
+
+    def read(self, slot: int, key: Key, parts: Parts) -> ReadOutcome:
+        """Copy a block into `parts`, whose sizes add up to its length, and verify the copy."""
+        ...
+
+    def header(self, slot: int) -> SlotHeader | None: ...
+
+    def close(self) -> None: ...
+
+
+class SlotReader:
+    """Reads the blocks of a slot file by its descriptor, in any process.
+
+    The owner may reuse a slot during the read. So the header is read before and after the bytes,
+    and the bytes are compared with the digest.
+    """
+
+    def __init__(self, fd: int, geometry: SlotGeometry) -> None:
+        self.fd = fd
+        self.geometry = geometry
+
+    def header(self, slot: int) -> SlotHeader | None:
+        """Return what a slot holds; None if it is void. Raises OSError if the disk fails."""
+        return SlotHeader.unpack(os.pread(self.fd, HEADER_BYTES, self.geometry.header_offset(slot)))
+
+    def read(self, slot: int, key: Key, parts: Parts) -> ReadOutcome:
+        """Copy a block into `parts` and verify the copy. Raises OSError if the disk fails."""
+        before = self.header(slot)
+        length = sum(part.nbytes for part in parts)
+        if before is None or before.key != key or before.length != length:
+            return ReadOutcome(is_current=False, is_intact=False)
+        _read_into(self.fd, parts, self.geometry.data_offset(slot))
+        if self.header(slot) != before:
+            return ReadOutcome(is_current=False, is_intact=False)
+        return ReadOutcome(is_current=True, is_intact=digest_of(parts) == before.digest)
+
+    def headers(self) -> Iterator[tuple[int, SlotHeader]]:
+        """Yield all readable headers with their slots, in order of the slots."""
+        step = _SCAN_BYTES // HEADER_BYTES
+        for first in range(0, self.geometry.slots, step):
+            count = min(step, self.geometry.slots - first)
+            offset = self.geometry.header_offset(first)
+            table = memoryview(os.pread(self.fd, count * HEADER_BYTES, offset))
+            for index in range(len(table) // HEADER_BYTES):
+                start = index * HEADER_BYTES
+                header = SlotHeader.unpack(table[start : start + HEADER_BYTES])
+                if header is not None and header.length <= self.geometry.slot_bytes:
+                    yield first + index, header
+
+
+def digest_of(parts: Parts) -> bytes:
+    """Return the digest (xxh3, 128 bits) of a block's bytes."""
+    state = xxh3_128()
+    for part in parts:
+        state.update(part)
+    return state.digest()
+
+
+def void_header() -> bytes:
+    """Return the bytes of a header that names no block."""
+    return _VOID
+
+
+def _read_into(fd: int, parts: Parts, offset: int) -> None:
+    # Read the bytes of all parts; a short file leaves the rest of them unchanged.
+    left = [part for part in parts if part.nbytes]
+    while left:
+        count = os.preadv(fd, left[:64], offset)
+        if not count:
+            return
+        offset += count
+        while left and count >= left[0].nbytes:
+            count -= left.pop(0).nbytes
+        if count:
+            left[0] = left[0][count:]

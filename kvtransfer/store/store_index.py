@@ -1,0 +1,261 @@
+"""StoreIndex: the two tiers of a store, the leases of its readers, and what moves between tiers.
+
+Every decision of a store is made here, under one lock of its owner: time and events in, slots out.
+The owner moves the bytes (block_store.py). A lease pins the slots of a reader until the reader
+releases them, its connection ends, or the lease expires.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+
+import msgspec
+
+from kvtransfer.store.block_keys import Key
+from kvtransfer.store.tier_index import TierIndex
+
+IN_MEMORY, ON_DISK = 1, 2
+"""Bits of the tiers in which a block is ready."""
+
+
+class StoreCounters(msgspec.Struct):
+    """Counts of a store since its start.
+
+    stored      blocks that writers have stored
+    refused     blocks that found no slot, because all were pinned or in writing
+    aborted     blocks whose writer ended or failed before the last byte
+    hits        blocks that readers got
+    saved       blocks that were copied to disk
+    loaded      blocks that were copied back to memory
+    failed      copies between the tiers that failed, from disk errors
+    corrupt     blocks on disk whose bytes no longer fit their digest
+    evicted     blocks that left memory, but are on disk
+    lost        blocks that left memory before they were on disk
+    dropped     blocks that were evicted from disk
+    expired     leases that ended by their time
+    """
+
+    stored: int = 0
+    refused: int = 0
+    aborted: int = 0
+    hits: int = 0
+    saved: int = 0
+    loaded: int = 0
+    failed: int = 0
+    corrupt: int = 0
+    evicted: int = 0
+    lost: int = 0
+    dropped: int = 0
+    expired: int = 0
+
+
+class ReadLease(msgspec.Struct):
+    """Pinned slots of one reader: the slots in memory of consecutive blocks of a prompt."""
+
+    owner: int
+    slots: list[int]
+    expires_s: float
+
+
+class TierCopy(msgspec.Struct, frozen=True):
+    """A block that is being copied from one tier to the other, with its slots in both."""
+
+    key: Key
+    memory_slot: int
+    disk_slot: int
+
+
+class StoreIndex:
+    """The slots, leases and pending copies of one store. `disk_slots` 0: no disk tier."""
+
+    def __init__(self, memory_slots: int, disk_slots: int = 0, lease_s: float = 30.0) -> None:
+        if memory_slots < 1:
+            raise ValueError("the store's memory is too small for one block")
+        self.memory = TierIndex(memory_slots)
+        self.disk = TierIndex(disk_slots)
+        self.counters = StoreCounters()
+        self._lease_s = lease_s
+        self._leases: OrderedDict[int, ReadLease] = OrderedDict()  # the first one expires first
+        self._last_lease = 0
+        # Blocks in memory that are not on disk yet, in order of their commits.
+        self._unsaved: OrderedDict[Key, None] = OrderedDict()
+
+    @property
+    def unsaved(self) -> int:
+        """The number of blocks that wait to be copied to disk."""
+        return len(self._unsaved)
+
+    @property
+    def leases(self) -> int:
+        return len(self._leases)
+
+    def places(self, key: Key) -> int:
+        """Return the bits of the tiers in which a block is ready; 0: in none."""
+        return IN_MEMORY * (key in self.memory) | ON_DISK * (key in self.disk)
+
+    def count_prefix(self, keys: Sequence[Key]) -> int:
+        """Return how many of these blocks are ready in some tier, up to the first missing one."""
+        for count, key in enumerate(keys):
+            if key not in self.memory and key not in self.disk:
+                return count
+        return len(keys)
+
+    def wants(self, key: Key) -> bool:
+        """Return whether a writer should send this block: it is in no tier, and not in writing."""
+        return not self.places(key) and not self.memory.is_writing(key)
+
+    # Writers
+
+    def begin_write(self, key: Key, now: float) -> int | None:
+        """Take a slot in memory for a writer's block; None: it is known, or there is no room."""
+        if not self.wants(key):
+            return None
+        slot = self._take_memory(key, now)
+        self.counters.refused += slot is None
+        return slot
+
+    def end_write(self, key: Key, *, is_complete: bool) -> None:
+        """Make a writer's block ready for readers, or free its slot."""
+        if is_complete:
+            self._commit_memory(key)
+            self.counters.stored += 1
+        else:
+            self.memory.abort(key)
+            self.counters.aborted += 1
+
+    # Readers
+
+    def acquire(self, owner: int, keys: Sequence[Key], now: float) -> tuple[int, list[int]]:
+        """Pin the longest prefix of these blocks that is in memory; return the lease, its slots.
+
+        `owner` is the connection with which the lease ends.
+        """
+        self.expire(now)
+        slots: list[int] = []
+        for key in keys:
+            if key not in self.memory:
+                break
+            slots.append(self.memory.pin(key))
+        self.counters.hits += len(slots)
+        self._last_lease += 1
+        self._leases[self._last_lease] = ReadLease(owner, slots, now + self._lease_s)
+        return self._last_lease, slots
+
+    def use(self, keys: Sequence[Key]) -> None:
+        """Count consecutive blocks of a prompt as used now.
+
+        Later blocks are evicted first, because they are of no use without the earlier ones.
+        """
+        self.memory.touch(reversed(keys))
+        self.disk.touch(reversed(keys))
+
+    def join(self, owner: int, earlier: int, later: int) -> int:
+        """Let the later one of two leases have the slots of both, and return its number."""
+        first, second = self._leases.pop(earlier, None), self._leases[later]
+        if first is not None and first.owner == owner == second.owner:
+            second.slots = first.slots + second.slots
+        return later
+
+    def release(self, owner: int, number: int) -> None:
+        """End a lease. Do nothing if it has expired, or belongs to another owner."""
+        lease = self._leases.get(number)
+        if lease is not None and lease.owner == owner:
+            self._end_lease(number)
+
+    def end_owner(self, owner: int) -> None:
+        """End all leases of a connection that is lost."""
+        for number in [n for n, lease in self._leases.items() if lease.owner == owner]:
+            self._end_lease(number)
+
+    def expire(self, now: float) -> None:
+        """End the leases whose time is over. A slow reader then finds another generation."""
+        while self._leases:
+            number, lease = next(iter(self._leases.items()))
+            if lease.expires_s > now:
+                return
+            self._end_lease(number)
+            self.counters.expired += 1
+
+    # From memory to disk
+
+    def begin_save(self) -> TierCopy | None:
+        """Choose the next block to copy to disk, and pin it in memory.
+
+        Returns None if all are saved, or if the disk has no free slot now.
+        """
+        while self._unsaved:
+            key, _ = self._unsaved.popitem(last=False)
+            taken = self.disk.begin(key)
+            if taken is not None:
+                self.counters.dropped += taken[1] is not None
+                return TierCopy(key, self.memory.pin(key), taken[0])
+            if key not in self.disk:
+                self._unsaved[key] = None
+                self._unsaved.move_to_end(key, last=False)
+                return None
+        return None
+
+    def end_save(self, copy: TierCopy, *, is_complete: bool) -> None:
+        """Make the copy on disk ready, or give it up; the block stays in memory."""
+        if is_complete:
+            self.disk.commit(copy.key)
+            self.counters.saved += 1
+        else:
+            self.disk.abort(copy.key)
+            self.counters.failed += 1
+        self.memory.unpin(copy.memory_slot)
+
+    # From disk to memory
+
+    def begin_load(self, key: Key, now: float) -> TierCopy | None:
+        """Pin a block on disk and take a slot in memory for it; None: impossible, or not needed."""
+        if key not in self.disk:
+            return None
+        slot = self._take_memory(key, now)
+        return None if slot is None else TierCopy(key, slot, self.disk.pin(key))
+
+    def end_load(self, copy: TierCopy, *, is_intact: bool, is_readable: bool = True) -> None:
+        """Make the block ready in memory. If its bytes on disk are wrong, forget them.
+
+        is_intact     whether the bytes fit their digest
+        is_readable   False: the disk failed, which says nothing about the bytes
+        """
+        if is_intact:
+            self._commit_memory(copy.key, is_saved=True)
+            self.counters.loaded += 1
+        else:
+            self.memory.abort(copy.key)
+            self.counters.failed += not is_readable
+            if is_readable:
+                self.counters.corrupt += 1
+                self.disk.drop(copy.key)
+        self.disk.unpin(copy.disk_slot)
+
+    def _take_memory(self, key: Key, now: float) -> int | None:
+        self.expire(now)
+        taken = self.memory.begin(key)
+        if taken is None:
+            return None
+        slot, evicted = taken
+        if evicted is not None:
+            is_lost = evicted not in self.disk
+            self.counters.lost += is_lost
+            self.counters.evicted += not is_lost
+            self._unsaved.pop(evicted, None)
+        return slot
+
+    def _commit_memory(self, key: Key, *, is_saved: bool = False) -> None:
+        self.memory.commit(key)
+        if self.disk.slots and not is_saved:
+            self._unsaved[key] = None
+
+    def _end_lease(self, number: int) -> None:
+        for slot in reversed(self._leases.pop(number).slots):
+            self.memory.unpin(slot)
+
+    def check(self) -> None:
+        """Assert that tiers, leases and pending copies agree. Tests use this method."""
+        self.memory.check()
+        self.disk.check()
+        assert all(key in self.memory for key in self._unsaved)

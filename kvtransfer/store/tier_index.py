@@ -1,0 +1,163 @@
+"""TierIndex: which block is in which slot of one tier (memory or disk), and which to evict.
+
+A slot is free, in writing, or ready. A ready slot without pins is evicted when a slot is needed,
+the longest unused first. A pinned slot is never reused. There is no I/O.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator
+
+from kvtransfer.store.block_keys import Key
+
+INDEX_BYTES = 512
+"""Memory that the index takes per slot, at most; tests/unit/kvtransfer/store measures it."""
+
+
+class TierIndex:
+    """The slots of one tier by block key, with pins and the order of eviction."""
+
+    def __init__(self, slots: int) -> None:
+        self.slots = slots
+        self._keys: list[Key | None] = [None] * slots
+        self._pins = array("L", bytes(array("L").itemsize * slots))
+        self._ready: dict[Key, int] = {}
+        self._writing: dict[Key, int] = {}
+        # Ready slots without pins, the longest unused first.
+        self._idle: OrderedDict[int, None] = OrderedDict()
+        # Slots below `_fresh` have been used. Freed ones are reused before fresh ones.
+        self._freed: list[int] = []
+        self._fresh = 0
+
+    def __len__(self) -> int:
+        return len(self._ready)
+
+    def __contains__(self, key: Key) -> bool:
+        return key in self._ready
+
+    @property
+    def taken(self) -> int:
+        """The number of slots that are not free: ready, in writing, or dropped but pinned."""
+        return self._fresh - len(self._freed)
+
+    def keys(self) -> Iterator[Key]:
+        """Yield the keys of all ready blocks, in order of their commits."""
+        return iter(self._ready)
+
+    def find(self, key: Key) -> int | None:
+        """Return the slot of a ready block; None if there is none."""
+        return self._ready.get(key)
+
+    def is_writing(self, key: Key) -> bool:
+        return key in self._writing
+
+    def slot_in_writing(self, key: Key) -> int:
+        return self._writing[key]
+
+    def begin(self, key: Key) -> tuple[int, Key | None] | None:
+        """Take a slot for a new block, and return it with the key that was evicted from it.
+
+        Returns None if the block is ready or in writing already, or if every slot is pinned or in
+        writing.
+        """
+        if key in self._ready or key in self._writing:
+            return None
+        evicted: Key | None = None
+        if self._freed:
+            slot = self._freed.pop()
+        elif self._fresh < self.slots:
+            slot, self._fresh = self._fresh, self._fresh + 1
+        elif self._idle:
+            slot, _ = self._idle.popitem(last=False)
+            evicted = self._keys[slot]
+            assert evicted is not None
+            del self._ready[evicted]
+        else:
+            return None
+        self._keys[slot] = key
+        self._writing[key] = slot
+        return slot, evicted
+
+    def commit(self, key: Key) -> int:
+        """Make a block in writing ready, and return its slot. It is the most recently used one."""
+        slot = self._writing.pop(key)
+        self._ready[key] = slot
+        self._idle[slot] = None
+        return slot
+
+    def abort(self, key: Key) -> None:
+        """Free the slot of a block in writing."""
+        self._free(self._writing.pop(key))
+
+    def pin(self, key: Key) -> int:
+        """Pin a ready block, and return its slot. A block may have many pins."""
+        slot = self._ready[key]
+        if not self._pins[slot]:
+            del self._idle[slot]
+        self._pins[slot] += 1
+        return slot
+
+    def unpin(self, slot: int) -> None:
+        """Remove one pin. A slot without pins is the most recently used one.
+
+        Raises ValueError if the slot has no pin.
+        """
+        if not self._pins[slot]:
+            raise ValueError(f"slot {slot} has no pin")
+        self._pins[slot] -= 1
+        if self._pins[slot]:
+            return
+        key = self._keys[slot]
+        if key is None:
+            self._free(slot)
+        else:
+            self._idle[slot] = None
+
+    def touch(self, keys: Iterable[Key]) -> None:
+        """Count these blocks as used now, in this order. Blocks that are not ready are skipped."""
+        for key in keys:
+            slot = self._ready.get(key)
+            if slot is not None and slot in self._idle:
+                self._idle.move_to_end(slot)
+
+    def drop(self, key: Key) -> None:
+        """Forget a ready block. Its slot is free when its last pin is removed."""
+        slot = self._ready.pop(key)
+        if self._pins[slot]:
+            self._keys[slot] = None
+        else:
+            del self._idle[slot]
+            self._free(slot)
+
+    def restore(self, slot: int, key: Key) -> None:
+        """Add a block that an earlier process has written. The index is otherwise empty.
+
+        Blocks are restored in ascending order of their last use. `seal_restored()` ends this.
+        """
+        self._keys[slot] = key
+        self._ready[key] = slot
+        self._idle[slot] = None
+
+    def seal_restored(self) -> None:
+        """Find the free slots after the last `restore()`."""
+        used = [slot for slot, key in enumerate(self._keys) if key is not None]
+        self._fresh = used[-1] + 1 if used else 0
+        self._freed = [slot for slot in range(self._fresh) if self._keys[slot] is None]
+
+    def _free(self, slot: int) -> None:
+        self._keys[slot] = None
+        self._freed.append(slot)
+
+    def check(self) -> None:
+        """Assert that every slot is in exactly one state. Tests use this method."""
+        ready, writing = set(self._ready.values()), set(self._writing.values())
+        dropped = {s for s in range(self.slots) if self._keys[s] is None and self._pins[s]}
+        freed, unused = set(self._freed), set(range(self._fresh, self.slots))
+        states = [ready, writing, dropped, freed, unused]
+        assert sum(map(len, states)) == self.slots == len(set().union(*states))
+        assert set(self._idle) == {slot for slot in ready if not self._pins[slot]}
+        assert all(self._keys[slot] == key for key, slot in self._ready.items())
+        assert all(self._keys[slot] == key for key, slot in self._writing.items())
+        assert not any(self._pins[slot] for slot in writing | freed | unused)

@@ -1,0 +1,52 @@
+"""Blocking reads and writes of whole messages and blocks on a Unix socket."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+
+from kvtransfer.store.messages import LENGTH_BYTES, body_length
+from kvtransfer.store.slots import Parts
+
+_MOST_PARTS = 64
+
+
+class ConnectionEndedError(Exception):
+    """Raised when the other end has closed the connection."""
+
+
+def receive_into(connection: socket.socket, view: memoryview) -> None:
+    """Fill `view` from the socket. Raises ConnectionEndedError, or OSError after a timeout."""
+    while view:
+        count = connection.recv_into(view)
+        if not count:
+            raise ConnectionEndedError
+        view = view[count:]
+
+
+def receive_exactly(connection: socket.socket, length: int) -> bytes:
+    buffer = bytearray(length)
+    receive_into(connection, memoryview(buffer))
+    return bytes(buffer)
+
+
+def receive_message(connection: socket.socket, on_begun: Callable[[], None] | None = None) -> bytes:
+    """Return the body of the next message. `on_begun` is called after its first bytes."""
+    prefix = connection.recv(LENGTH_BYTES)
+    if not prefix:
+        raise ConnectionEndedError
+    if on_begun is not None:
+        on_begun()
+    prefix += receive_exactly(connection, LENGTH_BYTES - len(prefix))
+    return receive_exactly(connection, body_length(prefix))
+
+
+def send_parts(connection: socket.socket, parts: Parts) -> None:
+    """Send the bytes of all parts in order, without joining them."""
+    left = [part for part in parts if part.nbytes]
+    while left:
+        count = connection.sendmsg(left[:_MOST_PARTS])
+        while left and count >= left[0].nbytes:
+            count -= left.pop(0).nbytes
+        if count:
+            left[0] = left[0][count:]

@@ -1,0 +1,43 @@
+"""Keys of stored blocks: what makes them differ."""
+
+from __future__ import annotations
+
+import os
+
+from kvtransfer.store.block_keys import KEY_BYTES, are_keys, block_keys, chain_root
+
+TOKENS = os.urandom(4 * 16 * 3)
+ROOT = chain_root("llama/bf16", "tenant-a")
+
+
+def test_only_full_blocks_have_keys() -> None:
+    keys = block_keys(ROOT, TOKENS + b"\0\0\0\0", 16)
+    assert len(keys) == 3
+    assert are_keys(keys)
+    assert not are_keys([*keys, b"short"])
+    assert len(keys[0]) == KEY_BYTES
+    assert block_keys(ROOT, b"", 16) == []
+
+
+def test_prompts_share_the_keys_of_their_common_prefix() -> None:
+    other = TOKENS[:64] + os.urandom(128)
+    keys, others = block_keys(ROOT, TOKENS, 16), block_keys(ROOT, other, 16)
+    assert keys[0] == others[0]
+    assert not set(keys[1:]) & set(others[1:])
+
+
+def test_the_same_tokens_later_in_a_prompt_have_another_key() -> None:
+    keys = block_keys(ROOT, TOKENS[:64] * 3, 16)
+    assert len(set(keys)) == 3
+
+
+def test_tenants_and_incompatible_caches_have_no_key_in_common() -> None:
+    roots = [
+        ROOT,
+        chain_root("llama/bf16", "tenant-b"),
+        chain_root("llama/fp8", "tenant-a"),
+        # The border between the two fields counts.
+        chain_root("llama/bf16t", "enant-a"),
+    ]
+    keys = [key for root in roots for key in block_keys(root, TOKENS, 16)]
+    assert len(set(keys)) == len(keys)
