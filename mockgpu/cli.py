@@ -19,7 +19,7 @@ from mockgpu.chaos_server import run_chaos_server
 from mockgpu.fault_grammar import FaultError
 from mockgpu.fleet import KEEP_ALIVE_S, FleetGroup, run_fleet
 from mockgpu.group import GroupSpec
-from mockgpu.handoff_options import DEFAULT_SCALE, KEY, TransferSpec
+from mockgpu.handoff_options import DEFAULT_SCALE, KEY, StoreSpec, TransferSpec
 from mockgpu.kv_event_stream import KvEventSpec
 from mockgpu.options import (
     AsJson,
@@ -46,6 +46,8 @@ from mockgpu.options import (
     KvLease,
     KvPort,
     KvScale,
+    KvStore,
+    KvStoreGbps,
     KvTls,
     KvTokens,
     KvTransport,
@@ -74,6 +76,20 @@ from policies.sizing.model_shapes import model_named
 from policies.sizing.rules import MAX_SIZE, PlannedGroup, layout_findings
 
 
+@contextmanager
+def _exit_on_error() -> Iterator[None]:
+    # Print an error as one line and exit: status 2 for wrong options, 1 for a port in use.
+    try:
+        yield
+    except (ValueError, FaultError) as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(2) from None
+    except OSError as error:
+        typer.echo(f"error: cannot listen: {error.strerror or error}", err=True)
+        raise typer.Exit(1) from None
+
+
+@_exit_on_error()
 def mock(
     port: Port,
     groups: Groups = 1,
@@ -108,6 +124,8 @@ def mock(
     kv_scale: KvScale = DEFAULT_SCALE,
     kv_gbps: KvGbps = 0.0,
     kv_lease: KvLease = 30.0,
+    kv_store: KvStore = None,
+    kv_store_gbps: KvStoreGbps = "200,40",
     handoff_timeout: HandoffTimeout = None,
     kv_load_failure_policy: LoadFailurePolicy = "fail",
     engine_version: EngineVersion = "0.33",
@@ -120,33 +138,18 @@ def mock(
     as_json: AsJson = False,
 ) -> None:
     """Serve simulated LLM engines (TP groups) without a GPU, with vLLM's HTTP API."""
-    with _exit_on_error():
-        _check_ports(groups, port, kv_port, bootstrap_port)
-        spec = _spec(model, gpu, tp, role, profile, speed, dp_ranks, dp_lockstep, dialect)
-        spec = _with_layout(spec, (pp, ep, dp, cp), ep_skew, has_dialect=dialect is not None)
-        limits = (max_num_seqs, max_num_batched_tokens, kv_tokens, max_queued)
-        spec = _limited(spec, *limits, cached_details=cached_details, lacks=tuple(lacks or ()))
-        spec = _answering(spec, responses_store, may_end_from)
-        specs = _publishing(spec, groups, kv_events_port, dialect, _version(engine_version))
-        if dialect is not None:
-            link = (kv_transport, kv_port, kv_key, kv_scale, kv_gbps or inf, kv_lease)
-            checked = _checked(kv_load_failure_policy, engine_version, kv_tls)
-            checked |= {"bootstrap_port": bootstrap_port, "wire_faults": wire_faults}
-            specs = _halves(specs, TransferSpec(dialect, *link, handoff_timeout), **checked)
-        uvloop.run(_serve(specs, host, port, fault, seed, keep_alive, chaos_port, as_json))
-
-
-@contextmanager
-def _exit_on_error() -> Iterator[None]:
-    # Print an error as one line and exit: status 2 for wrong options, 1 for a port in use.
-    try:
-        yield
-    except (ValueError, FaultError) as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(2) from None
-    except OSError as error:
-        typer.echo(f"error: cannot listen: {error.strerror or error}", err=True)
-        raise typer.Exit(1) from None
+    _check_ports(groups, port, kv_port, bootstrap_port)
+    spec = _spec(model, gpu, tp, role, profile, speed, dp_ranks, dp_lockstep, dialect)
+    spec = _with_layout(spec, (pp, ep, dp, cp), ep_skew, has_dialect=dialect is not None)
+    limits = (max_num_seqs, max_num_batched_tokens, kv_tokens, max_queued)
+    spec = _limited(spec, *limits, cached_details=cached_details, lacks=tuple(lacks or ()))
+    spec = _answering(spec, responses_store, may_end_from)
+    spec = _with_store(spec, kv_store, kv_store_gbps, kv_scale)
+    specs = _publishing(spec, groups, kv_events_port, dialect, _version(engine_version))
+    link = (kv_transport, kv_port, kv_key, kv_scale, kv_gbps or inf, kv_lease, handoff_timeout)
+    checks = (kv_load_failure_policy, engine_version, kv_tls)
+    specs = _halves(specs, dialect, link, _checked(*checks, bootstrap_port, wire_faults))
+    uvloop.run(_serve(specs, host, port, fault, seed, keep_alive, chaos_port, as_json))
 
 
 def _answering(spec: GroupSpec, stores_responses: bool, may_end_from: int | None) -> GroupSpec:
@@ -155,9 +158,35 @@ def _answering(spec: GroupSpec, stores_responses: bool, may_end_from: int | None
     )
 
 
-def _checked(failure_policy: str, version: str, tls: str | None) -> dict[str, Any]:
-    # Return the options of a KV transfer that need a check. Raises ValueError for a wrong one.
-    return {"recompute": _recompute(failure_policy), "version": _version(version), "tls": _tls(tls)}
+def _with_store(spec: GroupSpec, path: str | None, gbps: str, scale: float) -> GroupSpec:
+    # Return the spec with a store of KV, if a path is given. Raises ValueError if it is unusable.
+    if path is None:
+        return spec
+    try:
+        memory_gbps, disk_gbps = (float(number) or inf for number in gbps.split(","))
+    except ValueError:
+        memory_gbps = disk_gbps = -1.0
+    if not min(memory_gbps, disk_gbps) > 0:
+        raise ValueError(f"--kv-store-gbps {gbps!r} is not two speeds such as 200,40")
+    if not 0 < scale <= 1:
+        raise ValueError(f"kv scale {scale} is not in (0, 1]")
+    if spec.layout.gpus > spec.tp or spec.ranks > 1:
+        raise ValueError("--kv-store is for groups with TP alone: no --pp, --dp, --cp, --dp-ranks")
+    store = StoreSpec(path, memory_gbps, disk_gbps, scale)
+    return msgspec.structs.replace(spec, kv_store=store)
+
+
+def _checked(
+    policy: str, version: str, tls: str | None, bootstrap_port: int, wire_faults: bool
+) -> dict[str, Any]:
+    # Return further options of a KV transfer. Raises ValueError for a wrong one.
+    return {
+        "recompute": _recompute(policy),
+        "version": _version(version),
+        "tls": _tls(tls),
+        "bootstrap_port": bootstrap_port,
+        "wire_faults": wire_faults,
+    }
 
 
 def _with_layout(
@@ -319,13 +348,15 @@ def _publishing(
 
 
 def _halves(
-    specs: list[GroupSpec], transfer: TransferSpec, **further_options: Any
+    specs: list[GroupSpec], dialect: str | None, link: tuple[Any, ...], further: dict[str, Any]
 ) -> list[GroupSpec]:
-    # Return one spec per group that prefills or decodes split requests.
+    # Return one spec per group that prefills or decodes split requests, if there is a dialect.
     #
     # The groups' KV transfer agents and bootstrap servers get consecutive ports. Raises ValueError
     # for invalid options.
-    transfer = msgspec.structs.replace(transfer, **further_options).validate()
+    if dialect is None:
+        return specs
+    transfer = TransferSpec(dialect, *link, **further).validate()
     return [
         msgspec.structs.replace(
             spec,

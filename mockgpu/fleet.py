@@ -17,8 +17,9 @@ from mockgpu.ranks import RankDispatcher
 from mockgpu.server import MockServer
 
 if TYPE_CHECKING:  # groups without real KV start without numpy and kvtransfer's agents
-    from mockgpu.handoff_options import TransferSpec
+    from mockgpu.handoff_options import StoreSpec, TransferSpec
     from mockgpu.kv_publisher import KvPublisher
+    from mockgpu.kv_store import StoreTier
     from mockgpu.pd_role import PdRole, ProcessWire
 
 KEEP_ALIVE_S = 5.0
@@ -91,12 +92,15 @@ class FleetGroup:
         self.pd_role = (
             None if spec.transfer is None else _half(self.group, spec.transfer, host, wire)
         )
+        self.kv_store = None if spec.kv_store is None else _store(self.group, spec.kv_store)
         self.faults = GroupFaults(self.group, self.listener, loop, rng, self.pd_role)
         if spec.kv_events is not None:
             for rank, group in enumerate(self.ranks):
                 events = spec.kv_events.of_rank(rank, spec.ranks)
                 group.kv_events = _publisher(group, events, host)
                 group.kv_events.stream.strikes = self.faults.strikes_events
+                if self.kv_store is not None:
+                    self.kv_store.announce_on(group.kv_events.stream)
         self.server = MockServer(self.group, self.faults, self.pd_role)
 
     def app(self) -> web.Application:
@@ -111,6 +115,13 @@ class FleetGroup:
             group.close()
             if group.kv_events is not None:
                 group.kv_events.close()
+
+    async def close_store(self) -> None:
+        """Leave the store of KV, and release memory that no P/D role has."""
+        if self.kv_store is not None:
+            await self.kv_store.close()
+            if self.pd_role is None and self.group.memory is not None:
+                self.group.memory.close()
 
     @property
     def url(self) -> str:
@@ -137,6 +148,23 @@ def _half(group: TpGroup, transfer: TransferSpec, host: str, wire: ProcessWire |
     from mockgpu.pd_role import PdRole
 
     return PdRole(group, transfer, host, wire)
+
+
+def _store(group: TpGroup, spec: StoreSpec) -> StoreTier:
+    # Let a group use a store of KV. Raises ValueError if there is none that fits.
+    from mockgpu.kv_contents import scaled_layout
+    from mockgpu.kv_memory import KvMemory
+    from mockgpu.kv_store import StoreTier
+
+    model = group.spec.model
+    if group.memory is None:
+        layout = scaled_layout(model, group.spec.tp, spec.scale)
+        group.attach(KvMemory.create(layout, group.scheduler.pool.total, "kv"))
+    assert group.memory is not None
+    compatibility = f"{model.name}/{group.memory.layout.fingerprint()}"
+    tier = StoreTier(group, spec, model.kv_token_bytes, compatibility, group.spec.speed)
+    group.kv_store, group.metrics.store_lines = tier, tier.lines
+    return tier
 
 
 def _publisher(group: TpGroup, spec: KvEventSpec, host: str) -> KvPublisher:
@@ -199,6 +227,8 @@ async def run_fleet(
             member.close_ranks()
         for runner in runners:
             await runner.cleanup()
+        for member in members:
+            await member.close_store()
         for member in members:
             if member.pd_role is not None:
                 await member.pd_role.close()

@@ -18,7 +18,7 @@ from kvtransfer.protocol.outcomes import TransferOutcome
 from mockgpu.blocks import BLOCK_TOKENS, BlockPool
 from mockgpu.fault_grammar import InjectedFault
 from mockgpu.handoff.kv_handoff import KvHandoff
-from mockgpu.handoff_options import TransferSpec
+from mockgpu.handoff_options import StoreSpec, TransferSpec
 from mockgpu.job import Job, JobState, PrefillChunk, StepPlan
 from mockgpu.kill_faults import KillFaults
 from mockgpu.kv_event_stream import KvEventSpec
@@ -42,6 +42,7 @@ from policies.sizing.model_shapes import Llm
 if TYPE_CHECKING:  # groups without real KV start without numpy and kvtransfer's agents
     from mockgpu.kv_memory import KvMemory
     from mockgpu.kv_publisher import KvPublisher
+    from mockgpu.kv_store import StoreTier
 
 
 class GroupSpec(msgspec.Struct, frozen=True):
@@ -60,6 +61,7 @@ class GroupSpec(msgspec.Struct, frozen=True):
     ranks             addressable data-parallel ranks, each with a scheduler and KV of its own
     lockstep          whether the steps of these ranks begin and end together; None: if they share
                       their experts
+    kv_store          how it uses its host's store of KV blocks; None: it does not
     """
 
     served_name: str
@@ -86,6 +88,7 @@ class GroupSpec(msgspec.Struct, frozen=True):
     ep_skew: float = 1.0
     ranks: int = 1
     lockstep: bool | None = None
+    kv_store: StoreSpec | None = None
 
     @property
     def shares_experts(self) -> bool:
@@ -202,6 +205,7 @@ class TpGroup:
         self.memory: KvMemory | None = None
         self.kv_handoff: KvHandoff | None = None
         self.kv_events: KvPublisher | None = None
+        self.kv_store: StoreTier | None = None
         self._kill_faults: KillFaults | None = None
         # Called when the ranks are lost (False) and when they are back (True).
         self.on_change: Callable[[bool], None] | None = None
@@ -220,6 +224,11 @@ class TpGroup:
         One is enough, because every layer needs all ranks.
         """
         return not all(self._ranks_up)
+
+    @property
+    def reads_tokens(self) -> bool:
+        """Return whether it needs the tokens of its jobs, for KV events or a store of KV."""
+        return self.kv_events is not None or self.kv_store is not None
 
     @property
     def in_flight(self) -> int:
@@ -241,6 +250,7 @@ class TpGroup:
                 503, f"The server's queue is full ({self.spec.max_queued} requests waiting)."
             )
         live = self._live[job] = _Live(sink, self._loop.time(), reason)
+        job.restores = self.kv_store is not None and not isinstance(job.leg, DecodeLeg)
         if self.kv_handoff is not None:
             self.kv_handoff.on_queued(job)
         delay_s = self.spec.profile.request_s / self.spec.speed
@@ -390,6 +400,8 @@ class TpGroup:
         if self.memory is not None:
             self._read_back(self.memory, plan.chunks)
         outcome = self.scheduler.finish(plan)
+        for job in outcome.ended if self.kv_store is not None else ():
+            self.kv_store.save(job)
         if self.kv_events is not None:
             self.kv_events.flush()
         now, live = self._loop.time(), self._live
@@ -449,6 +461,9 @@ class TpGroup:
                     job.content.states(chunk.start, chunk.start + chunk.tokens),
                 )
         for job in self.scheduler.to_fetch():
+            if self.kv_store is not None and job.restores:
+                self.kv_store.fetch(job)
+                continue
             if self.kv_handoff is None:
                 # The engine has only just restarted. A job whose KV is all cached here is in the
                 # step and goes on.

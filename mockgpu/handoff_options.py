@@ -1,4 +1,4 @@
-"""The options of a mock engine that sends or receives KV."""
+"""The options of a mock engine that sends or receives KV, or keeps it in a store."""
 
 from __future__ import annotations
 
@@ -67,3 +67,27 @@ class TransferSpec(msgspec.Struct, frozen=True):
         if self.tls is not None and self.transport not in ("auto", "tcp"):
             raise ValueError(f"TLS for KV requires the transport tcp or auto, not {self.transport}")
         return self
+
+
+class StoreSpec(msgspec.Struct, frozen=True):
+    """How a mock engine uses its host's store of KV blocks.
+
+    path        the store's Unix socket
+    gbps        simulated speed between host memory and the GPUs of the group, in gigabits per
+                second for the real model's KV; inf: no limit
+    disk_gbps   simulated speed from disk to host memory
+    scale       stored bytes per byte of the real model's KV
+    """
+
+    path: str
+    gbps: float = 200.0
+    disk_gbps: float = 40.0
+    scale: float = DEFAULT_SCALE
+
+    @property
+    def bytes_s(self) -> float:
+        return self.gbps * 1e9 / 8
+
+    @property
+    def disk_bytes_s(self) -> float:
+        return self.disk_gbps * 1e9 / 8

@@ -17,8 +17,8 @@ if TYPE_CHECKING:  # groups without real KV start without numpy and kvtransfer's
 class JobState(Enum):
     """The state of a job: WAITING -> PREFILL -> DECODE -> DONE. Preemption returns it to WAITING.
 
-    A job with KV from another engine: WAITING -> FETCHING -> FETCHED -> PREFILL (of the tokens that
-    are missing) -> DECODE -> DONE.
+    A job with KV from another engine or from the host's store: WAITING -> FETCHING -> FETCHED ->
+    PREFILL (of the tokens that are missing) -> DECODE -> DONE.
     """
 
     WAITING = auto()
@@ -64,7 +64,8 @@ class Job:
     keeps_blocks   whether its blocks stay allocated at its end, until `Scheduler.release_kept()`
     offered        set at its end: the description of its KV for the other engine
     tokens, salt   tokens of prompt and output, four bytes each, and the cache salt; set only in an
-                   engine that publishes KV events
+                   engine that publishes KV events or uses a store of KV
+    restores       whether the beginning of its prompt is looked up in the store of KV
     """
 
     prompt_tokens: int
@@ -83,6 +84,7 @@ class Job:
     offered: OfferedKv | None = None
     tokens: bytes = b""
     salt: str = ""
+    restores: bool = False
 
     @property
     def known_tokens(self) -> int:

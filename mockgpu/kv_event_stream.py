@@ -69,11 +69,12 @@ class KvEventStream:
         self._block_tokens = block_tokens
         self.strikes = strikes
         self._events: list[Any] = []
-        self._run: tuple[Job, int, int] | None = None
+        self._run: tuple[Job, int, int, str] | None = None
         self._buffer: deque[Message] = deque(maxlen=spec.buffer_steps)
         self._late: deque[tuple[float, Message]] = deque()
         self._swapped: Message | None = None
         self.next_number = 0
+        self.clears = 0  # how often subscribers were made to forget all blocks
 
     @property
     def has_events(self) -> bool:
@@ -83,28 +84,29 @@ class KvEventStream:
         """Return the block hash that KV events use for a block key. SGLang's hashes are signed."""
         return key - (1 << 64) if self._spec.form == "sglang" and key >> 63 else key
 
-    def on_stored(self, job: Job, index: int) -> None:
-        """Record that block number `index` of a job is now in the prefix cache."""
+    def on_stored(self, job: Job, index: int, medium: str = "GPU") -> None:
+        """Record that block number `index` of a job is now in the prefix cache, or elsewhere."""
         if self._run is not None:
-            last_job, first, end = self._run
-            if job is last_job and index == end and self._spec.form != "sglang":
-                self._run = job, first, index + 1
+            last_job, first, end, last_medium = self._run
+            follows = job is last_job and index == end and medium == last_medium
+            if follows and self._spec.form != "sglang":
+                self._run = job, first, index + 1, medium
                 return
             self._end_run()
-        self._run = job, index, index + 1
+        self._run = job, index, index + 1, medium
 
     def _end_run(self) -> None:
         # Append the event of the consecutive blocks that were stored last.
         if self._run is None:
             return
-        (job, first, end), self._run = self._run, None
+        (job, first, end, medium), self._run = self._run, None
         size, keys = self._block_tokens, job.keys
         data = job.tokens[first * size * _TOKEN_BYTES : end * size * _TOKEN_BYTES]
         parent = self.hash_of(keys[first - 1]) if first else None
         names, tokens = [self.hash_of(key) for key in keys[first:end]], array("I", data).tolist()
         extra = [[job.salt], *[None] * (end - 1)] if job.salt and not first else None
         if self._spec.form == "array":
-            members = ["BlockStored", names, parent, tokens, size, None, "GPU", None, extra]
+            members = ["BlockStored", names, parent, tokens, size, None, medium, None, extra]
             self._events.append(members if extra else members[:7])
             return
         event: dict[str, Any] = {
@@ -113,7 +115,7 @@ class KvEventStream:
             "parent_block_hash": parent,
             "token_ids": tokens,
             "block_size": size,
-            "medium": "GPU",
+            "medium": medium,
         }
         if self._spec.form == "sglang":
             event |= {"cache_salt": job.salt} if job.salt else {}
@@ -121,18 +123,19 @@ class KvEventStream:
             event["extra_keys"] = extra
         self._events.append(event)
 
-    def on_removed(self, key: int) -> None:
-        """Record that the KV block with this key has been evicted from the prefix cache."""
+    def on_removed(self, key: int, medium: str = "GPU") -> None:
+        """Record that the KV block with this key has left the prefix cache, or another place."""
         self._end_run()
         if self._spec.form == "array":
-            self._events.append(["BlockRemoved", [self.hash_of(key)], "GPU"])
+            self._events.append(["BlockRemoved", [self.hash_of(key)], medium])
         else:
             name = self.hash_of(key)
-            event = {"type": "BlockRemoved", "block_hashes": [name], "medium": "GPU"}
+            event = {"type": "BlockRemoved", "block_hashes": [name], "medium": medium}
             self._events.append(event)
 
     def on_cleared(self) -> None:
         self._end_run()
+        self.clears += 1
         cleared = "AllBlocksCleared"
         self._events.append([cleared] if self._spec.form == "array" else {"type": cleared})
 
@@ -175,6 +178,7 @@ class KvEventStream:
     def restart(self) -> None:
         """Number KV events from 0 again with an empty buffer, as a restarted engine does."""
         self._events, self._run = [], None
+        self.clears += 1
         self._buffer.clear()
         self._late.clear()
         self._swapped = None

@@ -6,7 +6,7 @@ Counting costs a few integer additions per step; text is rendered only on reques
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from mockgpu.engine_formats import EngineFormat
 from mockgpu.handoff.kv_handoff import KvHandoff
@@ -61,6 +61,8 @@ class GroupMetrics:
         self.itl_s = BucketHistogram(ITL_BUCKETS)
         self.e2e_s = BucketHistogram(REQUEST_BUCKETS)
         self.queue_s = BucketHistogram(REQUEST_BUCKETS)
+        # Yields the metrics of the use of a store of KV, by their labels.
+        self.store_lines: Callable[[str], Iterator[str]] | None = None
 
     def render(
         self,
@@ -74,6 +76,8 @@ class GroupMetrics:
         lines = [*self._gauges(scheduler), *self._counters(scheduler), *self._latencies()]
         if desk is not None:
             lines += [*_fetch_stages(scheduler, self.labels), *desk.lines(self.labels)]
+        if self.store_lines is not None:
+            lines += self.store_lines(self.labels)
         if engine is not EngineFormat.VLLM:
             lines += _other_engine_lines(scheduler, engine)
         return "\n".join(lines) + "\n"

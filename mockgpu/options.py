@@ -139,6 +139,18 @@ KvEventsPort = Annotated[
         "and replays. 0: free ports. Default: no events.",
     ),
 ]
+KvStore = Annotated[
+    str | None,
+    typer.Option(
+        help="Unix socket of this host's store of KV blocks (python -m kvtransfer.store)."
+    ),
+]
+KvStoreGbps = Annotated[
+    str,
+    typer.Option(
+        help="Simulated speeds of the store's memory and disk in gigabits per second. 0: no limit."
+    ),
+]
 WireFaults = Annotated[
     bool,
     typer.Option(

@@ -115,10 +115,10 @@ class Scheduler:
         job.state = JobState.DONE
 
     def to_fetch(self) -> list[Job]:
-        """Return the decode jobs that were admitted to the batch since the last call.
+        """Return the jobs with KV from elsewhere that were admitted since the last call.
 
-        Jobs in FETCHING wait for `on_landed()` or `recompute()`. The KV of the others is already
-        cached here.
+        Jobs in FETCHING wait for `on_landed()`, `on_restored()` or `recompute()`. The KV of the
+        others is already cached here.
         """
         jobs, self._to_fetch = self._to_fetch, []
         return jobs
@@ -130,6 +130,14 @@ class Scheduler:
         """
         start, job.computed, job.cached = job.computed, job.prompt_tokens - 1, cached
         self._seal(job, start, job.prompt_tokens)
+        self._mark_fetched(job)
+
+    def on_restored(self, job: Job, blocks: int) -> None:
+        """Continue a FETCHING job with `blocks` more blocks of its prompt; the rest is computed."""
+        start = job.computed
+        job.computed += blocks * self.pool.block_tokens
+        job.cached = job.computed
+        self._seal(job, start, job.computed)
         self._mark_fetched(job)
 
     def recompute(self, job: Job) -> None:
@@ -259,15 +267,21 @@ class Scheduler:
         if first and isinstance(job.leg, DecodeLeg):
             self._to_fetch.append(job)
             if job.leg.is_parked or job.computed < job.prompt_tokens - 1:
-                # Allocate all of the prompt's blocks before the first byte moves.
-                job.blocks += [
-                    self.pool.allocate() for _ in range(blocks_for(job.prompt_tokens, size) - hits)
-                ]
-                job.state = JobState.FETCHING
-                self.fetching[job] = None
+                self._await_kv(job)
                 return True
+        elif first and job.restores and hits < (job.prompt_tokens - 1) // size:
+            self._to_fetch.append(job)
+            self._await_kv(job)
+            return True
         self._prefill(job)
         return True
+
+    def _await_kv(self, job: Job) -> None:
+        # Allocate all of the prompt's blocks before the first byte moves.
+        missing = blocks_for(job.prompt_tokens, self.pool.block_tokens) - len(job.blocks)
+        job.blocks += [self.pool.allocate() for _ in range(missing)]
+        job.state = JobState.FETCHING
+        self.fetching[job] = None
 
     def _prefill(self, job: Job) -> Job:
         job.state = JobState.PREFILL

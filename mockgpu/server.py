@@ -351,9 +351,9 @@ class MockServer:
             if fault is not None and fault.kind in KV_FAULTS:
                 self.group.mark_fault(choices[0].job, fault)
             for choice, sink in zip(choices, sinks, strict=True):
-                if self.pd_role is not None:
+                if self.group.memory is not None:
                     choice.job.content = choice
-                if self.group.kv_events is not None:
+                if self.group.reads_tokens:
                     choice.describe_job()
                 self.group.submit(choice.job, sink, choice.finish_reason)
             yield

@@ -28,6 +28,7 @@ from gateway.config import json_schema, load_text
 from gateway.metrics.catalogue import Metrics
 from gateway.metrics.exposition import render_page
 from gateway.workers.supervisor_metrics import SupervisorMetrics
+from kvtransfer.store.__main__ import parser
 from policies import admission_registry, registry
 from policies.run import pick
 from tests.authority import Authority
@@ -214,7 +215,9 @@ def test_every_command_it_shows_accepts_its_options(name: str, line: str) -> Non
 def options() -> frozenset[str]:
     group: Any = typer.main.get_command(app)
     params = {param for name in group.list_commands(None) for param in command(name).params}
-    return frozenset(option for param in params for option in (*param.opts, *param.secondary_opts))
+    named = {option for param in params for option in (*param.opts, *param.secondary_opts)}
+    of_the_store = {option for action in parser()._actions for option in action.option_strings}
+    return frozenset(named | of_the_store)
 
 
 @each_written_page

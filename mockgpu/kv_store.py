@@ -1,0 +1,252 @@
+"""StoreTier: a mock engine's use of its host's store of KV blocks (kvtransfer/store/).
+
+The blocks of an ended request are saved. A prompt whose beginning the store has, beyond the
+engine's own prefix cache, gets those blocks instead of computing them. Bytes really move; the time
+is that of the model's full KV at the simulated speeds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+from kvtransfer.store.block_keys import Key, block_keys, chain_root
+from kvtransfer.store.client import StoreClient, StoreLostError
+from kvtransfer.store.slots import Parts
+from kvtransfer.store.store_index import IN_MEMORY
+from mockgpu.handoff.link_speed import PacedLink
+from mockgpu.handoff_options import StoreSpec
+from mockgpu.job import Job, JobState
+from mockgpu.kv_event_stream import KvEventStream
+from mockgpu.kv_memory import KvMemory
+from mockgpu.scheduler import Scheduler
+from mockgpu.store_announcer import StoreAnnouncer
+
+RETRY_S = 1.0
+"""Seconds between two attempts to reach a store that is lost."""
+
+MAX_SAVES = 64
+"""Ended requests whose blocks are being saved; those of further ones are not saved."""
+
+Result = TypeVar("Result")
+Runner = Callable[[Callable[[], Any]], Awaitable[Any]]
+"""Runs a blocking call without blocking the event loop."""
+
+
+class StoreOwner(Protocol):
+    """The interface of a mock engine to its StoreTier."""
+
+    scheduler: Scheduler
+    memory: KvMemory | None
+
+    def wake(self) -> None: ...
+
+
+class StoreTier:
+    """Saves blocks of one mock engine in the store of its host, and gets them back.
+
+    token_bytes     KV bytes per token of the real model
+    compatibility   what else the bytes of a block depend on: model, layout
+    run             how blocking calls run; None: in a thread of this object
+
+    Raises ValueError if there is no store, or if its slots are too small.
+    """
+
+    def __init__(
+        self,
+        owner: StoreOwner,
+        spec: StoreSpec,
+        token_bytes: int,
+        compatibility: str,
+        speed: float = 1.0,
+        run: Runner | None = None,
+    ) -> None:
+        assert owner.memory is not None
+        self._owner, self._spec, self._compatibility = owner, spec, compatibility
+        self._memory = owner.memory
+        self._threads = ThreadPoolExecutor(1, "kv-store")
+        self._run: Runner = self._run_in_thread if run is None else run
+        self._down = PacedLink(token_bytes, spec.bytes_s, speed)
+        self._up = PacedLink(token_bytes, spec.bytes_s, speed)
+        self._disk = PacedLink(token_bytes, spec.disk_bytes_s, speed)
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._saves = 0
+        self._retry_at = 0.0
+        self.queried_tokens = self.hit_tokens = self.disk_tokens = 0
+        self.saved_blocks = self.skipped_saves = self.lost_calls = 0
+        self._announcer: StoreAnnouncer | None = None
+        try:
+            self._client: StoreClient | None = StoreClient(Path(spec.path))
+        except StoreLostError as error:
+            raise ValueError(str(error)) from None
+        block_bytes = sum(region.block_bytes for region in self._memory.regions)
+        if block_bytes > self._client.geometry.slot_bytes:
+            most = self._client.geometry.slot_bytes
+            self._client.close()
+            raise ValueError(f"blocks of {block_bytes} bytes do not fit a store of {most}")
+
+    @property
+    def running_tasks(self) -> int:
+        return len(self._tasks)
+
+    def announce_on(self, stream: KvEventStream) -> None:
+        """Publish KV events of the blocks that this engine has in the store."""
+        self._announcer = StoreAnnouncer(stream, self.places)
+
+    def fetch(self, job: Job) -> None:
+        """Get the stored beginning of a FETCHING job's prompt, then let the job go on."""
+        self._spawn(self._fetch(job))
+
+    def save(self, job: Job) -> None:
+        """Save the cached blocks of a job that has just ended; they stay in use until then."""
+        pool = self._owner.scheduler.pool
+        count = pool.count_hits(job.keys, len(job.keys))
+        if not count or not job.tokens:
+            return
+        if self._saves >= MAX_SAVES:
+            self.skipped_saves += 1
+            return
+        self._saves += 1
+        self._spawn(self._save(job, pool.acquire_cached(job.keys, count)))
+
+    async def _fetch(self, job: Job) -> None:
+        scheduler, size = self._owner.scheduler, self._owner.scheduler.pool.block_tokens
+        first = job.computed // size
+        blocks = list(job.blocks[first : (job.prompt_tokens - 1) // size])
+        keys = self._keys(job)[first : first + len(blocks)]
+        try:
+            self.queried_tokens += job.prompt_tokens - job.computed
+            count, on_disk = await self._call(lambda client: self._get(client, keys, blocks))
+            # At once if the store is lost: the job computes its prompt.
+            if count:
+                await self._disk.transfer(on_disk * size)
+                await self._down.transfer(count * size)
+            if job.state is JobState.FETCHING:
+                scheduler.on_restored(job, count)
+                self.hit_tokens += count * size
+                self.disk_tokens += on_disk * size
+                self._announce(job, first, first + count)
+        finally:
+            # Nothing writes to the blocks now, so those of an aborted job are free.
+            scheduler.release_kept(job)
+            self._owner.wake()
+
+    async def _save(self, job: Job, blocks: list[int]) -> None:
+        size = self._owner.scheduler.pool.block_tokens
+        try:
+            keys = self._keys(job)[: len(blocks)]
+            stored, _ = await self._call(lambda client: (self._put(client, keys, blocks), 0))
+            if stored:
+                await self._up.transfer(stored * size)
+            self.saved_blocks += stored
+            self._announce(job, 0, len(blocks))
+        finally:
+            self._saves -= 1
+            self._owner.scheduler.pool.release(blocks)
+            self._owner.wake()
+
+    def _get(
+        self, client: StoreClient, keys: Sequence[Key], blocks: Sequence[int]
+    ) -> tuple[int, int]:
+        # Return how many leading blocks were read, and how many of them were on disk alone.
+        places = client.places(keys)
+        count = client.get(keys, [self._parts(block) for block in blocks])
+        return count, sum(not bits & IN_MEMORY for bits in places[:count])
+
+    def _put(self, client: StoreClient, keys: Sequence[Key], blocks: Sequence[int]) -> int:
+        return client.put(keys, [self._parts(block) for block in blocks])
+
+    def _parts(self, block: int) -> Parts:
+        # The memory of one block on all ranks.
+        return [
+            memoryview(region.bytes[block * region.block_bytes : (block + 1) * region.block_bytes])
+            for region in self._memory.regions
+        ]
+
+    def _keys(self, job: Job) -> list[Key]:
+        root = chain_root(self._compatibility, job.salt)
+        return block_keys(root, job.tokens, self._owner.scheduler.pool.block_tokens)
+
+    async def _call(self, call: Callable[[StoreClient], tuple[int, int]]) -> tuple[int, int]:
+        # Call the store in a thread; (0, 0) if it is lost.
+        def attempt() -> tuple[int, int]:
+            client = self._connected()
+            try:
+                return (0, 0) if client is None else call(client)
+            except StoreLostError:
+                self._lose()
+                return 0, 0
+
+        result: tuple[int, int] = await self._run(attempt)
+        return result
+
+    async def places(self, keys: Sequence[Key]) -> bytes:
+        """Return for each block the bits of the tiers that have it; 0 for all if it is lost."""
+
+        def attempt() -> bytes:
+            client = self._connected()
+            try:
+                return bytes(len(keys)) if client is None else client.places(keys)
+            except StoreLostError:
+                self._lose()
+                return bytes(len(keys))
+
+        found: bytes = await self._run(attempt)
+        return found
+
+    def _connected(self) -> StoreClient | None:
+        # Return the client, connected again if the store was lost; None if there is none.
+        if self._client is None and time.monotonic() >= self._retry_at:
+            try:
+                self._client = StoreClient(Path(self._spec.path))
+            except StoreLostError:
+                self._retry_at = time.monotonic() + RETRY_S
+        self.lost_calls += self._client is None
+        return self._client
+
+    def _lose(self) -> None:
+        client, self._client = self._client, None
+        if client is not None:
+            client.close()
+        self.lost_calls += 1
+
+    async def _run_in_thread(self, call: Callable[[], Result]) -> Result:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, call)
+
+    def _announce(self, job: Job, first: int, last: int) -> None:
+        if self._announcer is not None:
+            self._announcer.track(job, self._keys(job)[first:last], first)
+
+    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.ensure_future(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def lines(self, labels: str) -> Iterator[str]:
+        """Yield the metrics of the store's use in Prometheus text format."""
+        counters = {
+            "vllm:external_prefix_cache_queries": self.queried_tokens,
+            "vllm:external_prefix_cache_hits": self.hit_tokens,
+            "mock:kv_store_disk_tokens": self.disk_tokens,
+            "mock:kv_store_saved_blocks": self.saved_blocks,
+            "mock:kv_store_skipped_saves": self.skipped_saves,
+            "mock:kv_store_lost_calls": self.lost_calls,
+        }
+        for name, value in counters.items():
+            yield f"# TYPE {name} counter"
+            yield f"{name}_total{{{labels}}} {value}"
+
+    async def close(self) -> None:
+        """Wait until no call uses the engine's blocks, and leave the store."""
+        if self._announcer is not None:
+            self._announcer.close()
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._threads.shutdown()
+        if self._client is not None:
+            self._client.close()

@@ -1,0 +1,359 @@
+"""A mock engine with a store of KV, in simulated time: what is fetched, what it costs, what fails."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Iterator
+from math import inf
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+from typer.testing import CliRunner
+
+from gateway.cli.main import app
+from gateway.fleet.kv_events.messages import RemovedBlocks, StoredBlocks, decode_batch
+from kvtransfer.store.block_store import BlockStore
+from kvtransfer.store.options import StoreOptions
+from kvtransfer.store.service import StoreService
+from mockgpu.choice import Choice
+from mockgpu.group import GroupSpec, TpGroup
+from mockgpu.handoff_options import StoreSpec
+from mockgpu.job import Job
+from mockgpu.kv_contents import scaled_layout
+from mockgpu.kv_event_stream import KvEventSpec, KvEventStream
+from mockgpu.kv_memory import KvMemory
+from mockgpu.kv_store import StoreTier
+from mockgpu.store_announcer import StoreAnnouncer
+from mockgpu.text import block_keys, generate, salt_keys, token_count
+from policies.sizing.gpus import gpu_named
+from policies.sizing.model_shapes import model_named
+from tests.sim.jumping_loop import JumpingLoop, Stamps
+
+MODEL, H100 = model_named("demo-8b"), gpu_named("h100")
+BLOCK_BYTES = 16 * 512  # of demo-8b at the default scale
+TOKENS_8K = 8192
+
+Result = TypeVar("Result")
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Iterator[Path]:
+    # A store whose disk has ten times the blocks of its memory.
+    options = StoreOptions(
+        slot_bytes=BLOCK_BYTES,
+        memory_bytes=20 << 20,
+        disk_bytes=64 << 20,
+        directory=str(tmp_path / "disk"),
+        save_s=3600.0,
+    )
+    service = StoreService(BlockStore(options), tmp_path / "s")
+    SERVICES[tmp_path / "s"] = service
+    yield tmp_path / "s"
+    if SERVICES.pop(tmp_path / "s", None) is not None:
+        service.close()
+
+
+SERVICES: dict[Path, StoreService] = {}
+
+
+def run(main: Callable[[], Coroutine[Any, Any, Result]]) -> Result:
+    loop = JumpingLoop()
+    try:
+        return loop.run_until_complete(main())
+    finally:
+        loop.close()
+
+
+async def inline(call: Callable[[], Any]) -> Any:
+    # Calls of the store take no simulated time, so that figures do not depend on the machine.
+    return call()
+
+
+def group_of(path: Path | None, tp: int = 1, **speeds: float) -> TpGroup:
+    spec = GroupSpec("m", MODEL, H100, tp, kv_tokens=40_000)
+    group = TpGroup(spec, asyncio.get_running_loop())
+    layout = scaled_layout(MODEL, tp)
+    group.attach(KvMemory.create(layout, group.scheduler.pool.total, "kv"))
+    if path is not None:
+        store = StoreSpec(str(path), **speeds)
+        compatibility = f"{MODEL.name}/{layout.fingerprint()}"
+        group.kv_store = StoreTier(group, store, MODEL.kv_token_bytes, compatibility, run=inline)
+    return group
+
+
+def choice(name: str, tokens: int, output_tokens: int = 8, salt: str = "") -> Choice:
+    prompt = (name.encode().ljust(60, b".") + b"\n" * 4) * (tokens // 16)
+    keys = block_keys(prompt)
+    speech = generate(prompt, keys, output_tokens, False, 0)
+    job = Job(token_count(prompt), output_tokens, salt_keys(speech.keys, salt))
+    made = Choice(0, prompt, speech.tokens, speech.text, "length", None, job, speech.keys, 0, salt)
+    job.content = made
+    made.describe_job()
+    return made
+
+
+async def answered(group: TpGroup, made: Choice) -> float:
+    # Compute a request and wait until its KV is saved; return its TTFT in simulated seconds.
+    loop = asyncio.get_running_loop()
+    began, stamps = loop.time(), Stamps(loop)
+    group.submit(made.job, stamps, "length")
+    while not stamps.ended_s:
+        await asyncio.sleep(0.01)
+    while group.kv_store is not None and group.kv_store.running_tasks:
+        await asyncio.sleep(0.01)
+    return stamps.tokens_s[0] - began
+
+
+async def ended(*groups: TpGroup) -> None:
+    for group in groups:
+        assert group.metrics.tainted == 0, "wrong bytes"
+        group.scheduler.pool.check()
+        assert group.scheduler.pool.usage == 0
+        group.close()
+        if group.kv_store is not None:
+            await group.kv_store.close()
+        assert group.memory is not None
+        group.memory.close()
+
+
+def test_a_returning_8k_prompt_has_its_first_token_in_half_the_time_of_computing_it(
+    path: Path,
+) -> None:
+    async def main() -> tuple[float, float, int]:
+        group = group_of(path)
+        computed_s = await answered(group, choice("a", TOKENS_8K))
+        group.scheduler.pool.clear_prefix_cache()
+        again = choice("a", TOKENS_8K)
+        fetched_s = await answered(group, again)
+        await ended(group)
+        return computed_s, fetched_s, again.job.cached
+
+    computed_s, fetched_s, cached = run(main)
+    print(f"TTFT of 8,192 tokens: {computed_s:.4f} s computed, {fetched_s:.4f} s from memory")
+    assert cached == TOKENS_8K - 16, "the last token is always computed"
+    assert fetched_s <= 0.5 * computed_s
+
+
+@pytest.mark.parametrize(("disk_gbps", "is_faster"), [(40.0, False), (100.0, True)])
+def test_a_prompt_that_is_on_disk_alone_pays_for_the_disk_too(
+    path: Path, disk_gbps: float, is_faster: bool
+) -> None:
+    async def main() -> list[float]:
+        times = []
+        group = group_of(path, disk_gbps=disk_gbps)
+        times.append(await answered(group, choice("a", TOKENS_8K)))
+        store = SERVICES[path].store
+        while store.save_step():
+            pass
+        for filler in range(5):  # memory holds some 19,000 tokens
+            await answered(group, choice(f"filler {filler}", TOKENS_8K))
+            while store.save_step():
+                pass
+        group.scheduler.pool.clear_prefix_cache()
+        assert group.kv_store is not None
+        times.append(await answered(group, choice("a", TOKENS_8K)))
+        assert group.kv_store.disk_tokens == TOKENS_8K - 16
+        await ended(group)
+        return times
+
+    computed_s, fetched_s = run(main)
+    print(f"TTFT of 8,192 tokens: {computed_s:.4f} s computed, {fetched_s:.4f} s from disk")
+    bytes_moved = (TOKENS_8K - 16) * MODEL.kv_token_bytes
+    assert fetched_s >= bytes_moved / (disk_gbps * 1e9 / 8) + bytes_moved / 25e9
+    assert (fetched_s < computed_s) == is_faster
+
+
+def test_another_engine_of_the_host_fetches_what_the_first_one_computed(path: Path) -> None:
+    async def main() -> None:
+        first, second = group_of(path, tp=2), group_of(path, tp=2)
+        one, two = choice("shared", 1024), choice("shared", 1024)
+        await answered(first, one)
+        await answered(second, two)
+        assert (one.job.cached, two.job.cached) == (0, 1008)
+        assert one.text == two.text
+        assert second.kv_store is not None
+        assert second.kv_store.hit_tokens == 1008
+        await ended(first, second)
+
+    run(main)
+
+
+def test_another_layout_or_tenant_fetches_nothing(path: Path) -> None:
+    async def main() -> None:
+        first, second = group_of(path), group_of(path, tp=2)
+        await answered(first, choice("shared", 1024, salt="mine"))
+        for group, salt in ((first, "theirs"), (second, "mine")):
+            made = choice("shared", 1024, salt=salt)
+            await answered(group, made)
+            assert made.job.cached == 0
+            assert group.kv_store is not None
+            assert group.kv_store.hit_tokens == 0
+        await ended(first, second)
+
+    run(main)
+
+
+def test_only_what_the_engines_own_cache_lacks_is_fetched(path: Path) -> None:
+    async def main() -> None:
+        first, second = group_of(path), group_of(path)
+        await answered(second, choice("shared", 512))
+        await answered(first, choice("shared", 1024))
+        made = choice("shared", 1024)
+        await answered(second, made)
+        assert made.job.cached == 1008
+        assert second.kv_store is not None
+        assert second.kv_store.hit_tokens == 1008 - 512
+        cached = choice("shared", 1024)
+        await answered(second, cached)
+        assert second.kv_store.hit_tokens == 1008 - 512, "all is cached here"
+        await ended(first, second)
+
+    run(main)
+
+
+def test_answers_are_saved_for_the_next_turn(path: Path) -> None:
+    async def main() -> None:
+        group = group_of(path)
+        first = choice("turn", 256, output_tokens=64)
+        await answered(group, first)
+        group.scheduler.pool.clear_prefix_cache()
+        prompt = first.prompt + first.tokens + b"and?" * 16
+        speech = generate(prompt, block_keys(prompt), 4, False, 0)
+        job = Job(token_count(prompt), 4, speech.keys)
+        second = Choice(
+            0, prompt, speech.tokens, speech.text, "length", None, job, speech.keys, 0, ""
+        )
+        job.content = second
+        second.describe_job()
+        await answered(group, second)
+        # The block of the last answered token is full only with the next token.
+        assert job.cached == 256 + 48
+        await ended(group)
+
+    run(main)
+
+
+def test_an_engine_whose_store_is_killed_computes_and_uses_the_next_store(path: Path) -> None:
+    async def main() -> None:
+        group = group_of(path)
+        await answered(group, choice("a", 512))
+        SERVICES.pop(path).close()
+        group.scheduler.pool.clear_prefix_cache()
+        lost = choice("a", 512)
+        await answered(group, lost)
+        assert lost.job.cached == 0
+        assert group.kv_store is not None
+        assert group.kv_store.lost_calls > 0
+        options = StoreOptions(slot_bytes=BLOCK_BYTES, memory_bytes=8 << 20)
+        SERVICES[path] = StoreService(BlockStore(options), path)
+        group.kv_store._retry_at = 0.0
+        await answered(group, choice("b", 512))
+        group.scheduler.pool.clear_prefix_cache()
+        found = choice("b", 512)
+        await answered(group, found)
+        assert found.job.cached == 496
+        await ended(group)
+        SERVICES.pop(path).close()
+
+    run(main)
+
+
+def test_a_client_that_leaves_during_a_fetch_frees_all_blocks(path: Path) -> None:
+    async def main() -> None:
+        group = group_of(path, gbps=0.1)
+        await answered(group, choice("a", 1024))
+        group.scheduler.pool.clear_prefix_cache()
+        made = choice("a", 1024)
+        group.submit(made.job, Stamps(asyncio.get_running_loop()), "length")
+        await asyncio.sleep(1.0)
+        assert group.scheduler.fetching
+        group.abort(made.job)
+        assert group.kv_store is not None
+        while group.kv_store.running_tasks:
+            await asyncio.sleep(0.1)
+        await ended(group)
+
+    run(main)
+
+
+def test_a_group_does_not_start_without_its_store(tmp_path: Path, path: Path) -> None:
+    async def main() -> None:
+        with pytest.raises(ValueError, match="no store at"):
+            group_of(tmp_path / "none")
+
+    run(main)
+
+
+def test_blocks_larger_than_the_stores_slots_are_refused(tmp_path: Path) -> None:
+    async def main() -> None:
+        options = StoreOptions(slot_bytes=BLOCK_BYTES - 1, memory_bytes=1 << 20)
+        service = StoreService(BlockStore(options), tmp_path / "small")
+        with pytest.raises(ValueError, match="do not fit"):
+            group_of(tmp_path / "small")
+        service.close()
+
+    run(main)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--kv-store", "/none"], "no store at /none"),
+        (["--kv-store", "/none", "--kv-store-gbps", "5"], "not two speeds"),
+        (["--kv-store", "/none", "--kv-store-gbps", "5,-1"], "not two speeds"),
+        (["--kv-store", "/none", "--dp-ranks", "2"], "groups with TP alone"),
+        (["--kv-store", "/none", "--pp", "2"], "groups with TP alone"),
+        (["--kv-store", "/none", "--kv-scale", "2"], "kv scale"),
+    ],
+)
+def test_unusable_options_are_refused(options: list[str], message: str) -> None:
+    result = CliRunner().invoke(app, ["mock", "--port", "0", *options])
+    assert result.exit_code == 2
+    assert message in " ".join(result.output.split())
+
+
+def test_a_speed_of_0_is_no_limit() -> None:
+    assert StoreSpec("p", inf, inf).bytes_s == inf
+
+
+def published(stream: KvEventStream) -> list[tuple[str, int, int]]:
+    # Return (kind, number of blocks, medium's bit) of each new event.
+    batches = [decode_batch(payload) for _, payload in stream.flush(0.0, 0.0)]
+    return [
+        ("stored" if isinstance(event, StoredBlocks) else "removed", len(event.names), event.medium)
+        for batch in batches
+        for event in batch.events
+        if isinstance(event, StoredBlocks | RemovedBlocks)
+    ]
+
+
+@pytest.mark.parametrize("form", ["map", "array"])
+def test_events_say_where_the_store_has_the_blocks_of_this_engine(form: str) -> None:
+    CPU, STORAGE = 2, 4
+
+    async def main() -> None:
+        tiers = dict.fromkeys(("k0", "k1", "k2"), 1)
+
+        async def places(keys: Any) -> bytes:
+            return bytes(tiers[key] for key in keys)
+
+        stream = KvEventStream(KvEventSpec(form=form), 16, lambda kind: False)
+        announcer = StoreAnnouncer(stream, places)
+        announcer.track(choice("a", 48).job, list(tiers), 0)  # type: ignore[arg-type]
+        await announcer.check()
+        assert published(stream) == [("stored", 3, CPU)]
+        tiers["k0"] = tiers["k1"] = 3
+        await announcer.check()
+        assert published(stream) == [("stored", 2, STORAGE)]
+        tiers["k1"] = 2
+        tiers["k2"] = 0
+        await announcer.check()
+        assert published(stream) == [("removed", 1, CPU), ("removed", 1, CPU)]
+        stream.on_cleared()
+        stream.flush(0.0, 0.0)
+        await announcer.check()
+        assert published(stream) == [("stored", 1, CPU), ("stored", 2, STORAGE)]
+        announcer.close()
+
+    run(main)
