@@ -400,8 +400,9 @@ class TpGroup:
         if self.memory is not None:
             self._read_back(self.memory, plan.chunks)
         outcome = self.scheduler.finish(plan)
-        for job in outcome.ended if self.kv_store is not None else ():
-            self.kv_store.save(job)
+        if self.kv_store is not None:
+            for job in outcome.ended:
+                self.kv_store.save(job)
         if self.kv_events is not None:
             self.kv_events.flush()
         now, live = self._loop.time(), self._live

@@ -68,6 +68,7 @@ class StoreTier:
         assert owner.memory is not None
         self._owner, self._spec, self._compatibility = owner, spec, compatibility
         self._memory = owner.memory
+        self._block_bytes = sum(region.block_bytes for region in self._memory.regions)
         self._threads = ThreadPoolExecutor(1, "kv-store")
         self._run: Runner = self._run_in_thread if run is None else run
         self._down = PacedLink(token_bytes, spec.bytes_s, speed)
@@ -83,11 +84,10 @@ class StoreTier:
             self._client: StoreClient | None = StoreClient(Path(spec.path))
         except StoreLostError as error:
             raise ValueError(str(error)) from None
-        block_bytes = sum(region.block_bytes for region in self._memory.regions)
-        if block_bytes > self._client.geometry.slot_bytes:
+        if not self._fits(self._client):
             most = self._client.geometry.slot_bytes
             self._client.close()
-            raise ValueError(f"blocks of {block_bytes} bytes do not fit a store of {most}")
+            raise ValueError(f"blocks of {self._block_bytes} bytes do not fit a store of {most}")
 
     @property
     def running_tasks(self) -> int:
@@ -163,7 +163,7 @@ class StoreTier:
     def _parts(self, block: int) -> Parts:
         # The memory of one block on all ranks.
         return [
-            memoryview(region.bytes[block * region.block_bytes : (block + 1) * region.block_bytes])
+            region.bytes[block * region.block_bytes : (block + 1) * region.block_bytes].data
             for region in self._memory.regions
         ]
 
@@ -201,12 +201,20 @@ class StoreTier:
     def _connected(self) -> StoreClient | None:
         # Return the client, connected again if the store was lost; None if there is none.
         if self._client is None and time.monotonic() >= self._retry_at:
+            self._retry_at = time.monotonic() + RETRY_S
             try:
-                self._client = StoreClient(Path(self._spec.path))
+                client = StoreClient(Path(self._spec.path))
             except StoreLostError:
-                self._retry_at = time.monotonic() + RETRY_S
+                client = None
+            if client is not None and not self._fits(client):
+                client.close()  # another store, with smaller slots
+                client = None
+            self._client = client
         self.lost_calls += self._client is None
         return self._client
+
+    def _fits(self, client: StoreClient) -> bool:
+        return self._block_bytes <= client.geometry.slot_bytes
 
     def _lose(self) -> None:
         client, self._client = self._client, None

@@ -24,7 +24,7 @@ MEDIA = ((IN_MEMORY, "CPU"), (ON_DISK, "STORAGE"))
 
 class _Tracked(NamedTuple):
     job: Job
-    index: int
+    number: int
 
 
 class StoreAnnouncer:
@@ -80,9 +80,9 @@ class StoreAnnouncer:
             for key, block, bits in found:
                 change = (bits ^ self._announced.get(key, 0)) & bit
                 if change & bits:
-                    self._stream.on_stored(block.job, block.index, medium)
+                    self._stream.on_stored(block.job, block.number, medium)
                 elif change:
-                    self._stream.on_removed(block.job.keys[block.index], medium)
+                    self._stream.on_removed(block.job.keys[block.number], medium)
         self._announced |= {key: bits for key, _, bits in found}
 
     async def _poll(self) -> None:

@@ -15,8 +15,8 @@ from kvtransfer.store.slots import SlotGeometry
 
 VERSION = 1
 LENGTH_BYTES = 4
-MAX_MESSAGE_BYTES = 4 << 20
-MAX_KEYS = 1 << 16
+MAX_MESSAGE_BYTES = 1 << 20
+MAX_KEYS = 1 << 14
 MAX_PUT_KEYS = 1 << 12
 MAX_LEASE_KEYS = 1 << 10
 

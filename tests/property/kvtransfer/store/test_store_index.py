@@ -35,7 +35,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.leased: dict[int, tuple[int, float, list[tuple[int, Key]]]] = {}
 
     def begin(self, slot: int, tier: dict[int, Key | None]) -> None:
-        # What a store does first with a slot. Nobody may rely on its bytes now.
+        # What a store does first with a slot. Its bytes mean nothing from now on.
         tier[slot] = None
 
     @rule(key=keys)
