@@ -26,6 +26,7 @@ from gateway.batch.runner import BatchRunner
 from gateway.batch.storage_choice import create_storage
 from gateway.config import Config, Listener, LoadedConfig
 from gateway.disagg.handoffs import Handoffs
+from gateway.drift.monitor import DriftMonitor, LocalDriftWatch
 from gateway.fleet.discovery.discovery import Discovery, create_source
 from gateway.fleet.endpoint_table import EndpointTable
 from gateway.fleet.health_checks import HealthChecker
@@ -187,6 +188,10 @@ class App:
             GatewayRollbackTarget(self.reloader, self.metrics), origin.say
         )
         self.auto = self._create_auto() if origin.local is None else None
+        # In worker processes, the supervisor watches for drift.
+        self.drift = None if origin.local else DriftMonitor(self.metrics.drift_metrics)
+        self._drift_watch = LocalDriftWatch(self.gateway.accounts.shapes, self.drift)
+        self._drift_watch.configure(self.config, time())
         self.reloader.on_applied = self._applied
 
     def _create_auto(self) -> AutoPolicyController:
@@ -197,6 +202,7 @@ class App:
 
     async def _applied(self, trigger: str) -> None:
         config = self.reloader.running.config
+        self._drift_watch.configure(config, time())
         self._tls.update(config.listeners)
         limit_send_buffers(chain(*self.sockets.values()), config.limits.send_buffer)
         if self.auto is not None:
@@ -225,7 +231,8 @@ class App:
         if self.auto is not None:
             self.auto.start()
         if self._predecessor is not None:
-            await self._predecessor.restore_state(self.gateway, self.config, self.secret)
+            state = self.gateway, self.config, self.secret, self.drift
+            await self._predecessor.restore_state(*state)
         listeners = self.config.listeners
         with naming_config_key("listeners.api", listeners.api.host, listeners.api.port):
             self.url = await self._listen_api(listeners.api)
@@ -535,6 +542,7 @@ class App:
                 # First, because accounting would re-create series that the next step removes.
                 self.gateway.accounts.account_ended()
                 self._charge(now)
+                self._drift_watch.sweep(time())
                 self.swap.sweep()
                 self._gc_schedule.collect_if_due(now, self._admission.active_requests)
             except Exception:  # an error must not stop the deadlines of other connections

@@ -155,7 +155,7 @@ class _Process:
         successor = Successor(self._env, app.bound, app.secret)
         try:
             await successor.start(
-                app.config.prefix.block_bytes, partial(collect_state, app.gateway)
+                app.config.prefix.block_bytes, partial(collect_state, app.gateway, app.drift)
             )
         except HandoverError as error:
             log.error("the restart failed: %s. This process continues to serve.", error)

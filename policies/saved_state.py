@@ -21,6 +21,7 @@ from policies.admission.sessions import ActiveSession
 from policies.engine.kalman import MOST_CORRECTION
 from policies.engine.step_time import StepCosts
 from policies.prefix.prefix_index import MAX_SLOTS, _count_extra, _stamps
+from policies.sizing.drift import BINS, MEASURES
 
 if TYPE_CHECKING:
     from policies.admission.priced import PricedAdmission
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from policies.engine.output_length import OutputLengths
     from policies.engine.step_time import SpeedBelief
     from policies.prefix.prefix_index import PrefixIndex
+    from policies.sizing.drift import DriftWatch, ShapeMemory
 
 BLOCKS = 512
 """Number of index blocks in one saved value; saving them takes about half a millisecond."""
@@ -349,3 +351,73 @@ def length_states(live: OutputLengths) -> list[LengthState]:
 def restore_lengths(live: OutputLengths, states: list[LengthState]) -> None:
     for state in states[-live._most :]:
         live._means[state.key] = state.answers, state.mean
+
+
+# Drift of the workload
+
+
+class DriftState(msgspec.Struct, frozen=True, array_like=True, tag="drift"):
+    """The saved state of a pool's drift watch: its open window and the measures above the limit.
+
+    Times are Unix seconds. `sized_for` are the shares that the window is compared with.
+    """
+
+    pool: str
+    sized_for: dict[str, list[float]]
+    counts: dict[str, list[int]]
+    requests: int
+    begins_s: float
+    ends_s: float
+    began_s: float
+    usual_requests: float
+    above: dict[str, int]
+
+
+class SessionTurns(msgspec.Struct, frozen=True, array_like=True, tag="turns"):
+    """Some sessions that drift detection knows, with their numbers of requests, oldest first."""
+
+    turns: list[tuple[int, int]]
+
+
+def drift_state(pool: str, live: DriftWatch) -> DriftState:
+    return DriftState(
+        pool,
+        {name: list(shares) for name, shares in live._sized_for.items()},
+        {name: list(counts) for name, counts in live._window.counts.items()},
+        live._window.requests,
+        live._begins_s,
+        live._ends_s,
+        live._began_s,
+        live._usual_requests,
+        dict(live._above),
+    )
+
+
+def restore_drift(live: DriftWatch, state: DriftState) -> bool:
+    """Restore the open window of a drift watch.
+
+    Returns False, without changes, if it is compared with other shares or has other bins. Blocks of
+    prompts are not saved, so the uncached share is compared only after a while.
+    """
+    own = {name: list(shares) for name, shares in live._sized_for.items()}
+    sizes = {name: len(counts) for name, counts in state.counts.items()}
+    if own != state.sized_for or sizes != dict(BINS) or state.above.keys() != set(MEASURES):
+        return False
+    live._window.requests, live._window.counts = state.requests, dict(state.counts)
+    live._begins_s, live._ends_s = state.begins_s, state.ends_s
+    live._usual_requests, live._above = state.usual_requests, dict(state.above)
+    live._warm_from_s |= {"turns": state.began_s}
+    return True
+
+
+def session_turns(live: ShapeMemory) -> Iterator[SessionTurns]:
+    """Yield the sessions that drift detection knows, in parts."""
+    rows = iter([(key, turns) for key, turns in live._turns.items() if isinstance(key, int)])
+    while part := list(islice(rows, BLOCKS)):
+        yield SessionTurns(part)
+
+
+def restore_turns(live: ShapeMemory, state: SessionTurns) -> None:
+    live._turns.update(state.turns)
+    while len(live._turns) > live._most_sessions:
+        del live._turns[next(iter(live._turns))]

@@ -15,6 +15,7 @@ A replay has a fixed number of requests, which stand for an interval of 5 minute
 from __future__ import annotations
 
 import argparse
+import zlib
 from collections.abc import Sequence
 from math import log
 from pathlib import Path
@@ -96,7 +97,7 @@ class LoggedFleet(Fleet):
                 first_token_us=elapsed_us(record.first_s),
                 last_us=elapsed_us(record.done_s),
                 slo_outcome="met" if record.is_good else "ttft_missed",
-                session=record.session,
+                session_id=zlib.crc32(record.session.encode()),
                 endpoint=record.group,
                 blocks=trace.blocks,
                 block_tokens=trace.block_tokens,

@@ -100,7 +100,7 @@ class MinuteCounts(msgspec.Struct, frozen=True):
     """Counts of events in the last minute, the input of the live view's diagnosis.
 
     `endpoints` are the endpoint rows of the live view. `config_problem` is the first problem of the
-    last rejected configuration, or None.
+    last rejected configuration, or None. `drift` has a sentence for each pool that has drifted.
     """
 
     endpoints: Sequence[Mapping[str, Any]]
@@ -117,6 +117,7 @@ class MinuteCounts(msgspec.Struct, frozen=True):
     config_problem: str | None = None
     shared_problem: str | None = None
     unlisted: Sequence[str] = ()
+    drift: Sequence[str] = ()
 
 
 def diagnose(minute: MinuteCounts) -> list[DiagnosisLine]:
@@ -129,6 +130,7 @@ def diagnose(minute: MinuteCounts) -> list[DiagnosisLine]:
         *_shed(minute),
         *_waiting(minute),
         *_slow(minute.endpoints),
+        *(DiagnosisLine("warn", text) for text in minute.drift),
         *_missed(minute),
         *_retried(minute),
         *_priced(minute),

@@ -79,6 +79,7 @@ class FleetStatus(msgspec.Struct, frozen=True):
     config_problem        first problem of the last configuration; None if it was accepted
     shared_state          status of state sharing with other gateways; None without it
     unlisted              by model name, why a configured model is not served: no endpoint lists it
+    drift                 a sentence for each pool whose requests have drifted; a supervisor adds it
     """
 
     config: dict[str, Any]
@@ -92,6 +93,7 @@ class FleetStatus(msgspec.Struct, frozen=True):
     config_problem: str | None
     shared_state: dict[str, Any] | None = None
     unlisted: dict[str, str] = {}
+    drift: tuple[str, ...] = ()
 
 
 async def fleet_status(target: AdminTarget, now: float) -> FleetStatus:
@@ -123,6 +125,7 @@ async def fleet_status(target: AdminTarget, now: float) -> FleetStatus:
         config_problem=None if error is None else str(error.problems[0]),
         shared_state=target.shared_state(),
         unlisted=dict(target.gateway.snapshot.unlisted),
+        drift=() if target.drift is None else target.drift.sentences(),
     )
 
 

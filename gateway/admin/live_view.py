@@ -214,6 +214,7 @@ def _minute(
         waiting={pool["name"]: pool["waiting"] for pool in standing.pools},
         config_problem=standing.config_problem,
         unlisted=sorted(set(standing.unlisted.values())),
+        drift=standing.drift,
         shared_problem=(standing.shared_state or {}).get("problem") or None,
     )
 

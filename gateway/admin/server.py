@@ -17,6 +17,7 @@ from gateway.admin import config_pages, live_pages
 from gateway.admin.auth import access_middleware
 from gateway.admin.auto_pages import add_auto
 from gateway.admin.drain import announce_close
+from gateway.admin.drift_pages import add_drift, add_records
 from gateway.admin.fleet_status import endpoint_state, in_turns
 from gateway.admin.readiness import not_ready_reason
 from gateway.admin.recent_requests import RecentQuery, add_requests, recent_rows
@@ -50,6 +51,10 @@ def admin_application(target: AdminTarget) -> web.Application:
     _add_state(target, server.router)
     config_pages.add(target, server.router)
     add_auto(server.router, lambda: target.auto)
+    if target.drift is None:  # in a worker process, whose supervisor takes the records
+        add_records(server.router, target.gateway.accounts.shapes)
+    else:
+        add_drift(server.router, lambda: target.drift)
     live_pages.add_process_view(target, server)
     return server
 

@@ -33,6 +33,7 @@ def status(admin: AdminAddress, as_json: JsonOption = False) -> None:
     fleet = server.request("GET", "/endpoints")["endpoints"]
     shadows = server.request("GET", "/shadow")["shadows"]
     canaries = server.request("GET", "/canary")["canaries"]
+    drift = server.request("GET", "/drift")["pools"]
     if as_json:
         reply = {
             key: config[key]
@@ -49,7 +50,8 @@ def status(admin: AdminAddress, as_json: JsonOption = False) -> None:
                 *("certificates", "unlisted"),
             )
         }
-        print_json(reply | {"endpoints": fleet, "shadows": shadows, "canaries": canaries})
+        trials = {"shadows": shadows, "canaries": canaries, "drift": drift}
+        print_json(reply | {"endpoints": fleet} | trials)
         return
     applied, error = config["applied"], config["last_error"]
     up = sum(row["available"] for row in fleet)
@@ -79,6 +81,7 @@ def status(admin: AdminAddress, as_json: JsonOption = False) -> None:
             style="red",
         )
     _print_trials(shadows, canaries)
+    _print_drift(drift)
 
 
 @with_admin_options
@@ -220,6 +223,21 @@ def _print_trials(shadows: list[dict[str, Any]], canaries: list[dict[str, Any]])
             if trial.get("ttft_p99_s") is not None:
                 line += f", p99 {trial['ttft_p99_s']:g} s"
             print_line(f"{line} (canary: {pool['share']})")
+
+
+def _print_drift(pools: list[dict[str, Any]]) -> None:
+    for row in pools:
+        window = row["window"]
+        if window is None:
+            text = "no window of 100 requests has ended yet"
+        else:
+            text = ", ".join(f"{name} {index:.2f}" for name, index in window["index"].items())
+            text += f" (PSI against sized_for, {window['requests']} requests"
+            ratio = window["rate_ratio"]
+            text += ")" if ratio is None else f", {ratio:.0%} of the usual rate)"
+        verdict = f"since {row['since']}" if row["drift"] else "none"
+        style = "yellow" if row["drift"] else ""
+        print_line(f"drift of pool {row['pool']}: {verdict}; {text}", style=style)
 
 
 def _read_file(file: Path) -> bytes:

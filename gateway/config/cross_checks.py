@@ -42,6 +42,7 @@ def errors(data: Any) -> Iterator[RuleFinding]:
     yield from _overflows(data)
     yield from _classes(data)
     yield from _rotation(data)
+    yield from _sized_for(data)
     yield from auto_errors(data)
     for path, spec in iter_mappings(get_member(data, "pools"), ("pools",)):
         yield from _pool_policies(spec, path)
@@ -200,6 +201,18 @@ def _rotation(data: Any) -> Iterator[RuleFinding]:
             f"needs a file to rotate, and access_log is {log or 'stdout'}; give access_log a path"
         )
         yield RuleFinding(("observability", "access_rotate"), text, is_on_key=True)
+
+
+def _sized_for(data: Any) -> Iterator[RuleFinding]:
+    pools = get_member(data, "pools")
+    for path, block in iter_mappings(get_member(data, "sized_for"), ("sized_for",)):
+        if isinstance(pools, dict) and path[-1] not in pools:
+            guess = did_you_mean(str(path[-1]), list(map(str, pools)))
+            yield RuleFinding(path, f"there is no pool {path[-1]!r}{guess}", is_on_key=True)
+        rates = get_member(block, "hourly_rates")
+        if isinstance(rates, list) and len(rates) not in (0, 24):
+            text = f"has {len(rates)} numbers, and a day has 24 hours; valid: 24 numbers, or none"
+            yield RuleFinding((*path, "hourly_rates"), text, is_on_key=True)
 
 
 def _unique(values: Iterator[tuple[Path, str]], what: str) -> Iterator[RuleFinding]:

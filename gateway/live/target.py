@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from gateway.auto.controller import AutoPolicyController
+    from gateway.drift.monitor import DriftMonitor
     from gateway.metrics.catalogue import Metrics
     from gateway.reload.reloader import Reloader
     from gateway.reload.swap import Swap
@@ -37,6 +38,10 @@ class AdminTarget(Protocol):
         """Return the controller of automatic policy selection (`policy: auto`), or None in a worker
         process.
         """
+
+    @property
+    def drift(self) -> DriftMonitor | None:
+        """Return the monitor of workload drift, or None in a worker process."""
 
     def shared_state(self) -> dict[str, object] | None:
         """Return the status of state sharing with other gateways, or None if there is none."""

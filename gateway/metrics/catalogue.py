@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from itertools import chain
 
 from gateway.metrics.auto_metrics import AutoMetrics
+from gateway.metrics.drift_metrics import DriftMetrics
 from gateway.metrics.exposition import render_page
 from gateway.metrics.labels import ENDPOINT, KIND, POOL, RESULT, Row
 from gateway.metrics.metric_types import (
@@ -109,6 +110,7 @@ class Metrics:
         self.runtime_gauges = RuntimeGauges(meters)
         self.trial_metrics = TrialMetrics(meters, TTFT_BUCKETS_S)
         self.auto_metrics = AutoMetrics(meters)
+        self.drift_metrics = DriftMetrics(meters)
 
     def render(self) -> bytes:
         """Return the present values of all metrics in the Prometheus text format."""

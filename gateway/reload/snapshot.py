@@ -165,10 +165,12 @@ def _route(
 
 
 def _logs_blocks(config: Config, pool: str) -> bool:
-    # Return whether the access log has the block ids of prompts that no policy reads.
+    # Return whether the block ids of prompts are recorded although no policy may read them.
     #
-    # A pool that chooses its policy by replays needs them, to judge policies that read prefixes.
-    return bool(config.observability.access_blocks) or config.pools[pool].auto is not None
+    # A pool that chooses its policy by replays needs them, to judge policies that read prefixes;
+    # one with `sized_for` to know which share of its prompts is new.
+    has_auto = config.pools[pool].auto is not None
+    return bool(config.observability.access_blocks) or has_auto or pool in config.sized_for
 
 
 def _with_translations(

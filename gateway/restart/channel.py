@@ -19,9 +19,11 @@ from policies.saved_state import (
     AdmissionState,
     BeliefState,
     Blocks,
+    DriftState,
     HolderState,
     LengthState,
     QuotaState,
+    SessionTurns,
 )
 
 VERSION = 1
@@ -134,7 +136,16 @@ class StopRequest(msgspec.Struct, frozen=True, array_like=True, tag="stop"):
     """
 
 
-LearnedState = SlotMap | Blocks | EndpointState | PoolState | TenantState | OutputLengthState
+LearnedState = (
+    SlotMap
+    | Blocks
+    | EndpointState
+    | PoolState
+    | TenantState
+    | OutputLengthState
+    | DriftState
+    | SessionTurns
+)
 Message = StateRequest | LearnedState | StateEnd | SuccessorReady | RemainingWork | StopRequest
 _decoder = msgspec.msgpack.Decoder(Message)
 

@@ -26,10 +26,11 @@ from policies.admission.session_limit import SessionCap
 from policies.engine.peer_load import NOTHING, PeerShare
 from policies.health.health import HealthState as HealthState
 from policies.ledger import own_load
-from policies.saved_state import Blocks
+from policies.saved_state import AdmissionState, Blocks, DriftState, SessionTurns
 
 if TYPE_CHECKING:
     from gateway.admission.controller import AdmissionController
+    from gateway.drift.monitor import DriftMonitor
     from gateway.fleet.endpoint_registry import LiveEndpoint
     from gateway.route import Gateway
 
@@ -44,7 +45,7 @@ def endpoint_key(live: LiveEndpoint) -> EndpointKey:
     return live.endpoint.key
 
 
-def collect_state(gateway: Gateway) -> Iterator[LearnedState]:
+def collect_state(gateway: Gateway, drift: DriftMonitor | None = None) -> Iterator[LearnedState]:
     """Yield the gateway's learned state as messages, in steps of less than a millisecond.
 
     Requests are served between the steps.
@@ -66,6 +67,8 @@ def collect_state(gateway: Gateway) -> Iterator[LearnedState]:
         )
     yield from _collect_admission(gateway.gate)
     yield OutputLengthState(saved_state.length_states(gateway.accounts.slo_tracker.output_lengths))
+    if drift is not None:
+        yield from drift.states()
 
 
 def _collect_admission(gate: AdmissionController) -> Iterator[LearnedState]:
@@ -87,12 +90,14 @@ def remaining_work(gateway: Gateway) -> list[tuple[EndpointKey, PeerShare]]:
 class Restorer:
     """Restores learned state in a gateway that serves no requests yet; unknown state is ignored."""
 
-    def __init__(self, gateway: Gateway, *, prefixes: bool) -> None:
+    def __init__(
+        self, gateway: Gateway, drift: DriftMonitor | None = None, *, prefixes: bool
+    ) -> None:
         """Prepare to restore learned state in this gateway.
 
         prefixes  whether equal keys mean equal prompts in both processes' prefix indexes
         """
-        self._gateway = gateway
+        self._gateway, self._drift = gateway, drift
         self._prefixes = prefixes
         self._live = {
             endpoint_key(live): live for live in gateway.endpoints.all() if not live.is_leaving
@@ -118,22 +123,21 @@ class Restorer:
                 if live is not None:
                     self._endpoint(live, state)
             case PoolState(pool, admission):
-                queue = next(
-                    (
-                        pool_queue
-                        for pool_queue in self._gateway.gate.pool_queues()
-                        if pool_queue.name == pool
-                    ),
-                    None,
-                )
-                if queue is not None and isinstance(queue.admission, PricedAdmission | SessionCap):
-                    saved_state.restore_admission(queue.admission, admission)
+                self._admission(pool, admission)
             case TenantState(tenant, quota):
                 live_quota = self._gateway.gate.quotas.by_tenant.get(tenant)
                 if live_quota is not None:
                     saved_state.restore_quota(live_quota, quota)
+            case DriftState() | SessionTurns():
+                if self._drift is not None:
+                    self._drift.restore(state)
             case OutputLengthState(rows):
                 saved_state.restore_lengths(self._gateway.accounts.slo_tracker.output_lengths, rows)
+
+    def _admission(self, pool: str, state: AdmissionState) -> None:
+        for queue in self._gateway.gate.pool_queues():
+            if queue.name == pool and isinstance(queue.admission, PricedAdmission | SessionCap):
+                saved_state.restore_admission(queue.admission, state)
 
     def _endpoint(self, live: LiveEndpoint, state: EndpointState) -> None:
         endpoints = self._gateway.endpoints

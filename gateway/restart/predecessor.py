@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from asyncio import StreamReader, StreamWriter
 
     from gateway.config import Config
+    from gateway.drift.monitor import DriftMonitor
     from gateway.http.listener_sockets import SocketsByName
     from gateway.route import Gateway
 
@@ -85,7 +86,9 @@ class Predecessor:
     def is_alive(self) -> bool:
         return self._task is not None and not self._task.done()
 
-    async def restore_state(self, gateway: Gateway, config: Config, secret: bytes) -> None:
+    async def restore_state(
+        self, gateway: Gateway, config: Config, secret: bytes, drift: DriftMonitor | None = None
+    ) -> None:
         """Restore the predecessor's learned state; `secret` is this process's key of prompt
         fingerprints.
 
@@ -107,6 +110,7 @@ class Predecessor:
         offer = self._offer
         restorer = Restorer(
             gateway,
+            drift,
             prefixes=(offer.secret, offer.block_bytes) == (secret, config.prefix.block_bytes),
         )
         try:

@@ -24,6 +24,7 @@ from gateway.protocol.stream_scan import TokenUsage
 from gateway.telemetry.explain import RecentExchanges, snapshot_pick
 from gateway.telemetry.log_file import LogFile, Rotation
 from gateway.telemetry.otlp import SpanExporter
+from gateway.telemetry.request_shapes import ShapeRecorder
 from gateway.telemetry.slo_outcomes import REGRET_SAMPLE_EVERY, SloTracker, effective_usage
 from policies.contract import Policy
 from policies.model import Pick, RoutingQuery
@@ -71,6 +72,7 @@ class AccessLine(msgspec.Struct, omit_defaults=True):
     hedge_loser        the endpoint whose concurrent attempt was cancelled
     client_request_id  the id that the client itself gave the request
     session            what names its session: a header, a member of the body, or `prefix`
+    session_id         keyed 48-bit id of its session; see `access_blocks`
     """
 
     time: float
@@ -123,6 +125,7 @@ class AccessLine(msgspec.Struct, omit_defaults=True):
     hedge_loser: str = ""
     session: str = ""
     client_request_id: str = ""
+    session_id: int = 0
 
 
 class AccessLog:
@@ -309,7 +312,7 @@ class Accounting:
             "_overhead",
             "_picks",
         ),
-        *("_stages", "_traces", "recent_exchanges", "slo_tracker", "tracer"),
+        *("_stages", "_traces", "recent_exchanges", "shapes", "slo_tracker", "tracer"),
     )
 
     def __init__(
@@ -329,6 +332,7 @@ class Accounting:
         self._traces = traces
         self.tracer: SpanExporter | None = None  # None while tracing is off
         self.slo_tracker, self.recent_exchanges = SloTracker(metrics), RecentExchanges()
+        self.shapes = ShapeRecorder()
         self._picks = 0
         self._overhead: Histogram = metrics.overhead_seconds
         self._bytes_out: Counter = metrics.bytes_out_total
@@ -384,14 +388,27 @@ class Accounting:
             self._metrics.client_disconnects_total.labels(exchange.stage).inc()
         if exchange.canary_arm is not None:
             exchange.canary_arm.count(exchange)
+        has_log_ids = self._log.is_enabled and self._log.has_blocks
+        is_recorded = exchange.pick is not None and bool(self.shapes.pools)
+        blocks, session = self._ids(exchange) if has_log_ids or is_recorded else ([], 0)
+        if is_recorded:
+            self.shapes.add(exchange, relay, usage, unix_offset + now, blocks, session)
         if self._log.is_enabled:
             line = _line(exchange, relay, usage, now, unix_offset)
-            if self._log.has_blocks and exchange.fingerprint is not None:
-                line.blocks = self._block_ids.ids(exchange.fingerprint, exchange.tenant)
+            if has_log_ids:
+                line.blocks, line.session_id = blocks, session
             self._log.write(line)
         if exchange.trace is not None:
             self._traces.add_request(exchange, exchange.trace, now)
         self.recent_exchanges.add(exchange, usage, relay.event_count, now)
+
+    def _ids(self, exchange: Exchange) -> tuple[list[int], int]:
+        # Return the ids of the prompt's blocks and of the session.
+        call, fingerprint = exchange.call, exchange.fingerprint
+        blocks: list[int] = []
+        if fingerprint is not None:
+            blocks = self._block_ids.ids(fingerprint, exchange.tenant)
+        return blocks, 0 if call is None else self._block_ids.session_id(call.request.session)
 
     def forget_endpoint(self, endpoint: str) -> None:
         """Drop the cached metrics of an endpoint, after its label values have been removed."""

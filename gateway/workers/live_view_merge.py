@@ -36,8 +36,13 @@ class LiveViewMerger:
     The merger keeps the sums of workers that have ended, so that no total ever falls.
     """
 
-    def __init__(self, workers: Callable[[], Sequence[Worker]]) -> None:
-        self._workers = workers
+    def __init__(
+        self,
+        workers: Callable[[], Sequence[Worker]],
+        drift: Callable[[], tuple[str, ...]] = tuple,
+    ) -> None:
+        """Initialize the merger; `drift` returns the supervisor's sentences about drift."""
+        self._workers, self._drift = workers, drift
         self._last: dict[Worker, MetricSample] = {}
         self._ended: MetricSample | None = None
 
@@ -63,8 +68,10 @@ class LiveViewMerger:
             in_flight=_largest(mark.in_flight for _, (mark, _) in responses),
             received=_largest(mark.received for _, (mark, _) in responses),
         )
-        return now if before is None else _share_unchanged(now, before), merge_statuses(
-            [standing for _, (_, standing) in responses]
+        status = merge_statuses([standing for _, (_, standing) in responses])
+        return (
+            now if before is None else _share_unchanged(now, before),
+            msgspec.structs.replace(status, drift=self._drift()),
         )
 
     def _ended_samples(self) -> list[MetricSample]:

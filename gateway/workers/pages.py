@@ -17,9 +17,11 @@ from gateway.admin import live_pages
 from gateway.admin.auth import access_middleware
 from gateway.admin.auto_pages import add_auto
 from gateway.admin.config_pages import add_changes
+from gateway.admin.drift_pages import RECORDS_PATH, add_drift
 from gateway.admin.recent_requests import RecentQuery, add_requests, merge_recent
 from gateway.auto.controller import AutoPolicyController
 from gateway.config.yaml_source import MAX_FILE_BYTES
+from gateway.drift.monitor import DriftMonitor
 from gateway.metrics.exposition import content_type, wants_openmetrics
 from gateway.reload.reloader import ChangeOptions
 from gateway.workers import metrics_merge
@@ -46,6 +48,9 @@ class WorkerGroup(Protocol):
     def auto(self) -> AutoPolicyController: ...
 
     @property
+    def drift(self) -> DriftMonitor: ...
+
+    @property
     def metrics(self) -> SupervisorMetrics: ...
 
     def ready_workers(self) -> list[Worker]:
@@ -65,13 +70,18 @@ def workers_application(group: WorkerGroup) -> web.Application:
     _add_merged(group, server.router)
     _add_changes(group, server.router)
     add_auto(server.router, lambda: group.auto)
-    live_pages.add_view(
-        server, LiveViewMerger(group.ready_workers).take_sample, lambda: group.is_draining
-    )
+    add_drift(server.router, lambda: group.drift)
+    merger = LiveViewMerger(group.ready_workers, group.drift.sentences)
+    live_pages.add_view(server, merger.take_sample, lambda: group.is_draining)
 
     async def any_other(request: web.Request) -> web.Response:
         return _forward(await first_response(group.ready_workers(), request.path_qs))
 
+    async def unknown(_: web.Request) -> web.Response:
+        raise web.HTTPNotFound
+
+    # Records are taken once, by the supervisor.
+    server.router.add_get(RECORDS_PATH, unknown)
     server.router.add_get("/{path:.*}", any_other)
     return server
 

@@ -17,7 +17,7 @@ import tempfile
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from time import monotonic
+from time import monotonic, time
 from typing import Any
 
 from aiohttp import web
@@ -25,6 +25,7 @@ from aiohttp import web
 from gateway.admin.fleet_status import DRAINED_STATES
 from gateway.auto.controller import AutoPolicyController
 from gateway.config import AdminListener, LoadedConfig
+from gateway.drift.monitor import DriftMonitor
 from gateway.http.listener_sockets import (
     ADMIN,
     ADMIN_RECEIVE_BUFFER,
@@ -47,6 +48,7 @@ from gateway.workers import pages
 from gateway.workers.auto_rollback import WorkersRollbackTarget
 from gateway.workers.auto_target import WorkersAutoTarget
 from gateway.workers.config_rollout import ConfigRollout
+from gateway.workers.drift_collector import DriftCollector
 from gateway.workers.settings import WorkerLaunchSettings
 from gateway.workers.supervisor_metrics import SupervisorMetrics
 from gateway.workers.worker_process import Worker, make_inheritable, new_listener
@@ -125,6 +127,11 @@ class Supervisor:
             ),
             self.metrics.auto_metrics,
         )
+        self.drift = DriftMonitor(self.metrics.drift_metrics)
+        self.drift.configure(loaded.config, time())
+        self._drift_collector = DriftCollector(
+            self.drift, lambda: [*self.ready_workers(), *self.ending_workers()]
+        )
         self._admin_tls: TlsListener | None = None
         self.config_rollout.on_applied = self._on_applied
         self._started = 0
@@ -134,6 +141,7 @@ class Supervisor:
         if self._admin_tls is not None:
             self._admin_tls.update(self.config_rollout.running.config.listeners.admin.tls)
         self.auto.on_applied(trigger)
+        self.drift.configure(self.config_rollout.running.config, time())
         await self._trial.on_applied(trigger)
 
     def ready_workers(self) -> list[Worker]:
@@ -179,6 +187,7 @@ class Supervisor:
         await self._follow.start()
         self._trial.start()
         self.auto.start()
+        self._drift_collector.start()
 
     async def _listen_admin(self, runner: web.AppRunner, admin: AdminListener) -> None:
         sockets = self._sockets.get(ADMIN) or bind(admin.host, admin.port)
@@ -239,6 +248,7 @@ class Supervisor:
         await self._follow.stop()
         await self._trial.stop()
         await self.auto.stop()
+        await self._drift_collector.stop()
         for task in (*self._rolls, *(slot.task for slot in self._slots)):
             if task is not None:
                 task.cancel()

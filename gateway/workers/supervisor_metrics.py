@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 
 from gateway.config.values import MAX_WORKERS
 from gateway.metrics.auto_metrics import AutoMetrics
+from gateway.metrics.drift_metrics import DriftMetrics
 from gateway.metrics.labels import Row
 from gateway.metrics.metric_types import (
     Counter,
@@ -28,15 +29,18 @@ class SupervisorMetrics:
 
     __slots__ = (
         *("_auto_meters", "_meters", "_process", "auto_metrics", "connections", "deaths_total"),
+        "drift_metrics",
         *("frames_dropped_total", "inflight", "workers"),
     )
 
     def __init__(self) -> None:
         meters = self._meters = MetricRegistry()
         self._process = ProcessMetrics()
-        # The supervisor chooses policies for its workers, whose own families stay empty.
+        # The supervisor chooses policies for its workers and watches for drift; their own families
+        # stay empty.
         self._auto_meters = MetricRegistry()
         self.auto_metrics = AutoMetrics(self._auto_meters)
+        self.drift_metrics = DriftMetrics(self._auto_meters)
         own = meters.section(Row.PROCESS, "workers/supervisor.py")
         self.workers: Gauge = own.gauge(
             "penstock_workers", "Worker processes that serve requests now."

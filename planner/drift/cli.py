@@ -6,15 +6,19 @@ Exit status: 0 no drift; 2 wrong input; 3 drift.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
 import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
+from planner.drift.log import read_log
 from planner.drift.shapes import count_shapes, windows_of
-from planner.traces import TraceError, TraceRequest, read_trace
+from planner.size.units import parse_seconds
+from planner.traces import TraceError, TraceRequest
 from policies.sizing.drift import BINS, LIMIT, MEASURES, DriftWatch, DriftWindow
 
 Log = Annotated[
@@ -33,72 +37,240 @@ Pool = Annotated[
     str | None,
     typer.Option("--pool", help="Name of the pool in the configuration; default: the only pool."),
 ]
+Only = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--only",
+        metavar="MODEL",
+        help="Count requests of the access log for this model; may be repeated. Default: with "
+        "--config the models of the pool, else all.",
+    ),
+]
+Replay = Annotated[
+    bool,
+    typer.Option(
+        "--replay/--no-replay",
+        help="After drift, replay the newest requests on the running and on a newly sized fleet.",
+    ),
+]
+Last = Annotated[str, typer.Option("--last", metavar="TIME", help="Span of the log to replay.")]
+Model = Annotated[
+    str | None,
+    typer.Option("--model", help="Model of the replayed engines, if no name in the file is known."),
+]
+GpuKind = Annotated[
+    str | None, typer.Option("--gpu", help="GPU of the replayed engines, if they have no label.")
+]
+Reload = Annotated[
+    str | None,
+    typer.Option(
+        "--reload",
+        metavar="TIME",
+        help="Time that an engine needs to load its weights; default: at 2 GB/s per GPU.",
+    ),
+]
+Limit = Annotated[
+    str, typer.Option("--limit", metavar="TIME", help="CPU time that the replays may take.")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
+
+
+ConfigReader = Callable[[str], Mapping[str, Any]]
 
 
 class DriftError(ValueError):
     """Raised when a comparison with `sized_for` is impossible; the message says what is valid."""
 
 
-def drift(log: Log, config: ConfigFile = None, pool: Pool = None, as_json: AsJson = False) -> None:
-    """Show whether recorded requests still have the shapes that a pool was sized for."""
+class ReplayOptions(msgspec.Struct, frozen=True):
+    """The options of `penstock drift` for the suggestion of another layout."""
+
+    last_s: float
+    model: str | None
+    gpu: str | None
+    reload_s: float | None
+    limit_s: float
+
+
+def drift(
+    ctx: typer.Context,
+    log: Log,
+    config: ConfigFile = None,
+    pool: Pool = None,
+    only: Only = None,
+    replay: Replay = True,
+    last: Last = "60m",
+    model: Model = None,
+    gpu: GpuKind = None,
+    reload: Reload = None,
+    limit: Limit = "5m",
+    as_json: AsJson = False,
+) -> None:
+    """Show whether recorded requests still have the shapes that a pool was sized for.
+
+    After drift, replays say whether another layout gains enough to switch to it.
+    """
     try:
-        requests = sorted(read_trace(log), key=lambda request: request.arrival_s)
-        if config is None:
-            typer.echo(_block(requests, pool or "main"))
+        options = ReplayOptions(
+            parse_seconds(last),
+            *(model, gpu, None if reload is None else parse_seconds(reload)),
+            parse_seconds(limit),
+        )
+        data = None if config is None else _read_yaml(config)
+        name = pool if data is None else pool_of(data, pool)
+        models = only or (None if data is None else models_of(data, name or ""))
+        begin_s, requests = read_log(log, models)
+        if data is None:
+            typer.echo(_block(requests, begin_s, name or "main"))
             return
-        watch = DriftWatch(*read_sized_for(config, pool))
-    except (TraceError, DriftError) as error:
-        typer.echo(f"penstock drift: {error}", err=True)
+        shares, rates = sized_for_of(data, name or "")
+    except (TraceError, DriftError, ValueError) as error:
+        text = str(error) if config is None else f"{config}: {error}"
+        typer.echo(f"penstock drift: {text}", err=True)
         raise typer.Exit(2) from None
-    windows = list(windows_of(requests, watch))
+    watch = DriftWatch(shares, rates, begin_s)
+    windows = list(windows_of(requests, watch, begin_s))
     alarm = next((window for window in windows if window.is_alarm), None)
+    advice: dict[str, Any] | None = None
+    lines: list[str] = []
+    if alarm is not None and replay and config is not None:
+        advice, lines = _suggestion(ctx.obj, config, name or "", requests, options, log, as_json)
     if as_json:
-        plain = {"drift": alarm is not None, "windows": msgspec.to_builtins(windows)}
+        plain = {
+            "drift": alarm is not None,
+            "windows": msgspec.to_builtins(windows),
+            "suggestion": advice,
+        }
         typer.echo(json.dumps(plain, indent=2))
     else:
-        typer.echo("\n".join(_lines(windows, alarm, log)))
+        typer.echo("\n".join([*_lines(windows, alarm, begin_s), *lines]))
     raise typer.Exit(0 if alarm is None else 3)
 
 
-def _block(requests: Sequence[TraceRequest], pool: str) -> str:
-    rates = [0.0] * 24
-    if requests:
-        hours = max(1.0, (requests[-1].arrival_s - requests[0].arrival_s) / 3600)
-        for request in requests:
-            rates[int(request.arrival_s // 3600) % 24] += 1
-        days = max(1.0, hours / 24)
-        rates = [round(count / 3600 / days, 4) for count in rates]
+def _suggestion(
+    read_config: ConfigReader,
+    config: Path,
+    pool: str,
+    requests: Sequence[TraceRequest],
+    options: ReplayOptions,
+    log: Path,
+    is_quiet: bool,
+) -> tuple[dict[str, Any], list[str]]:
+    # Return the suggestion as plain values and as lines; it is imported only after drift.
+    from planner.drift.suggestion import SuggestionError, SuggestionInput, suggest
+    from planner.plan.pool_case import Assumptions
+
+    from_s = requests[-1].arrival_s - options.last_s
+    newest = [request for request in requests if request.arrival_s >= from_s]
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    try:
+        plain = _plain_config(read_config, config)
+        given = SuggestionInput(
+            *(plain, pool, newest, Assumptions(options.model, options.gpu), read_config),
+            *(options.reload_s, options.limit_s),
+        )
+        with Progress(*columns, console=console, transient=True, disable=is_quiet) as bar:
+            task = bar.add_task("replay", total=1.0)
+            found = suggest(
+                given, lambda name, share: bar.update(task, description=name, completed=share)
+            )
+    except (SuggestionError, OSError, ValueError) as error:
+        return {"error": str(error)}, [f"no suggestion: {error}"]
+    lines = [f"{'fleet':<40}{'GPUs':>6}{'$/hour':>9}{'promises kept':>15}"]
+    for title, fleet in (("now", found.running), ("best", found.best)):
+        label = f"{title}: {fleet.fleet}"
+        lines.append(f"{label:<40}{fleet.gpus:>6}{fleet.usd_hour:>9.2f}{fleet.attainment:>15.1%}")
+    verdict = "switch" if found.is_suggested else "keep the running fleet"
+    lines.append(f"suggestion: {verdict}; {found.reason}")
+    if found.is_suggested:
+        lines.append(f"the plan and its files: penstock size MODEL --from {log}")
+    return msgspec.to_builtins(found), lines
+
+
+def _plain_config(read_config: ConfigReader, file: Path) -> Mapping[str, Any]:
+    # The reader raises errors of the gateway's package, which this one does not import.
+    try:
+        return read_config(file.read_text())
+    except Exception as error:
+        raise DriftError(f"{file}: {error}") from None
+
+
+def _block(requests: Sequence[TraceRequest], begin_s: float, pool: str) -> str:
+    rates = hourly_rates([begin_s + request.arrival_s for request in requests])
     shares = count_shapes(requests).shares() | {"hourly_rates": rates}
     lines = [f"    {name}: [{', '.join(f'{v:g}' for v in shares[name])}]" for name in shares]
     return "\n".join(["sized_for:", f"  {pool}:", *lines])
 
 
-def read_sized_for(
-    file: Path, pool: str | None
-) -> tuple[Mapping[str, Sequence[float]], Sequence[float]]:
-    """Return the shares of requests and the hourly rates in a pool's `sized_for`.
+def hourly_rates(times_s: Sequence[float]) -> list[float]:
+    """Return the requests per second in each hour of the day, from ascending times of arrival.
 
-    Raises DriftError.
+    An hour that the log covers in part counts with that part; one that it does not cover is 0.
     """
+    counts, seconds = [0] * 24, [0.0] * 24
+    for at_s in times_s:
+        counts[int(at_s // 3600) % 24] += 1
+    at_s, end_s = (times_s[0], times_s[-1]) if times_s else (0.0, 0.0)
+    while at_s < end_s:
+        next_s = min(end_s, (at_s // 3600 + 1) * 3600)
+        seconds[int(at_s // 3600) % 24] += next_s - at_s
+        at_s = next_s
+    return [
+        round(count / covered_s, 4) if covered_s else 0.0
+        for count, covered_s in zip(counts, seconds, strict=True)
+    ]
+
+
+def _read_yaml(file: Path) -> dict[str, Any]:
     from ruamel.yaml import YAML
     from ruamel.yaml.error import YAMLError
 
     try:
         data = YAML(typ="safe", pure=True).load(file.read_text())
     except (YAMLError, OSError, UnicodeDecodeError) as error:
-        raise DriftError(f"{file}: {error}") from None
-    blocks = data.get("sized_for") if isinstance(data, dict) else None
+        raise DriftError(str(error)) from None
+    return data if isinstance(data, dict) else {}
+
+
+def pool_of(data: Mapping[str, Any], pool: str | None) -> str:
+    """Return the name of the pool to compare: `pool`, or the only one with a `sized_for`.
+
+    Raises DriftError.
+    """
+    blocks = data.get("sized_for")
     if not isinstance(blocks, dict) or not blocks:
         raise DriftError(
-            f"{file} has no section sized_for; `penstock drift LOG` prints one that can be inserted"
+            "has no section sized_for; `penstock drift LOG` prints one that can be inserted"
         )
     name = pool or (next(iter(blocks)) if len(blocks) == 1 else "")
-    block = blocks.get(name)
-    if not isinstance(block, dict):
+    if not isinstance(blocks.get(name), dict):
         raise DriftError(
             f"sized_for has no pool {name!r}; its pools: {', '.join(map(str, blocks))}"
         )
+    return str(name)
+
+
+def models_of(data: Mapping[str, Any], pool: str) -> list[str] | None:
+    """Return the models of a pool; None where the configuration lists no models."""
+    models = data.get("models")
+    if not isinstance(models, list) or not models:
+        return None
+    return [
+        str(model.get("name"))
+        for model in models
+        if isinstance(model, dict) and model.get("pool") == pool
+    ]
+
+
+def sized_for_of(
+    data: Mapping[str, Any], pool: str
+) -> tuple[Mapping[str, Sequence[float]], Sequence[float]]:
+    """Return the shares of requests and the hourly rates in a pool's `sized_for`.
+
+    Raises DriftError.
+    """
+    block = data["sized_for"][pool]
     return {key: _numbers(block, key, BINS[key]) for key in MEASURES}, (
         _numbers(block, "hourly_rates", 24) if block.get("hourly_rates") else ()
     )
@@ -113,17 +285,19 @@ def _numbers(block: Mapping[str, Any], name: str, count: int) -> list[float]:
     return [float(value) for value in values]
 
 
-def _lines(windows: Sequence[DriftWindow], alarm: DriftWindow | None, log: Path) -> Iterator[str]:
+def _lines(
+    windows: Sequence[DriftWindow], alarm: DriftWindow | None, begin_s: float
+) -> Iterator[str]:
     yield f"{'ends after':>10} {'requests':>9} {'rate':>6} " + "".join(f"{m:>10}" for m in MEASURES)
     for window in windows:
         rate = "-" if window.rate_ratio is None else f"{window.rate_ratio:.0%}"
-        cells = "".join(f"{window.index[name]:>10.2f}" for name in MEASURES)
+        shown = [window.index.get(name) for name in MEASURES]
+        cells = "".join(f"{'-' if index is None else f'{index:.2f}':>10}" for index in shown)
         mark = "  DRIFT" if window.is_alarm else ""
-        yield f"{window.ends_s / 60:>6.0f} min {window.requests:>9} {rate:>6} {cells}{mark}"
+        minutes = (window.ends_s - begin_s) / 60
+        yield f"{minutes:>6.0f} min {window.requests:>9} {rate:>6} {cells}{mark}"
     if alarm is None:
         yield f"no drift: no measure is above {LIMIT} in two windows in succession"
         return
-    yield (
-        f"drift of {', '.join(alarm.drifted)} after {alarm.ends_s / 60:.0f} minutes: size again "
-        f"with penstock size MODEL --from {log}, which replays what it proposes"
-    )
+    minutes = (alarm.ends_s - begin_s) / 60
+    yield f"drift of {', '.join(alarm.alarms)} after {minutes:.0f} minutes"

@@ -50,15 +50,21 @@ def replay_finalists(
         own = msgspec.structs.replace(
             case, fleet=fleet, policy_name=SPLIT_POLICY if is_split else case.policy_name
         )
-        results.append(_finalist(plan, fleet, _replay(own, requests, tell)))
+        results.append(replay_case(plan, own, requests, tell))
     return sorted(results, key=lambda result: -result.attainment)
 
 
-def _replay(
+def replay_case(
+    plan: FleetPlan,
     case: PoolCase,
     requests: Sequence[TraceRequest],
-    tell: Callable[[str, float], None] | None,
-) -> ReplayFigures:
+    tell: Callable[[str, float], None] | None = None,
+) -> Finalist:
+    """Replay one pool on recorded traffic and return its result, with the plan's price of a GPU.
+
+    `tell` is called with the name of the fleet and the share of its requests that have ended.
+    """
+
     def watch(_: float, ended: int) -> None:
         if tell is not None:
             tell(case.fleet.name, ended / max(1, len(requests)))
@@ -68,7 +74,7 @@ def _replay(
         *(case.limits, case.shares),
         watch=watch,
     )
-    return figures(run)
+    return _finalist(plan, case.fleet, figures(run))
 
 
 def known_model(plan: FleetPlan) -> str:

@@ -1,15 +1,15 @@
 """Readers of recorded traffic, which yield one common form (shape.py); one module per format."""
 
-from planner.traces.access import access
+from planner.traces.access import access, read_access
 from planner.traces.agents import agents
 from planner.traces.azure import azure
 from planner.traces.b2b import b2b
 from planner.traces.bailian import bailian
 from planner.traces.mix import MixPart, mix_parts, scale_rate, slice_span
 from planner.traces.mooncake import mooncake, read_mooncake
-from planner.traces.shape import TraceError, TraceRequest
+from planner.traces.shape import TraceError, TraceRequest, open_lines
 from planner.traces.sharegpt import sharegpt
-from planner.traces.source import READERS, read_trace
+from planner.traces.source import READERS, looks_like, read_trace
 
 __all__ = [
     "READERS",
@@ -21,8 +21,11 @@ __all__ = [
     "azure",
     "b2b",
     "bailian",
+    "looks_like",
     "mix_parts",
     "mooncake",
+    "open_lines",
+    "read_access",
     "read_mooncake",
     "read_trace",
     "scale_rate",

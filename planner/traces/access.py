@@ -7,19 +7,14 @@ by hits.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Annotated
 
 import msgspec
 from msgspec import Meta
 
-from planner.text_generator import BYTES_PER_TOKEN
 from planner.traces.shape import BlockId, Tokens, TraceRequest, parse_lines
-
-_EVENTS_WITHOUT_TOKENS = 2
-"""Events of a stream without a token: the role at its beginning or the usage at its end, and
-[DONE].
-"""
+from policies.sizing.drift import request_tokens
 
 
 class LoggedRequest(msgspec.Struct):
@@ -29,6 +24,7 @@ class LoggedRequest(msgspec.Struct):
     received_us  microseconds from then to its last byte; None if unknown
     first_token_us, last_us  microseconds from then to the first token and the end of the response
     slo_outcome  whether it met its budgets: met, or what was missed; empty if unknown
+    session_id   id of its session; 0 if it has none
     """
 
     time: float
@@ -46,7 +42,7 @@ class LoggedRequest(msgspec.Struct):
     last_us: int | None = None
     slo: str = ""
     slo_outcome: str = ""
-    session: str = ""
+    session_id: Annotated[int, Meta(ge=0)] = 0
     priority: int = 0
     blocks: tuple[BlockId, ...] = ()
     block_tokens: Annotated[int, Meta(ge=1)] = 512
@@ -62,15 +58,24 @@ def access(
     prompt token, one event per token of the answer. Lines are written when requests end, so all are
     read before the first is yielded.
     """
+    yield from read_access(lines, name, None if model is None else (model,))[1]
+
+
+def read_access(
+    lines: Iterable[bytes], name: str, models: Collection[str] | None
+) -> tuple[float, list[TraceRequest]]:
+    """Return the requests of an access log for these models, and the Unix time of the first.
+
+    With None, those for all models. See `access`.
+    """
     rows = [
         row
         for _, row in parse_lines(LoggedRequest, lines, name)
-        if row.status < 400 and (model is None or row.model == model) and _prompt_tokens(row)
+        if row.status < 400 and (models is None or row.model in models) and _tokens(row)[0]
     ]
     rows.sort(key=arrived_s)
     begin_s = arrived_s(rows[0]) if rows else 0.0
-    for row in rows:
-        yield request_of(row, begin_s)
+    return begin_s, [request_of(row, begin_s) for row in rows]
 
 
 def request_of(
@@ -80,26 +85,22 @@ def request_of(
 
     `output_tokens` overrides the line's own number.
     """
-    logged_tokens = (
-        row.events - _EVENTS_WITHOUT_TOKENS
-        if row.completion_tokens is None
-        else row.completion_tokens
-    )
+    prompt, output = _tokens(row)
     return TraceRequest(
         arrived_s(row) - begin_s,
-        _prompt_tokens(row),
-        max(1, logged_tokens if output_tokens is None else output_tokens),
+        prompt,
+        output if output_tokens is None else max(1, output_tokens),
         row.blocks,
         row.block_tokens,
-        session=row.session,
+        session=f"{row.session_id:x}" if row.session_id else "",
         tenant=row.tenant,
         slo=row.slo,
         priority=row.priority,
     )
 
 
-def _prompt_tokens(row: LoggedRequest) -> int:
-    return row.body_bytes // BYTES_PER_TOKEN if row.prompt_tokens is None else row.prompt_tokens
+def _tokens(row: LoggedRequest) -> tuple[int, int]:
+    return request_tokens(row.prompt_tokens, row.body_bytes, row.completion_tokens, row.events)
 
 
 def arrived_s(row: LoggedRequest) -> float:

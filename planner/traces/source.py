@@ -70,10 +70,14 @@ def _read(path: Path, kind: str | None, within: tuple[Path, ...]) -> list[TraceR
     if kind is not None and kind not in READERS:
         raise TraceError(f"unknown format {kind!r}: known are {', '.join(READERS)}")
     with open_lines(path) as lines:
-        return list(READERS[kind or _looks_like(path)](lines, str(path)))
+        return list(READERS[kind or looks_like(path)](lines, str(path)))
 
 
-def _looks_like(path: Path) -> str:
+def looks_like(path: Path) -> str:
+    """Return the format of a file of recorded traffic, from its first line.
+
+    Raises TraceError if the file has none of the known formats.
+    """
     with open_lines(path) as lines:
         first = next((line for line in lines if line.strip()), b"")
     if first.lstrip(b"\xef\xbb\xbf").upper().startswith(b"TIMESTAMP,"):

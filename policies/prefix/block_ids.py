@@ -29,6 +29,18 @@ class BlockIds:
         self._secret = secret[:64]
         self._numbers: dict[str, tuple[int, int]] = {}
 
+    def session_id(self, session: str) -> int:
+        """Return a 48-bit id of a session's key, from which the key cannot be guessed; 0 for ""."""
+        if not session:
+            return 0
+        digest = hashlib.blake2b(
+            session.encode("utf-8", "surrogatepass"),
+            digest_size=6,
+            key=self._secret,
+            person=b"penstock-session",
+        ).digest()
+        return int.from_bytes(digest, "little") or 1
+
     def ids(self, fingerprint: Fingerprint, tenant: str) -> list[int]:
         """Return 48-bit ids, one for each complete block of `ID_BLOCK_BYTES` of the prompt.
 

@@ -2,11 +2,12 @@
 
 Histograms of four measures are compared by the population stability index (PSI). The rate is shown
 beside the one of the same hour, and never alarms: a layout is sized for shapes, replicas for rates.
-No clock and no I/O.
+The gateway (gateway/drift) and `penstock drift` use the same functions. No clock and no I/O.
 """
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from math import log, log2
 
@@ -21,6 +22,17 @@ ALARM_WINDOWS = 2
 LEAST_REQUESTS = 100  # a window with fewer says nothing
 # Weight of a uniform distribution in each histogram, so that no bin is empty.
 SMOOTHING = 0.5
+BYTES_PER_TOKEN = 4  # of a request body, where no engine reports prompt tokens
+# Events of a stream without a token: the role or the usage, and [DONE].
+EVENTS_WITHOUT_TOKENS = 2
+WARM_S: Mapping[str, float] = {"uncached": 1200.0, "turns": 3600.0}
+"""Seconds from the start after which a measure is compared.
+
+Before that, prompts and sessions that began earlier are taken for new ones.
+"""
+
+MAX_BLOCKS, MAX_SESSIONS = 1 << 21, 1 << 15
+_MASK, _GOLDEN = (1 << 64) - 1, 0x9E3779B97F4A7C15
 
 
 class RequestShape(msgspec.Struct, frozen=True):
@@ -33,6 +45,60 @@ class RequestShape(msgspec.Struct, frozen=True):
     output_tokens: int
     uncached_share: float
     turn: int = 1
+
+
+def request_tokens(
+    prompt_tokens: int | None, body_bytes: int, completion_tokens: int | None, events: int
+) -> tuple[int, int]:
+    """Return the prompt and output tokens of a request, estimated where the engine reports none.
+
+    A prompt token is four bytes of the body, an output token one event of the stream.
+    """
+    prompt = body_bytes // BYTES_PER_TOKEN if prompt_tokens is None else prompt_tokens
+    output = events - EVENTS_WITHOUT_TOKENS if completion_tokens is None else completion_tokens
+    return prompt, max(1, output)
+
+
+class ShapeMemory:
+    """Remembers prompt blocks and sessions, to tell new ones from those that were seen before.
+
+    Blocks are in a table of fixed size, 8 bytes each: a new block takes the place of an older one.
+    So memory is bounded, and a block is forgotten after about `blocks` further ones.
+    """
+
+    def __init__(self, blocks: int = MAX_BLOCKS, sessions: int = MAX_SESSIONS) -> None:
+        """Initialize an empty memory; `blocks` is a power of two."""
+        self._shift = 65 - blocks.bit_length()
+        self._blocks = array("Q", bytes(8 * blocks))
+        self._most_sessions = sessions
+        self._turns: dict[int | str, int] = {}
+
+    def shape(
+        self, prompt_tokens: int, output_tokens: int, blocks: Sequence[int], session: int | str
+    ) -> RequestShape:
+        """Return the shape of the next request, and remember its blocks and session.
+
+        blocks   chained 64-bit ids of the prompt's blocks; without any, the whole prompt is new
+        session  a key of its session; 0 or "" for none
+        """
+        new, table, shift = 0, self._blocks, self._shift
+        for block in blocks:
+            # Complements are stored, so that the table's zeros are hardly ever a block's id.
+            place, stored = (block * _GOLDEN & _MASK) >> shift, block ^ _MASK or 1
+            if table[place] != stored:
+                table[place] = stored
+                new += 1
+        share = new / len(blocks) if blocks else 1.0
+        return RequestShape(prompt_tokens, output_tokens, share, self._turn(session))
+
+    def _turn(self, session: int | str) -> int:
+        if not session:
+            return 1
+        turn = self._turns.pop(session, 0) + 1
+        self._turns[session] = turn
+        if len(self._turns) > self._most_sessions:
+            del self._turns[next(iter(self._turns))]
+        return turn
 
 
 class ShapeCounts:
@@ -95,7 +161,9 @@ class DriftWindow(msgspec.Struct, frozen=True):
     alarm.
 
     ends_s      end of the window in seconds
+    index       by measure; measures that are not compared yet are left out
     rate_ratio  requests per second over those of the same hour when it was sized; None: unknown
+    alarms      the measures that were above the limit in two windows in succession
     """
 
     ends_s: float
@@ -103,6 +171,7 @@ class DriftWindow(msgspec.Struct, frozen=True):
     index: Mapping[str, float]
     rate_ratio: float | None
     is_alarm: bool
+    alarms: tuple[str, ...] = ()
 
     @property
     def drifted(self) -> list[str]:
@@ -114,35 +183,61 @@ class DriftWatch:
     """Compares windows of ten minutes with the shapes that a fleet was sized for.
 
     Two windows in succession in which the same measure is above the limit are an alarm. A window
-    with too few requests is joined with the next.
+    with too few requests is joined with the next. Windows end at multiples of ten minutes, and
+    hours of the day count from time 0: with Unix times they are hours of UTC.
     """
 
     def __init__(
-        self, sized_for: Mapping[str, Sequence[float]], hourly_rates: Sequence[float] = ()
+        self,
+        sized_for: Mapping[str, Sequence[float]],
+        hourly_rates: Sequence[float] = (),
+        began_s: float = 0.0,
     ) -> None:
+        """Initialize a watch that begins at `began_s`; `hourly_rates` has 24 numbers or none."""
         self._sized_for, self._hourly_rates = sized_for, hourly_rates
-        self._window, self._begins_s, self._ends_s = ShapeCounts(), 0.0, WINDOW_S
+        self._window, self._begins_s = ShapeCounts(), began_s
+        self._ends_s = (began_s // WINDOW_S + 1) * WINDOW_S
+        self._began_s, self._usual_requests = began_s, 0.0
+        # Since when blocks and sessions are remembered, by measure; else since the beginning.
+        self._warm_from_s: dict[str, float] = {}
         self._above: dict[str, int] = dict.fromkeys(MEASURES, 0)
+
+    @property
+    def open_window(self) -> ShapeCounts:
+        """Return the counts of the window that has not ended."""
+        return self._window
 
     def add(self, now_s: float, shape: RequestShape) -> Iterator[DriftWindow]:
         """Count a request that arrived at `now_s`, and yield the windows that ended before then.
 
         Times must not decrease.
         """
+        yield from self.advance(now_s)
+        self._window.add(shape)
+
+    def advance(self, now_s: float) -> Iterator[DriftWindow]:
+        """Yield the windows that ended by `now_s`, in seconds."""
         while now_s >= self._ends_s:
+            if self._hourly_rates:
+                begun_s = max(self._begins_s, self._ends_s - WINDOW_S)
+                hour = int((begun_s + self._ends_s) / 2 // 3600) % 24
+                self._usual_requests += self._hourly_rates[hour] * (self._ends_s - begun_s)
             if self._window.requests >= LEAST_REQUESTS:
                 yield self._close()
             self._ends_s += WINDOW_S
-        self._window.add(shape)
+
+    def _is_warm(self, name: str) -> bool:
+        began_s = self._warm_from_s.get(name, self._began_s)
+        return self._begins_s >= began_s + WARM_S.get(name, 0.0)
 
     def _close(self) -> DriftWindow:
         window, self._window = self._window, ShapeCounts()
-        index = {name: psi(self._sized_for[name], window.counts[name]) for name in MEASURES}
-        for name, value in index.items():
-            self._above[name] = self._above[name] + 1 if value > LIMIT else 0
-        seconds, self._begins_s = self._ends_s - self._begins_s, self._ends_s
-        hour = int(self._ends_s // 3600) % 24
-        usual = self._hourly_rates[hour] if self._hourly_rates else 0.0
-        ratio = window.requests / seconds / usual if usual else None
-        is_alarm = any(count >= ALARM_WINDOWS for count in self._above.values())
-        return DriftWindow(self._ends_s, window.requests, index, ratio, is_alarm)
+        warm = [name for name in MEASURES if self._is_warm(name)]
+        index = {name: psi(self._sized_for[name], window.counts[name]) for name in warm}
+        for name in MEASURES:
+            self._above[name] = self._above[name] + 1 if index.get(name, 0.0) > LIMIT else 0
+        usual, self._usual_requests = self._usual_requests, 0.0
+        self._begins_s = self._ends_s
+        ratio = window.requests / usual if usual else None
+        alarms = tuple(name for name in MEASURES if self._above[name] >= ALARM_WINDOWS)
+        return DriftWindow(self._ends_s, window.requests, index, ratio, bool(alarms), alarms)

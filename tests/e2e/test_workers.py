@@ -345,3 +345,54 @@ def test_workers_exit_when_their_supervisor_is_killed(tmp_path: Path, engines: l
         assert len(pids) == 2
         os.kill(running.pid, signal.SIGKILL)
         wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))
+
+
+SIZED_FOR = "\n".join(
+    [
+        "sized_for:",
+        "  main:",
+        *(
+            f"    {name}: {[1.0] + [0.0] * (bins - 1)}"
+            for name, bins in (("prompt", 21), ("output", 17), ("uncached", 10), ("turns", 9))
+        ),
+        "",
+    ]
+)
+
+
+async def test_turns_and_new_blocks_are_counted_over_all_workers(
+    tmp_path: Path, engines: list[str]
+) -> None:
+    async def turn(url: str, session: int, number: int) -> None:
+        body = BODY | {"prompt": f"{session} " + "many words " * 800 * number}
+        async with (
+            aiohttp.ClientSession(headers={"x-session-id": f"s{session}"}) as http,
+            http.post(f"{url}/v1/completions", json=body) as answer,
+        ):
+            assert answer.status == 200, await answer.text()
+
+    def open_window(running: GatewayProcess) -> dict[str, Any]:
+        _, page = call_admin(running, "/drift")
+        window: dict[str, Any] = page["pools"][0]["open_window"]
+        return window
+
+    with gateway_process(tmp_path, config(engines, 2) + SIZED_FOR) as running:
+        for number in range(1, 5):
+            for session in range(8):
+                await turn(running.url, session, number)
+            # The next turns come once the supervisor has these.
+            wait_until(lambda number=number: open_window(running)["requests"] == 8 * number)  # type: ignore[misc]
+        counts = open_window(running)["counts"]
+        assert counts["turns"][:3] == [8, 16, 8]
+        # 4 blocks of 2 KiB are new in each turn of 4, 8, 12 and 16: shares of 1, 1/2, 1/3, 1/4.
+        assert counts["uncached"][9] == 8
+        assert sum(counts["uncached"][2:7]) == 24
+        assert call_admin_status(running, "/drift/records") == 404
+
+
+def call_admin_status(running: GatewayProcess, path: str) -> int:
+    try:
+        with urllib.request.urlopen(running.admin_url + path, timeout=PATIENCE_S) as answer:
+            return int(answer.status)
+    except urllib.error.HTTPError as error:
+        return error.code

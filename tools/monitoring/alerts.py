@@ -286,6 +286,20 @@ ALERTS = (
         _GATEWAY,
     ),
     Alert(
+        "PenstockWorkloadDrift",
+        f"max by ({POOL}, measure) (penstock_drift_alarm)",
+        "> 0",
+        "5m",
+        "ticket",
+        "The requests of a pool differ from those that it was sized for.",
+        (('penstock_drift_alarm{instance="g", pool="chat", measure="prompt"}', "0 1x60"),),
+        (
+            ('penstock_drift_alarm{instance="g", pool="chat", measure="prompt"}', "0 1 1 0x60"),
+            ('penstock_drift_rate_ratio{instance="g", pool="chat"}', "4x60"),
+        ),
+        (*_POOL, ("measure", "prompt")),
+    ),
+    Alert(
         "PenstockSharedViewStale",
         f"max by ({GATEWAY}) (penstock_shared_staleness_seconds)",
         "> 5",

@@ -61,6 +61,10 @@ TITLES: Mapping[str, str] = MappingProxyType(
         "penstock_auto_gain_ratio": "Gain of the best other policy in the last comparison",
         "penstock_auto_gain_error_ratio": "Error of that gain",
         "penstock_auto_replay_cpu_seconds_total": "Replay processes: CPU time",
+        "penstock_drift_psi": "Drift from the sized workload (PSI)",
+        "penstock_drift_alarm": "Drift: alarms by measure",
+        "penstock_drift_rate_ratio": "Drift: requests against the same hour",
+        "penstock_drift_windows_total": "Drift: compared windows",
         "penstock_shadow_picks_total": "Shadow policies: decisions by result",
         "penstock_shadow_ttft_seconds_total": "Shadow policies: difference in time to first token",
         "penstock_shadow_cached_tokens_total": "Shadow policies: "

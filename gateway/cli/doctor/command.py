@@ -22,6 +22,7 @@ from rich.table import Table
 from rich.text import Text
 
 from gateway.cli.doctor.checklist import CheckedEndpoint, CheckedFleet, run_checklist
+from gateway.cli.doctor.drift import check_drift
 from gateway.cli.doctor.engine import check_engine
 from gateway.cli.doctor.findings import (
     CheckFinding,
@@ -149,6 +150,8 @@ def _findings(
             "",
         )
     yield from check_redis(loaded.config)
+    if file is not None:
+        yield from check_drift(loaded.config)
     yield from _engine_findings(loaded, with_file=file is not None, measure=measure, token=token)
 
 

@@ -164,13 +164,25 @@ def test_our_own_log_is_replayed_in_order_of_arrival_without_what_was_refused() 
     lines = [
         logged(101.0, 50, tenant="b"),
         logged(
-            100.0, 40, received_us=500_000, slo="fast", session="s", blocks=[4, 5], block_tokens=16
+            100.0,
+            40,
+            received_us=500_000,
+            slo="fast",
+            session="prefix",
+            session_id=0x5E,
+            blocks=[4, 5],
+            block_tokens=16,
         ),
         logged(99.0, None, status=429),
         logged(103.0, 10, status=502),
     ]
     first, second = access(lines)
-    assert (first.arrival_s, first.input_tokens, first.slo, first.session) == (0.0, 40, "fast", "s")
+    assert (first.arrival_s, first.input_tokens, first.slo, first.session) == (
+        0.0,
+        40,
+        "fast",
+        "5e",
+    )
     assert (first.blocks, first.block_tokens) == ((4, 5), 16)
     assert (second.arrival_s, second.tenant, second.blocks) == (0.5, "b", ())
 

@@ -20,7 +20,9 @@ from policies.sizing.drift import (
     DriftWindow,
     RequestShape,
     ShapeCounts,
+    ShapeMemory,
     psi,
+    request_tokens,
 )
 
 HOUR_S, DAY_S = 3600.0, 86_400.0
@@ -105,6 +107,59 @@ def test_one_odd_window_is_no_alarm() -> None:
     found = list(windows)
     assert [window for window in found if window.drifted]
     assert not [window for window in found if window.is_alarm]
+
+
+def test_new_shares_and_turns_are_compared_only_once_enough_is_remembered() -> None:
+    windows = list(watched(DriftWatch(CONVERSATION), 2 * HOUR_S, lambda _: agents, lambda _: 1.0))
+    compared = [set(window.index) for window in windows]
+    assert compared[:2] == [{"prompt", "output"}] * 2
+    assert compared[2:6] == [{"prompt", "output", "uncached"}] * 4
+    assert compared[6] == set(MEASURES)
+    assert windows[1].alarms == ("prompt", "output")
+
+
+def test_windows_end_at_full_ten_minutes_and_hours_are_those_of_the_day() -> None:
+    began_s = 1_795_996_800.0 + 5 * HOUR_S - 250  # shortly before five o'clock
+    watch = DriftWatch(CONVERSATION, [0.0] * 4 + [2.0] + [1.0] * 19, began_s)
+    shape = RequestShape(100, 10, 1.0)
+    windows = [window for n in range(900) for window in watch.add(began_s + n, shape)]
+    assert [window.ends_s - began_s for window in windows] == [250, 850]
+    assert [window.rate_ratio for window in windows] == pytest.approx([0.5, 1.0])
+
+
+@given(st.lists(st.lists(st.integers(0, (1 << 64) - 1), max_size=8, unique=True), max_size=40))
+def test_a_new_block_is_never_taken_for_one_that_was_seen(prompts: list[list[int]]) -> None:
+    # Two blocks may have one place, then the older one is forgotten; only the opposite is wrong.
+    memory, seen = ShapeMemory(1 << 10), set[int]()
+    for blocks in prompts:
+        known = {(block ^ (1 << 64) - 1) or 1 for block in blocks}
+        expected = len(known - seen) / len(blocks) if blocks else 1.0
+        share = memory.shape(1, 1, blocks, 0).uncached_share
+        assert expected - 1e-9 <= share <= 1.0
+        seen |= known
+
+
+def test_a_memory_with_room_knows_nearly_all_blocks_again() -> None:
+    memory, rng = ShapeMemory(1 << 16), Random(6)
+    blocks = [rng.getrandbits(48) for _ in range(500)]
+    assert memory.shape(1, 1, blocks, 0).uncached_share == 1.0
+    assert memory.shape(1, 1, blocks, 0).uncached_share <= 0.02
+
+
+def test_a_full_memory_forgets_the_oldest_and_stays_as_small() -> None:
+    memory, rng = ShapeMemory(1 << 10, 4), Random(3)
+    for session in range(1, 5000):
+        memory.shape(1, 1, [rng.getrandbits(48)], session)
+    assert len(memory._blocks) == 1 << 10
+    assert list(memory._turns) == [4996, 4997, 4998, 4999]
+    assert memory.shape(1, 1, [], 4999).turn == 2
+    assert memory.shape(1, 1, [], 1).turn == 1
+
+
+def test_lengths_that_no_engine_reports_are_estimated() -> None:
+    assert request_tokens(None, 4000, None, 12) == (1000, 10)
+    assert request_tokens(7, 4000, 3, 12) == (7, 3)
+    assert request_tokens(7, 4000, 0, 0) == (7, 1)
 
 
 def test_few_requests_wait_for_more() -> None:

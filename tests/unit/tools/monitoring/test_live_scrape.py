@@ -10,6 +10,9 @@ from collections import defaultdict
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from gateway.config import SizedFor
+from gateway.telemetry.request_shapes import ShapeRecord
+from policies.sizing.drift import BINS
 from tests.chaos.gateway_fleet import GatewayFleet, gateway_fleet
 from tests.e2e.split_fleet import SENTENCE, SplitFleet, split_fleet
 from tests.fair_time import PATIENCE_S
@@ -78,11 +81,22 @@ async def cause_every_event(fleet: GatewayFleet) -> None:
             await asyncio.sleep(0.005)
 
 
+def watch_a_window_of_drift(fleet: GatewayFleet) -> None:
+    monitor, config = fleet.app.drift, fleet.app.config
+    assert monitor is not None
+    pool = next(iter(config.pools))
+    bins = {name: [1.0] + [0.0] * (count - 1) for name, count in BINS.items()}
+    sized_for = SizedFor.model_validate(bins | {"hourly_rates": [1.0] * 24})
+    monitor.configure(config.model_copy(update={"sized_for": {pool: sized_for}}), 0.0)
+    monitor.feed(ShapeRecord(pool, float(n), 100, 10, 0, ()) for n in range(601))
+
+
 async def test_every_series_of_a_query_is_in_a_scrape() -> None:
     seen: Seen = defaultdict(set)
     queue = {"waiting_room": {"size": 2, "timeout": "10s"}, "policy": "prefix_aware"}
     async with gateway_fleet(2, concurrency=2, pool=queue) as fleet:
         await cause_every_event(fleet)
+        watch_a_window_of_drift(fleet)
         await scrape(fleet, seen)
     async with split_fleet("vllm_nixl", groups=(1, 1)) as halves:
         await halves.assert_right_answer({"prompt": SENTENCE * 30, "max_tokens": 8, "stream": True})

@@ -1,0 +1,42 @@
+"""The admin server's pages of workload drift: the state of every watched pool, and new records."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import msgspec
+from aiohttp import web
+
+from gateway.telemetry.request_shapes import ShapeRecord, ShapeRecorder
+
+if TYPE_CHECKING:
+    from gateway.drift.monitor import DriftMonitor
+
+RECORDS_PATH = "/drift/records"
+_decoder = msgspec.msgpack.Decoder(list[ShapeRecord])
+
+
+def add_drift(routes: web.UrlDispatcher, find: Callable[[], DriftMonitor | None]) -> None:
+    """Add the page /drift to the admin server's `routes`; `find` returns the process's monitor."""
+
+    async def read(_: web.Request) -> web.Response:
+        monitor = find()
+        return web.json_response({"pools": []} if monitor is None else monitor.as_json())
+
+    routes.add_get("/drift", read)
+
+
+def add_records(routes: web.UrlDispatcher, recorder: ShapeRecorder) -> None:
+    """Add the page from which the supervisor takes a worker's records of ended requests."""
+
+    async def take(_: web.Request) -> web.Response:
+        body = msgspec.msgpack.encode(recorder.take())
+        return web.Response(body=body, content_type="application/msgpack")
+
+    routes.add_get(RECORDS_PATH, take, allow_head=False)
+
+
+def decode_records(body: bytes) -> list[ShapeRecord]:
+    """Return the records in the response of a worker. Raises msgspec.DecodeError."""
+    return _decoder.decode(body)

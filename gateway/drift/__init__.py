@@ -1,0 +1,1 @@
+"""Detection of workload drift in a running gateway."""

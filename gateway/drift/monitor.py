@@ -1,0 +1,197 @@
+"""Compares the requests of each pool with its `sized_for`, in windows of ten minutes.
+
+The windows, indices and alarms are those of `penstock drift` (policies/sizing/drift.py). The object
+is in the gateway process or, with workers, in their supervisor, which sees all requests.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping
+from datetime import UTC, datetime
+from typing import Any
+
+import msgspec
+
+from gateway.config import Config, SizedFor
+from gateway.metrics.drift_metrics import DriftMetrics
+from gateway.telemetry.request_shapes import ShapeRecord, ShapeRecorder
+from policies import saved_state
+from policies.saved_state import DriftState, SessionTurns
+from policies.sizing.drift import LIMIT, MEASURES, DriftWatch, DriftWindow, ShapeMemory
+
+log = logging.getLogger("penstock")
+
+
+class WatchedPool:
+    """The drift watch of one pool and its last window; `since_s` is when the alarm began."""
+
+    __slots__ = ("last", "since_s", "sized_for", "watch")
+
+    def __init__(self, sized_for: SizedFor, now_s: float) -> None:
+        self.sized_for = sized_for
+        shares = {name: getattr(sized_for, name) for name in MEASURES}
+        self.watch = DriftWatch(shares, sized_for.hourly_rates, now_s)
+        self.last: DriftWindow | None = None
+        self.since_s: float | None = None
+
+
+class DriftMonitor:
+    """Watches all pools that have a `sized_for`; times are Unix seconds."""
+
+    def __init__(self, metrics: DriftMetrics) -> None:
+        self._metrics = metrics
+        self._pools: dict[str, WatchedPool] = {}
+        self._memory: ShapeMemory | None = None  # 16 MiB, so only if a pool is watched
+
+    @property
+    def is_watching(self) -> bool:
+        return bool(self._pools)
+
+    def configure(self, config: Config, now_s: float) -> None:
+        """Watch the pools of a new configuration; a pool with another `sized_for` begins again."""
+        for name in [*self._pools]:
+            if config.sized_for.get(name) != self._pools[name].sized_for:
+                del self._pools[name]
+                self._metrics.remove_pool(name)
+        for name, sized_for in config.sized_for.items():
+            if name not in self._pools:
+                self._pools[name] = WatchedPool(sized_for, now_s)
+        if not self._pools:
+            self._memory = None
+        elif self._memory is None:
+            self._memory = ShapeMemory()
+
+    def feed(self, records: Iterable[ShapeRecord]) -> None:
+        """Count ended requests. Records of several processes are sorted by time first."""
+        memory = self._memory
+        if memory is None:
+            return
+        for record in records:
+            shape = memory.shape(
+                record.prompt_tokens, record.output_tokens, record.blocks, record.session
+            )
+            pool = self._pools.get(record.pool)
+            if pool is not None:
+                for window in pool.watch.add(record.at_s, shape):
+                    self._conclude(record.pool, pool, window)
+
+    def advance(self, now_s: float) -> None:
+        """Compare the windows that have ended by now."""
+        for name, pool in self._pools.items():
+            for window in pool.watch.advance(now_s):
+                self._conclude(name, pool, window)
+
+    def _conclude(self, name: str, pool: WatchedPool, window: DriftWindow) -> None:
+        pool.last = window
+        self._metrics.windows.labels(name).inc()
+        for measure in MEASURES:
+            index = window.index.get(measure)
+            if index is not None:
+                self._metrics.psi.labels(name, measure).set(round(index, 4))
+            is_alarm = float(measure in window.alarms)
+            self._metrics.alarm.labels(name, measure).set(is_alarm)
+        if window.rate_ratio is not None:
+            self._metrics.rate.labels(name).set(round(window.rate_ratio, 4))
+        if window.is_alarm and pool.since_s is None:
+            pool.since_s = window.ends_s
+            log.warning("%s", drift_text(name, window))
+        elif not window.is_alarm and pool.since_s is not None:
+            pool.since_s = None
+            log.info("pool %s: requests have the shapes again that it was sized for", name)
+
+    def sentences(self) -> tuple[str, ...]:
+        """Return a sentence for each pool that has drifted, for the live view."""
+        return tuple(
+            drift_text(name, pool.last)
+            for name, pool in self._pools.items()
+            if pool.last is not None and pool.last.is_alarm
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the state of all watched pools as JSON-compatible values."""
+        return {
+            "limit": LIMIT,
+            "pools": [self._pool_as_json(name, pool) for name, pool in self._pools.items()],
+        }
+
+    def _pool_as_json(self, name: str, pool: WatchedPool) -> dict[str, Any]:
+        last = pool.last
+        return {
+            "pool": name,
+            "drift": last is not None and last.is_alarm,
+            "since": None if pool.since_s is None else _iso(pool.since_s),
+            "measures": [] if last is None else list(last.alarms),
+            "window": None if last is None else _window_as_json(last),
+            "open_window": {
+                "requests": pool.watch.open_window.requests,
+                "counts": pool.watch.open_window.counts,
+            },
+        }
+
+    def states(self) -> list[DriftState | SessionTurns]:
+        """Return the state to save for a successor process: open windows, and turns of sessions."""
+        if self._memory is None:
+            return []
+        rows: list[DriftState | SessionTurns] = [
+            saved_state.drift_state(name, pool.watch) for name, pool in self._pools.items()
+        ]
+        return [*rows, *saved_state.session_turns(self._memory)]
+
+    def restore(self, state: DriftState | SessionTurns) -> None:
+        """Restore a saved state; that of a pool with another `sized_for` is ignored."""
+        if self._memory is None:
+            return
+        if isinstance(state, SessionTurns):
+            saved_state.restore_turns(self._memory, state)
+        elif state.pool in self._pools:
+            saved_state.restore_drift(self._pools[state.pool].watch, state)
+
+
+class LocalDriftWatch:
+    """Connects the records of one process with its drift monitor; a worker process has none."""
+
+    def __init__(self, recorder: ShapeRecorder, monitor: DriftMonitor | None) -> None:
+        self._recorder, self._monitor = recorder, monitor
+
+    def configure(self, config: Config, now_s: float) -> None:
+        """Record the requests of the pools with a `sized_for`, and watch these pools."""
+        self._recorder.pools = frozenset(config.sized_for)
+        if self._monitor is not None:
+            self._monitor.configure(config, now_s)
+
+    def sweep(self, now_s: float) -> None:
+        """Count the requests that have ended since the last call; `now_s` is Unix time."""
+        if self._monitor is not None and self._monitor.is_watching:
+            self._monitor.feed(self._recorder.take())
+            self._monitor.advance(now_s)
+
+
+def drift_text(pool: str, window: DriftWindow) -> str:
+    """Return a sentence about the drift of a pool in its last window."""
+    measures = ", ".join(
+        f"{TEXTS[name]} (PSI {window.index.get(name, 0.0):.2f})" for name in window.alarms
+    )
+    return (
+        f"Pool {pool} was sized for other requests: {measures} differ from sized_for. "
+        "`penstock drift LOG --config FILE` says whether another layout gains."
+    )
+
+
+TEXTS: Mapping[str, str] = {
+    "prompt": "prompt lengths",
+    "output": "answer lengths",
+    "uncached": "new shares of prompts",
+    "turns": "turns of sessions",
+}
+
+
+def _window_as_json(window: DriftWindow) -> dict[str, Any]:
+    plain: dict[str, Any] = msgspec.to_builtins(window)
+    index = {name: round(value, 4) for name, value in window.index.items()}
+    ratio = None if window.rate_ratio is None else round(window.rate_ratio, 4)
+    return plain | {"ends": _iso(window.ends_s), "index": index, "rate_ratio": ratio}
+
+
+def _iso(at_s: float) -> str:
+    return datetime.fromtimestamp(at_s, UTC).isoformat(timespec="seconds")

@@ -1,0 +1,83 @@
+"""Records the shapes of ended requests, for the detection of workload drift (gateway/drift).
+
+A record has lengths and keyed ids of prompt blocks, no text. In a worker process the supervisor
+collects the records.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import msgspec
+
+from gateway.exchange import Exchange
+from gateway.protocol.relay import Relay
+from gateway.protocol.stream_scan import TokenUsage
+from policies.sizing.drift import request_tokens
+
+MAX_IDS = 1 << 17
+"""Block ids in records that nobody has taken yet; further records are dropped and counted."""
+
+
+class ShapeRecord(msgspec.Struct, frozen=True, array_like=True):
+    """An ended request as drift detection sees it.
+
+    at_s     Unix time of its end
+    session  id of its session; 0 for none
+    blocks   ids of the complete blocks of its prompt
+    """
+
+    pool: str
+    at_s: float
+    prompt_tokens: int
+    output_tokens: int
+    session: int
+    blocks: Sequence[int]
+
+
+class ShapeRecorder:
+    """Keeps the records of ended requests until they are taken, with bounded memory.
+
+    pools    pools whose requests are recorded
+    dropped  records lost since the start
+    """
+
+    __slots__ = ("_ids", "_records", "dropped", "pools")
+
+    def __init__(self) -> None:
+        self.pools: Collection[str] = frozenset()
+        self.dropped = 0
+        self._records: list[ShapeRecord] = []
+        self._ids = 0
+
+    def add(
+        self,
+        exchange: Exchange,
+        relay: Relay,
+        usage: TokenUsage,
+        at_s: float,
+        blocks: Sequence[int],
+        session: int,
+    ) -> None:
+        """Record an ended request; refused, failed and abandoned ones are left out, as in replays
+        of the access log.
+        """
+        pick = exchange.pick
+        if pick is None or not 0 < exchange.status < 400:
+            return
+        prompt, output = request_tokens(
+            usage.prompt_tokens, exchange.body_bytes, usage.completion_tokens, relay.event_count
+        )
+        if not prompt:
+            return
+        if self._ids > MAX_IDS:
+            self.dropped += 1
+            return
+        pool = pick.candidate.endpoint.pool
+        self._records.append(ShapeRecord(pool, at_s, prompt, output, session, blocks))
+        self._ids += 1 + len(blocks)
+
+    def take(self) -> list[ShapeRecord]:
+        """Return the records since the last call."""
+        records, self._records, self._ids = self._records, [], 0
+        return records

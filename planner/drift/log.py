@@ -1,0 +1,27 @@
+"""Reads the requests of a log for drift: for some models, with the Unix time of the first."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from pathlib import Path
+
+from planner.traces import (
+    TraceRequest,
+    looks_like,
+    open_lines,
+    read_access,
+    read_trace,
+)
+
+
+def read_log(path: Path, models: Collection[str] | None) -> tuple[float, list[TraceRequest]]:
+    """Return the requests of an access log or trace in order of arrival, and their beginning.
+
+    The beginning is Unix time for an access log, so that hours are those of UTC, else 0. A trace
+    has requests for one model. Raises TraceError.
+    """
+    is_log = path.suffix not in (".yaml", ".yml") and looks_like(path) == "access"
+    if not is_log:
+        return 0.0, sorted(read_trace(path), key=lambda request: request.arrival_s)
+    with open_lines(path) as lines:
+        return read_access(lines, str(path), models)

@@ -1,0 +1,202 @@
+"""Decides after drift whether another layout gains enough, by replays of the recent requests.
+
+The plan is the one that `penstock size --from` makes for these requests, and the replays are its
+replays. Both fleets get the same requests, and are judged by the running service classes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from time import process_time
+from typing import Any
+
+import msgspec
+
+from mockgpu.grids import load_grids
+from planner.drift.shapes import shape_of
+from planner.plan.pool_case import Assumptions, PoolCase, PoolCaseError, cases
+from planner.size.draft import FleetPlan, SizingError
+from planner.size.emit import POOL, Emission, emit
+from planner.size.finalist import Finalist
+from planner.size.finalists import replay_case, replay_finalists
+from planner.size.front import fleet_points
+from planner.size.question import SizeOptions, hardware_of, model_of, workload_of
+from planner.size.recipe import plan_fleet, variants
+from planner.traces import TraceRequest
+from policies.sizing.drift import ShapeMemory
+
+LEAST_GAIN = 0.05
+MAX_LOST = 0.005
+"""Share of requests by which a suggested fleet may keep fewer promises than the running one."""
+
+MAX_REQUESTS = 20_000
+LOAD_BYTES_S = 2e9
+"""Assumed speed at which each GPU loads weights, where no time to reload is given."""
+
+DEFAULT_PRICE = 2.5
+
+ConfigReader = Callable[[str], Mapping[str, Any]]
+"""Returns the configuration in the text of a gateway.yaml, as plain values with all defaults."""
+
+Progress = Callable[[str, float], None]
+
+
+class SuggestionError(ValueError):
+    """Raised when no suggestion can be computed; the message says why, and what helps."""
+
+
+class SuggestionInput(msgspec.Struct, frozen=True):
+    """What a suggestion is computed from.
+
+    config    the running configuration as plain values
+    assumed   model and GPU, where the configuration does not name them
+    reload_s  seconds in which one engine reloads; None: from the size of its weights
+    limit_s   seconds of CPU time that the replays may take
+    """
+
+    config: Mapping[str, Any]
+    pool: str
+    requests: Sequence[TraceRequest]
+    assumed: Assumptions
+    read_config: ConfigReader
+    reload_s: float | None = None
+    limit_s: float = 300.0
+
+
+class Suggestion(msgspec.Struct, frozen=True):
+    """The running fleet beside the best other one, for the same requests.
+
+    gain      promises kept per dollar of the best fleet over those of the running one, less 1
+    switch_s  seconds of the whole fleet's work that reloading the engines costs
+    span_s    seconds of traffic that were replayed
+    reason    why it is suggested, or why not
+    """
+
+    running: Finalist
+    best: Finalist
+    gain: float
+    switch_s: float
+    span_s: float
+    is_suggested: bool
+    reason: str
+
+
+def suggest(given: SuggestionInput, tell: Progress | None = None) -> Suggestion:
+    """Replay the running fleet and the planned ones, and return the comparison.
+
+    Raises SuggestionError if the fleet or its requests cannot be replayed, or if that takes too
+    long.
+    """
+    requests = list(given.requests)[-MAX_REQUESTS:]
+    if not requests:
+        raise SuggestionError("the log has no request for the pool")
+    begin_s = requests[0].arrival_s
+    requests = [
+        msgspec.structs.replace(request, arrival_s=request.arrival_s - begin_s)
+        for request in requests
+    ]
+    try:
+        running = cases(given.config, given.assumed)[given.pool]
+        plan, emission = _plan(given, running, requests)
+        planned = cases(given.read_config(emit("gateway", emission)), _kind_of(running))[POOL]
+        own = msgspec.structs.replace(planned, classes=running.classes, standard=running.standard)
+        watch = _deadline(process_time() + given.limit_s, given.limit_s, tell)
+        now = replay_case(plan, running, requests, watch)
+        hardware = msgspec.structs.replace(plan.hardware, gpus=plan.hardware.gpus or plan.gpus)
+        points = fleet_points([plan.model], hardware, plan.work, load_grids())
+        finalists = replay_finalists(plan, own, points, requests, watch)
+    except (PoolCaseError, SizingError) as error:
+        raise SuggestionError(str(error)) from None
+    switch_s = given.reload_s or plan.model.params * plan.model.weight_bytes / (
+        plan.layout.gpus * LOAD_BYTES_S
+    )
+    return choose(now, finalists, switch_s, max(1.0, requests[-1].arrival_s))
+
+
+def choose(
+    running: Finalist, finalists: Sequence[Finalist], switch_s: float, span_s: float
+) -> Suggestion:
+    """Compare the running fleet with others that were replayed on the same requests.
+
+    A fleet is suggested if it keeps 5 % more promises per dollar, not fewer promises, and gains
+    more in the replayed time than reloading the engines loses.
+    """
+    able = [each for each in finalists if each.attainment >= running.attainment - MAX_LOST]
+    best = max(able or finalists, key=_value)
+    gain = _value(best) / _value(running) - 1 if _value(running) else float(_value(best) > 0)
+    if not able:
+        reason = "every other fleet keeps fewer promises"
+    elif gain <= LEAST_GAIN:
+        reason = f"the best other fleet gains {gain:.1%}, and 5 % are asked"
+    elif gain * span_s <= switch_s:
+        reason = (
+            f"reloading the engines costs {switch_s:.0f} s of the fleet's work, and the gain in "
+            f"{span_s / 60:.0f} minutes is {gain * span_s:.0f} s"
+        )
+    else:
+        reason = f"it keeps {gain:.1%} more promises per dollar"
+    is_suggested = bool(able) and gain > LEAST_GAIN and gain * span_s > switch_s
+    return Suggestion(running, best, gain, switch_s, span_s, is_suggested, reason)
+
+
+def _value(fleet: Finalist) -> float:
+    return fleet.attainment / fleet.usd_hour
+
+
+def _deadline(ends_at: float, limit_s: float, tell: Progress | None) -> Progress:
+    def watch(name: str, share: float) -> None:
+        if process_time() > ends_at:
+            raise SuggestionError(
+                f"the replays took more than {limit_s:.0f} s of CPU time; give a shorter --last, "
+                "or --limit"
+            )
+        if tell is not None:
+            tell(name, share)
+
+    return watch
+
+
+def _kind_of(running: PoolCase) -> Assumptions:
+    kind = running.fleet.kinds[0]
+    return Assumptions(kind.model, kind.gpu)
+
+
+def _plan(
+    given: SuggestionInput, running: PoolCase, requests: Sequence[TraceRequest]
+) -> tuple[FleetPlan, Emission]:
+    # Return the plan of `penstock size` for these requests, with the running model, GPU and limits.
+    kind = running.fleet.kinds[0]
+    memory = ShapeMemory()
+    shapes = [shape_of(memory, request) for request in requests]
+    prompts = sum(shape.prompt_tokens for shape in shapes)
+    new = sum(shape.prompt_tokens * shape.uncached_share for shape in shapes)
+    prices = given.config.get("hardware", {}).get("price_per_hour", {})
+    span_s = max(1.0, requests[-1].arrival_s - requests[0].arrival_s)
+    options = SizeOptions(
+        model=kind.model,
+        gpu=kind.gpu,
+        gpus=None,
+        prompt=str(max(1, round(prompts / len(shapes)))),
+        output=str(max(1, round(sum(s.output_tokens for s in shapes) / len(shapes)))),
+        cached=min(0.999, max(0.0, 1 - new / prompts)),
+        rate=max(1e-6, len(requests) / span_s),
+        concurrency=None,
+        context=str(max(s.prompt_tokens + s.output_tokens for s in shapes)),
+        ttft=f"{running.standard.ttft_s}s",
+        tpot=f"{running.standard.tpot_s}s",
+        percentile=95.0,
+        promises=(),
+        max_concurrency=kind.max_concurrency,
+        headroom=0.15,
+        quant="auto",
+        kv_dtype="bf16",
+        domain=None,
+        price=str(prices.get(kind.gpu, DEFAULT_PRICE)),
+        is_best_effort=False,
+    )
+    # Another data type of the weights changes answers, which is not for a replay to judge.
+    models = variants(model_of(options), options.quant)[:1]
+    plan = plan_fleet(
+        models, hardware_of(options)[0], workload_of(options, models[0]), load_grids()
+    )
+    return plan, Emission(plan, kind.model, kind.model)
