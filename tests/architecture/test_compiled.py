@@ -46,6 +46,12 @@ def test_every_module_that_is_compiled_exists() -> None:
     assert len(set(source_tree.MODULES)) == len(source_tree.MODULES)
 
 
+def test_every_package_that_is_optimized_for_size_is_compiled() -> None:
+    compiled = {Path(name).parent.as_posix() for name in source_tree.MODULES}
+    assert set(source_tree.SMALL) < compiled
+    assert not {*source_tree.OFF_PATH} & compiled
+
+
 def test_a_build_is_known_by_all_that_is_copied_into_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

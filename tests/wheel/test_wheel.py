@@ -25,9 +25,11 @@ from tools.compile.wheel import DIST, copy_tracked_files, find_interpreters
 ROOT = Path(__file__).parents[2]
 
 ANSWERS_WITHIN_S = 15.0
-MOST_PACKAGES = 28
-MOST_BYTES_OF_OTHERS, MOST_BYTES_OF_OURS = 55_000_000, 45_000_000
-VERSION_CPU_S = 0.3  # of the processor, so that other load does not count
+MOST_PACKAGES = 27
+MOST_BYTES_OF_OTHERS, MOST_BYTES_OF_OURS = 48_000_000, 26_000_000
+MOST_BYTES_UNOPTIMIZED = 41_000_000
+"""Limit instead of MOST_BYTES_OF_OURS for a wheel that was built with -O0."""
+VERSION_CPU_S = 0.3  # of the processor, which slows down while other load shares its caches
 DEBIAN = os.environ.get("PENSTOCK_DEBIAN")  # the root of a Debian with python3-venv
 
 Command = Callable[..., list[str]]
@@ -104,7 +106,7 @@ def test_its_request_path_is_compiled_and_version_is_quick(place: Command) -> No
         reply = json.loads(_run(place("penstock", "version", "--json")))
         cpu_s.append(_children_cpu_s() - before)
     assert reply["compiled"] is True
-    assert min(cpu_s) <= VERSION_CPU_S
+    assert min(cpu_s) <= VERSION_CPU_S * pace()
 
 
 def test_a_demo_answers_soon(place: Command, tmp_path: Path) -> None:
@@ -142,7 +144,8 @@ def test_without_extras_it_brings_few_and_small_packages(plain: Path) -> None:
     folders = {"gateway", "policies", "kvtransfer", "penstock_kv"}
     ours = [path for path in files if folders & set(path.parts)]
     total, size_of_ours = (sum(path.stat().st_size for path in some) for some in (files, ours))
-    assert size_of_ours <= MOST_BYTES_OF_OURS
+    unoptimized = "-O0" in os.environ.get("CFLAGS", "").split()
+    assert size_of_ours <= (MOST_BYTES_UNOPTIMIZED if unoptimized else MOST_BYTES_OF_OURS)
     assert total - size_of_ours <= MOST_BYTES_OF_OTHERS
 
 

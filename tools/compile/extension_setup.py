@@ -1,6 +1,8 @@
 """Build script that makes an extension module of every generated C file in a source tree.
 
-source_tree.py copies it to that tree as setup.py. kvtransfer/ there is a project of its own.
+source_tree.py copies it to that tree as setup.py, and lists the packages that are optimized for
+size. SMALL_CFLAGS holds the compiler's flags for those, in addition to CFLAGS. kvtransfer/
+there is a project of its own.
 """
 
 import os
@@ -8,9 +10,16 @@ from pathlib import Path
 
 from setuptools import Extension, setup
 
+small = Path("small_packages.txt").read_text().splitlines()
+small_flags = os.environ.get("SMALL_CFLAGS", "").split()
+
 setup(
     ext_modules=[
-        Extension(".".join(source.with_suffix("").parts), [str(source)])
+        Extension(
+            ".".join(source.with_suffix("").parts),
+            [str(source)],
+            extra_compile_args=small_flags if source.parent.as_posix() in small else [],
+        )
         for source in sorted(Path().glob("[a-z]*/**/*.c"))
         if source.parts[0] not in ("build", "kvtransfer")
     ],

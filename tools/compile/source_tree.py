@@ -18,6 +18,7 @@ from typing import Any
 from Cython.Build import cythonize
 from Cython.Compiler.ExprNodes import AnnotationNode, BitwiseOrNode
 from Cython.Compiler.PyrexTypes import c_double_type
+from setuptools import Extension
 
 from tools.compile.classes import Project, project
 from tools.compile.declarations import declarations
@@ -26,15 +27,30 @@ ROOT = Path(__file__).resolve().parents[2]
 SOURCE_FOLDERS = ("gateway", "policies", "kvtransfer", "mockgpu", "planner")
 PROJECT_FILES = ("pyproject.toml", "README.md", "LICENSE")
 SETUP = Path(__file__).with_name("extension_setup.py")
+SMALL_LIST = "small_packages.txt"
+"""The file in the tree from which setup.py reads SMALL."""
 SPINE = ("serve.py", "exchange.py", "route.py")
 PACKAGES = (
     *(f"gateway/{name}" for name in ("protocol", "http", "admission", "fleet", "proxy", "disagg")),
-    *(f"gateway/{name}" for name in ("legs", "trials", "metrics", "telemetry")),
+    *(f"gateway/{name}" for name in ("legs", "metrics", "telemetry")),
     "policies",
 )
 """The packages on a request's path; all modules in them and their subpackages are compiled."""
-OFF_PATH = ("gateway/fleet/discovery", "policies/published", "policies/sizing")
+OFF_PATH = (
+    "gateway/fleet/discovery",
+    *(f"policies/{name}" for name in ("auto", "published", "sizing")),
+)
 """Packages inside them that are not on every request's path; they are not compiled."""
+SMALL = (
+    *("gateway/admission", "gateway/fleet/kv_events", "gateway/metrics"),
+    "gateway/protocol/translate",
+    *(f"policies/{name}" for name in ("admission", "engine", "health", "latency")),
+)
+"""Compiled packages with at most a few hundredths of an ordinary request: the C compiler optimizes
+them for size instead of speed.
+"""
+SHARED = "policies._cython"
+"""Name of the extension module with the code that all others would repeat."""
 MODULES = (
     *(f"gateway/{name}" for name in SPINE),
     *sorted(
@@ -47,7 +63,15 @@ MODULES = (
 NOT_AN_ARGUMENT = object()
 # A compiled module must behave exactly as its source: access to attributes of None raises, and
 # annotations have no effect unless they name a C class.
-DIRECTIVES = {"language_level": 3, "annotation_typing": True, "binding": True, "nonecheck": True}
+# C classes are not pickled or copied, and functions for that would be a tenth of their modules.
+DIRECTIVES = {
+    "language_level": 3,
+    "annotation_typing": True,
+    "binding": True,
+    "nonecheck": True,
+    "auto_pickle": False,
+    "emit_code_comments": False,
+}
 
 
 def _c_class_of(
@@ -85,15 +109,21 @@ def write_tree(out: Path) -> list[Path]:
         copy.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(path, copy)
     shutil.copy(SETUP, out / "setup.py")
+    (out / SMALL_LIST).write_text("\n".join(SMALL))
     AnnotationNode.analyse_type_annotation = _c_class_of
+    shared = Path(*SHARED.split(".")).with_suffix(".c")
     with _working_directory(out):
         declared = _declare()
         cythonize(
-            list(MODULES), nthreads=os.cpu_count() or 1, compiler_directives=DIRECTIVES, quiet=True
+            [Extension(SHARED, [str(shared)]), *MODULES],
+            nthreads=os.cpu_count() or 1,
+            compiler_directives=DIRECTIVES,
+            shared_utility_qualified_name=SHARED,
+            quiet=True,
         )
         for declaration in declared:
             declaration.unlink()
-    return [Path(module).with_suffix(".c") for module in MODULES]
+    return [shared, *(Path(module).with_suffix(".c") for module in MODULES)]
 
 
 @contextmanager

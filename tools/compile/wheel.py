@@ -18,7 +18,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from tools.compile.compile import STAMP, compiler_environment
+from tools.compile.compile import STAMP, compiler_environment, flags
 from tools.compile.source_tree import ROOT, tree_digest, write_tree
 
 DIST = ROOT / "dist"
@@ -124,14 +124,14 @@ def _tree() -> Path:
     # Return the copy of the project with C files, generated once for all interpreters and flags.
     #
     # An interrupted build continues with what it has compiled, unless a source or a flag differs.
-    tree, flags = WORK / "tree", compiler_environment()["CFLAGS"]
+    tree, used = WORK / "tree", flags(compiler_environment())
     if not _is_stamped(tree / STAMP, tree_digest()):
         write_tree(tree)
         (tree / STAMP).write_text(tree_digest())
-    if not _is_stamped(tree / _FLAGS_STAMP, flags):
+    if not _is_stamped(tree / _FLAGS_STAMP, used):
         for project in (tree, tree / KV):
             shutil.rmtree(project / "build", ignore_errors=True)
-        (tree / _FLAGS_STAMP).write_text(flags)
+        (tree / _FLAGS_STAMP).write_text(used)
     return tree
 
 
