@@ -1,17 +1,15 @@
-"""Measures how fast members of a fleet connect to a KV transfer agent while idle sockets occupy it.
+"""Measures how fast members of a fleet connect to a KV transfer agent while others attack its port.
 
-Members prove that they know the fleet's key; idle sockets send nothing.
+Members prove that they know the fleet's key.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-import socket
 import sys
-import threading
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager, suppress
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from time import perf_counter
 from typing import NamedTuple
 
@@ -66,39 +64,3 @@ async def link_times(source: Source, links: int) -> list[float]:
     finally:
         members.forget()
     return times
-
-
-@contextmanager
-def idle_sockets(port: int, number: int) -> Iterator[None]:
-    """Keep `number` connections open that send nothing, during a `with` block.
-
-    A connection that the agent closes is replaced.
-    """
-    over = threading.Event()
-
-    def hold() -> None:
-        sockets: list[socket.socket] = []
-        while not over.wait(0.001):
-            with suppress(OSError):
-                while len(sockets) < number:
-                    sockets.append(socket.create_connection(("127.0.0.1", port), 5))
-                    sockets[-1].setblocking(False)
-            for sock in sockets[:]:
-                with suppress(BlockingIOError):
-                    try:
-                        has_ended = sock.recv(1) == b""
-                    except ConnectionError:
-                        has_ended = True
-                    if has_ended:
-                        sock.close()
-                        sockets.remove(sock)
-        for sock in sockets:
-            sock.close()
-
-    thread = threading.Thread(target=hold, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        thread.join()

@@ -36,9 +36,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-from bench.load.agent_links import agent, idle_sockets, link_times
+from bench.load.agent_links import agent, link_times
 from tests.e2e.attacked import MOST_GROWTH, Attacked, attacked_gateway, canned_engine, wait_s
-from tests.e2e.attackers import CORPUS, CostlyAttack, attacking
+from tests.e2e.attackers import AGENT_CORPUS, CORPUS, CostlyAttack, attacking
 from tests.e2e.process_cost import sockstat_bytes
 
 BENCH = Path(__file__).resolve().parents[1]
@@ -59,8 +59,8 @@ from systems import (  # noqa: E402
 MIB = 2**20
 MOST_RATIO, MOST_ADDED_S = 2.0, 0.005
 CALM, WINDOWS_TO_KNOW, TRIES = 2.0, 3, 3
+LINKS = 100  # links of fleet members in one measured period
 FIRST, SECOND, LAST = -15, -10, -5  # priorities: the gateway, clients and engines, the attacker
-AGENT_ATTACK = "idle keyless sockets on a KV port"
 
 
 class Window(NamedTuple):
@@ -191,22 +191,22 @@ def prepared(base: int) -> Iterator[tuple[Attacked, Path]]:
         yield stack.enter_context(gateway), folder
 
 
-async def measure_agent(pairs: int, links: int) -> Result:
-    """Measure how fast fleet members connect to a KV agent while idle sockets occupy its port."""
+async def measure_agent(name: str, pairs: int, links: int) -> Result:
+    """Measure how fast fleet members connect to a KV agent while clients without the key attack
+    its port.
+    """
     counted = []
     async with agent() as source:
         resident = source.cost.resident_bytes
         source.cost.reset_peak()
         for _ in range(pairs):
             without = await link_times(source, links)
-            with idle_sockets(source.port, 64):
+            with attacking(name, source.port, source.port):
                 under = await link_times(source, links)
             counted.append((_quantiles(without), _quantiles(under)))
         grown = source.cost.peak_resident_bytes - resident
     median_without, median_under = (_median([pair[arm] for pair in counted]) for arm in (0, 1))
-    return Result(
-        AGENT_ATTACK, median_without, median_under, len(counted), 0.0, grown, 0, 0, MOST_GROWTH
-    )
+    return Result(name, median_without, median_under, len(counted), 0.0, grown, 0, 0, MOST_GROWTH)
 
 
 def _quantiles(times: list[float]) -> Window:
@@ -243,8 +243,8 @@ def main() -> int:
                 clients = Clients(home.gateway.port, folder, options.rate, options.window_ms)
                 results.append(measure(attack, home, clients, options.pairs))
             print(results[-1], flush=True)
-    if options.only in AGENT_ATTACK:
-        results.append(asyncio.run(measure_agent(options.pairs, 200)))
+    for name in (name for name in AGENT_CORPUS if options.only in name):
+        results.append(asyncio.run(measure_agent(name, options.pairs, LINKS)))
         print(results[-1], flush=True)
     missed = [result.name for result in results if not result.has_passed]
     print(f"{len(results)} attacks, missed: {', '.join(missed) or 'none'}")

@@ -188,6 +188,11 @@ class AiohttpConnection(ClientConnection, RequestHandler):
         if self._reading_paused:
             super().resume_reading(resume_parser)
 
+    def take_turn(self) -> None:
+        """Resume reading when the turn comes, unless reading is paused for another reason."""
+        if self.transport is not None and not (self._reading_paused or self._buffer_paused):
+            self.transport.resume_reading()
+
     def take_over(self, data: bytes, since: float | None) -> None:
         """Continue a FastConnection with `data`, the bytes that it has received but not served.
 
@@ -226,6 +231,8 @@ class AiohttpConnection(ClientConnection, RequestHandler):
             return
         if data:
             self._unread, self._offset = self._unread[self._offset :] + data, 0
+            if self._in_body() and self.transport is not None:
+                self._outbox.piece_turns.wait(self, self.transport)
         else:
             self._feed(data)
         self._parse()

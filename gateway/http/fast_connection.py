@@ -195,7 +195,7 @@ class FastConnection(ClientConnection, asyncio.Protocol):
             self._unread += data
             self._count_unread()
             if self.transport is not None and self.phase is HEAD:
-                self._outbox.head_turns.wait(self, self.transport)
+                self._outbox.piece_turns.wait(self, self.transport)
         elif phase is CLOSING:
             self._wait_after(data)
         else:
@@ -373,7 +373,10 @@ class FastConnection(ClientConnection, asyncio.Protocol):
     def _receive_body(self, data: bytes) -> None:
         if self._body_done is None or self._reserve is None:
             return
-        self._wait_after(data)
+        if len(data) >= LONG_READ:
+            self._wait_after(data)
+        elif self.transport is not None:
+            self._outbox.piece_turns.wait(self, self.transport)
         piece = data[: self._missing]
         self._unread, self._offset = data[len(piece) :], 0
         add_piece(self._pieces, piece)

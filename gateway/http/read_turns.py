@@ -1,8 +1,9 @@
 """Spreads reads over event loop iterations, so that one iteration never reads too much.
 
-After a long read, or a part of a request head, a connection is not read again until its turn comes.
+After a long read, or a piece of a request, a connection is not read again until its turn comes.
 Otherwise the event loop would read all bytes that the kernel has buffered for every connection
-before it does anything else. Thousands of clients that send heads byte by byte would block it.
+before it does anything else. A thousand clients that send byte by byte would block it. New
+connections, of which it accepts one per iteration, would wait for seconds.
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ LONG_READ = 64 * 1024
 """Bytes from which on a read counts as long. Event loops read at most 256 KiB at once."""
 TURNS = 4
 """Number of connections that may read again per event loop iteration after a long read."""
-HEAD_TURNS = 16
-"""Number of connections that may read more of a request head per event loop iteration.
+PIECE_TURNS = 16
+"""Number of connections that may read more of a request in pieces per event loop iteration.
 
-Reading these parts takes about half a millisecond.
+Reading these pieces takes about half a millisecond.
 """
 
 

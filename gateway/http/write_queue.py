@@ -15,7 +15,7 @@ from collections import deque
 from typing import TYPE_CHECKING, Protocol
 
 from gateway.http.close_queue import CloseQueue
-from gateway.http.read_turns import HEAD_TURNS, ReadTurns
+from gateway.http.read_turns import PIECE_TURNS, ReadTurns
 
 if TYPE_CHECKING:
     from gateway.protocol.relay import Relay
@@ -44,19 +44,19 @@ class WriteQueue:
     budget_spent  whether this iteration has written enough, so that chunks from engines must be
                   deferred
     read_turns    the turns in which connections read again after a long read
-    head_turns    the turns in which connections read more of a request head
+    piece_turns   the turns in which connections read more of a request in pieces
     close_queue   closes the connections of clients that have left
     """
 
     __slots__ = (
         *("_deferred", "_deferred_bytes", "_is_scheduled", "_queue", "budget_spent", "loop"),
-        *("close_queue", "head_turns", "read_turns"),
+        *("close_queue", "piece_turns", "read_turns"),
     )
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
         self.read_turns = ReadTurns(loop)
-        self.head_turns = ReadTurns(loop, HEAD_TURNS)
+        self.piece_turns = ReadTurns(loop, PIECE_TURNS)
         self.close_queue = CloseQueue(loop)
         self.budget_spent = False
         self._is_scheduled = False

@@ -5,10 +5,10 @@ protocol/session.py checks the proof; peer_link.py limits the time for it.
 
 from __future__ import annotations
 
-import ipaddress
 from collections import Counter
 
 from kvtransfer.contract import Link
+from kvtransfer.util.client_address import client_address
 
 
 class UnprovenLinks:
@@ -64,21 +64,3 @@ class UnprovenLinks:
 
     def _oldest_of(self, address: str) -> Link:
         return next(link for link, of in self._address_of.items() if of == address)
-
-
-def client_address(peer: str) -> str:
-    """Return the part of a peer's address that a client cannot change at will.
-
-    This is its IPv4 address, or the /64 network of its IPv6 address. A name that is not host:port
-    (a link within a host) is returned unchanged.
-    """
-    host = peer.rpartition(":")[0].strip("[]") or peer
-    try:
-        address = ipaddress.ip_address(host)
-    except ValueError:
-        return host
-    if isinstance(address, ipaddress.IPv4Address):
-        return str(address)
-    if address.ipv4_mapped is not None:
-        return str(address.ipv4_mapped)
-    return str(ipaddress.ip_network((int(address), 64), strict=False))

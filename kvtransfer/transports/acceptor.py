@@ -12,14 +12,17 @@ import logging
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from time import monotonic
 from typing import Any, Generic, TypeVar
 
 from kvtransfer.contract import LinkOwner, TransportError
 from kvtransfer.transports.stream.link import StreamLink
+from kvtransfer.transports.waiting_sockets import WaitingSockets
 
 _MOST_LINKS = 1024  # each has a thread
 _NO_LISTENER = {errno.EBADF, errno.EINVAL, errno.ENOTSOCK}
 _PAUSE_S = 0.05
+_ACCEPTS = 64  # connections that are accepted before those that wait are looked at
 _log = logging.getLogger("penstock")
 
 L = TypeVar("L", bound=StreamLink)
@@ -54,6 +57,7 @@ class LinkAcceptor(Generic[L]):
         self._make = make
         self._owner: LinkOwner | None = None
         self._listener: socket.socket | None = None
+        self._waiting: WaitingSockets | None = None
         self._thread: threading.Thread | None = None
         self._links: set[L] = set()
         self._lock = threading.Lock()
@@ -61,8 +65,10 @@ class LinkAcceptor(Generic[L]):
 
     def start(self, owner: LinkOwner, listener: socket.socket, name: str) -> None:
         self._owner, self._listener = owner, listener
+        listener.setblocking(False)
+        self._waiting = WaitingSockets(listener)
         self._thread = threading.Thread(
-            target=self._accept, args=(listener,), name=name, daemon=True
+            target=self._accept, args=(listener, self._waiting), name=name, daemon=True
         )
         self._thread.start()
 
@@ -94,10 +100,11 @@ class LinkAcceptor(Generic[L]):
         """
         self._closed.set()
         if self._listener is not None:
-            # Closing alone would leave the thread blocked in accept().
             with contextlib.suppress(OSError):
                 self._listener.shutdown(socket.SHUT_RDWR)
             self._listener.close()
+        if self._waiting is not None:
+            self._waiting.wake()  # closing the listener would leave the thread asleep
         with self._lock:
             links = list(self._links)
         for link in links:
@@ -106,14 +113,40 @@ class LinkAcceptor(Generic[L]):
             link.join()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
+        if self._waiting is not None:
+            self._waiting.close()
+            self._waiting = None
 
-    def _accept(self, listener: socket.socket) -> None:
-        for sock, address in accepted_sockets(listener, self._closed):
-            peer = f"{address[0]}:{address[1]}" if isinstance(address, tuple) else ""
-            try:
-                self._add_accepted(sock, peer)
-            except TransportError as error:
-                _log.warning("kv: a connection from %s was refused: %s", peer or "this host", error)
+    def _accept(self, listener: socket.socket, waiting: WaitingSockets) -> None:
+        while self._accept_available(listener, waiting):
+            for sock, peer in waiting.take(monotonic()):
+                self._add_logged(sock, peer)
+
+    def _accept_available(self, listener: socket.socket, waiting: WaitingSockets) -> bool:
+        # Accept some of the connections that have arrived; return False if the listener has closed.
+        #
+        # After any other error (no file descriptor left, the network is down) it waits.
+        try:
+            for _ in range(_ACCEPTS):
+                sock, address = listener.accept()
+                peer = f"{address[0]}:{address[1]}" if isinstance(address, tuple) else ""
+                try:
+                    waiting.add(sock, peer)
+                except OSError:
+                    sock.close()
+        except BlockingIOError:
+            pass
+        except OSError as error:
+            if error.errno in _NO_LISTENER:
+                return False
+            self._closed.wait(_PAUSE_S)
+        return not self._closed.is_set()
+
+    def _add_logged(self, sock: socket.socket, peer: str) -> None:
+        try:
+            self._add_accepted(sock, peer)
+        except TransportError as error:
+            _log.warning("kv: a connection from %s was refused: %s", peer or "this host", error)
 
     def _add_accepted(self, sock: socket.socket, peer: str) -> None:
         if len(self._links) >= _MOST_LINKS:

@@ -27,7 +27,10 @@ models:
   - {{name: resumed, pool: hostile, served_model: demo, resume: {{}}}}
 pools:
   calm: {{policy: round_robin, endpoints: [{calm}]}}
-  hostile: {{policy: round_robin, endpoints: [{{url: 'http://127.0.0.1:{hostile}'}}]}}
+  hostile:
+    policy: round_robin
+    native_apis: []
+    endpoints: [{{url: 'http://127.0.0.1:{hostile}'}}]
 health: {{failures: 1000000, timeout: 10s, progress: 60s}}
 timeouts: {{connect: 10s}}
 limits: {{body: 32MiB, body_budget: 64MiB}}

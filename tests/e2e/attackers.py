@@ -30,7 +30,7 @@ from tests.e2e.raw_connection import post
 
 KEY = "Authorization: Bearer sk-attacker"
 HOSTILE, ALIAS, RESUMED = "hostile", "alias", "resumed"
-CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 BUFFER, LEAST_BUFFER = 32 * 1024, 4096
 FEW, LARGE_BUFFER = 8, 512 * 1024  # up to this many connections send as fast as they can
 DRIP_S = 0.05
@@ -159,6 +159,11 @@ def call(path: str = CHAT, **changes: Any) -> bytes:
     # Build a valid chat request to the attacker's engine; `changes` are members of its body.
     messages = [{"role": "user", "content": "hi"}]
     return post({"model": HOSTILE, "messages": messages, **changes}, path, KEY)
+
+
+def translated(user: str) -> bytes:
+    # Build a valid request that is translated to a chat, because its pool's engines only have chats.
+    return post({"model": HOSTILE, "input": "hi", "user": user, "stream": True}, RESPONSES, KEY)
 
 
 def head(*lines: str, start: str = f"POST {CHAT} HTTP/1.1") -> bytes:
@@ -354,10 +359,37 @@ RESPONSE_ATTACKS = [
         lambda: Script(2, call(user=f"answer:{LONG}", model=ALIAS)),
     ),
     CostlyAttack("an answer with a head of 200 KB", lambda: Script(2, call(user="head:200000"))),
+    CostlyAttack(
+        "an answer with a head in many pieces", lambda: Script(2, call(user="headdrip:200000"))
+    ),
+    CostlyAttack(
+        "an event in many pieces",
+        lambda: Script(2, call(stream=True, user="drip:400000")),
+    ),
+    CostlyAttack(
+        "an event in many pieces, by an alias",
+        lambda: Script(2, call(stream=True, user="drip:400000", model=ALIAS)),
+    ),
+    CostlyAttack(
+        "an event in many pieces, with resume",
+        lambda: Script(2, call(stream=True, user="drip:200000", model=RESUMED)),
+    ),
+    CostlyAttack(
+        "an event in many pieces, translated",
+        lambda: Script(2, translated("drip:400000")),
+    ),
     CostlyAttack("control bytes in a content type", lambda: Script(2, call(user="control"))),
 ]
 
+# Attacks on the port of a KV transfer agent, by clients without the fleet's key.
+AGENT_ATTACKS = [
+    CostlyAttack("100 idle sockets on a KV port", lambda: Script(100, b"")),
+    CostlyAttack("thousands of idle sockets on a KV port", lambda: Script(2000, b"")),
+    CostlyAttack("KV handshakes that drip", lambda: Script(500, b"K", once=True, drip=b"\x01")),
+]
+
 CORPUS = {attack.name: attack for attack in (*CLIENT_ATTACKS, *BODY_ATTACKS, *RESPONSE_ATTACKS)}
+AGENT_CORPUS = {attack.name: attack for attack in AGENT_ATTACKS}
 
 
 @contextmanager
@@ -376,7 +408,7 @@ def attacking(name: str, api: int, admin: int, *options: str) -> Iterator[Counte
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("name", choices=CORPUS)
+    parser.add_argument("name", choices=CORPUS | AGENT_CORPUS)
     parser.add_argument("api", type=int)
     parser.add_argument("admin", type=int)
     parser.add_argument(
@@ -395,13 +427,14 @@ def main() -> None:
         os.setpriority(os.PRIO_PROCESS, 0, options.nice)
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    crowd = Crowd(CORPUS[options.name].script(), options.api, options.admin)
-    attack = threading.Thread(target=crowd.run)
-    attack.start()
+    attack = (CORPUS | AGENT_CORPUS)[options.name]
+    crowd = Crowd(attack.script(), options.api, options.admin)
+    running = threading.Thread(target=crowd.run)
+    running.start()
     print("begun", flush=True)
     sys.stdin.read()
     crowd.over.set()
-    attack.join()
+    running.join()
     print(json.dumps(crowd.done), flush=True)
 
 

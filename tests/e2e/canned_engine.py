@@ -8,6 +8,8 @@ event:N   a stream with one event of N bytes
 ids:N     a stream whose first event lists N bytes of token ids of the prompt
 answer:N  a JSON response of N bytes
 head:N    a response head of N bytes
+drip:N    a stream with one event of N bytes, in pieces of 40 bytes
+headdrip:N  a response head of N bytes, in pieces of 40 bytes
 control   control bytes in the content type
 flood     an endless stream
 hold      no response
@@ -27,7 +29,7 @@ from typing import cast
 import uvloop
 
 MODEL = "demo"
-PIECE = b"x" * 65_536
+PIECE, SMALL_PIECE = b"x" * 65_536, b"x" * 40
 IDS = b"100000," * (len(PIECE) // 7)
 _USER = re.compile(rb'"user": ?"([a-z]+):?(\d*)"')
 _LENGTH = re.compile(rb"content-length: *(\d+)", re.IGNORECASE)
@@ -103,7 +105,7 @@ class Connection(asyncio.Protocol):
             return
         user = _USER.search(request)
         kind, size = ("", 0) if user is None else (user[1].decode(), int(user[2] or 0))
-        if kind in ("event", "ids", "answer", "flood"):
+        if kind in ("event", "ids", "answer", "flood", "drip", "headdrip"):
             self._sending = asyncio.get_running_loop().create_task(self._send(kind, size))
         elif kind == "head":
             lines = b"".join(
@@ -120,10 +122,20 @@ class Connection(asyncio.Protocol):
             self._transport.write(_OK + _STREAM)
             while True:
                 await self._write(_FLOOD)
+        if kind == "headdrip":
+            self._transport.write(_OK + b"x-long: ")
+            await self._drip(SMALL_PIECE, size)
+            self._transport.close()
+            return
         before, after = (
             b'data: {"model":"demo","choices":[{"index":0,"delta":{"content":"',
             b'"}}]}\n\n',
         )
+        if kind == "drip":
+            await self._write(_OK + _STREAM + _chunk(before))
+            await self._drip(_chunk(SMALL_PIECE), size)
+            await self._write(_chunk(after) + _END)
+            return
         if kind in ("event", "ids"):
             piece = PIECE if kind == "event" else IDS
             if kind == "ids":
@@ -144,6 +156,12 @@ class Connection(asyncio.Protocol):
         for _ in range(pieces):
             await self._write(PIECE)
         await self._write(after)
+
+    async def _drip(self, piece: bytes, size: int) -> None:
+        # Write `piece` until it has been written for `size` bytes, in a packet of its own each time.
+        for _ in range(size // len(SMALL_PIECE)):
+            await self._write(piece)
+            await asyncio.sleep(0)
 
     async def _write(self, data: bytes) -> None:
         self._transport.write(data)

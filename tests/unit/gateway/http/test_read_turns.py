@@ -9,7 +9,7 @@ from typing import cast
 
 import pytest
 
-from gateway.http.read_turns import HEAD_TURNS, LONG_READ, TURNS, ReadTurns
+from gateway.http.read_turns import LONG_READ, PIECE_TURNS, TURNS, ReadTurns
 from gateway.http.upstream import ConnectionPool, UpstreamConnection, UpstreamTimeouts
 from gateway.http.write_queue import BYTES_PER_TURN, WRITES_PER_TURN, WriteQueue
 from gateway.protocol.relay import Relay
@@ -40,7 +40,7 @@ class FakeReader(FakeTransport):
             self._read_turns.wait(self, self)
 
 
-@pytest.mark.parametrize("count", [TURNS, HEAD_TURNS])
+@pytest.mark.parametrize("count", [TURNS, PIECE_TURNS])
 def test_an_iteration_lets_few_connections_read_and_all_get_their_turn(count: int) -> None:
     loop = FakeLoop()
     read_turns = ReadTurns(cast(asyncio.AbstractEventLoop, loop), count)
@@ -55,8 +55,8 @@ def test_an_iteration_lets_few_connections_read_and_all_get_their_turn(count: in
     assert all(reader.paused_between for reader in readers)
 
 
-@pytest.mark.parametrize("size", [LONG_READ - 1, LONG_READ])
-async def test_a_client_is_not_read_again_at_once_after_a_long_piece_of_its_body(size: int) -> None:
+@pytest.mark.parametrize("size", [1, LONG_READ])
+async def test_a_client_is_not_read_again_at_once_after_a_piece_of_its_body(size: int) -> None:
     harness = Harness()
     connection = harness.fast_connection()
     transport = FakeTransport(connection)
@@ -64,7 +64,7 @@ async def test_a_client_is_not_read_again_at_once_after_a_long_piece_of_its_body
     head = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 10000000\r\n\r\n"
     await transport.deliver(head + b"{")
     connection.data_received(b"x" * size)
-    assert transport.paused is (size == LONG_READ)
+    assert transport.paused
     await turns()
     assert not transport.paused
     transport.close()
@@ -74,7 +74,7 @@ async def test_a_client_is_not_read_again_at_once_after_a_long_piece_of_its_body
 async def test_clients_that_send_heads_in_pieces_are_read_by_turns() -> None:
     harness = Harness()
     transports = []
-    for _ in range(3 * HEAD_TURNS):
+    for _ in range(3 * PIECE_TURNS):
         connection = harness.fast_connection()
         transports.append(FakeTransport(connection))
         connection.connection_made(transports[-1])
@@ -83,7 +83,29 @@ async def test_clients_that_send_heads_in_pieces_are_read_by_turns() -> None:
         connection.data_received(b"X")
     for number in range(4):
         waiting = sum(transport.paused for transport in transports)
-        assert waiting == max(0, 3 - number) * HEAD_TURNS
+        assert waiting == max(0, 3 - number) * PIECE_TURNS
+        await asyncio.sleep(0)
+    for transport in transports:
+        transport.close()
+    await turns()
+
+
+@pytest.mark.parametrize("framing", ["Content-Length: 9", "Transfer-Encoding: chunked"])
+async def test_clients_that_send_bodies_in_pieces_are_read_by_turns(framing: str) -> None:
+    harness = Harness()
+    transports = []
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: a\r\n{framing}\r\n\r\n".encode()
+    for _ in range(3 * PIECE_TURNS):
+        connection = harness.fast_connection()
+        transports.append(FakeTransport(connection))
+        connection.connection_made(transports[-1])
+        connection.data_received(head)
+    await turns()
+    for transport in transports:
+        transport.protocol.data_received(b"1")
+    for number in range(4):
+        waiting = sum(transport.paused for transport in transports)
+        assert waiting == max(0, 3 - number) * PIECE_TURNS
         await asyncio.sleep(0)
     for transport in transports:
         transport.close()

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtransfer.links.unproven_links import UnprovenLinks, client_address
+from kvtransfer.links.unproven_links import UnprovenLinks
+from kvtransfer.util.client_address import client_address
 
 
 def link(host: str, port: int = 1) -> Mock:

@@ -1,0 +1,111 @@
+"""Accepted sockets of which no link has been made yet: those that have sent nothing wait.
+
+A link costs a thread and almost a millisecond. So a client that only connects, however often, must
+not delay the link of a peer that sends its greeting.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import socket
+from collections import Counter, deque
+
+from kvtransfer.protocol.frame import PREAMBLE_BYTES
+from kvtransfer.util.client_address import client_address
+
+MOST_WAITING, MOST_PER_ADDRESS = 512, 256
+"""Sockets that wait, in total and of one IPv4 address or IPv6 /64; one more drops an old one."""
+SILENT_PERIOD_S = 0.02
+"""A socket that sends nothing becomes a link too, but only one per such period."""
+_EVENTS = 256  # sockets that are looked at in one round
+
+
+class WaitingSockets:
+    """A limited number of accepted sockets, those that have sent bytes before those that have not.
+
+    Bytes count once they could be the beginning of a frame, so not those of a client that sends
+    one at a time.
+    """
+
+    def __init__(self, listener: socket.socket) -> None:
+        self._epoll = select.epoll()
+        self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        for source in (listener, self._bell):
+            self._epoll.register(source, select.EPOLLIN)
+        self._waiting: dict[int, tuple[socket.socket, str]] = {}  # by descriptor, oldest first
+        self._address_of: dict[int, str] = {}
+        self._count_of: Counter[str] = Counter()
+        self._silent_at = 0.0
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def add(self, sock: socket.socket, peer: str) -> None:
+        """Add an accepted socket; close the oldest one of its address, or of all, over a limit.
+
+        Raises OSError if the socket has failed.
+        """
+        address = client_address(peer)
+        if self._count_of[address] >= MOST_PER_ADDRESS:
+            self._drop(next(fd for fd, other in self._address_of.items() if other == address))
+        elif len(self._waiting) >= MOST_WAITING:
+            heaviest = max(self._count_of.values())
+            of = self._address_of.items()
+            self._drop(next(fd for fd, other in of if self._count_of[other] == heaviest))
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, PREAMBLE_BYTES)
+        self._epoll.register(sock, select.EPOLLIN)
+        self._waiting[sock.fileno()] = sock, peer
+        self._address_of[sock.fileno()] = address
+        self._count_of[address] += 1
+
+    def take(self, now: float) -> list[tuple[socket.socket, str]]:
+        """Wait until a socket may become a link, the listener has more, or wake() was called.
+
+        Return the sockets that may become links now.
+
+        `now` is in monotonic seconds. Addresses take turns, and a silent socket comes last.
+        """
+        timeout_s = max(0.0, self._silent_at - now) if self._waiting else -1
+        ready = [fd for fd, _ in self._epoll.poll(timeout_s, _EVENTS) if fd in self._waiting]
+        sockets = [self._take(fd) for fd in self._by_turns(ready)]
+        if not sockets and self._waiting and now >= self._silent_at:
+            sockets = [self._take(next(iter(self._waiting)))]
+            self._silent_at = now + SILENT_PERIOD_S
+        return sockets
+
+    def wake(self) -> None:
+        """End the wait of take(), now or when it is called next; callable on any thread."""
+        os.eventfd_write(self._bell, 1)
+
+    def close(self) -> None:
+        """Close all waiting sockets; wake() must not be called any more."""
+        for fd in list(self._waiting):
+            self._drop(fd)
+        self._epoll.close()
+        os.close(self._bell)
+
+    def _by_turns(self, ready: list[int]) -> list[int]:
+        # Return one socket of each address, then a second one of each, and so on.
+        per_address: dict[str, deque[int]] = {}
+        for fd in ready:
+            per_address.setdefault(self._address_of[fd], deque()).append(fd)
+        ordered: list[int] = []
+        while len(ordered) < len(ready):
+            ordered += [queue.popleft() for queue in per_address.values() if queue]
+        return ordered
+
+    def _take(self, fd: int) -> tuple[socket.socket, str]:
+        sock, peer = self._waiting.pop(fd)
+        self._epoll.unregister(fd)
+        address = self._address_of.pop(fd)
+        self._count_of[address] -= 1
+        if not self._count_of[address]:
+            del self._count_of[address]
+        with contextlib.suppress(OSError):
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, 1)
+        return sock, peer
+
+    def _drop(self, fd: int) -> None:
+        self._take(fd)[0].close()

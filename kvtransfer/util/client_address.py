@@ -1,0 +1,23 @@
+"""The part of a peer's address that a client cannot change at will."""
+
+from __future__ import annotations
+
+import ipaddress
+
+
+def client_address(peer: str) -> str:
+    """Return the part of a peer's address that a client cannot change at will.
+
+    This is its IPv4 address, or the /64 network of its IPv6 address. A name that is not host:port
+    (a link within a host) is returned unchanged.
+    """
+    host = peer.rpartition(":")[0].strip("[]") or peer
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return host
+    if isinstance(address, ipaddress.IPv4Address):
+        return str(address)
+    if address.ipv4_mapped is not None:
+        return str(address.ipv4_mapped)
+    return str(ipaddress.ip_network((int(address), 64), strict=False))
