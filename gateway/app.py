@@ -66,7 +66,7 @@ from gateway.reload.history import VersionHistory
 from gateway.reload.reloader import Reloader
 from gateway.reload.snapshot import build_plan
 from gateway.reload.swap import Swap, attach_metrics
-from gateway.restart.channel import BoundListener
+from gateway.restart.channel import BoundListener, bound_listeners
 from gateway.restart.predecessor import Predecessor
 from gateway.restart.start_options import StartOptions, WorkerSettings
 from gateway.route import Gateway
@@ -248,20 +248,7 @@ class App:
 
     @property
     def bound(self) -> list[tuple[BoundListener, socket.socket]]:
-        listeners = {API: self.config.listeners.api, ADMIN: self.config.listeners.admin}
-        return [
-            (
-                BoundListener(
-                    name,
-                    listeners[name].host,
-                    listeners[name].port,
-                    is_activated=name in self._activated,
-                ),
-                listening,
-            )
-            for name, sockets in self.sockets.items()
-            for listening in sockets
-        ]
+        return bound_listeners(self.config.listeners, self.sockets, self._activated)
 
     async def retire(self) -> None:
         """Serve the open connections until they end, while a successor process accepts new ones.

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from collections.abc import Collection, Mapping, Sequence
 from struct import Struct
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -25,6 +27,9 @@ from policies.saved_state import (
     QuotaState,
     SessionTurns,
 )
+
+if TYPE_CHECKING:
+    from gateway.config import Listeners
 
 VERSION = 1
 FD_VARIABLE = "PENSTOCK_PREDECESSOR_FD"
@@ -49,6 +54,26 @@ class BoundListener(msgspec.Struct, frozen=True, array_like=True):
     host: str
     port: int
     is_activated: bool
+
+
+def bound_listeners(
+    listeners: Listeners,
+    sockets: Mapping[str, Sequence[socket.socket]],
+    activated: Collection[str],
+) -> list[tuple[BoundListener, socket.socket]]:
+    """Return a process's listening sockets, each with its listener's name and configured address.
+
+    `activated` names the listeners whose sockets systemd opened.
+    """
+    named = {"api": listeners.api, "admin": listeners.admin}
+    return [
+        (
+            BoundListener(name, named[name].host, named[name].port, is_activated=name in activated),
+            listening,
+        )
+        for name, opened in sockets.items()
+        for listening in opened
+    ]
 
 
 class HandoverOffer(msgspec.Struct, frozen=True, array_like=True):
