@@ -106,13 +106,13 @@ class KubernetesSource:
                 try:
                     if not self._version:
                         await self._list(http)
-                        endpoints = self._endpoints()
+                        endpoints = await asyncio.to_thread(self._endpoints, yielded or ())
                         if endpoints != yielded:
                             yielded = endpoints
                             yield endpoints
                     async for _ in self._events(http):
                         has_events = True
-                        endpoints = self._endpoints()
+                        endpoints = await asyncio.to_thread(self._endpoints, yielded or ())
                         if endpoints != yielded:
                             yielded = endpoints
                             yield endpoints
@@ -150,14 +150,14 @@ class KubernetesSource:
         url, query = self._url_and_query()
         async with http.get(url, params=query, headers=self._account.headers()) as response:
             _check_status(response)
-            text = await response.content.read(LIST_CAP_BYTES)
+            text = bytearray(await response.content.read(LIST_CAP_BYTES))
             while not response.content.at_eof():
                 if len(text) >= LIST_CAP_BYTES:
                     raise ValueError(
                         f"the list of EndpointSlices is longer than {LIST_CAP_BYTES} bytes"
                     )
                 text += await response.content.read(LIST_CAP_BYTES)
-        reply = json.loads(text)
+        reply = await asyncio.to_thread(json.loads, text)
         self._slices = {item["metadata"]["name"]: item for item in reply.get("items") or ()}
         self._version = reply["metadata"]["resourceVersion"]
 
@@ -187,7 +187,10 @@ class KubernetesSource:
             self._slices[name] = item
         self._version = item["metadata"]["resourceVersion"]
 
-    def _endpoints(self) -> DiscoveredEndpoints:
+    def _endpoints(self, earlier: DiscoveredEndpoints) -> DiscoveredEndpoints:
+        # Return the endpoints of all slices; those in `earlier` are used again.
+        #
+        # Runs in a thread, because sorting thousands of addresses takes many milliseconds.
         families = {item.get("addressType") for item in self._slices.values()}
         # In a dual-stack Service every pod has a slice entry per family: use IPv4 only.
         family = "IPv4" if {"IPv4", "IPv6"} <= families else None
@@ -200,7 +203,7 @@ class KubernetesSource:
             if (endpoint.get("conditions") or {}).get("ready") is not False
             for address in endpoint.get("addresses") or ()
         ]
-        return specs_for(addresses, self._traits)
+        return specs_for(addresses, self._traits, earlier)
 
     def _port(self, item: dict[str, Any]) -> int | None:
         # Return the slice's port with the configured name or number, or else its first port.

@@ -32,13 +32,22 @@ class Source(Protocol):
         ...
 
 
-def specs_for(addresses: Iterable[tuple[str, int]], traits: EndpointTraits) -> DiscoveredEndpoints:
+def specs_for(
+    addresses: Iterable[tuple[str, int]],
+    traits: EndpointTraits,
+    earlier: DiscoveredEndpoints = (),
+) -> DiscoveredEndpoints:
     """Return endpoint configurations with equal traits for these addresses, sorted by address.
 
-    At most MAX_ENDPOINTS are returned.
+    At most MAX_ENDPOINTS are returned. Those in `earlier`, a result for the same traits, are used
+    again: with thousands of endpoints, building them all takes a tenth of a second.
     """
     shared = {name: getattr(traits, name) for name in type(traits).model_fields}
-    known = sorted(set(addresses))[:MAX_ENDPOINTS]
+    wanted = sorted(set(addresses))[:MAX_ENDPOINTS]
     encrypted = traits.tls is not None
-    urls = [http_url(host, port, encrypted=encrypted) for host, port in known]
-    return tuple(EndpointSpec.model_construct(url=url, name=None, **shared) for url in urls)
+    urls = [http_url(host, port, encrypted=encrypted) for host, port in wanted]
+    spec_of = {spec.url: spec for spec in earlier}
+    return tuple(
+        spec_of.get(url) or EndpointSpec.model_construct(url=url, name=None, **shared)
+        for url in urls
+    )

@@ -68,7 +68,7 @@ def test_a_pod_with_addresses_of_both_families_is_one_endpoint(
     )
     known = {"IPv4": slices("IPv4", "10.0.0.1"), "IPv6": slices("IPv6", "fd00::1")}
     source._slices = {kind: known[kind] for kind in kinds}
-    assert [endpoint.url for endpoint in source._endpoints()] == expected
+    assert [endpoint.url for endpoint in source._endpoints(())] == expected
 
 
 def test_an_invalid_path_counts_as_a_missing_file() -> None:
