@@ -44,6 +44,22 @@ class EngineKind(StrEnum):
     OPENAI = "openai"
 
 
+class TokenPrice(msgspec.Struct, frozen=True):
+    """What a provider charges, in dollars per million tokens: prompt tokens, those of them that it
+    reports as cached, and tokens of answers.
+    """
+
+    prompt: float
+    cached: float
+    answer: float
+
+    def usd(self, prompt_tokens: int, cached_tokens: int, answer_tokens: int) -> float:
+        """Return the dollars of one request; `cached_tokens` are a part of `prompt_tokens`."""
+        uncached = max(0, prompt_tokens - cached_tokens)
+        dollars = uncached * self.prompt + cached_tokens * self.cached
+        return (dollars + answer_tokens * self.answer) / 1e6
+
+
 class Endpoint(msgspec.Struct, frozen=True):
     """One engine instance (TP group) at one URL, as configured.
 
@@ -56,6 +72,7 @@ class Endpoint(msgspec.Struct, frozen=True):
     tenants          tenants it serves; empty: all
     rank             the data-parallel rank of the engine that all its requests are sent to; None:
                      the engine chooses
+    token_price      what its provider charges for tokens; None for engines of one's own
     """
 
     name: str
@@ -72,6 +89,7 @@ class Endpoint(msgspec.Struct, frozen=True):
     salt_member: str = ""
     tenants: frozenset[str] = frozenset()
     rank: int | None = None
+    token_price: TokenPrice | None = None
 
     @property
     def key(self) -> tuple[str, str]:

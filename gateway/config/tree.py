@@ -27,6 +27,7 @@ from gateway.config.model_sections import Model
 from gateway.config.observability import Observability
 from gateway.config.peer_sections import Shared
 from gateway.config.policy_choice import AdmissionChoice, Canary, PolicyChoice
+from gateway.config.price_sections import TokenPrice
 from gateway.config.reload_section import Reload
 from gateway.config.tenant_sections import Cache, Tenant
 from gateway.config.tls_sections import EngineTls, ListenerTls
@@ -184,10 +185,11 @@ class EndpointTraits(Section):
     tenants: Annotated[tuple[Name, ...], Field(max_length=4096)] = setting(
         (), "Names of the only tenants that the endpoint serves; by default all."
     )
-
+    token_price: TokenPrice | None = setting(
+        None, "What a provider charges for tokens; counted in penstock_cost_usd_total."
+    )
     tls: EngineTls | None = setting(
-        None,
-        "TLS settings for an https:// URL; by default the system's authorities are trusted.",
+        None, "TLS settings for an https:// URL; by default the system's authorities are trusted."
     )
 
     _sendable_key = field_validator("api_key")(check_sendable)

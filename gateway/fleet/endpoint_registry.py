@@ -27,7 +27,7 @@ from policies.health.health import Health, HealthState
 from policies.health.speed_record import SpeedRecord, SpeedVerdict
 from policies.health.stall import is_doubted
 from policies.load import EndpointLoad, LoadChanges
-from policies.model import Candidate, Endpoint, Role, endpoint_key
+from policies.model import Candidate, Endpoint, Role, TokenPrice, endpoint_key
 from policies.sizing.layout import Layout
 
 log = logging.getLogger("penstock")
@@ -450,7 +450,16 @@ def to_endpoint(pool: str, spec: EndpointSpec, rank: int | None = None) -> Endpo
         salt_member=salt_member(spec.engine, spec.cache_salt),
         tenants=frozenset(spec.tenants),
         rank=rank,
+        token_price=_token_price(spec),
     )
+
+
+def _token_price(spec: EndpointSpec) -> TokenPrice | None:
+    price = spec.token_price
+    if price is None:
+        return None
+    cached = price.prompt if price.cached is None else price.cached
+    return TokenPrice(price.prompt, cached, price.answer)
 
 
 def _bootstrap(spec: EndpointSpec) -> str | None:

@@ -236,8 +236,9 @@ class Metrics:
         )
         self.cost_usd_total: MetricFamily[Counter] = meters.counter(
             "penstock_cost_usd_total",
-            "Dollars of engine time by the requests that used it, with hardware.price_per_hour. "
-            "`tenant` is empty unless observability.tenants is set.",
+            "Dollars of engine time by the requests that used it, with hardware.price_per_hour, "
+            "and of tokens at endpoints with a token_price. `tenant` is empty unless "
+            "observability.tenants is set.",
             *(MODEL, CLASS, TENANT),
         )
         self.idle_cost_usd_total: MetricFamily[Counter] = meters.counter(

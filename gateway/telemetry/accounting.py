@@ -19,6 +19,7 @@ from gateway.config import Observability
 from gateway.exchange import Exchange, SplitRecord
 from gateway.metrics.catalogue import Metrics
 from gateway.metrics.metric_types import Counter, Histogram
+from gateway.protocol.openai import Call
 from gateway.protocol.relay import Relay
 from gateway.protocol.stream_scan import TokenUsage
 from gateway.telemetry.explain import RecentExchanges, snapshot_pick
@@ -27,7 +28,7 @@ from gateway.telemetry.otlp import SpanExporter
 from gateway.telemetry.request_shapes import ShapeRecorder
 from gateway.telemetry.slo_outcomes import REGRET_SAMPLE_EVERY, SloTracker, effective_usage
 from policies.contract import Policy
-from policies.model import Pick, RoutingQuery
+from policies.model import Pick, RoutingQuery, TokenPrice
 from policies.prefix.block_ids import BlockIds
 
 log = logging.getLogger("penstock")
@@ -449,6 +450,8 @@ class Accounting:
         received = exchange.received_at or now
         self.slo_tracker.on_answered(exchange, relay, usage, received)
         children.count(exchange, received, relay, usage, call.request.prompt_tokens, now)
+        if endpoint.token_price is not None:
+            self._charge(call, usage, endpoint.token_price)
         if exchange.tier:
             self._metrics.overflow_total.labels(call.requested_model, exchange.tier).inc()
         if exchange.split is not None:
@@ -460,6 +463,17 @@ class Accounting:
             if waited_s > LEAST_WAIT_S:
                 self._metrics.queue_seconds.labels(endpoint.pool).observe(waited_s)
         self._bytes_out.value += relay.bytes_sent
+
+    def _charge(self, call: Call, usage: TokenUsage, price: TokenPrice) -> None:
+        # Count what a provider charges for a request. Without usage, as in a stream that its client
+        # has left, the dollars are unknown.
+        if usage.prompt_tokens is None:
+            return
+        usd = price.usd(usage.prompt_tokens, usage.cached_tokens or 0, usage.completion_tokens or 0)
+        request = call.request
+        tenant = request.tenant if self.slo_tracker.has_tenant_labels else ""
+        labels = request.model, request.slo.name, tenant
+        self._metrics.cost_usd_total.labels(*labels).value += usd
 
     def _observe_split_stages(
         self, split: SplitRecord, relay: Relay, exchange: Exchange, received: float

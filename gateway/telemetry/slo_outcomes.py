@@ -156,7 +156,7 @@ class SloTracker:
     """
 
     __slots__ = (
-        *("_error", "_evicted", "_has_tenant_labels", "_kinds", "_metrics", "_never_seen"),
+        *("_error", "_evicted", "has_tenant_labels", "_kinds", "_metrics", "_never_seen"),
         *("_regret", "_spread", "output_lengths", "prompt_lengths"),
     )
 
@@ -170,11 +170,11 @@ class SloTracker:
         self._spread = causes.labels("spread")
         self._evicted = causes.labels("evicted")
         self.output_lengths, self.prompt_lengths = OutputLengths(), PromptLengths()
-        self._has_tenant_labels = False
+        self.has_tenant_labels = False
 
     def set_tenant_labels(self, is_enabled: bool) -> None:
         """Turn the tenant label of the metric penstock_goodput_total on or off."""
-        self._has_tenant_labels = is_enabled
+        self.has_tenant_labels = is_enabled
         self._kinds = {}
 
     def observe_pick_regret(self, query: RoutingQuery, pick: Pick) -> None:
@@ -292,7 +292,7 @@ class SloTracker:
 
     def _counter(self, kind: _Kind, slo_outcome: str) -> Counter:
         model, tenant, slo, _ = kind.key
-        tenant_label = tenant if self._has_tenant_labels else ""
+        tenant_label = tenant if self.has_tenant_labels else ""
         counter = self._metrics.goodput_total.labels(slo, slo_outcome, tenant_label, model)
         kind.goodput[slo_outcome] = counter
         return counter

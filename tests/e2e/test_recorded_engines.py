@@ -157,3 +157,22 @@ def test_a_provider_is_reached_under_its_path_with_its_key_and_model_name(tmp_pa
         assert answer.model == "chat"
         paths = {path for path, _ in engine.requests}
     assert paths <= {"/api/v1/models", "/api/v1/chat/completions", "/api/openapi.json"}
+
+
+def test_what_a_provider_charges_is_counted_by_model_and_class(tmp_path: Path) -> None:
+    price = ", token_price: {prompt: 0.5, cached: 0.1, answer: 2}"
+    with (
+        recorded_engine("llamacpp") as engine,
+        served(tmp_path, engine, "openai", price) as gateway,
+    ):
+        answers = [
+            client(gateway).chat.completions.create(model="chat", messages=MESSAGES)
+            for _ in range(3)
+        ]
+        page = urllib.request.urlopen(f"{gateway.admin_url}/metrics", timeout=60).read().decode()
+    usage = answers[0].usage
+    cached = usage.prompt_tokens_details.cached_tokens
+    one = (usage.prompt_tokens - cached) * 0.5 + cached * 0.1 + usage.completion_tokens * 2
+    (line,) = [x for x in page.splitlines() if x.startswith("penstock_cost_usd_total{")]
+    assert 'model="chat"' in line
+    assert float(line.split()[-1]) == pytest.approx(3 * one / 1e6)
