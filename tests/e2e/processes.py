@@ -28,7 +28,7 @@ FILE = "gateway.yaml"
 HOME = os.environ.get("PENSTOCK_HOME", str(ROOT))
 ENV = os.environ | {"PYTHONPATH": HOME, "PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1"}
 PATIENCE = "".join(f"{name}: {json.dumps(PATIENT[name])}\n" for name in ("health", "scrape"))
-_READY = re.compile(r"API (https?://\S+)/v1, admin (https?://[^\s;]+)")
+_READY = re.compile(r"API at (https?://\S+)/v1, admin server at (https?://[^\s;]+)")
 
 
 class GatewayProcess:

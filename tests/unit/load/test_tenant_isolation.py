@@ -64,7 +64,7 @@ async def test_the_probes_of_the_command_line_are_sent_and_judged(
 def test_a_gateway_that_ran_too_long_is_named_and_its_stderr_is_kept(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    ready = "API http://127.0.0.1:1/v1, admin http://127.0.0.1:2; press"
+    ready = "API at http://127.0.0.1:1/v1, admin server at http://127.0.0.1:2; press"
     program = f"import sys, time; print({ready!r}, file=sys.stderr, flush=True); time.sleep(600)"
     log = tmp_path / "folder" / "gateway.log"
     with run_process([sys.executable, "-c", program], stderr=subprocess.PIPE) as process:
