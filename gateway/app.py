@@ -53,8 +53,8 @@ from gateway.http.tls_listener import ProtocolFactory, TlsListeners
 from gateway.http.write_queue import WriteQueue
 from gateway.metrics.catalogue import Metrics
 from gateway.metrics.runtime_gauges import pool_by_label
-from gateway.peers.bus import ID_BYTES, Bus
-from gateway.peers.frame_auth import FrameAuth
+from gateway.peers.bus import Bus
+from gateway.peers.frame_auth import FrameAuth, create_frame_auth
 from gateway.peers.local_bus import LocalBus
 from gateway.peers.sync_loop import SyncLoop
 from gateway.peers.view import PeerView
@@ -108,7 +108,7 @@ class App:
         self._local = origin.local
         self.metrics = Metrics()
         self._loop = asyncio.get_running_loop()
-        auth = _frame_auth(config, origin.local)
+        auth = create_frame_auth(config, None if origin.local is None else origin.local.secret)
         self._predecessor, self._has_retired = origin.predecessor, False
         self.secret = _fingerprint_secret(config, auth, origin.predecessor)
         self._prefixes = create_prefix_caches(config, self.secret)
@@ -571,19 +571,13 @@ def _versions(config: Config, local: WorkerSettings) -> VersionHistory:
     return VersionHistory(None if folder is None else Path(folder), local.version)
 
 
-def _frame_auth(config: Config, local: WorkerSettings | None) -> FrameAuth | None:
-    # Return the authentication of messages to other gateways, or None if there are none.
-    if config.shared is not None:
-        return FrameAuth(config.shared.key.reveal().encode(), secrets.token_bytes(ID_BYTES))
-    return None if local is None else FrameAuth(local.secret, secrets.token_bytes(ID_BYTES))
-
-
 def _fingerprint_secret(
     config: Config, auth: FrameAuth | None, predecessor: Predecessor | None
 ) -> bytes:
     # Return the key of prompt fingerprints.
     #
-    # It is shared with other gateways, inherited, derived from `cache.secret`, or random.
+    # It is shared with other gateways, inherited, derived from `cache.secret`, or random. Gateways
+    # with `shared` share it, derived from `cache.secret` if that is set, else from their key.
     if auth is not None:
         return auth.fingerprint_secret
     if predecessor is not None and predecessor.secret:

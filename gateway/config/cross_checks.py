@@ -170,6 +170,7 @@ def _secret_owners(data: Any) -> Iterator[tuple[Path, Any, str]]:
     )
     shared = get_member(data, "shared")
     yield (("shared",), shared, "key")
+    yield (("shared",), shared, "other_key")
     yield (("shared", "redis"), get_member(shared, "redis"), "password")
     s3 = get_member(get_member(data, "batch"), "s3")
     yield from ((("batch", "s3"), s3, key) for key in S3_SECRETS)

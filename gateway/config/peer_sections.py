@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import Field, StringConstraints, field_validator, model_validator
+from pydantic import (
+    Field,
+    StringConstraints,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from gateway.config.tls_sections import ClientTls
 from gateway.config.values import Interval, Name, RedisUrl, Secret, Section, Size, setting
@@ -47,6 +53,12 @@ class Shared(Section):
         description="A secret key that all gateways have in common, written as a reference; at "
         "least 16 characters."
     )
+    other_key: Secret | None = setting(
+        None,
+        "A second key, written as a reference, under which messages of other gateways are accepted "
+        "too while the key is changed: the next key before, the previous one after it. Nothing "
+        "is sent under it.",
+    )
     fleet: Annotated[str, StringConstraints(pattern=r"^[0-9A-Za-z._-]{1,64}$")] = setting(
         "penstock",
         "Name of the group of gateways that share state. Its keys in Redis begin with this name, "
@@ -60,11 +72,19 @@ class Shared(Section):
         "Memory for recent messages, with which this gateway brings a new gateway up to date.",
     )
 
-    @field_validator("key")
+    @field_validator("key", "other_key")
     @classmethod
-    def _long_enough(cls, key: Secret) -> Secret:
-        if len(key.reveal()) < 16:
+    def _long_enough(cls, key: Secret | None) -> Secret | None:
+        if key is not None and len(key.reveal()) < 16:
             raise ValueError(
                 "the secret must have at least 16 characters, so that it cannot be guessed"
             )
         return key
+
+    @field_validator("other_key")
+    @classmethod
+    def _is_another(cls, other: Secret | None, info: ValidationInfo) -> Secret | None:
+        key = info.data.get("key")
+        if other is not None and key is not None and other.reveal() == key.reveal():
+            raise ValueError("the secret must differ from `key`")
+        return other

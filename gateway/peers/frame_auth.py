@@ -5,14 +5,20 @@ One secret yields three keys. The first authenticates frames (keyed BLAKE2b). Th
 prompt fingerprints, so that all gateways compute the same ones. The third is for digests of names,
 so that names are not sent in clear text. Frames are not encrypted: use TLS where others may read
 them.
+
+While gateways change to another secret, frames under both are accepted. `cache.secret` does not
+change with it: where it is set, it yields the keys of fingerprints and names.
 """
 
 from __future__ import annotations
 
 import hashlib
 import hmac
+import secrets
 from struct import Struct
+from typing import NamedTuple
 
+from gateway.config import Config
 from gateway.peers.bus import BROADCAST, FRAME_CAP_BYTES, ID_BYTES
 
 MAGIC = b"PSv1"
@@ -33,17 +39,46 @@ class FrameRejectedError(Exception):
         self.reason = reason
 
 
+class VerifiedFrame(NamedTuple):
+    """An authentic frame from another gateway.
+
+    has_known_blocks  whether the sender makes block keys of prompts with the secret of this gateway
+    """
+
+    sender: bytes
+    body: memoryview
+    has_known_blocks: bool
+
+
 class FrameAuth:
     """Adds authentication tags to outgoing frames and verifies those of incoming frames.
 
-    fingerprint_secret  equal in all gateways with the same `secret`
+    fingerprint_secret  equal in all gateways with the same `secret`, or the same `stable_secret`
     """
 
-    def __init__(self, secret: bytes, me: bytes) -> None:
+    def __init__(
+        self,
+        secret: bytes,
+        me: bytes,
+        other_secret: bytes | None = None,
+        stable_secret: bytes | None = None,
+    ) -> None:
+        """Derive the keys.
+
+        secret         authenticates outgoing frames, and incoming ones
+        other_secret   authenticates incoming frames too; None: no other secret does
+        stable_secret  yields the keys of fingerprints and names; None: each of the secrets does
+        """
         self.own_id = me
-        self.fingerprint_secret = _key(secret, b"ps-fingerprint")
+        self.fingerprint_secret = _key(stable_secret or secret, b"ps-fingerprint")
         self._frame_key = _key(secret, b"ps-frames")
-        self._name_key = _key(secret, b"ps-names")
+        self._name_key = _key(stable_secret or secret, b"ps-names")
+        self._other_frame_key = None if other_secret is None else _key(other_secret, b"ps-frames")
+        self._other_name_key = (
+            None
+            if other_secret is None or stable_secret is not None
+            else _key(other_secret, b"ps-names")
+        )
         self._count = 0
         self._last_counts: dict[tuple[bytes, bool], int] = {}
 
@@ -55,10 +90,10 @@ class FrameAuth:
         """
         self._count += 1
         data = _HEAD.pack(MAGIC, self.own_id, to, self._count) + body
-        return data + self._tag(data)
+        return data + _tag(data, self._frame_key)
 
-    def verify(self, frame: bytes) -> tuple[bytes, memoryview] | None:
-        """Verify a frame from another gateway and return (sender, body).
+    def verify(self, frame: bytes) -> VerifiedFrame | None:
+        """Verify a frame from another gateway and return its sender and body.
 
         Returns None for this gateway's own frames and for frames to other recipients. Raises
         FrameRejectedError when the verification fails.
@@ -71,10 +106,14 @@ class FrameAuth:
         if sender == self.own_id or to not in (BROADCAST, self.own_id):
             return None
         data = memoryview(frame)[:-TAG_BYTES]
-        if not hmac.compare_digest(self._tag(data), frame[-TAG_BYTES:]):
+        tag, other_key = frame[-TAG_BYTES:], self._other_frame_key
+        is_own = hmac.compare_digest(_tag(data, self._frame_key), tag)
+        if not is_own and (
+            other_key is None or not hmac.compare_digest(_tag(data, other_key), tag)
+        ):
             raise FrameRejectedError("forged")
         self._check_replay((sender, to == BROADCAST), count)
-        return sender, data[_HEAD.size :]
+        return VerifiedFrame(sender, data[_HEAD.size :], is_own or self._other_name_key is None)
 
     def _check_replay(self, stream: tuple[bytes, bool], count: int) -> None:
         # Raise FrameRejectedError unless the count is larger than the last one of this stream.
@@ -88,14 +127,39 @@ class FrameAuth:
         if len(self._last_counts) > SENDERS_REMEMBERED:
             del self._last_counts[next(iter(self._last_counts))]
 
-    def _tag(self, data: bytes | memoryview) -> bytes:
-        return hashlib.blake2b(data, key=self._frame_key, digest_size=TAG_BYTES).digest()
-
     def digest(self, name: str) -> int:
         """Return the 64-bit number for a name, equal in all gateways with the same secret."""
-        encoded = name.encode("utf-8", "surrogatepass")
-        digest = hashlib.blake2b(encoded, key=self._name_key, digest_size=8)
-        return int.from_bytes(digest.digest(), "little")
+        return _digest(name, self._name_key)
+
+    def digests(self, name: str) -> tuple[int, ...]:
+        """Return the numbers by which incoming frames may call a name: this gateway's own first."""
+        own, other_key = self.digest(name), self._other_name_key
+        return (own,) if other_key is None else (own, _digest(name, other_key))
+
+
+def create_frame_auth(config: Config, local_secret: bytes | None) -> FrameAuth | None:
+    """Return the authentication of messages to other gateways, or None if there are none.
+
+    `local_secret` is the secret of the worker processes of one machine, which have no `shared`.
+    """
+    if config.shared is not None:
+        key, other, stable = config.shared.key, config.shared.other_key, config.cache.secret
+        return FrameAuth(
+            key.reveal().encode(),
+            secrets.token_bytes(ID_BYTES),
+            None if other is None else other.reveal().encode(),
+            None if stable is None else stable.reveal().encode(),
+        )
+    return None if local_secret is None else FrameAuth(local_secret, secrets.token_bytes(ID_BYTES))
+
+
+def _tag(data: bytes | memoryview, key: bytes) -> bytes:
+    return hashlib.blake2b(data, key=key, digest_size=TAG_BYTES).digest()
+
+
+def _digest(name: str, key: bytes) -> int:
+    encoded = name.encode("utf-8", "surrogatepass")
+    return int.from_bytes(hashlib.blake2b(encoded, key=key, digest_size=8).digest(), "little")
 
 
 def _key(secret: bytes, use: bytes) -> bytes:

@@ -26,20 +26,27 @@ T = TypeVar("T")
 class UsageSync:
     """Converts the usage of tenants and sessions to messages for other gateways, and back.
 
-    digest  function that returns the number by which messages name a tenant, pool or session
+    digest   function that returns the number by which messages name a tenant, pool or session
+    digests  function that returns all numbers by which incoming messages may name a tenant or pool
     """
 
     def __init__(
-        self, gate: AdmissionController, updates: OutgoingUpdates, digest: Callable[[str], int]
+        self,
+        gate: AdmissionController,
+        updates: OutgoingUpdates,
+        digest: Callable[[str], int],
+        digests: Callable[[str], tuple[int, ...]],
     ) -> None:
         self._admission = gate
         self._updates = updates
-        self._digest = digest
+        self._digest, self._digests = digest, digests
         self._tenants: dict[int, str] = {}
 
     def set_tenants(self, tenants: Sequence[Tenant]) -> None:
         """Set the configured tenants, to whose names received digests are translated."""
-        self._tenants = {self._digest(tenant.name): tenant.name for tenant in tenants}
+        self._tenants = {
+            digest: tenant.name for tenant in tenants for digest in self._digests(tenant.name)
+        }
 
     # Outgoing
 
@@ -92,7 +99,11 @@ class UsageSync:
 
     def on_charges(self, message: messages.TenantCharges) -> None:
         """Charge tenants for work that another gateway reports to have done for them."""
-        queues = {self._digest(queue.name): queue for queue in self._admission.pool_queues()}
+        queues = {
+            digest: queue
+            for queue in self._admission.pool_queues()
+            for digest in self._digests(queue.name)
+        }
         for pool, tenant, tokens in message.tenants:
             queue, name = queues.get(pool), self._tenants.get(tenant)
             if queue is not None and name is not None:
@@ -110,7 +121,7 @@ class UsageSync:
     def on_sessions(self, message: messages.ActiveSessions, age_s: float, now: float) -> None:
         """Count the sessions that another gateway served `age_s` seconds ago."""
         for queue in self._admission.pool_queues():
-            if queue.sessions is not None and self._digest(queue.name) == message.pool:
+            if queue.sessions is not None and message.pool in self._digests(queue.name):
                 queue.sessions.apply_peer_sessions(message.members, age_s, now)
 
 

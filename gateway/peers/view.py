@@ -7,6 +7,7 @@ sync_loop.py, authentication in frame_auth.py.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from functools import lru_cache
 from itertools import chain
 
@@ -71,10 +72,11 @@ class PeerView:
         self._auth = seal
         self._endpoints = endpoints
         self._admission = gate
-        self._use = UsageSync(gate, self.updates, self.updates.session_digest)
+        names = lru_cache(NAMES_CACHED)(seal.digests)
+        self._use = UsageSync(gate, self.updates, self.updates.session_digest, names)
         self._metrics = metrics
         self._block_bytes = block_bytes
-        self._digests: dict[tuple[str, str], int] = {}
+        self._digests: dict[tuple[str, str], tuple[int, ...]] = {}
         self._live: dict[int, LiveEndpoint] = {}
         self._sent_shares: dict[int, PeerShare] = {}
         self._sent_at = float("-inf")
@@ -200,14 +202,14 @@ class PeerView:
         """Return the sender, body and message of a frame that another gateway sent.
 
         Returns None for this gateway's own frames, for frames to others, and for invalid ones,
-        which are counted.
+        which are counted. Prompts whose block keys are made with another secret are left out,
+        because none would match.
         """
         try:
             opened = self._auth.verify(frame)
             if opened is None:
                 return None
-            sender, body = opened
-            message = messages.decode(body)
+            message = messages.decode(opened.body)
         except FrameRejectedError as refused:
             self.count_drop(refused.reason)
             return None
@@ -215,7 +217,12 @@ class PeerView:
             self.count_drop("malformed")
             return None
         self._count(messages.message_kind(message), "in")
-        return sender, bytes(body), message
+        if not opened.has_known_blocks:
+            if isinstance(message, messages.SentPrompts):
+                return None
+            if isinstance(message, messages.WarmUpPart):
+                message = _without_prompts(message)
+        return opened.sender, bytes(opened.body), message
 
     def apply_frame(self, frame: bytes, age_s: float, now: float) -> Iterator[None]:
         """Apply a frame from another gateway in short steps.
@@ -363,9 +370,10 @@ class PeerView:
     def _update_names(self) -> None:
         self._use.set_tenants(self.tenants())
         self._live = {
-            self._digest(live.endpoint): live
+            digest: live
             for live in self._endpoints.all()
             if not live.is_leaving
+            for digest in self._digests_of(live.endpoint)
         }
 
     def _current(self, digest: int) -> LiveEndpoint | None:
@@ -376,17 +384,28 @@ class PeerView:
         return None if live is None or live.is_leaving else live
 
     def _digest(self, endpoint: Endpoint) -> int:
+        return self._digests_of(endpoint)[0]
+
+    def _digests_of(self, endpoint: Endpoint) -> tuple[int, ...]:
         key = endpoint.key
-        digest = self._digests.get(key)
-        if digest is None:
+        digests = self._digests.get(key)
+        if digests is None:
             if len(self._digests) >= NAMES_CACHED:
                 self._digests.clear()
-            digest = self._auth.digest("\0".join(key))
-            self._digests[key] = digest
-        return digest
+            digests = self._digests[key] = self._auth.digests("\0".join(key))
+        return digests
 
     def count_drop(self, reason: str) -> None:
         self._metrics.shared_dropped_total.labels(reason).inc()
 
     def _count(self, kind: str, direction: str) -> None:
         self._metrics.shared_messages_total.labels(kind, direction).inc()
+
+
+def _without_prompts(part: messages.WarmUpPart) -> messages.WarmUpPart:
+    kept = []
+    for body in part.messages:
+        with suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            if not isinstance(messages.decode(body), messages.SentPrompts):
+                kept.append(body)
+    return msgspec.structs.replace(part, messages=kept)

@@ -13,6 +13,7 @@ import hmac
 from collections.abc import Mapping, Sequence
 
 from gateway.config import Config, Tenant
+from gateway.config.values import Secret
 
 MAX_CLIENT_SALT = 1024
 _LABEL = b"penstock cache salt 1"
@@ -72,9 +73,21 @@ def shared_secret(config: Config) -> bytes | None:
     """Return the secret that all gateways with this configuration share, or None without one."""
     if config.cache.secret is not None:
         return config.cache.secret.reveal().encode()
-    if config.shared is not None:
-        return hmac.digest(config.shared.key.reveal().encode(), _LABEL, "sha256")
-    return None
+    return None if config.shared is None else _of_gateways(config.shared.key)
+
+
+def other_shared_secret(config: Config) -> bytes | None:
+    """Return the secret that gateways with `shared.other_key` as their key share.
+
+    None: there is none, or it is the same as that of this configuration.
+    """
+    if config.cache.secret is not None or config.shared is None or config.shared.other_key is None:
+        return None
+    return _of_gateways(config.shared.other_key)
+
+
+def _of_gateways(key: Secret) -> bytes:
+    return hmac.digest(key.reveal().encode(), _LABEL, "sha256")
 
 
 def derived_secret(tenants: Sequence[Tenant]) -> bytes:

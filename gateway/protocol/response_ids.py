@@ -15,11 +15,11 @@ import hashlib
 import hmac
 import secrets
 from base64 import urlsafe_b64decode, urlsafe_b64encode
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
 from gateway.config import Config
-from gateway.protocol.cache_salts import derived_secret, shared_secret
+from gateway.protocol.cache_salts import derived_secret, other_shared_secret, shared_secret
 
 PREFIX = "resp_"
 MAX_ID_CHARS = 256
@@ -43,12 +43,18 @@ class KeptResponse(NamedTuple):
 class ResponseIds:
     """Creates and reads the response ids of one configuration. Immutable."""
 
-    __slots__ = ("_keys", "_open_key")
+    __slots__ = ("_keys", "_open_key", "_others")
 
-    def __init__(self, keys: Mapping[str, bytes], open_key: bytes) -> None:
-        """Initialize with an HMAC key per tenant; `open_key` is for requests without a tenant."""
+    def __init__(
+        self, keys: Mapping[str, bytes], open_key: bytes, others: ResponseIds | None = None
+    ) -> None:
+        """Initialize with an HMAC key per tenant; `open_key` is for requests without a tenant.
+
+        `others` finds ids that gateways with another key have created.
+        """
         self._keys = keys
         self._open_key = open_key
+        self._others = others
 
     def new(self, tenant: str, endpoint: str, model: str, previous: str = "") -> str:
         """Return a new id for a response that `endpoint` will store.
@@ -64,7 +70,9 @@ class ResponseIds:
         sealed = number + _code(key, number, endpoint, hidden) + hidden
         return PREFIX + urlsafe_b64encode(sealed).rstrip(b"=").decode()
 
-    def find(self, response_id: str, tenant: str, endpoints: Iterable[str]) -> KeptResponse | None:
+    def find(
+        self, response_id: str, tenant: str, endpoints: Collection[str]
+    ) -> KeptResponse | None:
         """Return where a response is stored, or None if it is stored at none of these endpoints.
 
         The result is also None for the id of another tenant's response.
@@ -77,7 +85,8 @@ class ResponseIds:
         for endpoint in endpoints:
             if hmac.compare_digest(code, _code(key, number, endpoint, hidden)):
                 return KeptResponse(endpoint, _mask(key, number, hidden).decode("utf-8", "replace"))
-        return None
+        others = self._others
+        return None if others is None else others.find(response_id, tenant, endpoints)
 
     def _key(self, tenant: str) -> bytes:
         return self._keys.get(tenant, self._open_key)
@@ -98,16 +107,24 @@ def new_response_ids(config: Config) -> ResponseIds:
     """Create the ResponseIds of a configuration.
 
     The secret is that of cache salts: `cache.secret`, else the key that the gateways share. Without
-    both, each tenant's secret is derived from its API key.
+    both, each tenant's secret is derived from its API key. Ids under `shared.other_key` are found
+    too.
     """
-    secret = shared_secret(config)
+    other = other_shared_secret(config)
+    others = None if other is None else _with_secret(config, other)
+    return _with_secret(config, shared_secret(config), others)
+
+
+def _with_secret(
+    config: Config, secret: bytes | None, others: ResponseIds | None = None
+) -> ResponseIds:
     keys = {
         tenant.name: hmac.digest(
             secret or derived_secret([tenant]), _LABEL + tenant.name.encode(), "sha256"
         )
         for tenant in config.tenants
     }
-    return ResponseIds(keys, hmac.digest(secret or _LABEL, _LABEL, "sha256"))
+    return ResponseIds(keys, hmac.digest(secret or _LABEL, _LABEL, "sha256"), others)
 
 
 def _decoded(response_id: str) -> bytes | None:

@@ -24,7 +24,12 @@ BLOCK_BYTES = 64
 
 class Gateway:
     def __init__(
-        self, me: int, secret: bytes = SECRET, tenants: Sequence[Mapping[str, object]] = ()
+        self,
+        me: int,
+        secret: bytes = SECRET,
+        tenants: Sequence[Mapping[str, object]] = (),
+        other_secret: bytes | None = None,
+        stable_secret: bytes | None = None,
     ) -> None:
         endpoints = [
             {"url": url, "kv_tokens": 1_000_000, "max_concurrency": 8}
@@ -39,7 +44,7 @@ class Gateway:
             {"version": 1, "pools": {"main": pool}, "tenants": tenants}
         )
         self.metrics = Metrics()
-        self.seal = FrameAuth(secret, bytes([me]) * 8)
+        self.seal = FrameAuth(secret, bytes([me]) * 8, other_secret, stable_secret)
         self.prefixes = PrefixCacheView(self.seal.fingerprint_secret, 1 << 24, BLOCK_BYTES)
         self.gate = AdmissionController(self.config)
         outbox = WriteQueue(asyncio.get_running_loop())

@@ -41,6 +41,21 @@ def test_a_short_or_missing_key_is_rejected() -> None:
     assert "key" in refused("shared: {redis: {url: 'redis://a'}}\n")
 
 
+def test_a_second_key_that_is_short_or_the_same_is_rejected() -> None:
+    shared = "shared: {redis: {url: 'redis://a'}, key: '${KEY}', other_key: '%s'}\n"
+    assert "at least 16 characters" in refused(shared % "${SHORT:-abc}")
+    assert "must differ from `key`" in refused(shared % "${KEY}")
+
+
+def test_a_second_key_in_the_text_counts_as_a_secret_and_is_not_shown() -> None:
+    secret = "a second marmot of sixteen"
+    keys = f"key: '${{KEY}}', other_key: '{secret}'"
+    text = POOLS + f"shared: {{redis: {{url: 'redis://a'}}, {keys}}}\n"
+    loaded = load_text(text.encode(), "g.yaml", ENV)
+    assert loaded.has_secret_in_text
+    assert "marmot" not in f"{loaded.config!r} {display(loaded)}"
+
+
 def test_neither_key_nor_password_is_shown() -> None:
     text = POOLS + "shared: {redis: {url: 'redis://a', password: '${PASSWORD}'}, key: '${KEY}'}\n"
     loaded = load_text(text.encode(), "g.yaml", ENV)

@@ -12,7 +12,7 @@ from gateway.peers.usage_sync import MAX_ROWS
 from gateway.protocol.errors import GatewayError
 from policies.admission.admission import RequestOutcome
 from policies.model import Pick, Request
-from tests.unit.gateway.peers.peer_gateways import Gateway, run, turn, warm
+from tests.unit.gateway.peers.peer_gateways import SECRET, Gateway, run, turn, warm
 
 LIMITS = {"requests_per_minute": 10, "tokens_per_minute": 100_000}
 TENANTS = [
@@ -57,6 +57,18 @@ def active_sessions(gateway: Gateway) -> tuple[int, int]:
 
 async def test_quota_used_at_one_gateway_is_deducted_at_all() -> None:
     one, two = gateways()
+    now = warm(one, two, now=monotonic())
+    assert send_requests(one, 7) == 7
+    run([one, two], now, 0.2)
+    assert send_requests(two, 7) == 3
+    run([one, two], now + 0.2, 0.2)
+    assert (send_requests(one), send_requests(two)) == (0, 0)
+
+
+async def test_quota_is_agreed_on_while_the_gateways_change_their_key() -> None:
+    old, new = SECRET, b"the next secret of sixteen bytes"
+    one = Gateway(1, old, TENANTS, other_secret=new)
+    two = Gateway(2, new, TENANTS, other_secret=old)
     now = warm(one, two, now=monotonic())
     assert send_requests(one, 7) == 7
     run([one, two], now, 0.2)

@@ -239,6 +239,58 @@ async def test_a_gateway_with_another_key_is_ignored() -> None:
     assert two.dropped()["forged"] > 0
 
 
+OTHER = Random(2).randbytes(64 * 100)
+NEXT = b"the next secret of sixteen bytes"
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ((SECRET, None), (SECRET, NEXT)),
+        ((SECRET, NEXT), (NEXT, SECRET)),
+        ((NEXT, SECRET), (NEXT, None)),
+    ],
+)
+async def test_gateways_understand_each_other_in_every_step_of_a_change_of_the_key(
+    first: tuple[bytes, bytes | None], second: tuple[bytes, bytes | None]
+) -> None:
+    one = Gateway(1, first[0], other_secret=first[1])
+    two = Gateway(2, second[0], other_secret=second[1])
+    now = warm(one, two)
+    with one.reserve(PROMPT, 0), two.reserve(PROMPT, 1):
+        now = run([one, two], now, 0.5)
+        assert (one.candidates[1].load.in_flight, two.candidates[0].load.in_flight) == (1, 1)
+    assert not one.dropped()
+    assert not two.dropped()
+
+
+async def test_block_keys_under_another_key_are_left_out_and_sessions_are_not() -> None:
+    one = Gateway(1, SECRET, other_secret=NEXT)
+    now = warm(one)
+    with one.reserve(PROMPT, 0) as reservation:
+        reservation.on_first_token()
+    two = Gateway(2, NEXT, other_secret=SECRET)
+    two.view.start(now)
+    now = run([one, two], now, 2.0)
+    assert two.view.warm_up.is_warm
+    with one.reserve(OTHER, 0):
+        run([one, two], now, 0.3)
+    assert two.prefixes.index.stats().blocks == 0
+    assert not two.dropped()
+
+
+async def test_with_a_cache_secret_prompts_are_known_under_both_keys() -> None:
+    one = Gateway(1, SECRET, other_secret=NEXT, stable_secret=b"a secret of the caches")
+    now = warm(one)
+    with one.reserve(PROMPT, 0) as reservation:
+        reservation.on_first_token()
+    two = Gateway(2, NEXT, other_secret=SECRET, stable_secret=b"a secret of the caches")
+    two.view.start(now)
+    run([one, two], now, 2.0)
+    assert two.cached(PROMPT) == one.cached(PROMPT)
+    assert two.cached(PROMPT)[0] > 0
+
+
 async def test_replayed_frames_are_dropped() -> None:
     one, two = Gateway(1), Gateway(2)
     now = warm(one, two)

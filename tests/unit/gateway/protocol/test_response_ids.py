@@ -111,3 +111,41 @@ def test_another_secret_reads_nothing() -> None:
     first, second = ({"secret": f"sixteen-characters-{digit}"} for digit in "12")
     response_id = configured(A, cache=first).new("a", ENDPOINTS[0], "m")
     assert configured(A, cache=second).find(response_id, "a", ENDPOINTS) is None
+
+
+def shared_by_gateways(
+    key: str, other: str | None = None, secret: str | None = None
+) -> ResponseIds:
+    pools = {"main": {"endpoints": [{"url": "http://a"}]}}
+    shared = {"redis": {"url": "redis://a"}, "key": key, "other_key": other}
+    tenants = [{"name": "acme", "key": "a key of acme"}]
+    return new_response_ids(
+        Config.model_validate(
+            {
+                "version": 1,
+                "pools": pools,
+                "shared": shared,
+                "tenants": tenants,
+                "cache": {"secret": secret},
+            }
+        )
+    )
+
+
+def test_ids_under_the_other_key_of_the_gateways_are_found() -> None:
+    old, new = "an old key of the gateways", "a new key of the gateways"
+    response_id = shared_by_gateways(old).new("acme", "engine-c", "m")
+    found = KeptResponse("engine-c", "m")
+    assert shared_by_gateways(new, old).find(response_id, "acme", ENDPOINTS) == found
+    assert shared_by_gateways(new, old).find(response_id, "", ENDPOINTS) is None
+    assert shared_by_gateways(new).find(response_id, "acme", ENDPOINTS) is None
+    # before the change, ids of gateways that have changed are found
+    newer_id = shared_by_gateways(new, old).new("acme", "engine-c", "m")
+    assert shared_by_gateways(old, new).find(newer_id, "acme", ENDPOINTS) == found
+
+
+def test_ids_under_a_cache_secret_do_not_change_with_the_key_of_the_gateways() -> None:
+    before = shared_by_gateways("an old key of the gateways", secret="a secret of the caches")
+    after = shared_by_gateways("a new key of the gateways", secret="a secret of the caches")
+    response_id = before.new("acme", "engine-c", "m")
+    assert after.find(response_id, "acme", ENDPOINTS) == KeptResponse("engine-c", "m")
