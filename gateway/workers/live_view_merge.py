@@ -158,7 +158,8 @@ def _pools(statuses: Sequence[FleetStatus]) -> list[dict[str, Any]]:
 
 
 def _endpoints(statuses: Sequence[FleetStatus]) -> list[dict[str, Any]]:
-    # Merge the endpoints' rows; one is unavailable if any worker reports it as unavailable.
+    # Merge the endpoints' rows; one is unavailable if any worker reports it as unavailable, and one
+    # that takes requests is slow if any worker says so.
     rows: dict[tuple[str, str], dict[str, Any]] = {}
     for row in (row for status in statuses for row in status.endpoints):
         merged = rows.setdefault((row["pool"], row["url"]), row)
@@ -167,6 +168,8 @@ def _endpoints(statuses: Sequence[FleetStatus]) -> list[dict[str, Any]]:
             merged["silence_s"] = min(merged["silence_s"], row["silence_s"])
             if merged["available"] and not row["available"]:
                 merged |= {name: row[name] for name in STATE_FIELDS}
+            elif merged["available"]:
+                merged["slow"] = merged["slow"] or row["slow"]
     return list(rows.values())
 
 

@@ -79,7 +79,7 @@ def merge_endpoints(pages: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     """Merge the endpoints of several workers by pool and URL.
 
     The fields of SUMMED_FIELDS are summed; an endpoint is available if all workers report it as
-    available.
+    available, and an available one is slow if any worker reports it as slow.
     """
     merged: dict[tuple[str, str], dict[str, Any]] = {}
     other_members: dict[str, Any] = {}
@@ -99,6 +99,8 @@ def merge_endpoints(pages: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
                 existing |= {
                     name: row[name] for name in ("available", "state", "cause", "slow", "back_in_s")
                 }
+            elif existing["available"]:
+                existing["slow"] = existing["slow"] or row["slow"]
     return {"endpoints": list(merged.values())} | other_members
 
 

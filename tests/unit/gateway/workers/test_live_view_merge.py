@@ -160,6 +160,23 @@ def test_one_worker_suffices_to_report_an_endpoint_out_and_pairs_are_summed() ->
     )
 
 
+@pytest.mark.parametrize("oldest", [0, 1, 2])
+def test_one_worker_suffices_to_report_an_endpoint_that_takes_requests_slow(oldest: int) -> None:
+    slow = endpoint(0, slow="4.1 times as slow as its peers per token")
+    statuses = [standing(endpoints=[endpoint(0)]), standing(endpoints=[slow]), standing()]
+    (row,) = merge_statuses(statuses[oldest:] + statuses[:oldest]).endpoints
+    assert (row["state"], row["available"]) == ("up", True)
+    assert row["slow"] == "4.1 times as slow as its peers per token"
+
+
+def test_an_endpoint_that_is_out_keeps_the_reason_of_the_worker_that_reports_it() -> None:
+    out = endpoint(0, state="ejected", cause="connect_failed", available=False)
+    slow = endpoint(0, slow="4.1 times as slow as its peers per token")
+    for rows in ([out, slow], [slow, out]):
+        (row,) = merge_statuses([standing(endpoints=[each]) for each in rows]).endpoints
+        assert (row["cause"], row["slow"]) == ("connect_failed", None)
+
+
 @pytest.mark.parametrize(
     ("state", "more", "severity"),
     [

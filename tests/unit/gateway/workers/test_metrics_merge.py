@@ -133,6 +133,21 @@ def endpoint(in_flight: int, *, available: bool) -> dict[str, object]:
     } | rest
 
 
+def test_an_available_endpoint_is_slow_if_any_worker_says_so() -> None:
+    slow = endpoint(1, available=True) | {"slow": {"ratio": 4.1}}
+    out = endpoint(1, available=False)
+    for rows, expected in (
+        ([endpoint(1, available=True), slow, endpoint(1, available=True)], {"ratio": 4.1}),
+        ([slow, endpoint(1, available=True)], {"ratio": 4.1}),
+        ([out, slow], None),
+        ([slow, out], None),
+    ):
+        (merged,) = metrics_merge.merge_endpoints([{"endpoints": [row]} for row in rows])[
+            "endpoints"
+        ]
+        assert merged["slow"] == expected
+
+
 def test_an_endpoint_is_listed_once_with_sums_and_is_available_if_all_workers_agree() -> None:
     merged = metrics_merge.merge_endpoints(
         [
