@@ -35,6 +35,32 @@ def test_pairs_with_handoffs_of_their_own_differ() -> None:
     assert times.token_s(OTHER, EXPECTED_S, 40.0) < 0.1 * times.token_s(PAIR, EXPECTED_S, 40.0)
 
 
+def test_a_new_pair_is_expected_to_be_like_those_with_the_same_prefill_or_decode_engine() -> None:
+    # Two racks with a slow link: p0, d0 and p1, d1 are near each other. p2 and d2 are new.
+    times = TransferTimes()
+    for number in range(40):
+        for names, token_s in (
+            (("p0", "d0"), 1e-6),
+            (("p1", "d1"), 1e-6),
+            (("p0", "d1"), 1e-3),
+            (("p1", "d0"), 1e-3),
+            (("p2", "d0"), 1e-6),
+            (("p1", "d2"), 1e-3),
+        ):
+            times.record(names, 8_000, 8_000 * token_s, float(number))
+    usual_s = times.token_s(("p9", "d9"), EXPECTED_S, 40.0)
+    near_s, far_s = (times.token_s(("p2", name), EXPECTED_S, 40.0) for name in ("d9", "d2"))
+    assert near_s < 0.2 * usual_s
+    assert near_s < far_s
+    assert times.token_s(("p9", "d2"), EXPECTED_S, 40.0) > 1.5 * usual_s
+    # also for a pair whose own handoffs are long ago
+    times.record(("p9", "d2"), 8_000, 0.0, 40.0)
+    later_s = 40.0 + 3.0 * MEMORY_S
+    for number in range(20):
+        times.record(("p1", "d2"), 8_000, 8.0, later_s + number)
+    assert times.token_s(("p9", "d2"), EXPECTED_S, later_s + 20.0) == pytest.approx(1e-3, rel=0.2)
+
+
 def test_a_link_that_has_become_quick_is_believed_after_some_handoffs() -> None:
     times = measured(1e-3)
     for number in range(40):
