@@ -21,6 +21,13 @@ POOL = "main"
 LOOSE_TTFT_S, LOOSE_TPOT_S = 60.0, 0.5
 
 
+# Experts on this many ranks or more are balanced: the busiest rank sets the time of every step.
+WIDE_RANKS = 8
+# With more ranks than this they are on several nodes, where the engines' default exchange is slow.
+NODE_RANKS = 8
+AMD = "mi"  # DeepEP runs on NVIDIA's GPUs only
+
+
 class Emission(msgspec.Struct, frozen=True):
     """A sizing plan, with the names to use in the files and commands that are written for it.
 
@@ -36,9 +43,15 @@ class Emission(msgspec.Struct, frozen=True):
     is_quantising: bool = False
     first_port: int = 9000
 
-    @property
-    def launch(self) -> EngineLaunch:
+    def launch(self, all_to_all: str | None = None) -> EngineLaunch:
+        """Return the settings of the engines.
+
+        `all_to_all` is the engine's backend for experts on several nodes, by its own name.
+        """
         plan = self.plan
+        ranks = plan.layout.ep
+        if plan.hardware.gpu.name.startswith(AMD):
+            all_to_all = None
         return EngineLaunch(
             self.source,
             plan.layout,
@@ -47,20 +60,22 @@ class Emission(msgspec.Struct, frozen=True):
             kv_dtype="fp8" if plan.model.kv_bytes == 1 else None,
             max_model_len=plan.work.context,
             max_num_seqs=plan.ceiling,
+            all_to_all=all_to_all if ranks > NODE_RANKS else None,
+            has_eplb=ranks >= WIDE_RANKS,
         )
 
 
 def _vllm(emission: Emission) -> str:
-    return vllm_command(emission.launch)
+    return vllm_command(emission.launch("deepep_low_latency"))
 
 
 def _sglang(emission: Emission) -> str:
-    return sglang_command(emission.launch)
+    return sglang_command(emission.launch("deepep"))
 
 
 def _trtllm(emission: Emission) -> str:
     head = f"# trtllm-serve {emission.source} --extra_llm_api_options this.yaml\n"
-    return head + trtllm_options(emission.launch)
+    return head + trtllm_options(emission.launch())
 
 
 def _gateway(emission: Emission) -> str:

@@ -6,6 +6,7 @@ an engine's default is written.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 
 import msgspec
@@ -19,8 +20,9 @@ class EngineLaunch(msgspec.Struct, frozen=True):
     Members that are None or False keep the engine's default.
 
     max_num_seqs  sequences of the whole engine; vLLM and TensorRT-LLM get each rank's part
-    all_to_all    SGLang's all-to-all backend
-    has_eplb      whether SGLang balances experts
+    all_to_all    vLLM's or SGLang's all-to-all backend, by the engine's own name
+    has_eplb      whether vLLM or SGLang balances experts over the ranks
+    spare_experts  copies of experts that balancing may place, over all ranks
     moe_tp        TensorRT-LLM's ranks per expert; its product with the layout's ep is its TP
     """
 
@@ -35,6 +37,7 @@ class EngineLaunch(msgspec.Struct, frozen=True):
     port: int | None = None
     all_to_all: str | None = None
     has_eplb: bool = False
+    spare_experts: int = 0
     moe_tp: int | None = None
 
     @property
@@ -57,7 +60,7 @@ def vllm_command(launch: EngineLaunch, is_module: bool = False) -> str:
         *_sized("--pipeline-parallel-size", layout.pp),
         *_sized("--data-parallel-size", layout.dp),
         *_sized("--decode-context-parallel-size", layout.cp),
-        *(["--enable-expert-parallel"] if layout.ep > 1 else []),
+        *(_vllm_experts(launch) if layout.ep > 1 else []),
         *_given("--dtype", launch.dtype),
         *_given("--quantization", launch.quantization),
         *_given("--kv-cache-dtype", launch.kv_dtype),
@@ -67,6 +70,15 @@ def vllm_command(launch: EngineLaunch, is_module: bool = False) -> str:
         *_given("--port", launch.port),
     )
     return _joined(head, flags)
+
+
+def _vllm_experts(launch: EngineLaunch) -> Iterator[str]:
+    yield "--enable-expert-parallel"
+    yield from _given("--all2all-backend", launch.all_to_all)
+    if launch.has_eplb:
+        yield "--enable-eplb"
+        if launch.spare_experts:
+            yield f"--eplb-config '{json.dumps({'num_redundant_experts': launch.spare_experts})}'"
 
 
 def sglang_command(launch: EngineLaunch) -> str:
@@ -83,6 +95,7 @@ def sglang_command(launch: EngineLaunch) -> str:
         *_sized("--ep-size", layout.ep),
         *([attention] if layout.dp > 1 else []),
         *(["--enable-eplb"] if launch.has_eplb else []),
+        *_sized("--ep-num-redundant-experts", launch.spare_experts if launch.has_eplb else 0, 0),
         *_given("--moe-a2a-backend", launch.all_to_all),
         *_given("--dtype", launch.dtype),
         *_given("--quantization", launch.quantization),

@@ -22,6 +22,13 @@ LAUNCHES = (
     EngineLaunch(MODEL, Layout(tp=2), quantization="fp8", kv_dtype="fp8", max_num_seqs=24),
     EngineLaunch(MODEL, Layout(tp=4, dp=2, ep=8), served_name="chat", max_num_seqs=64),
     EngineLaunch(MODEL, Layout(tp=8, cp=2), kv_dtype="auto"),
+    EngineLaunch(
+        MODEL,
+        Layout(tp=1, dp=16, ep=16),
+        all_to_all="deepep_low_latency",
+        has_eplb=True,
+        spare_experts=32,
+    ),
 )
 EXPECTED: tuple[dict[str, Any], ...] = (
     {
@@ -44,6 +51,12 @@ EXPECTED: tuple[dict[str, Any], ...] = (
         "max_num_seqs": 32,
     },
     {"tensor_parallel_size": 8, "decode_context_parallel_size": 2, "kv_cache_dtype": "auto"},
+    {
+        "data_parallel_size": 16,
+        "enable_expert_parallel": True,
+        "all2all_backend": "deepep_low_latency",
+        "enable_eplb": True,
+    },
 )
 
 

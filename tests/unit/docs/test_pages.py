@@ -53,7 +53,11 @@ ROOMS = (
     "bench",
 )
 NOT_COMMANDS = {
+    "--all",  # of --all2all-backend
+    "--enable-eplb",
     "--enable-prompt-tokens-details",
+    "--eplb-config",
+    "--moe-a",  # of --moe-a2a-backend
     "--load-format",
     "--enable-feature",
     "--ahead",

@@ -43,6 +43,29 @@ def test_vllm_is_launched_as_published(published: str, launch: EngineLaunch) -> 
     assert words(vllm_command(launch)) == words(published)
 
 
+def test_vllm_exchanges_tokens_of_experts_by_a_backend_and_balances_them() -> None:
+    published = """vllm serve deepseek-ai/DeepSeek-V3-0324 \\
+--tensor-parallel-size 1 \\
+--data-parallel-size 16 \\
+--enable-expert-parallel \\
+--all2all-backend deepep_low_latency \\
+--enable-eplb \\
+--eplb-config '{"num_redundant_experts": 32}'"""
+    launch = EngineLaunch(
+        DEEPSEEK,
+        Layout(1, ep=16, dp=16),
+        all_to_all="deepep_low_latency",
+        has_eplb=True,
+        spare_experts=32,
+    )
+    assert words(vllm_command(launch)) == words(published)
+
+
+def test_flags_of_experts_are_left_out_for_a_layout_without_them() -> None:
+    launch = EngineLaunch(LLAMA, Layout(8), all_to_all="deepep_low_latency", has_eplb=True)
+    assert vllm_command(launch) == vllm_command(EngineLaunch(LLAMA, Layout(8)))
+
+
 def test_vllm_is_launched_as_a_module_as_published() -> None:
     published = """python -m vllm.entrypoints.openai.api_server \\
   --model meta-llama/Llama-3.1-70B-Instruct \\
