@@ -2,13 +2,17 @@
 
 Contains StepSpan, the measured sequence of engine steps, and `learn`, which chooses the correction
 factor to update. engine_model.py predicts the steps; step_time.py updates the factors.
+
+A span in which a prompt had to wait for KV memory says less, because the wait is not known exactly.
+A wait only makes the span longer, so of several such spans a short one is used, with less weight.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import inf
 from operator import mul
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from policies.engine.step_time import FILLS
 
@@ -18,6 +22,19 @@ if TYPE_CHECKING:
 SHORT_S = 0.1  # spans below this measure the fixed cost of a step, or API latency
 LEARN_S = 1.0  # consecutive first tokens are evaluated together up to this length
 LESSON_S = 0.1  # least time between two updates of a kind, because at high rates each adds little
+
+DELAYED_SPANS = 8  # spans with a wait for KV of which one teaches
+DELAYED_RANK = 1  # the one with the second least time for its work, so that no outlier teaches
+DELAYED_VAR = 0.1  # what the wait that is left in it adds to the variance of its logarithm
+
+
+class PrefillLesson(NamedTuple):
+    """What one span says of the speed of prefill: the arguments of SpeedBelief.observe_prefill."""
+
+    ratio: float
+    fills: Sequence[float]
+    pairs_s: float
+    noise_var: float
 
 
 class StepSpan:
@@ -31,6 +48,8 @@ class StepSpan:
     decode_s    predicted seconds of decoding between the prefill steps
     steps       number of steps
     tight       whether a prompt had to wait for KV memory
+    delayed     the lessons of the spans with such a wait, since the last correction from first
+                tokens
     foreign     the largest number of prompt tokens of other gateways that were queued in the
                 meantime
     taught_at   time of the last correction from first tokens
@@ -42,6 +61,7 @@ class StepSpan:
             "anchor",
             "decode_s",
             "decoded_at",
+            "delayed",
             "entered",
             "fills",
             "foreign",
@@ -55,6 +75,7 @@ class StepSpan:
 
     def __init__(self) -> None:
         self.taught_at = self.decoded_at = -inf
+        self.delayed: list[PrefillLesson] = []
         self.begin(0.0)
 
     def begin(self, at: float, wait_s: float = 0.0, entered: float | None = None) -> None:
@@ -88,17 +109,22 @@ class StepSpan:
 
 
 def learn(span: StepSpan, load: EngineLoad, ends: float, now: float) -> None:
-    """Correct an engine's learned speed by the real duration of its steps, unless a prompt waited
-    for KV.
+    """Correct an engine's learned speed by the real duration of its steps.
 
-    `ends` is the predicted end of the last step. Within that step, the time of the first token is
-    known only to a fraction of the step's length. Prompts of other gateways may have been computed
-    in the same time, so the correction is smaller the more of them there are.
+    Several spans in which a prompt waited for KV memory give one correction, unless a span without
+    a wait comes first. `ends` is the predicted end of the last step. Within that step, the time of
+    the first token is known only to a fraction of the step's length. Prompts of other gateways may
+    have been computed in the same time, so the correction is smaller the more of them there are.
     """
     belief = load.belief
     spent_s = now - span.anchor
-    if spent_s > 0 and span.steps and not span.tight and now - span.taught_at >= LESSON_S:
+    if spent_s > 0 and span.steps and now - span.taught_at >= LESSON_S:
         span.taught_at = now
+        if span.tight:
+            _learn_delayed(span, load, spent_s)
+            span.begin(now)
+            return
+        span.delayed.clear()
         if spent_s >= SHORT_S or span.entered is None:
             _steps(span, load, spent_s)
         # If other sequences decode, the latency decides which step a prompt enters. It is measured
@@ -113,16 +139,42 @@ def learn(span: StepSpan, load: EngineLoad, ends: float, now: float) -> None:
     span.begin(now)
 
 
+def _learn_delayed(span: StepSpan, load: EngineLoad, spent_s: float) -> None:
+    # Correct the speed of prefill by one of the last spans in which a prompt waited for KV.
+    if spent_s < SHORT_S:
+        return
+    lessons = span.delayed
+    lessons.append(_prefill_lesson(span, load, spent_s))
+    if len(lessons) == DELAYED_SPANS:
+        lessons.sort()
+        ratio, fills, pairs_s, noise_var = lessons[DELAYED_RANK]
+        load.belief.observe_prefill(ratio, fills, pairs_s, noise_var + DELAYED_VAR)
+        lessons.clear()
+
+
 def _steps(span: StepSpan, load: EngineLoad, spent_s: float) -> None:
+    if spent_s >= SHORT_S:
+        load.belief.observe_prefill(*_prefill_lesson(span, load, spent_s))
+        return
+    belief = load.belief
+    prompt_s, error_s, prompts_s = _prompt_times(span, load, spent_s)
+    layers_s = span.steps * belief.layers_s
+    belief.observe_step_overhead(
+        max(0.1 * layers_s, prompt_s - prompts_s) / layers_s, (error_s / layers_s) ** 2
+    )
+
+
+def _prefill_lesson(span: StepSpan, load: EngineLoad, spent_s: float) -> PrefillLesson:
+    prompt_s, error_s, prompts_s = _prompt_times(span, load, spent_s)
+    layers_s = span.steps * load.belief.layers_s
+    ratio = max(0.1 * prompts_s, prompt_s - layers_s) / prompts_s
+    return PrefillLesson(ratio, span.fills, span.pairs_s, (error_s / prompts_s) ** 2)
+
+
+def _prompt_times(span: StepSpan, load: EngineLoad, spent_s: float) -> tuple[float, float, float]:
+    # Return the seconds that prompts took, their error, and the seconds predicted for prefill.
     belief = load.belief
     foreign_s = span.foreign * belief.token_s
     prompt_s = max(0.01 * spent_s, spent_s - span.decode_s - foreign_s)
     error_s = 0.6 * span.wait_s + 0.1 * spent_s / span.steps + foreign_s
-    layers_s, prompts_s = span.steps * belief.layers_s, sum(map(mul, span.fills, belief.paces))
-    if spent_s < SHORT_S:
-        belief.observe_step_overhead(
-            max(0.1 * layers_s, prompt_s - prompts_s) / layers_s, (error_s / layers_s) ** 2
-        )
-    else:
-        ratio = max(0.1 * prompts_s, prompt_s - layers_s) / prompts_s
-        belief.observe_prefill(ratio, span.fills, span.pairs_s, (error_s / prompts_s) ** 2)
+    return prompt_s, error_s, sum(map(mul, span.fills, belief.paces))

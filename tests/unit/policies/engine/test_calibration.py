@@ -1,0 +1,64 @@
+"""Tests of what an engine's speed is learnt from: spans of steps, with and without waits for KV."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+
+from policies.engine import calibration
+from policies.engine.step_time import FILLS
+from policies.load import EndpointLoad
+
+SPAN_S = 0.5
+
+
+def observe(load: EndpointLoad, spans: int, slower: float, waits_s: float, tight: bool) -> None:
+    # Observe spans of one full step each that takes `slower` times as long as it was estimated at
+    # first. A prompt waits up to `waits_s` in two of three.
+    rng, span = Random(1), load.timeline.span
+    now = max(0.0, span.taught_at) + 1.0
+    layers_s = load.belief.shape.step_s
+    for number in range(spans):
+        span.begin(now)
+        span.add(SPAN_S, (FILLS - 1, 1.0), 0.0, 0.0, 0)
+        span.tight = tight
+        wait_s = rng.random() * waits_s if number % 3 else 0.0
+        now += slower * SPAN_S * (0.97 + 0.06 * rng.random()) + layers_s + wait_s
+        calibration.learn(span, load, now, now)
+        now += 1.0
+
+
+def full_pace(load: EndpointLoad) -> float:
+    return load.belief.paces[-1]
+
+
+@pytest.mark.parametrize("slower", [0.5, 1.0, 2.0])
+def test_an_engine_whose_prompts_always_wait_for_kv_is_learnt(slower: float) -> None:
+    load = EndpointLoad(0)
+    observe(load, 120, slower, waits_s=3.0, tight=True)
+    assert full_pace(load) == pytest.approx(slower, rel=0.15)
+
+
+@pytest.mark.parametrize("slower", [0.5, 2.0])
+def test_a_change_is_followed_by_an_engine_that_was_learnt_before(slower: float) -> None:
+    load = EndpointLoad(0)
+    observe(load, 60, 1.0, waits_s=0.0, tight=False)
+    observe(load, 200, slower, waits_s=3.0, tight=True)
+    assert full_pace(load) == pytest.approx(slower, rel=0.2)
+
+
+def test_a_few_waits_between_other_spans_teach_nothing() -> None:
+    load = EndpointLoad(0)
+    for _ in range(20):
+        observe(load, 3, 1.0, waits_s=0.0, tight=False)
+        before = list(load.belief.paces)
+        observe(load, calibration.DELAYED_SPANS - 1, 3.0, waits_s=3.0, tight=True)
+        assert load.belief.paces == before
+
+
+def test_spans_with_waits_count_less_than_others() -> None:
+    waiting, free = EndpointLoad(0), EndpointLoad(1)
+    observe(waiting, calibration.DELAYED_SPANS, 2.0, waits_s=0.0, tight=True)
+    observe(free, 1, 2.0, waits_s=0.0, tight=False)
+    assert 1.0 < full_pace(waiting) < full_pace(free)
