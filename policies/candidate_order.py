@@ -4,8 +4,9 @@ all of them.
 A request then costs the same in a pool of a thousand endpoints as in one of ten. CandidateOrder
 ranks only the endpoints whose load has changed since the last pick. The filters, scorers and picker
 of run.py see a shortlist of the best. policies.contract.Ranking states the conditions that a policy
-must meet. A retry scans all candidates, and so does a request for which no endpoint of the
-shortlist is possible.
+must meet. The shortlist of a retry leaves out the endpoints that failed the request, and unproven
+ones if the policy prefers others. A request for which no endpoint of the shortlist is possible
+scans all candidates.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from math import inf
 
 from policies import run
 from policies.contract import Policy, Ranking
-from policies.filters import available, below_cap
+from policies.filters import available, below_cap, prefer_proven, untried
 from policies.load import EndpointLoad, LoadChanges
 from policies.model import Candidate, Pick, RoutingQuery
 from policies.prefix.prefix_match import PrefixMatch, WideMatch
@@ -46,6 +47,13 @@ STEPS = 256
 """Maximum number of entries of a group that are searched for an endpoint with a cached prefix of
 the prompt."""
 
+MOST_FAILED = 32
+"""Maximum number of failed endpoints of a request that are skipped in the order.
+
+With more, the remaining candidates are scanned, since there are few: a retry that has checked the
+health of an endpoint leaves out all others.
+"""
+
 LEVELS = 3
 """Maximum number of widely cached prefixes of a prompt that a shortlist distinguishes."""
 
@@ -62,7 +70,8 @@ class CandidateOrder:
 
     __slots__ = (
         *("_by_slot", "_candidates", "_changes", "_conditions", "_count", "_entries", "_groups"),
-        *("_numbers", "_pending", "_policy", "_ranking", "eligible"),
+        *("_numbers", "_pending", "_policy", "_prefers_proven", "_ranking", "_retry_conditions"),
+        "eligible",
     )
 
     def __init__(
@@ -81,6 +90,12 @@ class CandidateOrder:
             for filter_ in policy.first_attempt_filters
             if filter_ not in (available, below_cap)
         )
+        self._prefers_proven = prefer_proven in policy.filters
+        self._retry_conditions = tuple(
+            filter_
+            for filter_ in policy.filters
+            if filter_ not in (available, below_cap, prefer_proven)
+        )
         self._count = 0
         self._entries: dict[int, Entry] = {}
         self._groups: dict[int, list[Entry]] = {}
@@ -94,18 +109,22 @@ class CandidateOrder:
 
         Returns None if no endpoint may serve it.
         """
-        if not query.failed_endpoints:
-            self._catch_up(query)
-            shortlist = self._shortlist(query)
-            if shortlist:
-                pick = run.pick(self._policy, query, shortlist, self.eligible)
-                if pick is not None:
-                    match = query.cached_by_slot
-                    if isinstance(match, PrefixMatch) and match.wide:
-                        match.settle(candidate.load.slot for candidate in shortlist)
-                    # A picker may keep state by which candidates are ranked.
-                    self._pending = pick.candidate.load.slot
-                    return pick
+        failed = query.failed_endpoints
+        if len(failed) > MOST_FAILED and untried in self._retry_conditions:
+            left = [item for item in self._candidates if item.endpoint.name not in failed]
+            return run.pick(self._policy, query, left)
+        self._catch_up(query)
+        shortlist = self._shortlist(query)
+        if shortlist:
+            eligible = max(len(shortlist), self.eligible - len(failed))
+            pick = run.pick(self._policy, query, shortlist, eligible)
+            if pick is not None:
+                match = query.cached_by_slot
+                if isinstance(match, PrefixMatch) and match.wide:
+                    match.settle(candidate.load.slot for candidate in shortlist)
+                # A picker may keep state by which candidates are ranked.
+                self._pending = pick.candidate.load.slot
+                return pick
         return run.pick(self._policy, query, self._candidates)
 
     # Keeping order
@@ -212,7 +231,7 @@ class CandidateOrder:
 
     def _shortlist(self, query: RoutingQuery) -> list[Candidate]:
         match, by_slot = query.cached_by_slot, self._by_slot
-        chosen = dict.fromkeys(self._holders(match))
+        chosen = dict.fromkeys(self._holders(match, query))
         wide = match.wide[:LEVELS] if isinstance(match, PrefixMatch) else ()
         best = [inf] * (len(wide) + 1)
         for number in self._numbers:
@@ -220,13 +239,13 @@ class CandidateOrder:
         if wide and best[0] == inf:  # few of the eligible ones hold it
             holders = wide[0].some_holders(STEPS)
             chosen |= dict.fromkeys(
-                islice((slot for slot in holders if slot in self._entries), SHORTLIST)
+                islice((slot for slot in holders if self._may_serve(slot, query)), SHORTLIST)
             )
         if len(chosen) < SHORTLIST:
             self._fill_up(query, chosen)
         return [by_slot[slot] for slot in chosen]
 
-    def _holders(self, match: Sequence[int]) -> list[int]:
+    def _holders(self, match: Sequence[int], query: RoutingQuery) -> list[int]:
         # Return the slots of eligible candidates that have part of the prompt cached.
         #
         # Above SHORTLIST_HOLDERS, return only those that can be the best.
@@ -235,6 +254,8 @@ class CandidateOrder:
             slots = [slot for slot in match.narrow if slot in entries]
         else:
             slots = [slot for slot, count in enumerate(match) if count and slot in entries]
+        if query.failed_endpoints:
+            slots = [slot for slot in slots if self._meets_conditions(slot, query)]
         if len(slots) <= SHORTLIST_HOLDERS:
             return slots
         # Of many holders, those that no other one is sure to beat.
@@ -286,11 +307,21 @@ class CandidateOrder:
                 if taken[shorter] >= depth:
                     best[shorter] = entry[0]
 
+    def _may_serve(self, slot: int, query: RoutingQuery) -> bool:
+        if slot not in self._entries:
+            return False
+        return not query.failed_endpoints or self._meets_conditions(slot, query)
+
     def _meets_conditions(self, slot: int, query: RoutingQuery) -> bool:
-        if not self._conditions:
+        conditions = self._conditions
+        if query.failed_endpoints:
+            if self._prefers_proven and not self._by_slot[slot].load.is_proven:
+                return False
+            conditions = self._retry_conditions
+        if not conditions:
             return True
         candidate = (self._by_slot[slot],)
-        return all(filter_(query, candidate) for filter_ in self._conditions)
+        return all(filter_(query, candidate) for filter_ in conditions)
 
     def _fill_up(self, query: RoutingQuery, chosen: dict[int, None]) -> None:
         for number in self._numbers:

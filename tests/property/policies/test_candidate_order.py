@@ -4,11 +4,13 @@ candidates.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from random import Random
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from policies import ledger, registry, run
 from policies.candidate_order import CandidateOrder, create_order
@@ -173,6 +175,49 @@ def test_engines_whose_first_token_is_late_lose_their_place_without_an_event() -
     assert pick is not None
     assert pick.candidate in decoding
     assert pick.score == pytest.approx(scan.score)
+
+
+@pytest.mark.parametrize("name", EXACT)
+@given(seed=st.integers(0, 1 << 32), size=st.integers(1, 90), failures=st.integers(1, 40))
+@settings(max_examples=40, deadline=None)
+def test_no_endpoint_that_has_not_failed_scores_better_than_the_one_picked_for_a_retry(
+    name: str, seed: int, size: int, failures: int
+) -> None:
+    pool = Pool(registry.build(name, {}), size, Random(seed))
+    for _ in range(40):
+        pool.act()
+        pool.rng.choice(pool.candidates).load.is_proven = pool.rng.random() < 0.7
+        query, sparse, fingerprint = pool.ask()
+        names = [pool.rng.choice(pool.candidates).endpoint.name for _ in range(failures)]
+        query = replace(query, failed_endpoints=frozenset(names))
+        sparse = replace(sparse, failed_endpoints=frozenset(names))
+        remaining: Sequence[Candidate] = pool.candidates
+        for keep in pool.policy.filters:
+            remaining = keep(query, remaining)
+        pick = pool.order.pick(sparse)
+        assert (pick is None) == (not remaining)
+        if pick is not None:
+            scores = pool.policy.score(query, remaining)
+            chosen = [item is pick.candidate for item in remaining].index(True)
+            assert scores[chosen] == pytest.approx(max(scores), abs=1e-6)
+            pool.reserve(pick, query.request, fingerprint)
+
+
+@pytest.mark.parametrize("name", [*EXACT, "round_robin", "priced"])
+def test_a_retry_scores_few_endpoints_of_a_large_pool(name: str) -> None:
+    pool = Pool(registry.build(name, {}), 500, Random(3))
+    for _ in range(50):
+        pool.act()
+        query, sparse, fingerprint = pool.ask()
+        first = pool.order.pick(sparse)
+        assert first is not None
+        pool.reserve(first, query.request, fingerprint)
+        failed = frozenset({first.candidate.endpoint.name})
+        again = pool.order.pick(replace(sparse, failed_endpoints=failed))
+        assert again is not None
+        assert again.candidate is not first.candidate
+        assert len(again.candidates) <= len(first.candidates) + 12
+        assert again.candidate_count > 100
 
 
 @pytest.mark.parametrize("name", [*EXACT, "round_robin", "priced"])
