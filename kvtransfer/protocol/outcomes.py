@@ -42,6 +42,7 @@ class EndReason(StrEnum):
     BAD_TICKET = "bad_ticket"
     TICKET_EXPIRED = "ticket_expired"
     TICKET_SPENT = "ticket_spent"
+    TOO_MANY_SPENT = "too_many_spent"  # the source remembers no more used tickets for now
     GONE = "offer_gone"
     NAME_TAKEN = "name_taken"
     NEVER_OFFERED = "never_offered"

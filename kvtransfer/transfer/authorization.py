@@ -29,6 +29,7 @@ _REASON = {
     TicketRefusal.EXPIRED: EndReason.TICKET_EXPIRED,
     TicketRefusal.WRONG_EPOCH: EndReason.TICKET_EXPIRED,
     TicketRefusal.SPENT: EndReason.TICKET_SPENT,
+    TicketRefusal.TOO_MANY: EndReason.TOO_MANY_SPENT,
 }
 
 

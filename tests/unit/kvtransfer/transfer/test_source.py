@@ -19,8 +19,8 @@ from kvtransfer.protocol.messages import (
     Unwanted,
     pack_blocks,
 )
-from kvtransfer.protocol.outcomes import EndReason
-from kvtransfer.protocol.ticket import check, mint_ahead
+from kvtransfer.protocol.outcomes import RETRIABLE, EndReason
+from kvtransfer.protocol.ticket import SpentTickets, check, mint_ahead
 from kvtransfer.transfer.commands import Command, ComputePlan, ResolveHandle, SendMessage
 from kvtransfer.transfer.send_queue import OfferSpec
 from kvtransfer.transfer.source import TransferSource
@@ -144,6 +144,15 @@ def test_a_ticket_of_a_refused_invitation_is_not_spent() -> None:
     assert refusals(book.on_invite(link, invite(2, ticket), 0.2)) == []  # type: ignore[arg-type]
     assert book.counts["moving"] == 1
     assert refusals(book.on_invite(link, invite(3, ticket), 0.3)) == [EndReason.TICKET_SPENT]  # type: ignore[arg-type]
+
+
+def test_a_source_that_remembers_too_many_spent_tickets_says_so() -> None:
+    book, link = book_and_link("d1")
+    book._authorizer._used = SpentTickets(most=0)
+    ticket, _ = book.offer(7, OfferSpec("r", np.array([1]), 4, 30.0, 4, bytes(16)), 0.0)
+    ends = refusals(book.on_invite(link, invite(1, ticket), 0.1))  # type: ignore[arg-type]
+    assert ends == [EndReason.TOO_MANY_SPENT]
+    assert EndReason.TOO_MANY_SPENT in RETRIABLE
 
 
 def ahead(nonce: bytes = b"n" * 16, epoch: bytes | None = None, not_after: float = 30.0) -> str:
