@@ -12,7 +12,15 @@ import msgspec
 
 from gateway.metrics.labels import Row
 from gateway.metrics.metric_types import FamilySpec, Merge
-from tools.monitoring.promql import Selector, find_selectors, quantile, rate, rate_or_zero, share
+from tools.monitoring.promql import (
+    RANGE,
+    Selector,
+    find_selectors,
+    quantile,
+    rate,
+    rate_or_zero,
+    share,
+)
 from tools.monitoring.slos import JUDGED_OUTCOMES, OBJECTIVES
 from tools.monitoring.titles import TITLES
 
@@ -70,6 +78,12 @@ _CACHED = f"{rate('penstock_cached_tokens_total')} / {rate('penstock_prompt_toke
 _AVOIDABLE = rate("penstock_prefill_tokens_total", cause="~spread|evicted")
 _SPLIT = rate_or_zero("penstock_split_decisions_total", decision="split")
 _SPLIT_SHARE = f"{_SPLIT} / {rate('penstock_split_decisions_total')}"
+BUSIEST = 10
+"""Endpoints in a chart with a line for each: of a large fleet, all lines together say nothing."""
+
+# The ten of the whole time that is shown: topk alone would choose others at every point.
+_IN_FLIGHT = "sum by (endpoint) (penstock_inflight)"
+_BUSIEST = f"topk({BUSIEST}, sum by (endpoint) (avg_over_time(penstock_inflight[{RANGE}] @ end())))"
 
 OVERVIEW = Board(
     "penstock-overview",
@@ -174,8 +188,12 @@ ROUTING = Board(
                 _single("min by (endpoint) (penstock_endpoint_up)", "{{endpoint}}"),
             ),
             Panel(
-                "Requests in flight by endpoint",
-                _single("sum by (endpoint) (penstock_inflight)", "{{endpoint}}"),
+                f"Requests in flight by endpoint: the {BUSIEST} busiest, and the mean",
+                (
+                    Query(f"{_IN_FLIGHT} and on (endpoint) {_BUSIEST}", "{{endpoint}}"),
+                    Query(f"avg({_IN_FLIGHT})", "mean of all"),
+                ),
+                text=f"The {BUSIEST} endpoints with most requests over the time that is shown.",
             ),
             Panel(
                 "Time since an awaited byte, by endpoint",

@@ -15,6 +15,9 @@ WINDOW = "$__rate_interval"
 """A Grafana variable for the range of a query: Grafana replaces it by at least four scrape
 intervals."""
 
+RANGE = "$__range"
+"""A variable that Grafana replaces by the length of the time that is shown."""
+
 VARIABLES = ("job", "namespace", "pool", "model")
 """The variables of the dashboards, named like the labels that they filter."""
 
@@ -73,11 +76,11 @@ def add_variables(query: str, labels_of: Callable[[str], Collection[str]]) -> st
 def fill_variables(query: str, window: str) -> str:
     """Return a dashboard query as Grafana sends it when every dashboard variable is set to "All".
 
-    `window` replaces Grafana's rate interval.
+    `window` replaces Grafana's rate interval, and the time that is shown.
     """
     for name in VARIABLES:
         query = query.replace(f'"${name}"', '".*"')
-    return query.replace(WINDOW, window)
+    return query.replace(WINDOW, window).replace(RANGE, window)
 
 
 def selector(name: str, matchers: Mapping[str, str]) -> str:

@@ -18,7 +18,7 @@ from gateway.metrics.metric_types import Label
 from tools.monitoring import rules
 from tools.monitoring.__main__ import main
 from tools.monitoring.alerts import ALERTS
-from tools.monitoring.dashboards import BOARDS, complete_rows, family_name
+from tools.monitoring.dashboards import BOARDS, ROUTING, complete_rows, family_name
 from tools.monitoring.files import files, queries
 from tools.monitoring.promql import (
     add_variables,
@@ -238,6 +238,20 @@ def test_panels_have_titles_and_a_family_has_at_most_one_generated_panel() -> No
     ]
     assert len(set(TITLES.values())) == len(TITLES)
     assert TITLES.keys() <= families()
+
+
+def test_requests_in_flight_are_shown_of_ten_endpoints_and_the_mean() -> None:
+    (panel,) = (
+        panel
+        for panel in ROUTING.rows[Row.ENDPOINTS]
+        if panel.title.startswith("Requests in flight by endpoint")
+    )
+    busiest, mean = (fill_variables(query.expr, "10s") for query in panel.queries)
+    assert busiest == (
+        "sum by (endpoint) (penstock_inflight) and on (endpoint) topk(10, sum by (endpoint) "
+        "(avg_over_time(penstock_inflight[10s] @ end())))"
+    )
+    assert mean == "avg(sum by (endpoint) (penstock_inflight))"
 
 
 def test_every_alert_has_a_job_and_a_namespace() -> None:
