@@ -2,7 +2,9 @@
 
 Engines report the ids of their tokens beside the text if they are asked to. The ids are removed
 from the client's stream. When the engine fails, another engine continues after the recorded ids,
-and its chunks are rewritten in the form of the first engine's. No I/O.
+and its chunks are rewritten in the form of the first engine's. Where it is unknown which tokens the
+client's newest text shows, the other engine generates that text again. It is left out if it comes
+out identical; otherwise the stream ends. No I/O.
 """
 
 from __future__ import annotations
@@ -25,6 +27,12 @@ _DONE = b"[DONE]"
 _LOST = frozenset(
     ("abort", "error")
 )  # finish reasons of a generation that the engine did not complete
+DIVERGED = "diverged"
+"""Kind of the error when text that the client has already came out differently."""
+
+MOST_REPEATED_TOKENS = 512
+"""Tokens after the last point at which ids and text agreed that are generated again at most."""
+
 _PLAIN_DELTA = frozenset(("role", "content"))
 _NO_LISTS: Mapping[str, Sequence[int]] = MappingProxyType({})
 
@@ -50,17 +58,22 @@ class Ledger:
     An id may arrive before its text does: for a part of a character, or a special token. Such ids
     are kept apart and are not part of the prompt for the rest: their text was not shown, so they
     may be sampled again. If one piece of text comes with several ids, it is unknown which of them
-    it shows, until a piece comes with one id.
+    it shows, until a piece comes with one id. Ids and text agree there for certain, and a
+    continuation goes back to the last such point.
 
-    _is_aligned  whether the newest piece of text came with one id
+    _agreed      number of `shown_ids` at that point
+    _unsure      text of the pieces since that point
+    _repeated    text that the client has beyond that of `shown_ids`, which an engine generates
+                 again
     _before      number of tokens that earlier engines generated, which this engine does not count
     _details     `prompt_tokens_details` of the engine that began the answer
     _envelope    members of the first chunk, which all chunks of the rest repeat
     """
 
     __slots__ = (
-        *("_before", "_details", "_envelope", "_has_counts", "_is_aligned", "_saved"),
+        *("_agreed", "_before", "_details", "_envelope", "_has_counts", "_repeated", "_saved"),
         *(
+            "_unsure",
             "_waiting",
             "cached_tokens",
             "is_done",
@@ -87,7 +100,7 @@ class Ledger:
         self.resumes = self.generated_tokens = self.prompt_tokens = 0
         self.max_tokens = max_tokens
         self._waiting: list[int] = []
-        self._is_aligned = True
+        self._agreed, self._unsure, self._repeated = 0, "", ""
         self._has_counts = self.is_done = False
         self._before = 0
         self._details: dict[str, Any] | None = None
@@ -100,7 +113,7 @@ class Ledger:
         """Save the present state of the record of tokens, so that rewind() can return to it."""
         state = (
             self.generated_tokens,
-            self._is_aligned,
+            *(self._agreed, self._unsure, self._repeated),
             self._has_counts,
             self.is_done,
             self.finish_reason,
@@ -114,7 +127,9 @@ class Ledger:
         length, waiting, state = self._saved
         (
             self.generated_tokens,
-            self._is_aligned,
+            self._agreed,
+            self._unsure,
+            self._repeated,
             self._has_counts,
             self.is_done,
             self.finish_reason,
@@ -163,7 +178,10 @@ class Ledger:
         if text:
             self.shown_ids.extend(self._waiting)
             self._waiting.clear()
-            self._is_aligned = len(ids) == 1
+            if len(ids) == 1:
+                self._agreed, self._unsure = len(self.shown_ids), ""
+            elif self._can_go_back or not self._unsure:
+                self._unsure += text
         counted = None if usage is None else usage.get("completion_tokens")
         if counted != self.generated_tokens - self._before:
             self.disable("uncounted")
@@ -172,14 +190,15 @@ class Ledger:
         """Record that this answer can no longer be continued, with the reason, and free the ids."""
         self.obstacle = self.obstacle or obstacle
         self.prompt_ids, self.shown_ids = array("I"), array("I")
+        self._agreed, self._unsure = 0, ""
         self._waiting.clear()
 
     # What follows a break
 
     @property
     def current_obstacle(self) -> str:
-        """Return why the answer cannot be continued by another engine from its present state; "" if
-        it can.
+        """Return why the answer cannot be continued after `shown_ids` by another engine; "" if it
+        can.
         """
         if self.obstacle or not self.prompt_ids:
             return self.obstacle or "no_token_ids"
@@ -187,7 +206,20 @@ class Ledger:
             # Only the chat's own parser knows whether a chat begins with reasoning; a completion
             # never does.
             return "no_token_ids"
-        return "" if self._is_aligned or self.finish_reason else "ambiguous_ids"
+        is_exact = not self._unsure and not self._repeated
+        return "" if is_exact or self.finish_reason else "ambiguous_ids"
+
+    @property
+    def rest_obstacle(self) -> str:
+        """Return why the answer cannot be continued by another engine that may generate some of its
+        text again; "" if it can.
+        """
+        obstacle = self.current_obstacle
+        return "" if obstacle == "ambiguous_ids" and self._can_go_back else obstacle
+
+    @property
+    def _can_go_back(self) -> bool:
+        return len(self.shown_ids) - self._agreed <= MOST_REPEATED_TOKENS
 
     @property
     def is_complete(self) -> bool:
@@ -195,10 +227,13 @@ class Ledger:
         return self.finish_reason is not None or self.terms.max_tokens == len(self.shown_ids)
 
     def prepare_rest(self) -> None:
-        """Prepare the ledger for another engine, which continues after the tokens that the client
-        has.
+        """Prepare the ledger for another engine, which continues after the last tokens whose text
+        the client has for certain.
         """
         self._waiting.clear()
+        if self._unsure:
+            self._repeated, self._unsure = self._unsure + self._repeated, ""
+            del self.shown_ids[self._agreed :]
         self.generated_tokens = self._before = len(self.shown_ids)
 
     @property
@@ -233,6 +268,10 @@ class Ledger:
         if choice is None:
             return self._counts_event(self._envelope | {"choices": [], "usage": self._sums(usage)})
         reason = choice.get("finish_reason")
+        if self._repeated:
+            text = self._leave_out(text, is_last=reason is not None)
+            if not self.terms.chat:
+                choice = choice | {"text": text}
         if not text and reason is None:
             return b""
         if self.terms.chat:
@@ -240,6 +279,17 @@ class Ledger:
             delta = {"content": text} if text else {}
             choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": reason} | stop
         return _event(self._with_usage_member(self._envelope | {"choices": [choice]}))
+
+    def _leave_out(self, text: str, *, is_last: bool) -> str:
+        # Return what is new of a piece of text that begins with text that the client has.
+        #
+        # Raises UpstreamError if it differs from that text.
+        repeated = self._repeated
+        is_same = text.startswith(repeated) or (repeated.startswith(text) and not is_last)
+        if not is_same:
+            raise UpstreamError(DIVERGED, "text that the client has came out differently")
+        self._repeated = repeated[len(text) :]
+        return text[len(repeated) :]
 
     def render_end(self) -> bytes:
         """Return the events that end an answer whose text is complete; b"" if the client has

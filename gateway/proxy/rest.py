@@ -19,7 +19,13 @@ from gateway.protocol.openai import Call
 from gateway.protocol.relay import SHUTDOWN, Relay, UpstreamError
 from gateway.protocol.response_framing import LAST_CHUNK, encode_chunk
 from gateway.protocol.resume_terms import call_with_token_ids, continuation_terms
-from gateway.protocol.token_ledger import ContinuationRelay, Ledger, LedgerRecorder, RecordedRelay
+from gateway.protocol.token_ledger import (
+    DIVERGED,
+    ContinuationRelay,
+    Ledger,
+    LedgerRecorder,
+    RecordedRelay,
+)
 from gateway.proxy.attempts import attempts, end_stream_with_error
 from gateway.route import Gateway, Route
 from policies import run
@@ -103,8 +109,8 @@ class RestPlan:
     """The plan for the rest of one broken stream, attempted at one endpoint after another.
 
     The rest is requested as a completion. Its prompt consists of the token ids of the original
-    prompt and of the tokens that the client has. Any endpoint that serves whole requests can
-    compute it, also if the stream came from a prefill and decode pair.
+    prompt and of the tokens whose text the client has for certain. Any endpoint that serves whole
+    requests can compute it, also if the stream came from a prefill and decode pair.
 
     result    how the plan ended, a label of penstock_resumes_total; "" while an attempt is due
     _problem  the error of the last attempt before the current one
@@ -157,6 +163,9 @@ class RestPlan:
             try:
                 result = await self._send(reservation)
             except UpstreamError as broke:
+                if broke.kind == DIVERGED:  # no fault of this engine
+                    self._end("ambiguous_ids")
+                    return None
                 reservation.on_failed(broke)
                 self._count(BROKE)
                 # Its traceback leads to this frame and its callers: a reference cycle.
@@ -206,11 +215,10 @@ class RestPlan:
         if name not in exchange.retries:  # a pair has recorded its failed endpoints itself
             exchange.retries.append(name)
         exchange.unsent_attempts += not problem.was_sent
-        obstacle = ledger.current_obstacle
-        if not obstacle and ledger.is_complete:
+        if not ledger.current_obstacle and ledger.is_complete:
             self._close()
             return CLOSED
-        return obstacle or await self._budget_obstacle()
+        return ledger.rest_obstacle or await self._budget_obstacle()
 
     async def _budget_obstacle(self) -> str:
         # Wait for a turn of the retry budget; return why none is permitted, or "".

@@ -43,9 +43,9 @@ async def _killed_under_them(
 async def test_streams_outlive_the_engine_that_began_them_token_for_token(
     engines: tuple[Engine, Engine], again: None, tmp_path: Path
 ) -> None:
-    # A stream cannot be continued exactly if several tokens came with its last piece of text.
+    # If several tokens came with its last piece of text, that text is generated again.
     #
-    # It then ends with an error event, and its text until then is right.
+    # If it comes out differently, the stream ends with an error event, and its text is right.
     asked = [_greedy(6000 + number) for number in range(STREAMS)]
     undisturbed = [
         await ask(engines[1].url, each | {"cache_salt": "undisturbed"}) for each in asked

@@ -17,7 +17,14 @@ from gateway.protocol.errors import Failure
 from gateway.protocol.relay import Relay, RelayState, UpstreamError
 from gateway.protocol.response_framing import LAST_CHUNK, ChunkedBody, encode_chunk
 from gateway.protocol.resume_terms import ContinuationTerms, continuation_terms
-from gateway.protocol.token_ledger import ContinuationRelay, Ledger, LedgerRecorder, RecordedRelay
+from gateway.protocol.token_ledger import (
+    DIVERGED,
+    MOST_REPEATED_TOKENS,
+    ContinuationRelay,
+    Ledger,
+    LedgerRecorder,
+    RecordedRelay,
+)
 from tests.unit.gateway.protocol import test_openai
 
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
@@ -198,6 +205,126 @@ def test_after_several_ids_in_one_event_it_is_unknown_which_were_shown(chat: boo
         )
         assert ledger.current_obstacle == standing
     assert list(ledger.shown_ids) == [1, 2, 3, 4, 5]
+
+
+def grouped(ids: list[int], total: int, sizes: list[int], *, chat: bool, opening: bool) -> bytes:
+    # Return the response of an engine that sends the text of several tokens in one event.
+    parts, number = [], 0
+    chunks = [*events(ids, total, chat=chat, opening=opening)]
+    first = chunks[: 1 if chat else 0]
+    steps = chunks[len(first) : -2]
+    while steps:
+        size = sizes[number % len(sizes)]
+        group = [json.loads(step.removeprefix(b"data: ")) for step in steps[:size]]
+        del steps[:size]
+        number += 1
+        choices = [item["choices"][0] for item in group]
+        key = "delta" if chat else "text"
+        texts = [choice[key]["content"] if chat else choice[key] for choice in choices]
+        merged = choices[-1] | {
+            "token_ids": [one for choice in choices for one in choice["token_ids"]],
+            key: {"content": "".join(texts)} if chat else "".join(texts),
+        }
+        whole = group[-1] | {"choices": [merged]}
+        if "prompt_token_ids" in group[0]:
+            whole["prompt_token_ids"] = PROMPT
+        parts.append(b"data: " + json.dumps(whole).encode() + b"\n\n")
+    return HEAD + b"".join(map(encode_chunk, [*first, *parts, *chunks[-2:]])) + LAST_CHUNK
+
+
+@given(
+    chat=st.booleans(),
+    total=st.integers(1, 40),
+    cuts=st.lists(st.floats(0, 1), min_size=1, max_size=3),
+    sizes=st.lists(st.integers(1, 4), min_size=1, max_size=5),
+    size=st.integers(1, 900),
+)
+def test_text_that_came_with_several_ids_is_generated_again_and_shown_once(
+    chat: bool, total: int, cuts: list[float], sizes: list[int], size: int
+) -> None:
+    ledger = Ledger(terms(chat, True, total), 1000)
+    relay: RecordedRelay = RecordedRelay(
+        b"", rewriter=LedgerRecorder(ledger, ledger.render_first, "served", "asked")
+    )
+    answer = grouped([*range(total)], total, sizes, chat=chat, opening=True)
+    out = feed(relay, answer[: int(cuts[0] * len(answer))], size)
+    if not relay.is_committed:
+        return
+    for cut in (*cuts[1:], 1.0):
+        if relay.state is RelayState.DONE:
+            break
+        if ledger.rest_obstacle:
+            assert ledger.rest_obstacle == "no_token_ids"
+            return
+        if not ledger.current_obstacle and ledger.is_complete:
+            out += encode_chunk(ledger.render_end()) + LAST_CHUNK
+            break
+        ledger.prepare_rest()
+        relay = ContinuationRelay(
+            b"", rewriter=LedgerRecorder(ledger, ledger.render_rest, "served", "asked")
+        )
+        left = [*range(len(ledger.shown_ids), total)]
+        rest = grouped(left, total, sizes[::-1], chat=False, opening=False)
+        out += feed(relay, rest[: int(cut * len(rest))], size)
+    chunks = read(out)
+    choices = [chunk["choices"][0] for chunk in chunks if chunk["choices"]]
+    shown = [choice["delta"].get("content", "") if chat else choice["text"] for choice in choices]
+    assert "".join(shown) == "".join(map(token, range(total)))
+    (counted,) = [chunk["usage"] for chunk in chunks if chunk.get("usage")]
+    assert counted["completion_tokens"] == total
+
+
+def piece(ids: list[int], text: str, count: int, reason: str | None = None) -> dict[str, Any]:
+    choice = {"index": 0, "text": text, "token_ids": ids, "finish_reason": reason}
+    return {
+        "choices": [choice],
+        "prompt_token_ids": PROMPT,
+        "usage": {"completion_tokens": count},
+    }
+
+
+def ambiguous_ledger() -> Ledger:
+    ledger = Ledger(terms(False, False, 9), 1000)
+    ledger.render_first(piece([1], "a", 1))
+    ledger.render_first(piece([2, 3], "bc", 3))
+    ledger.prepare_rest()
+    assert list(ledger.shown_ids) == [1]
+    return ledger
+
+
+@pytest.mark.parametrize(
+    ("pieces", "is_last"), [(["bd"], False), (["b", "d"], False), (["b"], True), ([""], True)]
+)
+def test_text_that_comes_out_differently_ends_the_continuation(
+    pieces: list[str], is_last: bool
+) -> None:
+    ledger = ambiguous_ledger()
+    *same, other = pieces
+    for count, text in enumerate(same, 1):
+        assert ledger.render_rest(piece([9], text, count)) == b""
+    reason = "stop" if is_last else None
+    with pytest.raises(UpstreamError) as raised:
+        ledger.render_rest(piece([9], other, len(pieces), reason))
+    assert raised.value.kind == DIVERGED
+
+
+def test_a_batch_does_not_keep_ids_whose_text_is_not_all_that_its_answer_has() -> None:
+    ledger = ambiguous_ledger()
+    assert ledger.current_obstacle == "ambiguous_ids"
+    ledger.render_rest(piece([2], "b", 1))
+    assert (ledger.current_obstacle, ledger.rest_obstacle) == ("ambiguous_ids", "")
+    ledger.render_rest(piece([3], "c", 2))
+    assert ledger.current_obstacle == ""
+    assert list(ledger.shown_ids) == [1, 2, 3]
+
+
+def test_a_long_stretch_with_several_ids_per_piece_is_not_generated_again() -> None:
+    ledger = Ledger(terms(False, False, 5000), 10_000)
+    for count in range(2, 2 + MOST_REPEATED_TOKENS + 2, 2):
+        ledger.render_first(piece([1, 2], "ab", count))
+    assert ledger.rest_obstacle == "ambiguous_ids"
+    ledger.render_first(piece([3], "c", count + 1))
+    assert ledger.rest_obstacle == ""
 
 
 @pytest.mark.parametrize(("chat", "standing"), [(True, "no_token_ids"), (False, "")])

@@ -147,6 +147,53 @@ async def test_an_answer_computed_without_its_handoff_is_continued_as_well() -> 
         await f.at_rest()
 
 
+def streams_two_words_at_once() -> Script:
+    # Return a script that streams one word, then two in one piece of text, and breaks.
+    async def script(request: EngineRequest) -> None:
+        request.open_stream()
+        request.event(chunk(request.json, 0, 1))
+        both = chunk(request.json, 1, 3)
+        (choice,) = both["choices"]
+        choice["token_ids"] = [101, 102]
+        choice["delta"]["content"] = WORDS[1] + WORDS[2]
+        request.event(both)
+        await request.writer.drain()
+        request.writer.transport.abort()
+
+    return script
+
+
+@pytest.mark.parametrize("is_same", [True, False])
+async def test_text_of_several_tokens_is_generated_again_and_left_out_if_it_is_the_same(
+    is_same: bool,
+) -> None:
+    async def differs(request: EngineRequest) -> None:
+        request.open_stream()
+        other = chunk(request.json, 1, 1)
+        other["choices"][0]["text"] = " other"
+        request.event(other)
+        await request.closed.wait()
+
+    again = streams_words(1) if is_same else differs
+    decoders = in_turn(streams_two_words_at_once(), again)
+    async with pair("vllm_nixl", [prefills()], [decoders] * 2) as f:
+        reply = await f.ask(words=3, stream=True, max_tokens=4)
+        (_, rest) = sorted(
+            (request for half in f.decode for request in half.requests), key=lambda a: a.received_at
+        )
+        assert (rest.json["prompt"], rest.json["max_tokens"]) == ([*PROMPT, 100], 3)
+        if is_same:
+            assert reply.text == "one two three four"
+            assert results(f) == {"resumed": 1}
+        else:
+            assert b"one" in (reply.body or b"")
+            assert b"stream_interrupted" in (reply.body or b"")
+            assert f.metric("penstock_resumes_total", result="ambiguous_ids") == 1
+            errors = [f.error_count(half) for half in f.decode]
+            assert sorted(errors) == [0, 1], "the second engine is not to blame"
+        await f.at_rest()
+
+
 async def test_an_endpoint_that_prefills_only_is_not_asked_for_the_rest() -> None:
     async with pair("vllm_nixl", [prefills()] * 2, [streams_words(0, 2)]) as f:
         reply = await f.ask(stream=True, max_tokens=4)
