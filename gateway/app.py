@@ -34,7 +34,7 @@ from gateway.fleet.kv_events.prompt_learner import Tokenizer
 from gateway.fleet.kv_events.service import KvEventService
 from gateway.fleet.name_table import find
 from gateway.fleet.prefix_cache import create_prefix_caches
-from gateway.fleet.speed_monitor import GLANCE_S
+from gateway.fleet.speed_monitor import STALL_CHECK_S
 from gateway.http import models_api
 from gateway.http.aiohttp_connection import AiohttpConnection
 from gateway.http.client_connections import ClientConnections
@@ -222,7 +222,7 @@ class App:
         self._live_cost = LiveCost(self.metrics, monotonic())
         self._sweep_task = asyncio.create_task(self._sweep(), name="sweep")
         self._tick()
-        self._stall_timer = self._loop.call_later(GLANCE_S, self._check_stalls)
+        self._stall_timer = self._loop.call_later(STALL_CHECK_S, self._check_stalls)
         if self._sync_loop is not None:
             await self._sync_loop.start()
         if self._local is None:  # the supervisor watches the file for all workers
@@ -504,11 +504,11 @@ class App:
 
     def _check_stalls(self) -> None:
         # Look for endpoints whose prefill is stalled; this runs more often than the sweep.
-        self._stall_timer = self._loop.call_later(GLANCE_S, self._check_stalls)
+        self._stall_timer = self._loop.call_later(STALL_CHECK_S, self._check_stalls)
         try:
             now = monotonic()
             share = self.gateway.snapshot.config.retries.hedge
-            self.gateway.hedger.glance(share, self._endpoints.glance(now), now)
+            self.gateway.hedger.hedge_stalled(share, self._endpoints.check_stalls(now), now)
         except Exception:
             log.exception("a check for stalled endpoints failed")
 

@@ -67,7 +67,7 @@ def add(target: AdminTarget, routes: web.UrlDispatcher) -> None:
         reply = {"applied": reloader.version.number, "versions": newest_first}
         return web.json_response(reply)
 
-    async def tally(_: web.Request) -> web.Response:
+    async def failures(_: web.Request) -> web.Response:
         count = count_failures(target.metrics)
         return web.json_response({"ended": count.ended, "failed": count.failed})
 
@@ -84,7 +84,7 @@ def add(target: AdminTarget, routes: web.UrlDispatcher) -> None:
 
     routes.add_get("/config", read)
     routes.add_get("/config/versions", versions)
-    routes.add_get("/config/tally", tally)
+    routes.add_get("/config/tally", failures)
     add_changes(routes, put, reload, rollback)
 
 

@@ -16,6 +16,12 @@ from rich.text import Text
 from gateway.cli.admin_client import AdminAddress, AdminClient, KeyFileOption, with_admin_options
 from gateway.cli.output import JsonOption, exit_with_error, print_json, print_line
 
+# Members of the reply to GET /config that `penstock status --json` prints.
+_STATUS_MEMBERS = (
+    *("version", "applied", "file_differs", "last_error", "needs_restart"),
+    *("models", "shared", "certificates", "unlisted"),
+)
+
 ForceOption = Annotated[
     bool,
     typer.Option(
@@ -35,31 +41,27 @@ def status(admin: AdminAddress, as_json: JsonOption = False) -> None:
     canaries = server.request("GET", "/canary")["canaries"]
     drift = server.request("GET", "/drift")["pools"]
     if as_json:
-        reply = {
-            key: config[key]
-            for key in (
-                *(
-                    "version",
-                    "applied",
-                    "file_differs",
-                    "last_error",
-                    "needs_restart",
-                    "models",
-                    "shared",
-                ),
-                *("certificates", "unlisted"),
-            )
-        }
+        reply = {key: config[key] for key in _STATUS_MEMBERS}
         trials = {"shadows": shadows, "canaries": canaries, "drift": drift}
         print_json(reply | {"endpoints": fleet} | trials)
         return
-    applied, error = config["applied"], config["last_error"]
+    _print_version(config["applied"], fleet)
+    _print_shared(config["shared"])
+    _print_problems(config)
+    _print_trials(shadows, canaries)
+    _print_drift(drift)
+
+
+def _print_version(applied: dict[str, Any], fleet: list[dict[str, Any]]) -> None:
     up = sum(row["available"] for row in fleet)
     origin = f"{applied['source']}, {applied['at']}, {applied['hash']}"
     print_line(f"v{applied['version']} {applied['file']} ({origin})")
     in_flight = sum(row["in_flight"] for row in fleet)
     print_line(f"{up} of {len(fleet)} endpoints available, {in_flight} requests in flight")
-    _print_shared(config["shared"])
+
+
+def _print_problems(config: dict[str, Any]) -> None:
+    # Print what an operator may have to act on, one line each; nothing if all is well.
     if config["file_differs"]:
         print_line(
             "the file differs from the running configuration; "
@@ -75,13 +77,12 @@ def status(admin: AdminAddress, as_json: JsonOption = False) -> None:
             print_line(f"{row['path']}: {row['file']} {row['problem']}", style="red")
     for name, message in config["unlisted"].items():
         print_line(f"requests for model {name} get 404: {message}", style="red")
+    error = config["last_error"]
     for problem in error["problems"] if error else ():
         print_line(
             f"last reload rejected ({error['source']}, {error['at']}): {problem['text']}",
             style="red",
         )
-    _print_trials(shadows, canaries)
-    _print_drift(drift)
 
 
 @with_admin_options

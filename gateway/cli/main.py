@@ -14,7 +14,7 @@ import os
 import platform
 import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from io import TextIOWrapper
 from pathlib import Path
 from types import MappingProxyType
@@ -39,7 +39,7 @@ from gateway.cli.output import (
 from gateway.util.version import build_kind, is_compiled, program_version
 
 if TYPE_CHECKING:
-    from gateway.config import ConfigError, LoadedConfig, Problem
+    from gateway.config import Config, ConfigError, LoadedConfig, Problem
     from gateway.workers.supervisor import Supervisor
 
 _COMMAND_FUNCTIONS: Mapping[str, str] = MappingProxyType(
@@ -497,13 +497,12 @@ def version(as_json: JsonOption = False) -> None:
 
 def _serve(loaded: LoadedConfig, file: Path | None, workers: int) -> int:
     from gateway.app import App
-    from gateway.http.listener_sockets import ADMIN, API, ActivationError, sockets_from_systemd
+    from gateway.http.listener_sockets import ActivationError, sockets_from_systemd
     from gateway.lifecycle import run_gateway
     from gateway.restart.channel import ChannelError
     from gateway.restart.predecessor import find_predecessor
     from gateway.restart.start_options import StartOptions, log_reload
     from gateway.telemetry import operator_log
-    from gateway.util.addresses import is_port_free
     from policies.prefix import fingerprint
 
     # A restart is possible only once this process serves; by default the signal would end it.
@@ -519,16 +518,7 @@ def _serve(loaded: LoadedConfig, file: Path | None, workers: int) -> int:
     except (ActivationError, ChannelError) as error:
         exit_with_error(f"cannot use the inherited listening sockets: {error}")
     activated = frozenset(sockets) if predecessor is None else predecessor.activated_listeners
-    for name, listener, flag in (
-        (API, config.listeners.api, "--port"),
-        (ADMIN, config.listeners.admin, "--admin-port"),
-    ):
-        if name not in sockets and listener.port and not is_port_free(listener.host, listener.port):
-            exit_with_error(
-                f"port {listener.port} is in use by another program; "
-                f"choose another in the configuration file or with {flag}"
-            )
-
+    _check_ports(config, sockets)
     operator_log.configure_log(config.observability.log)
     if fingerprint.is_hashing_slow():
         logging.getLogger("penstock").warning(_SLOW_HASHING)
@@ -550,6 +540,23 @@ def _serve(loaded: LoadedConfig, file: Path | None, workers: int) -> int:
         loaded, file, os.environ, sockets=sockets, activated=activated, predecessor=predecessor
     )
     return run_gateway(origin, ready=log_addresses)
+
+
+def _check_ports(config: Config, inherited: Container[str]) -> None:
+    # End with an error if another program uses a port that this process would have to open.
+    from gateway.http.listener_sockets import ADMIN, API
+    from gateway.util.addresses import is_port_free
+
+    for name, listener, flag in (
+        (API, config.listeners.api, "--port"),
+        (ADMIN, config.listeners.admin, "--admin-port"),
+    ):
+        is_inherited = name in inherited
+        if not is_inherited and listener.port and not is_port_free(listener.host, listener.port):
+            exit_with_error(
+                f"port {listener.port} is in use by another program; "
+                f"choose another in the configuration file or with {flag}"
+            )
 
 
 def _value_or(value: int | None, default: int) -> int:

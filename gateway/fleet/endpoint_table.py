@@ -526,8 +526,8 @@ class EndpointTable:
             live.load.soft_cap, live.throttled_until = 0, monotonic() + stall.DOUBT_S
         live.load.mark_changed()
 
-    def glance(self, now: float) -> Sequence[LiveEndpoint]:
-        """Return endpoints whose requests may be late; send no more requests to very late ones."""
+    def check_stalls(self, now: float) -> Sequence[LiveEndpoint]:
+        """Return endpoints where requests may be late; send less to those that are very late."""
         self._review_speeds(now)
         stalled, doubtful = self.speed_monitor.stalled(self._pools, self._by_slot, now)
         for live in doubtful:

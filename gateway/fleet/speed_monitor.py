@@ -19,8 +19,8 @@ from policies.health.stall import Expectations
 from policies.model import Candidate, Endpoint, Request
 
 REVIEW_S = 1.0
-GLANCE_S = 0.05
-LATE_GLANCES = 3  # intervals between two calls above which the gateway itself was delayed
+STALL_CHECK_S = 0.05
+LATE_CHECKS = 3  # intervals between two calls above which the gateway itself was delayed
 GPU_LABEL = "gpu"  # the endpoint label that declares its hardware
 MEASURE_TEXTS = {"ttft": "to the first token", "tpot": "per token", "answer": "per answer"}
 IN_ROTATION = (HealthState.UP, HealthState.RETURNING)
@@ -71,13 +71,13 @@ class SpeedMonitor:
     """Samples streams and compares the endpoints of each pool; a reload replaces `limits`."""
 
     __slots__ = (
-        *("_cohorts", "_expectations", "_glanced_at", "_next_cohort", "_pools", "limits"),
+        *("_cohorts", "_expectations", "_checked_at", "_next_cohort", "_pools", "limits"),
         "reviewed",
     )
 
     def __init__(self, limits: SlowLimits) -> None:
         self.limits = limits
-        self._glanced_at, self._next_cohort = 0.0, 0
+        self._checked_at, self._next_cohort = 0.0, 0
         self._pools: Mapping[str, Sequence[Candidate]] = {}
         self._cohorts: list[_Cohort] = []
         self._expectations: dict[str, Expectations] = {}
@@ -145,12 +145,12 @@ class SpeedMonitor:
         requests.
 
         Requests may be late where the current prefill step is much later than at peers, and at
-        endpoints in doubt. It is called every GLANCE_S and looks at COHORTS_AT_ONCE cohorts in
+        endpoints in doubt. It is called every STALL_CHECK_S and looks at COHORTS_AT_ONCE cohorts in
         turn. After a long gap between two calls, the gateway itself was delayed, so the age of a
         step shows nothing and both results are empty.
         """
-        elapsed_s, self._glanced_at = now - self._glanced_at, now
-        if elapsed_s > LATE_GLANCES * GLANCE_S or not self.limits.factor:
+        elapsed_s, self._checked_at = now - self._checked_at, now
+        if elapsed_s > LATE_CHECKS * STALL_CHECK_S or not self.limits.factor:
             return [], []
         self._follow(pools, by_slot)
         late, doubtful = list[LiveEndpoint](), list[LiveEndpoint]()

@@ -1,13 +1,13 @@
 """Hedging: sends late requests to a second endpoint too, or moves them away from slow endpoints.
 
 A request costs an insertion into a dict and its removal. Four times a second, sweep() looks at the
-requests without a first byte; 20 times a second, glance() looks at those at endpoints in doubt or
-whose prefill is stalled. A request is late when it has waited longer than twice what the peers of
-its endpoint need for the prompts ahead of it. It is hedged when another endpoint is expected to
-answer sooner, by more than the work there costs. The first endpoint to send a byte of the answer
-serves the request; the other connection is closed, which engines treat as an abort. Late requests
-at an endpoint that is suspected to be slow, those behind others at one in doubt, and all that wait
-at one ejected as slow, are moved instead.
+requests without a first byte; 20 times a second, hedge_stalled() looks at those at endpoints in
+doubt or whose prefill is stalled. A request is late when it has waited longer than twice what the
+peers of its endpoint need for the prompts ahead of it. It is hedged when another endpoint is
+expected to answer sooner, by more than the work there costs. The first endpoint to send a byte of
+the answer serves the request; the other connection is closed, which engines treat as an abort. Late
+requests at an endpoint that is suspected to be slow, those behind others at one in doubt, and all
+that wait at one ejected as slow, are moved instead.
 
 Hedges and moves take a turn of the gateway's retry budget; hedges are also limited to a share of
 all requests. The turn is released when the answer begins: it limits duplicate work, not the length
@@ -123,7 +123,7 @@ class Race:
             exchange, call, self._client, self.reservation, self._on_first_token, self._served
         )
         assert exchange.relay is not None
-        exchange.relay.on_first_token = self._lose
+        exchange.relay.on_first_token = self._on_lost
         sending = self.reservation.upstream.send(head, self._sent, self._relay, self)
         loop = asyncio.get_running_loop()
         self._task = loop.create_task(sending, name=f"hedge {exchange.id}")
@@ -172,7 +172,7 @@ class Race:
         if self._try_win():
             self._exchange.on_first_token()
 
-    def _lose(self) -> None:
+    def _on_lost(self) -> None:
         self.close()
         self._exchange.on_first_token()
 
@@ -283,7 +283,7 @@ class Hedger:
                 self._consider(request, now, share > 0)
         self._return_turns()
 
-    def glance(self, share: float, stalled: Sequence[LiveEndpoint], now: float) -> None:
+    def hedge_stalled(self, share: float, stalled: Sequence[LiveEndpoint], now: float) -> None:
         """Hedge or move late requests at the endpoints in `stalled`, between two calls of
         sweep().
         """

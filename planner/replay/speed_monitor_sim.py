@@ -31,7 +31,7 @@ from policies.health.stall import (
 from policies.load import NO_SOFT_CAP
 from policies.saved_state import belief_state, restore_belief
 
-REVIEW_S, SWEEP_S, GLANCE_S, PROBE_S = 1.0, 0.25, 0.05, 1.0
+REVIEW_S, SWEEP_S, STALL_CHECK_S, PROBE_S = 1.0, 0.25, 0.05, 1.0
 PRICE = 2.0  # as in gateway/legs/hedge.py
 CLEAR = 1.6
 
@@ -55,7 +55,7 @@ class SpeedMonitorSim:
         if self._limits.factor:
             self._fleet.schedule(REVIEW_S, self._review)
             self._fleet.schedule(SWEEP_S, self._sweep)
-            self._fleet.schedule(GLANCE_S, self._check_long_prefills)
+            self._fleet.schedule(STALL_CHECK_S, self._check_long_prefills)
 
     def _review(self, now: float, _: object) -> None:
         fleet = self._fleet
@@ -143,7 +143,7 @@ class SpeedMonitorSim:
                 if group in late or self._is_in_doubt(group):
                     self._consider(now, group)
         if fleet.running_requests:
-            fleet.schedule(now + GLANCE_S, self._check_long_prefills)
+            fleet.schedule(now + STALL_CHECK_S, self._check_long_prefills)
 
     def _sweep(self, now: float, _: object) -> None:
         # Move or hedge late requests at all groups, and raise the limits of doubted groups.

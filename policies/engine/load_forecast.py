@@ -69,7 +69,7 @@ def refresh_forecast(timeline: EngineModel, load: EngineLoad, now: float) -> Non
     load.decode_s_per_sequence = stretch * belief.sequence_s
     load.decode_s_per_context_token = stretch * belief.context_s
     load.decode_s_per_token = step_s * stretch
-    _room(timeline, load, context)
+    _forecast_kv(timeline, load, context)
 
 
 def _queue(timeline: EngineModel, load: EngineLoad, room: int, now: float) -> None:
@@ -92,7 +92,7 @@ def _queue(timeline: EngineModel, load: EngineLoad, room: int, now: float) -> No
         load.next_first_token_at = inf
 
 
-def _room(timeline: EngineModel, load: EngineLoad, context: float) -> None:
+def _forecast_kv(timeline: EngineModel, load: EngineLoad, context: float) -> None:
     # Set the used and free KV after all queued prompts have begun, and the rate at which KV is
     # freed.
     waiting = uncached = load.peer_load.prefill_tokens
