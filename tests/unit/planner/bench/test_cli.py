@@ -84,7 +84,7 @@ def test_the_table_has_percentiles_goodput_and_counts(url: str) -> None:
 def test_a_missing_server_exits_1_with_one_line(url: str) -> None:
     code, stdout, stderr = type_in("--url", "http://127.0.0.1:1")
     assert (code, stdout) == (1, "")
-    assert stderr.startswith("penstock bench: cannot connect to http://127.0.0.1:1")
+    assert stderr.startswith("penstock bench: the server http://127.0.0.1:1 cannot be reached")
     assert stderr.count("\n") == 1
 
 

@@ -188,7 +188,7 @@ async def test_a_missing_server_is_reported() -> None:
     ("options", "message"),
     [
         ({"shape": "tea"}, "--shape tea"),
-        ({"rate": 1.0, "concurrency": 2}, "excludes"),
+        ({"rate": 1.0, "concurrency": 2}, "cannot be combined"),
         ({"rate": 1.0, "trace": Path("x")}, "--speed"),
         ({"limit": 3}, "--limit is only for --trace"),
     ],
