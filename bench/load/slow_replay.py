@@ -1,11 +1,12 @@
 """`make slow`: simulate four engines, one of them slow, and the three healthy ones alone.
 
-    python -m bench.load.slow_replay [--seconds 300] [--seed 11]...
+    python -m bench.load.slow_replay [--seconds 300] [--seed 11]... [--policy NAME]... [--unequal]
 
 The load is half of what three engines serve. Printed for each policy: the slow engine's share of
 the requests after 10 s, the p99 TTFT of both runs, hedged requests, and when engines were ejected.
-Exit status: 1 if a share is above 1 %, a p99 above twice that of the three engines, hedged requests
-are above 5 %, or a healthy engine was ejected.
+`--unequal` runs fleets without a fault instead: one or two engines of four always take twice as
+long, which their label says or does not say. Exit status: 1 if a share is above 1 %, a p99 above
+twice that of the three engines, hedged requests are above 5 %, or a healthy engine was ejected.
 """
 
 from __future__ import annotations
@@ -13,11 +14,29 @@ from __future__ import annotations
 import argparse
 import sys
 
+import msgspec
+
+from planner.replay import FleetSpec, GroupKind, ReplayOptions, traffic
+from planner.replay.fleet import Fleet
 from planner.replay.options import GroupFault, GroupFaultKind
 from policies import registry
-from tests.sim.test_slow_group import HEDGES, KEPT_S, p99_s, ran, share
+from tests.sim.test_slow_group import GROUP, HEDGES, KEPT_S, p99_s, ran, requests, share
 
 FAULTS = ((10.0, ""), (3.0, ""), (3.0, "prefill"), (3.0, "decode"))
+
+
+def _half(count: int, labelled_gpu: str = "") -> tuple[GroupKind, GroupKind]:
+    # Return four groups, of which `count` take twice as long.
+    slow = msgspec.structs.replace(GROUP, count=count, slowness=2.0, labelled_gpu=labelled_gpu)
+    return slow, msgspec.structs.replace(GROUP, count=4 - count)
+
+
+UNEQUAL = {
+    "one of four": _half(1),
+    "two of four": _half(2),
+    "one, declared": _half(1, "h100"),
+    "two, declared": _half(2, "h100"),
+}
 
 
 def main() -> int:
@@ -32,16 +51,47 @@ def main() -> int:
         action="append",
         help="random seed; repeat the option for more (default: 11 and 12)",
     )
+    parser.add_argument(
+        "--policy", action="append", help="policy to replay; may be repeated (default: all)"
+    )
+    parser.add_argument(
+        "--unequal", action="store_true", help="replay fleets of unequal groups without a fault"
+    )
     options = parser.parse_args()
     failed = 0
     for seed in options.seed or (11, 12):
-        for policy in registry.names():
+        for policy in options.policy or registry.names():
+            if options.unequal:
+                failed += sum(
+                    not _run_unequal(policy, seed, options.seconds, name) for name in UNEQUAL
+                )
+                continue
             three_s = p99_s(ran(policy, 3, seed, options.seconds)[0])
             failed += sum(
                 not _run_case(policy, seed, options.seconds, three_s, *fault) for fault in FAULTS
             )
     print(f"{failed} cases failed" if failed else "all cases passed")
     return int(failed > 0)
+
+
+def _run_unequal(policy: str, seed: int, seconds: float, name: str) -> bool:
+    fleet = Fleet(
+        FleetSpec(name, UNEQUAL[name]),
+        traffic(requests(seed, seconds)),
+        registry.build(policy, {}),
+        None,
+        ReplayOptions(slow_factor=2.5, hedge_share=HEDGES),
+    )
+    run = fleet.run()
+    ejected = [f"{group} at {time_s:.0f} s" for time_s, group in fleet.speed_monitor.ejected]
+    hedges = len(fleet.hedges.sent) / len(run.records)
+    is_met = hedges <= HEDGES and not ejected
+    print(
+        f"{'' if is_met else 'FAILS '}{policy:<19} seed {seed}, twice as slow: {name:<13} "
+        f"p99 TTFT {p99_s(run):5.2f} s, hedges {hedges:5.2%}, ejected: {', '.join(ejected) or '-'}",
+        flush=True,
+    )
+    return is_met
 
 
 def _run_case(

@@ -31,6 +31,7 @@ class EvidenceSink(Protocol):
     def on_event(self, live: LiveEndpoint, event: HealthEvent, /) -> None: ...
     def on_failure(self, live: LiveEndpoint, broke: UpstreamError, /) -> None: ...
     def on_overtaken(self, live: LiveEndpoint, tokens: int, /) -> None: ...
+    def on_dropped(self, live: LiveEndpoint, tokens: int, /) -> None: ...
     def confirm_cached_share(
         self, live: LiveEndpoint, believed: float, found: float, /
     ) -> None: ...
@@ -113,7 +114,8 @@ class Reservation:
             now = monotonic()
             self.entry.on_first_token(now)
             if self._awaited:
-                self.live.speed.on_first_token(self._awaited, now)
+                budget_tokens = self.live.load.belief.shape.budget_tokens
+                self.live.speed.on_first_token(self._awaited, now, budget_tokens=budget_tokens)
                 self._awaited = 0
 
     def on_overtaken(self) -> None:
@@ -177,7 +179,7 @@ class Reservation:
             if tokens and not self._sees_first_token:
                 self.live.speed.record_answer(tokens, now - self._reserved_at)
         if self._awaited:
-            self.live.speed.on_dropped(self._awaited, now)
+            self._table.on_dropped(self.live, self._awaited)
             self._awaited = 0
         if not self._is_computed:
             self._unlearn()

@@ -212,9 +212,21 @@ class SpeedMonitor:
         observable first token.
         """
         if tokens:
-            expectations = self._expectations_of(live.endpoint.pool)
-            is_late = expectations.step_ratio(_member(live), now) >= stall.LATE_FACTOR
-            live.speed.overtaken(tokens, step_tokens(live), now, is_late=is_late)
+            expectations, member = self._expectations_of(live.endpoint.pool), _member(live)
+            live.speed.overtaken(
+                tokens,
+                member.step_tokens,
+                now,
+                late_s=expectations.late_step_s(member, now),
+                step_s=expectations.running_step_s(member),
+            )
+
+    def on_dropped(self, live: LiveEndpoint, tokens: int, now: float) -> None:
+        """Record that a prompt of which `tokens` were to be computed was cancelled at the
+        endpoint.
+        """
+        expectations = self._expectations_of(live.endpoint.pool)
+        live.speed.on_dropped(tokens, now, step_s=expectations.running_step_s(_member(live)))
 
     def _expectations_of(self, pool: str) -> Expectations:
         expectations = self._expectations.get(pool)

@@ -290,7 +290,11 @@ class Fleet:
         flight.reservation.on_first_token(now)
         record = flight.record
         if not record.prefilled_by:
-            group.speed.on_first_token(max(1, job.prompt_tokens - flight.believed_tokens), now)
+            group.speed.on_first_token(
+                max(1, job.prompt_tokens - flight.believed_tokens),
+                now,
+                budget_tokens=group.load.belief.shape.budget_tokens,
+            )
         record.first_s = now
         if not record.prefilled_by:
             record.cached_tokens = job.cached
@@ -381,9 +385,7 @@ class Fleet:
             and not flight.is_overtaken
         )
         if group is not None and is_awaited:
-            group.speed.on_dropped(
-                max(1, flight.trace_request.input_tokens - flight.believed_tokens), now
-            )
+            self.speed_monitor.on_dropped(now, flight, group)
         if flight.reservation is not None:
             flight.reservation.drop(now)
             flight.reservation = None

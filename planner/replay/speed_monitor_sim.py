@@ -19,7 +19,6 @@ from policies.health.speed_outlier import ReviewedEndpoint, SlowLimits
 from policies.health.speed_record import Measure, SpeedVerdict
 from policies.health.stall import (
     DOUBT_S,
-    LATE_FACTOR,
     LEAST_LATE_S,
     RAMP_S,
     SUSPECT_CEILING,
@@ -116,10 +115,21 @@ class SpeedMonitorSim:
 
         It does the same as EndpointTable.on_overtaken of the gateway.
         """
-        is_late = self._expectations.step_ratio(_member(group), now) >= LATE_FACTOR
-        group.speed.overtaken(_awaited_tokens(flight), group.step_tokens, now, is_late=is_late)
+        member = _member(group)
+        group.speed.overtaken(
+            _awaited_tokens(flight),
+            group.step_tokens,
+            now,
+            late_s=self._expectations.late_step_s(member, now),
+            step_s=self._expectations.running_step_s(member),
+        )
         flight.is_overtaken = True
         self._doubt(now, group)
+
+    def on_dropped(self, now: float, flight: InflightRequest, group: ReplayGroup) -> None:
+        """Record that a request was withdrawn before its first token."""
+        step_s = self._expectations.running_step_s(_member(group))
+        group.speed.on_dropped(_awaited_tokens(flight), now, step_s=step_s)
 
     def _doubt(self, now: float, group: ReplayGroup) -> None:
         # Send the group no request until the next review, and few until its speed has been judged.
@@ -247,7 +257,8 @@ class SpeedMonitorSim:
 
 
 def _kind(group: ReplayGroup) -> Hashable:
-    return group.kind.gpu, group.kind.tp, group.kind.role, group.kind.model
+    kind = group.kind
+    return kind.labelled_gpu or kind.gpu, kind.tp, kind.role, kind.model
 
 
 def _member(group: ReplayGroup) -> ReviewedEndpoint:

@@ -38,6 +38,8 @@ from policies.health.speed_record import (
 CONTEXT_TOKENS = 1024  # assumed context of a stream, for scaling decode steps over the batch
 BUSIER = 1.25
 LEAST_ONGOING_S = 0.1
+LATEST_SHARE = 0.9  # of the factor, which the latest samples must reach to count as slow
+MOST_FIXED = 0.1  # largest part of the peers' time that counts as independent of an engine's speed
 
 
 class SlowLimits(msgspec.Struct, frozen=True):
@@ -88,6 +90,12 @@ def review(members: Sequence[ReviewedEndpoint], now: float, limits: SlowLimits) 
         _compare(members, measure, now, findings, limits, yardsticks)
     for member, finding in zip(members, findings, strict=True):
         record = member.record
+        if (
+            finding.worst is None
+            and record.slowness is not None
+            and record.slowness.measure in finding.cleared
+        ):
+            finding.change = -1
         record.set_verdict(finding.worst, finding.change, finding.clear, limits.reviews)
         record.output *= RECENT
         for track in record.tracks:
@@ -103,44 +111,54 @@ def yardsticks(members: Sequence[ReviewedEndpoint], now: float) -> Yardsticks:
     """
     for member in members:
         member.record.prepare(now)
-    by_kind: dict[Hashable, list[SpeedRecord]] = {}
+    by_kind: dict[Hashable, list[ReviewedEndpoint]] = {}
     for member in members:
-        by_kind.setdefault(member.kind, []).append(member.record)
+        by_kind.setdefault(member.kind, []).append(member)
     return {
-        (kind, measure): PeerTimes(measure, [record.tracks[index].reference for record in records])
-        for kind, records in by_kind.items()
+        (kind, measure): PeerTimes(
+            measure, [member.record.tracks[index].reference for member in same], same[0].shape
+        )
+        for kind, same in by_kind.items()
         for index, measure in enumerate(Measure)
     }
 
 
 class _Finding:
-    __slots__ = ("change", "clear", "worst")
+    __slots__ = ("change", "clear", "cleared", "worst")
 
     def __init__(self) -> None:
         self.worst: Slowness | None = None
         self.change, self.clear = 0, True
+        self.cleared: list[Measure] = []  # whose samples since the last review are no evidence
+
+    def add(self, slowness: Slowness, change: int) -> None:
+        # Add a measure in which the endpoint is slow; the one whose latest samples are slow counts.
+        if self.worst is None or (change, slowness.ratio) > (self.change, self.worst.ratio):
+            self.worst, self.change = slowness, change
 
 
 class PeerTimes:
     """The mean times of several endpoints in one measure (such as TTFT), sorted within bins by size
     of work.
+
+    Within a bin, means are scaled by the roofline `shape` to work of the same size.
     """
 
-    __slots__ = ("_means", "_measure", "count")
+    __slots__ = ("_means", "_measure", "_shape", "count")
 
-    def __init__(self, measure: Measure, references: Sequence[SpeedSamples]) -> None:
-        self._measure = measure
+    def __init__(
+        self, measure: Measure, references: Sequence[SpeedSamples], shape: StepCosts = NEUTRAL
+    ) -> None:
+        self._measure, self._shape = measure, shape
         self.count = sum(samples.total > 0.0 for samples in references)
         self._means = [
             sorted(
-                samples.seconds[bin_] / samples.counts[bin_]
-                for samples in references
-                if samples.counts[bin_]
+                self._mean_s(samples, bin_) for samples in references if samples.counts[bin_] > 1e-9
             )
             for bin_ in range(BINS)
         ]
 
-    def expected_s(self, recent: SpeedSamples, own: SpeedSamples, shape: StepCosts) -> float:
+    def expected_s(self, recent: SpeedSamples, own: SpeedSamples) -> float:
         """Return the total seconds that other endpoints would take for the work of the samples.
 
         Returns 0 if that is unknown. `own` are this endpoint's samples among the references; they
@@ -149,47 +167,87 @@ class PeerTimes:
         total = 0.0
         for bin_, count in enumerate(recent.counts):
             if count > 1e-9:
-                each_s = self._without(bin_, own) or self._scaled(bin_, own, shape)
+                each_s = self._without(bin_, own) or self._scaled(bin_, own)
                 if not each_s:
                     return 0.0
-                total += count * each_s
+                total += count * each_s * self._size(bin_, recent.work[bin_] / count)
         return total
 
-    def usual_s(self, work: int, shape: StepCosts) -> float:
+    def usual_s(self, work: int) -> float:
         """Return the median seconds of all endpoints for work of this size; 0 if unknown."""
-        return self.other_s(work, None, shape)
+        return self.other_s(work, None)
 
-    def other_s(self, work: int, own: SpeedSamples | None, shape: StepCosts) -> float:
+    def other_s(self, work: int, own: SpeedSamples | None) -> float:
         """Return the median seconds of the endpoints other than `own` for this work.
 
         Returns 0 if unknown.
         """
         bin_ = min(BINS - 1, work.bit_length())
-        return self._without(bin_, own) or self._scaled(bin_, own, shape)
+        middle_s = self._without(bin_, own) or self._scaled(bin_, own)
+        return middle_s * self._size(bin_, work)
+
+    def fixed_s(self, own: SpeedSamples | None) -> float:
+        """Return the part of other endpoints' times that does not depend on the size of the work.
+
+        It is the intercept of their times over the roofline, in seconds per sample; 0 if work of
+        one size only was measured.
+        """
+        points = [
+            (_work_s(self._measure, self._shape, _middle(bin_)), seconds)
+            for bin_ in range(BINS)
+            if (seconds := self._without(bin_, own))
+        ]
+        return _intercept(points)
+
+    def _mean_s(self, samples: SpeedSamples, bin_: int) -> float:
+        # Return the mean seconds of the samples in a bin, scaled to work in the bin's middle.
+        count = samples.counts[bin_]
+        return samples.seconds[bin_] / count / self._size(bin_, samples.work[bin_] / count)
+
+    def _size(self, bin_: int, work: float) -> float:
+        # Return the time of this work in a bin, as a multiple of the time in the bin's middle.
+        shape = self._shape
+        middle_s = _work_s(self._measure, shape, _middle(bin_))
+        return _work_s(self._measure, shape, work) / middle_s
 
     def _without(self, bin_: int, own: SpeedSamples | None) -> float:
         # Return the median of the endpoints other than `own` in a bin, in seconds.
         #
         # Return 0 if there is none.
         means = self._means[bin_]
-        if own is None or not own.counts[bin_]:
+        if own is None or own.counts[bin_] <= 1e-9:
             return median_without(means, -1) if means else 0.0
-        own_index = bisect_left(means, own.seconds[bin_] / own.counts[bin_])
+        own_index = bisect_left(means, self._mean_s(own, bin_))
         return median_without(means, own_index) if len(means) > 1 else 0.0
 
-    def _scaled(self, bin_: int, own: SpeedSamples | None, shape: StepCosts) -> float:
+    def _scaled(self, bin_: int, own: SpeedSamples | None) -> float:
         # Return the time in the nearest bin with other endpoints, scaled by the roofline.
         #
         # Return 0 if none.
         for distance in range(1, BINS):
             for near in (bin_ - distance, bin_ + distance):
                 if 0 <= near < BINS and (near_s := self._without(near, own)):
-                    return (
-                        near_s
-                        * _work_s(self._measure, shape, bin_)
-                        / _work_s(self._measure, shape, near)
-                    )
+                    return near_s * self._size(near, _middle(bin_))
         return 0.0
+
+
+def _middle(bin_: int) -> float:
+    return 0.75 * (1 << bin_)
+
+
+def _intercept(points: Sequence[tuple[float, float]]) -> float:
+    # Fit seconds = intercept + slope * work by least squares of relative errors.
+    #
+    # Return the intercept: at least 0, and 0 for fewer than two sizes of work.
+    if len(points) < 2:
+        return 0.0
+    weights = [1.0 / (seconds * seconds) for _, seconds in points]
+    total = sum(weights)
+    x = sum(w * work for w, (work, _) in zip(weights, points, strict=True)) / total
+    y = sum(w * seconds for w, (_, seconds) in zip(weights, points, strict=True)) / total
+    xx = sum(w * (work - x) ** 2 for w, (work, _) in zip(weights, points, strict=True))
+    xy = sum(w * (work - x) * (s - y) for w, (work, s) in zip(weights, points, strict=True))
+    return max(0.0, y - x * xy / xx) if xx > 0.0 else 0.0
 
 
 def median_without(ordered: Sequence[float], left_out: int) -> float:
@@ -217,15 +275,17 @@ def _compare(
     # Compare all endpoints by one measure; update `findings` and `yardsticks`.
     index_of_measure = _MEASURES.index(measure)
     tracks = [member.record.tracks[index_of_measure] for member in members]
-    pool = PeerTimes(measure, [track.reference for track in tracks])
+    shape = members[0].shape if members else NEUTRAL
+    pool = PeerTimes(measure, [track.reference for track in tracks], shape)
     kinds: dict[Hashable, list[int]] = {}
     for index, member in enumerate(members):
         kinds.setdefault(member.kind, []).append(index)
     for kind, indices in kinds.items():
-        peers = PeerTimes(measure, [tracks[index].reference for index in indices])
+        shape = members[indices[0]].shape
+        peers = PeerTimes(measure, [tracks[index].reference for index in indices], shape)
         yardsticks[kind, measure] = peers
         for index in indices:
-            track, shape = tracks[index], members[index].shape
+            track = tracks[index]
             has_peers = peers.count - (track.reference.total > 0.0) > 0
             yardstick = peers if has_peers else pool
             usual, samples = track.usual_ratio, track.recent
@@ -234,8 +294,13 @@ def _compare(
                 samples = _samples_with_running_step(members[index], track, yardstick, now, factor)
             if not samples.total or not (has_peers or pool.count > 1):
                 continue
-            expected_s = yardstick.expected_s(samples, track.reference, shape)
-            slowness = _ratio(track, samples, expected_s, measure, limits, has_peers)
+            expected_s = yardstick.expected_s(samples, track.reference)
+            fixed_s = 0.0
+            if measure is Measure.TTFT and has_peers:
+                fixed_s = min(
+                    yardstick.fixed_s(track.reference) * samples.total, MOST_FIXED * expected_s
+                )
+            slowness = _ratio(track, samples, expected_s, fixed_s, measure, limits, has_peers)
             if slowness is None or (
                 measure is Measure.ANSWER and _is_busier(members, index, indices)
             ):
@@ -243,20 +308,26 @@ def _compare(
             finding = findings[index]
             if slowness.ratio >= limits.clear:
                 finding.clear = False
+            if track.fresh_count and slowness.ratio < limits.factor:
+                finding.cleared.append(measure)
             if _is_slow(
                 samples,
                 slowness,
                 limits,
                 limits.least_s[index_of_measure],
                 usual if has_peers else 0.0,
-            ) and (finding.worst is None or slowness.ratio > finding.worst.ratio):
-                finding.worst, finding.change = slowness, 0
+            ):
+                change = 0
                 if track.fresh_count or samples is not track.recent:
                     latest = track.since_last_review(samples)
-                    latest_s = yardstick.expected_s(latest, track.reference, shape) * (
+                    latest_s = yardstick.expected_s(latest, track.reference) * (
                         1.0 if has_peers else usual
                     )
-                    finding.change = 1 if sum(latest.seconds) >= limits.clear * latest_s else -1
+                    spent_s = sum(latest.seconds)
+                    change = (spent_s >= LATEST_SHARE * limits.factor * latest_s) - (
+                        spent_s < limits.clear * latest_s
+                    )
+                finding.add(slowness, change)
 
 
 def _samples_with_running_step(
@@ -265,13 +336,13 @@ def _samples_with_running_step(
     # Return the recent samples, plus the running prefill step if peers would have finished it.
     record, tokens = member.record, member.step_tokens
     seconds = now - record.since
-    if not record.waiting or not tokens or not factor or seconds < LEAST_ONGOING_S:
+    if not (record.waiting and record.is_timed and tokens and factor) or seconds < LEAST_ONGOING_S:
         return track.recent
-    peers_s = yardstick.other_s(tokens, track.reference, member.shape)
+    peers_s = yardstick.other_s(tokens, track.reference)
     if not peers_s or seconds < factor * peers_s:
         return track.recent
     samples = track.recent.copy()
-    samples.add(min(BINS - 1, tokens.bit_length()), seconds)
+    samples.add(tokens, seconds)
     return samples
 
 
@@ -284,14 +355,17 @@ def _ratio(
     track: SampleTrack,
     samples: SpeedSamples,
     expected_s: float,
+    fixed_s: float,
     measure: Measure,
     limits: SlowLimits,
     has_peers: bool,
 ) -> Slowness | None:
     # Return the ratio of its time to the peers' time, as Slowness; None if unknown.
     #
-    # Without peers, the ratio is compared with its usual one.
-    spent_s, total = sum(samples.seconds), samples.total
+    # `fixed_s` is the part of both times that a slow engine does not prolong. Without peers, the
+    # ratio is compared with its usual one.
+    spent_s, total = sum(samples.seconds) - fixed_s, samples.total
+    expected_s -= fixed_s
     if expected_s <= 0.0 or spent_s <= 0.0:
         return None
     ratio = spent_s / expected_s
@@ -318,11 +392,10 @@ def _is_slow(
     return samples.total >= share * samples.least - 1e-6
 
 
-def _work_s(measure: Measure, shape: StepCosts, bin_: int) -> float:
-    # Return the estimated seconds for work of the size in the middle of a bin.
+def _work_s(measure: Measure, shape: StepCosts, work: float) -> float:
+    # Return the estimated seconds for work of this size.
     #
     # Only ratios of these are meaningful.
-    work = 0.75 * (1 << bin_)
     if measure is Measure.ANSWER:
         return work
     if measure is Measure.TPOT:

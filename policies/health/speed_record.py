@@ -12,10 +12,12 @@ from collections import deque
 from contextlib import suppress
 from enum import StrEnum
 from itertools import islice
-from math import ceil, exp, log
+from math import ceil, exp, inf, log
 from operator import sub
 
 import msgspec
+
+from policies.engine.step_time import NEUTRAL
 
 BINS = 24
 SAME_STEP_S, SAME_STEP_SHARE = 0.002, 0.05
@@ -49,12 +51,14 @@ Engines first end the decode step that is running, hence JOIN_S. An engine witho
 once, hence IDLE_JOIN_S.
 """
 
-LEAST_OVERTAKEN_S = 0.1
-"""Minimum delay in seconds of an abandoned step for it to count as evidence of slowness."""
-
 LEAST_PACED = 3.0
 """Number of prompts that an endpoint must complete before it counts as being as fast as its
 peers.
+"""
+
+MOST_AHEAD = 1.5
+"""A step that may have computed so many times the tokens of the prompts that it completed is no
+sample, and neither is the one after it.
 """
 
 USUAL_GAIN, LEAST_USUAL = 0.05, 20
@@ -98,21 +102,26 @@ class Slowness(msgspec.Struct, frozen=True):
 
 
 class SpeedSamples:
-    """The decaying sums of measured seconds, and the numbers of samples, in bins by size of work.
+    """The decaying sums of measured seconds and of work, and the numbers of samples, in bins by
+    size of work.
 
     total  sum of the numbers of samples; the last `least` samples never expire
     """
 
-    __slots__ = ("counts", "least", "seconds", "total")
+    __slots__ = ("counts", "least", "seconds", "total", "work")
 
     def __init__(self, least: float) -> None:
         self.least = least
         self.seconds = [0.0] * BINS
+        self.work = [0.0] * BINS
         self.counts = [0.0] * BINS
         self.total = 0.0
 
-    def add(self, bin_: int, seconds: float) -> None:
+    def add(self, work: int, seconds: float) -> None:
+        """Add one sample: work of this size took `seconds`."""
+        bin_ = min(BINS - 1, work.bit_length())
         self.seconds[bin_] += seconds
+        self.work[bin_] += work
         self.counts[bin_] += 1.0
         self.total += 1.0
 
@@ -128,6 +137,7 @@ class SpeedSamples:
         """Return the samples that were added since the older state `other` of these samples."""
         difference = SpeedSamples(self.least)
         difference.seconds = [*map(sub, self.seconds, other.seconds)]
+        difference.work = [*map(sub, self.work, other.work)]
         difference.counts = [*map(sub, self.counts, other.counts)]
         difference.total = self.total - other.total
         return difference
@@ -138,6 +148,7 @@ class SpeedSamples:
             return
         factor = max(factor, self.least / self.total)
         self.seconds = [value * factor for value in self.seconds]
+        self.work = [value * factor for value in self.work]
         self.counts = [value * factor for value in self.counts]
         self.total *= factor
 
@@ -184,9 +195,8 @@ class SampleTrack:
         samples, self._uncounted = self._uncounted, []
         self.fresh_count += len(samples)
         for work, seconds in samples:
-            bin_ = min(BINS - 1, work.bit_length())
-            self.recent.add(bin_, seconds)
-            self.reference.add(bin_, seconds)
+            self.recent.add(work, seconds)
+            self.reference.add(work, seconds)
 
     def decay(self) -> None:
         """Let the samples decay by the second since the last review; called at the end of each
@@ -227,8 +237,10 @@ class SampleTrack:
 class SpeedRecord:
     """The speed samples of one endpoint, and the verdict of the last review.
 
-    since          begin of the current prefill step: the previous first token, or the sending of
-                   the first waiting prompt
+    since          begin of the current prefill step: the previous first token, the sending of the
+                   first waiting prompt, or the expected end of an abandoned step, which may be in
+                   the future
+    is_timed       whether `since` is exact and the step has given no sample yet
     has_kept_pace  whether a review since the last restart() has found the endpoint as fast as its
                    peers
     prefill_s      total seconds, up to `since`, in which a prompt was waiting
@@ -240,6 +252,12 @@ class SpeedRecord:
         *(
             "_begun",
             "_clear_from",
+            "_dropped_tokens",
+            "_has_joined",
+            "_is_begin_known",
+            "_is_counted",
+            "_is_partial",
+            "_most_tokens",
             "_join_s",
             "_running_since",
             "_probe_at",
@@ -249,7 +267,16 @@ class SpeedRecord:
             "_step_tokens",
             "_streak",
         ),
-        *("has_kept_pace", "output", "prefill_s", "since", "slowness", "tracks", "verdict"),
+        *(
+            "has_kept_pace",
+            "is_timed",
+            "output",
+            "prefill_s",
+            "since",
+            "slowness",
+            "tracks",
+            "verdict",
+        ),
     )
 
     def __init__(self) -> None:
@@ -257,8 +284,13 @@ class SpeedRecord:
         self._queue: deque[int] = deque()
         self._begun = 0  # prompts in the queue that the step under way may compute
         self._join_s = IDLE_JOIN_S
-        self.since = self.prefill_s = self._running_since = 0.0
+        self.since = self._running_since = -inf
+        self.prefill_s = 0.0
         self._step_s, self._step_tokens = 0.0, 0
+        self._is_begin_known = self.is_timed = True
+        self._most_tokens = 0  # that it may have computed
+        self._has_joined, self._is_counted, self._is_partial = False, True, False
+        self._dropped_tokens = 0  # of prompts that the step under way computes in vain
         self._clear_from = self.output = self._probe_at = 0.0
         self._probe_gap_s = FIRST_PROBE_GAP_S
         self._streak = 0
@@ -281,11 +313,14 @@ class SpeedRecord:
                      step
         """
         if not self._queue:
-            self.since = self._running_since = now
+            if now >= self.since:  # else an abandoned step probably goes on
+                self._begin_next_step(now)
+                self._running_since = now
             self._begun = 1
             self._join_s = JOIN_S if is_decoding else IDLE_JOIN_S
         elif now - self.since < self._join_s:
             self._begun += 1
+            self._has_joined = True
         self._queue.append(tokens)
 
     def is_behind(self, sent_at: float) -> bool:
@@ -297,64 +332,105 @@ class SpeedRecord:
         """
         return sent_at - self._running_since >= JOIN_S
 
-    def on_dropped(self, tokens: int, now: float) -> None:
-        """Record that a prompt was cancelled before its first token."""
-        was_waiting = bool(self._queue)
-        self._remove(tokens)
-        if was_waiting and not self._queue:
-            # Reviews have counted this wait, so without it the next TPOT sample would be too long.
-            self.prefill_s += now - self.since
+    def on_dropped(self, tokens: int, now: float, *, step_s: float = 0.0) -> None:
+        """Record that a prompt was cancelled before its first token.
 
-    def _remove(self, tokens: int) -> None:
-        with suppress(ValueError):
-            self._queue.remove(tokens)
-
-    def overtaken(self, tokens: int, work: int, now: float, *, is_late: bool) -> None:
-        """Remove a prompt because another endpoint answered first, or because the prompt was late.
-
-        If it is the next prompt to be computed, its waiting time is a speed sample, because its
-        step takes at least that long. A late step (`is_late`: it has taken LATE_FACTOR times as
-        long as at peers) is expected to last as long again. `work` is the largest number of prompt
-        tokens that the step had to compute.
+        The engine ends the step that computes it, which takes `step_s` seconds in all (0: unknown).
+        Until then the endpoint is busy with prompts.
         """
-        if not self._queue or self._queue[0] != tokens:
-            self.on_dropped(tokens, now)
+        index = self._index_of(tokens)
+        if index is None:
             return
-        seconds = now - self.since
-        if self._step_tokens:
-            self.tracks[0].add(self._step_tokens, self._step_s)
-        self._step_s, self._step_tokens = 0.0, 0
-        self._queue.popleft()
-        self._begin_next_step(now)
-        self.prefill_s += seconds
-        if seconds >= LEAST_OVERTAKEN_S:
-            self.tracks[0].add(work, 2.0 * seconds if is_late else seconds)
-
-    def on_first_token(self, tokens: int, now: float) -> None:
-        """Record that the first token of a prompt with `tokens` uncached tokens has arrived."""
-        seconds = now - self.since
-        queue = self._queue
-        if queue and queue[0] == tokens:
-            queue.popleft()
+        del self._queue[index]
+        if index >= self._begun:
+            return
+        self._begun -= 1
+        if now < self.since:
+            return  # it waited for the end of another abandoned step
+        if self._begun:
+            self._dropped_tokens += tokens
         else:
-            self._remove(tokens)
+            self._abandon_step(now, step_s)
+
+    def _index_of(self, tokens: int) -> int | None:
+        # Return the index of the first waiting prompt with this many tokens.
+        with suppress(ValueError):
+            return self._queue.index(tokens)
+        return None
+
+    def _abandon_step(self, now: float, step_s: float) -> None:
+        # Count the step under way as prefill until it would have ended, and begin the next one.
+        #
+        # The end of a step is estimated only if its begin is known. Otherwise a slow engine whose
+        # prompts all move away would give no evidence.
+        ends_at = max(now, self.since + step_s) if self._is_begin_known else now
+        self.prefill_s += ends_at - self.since
+        self._begin_next_step(ends_at)
+        self._is_begin_known = self.is_timed = False
+
+    def overtaken(
+        self, tokens: int, work: int, now: float, *, late_s: float, step_s: float = 0.0
+    ) -> None:
+        """Remove a prompt because another endpoint answered first, or because it was late.
+
+        If it is the next prompt to be computed and its step is late, `late_s` is a sample: the
+        seconds that the step of `work` tokens will take at least (0: it is not late). One step
+        gives one sample. `step_s` is as for on_dropped().
+        """
+        if late_s and self.is_timed and self._queue and self._queue[0] == tokens:
+            self._end_step()
+            self.tracks[0].add(work, late_s)
+            self.is_timed = False
+        self.on_dropped(tokens, now, step_s=max(step_s, late_s))
+
+    def on_first_token(
+        self, tokens: int, now: float, *, budget_tokens: int = NEUTRAL.budget_tokens
+    ) -> None:
+        """Record that the first token of a prompt came, of which `tokens` tokens were not
+        cached.
+
+        `budget_tokens` bounds the prompt tokens of one step.
+        """
+        seconds, is_timed = now - self.since, self.is_timed
+        most_tokens = 0
+        if self._has_joined:
+            most_tokens = self.begun_tokens(self.step_tokens(sum(self._queue), budget_tokens, 0))
+        index = self._index_of(tokens)
+        if index is not None:
+            del self._queue[index]
+        dropped_tokens = self._dropped_tokens
         self._begin_next_step(now)
         self._running_since = now
         self.prefill_s += seconds
-        if seconds <= SAME_STEP_S + SAME_STEP_SHARE * self._step_s:
+        if is_timed and seconds <= SAME_STEP_S + SAME_STEP_SHARE * self._step_s:
             self._step_s += seconds
             self._step_tokens += tokens
             return
-        if self._step_tokens:
-            self.tracks[0].add(self._step_tokens, self._step_s)
-        self._step_s, self._step_tokens = seconds, tokens
+        self._end_step()
+        self._step_s, self._step_tokens = seconds, tokens + dropped_tokens
+        self._most_tokens = most_tokens
+        is_known = is_timed and dropped_tokens <= (MOST_AHEAD - 1.0) * tokens
+        self._is_counted = is_known and not self._is_partial
+        self._is_partial = False
+
+    def _end_step(self) -> None:
+        # Make a sample of the last prefill step whose first tokens have come.
+        tokens = self._step_tokens
+        if tokens:
+            self._is_partial = self._most_tokens > MOST_AHEAD * tokens
+            if self._is_counted and not self._is_partial:
+                self.tracks[0].add(tokens, self._step_s)
+        self._step_s, self._step_tokens = 0.0, 0
 
     def _begin_next_step(self, now: float) -> None:
         # Let a prefill step of all waiting prompts begin now.
         self.since, self._begun, self._join_s = now, len(self._queue), IDLE_JOIN_S
+        self._dropped_tokens, self._has_joined = 0, False
+        self._is_begin_known = self.is_timed = True
 
     def record_streams(self, streams: int, tokens: int, seconds: float, now: float) -> None:
-        clear_from = self.prefill_s + (now - self.since if self.waiting else 0.0)
+        running_s = now - self.since  # negative: an abandoned step probably goes on
+        clear_from = self.prefill_s + (running_s if self.waiting else min(0.0, running_s))
         clear_s = seconds - (clear_from - self._clear_from)
         self._clear_from = clear_from
         if streams and clear_s > LEAST_SHARE_CLEAR * seconds:
@@ -394,9 +470,7 @@ class SpeedRecord:
     def prepare(self, now: float) -> None:
         """Aggregate the samples before a review; the last prefill step counts as ended."""
         if not self.waiting or now - self.since > SAME_STEP_S:
-            if self._step_tokens:
-                self.tracks[0].add(self._step_tokens, self._step_s)
-            self._step_s, self._step_tokens = 0.0, 0
+            self._end_step()
         for track in self.tracks:
             track.aggregate()
 
@@ -409,7 +483,9 @@ class SpeedRecord:
         """
         if others or not self._queue:
             return waiting_tokens
-        return min(waiting_tokens, ceil(self._queue[0] / budget_tokens) * budget_tokens)
+        tokens = self._queue[0] + self._dropped_tokens
+        most = ceil(tokens / budget_tokens) * budget_tokens
+        return min(waiting_tokens + self._dropped_tokens, most)
 
     def begun_tokens(self, step_tokens: int) -> int:
         """Return the likely size of the current prefill step: the tokens of prompts that were
@@ -421,7 +497,7 @@ class SpeedRecord:
         return (
             step_tokens
             if self._begun >= len(queue)
-            else min(step_tokens, sum(islice(queue, self._begun)))
+            else min(step_tokens, sum(islice(queue, self._begun)) + self._dropped_tokens)
         )
 
     def set_verdict(
@@ -439,6 +515,8 @@ class SpeedRecord:
             self._streak = max(0, self._streak + change)
         elif clear:
             self._streak, self.slowness = 0, None
+        else:
+            self._streak = max(0, self._streak + change)
         slow = self._streak >= reviews
         self.verdict = (
             SpeedVerdict.SLOW

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from policies.health import speed_outlier
 from policies.health.speed_outlier import PeerTimes, ReviewedEndpoint, Yardsticks
-from policies.health.speed_record import Measure, SpeedRecord, SpeedVerdict
+from policies.health.speed_record import LEAST_PACED, Measure, SpeedRecord, SpeedVerdict
 from policies.load import NO_SOFT_CAP, EndpointLoad
 
 LEAST_LATE_S = 0.1
@@ -117,7 +117,7 @@ class Expectations:
         if yardstick is None:
             return None
         own_s = record.tracks[_PLACES[measure]].reference.mean_s(work)
-        usual_s = own_s or yardstick.usual_s(work, member.shape)
+        usual_s = own_s or yardstick.usual_s(work)
         return (
             usual_s * (1.0 if own_s or record.slowness is None else record.slowness.ratio) or None
         )
@@ -134,6 +134,39 @@ class Expectations:
             return 0.0
         usual_s = _usual_s(member, yardstick, Measure.TTFT, record.begun_tokens(member.step_tokens))
         return age_s / usual_s if usual_s else 0.0
+
+    def late_step_s(self, member: ReviewedEndpoint, now: float) -> float:
+        """Return the seconds that a late prefill step will take at least; 0 if it is not late.
+
+        A step is late after LATE_FACTOR times its peers' time. It is expected to last as long again
+        as it has lasted, unless the endpoint's own steps usually take less. At an endpoint whose
+        steps usually take longer, it is late after DOUBTED_FACTOR times its peers' time.
+        """
+        record = member.record
+        age_s, ratio = now - record.since, self.step_ratio(member, now)
+        if ratio < DOUBTED_FACTOR or age_s < LEAST_LATE_S:
+            return 0.0
+        if record.tracks[0].reference.total < LEAST_PACED:
+            return LATE_FACTOR * age_s if ratio >= LATE_FACTOR else 0.0
+        own = PeerTimes(Measure.TTFT, [record.tracks[0].reference], member.shape)
+        own_s = own.usual_s(record.begun_tokens(member.step_tokens))
+        if age_s >= LATE_FACTOR * own_s:
+            return LATE_FACTOR * age_s
+        if ratio < LATE_FACTOR and own_s < LATE_FACTOR * age_s / ratio:
+            return 0.0
+        return max(age_s, min(own_s, LATE_FACTOR * age_s))
+
+    def running_step_s(self, member: ReviewedEndpoint) -> float:
+        """Return the seconds that the running prefill step probably takes in all; 0 if unknown.
+
+        The endpoint's own times count more than its peers'. An engine ends the step of a prompt
+        that is given up, but computes no further part of it.
+        """
+        track, budget = member.record.tracks[0], member.shape.budget_tokens
+        work = min(budget, member.record.begun_tokens(member.step_tokens))
+        own = PeerTimes(Measure.TTFT, [track.reference], member.shape)
+        yardstick = self.yardsticks.get((member.kind, Measure.TTFT))
+        return own.usual_s(work) or (0.0 if yardstick is None else yardstick.usual_s(work))
 
     def _stall_ratio(self, member: ReviewedEndpoint, now: float) -> float:
         # Return the same if the step is late enough to be a stall, otherwise 0.
@@ -229,10 +262,8 @@ def _usual_s(member: ReviewedEndpoint, yardstick: PeerTimes, measure: Measure, w
     #
     # They are derived from its peers' times, or without peers from its own.
     track = member.record.tracks[_PLACES[measure]]
-    peers_s = yardstick.other_s(work, track.reference, member.shape)
-    return (
-        peers_s * max(1.0, track.usual_ratio) if peers_s else yardstick.usual_s(work, member.shape)
-    )
+    peers_s = yardstick.other_s(work, track.reference)
+    return peers_s * max(1.0, track.usual_ratio) if peers_s else yardstick.usual_s(work)
 
 
 _PLACES = {measure: index for index, measure in enumerate(Measure)}

@@ -212,6 +212,104 @@ def test_prompts_cancelled_while_they_wait_do_not_make_streams_slow(cancelled_s:
         assert all(engine.record.verdict is SpeedVerdict.NORMAL for engine in engines)
 
 
+@pytest.mark.parametrize("is_overtaken", [False, True])
+def test_steps_that_go_on_after_their_prompt_has_left_are_no_slowness(is_overtaken: bool) -> None:
+    # Every other second a prompt leaves one engine after 0.1 s. Its step takes 0.5 s; the streams
+    # pause until then, and so does the prompt that is sent next.
+    engines = [Engine(), Engine(), Engine()]
+    for now in range(40):
+        for engine in engines:
+            record, is_busy = engine.record, engine is engines[0] and now % 2 == 0
+            if is_busy:
+                record.on_sent(8000, now + 0.1)
+                if is_overtaken:
+                    record.overtaken(8000, 8000, now + 0.2, late_s=0.0, step_s=0.5)
+                else:
+                    record.on_dropped(8000, now + 0.2, step_s=0.5)
+            record.on_sent(1000, now + 0.3)
+            record.on_first_token(1000, now + (0.64 if is_busy else 0.34))
+            clear_s = 0.96 - 0.5 * is_busy
+            record.record_streams(8, round(8 * clear_s / 0.012), 1.0, now + 1.0)
+        review([engine.member() for engine in engines], now + 1.0, LIMITS)
+        assert all(engine.record.verdict is SpeedVerdict.NORMAL for engine in engines), now
+
+
+def test_a_prompt_that_left_a_shared_step_counts_as_work_of_the_step() -> None:
+    record = SpeedRecord()
+    record.on_sent(4000, 0.0)
+    record.on_sent(1000, 0.01)
+    record.on_dropped(1000, 0.1)
+    record.on_first_token(4000, 0.5)
+    record.prepare(1.0)
+    assert sum(record.tracks[0].recent.work) == 5000
+
+
+def test_a_step_whose_work_is_unknown_is_no_sample() -> None:
+    # The long prompt came within the time in which it may have been part of the first one's step.
+    record = SpeedRecord()
+    record.on_sent(500, 0.0)
+    record.on_sent(8000, 0.02)
+    record.on_first_token(500, 0.4)
+    record.on_first_token(8000, 0.45)
+    record.on_sent(2000, 1.0)
+    record.on_first_token(2000, 1.1)
+    record.prepare(2.0)
+    assert record.tracks[0].recent.total == 1
+    assert sum(record.tracks[0].recent.work) == 2000
+
+
+def test_prompts_of_different_sizes_in_one_bin_are_compared_by_their_size() -> None:
+    engines = [Engine(), Engine(), Engine()]
+    for now in range(20):
+        for engine in engines:
+            tokens = 8100 if engine is engines[0] else 4100
+            engine.record.on_sent(tokens, float(now))
+            engine.record.on_first_token(
+                tokens,
+                now
+                + 1.3e-4 * tokens * (engine is engines[0])
+                + 1e-4 * tokens * (engine is not engines[0]),
+            )
+        review([engine.member() for engine in engines], now + 1.0, LIMITS)
+        assert all(engine.record.verdict is SpeedVerdict.NORMAL for engine in engines)
+
+
+def test_a_latency_that_every_prompt_has_does_not_hide_slow_prompts() -> None:
+    engines = [Engine(), Engine(), Engine(), Engine()]
+    for now in range(20):
+        for engine in engines:
+            for place, tokens in enumerate((200, 1000, 3000)):
+                slowness = 3.0 if engine is engines[0] else 1.0
+                sent_at = now + 0.3 * place
+                engine.record.on_sent(tokens, sent_at)
+                engine.record.on_first_token(tokens, sent_at + 0.015 + slowness * 2.5e-5 * tokens)
+        review([engine.member() for engine in engines], now + 1.0, LIMITS)
+    assert engines[0].record.verdict is SpeedVerdict.SLOW
+    assert engines[0].record.slowness is not None
+    # Seen whole, the times differ by a factor of 2.4 only.
+    assert engines[0].record.slowness.ratio >= LIMITS.factor
+
+
+def test_samples_that_are_not_slow_end_a_suspicion_step_by_step() -> None:
+    engines = [Engine(), Engine(), Engine()]
+
+    def seconds(number: int, now: int) -> float:
+        return 0.2 if number else (0.9 if now < 3 else 0.4)
+
+    verdicts = []
+    for now in range(12):
+        for number, engine in enumerate(engines):
+            for place in range(2):
+                sent_at = now + 0.5 * place
+                engine.record.on_sent(4000, sent_at)
+                engine.record.on_first_token(4000, sent_at + 0.5 * seconds(number, now))
+        review([engine.member() for engine in engines], now + 1.0, LIMITS)
+        verdicts.append(engines[0].record.verdict)
+    assert SpeedVerdict.SUSPECT in verdicts
+    assert SpeedVerdict.SLOW not in verdicts
+    assert verdicts[-1] is SpeedVerdict.NORMAL
+
+
 @pytest.mark.parametrize("stall_s", [0.5, 2.0])
 def test_one_prompt_that_takes_long_is_no_slowness(stall_s: float) -> None:
     engines, rng = [Engine(), Engine(), Engine(), Engine()], Random(13)
@@ -224,11 +322,16 @@ def test_one_prompt_that_takes_long_is_no_slowness(stall_s: float) -> None:
 
 def test_an_endpoint_that_has_become_fast_again_is_normal() -> None:
     engines, rng = [Engine(4.0, 4.0), Engine(), Engine()], Random(1)
+    began = 0
     while engines[0].record.verdict is SpeedVerdict.NORMAL:
-        second(engines, rng, 0.0)
+        second(engines, rng, float(began))
+        began += 1
     engines[0].prefill = engines[0].decode = 1.0
     engines[0].record.accept()
-    for now in range(1, 20):
+    for now_s, tokens in engines[0].due:  # what was sent before the return ends first
+        engines[0].record.on_dropped(abs(tokens), now_s)
+    engines[0].due, engines[0].free_at = [], 0.0
+    for now in range(began, began + 20):
         second(engines, rng, float(now))
         assert engines[0].record.verdict is SpeedVerdict.NORMAL
     assert engines[0].record.slowness is None

@@ -155,7 +155,7 @@ def test_a_prompt_is_behind_if_the_step_under_way_began_long_before_it() -> None
         record.on_sent(1500, sent_at)
     for _ in range(2):
         assert [record.is_behind(sent_at) for sent_at in (0.01, 0.2)] == [False, True]
-        record.overtaken(1500, 1500, 0.4, is_late=True)
+        record.overtaken(1500, 1500, 0.4, late_s=0.8)
     record.on_first_token(1500, 0.5)
     assert not record.is_behind(0.2)
 
@@ -204,25 +204,36 @@ def test_overtaken_prompts_are_evidence_once() -> None:
     # The first prompt shows how long the step took; those behind it show nothing.
     record = waiting(SpeedRecord(), prompts=3)
     for _ in range(3):
-        record.overtaken(1500, 1500, 0.4, is_late=False)
+        record.overtaken(1500, 1500, 0.4, late_s=0.4, step_s=0.6)
     record.prepare(1.0)
     assert record.waiting == 0
     assert record.tracks[0].recent.total == 1.0
     assert sum(record.tracks[0].recent.seconds) == pytest.approx(0.4)
 
 
+def late_step_s(record: SpeedRecord, age_s: float) -> float:
+    members = [member(record), member(speed_record())]
+    expectations = Expectations()
+    expectations.stalled(members, age_s)
+    return expectations.late_step_s(members[0], age_s)
+
+
 def test_a_delay_beyond_twice_the_usual_time_is_expected_to_double() -> None:
-    record = waiting(SpeedRecord())
-    record.overtaken(1500, 1500, 0.4, is_late=True)
-    record.prepare(1.0)
-    assert sum(record.tracks[0].recent.seconds) == pytest.approx(0.8)
+    assert late_step_s(waiting(SpeedRecord()), 1.9 * STEP_S) == 0.0
+    assert late_step_s(waiting(SpeedRecord()), 2.5 * STEP_S) == pytest.approx(5.0 * STEP_S)
+
+
+def test_a_delay_that_is_usual_at_an_endpoint_does_not_double() -> None:
+    record = waiting(speed_record(3, 3.0 * STEP_S))
+    assert late_step_s(record, 2.5 * STEP_S) == pytest.approx(3.0 * STEP_S)
+    assert late_step_s(record, 6.1 * STEP_S) == pytest.approx(12.2 * STEP_S)
 
 
 def test_an_overtaken_prompt_behind_others_leaves_the_step_under_way() -> None:
     record = SpeedRecord()
     record.on_sent(1000, 0.0)
     record.on_sent(2000, 0.2)
-    record.overtaken(2000, 1000, 0.4, is_late=False)
+    record.overtaken(2000, 1000, 0.4, late_s=0.4)
     assert (record.waiting, record.since) == (1, 0.0)
 
 
