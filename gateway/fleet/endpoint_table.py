@@ -504,13 +504,6 @@ class EndpointTable:
             live.speed.restart()
             self.on_event(live, HealthEvent.SLOW)
 
-    def on_dropped(self, live: LiveEndpoint, tokens: int) -> None:
-        """Record that a request was cancelled before its first token.
-
-        `tokens` is how many tokens of its prompt were to be computed.
-        """
-        self.speed_monitor.on_dropped(live, tokens, monotonic())
-
     def on_overtaken(self, live: LiveEndpoint, tokens: int) -> None:
         """Throttle the endpoint, because a request leaves it before its first token.
 

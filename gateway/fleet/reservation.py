@@ -23,15 +23,22 @@ from policies.model import Pick, Request
 from policies.prefix.fingerprint import Fingerprint
 
 
+class DropSink(Protocol):
+    """The receiver of cancelled prompts; the speed monitor implements it."""
+
+    def on_dropped(self, live: LiveEndpoint, tokens: int, now: float, /) -> None: ...
+
+
 class EvidenceSink(Protocol):
     """The receiver of evidence about an endpoint's health and speed; the endpoint table implements
     it.
     """
 
+    @property
+    def speed_monitor(self) -> DropSink: ...
     def on_event(self, live: LiveEndpoint, event: HealthEvent, /) -> None: ...
     def on_failure(self, live: LiveEndpoint, broke: UpstreamError, /) -> None: ...
     def on_overtaken(self, live: LiveEndpoint, tokens: int, /) -> None: ...
-    def on_dropped(self, live: LiveEndpoint, tokens: int, /) -> None: ...
     def confirm_cached_share(
         self, live: LiveEndpoint, believed: float, found: float, /
     ) -> None: ...
@@ -179,7 +186,7 @@ class Reservation:
             if tokens and not self._sees_first_token:
                 self.live.speed.record_answer(tokens, now - self._reserved_at)
         if self._awaited:
-            self._table.on_dropped(self.live, self._awaited)
+            self._table.speed_monitor.on_dropped(self.live, self._awaited, now)
             self._awaited = 0
         if not self._is_computed:
             self._unlearn()

@@ -297,9 +297,8 @@ def _compare(
             expected_s = yardstick.expected_s(samples, track.reference)
             fixed_s = 0.0
             if measure is Measure.TTFT and has_peers:
-                fixed_s = min(
-                    yardstick.fixed_s(track.reference) * samples.total, MOST_FIXED * expected_s
-                )
+                each_s = yardstick.fixed_s(track.reference)
+                fixed_s = min(each_s * samples.total, MOST_FIXED * expected_s)
             slowness = _ratio(track, samples, expected_s, fixed_s, measure, limits, has_peers)
             if slowness is None or (
                 measure is Measure.ANSWER and _is_busier(members, index, indices)
@@ -320,13 +319,10 @@ def _compare(
                 change = 0
                 if track.fresh_count or samples is not track.recent:
                     latest = track.since_last_review(samples)
-                    latest_s = yardstick.expected_s(latest, track.reference) * (
-                        1.0 if has_peers else usual
-                    )
-                    spent_s = sum(latest.seconds)
-                    change = (spent_s >= LATEST_SHARE * limits.factor * latest_s) - (
-                        spent_s < limits.clear * latest_s
-                    )
+                    usual_s = yardstick.expected_s(latest, track.reference)
+                    usual_s *= 1.0 if has_peers else usual
+                    least_s, spent_s = LATEST_SHARE * limits.factor * usual_s, sum(latest.seconds)
+                    change = (spent_s >= least_s) - (spent_s < limits.clear * usual_s)
                 finding.add(slowness, change)
 
 
