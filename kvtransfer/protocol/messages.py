@@ -259,7 +259,9 @@ def check_seconds(what: str, seconds: float) -> None:
     ever.
     """
     if not 0.0 <= seconds < inf:
-        raise ValueError(f"{what} must be a finite time in seconds, not {seconds}")
+        raise ValueError(
+            f"the time limit of {what} must be a finite number of seconds, not {seconds}"
+        )
 
 
 def make_stop(transfer: int, reason: EndReason, detail: str) -> StopTransfer:

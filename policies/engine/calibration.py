@@ -119,11 +119,11 @@ def learn(span: StepSpan, load: EngineLoad, ends: float, now: float) -> None:
     belief = load.belief
     spent_s = now - span.anchor
     if spent_s > 0 and span.steps and now - span.taught_at >= LESSON_S:
-        span.taught_at = now
         if span.tight:
             _learn_delayed(span, load, spent_s)
             span.begin(now)
             return
+        span.taught_at = now
         span.delayed.clear()
         if spent_s >= SHORT_S or span.entered is None:
             _steps(span, load, spent_s)

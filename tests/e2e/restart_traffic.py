@@ -25,7 +25,7 @@ from tests.fair_time import PATIENCE_S
 from tests.scraped import total
 
 STARTS_WITHIN_S = READY_TIMEOUT_S + PATIENCE_S  # the gateway itself gives up first
-ACCEPTS = re.compile(r"the successor \(pid (\d+)\) accepts connections")
+ACCEPTS = re.compile(r"the successor process \(pid (\d+)\) accepts connections")
 
 
 class Traffic:

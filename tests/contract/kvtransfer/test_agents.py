@@ -215,16 +215,16 @@ async def test_invalid_arguments_are_refused_at_once(transport: str) -> None:
         with pytest.raises(ValueError, match="twice"):
             sink.agent.fetch(source.agent.address, "r", [1, 1], 32)
         for seconds in (-1.0, float("nan"), float("inf")):
-            with pytest.raises(ValueError, match="an offer needs a finite time"):
+            with pytest.raises(ValueError, match="of an offer must be a finite"):
                 source.agent.offer("r", [0], 16, ttl_s=seconds)
-            with pytest.raises(ValueError, match="a landing needs a finite time"):
+            with pytest.raises(ValueError, match="of a landing must be a finite"):
                 sink.agent.fetch(source.agent.address, "r", [1], 16, timeout_s=seconds)
         with pytest.raises(
             ValueError, match="priority must be one of interactive, bulk, migration, not 'urgent'"
         ):
             sink.agent.fetch(source.agent.address, "r", [1], 16, priority="urgent")
         offer = source.agent.offer("r", [0], 16)
-        with pytest.raises(ValueError, match="an offer needs a finite time"):
+        with pytest.raises(ValueError, match="of an offer must be a finite"):
             offer.renew(float("nan"))
         with pytest.raises(ValueError, match="already"):
             source.agent.offer("r", [0], 16)

@@ -257,7 +257,7 @@ async def test_a_returning_endpoint_admits_as_many_requests_as_its_cap() -> None
 def test_bodies_share_one_budget() -> None:
     controller = gate(limits={"body": "60B", "body_budget": "100B"})
     assert controller.reserve_body(60) == 60
-    with pytest.raises(GatewayError, match="60 of 100") as shed:
+    with pytest.raises(GatewayError, match="60 of the 100") as shed:
         controller.reserve_body(60)
     assert (shed.value.status, shed.value.reason) == (429, "body_budget")
     controller.release_body(60)
