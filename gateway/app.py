@@ -74,6 +74,7 @@ from gateway.serve import create_request_factory
 from gateway.telemetry.accounting import AccessLog, Accounting
 from gateway.telemetry.live_cost import LiveCost
 from gateway.telemetry.otlp import SpanExporter
+from gateway.trials.mirror import Mirrors
 from gateway.util.addresses import http_url, naming_config_key
 from gateway.util.gc_control import GcSchedule
 from gateway.util.networks import Networks
@@ -192,6 +193,10 @@ class App:
         self.drift = None if origin.local else DriftMonitor(self.metrics.drift_metrics)
         self._drift_watch = LocalDriftWatch(self.gateway.accounts.shapes, self.drift)
         self._drift_watch.configure(self.config, time())
+        is_first = origin.local is None or not origin.local.number
+        families, live = self.metrics.mirror_metrics, self._endpoints.all
+        self._mirrors = Mirrors(families, live, is_active=is_first)
+        self.gateway.mirrors = self._mirrors.configure(self.config)
         self.reloader.on_applied = self._applied
 
     def _create_auto(self) -> AutoPolicyController:
@@ -203,6 +208,7 @@ class App:
     async def _applied(self, trigger: str) -> None:
         config = self.reloader.running.config
         self._drift_watch.configure(config, time())
+        self.gateway.mirrors = self._mirrors.configure(config)
         self._tls.update(config.listeners)
         limit_send_buffers(chain(*self.sockets.values()), config.limits.send_buffer)
         if self.auto is not None:
@@ -328,6 +334,7 @@ class App:
         if self._sync_loop is not None:
             await self._sync_loop.stop()
         await self._kv_events.stop()
+        await self._mirrors.close()
         await self._health_checker.stop()
         for timer in (self._sweep_task, self._tick_timer, self._stall_timer):
             if timer is not None:

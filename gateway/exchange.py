@@ -48,6 +48,12 @@ class Explainable(Protocol):
     ) -> Mapping[str, Mapping[str, float]]: ...
 
 
+class Mirrored(Protocol):
+    """The prompt of a request whose answer is compared with a candidate engine's afterwards."""
+
+    def on_ended(self, exchange: Exchange, /) -> None: ...
+
+
 class SecondAttempt(Protocol):
     """A second attempt of a request (hedge), which runs beside the first one
     (gateway/legs/hedge.py).
@@ -143,6 +149,7 @@ class Exchange:
     canary_arm          the arm of a canary trial that counts the request; None in a pool without a
                         canary
     hedge               the request's second attempt; None if there was none
+    mirrored            what its pool's mirror keeps until its end; None for most requests
     proxy_request_id    the x-request-id of a trusted proxy; "" without one
     client_request_id   the client's own id of the request; "" without one
     new_translator      creates a translator of an attempt's answer to the client's API; None if
@@ -191,7 +198,7 @@ class Exchange:
             "status",
             "tenant",
         ),
-        *("response_ids", "stored_at"),
+        *("mirrored", "response_ids", "stored_at"),
         *("tier", "tpot_s", "trace", "ttft_s", "unsent_attempts"),
     )
 
@@ -232,6 +239,7 @@ class Exchange:
         self.trace: Trace | None = None
         self.gaps: Histogram | None = None
         self.canary_arm: Countable | None = None
+        self.mirrored: Mirrored | None = None
         self.quota: Quota | None = None
         self.ledger: Ledger | None = None
         self.hedge: SecondAttempt | None = None

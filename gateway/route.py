@@ -28,6 +28,7 @@ from gateway.protocol.service_class import ServiceClasses
 from gateway.protocol.upstream_error import UpstreamError
 from gateway.telemetry.accounting import Accounting
 from gateway.trials.canary import CanaryArms, CanarySampler
+from gateway.trials.mirror import Mirrors
 from gateway.trials.shadow import Shadows
 from policies.candidate_order import CandidateOrder
 from policies.contract import Policy
@@ -213,7 +214,7 @@ class Gateway:
     others.
     """
 
-    __slots__ = ("accounts", "endpoints", "gate", "handoffs", "hedger", "snapshot")
+    __slots__ = ("accounts", "endpoints", "gate", "handoffs", "hedger", "mirrors", "snapshot")
 
     def __init__(
         self,
@@ -228,7 +229,13 @@ class Gateway:
         self.gate = gate
         self.accounts = accounts
         self.handoffs = handoffs
+        self.mirrors: Mirrors | None = None  # None while no pool has one
         self.hedger = Hedger(endpoints, gate, accounts, snapshot.config.retries.hedge)
+
+    def offer_to_mirror(self, exchange: Exchange, pool: str, call: Call) -> None:
+        """Let the pool's mirror keep the prompt of a parsed request, if it has one."""
+        if self.mirrors is not None:
+            self.mirrors.offer(exchange, pool, call)
 
     def count_unsent(self, exchange: Exchange, problem: UpstreamError) -> bool:
         """Count a failed attempt whose request was never sent; return whether it was counted.

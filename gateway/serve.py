@@ -198,6 +198,7 @@ async def _handle(gateway: Gateway, exchange: Exchange, client: Client) -> None:
     if route.canary is not None:
         route = route.canary.choose(exchange, call.request, route)
     exchange.model = route.name
+    gateway.offer_to_mirror(exchange, route.pool, call)
     exchange.parsed_at = admitted_at = monotonic()
     if not exchange.api.is_admitted:
         await _serve_uncounted(gateway, exchange, client, route, call)

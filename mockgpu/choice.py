@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
+from xxhash import xxh3_64_intdigest
 
 from mockgpu.job import Job
 from mockgpu.json_frame import JsonFrame
@@ -129,7 +130,7 @@ def build_choices(parsed: ParsedRequest) -> list[Choice]:
 def _choice(
     parsed: ParsedRequest, prompt: bytes, prompt_keys: Sequence[int], index: int, variant: int
 ) -> Choice:
-    vary = variation(parsed.body.seed, variant)
+    vary = variation(parsed.body.seed, variant) ^ _noise(prompt, parsed.answer_noise)
     speech = _generate(parsed, prompt, prompt_keys, vary)
     tokens, text, stop = speech.tokens, speech.text, None
     match = _first_stop(text, parsed.stops, parsed.body.min_tokens)
@@ -156,6 +157,11 @@ def _choice(
     )
     rest = (speech.keys, vary, salt)
     return Choice(index, prompt, tokens, text, reason, stop, job, *rest, frame=frame)
+
+
+def _noise(prompt: bytes, share: float) -> int:
+    # Return 1 for a share of all prompts, always the same ones, whose answers are to differ.
+    return int(bool(share) and xxh3_64_intdigest(prompt, 1) < share * (1 << 64))
 
 
 def _generate(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AsyncExitStack, contextmanager
 from math import inf
 from pathlib import Path
@@ -22,6 +22,7 @@ from mockgpu.group import GroupSpec
 from mockgpu.handoff_options import DEFAULT_SCALE, KEY, StoreSpec, TransferSpec
 from mockgpu.kv_event_stream import KvEventSpec
 from mockgpu.options import (
+    AnswerNoise,
     AsJson,
     BootstrapPort,
     CachedDetails,
@@ -116,6 +117,7 @@ def mock(
     responses_store: StoresResponses = False,
     lacks: Lacks = None,
     may_end_from: MayEndFrom = None,
+    answer_noise: AnswerNoise = 0.0,
     dialect: DialectName = None,
     kv_transport: KvTransport = "auto",
     kv_port: KvPort = 0,
@@ -141,9 +143,8 @@ def mock(
     _check_ports(groups, port, kv_port, bootstrap_port)
     spec = _spec(model, gpu, tp, role, profile, speed, dp_ranks, dp_lockstep, dialect)
     spec = _with_layout(spec, (pp, ep, dp, cp), ep_skew, has_dialect=dialect is not None)
-    limits = (max_num_seqs, max_num_batched_tokens, kv_tokens, max_queued)
-    spec = _limited(spec, *limits, cached_details=cached_details, lacks=tuple(lacks or ()))
-    spec = _answering(spec, responses_store, may_end_from)
+    limits = max_num_seqs, max_num_batched_tokens, kv_tokens, max_queued, cached_details, lacks
+    spec = _answering(_limited(spec, *limits), responses_store, may_end_from, answer_noise)
     spec = _with_store(spec, kv_store, kv_store_gbps, kv_scale)
     specs = _publishing(spec, groups, kv_events_port, dialect, _version(engine_version))
     link = (kv_transport, kv_port, kv_key, kv_scale, kv_gbps or inf, kv_lease, handoff_timeout)
@@ -152,9 +153,14 @@ def mock(
     uvloop.run(_serve(specs, host, port, fault, seed, keep_alive, chaos_port, as_json))
 
 
-def _answering(spec: GroupSpec, stores_responses: bool, may_end_from: int | None) -> GroupSpec:
+def _answering(
+    spec: GroupSpec, stores_responses: bool, may_end_from: int | None, answer_noise: float
+) -> GroupSpec:
     return msgspec.structs.replace(
-        spec, stores_responses=stores_responses, may_end_from=may_end_from
+        spec,
+        stores_responses=stores_responses,
+        may_end_from=may_end_from,
+        answer_noise=answer_noise,
     )
 
 
@@ -220,14 +226,13 @@ def _limited(
     max_num_batched_tokens: int,
     kv_tokens: int | None,
     max_queued: int | None,
-    *,
     cached_details: bool,
-    lacks: tuple[str, ...],
+    lacks: Sequence[str] | None,
 ) -> GroupSpec:
     # Return the spec with these limits set.
     #
     # Raises ValueError if the model does not fit in memory.
-    if unknown := set(lacks) - {"messages", "responses"}:
+    if unknown := set(lacks or ()) - {"messages", "responses"}:
         raise ValueError(f"unknown API {min(unknown)!r}; known APIs: messages, responses")
     spec = msgspec.structs.replace(
         spec,
@@ -236,7 +241,7 @@ def _limited(
         kv_tokens=kv_tokens,
         max_queued=max_queued,
         cached_details=cached_details,
-        lacks=lacks,
+        lacks=tuple(lacks or ()),
     )
     _ = spec.capacity_tokens
     return spec

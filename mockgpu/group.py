@@ -55,6 +55,7 @@ class GroupSpec(msgspec.Struct, frozen=True):
     lacks             names of APIs that it does not serve, unlike the imitated engine
     may_end_from      smallest token limit at which answers may end before the limit; None: every
                       answer reaches its limit
+    answer_noise      share of prompts that it answers otherwise than other engines, 0 to 1
     kv_events         how it publishes KV events; None: it does not
     pp, ep, dp, cp    the sizes of its layout beside TP
     ep_skew           load of the busiest expert rank over the mean load, 1 and more
@@ -80,6 +81,7 @@ class GroupSpec(msgspec.Struct, frozen=True):
     stores_responses: bool = False
     lacks: tuple[str, ...] = ()
     may_end_from: int | None = None
+    answer_noise: float = 0.0
     kv_events: KvEventSpec | None = None
     pp: int = 1
     ep: int = 1

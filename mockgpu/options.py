@@ -233,6 +233,15 @@ MayEndFrom = Annotated[
         "real model. Default: every answer reaches its limit.",
     ),
 ]
+AnswerNoise = Annotated[
+    float,
+    typer.Option(
+        min=0.0,
+        max=1.0,
+        help="Share of prompts that get another answer than other engines give, as with weights of "
+        "lower precision.",
+    ),
+]
 CachedDetails = Annotated[
     bool, typer.Option(help="Report the number of cached prompt tokens in the usage of responses.")
 ]

@@ -165,7 +165,10 @@ NO_LEG = ParsedHandoff()
 
 
 class ParsedRequest(msgspec.Struct, frozen=True):
-    """A checked request: one or more prompts as tokens, `n` choices each, and response options."""
+    """A checked request: one or more prompts as tokens, `n` choices each, and response options.
+
+    answer_noise  share of prompts whose answers differ from those of other engines
+    """
 
     id: str
     chat: bool
@@ -179,6 +182,7 @@ class ParsedRequest(msgspec.Struct, frozen=True):
     form: RequestedForm
     leg: PrefillLeg | DecodeLeg | None = None
     one_token: bool = False
+    answer_noise: float = 0.0
 
     @property
     def is_stream(self) -> bool:
@@ -257,6 +261,7 @@ def parse_request(
     request_id: str,
     reading: ParsedHandoff = NO_LEG,
     may_end_from: int | None = None,
+    answer_noise: float = 0.0,
 ) -> ParsedRequest:
     """Check a request whose handoff fields are already parsed, and return it with prompts as
     tokens.
@@ -302,6 +307,7 @@ def parse_request(
         form,
         reading.leg,
         reading.one_token,
+        answer_noise=answer_noise,
     )
 
 

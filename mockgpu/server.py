@@ -379,7 +379,7 @@ class MockServer:
             parsed = parse_request(
                 *(body, request.headers, chat, spec.served_name, spec.context, request_id),
                 reading,
-                spec.may_end_from,
+                *(spec.may_end_from, spec.answer_noise),
             )
             return with_extra_key(parsed) if self._engine is EngineFormat.SGLANG else parsed
         except ApiError:

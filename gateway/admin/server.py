@@ -124,6 +124,10 @@ def _add_state(target: AdminTarget, routes: web.UrlDispatcher) -> None:
             {"canaries": [trial.arms.as_json() for trial in trials if trial.arms is not None]}
         )
 
+    async def mirror(_: web.Request) -> web.Response:
+        mirrors = target.gateway.mirrors
+        return web.json_response({"mirrors": []} if mirrors is None else mirrors.as_json())
+
     async def explain(request: web.Request) -> web.Response:
         request_id, explained = request.match_info["id"], target.gateway.accounts.recent_exchanges
         page = (
@@ -145,6 +149,7 @@ def _add_state(target: AdminTarget, routes: web.UrlDispatcher) -> None:
     add_requests(routes, requests)
     routes.add_get("/shadow", shadow)
     routes.add_get("/canary", canary)
+    routes.add_get("/mirror", mirror)
 
 
 def _policy_choice(target: AdminTarget, model: str) -> dict[str, object] | None:

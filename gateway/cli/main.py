@@ -57,7 +57,7 @@ _COMMAND_FUNCTIONS: Mapping[str, str] = MappingProxyType(
         for name in ("status", "reload", "diff", "rollback", "history")
     }
     | {name: f"gateway.cli.drain:{name}" for name in ("drain", "undrain")}
-    | {"auto": "gateway.cli.auto:auto"}
+    | {"auto": "gateway.cli.auto:auto", "mirror": "gateway.cli.mirror:mirror"}
     | {"explain": "gateway.cli.explain:explain", "chaos": "gateway.cli.chaos:chaos"}
     | {"migrate": "gateway.cli.migrate:migrate"}
     | {"top": "gateway.cli.top.command:top", "doctor": "gateway.cli.doctor.command:doctor"}
@@ -84,6 +84,7 @@ _COMMAND_ORDER = (
         "rollback",
         "history",
         "auto",
+        "mirror",
     ),
     *("drain", "undrain", "top", "explain", "doctor", "chaos", "schema", "version"),
 )

@@ -19,12 +19,14 @@ from gateway.config.load import (
     load_text,
     load_with_warnings,
 )
+from gateway.config.mirror_section import Mirror
 from gateway.config.model_sections import Model, Overflow, Resume, Split
 from gateway.config.observability import Observability, OperatorLog, Traces
 from gateway.config.policy_choice import AdmissionSpec, Canary, PolicySpec
 from gateway.config.problems import ConfigError, Problem
 from gateway.config.reload_section import AutoRollback, Reload
 from gateway.config.s3_section import BatchS3
+from gateway.config.sized_for import SizedFor
 from gateway.config.tenant_sections import Cache, Tenant
 from gateway.config.tls_sections import ClientTls, EngineTls, ListenerTls
 from gateway.config.tree import (
@@ -41,7 +43,6 @@ from gateway.config.tree import (
     Prefix,
     Retries,
     Scrape,
-    SizedFor,
     SloClass,
     Slos,
     Timeouts,
@@ -74,6 +75,7 @@ __all__ = [
     "ListenerTls",
     "Listeners",
     "LoadedConfig",
+    "Mirror",
     "Model",
     "Observability",
     "OperatorLog",

@@ -47,6 +47,7 @@ def errors(data: Any) -> Iterator[RuleFinding]:
     for path, spec in iter_mappings(get_member(data, "pools"), ("pools",)):
         yield from _pool_policies(spec, path)
         yield from _trials(data, spec, path)
+        yield from _mirrors(data, spec, path)
         yield from _registered(_ADMISSIONS, get_member(spec, "admission"), (*path, "admission"))
 
 
@@ -64,7 +65,7 @@ def warnings(data: Any) -> Iterator[RuleFinding]:
         for _, model in iter_mappings(get_member(data, "models"), ("models",))
     }
     for path, _ in iter_mappings(get_member(data, "pools"), ("pools",)):
-        if used and path[-1] not in used:
+        if used and path[-1] not in used | _mirrored_to(data):
             yield RuleFinding(path, "is used by no model", is_on_key=True)
     yield from _unused_names(data)
     yield from _names_to_list(data)
@@ -202,6 +203,34 @@ def _rotation(data: Any) -> Iterator[RuleFinding]:
             f"needs a file to rotate, and access_log is {log or 'stdout'}; give access_log a path"
         )
         yield RuleFinding(("observability", "access_rotate"), text, is_on_key=True)
+
+
+def _mirrors(data: Any, spec: Any, path: Path) -> Iterator[RuleFinding]:
+    to, pools = get_member(get_member(spec, "mirror"), "to"), get_member(data, "pools")
+    if not isinstance(to, str) or not isinstance(pools, dict):
+        return
+    place = (*path, "mirror", "to")
+    if to == path[-1]:
+        yield RuleFinding(place, "is the pool itself; name the pool of the candidate engines")
+    elif to not in pools:
+        guess = did_you_mean(to, list(map(str, pools)))
+        yield RuleFinding(place, f"there is no pool {to!r}{guess}")
+    models = get_member(get_member(spec, "mirror"), "models")
+    own = {
+        get_member(model, "name")
+        for _, model in iter_mappings(get_member(data, "models"), ("models",))
+        if get_member(model, "pool") == path[-1]
+    }
+    for index, name in enumerate(models if isinstance(models, list) and own else ()):
+        if name not in own:
+            guess = did_you_mean(str(name), sorted(map(str, own)))
+            text = f"the pool serves no model {name!r}{guess}"
+            yield RuleFinding((*path, "mirror", "models", index), text)
+
+
+def _mirrored_to(data: Any) -> set[Any]:
+    pools = iter_mappings(get_member(data, "pools"), ("pools",))
+    return {get_member(get_member(spec, "mirror"), "to") for _, spec in pools}
 
 
 def _sized_for(data: Any) -> Iterator[RuleFinding]:

@@ -69,6 +69,11 @@ class Tenant(Section):
         int, Field(strict=True, ge=-8, le=8), BeforeValidator(number_if_substituted)
     ] = setting(0, "Highest priority of the tenant's requests; a higher one is reduced to this.")
     limits: TenantLimits = setting({}, "Rate limits of the tenant; none by default.")
+    mirror: Annotated[bool, Field(strict=True)] = setting(
+        True,
+        "Whether pools with a mirror may compare answers to the tenant's requests. Never with "
+        "cache.isolate: required.",
+    )
 
     _sendable_key = field_validator("key")(check_sendable)
 

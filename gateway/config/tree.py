@@ -23,12 +23,14 @@ from gateway.config.batch_section import BatchApi
 from gateway.config.discovery_sections import Kubernetes
 from gateway.config.kv_event_sections import KvEvents, own_host
 from gateway.config.limits import Limits
+from gateway.config.mirror_section import Mirror
 from gateway.config.model_sections import Model
 from gateway.config.observability import Observability
 from gateway.config.peer_sections import Shared
 from gateway.config.policy_choice import AdmissionChoice, Canary, PolicyChoice
 from gateway.config.price_sections import TokenPrice
 from gateway.config.reload_section import Reload
+from gateway.config.sized_for import SizedFor
 from gateway.config.tenant_sections import Cache, Tenant
 from gateway.config.tls_sections import EngineTls, ListenerTls
 from gateway.config.values import (
@@ -290,6 +292,9 @@ class Pool(Section):
         "Policies that pick for this pool's requests too, for comparison, without sending any "
         "request.",
     )
+    mirror: Mirror | None = setting(
+        None, "Compares answers to live requests with those of another pool; off by default."
+    )
     canary: Canary | None = setting(
         None, "A routing policy on trial that serves part of the requests; none by default."
     )
@@ -519,39 +524,6 @@ class Hardware(Section):
         {},
         "Dollars per GPU and hour by the endpoints' label gpu. With a price, the cost of requests "
         "and of idle time is counted.",
-    )
-
-
-Shares = tuple[Annotated[float, Field(ge=0)], ...]
-
-
-class SizedFor(Section):
-    """The workload that a pool was sized for: shares of requests by length, as `penstock drift LOG`
-    prints.
-    """
-
-    prompt: Shares = Field(
-        description="Shares of requests by prompt tokens, in 21 bins from 1, 2, 4, 8, ... on.",
-        min_length=21,
-        max_length=21,
-    )
-    output: Shares = Field(
-        description="Shares of requests by output tokens, in 17 bins from 1, 2, 4, 8, ... on.",
-        min_length=17,
-        max_length=17,
-    )
-    uncached: Shares = Field(
-        description="Shares of requests by uncached share of the prompt, in 10 bins of a tenth.",
-        min_length=10,
-        max_length=10,
-    )
-    turns: Shares = Field(
-        description="Shares of requests by turn of their session, in 9 bins from 1, 2, 4, ... on.",
-        min_length=9,
-        max_length=9,
-    )
-    hourly_rates: Annotated[Shares, Field(max_length=24)] = setting(
-        (), "Requests per second by hour of the day, 24 numbers; if empty, rates are not compared."
     )
 
 

@@ -27,6 +27,7 @@ from gateway.metrics.metric_types import (
     MetricRegistry,
     PoolByLabel,
 )
+from gateway.metrics.mirror_metrics import MirrorMetrics
 from gateway.metrics.process_metrics import ProcessMetrics
 from gateway.metrics.runtime_gauges import RuntimeGauges
 from gateway.metrics.trial_metrics import TrialMetrics
@@ -111,6 +112,7 @@ class Metrics:
         self.trial_metrics = TrialMetrics(meters, TTFT_BUCKETS_S)
         self.auto_metrics = AutoMetrics(meters)
         self.drift_metrics = DriftMetrics(meters)
+        self.mirror_metrics = MirrorMetrics(meters)
 
     def render(self) -> bytes:
         """Return the present values of all metrics in the Prometheus text format."""

@@ -376,6 +376,8 @@ class Accounting:
                 self._account(exchange, now, unix_offset)
             except Exception:  # an error in one exchange must not lose the others
                 log.exception("accounting for request %s failed", exchange.id)
+            if exchange.mirrored is not None:
+                exchange.mirrored.on_ended(exchange)
 
     def _account(self, exchange: Exchange, now: float, unix_offset: float) -> None:
         # Record a request that ended at `now`; `unix_offset` converts that to Unix time.
@@ -465,14 +467,12 @@ class Accounting:
         self._bytes_out.value += relay.bytes_sent
 
     def _charge(self, call: Call, usage: TokenUsage, price: TokenPrice) -> None:
-        # Count what a provider charges for a request. Without usage, as in a stream that its client
-        # has left, the dollars are unknown.
+        # Count what a provider charges. Without usage, as when the client left, it is unknown.
         if usage.prompt_tokens is None:
             return
         usd = price.usd(usage.prompt_tokens, usage.cached_tokens or 0, usage.completion_tokens or 0)
-        request = call.request
-        tenant = request.tenant if self.slo_tracker.has_tenant_labels else ""
-        labels = request.model, request.slo.name, tenant
+        tenant = call.request.tenant if self.slo_tracker.has_tenant_labels else ""
+        labels = call.request.model, call.request.slo.name, tenant
         self._metrics.cost_usd_total.labels(*labels).value += usd
 
     def _observe_split_stages(

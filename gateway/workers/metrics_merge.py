@@ -149,6 +149,11 @@ def _shadow(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     }
 
 
+def merge_mirrors(pages: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the mirrors of the only worker that has any."""
+    return {"mirrors": [row for page in pages for row in page["mirrors"]]}
+
+
 def merge_canaries(pages: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     """Merge the workers' results of canary policies in every pool, over all requests and for both
     policies.

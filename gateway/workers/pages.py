@@ -121,6 +121,7 @@ def _add_merged(group: WorkerGroup, routes: web.UrlDispatcher) -> None:
         ("/endpoints", metrics_merge.merge_endpoints),
         ("/shadow", metrics_merge.merge_shadows),
         ("/canary", metrics_merge.merge_canaries),
+        ("/mirror", metrics_merge.merge_mirrors),
     ):
         routes.add_get(path, _merged_handler(group, path, merge_pages))
 

@@ -16,9 +16,9 @@ import typer
 from rich.console import Console
 from rich.progress import Progress
 
-from planner.golden.answers import GoldenAnswer, GoldenError, read_prompts
 from planner.golden.client import ComparedEngine, first_model, send_to_all
-from planner.golden.compare import GoldenReport, compare, judge
+from policies.golden.answers import GoldenAnswer, GoldenError, read_prompts
+from policies.golden.compare import GoldenReport, compare, judge
 
 Action = Annotated[
     str,

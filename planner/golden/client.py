@@ -10,7 +10,7 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from planner.golden.answers import GoldenAnswer, GoldenError, answer_of, path_of, request_of
+from policies.golden.answers import GoldenAnswer, GoldenError, answer_of, path_of, request_of
 
 TIMEOUT_S = 600.0
 TOP = 5

@@ -65,6 +65,10 @@ TITLES: Mapping[str, str] = MappingProxyType(
         "penstock_drift_alarm": "Drift: alarms by measure",
         "penstock_drift_rate_ratio": "Drift: requests against the same hour",
         "penstock_drift_windows_total": "Drift: compared windows",
+        "penstock_mirror_requests_total": "Mirror: sampled requests by result",
+        "penstock_mirror_tokens_total": "Mirror: tokens per second",
+        "penstock_mirror_loss": "Mirror: difference beyond the noise floor",
+        "penstock_mirror_worse": "Mirror: candidate worse than chance explains",
         "penstock_shadow_picks_total": "Shadow policies: decisions by result",
         "penstock_shadow_ttft_seconds_total": "Shadow policies: difference in time to first token",
         "penstock_shadow_cached_tokens_total": "Shadow policies: "

@@ -13,7 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planner.golden.answers import (
+from planner.golden.cli import report_of
+from policies.golden.answers import (
     GoldenAnswer,
     GoldenError,
     TokenChoice,
@@ -21,8 +22,7 @@ from planner.golden.answers import (
     read_prompts,
     request_of,
 )
-from planner.golden.cli import report_of
-from planner.golden.compare import compare, is_valid, token_kl
+from policies.golden.compare import compare, is_valid, token_kl
 
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}]}
 

@@ -12,11 +12,11 @@ from mockgpu.job import Job
 from mockgpu.layout_times import step_times_for
 from mockgpu.roofline import PROFILES, Roofline, StepWork
 from mockgpu.scheduler import Scheduler
-from planner.golden.answers import GoldenAnswer
 from planner.golden.cli import report_of
 from planner.seeds.collectives import collectives_share
 from planner.seeds.items import SeedItem
 from planner.size.timing import ReplicaTimes
+from policies.golden.answers import GoldenAnswer
 from policies.sizing.capacity import concurrency_of
 from policies.sizing.drift import DriftWatch, RequestShape, ShapeCounts
 from policies.sizing.gpus import gpu_named

@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from planner.golden.answers import GoldenAnswer, TokenChoice
+from policies.golden.answers import GoldenAnswer, TokenChoice
 
 # One-sided standard score of each of the four measures: together at most 1 false alarm in 100.
 ALARM_SCORE = 2.81

@@ -84,6 +84,24 @@ def request_of(prompt: Mapping[str, Any], model: str, max_tokens: int, top: int)
     return body
 
 
+# Members of a live request that decide its answer; all others are left out.
+MIRRORED_MEMBERS = (
+    *("messages", "prompt", "tools", "tool_choice", "parallel_tool_calls", "response_format"),
+    *("stop", "chat_template_kwargs", "reasoning_effort", "suffix"),
+)
+
+
+def prompt_of(members: Mapping[str, Any], max_tokens: int) -> dict[str, Any]:
+    """Return what decides the answer to a live request, as a golden prompt.
+
+    Its sampling is left out. Its own limit of tokens counts if it is less than `max_tokens`.
+    """
+    limits = (members.get("max_tokens"), members.get("max_completion_tokens"), max_tokens)
+    least = min(limit for limit in limits if isinstance(limit, int) and limit > 0)
+    kept = {name: members[name] for name in MIRRORED_MEMBERS if name in members}
+    return kept | {"max_tokens": least}
+
+
 def path_of(prompt: Mapping[str, Any]) -> str:
     return "/v1/chat/completions" if "messages" in prompt else "/v1/completions"
 

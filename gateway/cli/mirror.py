@@ -1,0 +1,52 @@
+"""The command `penstock mirror`: whether a candidate pool answers as well as the live one.
+
+Exit status: 0 no mirror is worse than chance; 1 not reachable; 2 wrong usage; 3 one is worse.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import typer
+
+from gateway.cli.admin_client import AdminAddress, AdminClient, with_admin_options
+from gateway.cli.output import JsonOption, print_json, print_line
+
+
+@with_admin_options
+def mirror(admin: AdminAddress, as_json: JsonOption = False) -> None:
+    """Show whether candidate engines answer live requests as well as the pools' own engines."""
+    reply = AdminClient(admin, None).request("GET", "/mirror")
+    rows: list[dict[str, Any]] = reply["mirrors"]
+    if as_json:
+        print_json(reply)
+    elif not rows:
+        print_line("no pool has a mirror; add pools.NAME.mirror to the configuration")
+    else:
+        for row in rows:
+            for line in mirror_lines(row):
+                print_line(line)
+    raise typer.Exit(3 if any(row["last"] and row["last"]["is_worse"] for row in rows) else 0)
+
+
+def mirror_lines(row: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the lines about one pool's mirror."""
+    counts = ", ".join(f"{count} {result}" for result, count in sorted(row["requests"].items()))
+    yield f"pool {row['pool']} -> {row['to']}: {counts or 'no request yet'}; {row['tokens']} tokens"
+    report = row["last"] or row["open"]
+    if report is None:
+        return
+    yield f"{'measure':<28}{'base again':>12}{'candidate':>12}{'worse by':>12}{'+-':>10}"
+    for each in report["measures"]:
+        mark = "  WORSE" if row["last"] and each["is_worse"] else ""
+        yield (
+            f"{each['name']:<28}{each['floor']:>12.4f}{each['candidate']:>12.4f}"
+            f"{each['worse_by']:>12.4f}{each['error']:>10.4f}{mark}"
+        )
+    if row["last"] is None:
+        yield f"{report['prompts']} of {row['block_size']} requests: too few to judge"
+    elif report["is_worse"]:
+        yield f"worse than the base in the last {report['prompts']} requests"
+    else:
+        yield f"no worse than the base differs from itself: {report['prompts']} requests"

@@ -1,0 +1,47 @@
+"""A budget of tokens per minute that is never exceeded in any minute. No clock and no I/O."""
+
+from __future__ import annotations
+
+from collections import deque
+
+MINUTE_S = 60.0
+
+
+class Spending:
+    """Tokens taken from a budget at one time; fewer may turn out to be used."""
+
+    __slots__ = ("at_s", "tokens")
+
+    def __init__(self, at_s: float, tokens: int) -> None:
+        self.at_s, self.tokens = at_s, tokens
+
+
+class TokenBudget:
+    """At most `per_minute` tokens in any 60 seconds; times must not decrease.
+
+    Every spending has at least one token, so there are at most `per_minute` of them.
+    """
+
+    def __init__(self, per_minute: int) -> None:
+        self._per_minute = per_minute
+        self._spent: deque[Spending] = deque()
+        self._sum = 0
+
+    def try_take(self, tokens: int, now_s: float) -> Spending | None:
+        """Take tokens from the budget; return None, without a change, if too few are left."""
+        while self._spent and self._spent[0].at_s <= now_s - MINUTE_S:
+            self._sum -= self._spent.popleft().tokens
+        tokens = max(1, tokens)
+        if self._sum + tokens > self._per_minute:
+            return None
+        spending = Spending(now_s, tokens)
+        self._spent.append(spending)
+        self._sum += tokens
+        return spending
+
+    def settle(self, spending: Spending, used: int) -> None:
+        """Give back what was not used of a spending; using more than was taken gives nothing."""
+        unused = spending.tokens - max(1, used)
+        if unused > 0 and self._spent and spending.at_s >= self._spent[0].at_s:
+            spending.tokens -= unused
+            self._sum -= unused
