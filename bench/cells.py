@@ -18,6 +18,7 @@ from typing import Any
 
 from systems import (
     BIN,
+    DEFAULT,
     GATEWAY_CORE,
     LOAD_CORE,
     MODEL,
@@ -82,14 +83,15 @@ class Cell:
     fresh: bool = False
 
 
-ROUND_ROBIN = dict.fromkeys((OURS, SOURCES, "sglang-router", "vllm-router", "nginx"), "round_robin")
-PREFIX = {
-    OURS: "prefix_aware",
-    SOURCES: "prefix_aware",
-    "sglang-router": "cache_aware",
-    "vllm-router": "cache_aware",
+ROUTERS = ("sglang-router", "vllm-router", "smg")
+ROUND_ROBIN = dict.fromkeys((OURS, SOURCES, *ROUTERS, "nginx"), "round_robin")
+DEFAULTS = {
+    OURS: DEFAULT,
+    SOURCES: DEFAULT,
+    **dict.fromkeys(ROUTERS, "cache_aware"),
     "nginx": "round_robin",
 }
+"""Each system's default policy: `prefix_aware` in Penstock, `cache_aware` in the routers."""
 
 
 # ---- bodies ----
@@ -348,33 +350,28 @@ def all_cells(rate: float) -> list[Cell]:
 
 
 def _cpu_cells() -> list[Cell]:
-    def cpu(name: str, measure: Measure, policies: dict[str, str], **goals: float) -> Cell:
-        goals_by_system = {system.replace("_", "-"): ratio for system, ratio in goals.items()}
-        return Cell(policies, measure, (Row(name, "µs CPU", "cpu", goals_by_system),))
+    def cpu(name: str, measure: Measure, policies: dict[str, str], goals: dict[str, float]) -> Cell:
+        return Cell(policies, measure, (Row(name, "µs CPU", "cpu", goals),))
 
     steady = streams(400, paced(300, 10_000, 5_000), 304)
     burst = streams(200, paced(640, 300_000, 5_000, burst=64), 644)
     joined = streams(200, paced(640, 300_000, 5_000, burst=64, join=1), 644)
+    round_robin = {"nginx": 1.7, "sglang-router": 0.6, "vllm-router": 0.6, "smg": 0.35}
+    every_router = dict.fromkeys(ROUTERS, 0.8)
     return [
+        cpu("request, round robin", cpu_per_request, ROUND_ROBIN, round_robin),
         cpu(
-            "non-streaming request",
-            cpu_per_request,
-            ROUND_ROBIN,
-            sglang_router=0.75,
-            vllm_router=1.0,
+            "request, default policy", cpu_per_request, DEFAULTS, {"nginx": 1.9, "vllm-router": 0.7}
         ),
-        cpu(
-            "chunk, 400 streams × 10 ms", steady, ROUND_ROBIN, sglang_router=0.95, vllm_router=0.85
-        ),
-        cpu("chunk, bursts of 64", burst, ROUND_ROBIN, sglang_router=0.75, vllm_router=0.75),
-        cpu("chunk, bursts of 64 in one write", joined, ROUND_ROBIN),
+        cpu("chunk, 400 streams × 10 ms", steady, ROUND_ROBIN, {"nginx": 1.08, **every_router}),
+        cpu("chunk, bursts of 64", burst, ROUND_ROBIN, {"nginx": 1.1, **every_router}),
+        cpu("chunk, bursts of 64 in one write", joined, ROUND_ROBIN, {}),
         *(
             cpu(
-                f"prefix-aware request, {tokens // 1000}k-token prompt",
+                f"request, default policy, {tokens // 1000}k-token prompt",
                 long_prompts(tokens),
-                PREFIX,
-                sglang_router=0.75,
-                vllm_router=0.5,
+                DEFAULTS,
+                {"sglang-router": 0.5},
             )
             for tokens in (2_000, 8_000, 32_000, 100_000)
         ),

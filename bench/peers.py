@@ -1,4 +1,6 @@
-"""`make bench`: compare penstock with sglang-router, vllm-router and nginx under the same load.
+"""`make bench`: compare Penstock with three routers and nginx under the same load.
+
+The routers are sglang-router, its successor SMG, and vllm-router.
 
 Penstock is measured compiled and from its sources. Systems alternate in a new random order for
 every round and cell, so that other load on the machine affects all of them equally. The gateway has
@@ -111,7 +113,7 @@ def _measure_all(
             order.shuffle(names)
             for name, policy in names:
                 _log(f"round {round_number + 1}/{options.rounds}: {cell.rows[0].name}: {name}")
-                _measure(cell, fleet[f"{name}/{policy}"], pace, work, results)
+                _measure(cell, fleet[f"{name}/{policy}"], round_number, pace, work, results)
 
 
 def _choose_rate(fleet: dict[str, Running], work: Path) -> float:
@@ -129,7 +131,9 @@ def _choose_rate(fleet: dict[str, Running], work: Path) -> float:
     return 1000.0
 
 
-def _measure(cell: Cell, running: Running, pace: Pace, work: Path, results: Results) -> None:
+def _measure(
+    cell: Cell, running: Running, round_number: int, pace: Pace, work: Path, results: Results
+) -> None:
     system = running.system
     try:
         subject = start_second(system, work) if cell.fresh else running
@@ -145,7 +149,7 @@ def _measure(cell: Cell, running: Running, pace: Pace, work: Path, results: Resu
     if "others" in numbers:
         results.others.append(numbers["others"])
     for row in cell.rows:
-        results.add(row, system.name, numbers[row.metric])
+        results.add(row, system.name, round_number, numbers[row.metric])
 
 
 def _report(results: Results, options: argparse.Namespace) -> int:
@@ -168,7 +172,7 @@ def _options() -> argparse.Namespace:
         "--quick", action="store_true", help="measure only three rounds, with short periods"
     )
     parser.add_argument(
-        "--rounds", type=int, help="number of rounds of every cell (5; 3 with --quick)"
+        "--rounds", type=int, help="number of rounds of every cell (7; 3 with --quick)"
     )
     parser.add_argument(
         "--sources-only",
@@ -200,7 +204,7 @@ def _options() -> argparse.Namespace:
         "--check", action="store_true", help="exit with status 1 if a goal is missed"
     )
     options = parser.parse_args()
-    options.rounds = options.rounds or (3 if options.quick else 5)
+    options.rounds = options.rounds or (3 if options.quick else 7)
     return options
 
 

@@ -20,13 +20,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import version as version_of
+from itertools import count
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 BIN = HERE / "bin"
 PEERS_VENV = ROOT / ".venv-peers"
-PEERS = {"sglang-router": "0.3.2", "vllm-router": "0.1.17"}
+PEERS = {"sglang-router": "0.3.2", "vllm-router": "0.1.17", "smg": "1.13.0"}
 
 GATEWAY_CORE, LOAD_CORE = 0, 1
 BACKENDS = 4
@@ -36,6 +37,8 @@ ADMIN, SECOND = 100, 50
 """Offsets added to a system's port: for its metrics port, and for the port of a second process."""
 
 MODEL = "bench-model"
+DEFAULT = "default"
+"""The policy that a system uses when its configuration names none."""
 
 
 class NotMeasurable(Exception):
@@ -101,7 +104,11 @@ class Certificate:
 def penstock_command(
     policy: str, urls: list[str], tls: Certificate | None = None
 ) -> Callable[[Path, int], list[str]]:
-    """Return a function that builds the command of our gateway with this policy and endpoints."""
+    """Return a function that builds the command of our gateway with this policy and endpoints.
+
+    The policy "default" leaves the choice to the gateway.
+    """
+    policy_line = "" if policy == DEFAULT else f"    policy: {policy}\n"
     section = "" if tls is None else f", tls: {{certificate: {tls.certificate}, key: {tls.key}}}"
 
     def command(work: Path, port: int) -> list[str]:
@@ -111,7 +118,7 @@ def penstock_command(
             f"version: 1\n"
             f"listeners:\n  api: {{port: {port}{section}}}\n  admin: {{port: {port + ADMIN}}}\n"
             f"models:\n  - {{name: {MODEL}, pool: main}}\n"
-            f"pools:\n  main:\n    policy: {policy}\n    endpoints:\n{endpoints}"
+            f"pools:\n  main:\n{policy_line}    endpoints:\n{endpoints}"
             f"observability:\n  access_log: {work / f'penstock-{port}.access'}\n"
         )
         return [sys.executable, "-m", "gateway", "serve", "--config", str(config)]
@@ -120,7 +127,7 @@ def penstock_command(
 
 
 def _router(
-    module: str, policy: str, quiet: str, urls: list[str]
+    module: str, quiet: str, policy: str, urls: list[str]
 ) -> Callable[[Path, int], list[str]]:
     def command(work: Path, port: int) -> list[str]:
         return [
@@ -135,6 +142,26 @@ def _router(
                 "--worker-startup-check-interval",
                 "1",
             ),
+        ]
+
+    return command
+
+
+def _smg(policy: str, urls: list[str]) -> Callable[[Path, int], list[str]]:
+    def command(work: Path, port: int) -> list[str]:
+        return [
+            *(
+                str(PEERS_VENV / "bin" / "smg"),
+                "launch",
+                "--host",
+                "127.0.0.1",
+                "--port",
+                str(port),
+            ),
+            *("--worker-urls", *urls, "--policy", policy, "--log-level", "warn"),
+            *("--prometheus-host", "127.0.0.1", "--prometheus-port", str(port + ADMIN)),
+            *("--max-concurrent-requests", "20000", "--queue-size", "20000"),
+            *("--worker-startup-check-interval", "1", "--disable-tokenizer-autoload"),
         ]
 
     return command
@@ -194,31 +221,30 @@ http {{
 def all_systems(base: int) -> list[System]:
     """Return every measured gateway with every policy that a cell of the benchmark uses.
 
-    `direct` is the backend without a gateway. Penstock appears twice: compiled, as in the image,
-    and from its sources.
+    `direct` is the backend without a gateway. Penstock appears twice: compiled, as in the wheels
+    and the image, and from its sources.
     """
-    sglang, vllm = "sglang_router.launch_router", "vllm_router.launch_router"
     urls = backend_urls(base)
-    return [
+    routers: dict[str, Callable[[str, list[str]], Callable[[Path, int], list[str]]]] = {
+        "sglang-router": partial(_router, "sglang_router.launch_router", "warn"),
+        "vllm-router": partial(_router, "vllm_router.launch_router", "warning"),
+        "smg": _smg,
+    }
+    systems = [
         System("direct", "none", base, lambda work, port: []),
         System("nginx", "round_robin", base + 100, partial(nginx_command, urls)),
-        System(OURS, "round_robin", base + 101, penstock_command("round_robin", urls), COMPILED),
-        System(OURS, "prefix_aware", base + 102, penstock_command("prefix_aware", urls), COMPILED),
-        System(
-            "sglang-router", "round_robin", base + 103, _router(sglang, "round_robin", "warn", urls)
-        ),
-        System(
-            "sglang-router", "cache_aware", base + 104, _router(sglang, "cache_aware", "warn", urls)
-        ),
-        System(
-            "vllm-router", "round_robin", base + 105, _router(vllm, "round_robin", "warning", urls)
-        ),
-        System(
-            "vllm-router", "cache_aware", base + 106, _router(vllm, "cache_aware", "warning", urls)
-        ),
-        System(SOURCES, "round_robin", base + 107, penstock_command("round_robin", urls)),
-        System(SOURCES, "prefix_aware", base + 108, penstock_command("prefix_aware", urls)),
     ]
+    ports = count(base + 101)
+    for name, home in ((OURS, COMPILED), (SOURCES, ROOT)):
+        for policy in ("round_robin", DEFAULT):
+            command = penstock_command(policy, urls)
+            systems.append(System(name, policy, next(ports), command, home))
+    for name, build in routers.items():
+        systems += [
+            System(name, policy, next(ports), build(policy, urls))
+            for policy in ("round_robin", "cache_aware")
+        ]
+    return systems
 
 
 # ---- building and installing ----

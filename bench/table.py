@@ -12,27 +12,26 @@ from statistics import median
 from typing import Any
 
 from cells import Row
+from intervals import median_interval
 from systems import OURS, SOURCES
 
-COLUMNS = (OURS, SOURCES, "sglang-router", "vllm-router", "nginx", "direct")
+COLUMNS = (OURS, SOURCES, "sglang-router", "vllm-router", "smg", "nginx", "direct")
 MAX_OTHERS = 0.05
 """Highest share of the gateway's core that other processes may use in a valid run."""
 
 
 @dataclass
 class Results:
-    """Measured samples by row and system in order of measurement, and reasons for missing
-    samples.
-    """
+    """Measured samples by row, system and round, and reasons for missing samples."""
 
     rows: list[Row]
-    samples: dict[str, dict[str, list[float]]] = field(default_factory=dict)
+    samples: dict[str, dict[str, dict[int, float]]] = field(default_factory=dict)
     problems: dict[str, str] = field(default_factory=dict)
     settings: dict[str, Any] = field(default_factory=dict)
     others: list[float] = field(default_factory=list)
 
-    def add(self, row: Row, system: str, value: float) -> None:
-        self.samples.setdefault(row.name, {}).setdefault(system, []).append(value)
+    def add(self, row: Row, system: str, round_number: int, value: float) -> None:
+        self.samples.setdefault(row.name, {}).setdefault(system, {})[round_number] = value
 
     @property
     def ours(self) -> str:
@@ -44,7 +43,20 @@ class Results:
 
     def median(self, row: Row, system: str) -> float | None:
         values = self.samples.get(row.name, {}).get(system)
-        return median(values) if values else None
+        return median(values.values()) if values else None
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The median of our paired ratios to another system with its 95 % confidence interval.
+
+    Values that both systems gave in the same round make a pair. In a row with `added`, a pair
+    gives the difference.
+    """
+
+    low: float
+    value: float
+    high: float
 
 
 @dataclass(frozen=True)
@@ -59,15 +71,17 @@ class Verdict:
     met: bool
 
 
-def compare(results: Results, row: Row, other: str) -> float | None:
-    """Return the ratio of our value to another system's, or their difference if the row is `added`.
+def compare(results: Results, row: Row, other: str) -> Comparison | None:
+    """Compare our values with another system's of the same rounds.
 
-    Returns None if either was not measured.
+    Returns None if there is no such round.
     """
-    ours, theirs = results.median(row, results.ours), results.median(row, other)
-    if ours is None or theirs is None:
+    samples = results.samples.get(row.name, {})
+    ours, theirs = samples.get(results.ours, {}), samples.get(other, {})
+    pairs = [(ours[number], theirs[number]) for number in ours.keys() & theirs.keys()]
+    if not pairs:
         return None
-    return ours - theirs if row.added else ours / theirs
+    return Comparison(*median_interval([a - b if row.added else a / b for a, b in pairs]))
 
 
 def verdicts(results: Results) -> list[Verdict]:
@@ -79,29 +93,33 @@ def verdicts(results: Results) -> list[Verdict]:
                 Verdict(row.name, f"<= {row.limit:g} {row.unit}", ours, ours <= row.limit)
             )
         for other, most in row.goals.items():
-            value = compare(results, row, other)
-            if value is not None:
+            found = compare(results, row, other)
+            if found is not None:
                 goal = (
                     f"<= {other} + {most:g} {row.unit}" if row.added else f"<= {most:g} x {other}"
                 )
-                checked.append(Verdict(row.name, goal, value, value <= most))
+                checked.append(Verdict(row.name, goal, found.value, found.value <= most))
     return checked
 
 
 def markdown(results: Results) -> str:
+    """Return the tables of medians, of comparisons and of goals, and what limits their validity."""
     others = [name for name in COLUMNS if name != results.ours]
-    lines = [
-        "| | unit | "
-        + " | ".join(COLUMNS)
-        + " | "
-        + " | ".join(f"vs {name}" for name in others)
-        + " |",
-        "|---|---|" + "--:|" * (len(COLUMNS) + len(others)),
-    ]
-    for row in results.rows:
-        numbers = [_format_value(results.median(row, name)) for name in COLUMNS]
-        comparisons = [_format_comparison(results, row, name) for name in others]
-        lines.append(f"| {row.name} | {row.unit} | " + " | ".join(numbers + comparisons) + " |")
+    lines = _table(
+        ["", "unit", *COLUMNS],
+        [
+            [row.name, row.unit, *(_format_value(results.median(row, name)) for name in COLUMNS)]
+            for row in results.rows
+        ],
+    )
+    lines += [f"\n{results.ours} beside the others, median of paired rounds (95 % interval):\n"]
+    lines += _table(
+        ["", *(f"vs {name}" for name in others)],
+        [
+            [row.name, *(_format_comparison(results, row, name) for name in others)]
+            for row in results.rows
+        ],
+    )
     judgements = verdicts(results)
     if judgements:
         lines += ["", "| goal | required | measured | |", "|---|---|--:|---|"]
@@ -126,13 +144,23 @@ def markdown(results: Results) -> str:
     return "\n".join(lines)
 
 
+def _table(head: list[str], rows: list[list[str]]) -> list[str]:
+    # Return the lines of a Markdown table with numbers in all columns but the first.
+    cells = [head, ["---", *("--:" for _ in head[1:])], *rows]
+    return [f"| {' | '.join(row)} |" for row in cells]
+
+
 def _format_value(value: float | None) -> str:
     return "–" if value is None else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
 
 
 def _format_comparison(results: Results, row: Row, other: str) -> str:
-    value = compare(results, row, other)
-    return "" if value is None else f"{value:+.2f}" if row.added else f"{value:.2f}×"
+    found = compare(results, row, other)
+    if found is None:
+        return ""
+    if row.added:
+        return f"{found.value:+.2f} ({found.low:+.2f} to {found.high:+.2f})"
+    return f"{found.value:.2f}× ({found.low:.2f} to {found.high:.2f})"
 
 
 def as_json(results: Results) -> dict[str, Any]:
