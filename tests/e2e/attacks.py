@@ -47,7 +47,7 @@ IN_CHUNKS = b"%x\r\n%b\r\n0\r\n\r\n" % (len(BODY), BODY)
 TOO_BIG = "request_too_large"
 
 JSON_ATTACKS = [
-    Attack("not JSON", raw(b"{'model': 'demo'}"), says="parse"),
+    Attack("not JSON", raw(b"{'model': 'demo'}"), says="not valid JSON"),
     Attack("cut JSON", raw(BODY[:-2])),
     Attack("empty body", raw(b"")),
     Attack("an array", raw(b"[" + BODY + b"]"), says="object"),
