@@ -148,7 +148,7 @@ def test_a_closed_peer_is_reported_lost_and_a_later_fence_is_answered(ends: Link
 
 
 def test_an_address_without_a_listener_is_a_transport_error(ends: LinkedEnds) -> None:
-    with pytest.raises(TransportError, match="cannot reach"):
+    with pytest.raises(TransportError, match="cannot be reached"):
         ends.transports[1].dial("127.0.0.1:1")
 
 
