@@ -257,7 +257,7 @@ async def test_replacing_all_workers_under_load_fails_no_request_and_keeps_drain
 
     async def user(number: int) -> None:
         nonlocal done
-        while "replaced all" not in running.stderr_text:
+        while "worker processes have been replaced" not in running.stderr_text:
             await ask(running.url, f"user {number} says {done}")
             done += 1
 
