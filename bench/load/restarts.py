@@ -120,7 +120,7 @@ async def restart_workers(
     async with traffic(running_gateway.url, streams, shorts, tokens=200) as load:
         await asyncio.sleep(3.0)
         for number in range(restarts):
-            before, text = learned_state(running_gateway), "replaced all"
+            before, text = learned_state(running_gateway), "worker processes have been replaced"
             known = running_gateway.stderr_text.count(text)
             os.kill(running_gateway.pid, signal.SIGUSR2)
             async with asyncio.timeout(120):

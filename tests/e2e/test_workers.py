@@ -289,7 +289,7 @@ def test_new_workers_keep_the_version_number_when_the_state_folder_has_only_an_o
         for number in (2, 3):  # as after a full disk
             (state / f"v{number:08d}.json").unlink()
         os.kill(running.pid, signal.SIGUSR2)
-        wait_until(lambda: "replaced all" in running.stderr_text)
+        wait_until(lambda: "worker processes have been replaced" in running.stderr_text)
         in_force = [line for line in series(metrics_page(running), VERSION) if line.endswith("1.0")]
         assert {line.partition('version="')[2][0] for line in in_force} == {"3"}
         assert call_admin(running, "/config")[1]["version"] == 3
