@@ -11,7 +11,6 @@ import errno
 import importlib
 import logging
 import os
-import platform
 import signal
 import sys
 from collections.abc import Container, Mapping
@@ -36,7 +35,7 @@ from gateway.cli.output import (
     print_json,
     print_line,
 )
-from gateway.util.version import build_kind, is_compiled, program_version
+from gateway.util.version import version_facts, version_line
 
 if TYPE_CHECKING:
     from gateway.config import Config, ConfigError, LoadedConfig, Problem
@@ -489,11 +488,10 @@ def schema() -> None:
 @app.command()
 def version(as_json: JsonOption = False) -> None:
     """Print the version, and whether the hot path is compiled or runs from sources."""
-    own, python = program_version(), platform.python_version()
     if as_json:
-        print_json({"penstock": own, "python": python, "compiled": is_compiled()})
+        print_json(version_facts())
     else:
-        print_line(f"penstock {own} (Python {python}, {build_kind()})")
+        print_line(version_line())
 
 
 def _serve(loaded: LoadedConfig, file: Path | None, workers: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 from importlib.machinery import EXTENSION_SUFFIXES
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -24,3 +25,17 @@ def is_compiled() -> bool:
     """Return whether compiled extension modules are used instead of their Python sources."""
     spec = find_spec("gateway.protocol.relay")
     return spec is not None and str(spec.origin).endswith(tuple(EXTENSION_SUFFIXES))
+
+
+def version_facts() -> dict[str, str | bool]:
+    """Return what `penstock version --json` prints."""
+    return {
+        "penstock": program_version(),
+        "python": platform.python_version(),
+        "compiled": is_compiled(),
+    }
+
+
+def version_line() -> str:
+    """Return the line that `penstock version` prints."""
+    return f"penstock {program_version()} (Python {platform.python_version()}, {build_kind()})"
