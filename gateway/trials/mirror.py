@@ -78,6 +78,7 @@ class PoolMirror:
         )
         self._budget = TokenBudget(spec.tokens_per_minute)
         self._places = spec.in_flight
+        self._is_closed = False
         self._tasks: set[asyncio.Task[None]] = set()
         self._floors: list[AnswerPair] = []
         self._pairs: list[AnswerPair] = []
@@ -196,10 +197,13 @@ class PoolMirror:
             )
 
     def _count(self, result: str) -> None:
+        if self._is_closed:  # the pool's metrics are removed
+            return
         self._metrics.requests.labels(self.pool, result).inc()
 
     def close(self) -> None:
-        """Cancel the comparisons in progress."""
+        """Cancel the comparisons in progress, and count nothing more."""
+        self._is_closed = True
         for task in self._tasks:
             task.cancel()
 

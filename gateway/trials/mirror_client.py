@@ -69,7 +69,12 @@ class MirrorClient:
         context: Any = True if encryption is None else encryption.context
         try:
             async with self._session.post(
-                url, json=body, headers=live.key_header, ssl=context, allow_redirects=False
+                url,
+                json=body,
+                headers=live.key_header,
+                ssl=context,
+                server_hostname=None if encryption is None else encryption.server_name,
+                allow_redirects=False,
             ) as response:
                 raw = await response.content.read(MAX_ANSWER_BYTES)
                 while len(raw) < MAX_ANSWER_BYTES and not response.content.at_eof():

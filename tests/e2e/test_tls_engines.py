@@ -18,6 +18,7 @@ import pytest
 from tests.authority import Authority
 from tests.e2e.processes import ENV, complete_config, gateway_process
 from tests.e2e.recording_engine import MODEL, TEXT, RecordingEngine, recording_engine
+from tests.e2e.shared_fleet import wait_until
 
 MESSAGES: Any = [{"role": "user", "content": "hello"}]
 CONFIG = """
@@ -68,6 +69,13 @@ def ask(url: str, **options: Any) -> str | None:
 def endpoints(admin_url: str) -> Any:
     with urllib.request.urlopen(f"{admin_url}/endpoints") as answer:
         return json.load(answer)["endpoints"]
+
+
+def mirrored_requests(admin_url: str) -> dict[str, int]:
+    # Return the numbers of sampled requests of the only mirror, by result.
+    with urllib.request.urlopen(f"{admin_url}/mirror") as answer:
+        counts: dict[str, int] = json.load(answer)["mirrors"][0]["requests"]
+    return counts
 
 
 def prefixed_gets(engine: RecordingEngine) -> set[str]:
@@ -128,3 +136,18 @@ def test_doctor_examines_an_engine_over_tls(tmp_path: Path, authority: Authority
         assert {"/health", "/v1/models"} <= prefixed_gets(engine), (
             completed.stdout + completed.stderr
         )
+
+
+def test_a_mirrored_engine_is_verified_by_its_configured_server_name(
+    tmp_path: Path, authority: Authority
+) -> None:
+    with recording_engine(engine_context(authority)) as engine:
+        text = CONFIG.format(url=engine.url, tls=OWN)
+        text += f"""    mirror: {{to: candidate, percent: 100}}
+  candidate:
+    endpoints: [{{url: '{engine.url}/candidate', tls: {{{OWN}}}}}]
+"""
+        with gateway_process(tmp_path, text) as running:
+            ask(running.url)
+            wait_until(lambda: any(mirrored_requests(running.admin_url).values()))
+            assert mirrored_requests(running.admin_url) == {"compared": 1}

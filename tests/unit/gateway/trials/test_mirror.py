@@ -126,3 +126,14 @@ async def test_tenants_can_opt_out_and_required_isolation_excludes_all(tmp_path:
         await ask(harness, "of a", Authorization=keys["a"])
         mirrors: Any = harness.app.gateway.mirrors
         assert mirrors.as_json()["mirrors"][0]["requests"] == {}
+
+
+async def test_a_mirror_that_was_removed_by_a_reload_counts_nothing_more(tmp_path: Path) -> None:
+    async with running(tmp_path) as harness:
+        mirror = await reloaded(harness, mirrored(harness))
+        await ask(harness, "one")
+        assert await ended(harness, 1) == {"compared": 1}
+        status, _ = await harness.put(harness.text(0))
+        assert status == 200
+        mirror.give_up("unanswered")
+        assert mirror.as_json()["requests"] == {}
