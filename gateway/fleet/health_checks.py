@@ -45,6 +45,7 @@ MODELS_EVERY_S = 30.0
 RECOVERY_S = 1.0  # longest time between two probes of an ejected endpoint, whatever its back-off
 CHECK_S = 0.5  # timeout of a health check that a request waits for
 NO_PAGE = (404, 405, 501)  # statuses of an engine without the requested page
+RATE_LIMITED = 429
 CONNECTION_LOST = (errno.ECONNRESET, errno.EPIPE, errno.ECONNABORTED)
 PROBE_ERRORS = (
     *(aiohttp.ClientError, TimeoutError, OSError),
@@ -309,13 +310,16 @@ class HealthChecker:
     async def _health_status(self, live: LiveEndpoint, timeout_s: float) -> int:
         # Return the status of an engine's health page, or of its list of models if it has none.
         #
-        # Raises one of PROBE_ERRORS, as _fetch() does.
+        # An engine that only limits the rate of polls (429) is healthy: 200. Raises one of
+        # PROBE_ERRORS, as _fetch() does.
         if not live.lacks_health:
             path = ENGINE_TRAITS[live.endpoint.engine].health_path or self._config.health.path
             status, _ = await self._fetch(live, path, timeout_s, METRICS_LIMIT)
             if status not in NO_PAGE:
-                return status
+                return 200 if status == RATE_LIMITED else status
         listed, _ = await self._fetch(live, MODELS_PATH, timeout_s, METRICS_LIMIT)
+        if listed == RATE_LIMITED:
+            return 200
         if listed == 200 and not live.lacks_health:
             name = live.endpoint.name
             log.info("endpoint %s has no health page; its list of models stands for it", name)

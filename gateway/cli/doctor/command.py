@@ -56,6 +56,7 @@ from gateway.fleet.endpoint_registry import to_endpoint
 from gateway.fleet.model_names import engine_name, explicit_models
 from gateway.http.tls_clients import ClientContexts
 from kvtransfer.dialects import standalone_members
+from policies.engine_kinds import ENGINE_TRAITS
 
 THREADS = 16
 MEASURED_TOKENS = 32
@@ -233,7 +234,7 @@ def _probe(spec: EndpointSpec, health_path: str, *, token: bool) -> ProbeResult:
     return probe_engine(
         spec.url,
         _key(spec),
-        health_path,
+        ENGINE_TRAITS[spec.engine].health_path or health_path,
         more=more,
         encryption=ClientContexts().encryption_for(spec),
         events_path=description_path(spec.engine, spec.kv_events),

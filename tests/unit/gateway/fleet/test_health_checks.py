@@ -114,3 +114,24 @@ async def test_a_leaving_endpoint_is_no_longer_probed(monkeypatch: pytest.Monkey
         await asyncio.wait([probe], timeout=5)
         assert probe.cancelled()
         await watcher.stop()
+
+
+@pytest.mark.parametrize("lacks_health", [False, True])
+async def test_an_engine_that_only_limits_the_rate_of_polls_stays_healthy(
+    lacks_health: bool,
+) -> None:
+    async def limited(request: web.Request) -> web.Response:
+        raise web.HTTPTooManyRequests
+
+    engine = web.Application()
+    engine.router.add_get("/v1/models", limited)
+    if not lacks_health:
+        engine.router.add_get("/health", limited)
+    async with TestServer(engine, host="127.0.0.1") as server:
+        table, _, config = table_of([str(server.make_url("")).rstrip("/")])
+        watcher = HealthChecker(config, table, lambda: None)
+        await watcher.start()
+        (live,) = table.all()
+        assert await watcher._health_status(live, 5.0) == 200
+        assert live.load.is_available
+        await watcher.stop()
