@@ -11,7 +11,7 @@ from gateway.config.values import Section, setting
 Dollars = Annotated[float, Field(ge=0)]
 
 
-class TokenPrice(Section):
+class TokenPriceSpec(Section):
     """What a provider charges, in dollars per million tokens."""
 
     prompt: Dollars = Field(description="Dollars per million prompt tokens.")

@@ -28,7 +28,7 @@ from gateway.config.model_sections import Model
 from gateway.config.observability import Observability
 from gateway.config.peer_sections import Shared
 from gateway.config.policy_choice import AdmissionChoice, Canary, PolicyChoice
-from gateway.config.price_sections import TokenPrice
+from gateway.config.price_sections import TokenPriceSpec
 from gateway.config.reload_section import Reload
 from gateway.config.sized_for import SizedFor
 from gateway.config.tenant_sections import Cache, Tenant
@@ -187,7 +187,7 @@ class EndpointTraits(Section):
     tenants: Annotated[tuple[Name, ...], Field(max_length=4096)] = setting(
         (), "Names of the only tenants that the endpoint serves; by default all."
     )
-    token_price: TokenPrice | None = setting(
+    token_price: TokenPriceSpec | None = setting(
         None, "What a provider charges for tokens; counted in penstock_cost_usd_total."
     )
     tls: EngineTls | None = setting(

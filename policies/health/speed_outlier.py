@@ -316,14 +316,27 @@ def _compare(
                 limits.least_s[index_of_measure],
                 usual if has_peers else 0.0,
             ):
-                change = 0
-                if track.fresh_count or samples is not track.recent:
-                    latest = track.since_last_review(samples)
-                    usual_s = yardstick.expected_s(latest, track.reference)
-                    usual_s *= 1.0 if has_peers else usual
-                    least_s, spent_s = LATEST_SHARE * limits.factor * usual_s, sum(latest.seconds)
-                    change = (spent_s >= least_s) - (spent_s < limits.clear * usual_s)
-                finding.add(slowness, change)
+                scale = 1.0 if has_peers else usual
+                finding.add(slowness, _change(track, samples, yardstick, scale, limits))
+
+
+def _change(
+    track: SampleTrack,
+    samples: SpeedSamples,
+    yardstick: PeerTimes,
+    scale: float,
+    limits: SlowLimits,
+) -> int:
+    # Return 1 if the samples since the last review are slow too, -1 if they are not, else 0.
+    #
+    # `scale` is the endpoint's usual ratio to the times of `yardstick`.
+    if not track.fresh_count and samples is track.recent:
+        return 0
+    latest = track.since_last_review(samples)
+    usual_s = scale * yardstick.expected_s(latest, track.reference)
+    spent_s = sum(latest.seconds)
+    is_slow = spent_s >= LATEST_SHARE * limits.factor * usual_s
+    return is_slow - (spent_s < limits.clear * usual_s)
 
 
 def _samples_with_running_step(
