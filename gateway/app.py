@@ -529,7 +529,7 @@ class App:
             due = now + SWEEP_S
             try:
                 self.gateway.handoffs.sweep(now)
-                self.connections.sweep(now)
+                await self.connections.sweep(now)
                 self._endpoints.sweep(now)
                 self._kv_events.start_if_due()
                 self.gateway.hedger.sweep(self.gateway.snapshot.config.retries.hedge, now)
@@ -538,6 +538,7 @@ class App:
                 self._charge(now)
                 self._drift_watch.sweep(time())
                 self.swap.sweep()
+                self._gc_schedule.collect_young()
                 self._gc_schedule.collect_if_due(now, self._admission.active_requests)
             except Exception:  # an error must not stop the deadlines of other connections
                 log.exception("the periodic check of timeouts failed")

@@ -18,13 +18,16 @@ MAX_CALM_REQUESTS = (
 INTERVAL_S = 60.0
 MAX_INTERVAL_S = 600.0  # collect after this time even under load
 
-THRESHOLDS = 2500, 80, 50
+THRESHOLDS = 2000, 2, 1_000_000
 """Number of allocations until the youngest objects are collected, and of such collections until
-older objects are.
+those of the middle generation are; the oldest are only collected on this schedule.
 
-Most objects of a page or a new configuration survive, so the values keep a collection of them
-within a millisecond.
+Most objects of connections, pages and configurations survive, so the values keep a collection
+within a few milliseconds.
 """
+
+MIDDLE_EVERY = 4
+"""Number of calls of collect_young() after which one collects the middle generation too."""
 
 # Bytes: the allocator maps larger blocks on their own, and keeps this much free memory at most.
 MMAP_THRESHOLD, TRIM_THRESHOLD = 256 * 1024, 4 * 1024 * 1024
@@ -56,6 +59,7 @@ class GcSchedule:
     def __init__(self, now: float, collect: Callable[[], object] = collect_and_trim) -> None:
         self._collected_at = now
         self._collect = collect
+        self._calls = 0
 
     def freeze(self) -> None:
         """Exempt all existing objects from garbage collection, and make automatic collections rare.
@@ -65,6 +69,16 @@ class GcSchedule:
         return_large_blocks()
         gc.freeze()
         gc.set_threshold(*THRESHOLDS)
+
+    def collect_young(self) -> None:
+        """Collect objects that were created since the last calls, if they still exist.
+
+        Call it a few times per second. Python collects by the number of allocations less
+        deallocations, of old objects too: while clients come and go, young objects would grow to a
+        hundred thousand, whose collection stops all streams for tens of milliseconds.
+        """
+        self._calls += 1
+        gc.collect(0 if self._calls % MIDDLE_EVERY else 1)
 
     def collect_if_due(self, now: float, in_progress: int) -> None:
         """Collect garbage after INTERVAL_S if load is low, and after MAX_INTERVAL_S in any case.

@@ -9,7 +9,13 @@ import weakref
 
 import pytest
 
-from gateway.util.gc_control import INTERVAL_S, MAX_CALM_REQUESTS, MAX_INTERVAL_S, GcSchedule
+from gateway.util.gc_control import (
+    INTERVAL_S,
+    MAX_CALM_REQUESTS,
+    MAX_INTERVAL_S,
+    MIDDLE_EVERY,
+    GcSchedule,
+)
 
 
 class Cycle:
@@ -40,3 +46,18 @@ def test_under_load_collections_are_rare(in_progress: int, every_s: float) -> No
         schedule.collect_if_due(float(now), in_progress)
     assert collected_at == [every_s * number for number in range(1, len(collected_at) + 1)]
     assert len(collected_at) == 3600 // every_s
+
+
+def test_young_objects_become_old_within_a_few_calls_however_many_old_ones_are_freed() -> None:
+    schedule = GcSchedule(0.0)
+    gc.collect()
+    gc.disable()
+    try:
+        kept = [[number] for number in range(1000)]
+        assert sum(len(gc.get_objects(generation)) for generation in (0, 1)) > 1000
+        for _ in range(MIDDLE_EVERY):
+            schedule.collect_young()
+        assert sum(len(gc.get_objects(generation)) for generation in (0, 1)) < 100
+        assert len(kept) == 1000
+    finally:
+        gc.enable()
