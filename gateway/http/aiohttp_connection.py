@@ -189,7 +189,11 @@ class AiohttpConnection(ClientConnection, RequestHandler):
             super().resume_reading(resume_parser)
 
     def take_turn(self) -> None:
-        """Resume reading when the turn comes, unless reading is paused for another reason."""
+        """Parse what was read, and resume reading, unless it is paused for another reason."""
+        if self.transport is None:
+            return
+        if self._unread:
+            self._parse()
         if self.transport is not None and not (self._reading_paused or self._buffer_paused):
             self.transport.resume_reading()
 
@@ -231,8 +235,12 @@ class AiohttpConnection(ClientConnection, RequestHandler):
             return
         if data:
             self._unread, self._offset = self._unread[self._offset :] + data, 0
-            if self._in_body() and self.transport is not None:
-                self._outbox.piece_turns.wait(self, self.transport)
+            if (
+                self._in_body()
+                and self.transport is not None
+                and not self._outbox.piece_turns.wait(self, self.transport)
+            ):
+                return
         else:
             self._feed(data)
         self._parse()

@@ -202,9 +202,9 @@ class ClientConnection(ABC):
         self.phase = phase
         self.phase_since = monotonic()
 
-    def sweep(self, now: float) -> None:
+    def sweep(self, now: float) -> bool:
         """Close or abort the client's connection if a deadline has passed or the client has
-        disconnected.
+        disconnected; return whether it did.
 
         `now` is in monotonic seconds. The event loop itself cannot notice a disconnect while
         reading is paused.
@@ -222,6 +222,9 @@ class ClientConnection(ABC):
             self._fail_body(GatewayError(Failure.REQUEST_TIMEOUT, message))
         elif self.phase is SERVING and self._is_not_reading and self._has_hung_up:
             self.abort()
+        else:
+            return False
+        return True
 
     def _expiry(self, now: float) -> Expiry | None:
         # Return how to end the connection at time `now`, or None while no deadline has passed.

@@ -213,7 +213,15 @@ class FastConnection(ClientConnection, asyncio.Protocol):
 
     def _serve_first(self) -> None:
         # Serve the first buffered request once its head is complete; its body may arrive later.
+        #
+        # A client that has left before its first request was read is not served: it only has to be
+        # closed. Otherwise requests of clients that leave would hold up new connections, which the
+        # event loop accepts one by one.
         data, offset, head = self._unread, self._offset, self._head
+        if head is None and self._has_hung_up:
+            self._unread, self._offset = b"", 0
+            self._count_unread()
+            return
         extent = None if head is None else head.body_span(data, offset)
         if head is None or extent is None:
             head = self._head = read_head(data, offset)

@@ -34,24 +34,32 @@ class TurnReader(Protocol):
 class ReadTurns:
     """The connections of one event loop that wait for their turn to read, in order."""
 
-    __slots__ = ("_is_scheduled", "_loop", "_turns", "_waiting")
+    __slots__ = ("_is_scheduled", "_loop", "_reads", "_turns", "_waiting")
 
     def __init__(self, loop: asyncio.AbstractEventLoop, turns: int = TURNS) -> None:
         """Initialize an empty queue; `turns` connections may read again per loop iteration."""
         self._loop = loop
         self._turns = turns
         self._is_scheduled = False
+        self._reads = 0  # in this loop iteration
         self._waiting: deque[TurnReader] = deque()
 
-    def wait(self, reader: TurnReader, transport: asyncio.Transport) -> None:
-        """Pause reading from `transport`, and call `reader.take_turn()` when its turn comes."""
+    def wait(self, reader: TurnReader, transport: asyncio.Transport) -> bool:
+        """Pause reading from `transport`, and call `reader.take_turn()` when its turn comes.
+
+        Returns whether what was read may be processed now; otherwise so many connections were read
+        in this event loop iteration already that it should be processed in the turn.
+        """
         transport.pause_reading()
         self._waiting.append(reader)
+        self._reads += 1
         if not self._is_scheduled:
             self._is_scheduled = True
             self._loop.call_soon(self._run)
+        return self._reads <= self._turns
 
     def _run(self) -> None:
+        self._reads = 0
         self._is_scheduled = len(self._waiting) > self._turns
         if self._is_scheduled:
             self._loop.call_soon(self._run)

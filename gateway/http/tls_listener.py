@@ -251,8 +251,9 @@ class Handshake(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         self._early_data.append(data)
 
-    def sweep(self, now: float) -> None:
-        """Do nothing, because start_tls() has a timeout of its own."""
+    def sweep(self, now: float) -> bool:
+        """Do nothing, because start_tls() has a timeout of its own; return False."""
+        return False
 
     def drop_unread(self) -> None:
         """Do nothing: before the handshake has completed, there are no unread bytes."""

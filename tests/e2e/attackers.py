@@ -34,6 +34,9 @@ CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/r
 BUFFER, LEAST_BUFFER = 32 * 1024, 4096
 FEW, LARGE_BUFFER = 8, 512 * 1024  # up to this many connections send as fast as they can
 DRIP_S = 0.05
+ATTACKER = "127.0.0.9"
+"""The address of the attacker, who is on another host than the regular clients."""
+IP_BIND_ADDRESS_NO_PORT = 24  # of Linux; the socket module of Python 3.11 does not name it
 READ, WRITE = select.EPOLLIN, select.EPOLLOUT
 
 
@@ -70,6 +73,8 @@ class Client:
         self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, buffer)
         self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.socket.settimeout(10)
+        self.socket.setsockopt(socket.IPPROTO_IP, IP_BIND_ADDRESS_NO_PORT, 1)
+        self.socket.bind((ATTACKER, 0))
         self.socket.connect(("127.0.0.1", port))
         self.socket.setblocking(False)
         done["connections"] += 1

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from gateway.config import Limits
 from gateway.http.aiohttp_connection import MAX_HEAD_BYTES, PARSER_SLICE, AiohttpConnection
-from gateway.http.client_connections import SWEPT_AT_ONCE, ClientConnections
+from gateway.http.client_connections import ENDED_AT_ONCE, SWEPT_AT_ONCE, ClientConnections
 from gateway.http.connection import ClientConnection
 from gateway.http.fast_connection import MAX_UNREAD, FastConnection
 from gateway.protocol.errors import Failure, GatewayError
@@ -31,12 +31,14 @@ class FakeConnection:
     def __init__(self) -> None:
         self.drops = 0
         self.swept_at = list[float]()
+        self.is_late = False
 
     def drop_unread(self) -> None:
         self.drops += 1
 
-    def sweep(self, now: float) -> None:
+    def sweep(self, now: float) -> bool:
         self.swept_at.append(now)
+        return self.is_late
 
 
 def new_connections(
@@ -461,27 +463,41 @@ async def test_a_refused_body_is_freed_while_its_connection_lingers(kind: str) -
 
 
 @pytest.mark.parametrize(("count", "sweeps"), [(3, 1), (SWEPT_AT_ONCE, 1), (3 * SWEPT_AT_ONCE, 3)])
-def test_every_connection_is_swept_in_its_turn(count: int, sweeps: int) -> None:
+async def test_every_connection_is_swept_in_its_turn(count: int, sweeps: int) -> None:
     connections, _, _ = new_connections()
     opened = [FakeConnection() for _ in range(count)]
     for number, connection in enumerate(opened):
         address = f"10.{number >> 8}.{number & 255}.1"
         assert connections.admit(cast(ClientConnection, connection), address, Limits())
     for turn in range(2 * sweeps):
-        connections.sweep(float(turn))
+        await connections.sweep(float(turn))
     assert {len(connection.swept_at) for connection in opened} == {2}
     assert max(connection.swept_at[0] for connection in opened) == sweeps - 1.0
 
 
-def test_a_connection_that_has_closed_is_not_swept() -> None:
+async def test_a_connection_that_has_closed_is_not_swept() -> None:
     connections, _, _ = new_connections()
     opened = [FakeConnection() for _ in range(2 * SWEPT_AT_ONCE)]
     for number, connection in enumerate(opened):
         connections.admit(
             cast(ClientConnection, connection), f"10.{number >> 8}.{number & 255}.1", Limits()
         )
-    connections.sweep(0.0)
+    await connections.sweep(0.0)
     (waiting, *_) = [connection for connection in opened if not connection.swept_at]
     connections.remove(cast(ClientConnection, waiting))
-    connections.sweep(1.0)
+    await connections.sweep(1.0)
     assert waiting.swept_at == []
+
+
+async def test_late_connections_are_ended_over_several_loop_iterations() -> None:
+    connections, _, _ = new_connections()
+    opened = [FakeConnection() for _ in range(3 * ENDED_AT_ONCE)]
+    for number, connection in enumerate(opened):
+        connection.is_late = True
+        connections.admit(cast(ClientConnection, connection), f"10.0.{number}.1", Limits())
+    sweep = asyncio.create_task(connections.sweep(0.0))
+    for iteration in range(1, 4):
+        await asyncio.sleep(0)
+        swept = sum(bool(connection.swept_at) for connection in opened)
+        assert swept == iteration * ENDED_AT_ONCE
+    await sweep

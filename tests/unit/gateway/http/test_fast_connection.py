@@ -248,6 +248,22 @@ async def test_an_idle_connection_is_not_closed_while_it_has_an_unread_request(k
         assert transport.closed
 
 
+@pytest.mark.parametrize("has_left", [False, True])
+async def test_the_first_request_of_a_client_that_has_left_is_not_served(has_left: bool) -> None:
+    harness = Harness()
+    protocol = harness.fast_connection()
+    server, client = socket.socketpair()
+    with server, client:
+        transport = SocketTransport(protocol, server)
+        protocol.connection_made(transport)
+        client.send(request())
+        if has_left:
+            client.close()
+        protocol.data_received(server.recv(1000))
+        await turns()
+        assert len(harness.served) == (0 if has_left else 1)
+
+
 class SocketTransport(FakeTransport):
     def __init__(self, protocol: asyncio.Protocol, sock: socket.socket) -> None:
         super().__init__(protocol)

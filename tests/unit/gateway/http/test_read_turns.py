@@ -5,7 +5,7 @@ turn.
 from __future__ import annotations
 
 import asyncio
-from typing import cast
+from typing import Any, cast
 
 import pytest
 
@@ -109,6 +109,29 @@ async def test_clients_that_send_bodies_in_pieces_are_read_by_turns(framing: str
         await asyncio.sleep(0)
     for transport in transports:
         transport.close()
+    await turns()
+
+
+async def test_an_iteration_parses_few_of_the_pieces_that_it_has_read() -> None:
+    harness = Harness()
+    protocols = []
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n"
+    for _ in range(3 * PIECE_TURNS):
+        transport = FakeTransport(harness.fast_connection())
+        transport.protocol.connection_made(transport)
+        transport.protocol.data_received(head)
+        protocols.append(cast(Any, transport.protocol))
+    await turns()
+    for protocol in protocols:
+        protocol.data_received(b"1\r\n{\r\n")
+    parsed = [0]
+    for _ in range(5):
+        parsed.append(sum(protocol._payload.total_bytes for protocol in protocols))
+        assert parsed[-1] - parsed[-2] <= PIECE_TURNS
+        await asyncio.sleep(0)
+    assert parsed[-1] == len(protocols)
+    for protocol in protocols:
+        protocol.transport.close()
     await turns()
 
 
