@@ -403,6 +403,7 @@ class TpGroup:
             self._read_back(self.memory, plan.chunks)
         outcome = self.scheduler.finish(plan)
         if self.kv_store is not None:
+            self.kv_store.on_step(plan, step_s)
             for job in outcome.ended:
                 self.kv_store.save(job)
         if self.kv_events is not None:
@@ -465,7 +466,7 @@ class TpGroup:
                 )
         for job in self.scheduler.to_fetch():
             if self.kv_store is not None and job.restores:
-                self.kv_store.fetch(job)
+                self.kv_store.fetch(job, plan.chunks if plan is not None else ())
                 continue
             if self.kv_handoff is None:
                 # The engine has only just restarted. A job whose KV is all cached here is in the

@@ -1,8 +1,9 @@
 """StoreTier: a mock engine's use of its host's store of KV blocks (kvtransfer/store/).
 
 The blocks of an ended request are saved. A prompt whose beginning the store has, beyond the
-engine's own prefix cache, gets those blocks instead of computing them. Bytes really move; the time
-is that of the model's full KV at the simulated speeds.
+engine's own prefix cache, gets as many of those blocks as are faster to get than to compute
+(kvtransfer/store/fetch_rule.py). Bytes really move; the time is that of the model's full KV at the
+simulated speeds.
 """
 
 from __future__ import annotations
@@ -16,11 +17,12 @@ from typing import Any, Protocol, TypeVar
 
 from kvtransfer.store.block_keys import Key, block_keys, chain_root
 from kvtransfer.store.client import StoreClient, StoreLostError
+from kvtransfer.store.fetch_rule import FetchRule, StoredPrefix
 from kvtransfer.store.slots import Parts
 from kvtransfer.store.store_index import IN_MEMORY
 from mockgpu.handoff.link_speed import PacedLink
 from mockgpu.handoff_options import StoreSpec
-from mockgpu.job import Job, JobState
+from mockgpu.job import Job, JobState, PrefillChunk, StepPlan
 from mockgpu.kv_event_stream import KvEventStream
 from mockgpu.kv_memory import KvMemory
 from mockgpu.scheduler import Scheduler
@@ -68,6 +70,9 @@ class StoreTier:
         assert owner.memory is not None
         self._owner, self._spec, self._compatibility = owner, spec, compatibility
         self._memory = owner.memory
+        scheduler = owner.scheduler
+        size = scheduler.pool.block_tokens
+        self._rule = FetchRule(size, scheduler.max_num_batched_tokens)
         self._block_bytes = sum(region.block_bytes for region in self._memory.regions)
         self._threads = ThreadPoolExecutor(1, "kv-store")
         self._run: Runner = self._run_in_thread if run is None else run
@@ -77,7 +82,7 @@ class StoreTier:
         self._tasks: set[asyncio.Task[None]] = set()
         self._saves = 0
         self._retry_at = 0.0
-        self.queried_tokens = self.hit_tokens = self.disk_tokens = 0
+        self.queried_tokens = self.hit_tokens = self.disk_tokens = self.declined_tokens = 0
         self.saved_blocks = self.skipped_saves = self.lost_calls = 0
         self._announcer: StoreAnnouncer | None = None
         try:
@@ -97,9 +102,20 @@ class StoreTier:
         """Publish KV events of the blocks that this engine has in the store."""
         self._announcer = StoreAnnouncer(stream, self.places)
 
-    def fetch(self, job: Job) -> None:
-        """Get the stored beginning of a FETCHING job's prompt, then let the job go on."""
-        self._spawn(self._fetch(job))
+    def fetch(self, job: Job, chunks: Sequence[PrefillChunk]) -> None:
+        """Get the stored beginning of a FETCHING job's prompt, as far as that is faster than to
+        compute it, then let the job go on.
+
+        chunks   what the engine computes in the step that begins now
+        """
+        step_s = sum(self._rule.compute_s(part.start, part.start + part.tokens) for part in chunks)
+        self._spawn(self._fetch(job, step_s))
+
+    def on_step(self, plan: StepPlan, step_s: float) -> None:
+        """Learn from a step of `step_s` seconds how fast the engine computes prompts."""
+        if plan.chunks:
+            work = plan.work
+            self._rule.on_step(work.prefill_tokens, work.attention_area, step_s)
 
     def save(self, job: Job) -> None:
         """Save the cached blocks of a job that has just ended; they stay in use until then."""
@@ -113,33 +129,59 @@ class StoreTier:
         self._saves += 1
         self._spawn(self._save(job, pool.acquire_cached(job.keys, count)))
 
-    async def _fetch(self, job: Job) -> None:
+    async def _fetch(self, job: Job, step_s: float) -> None:
         scheduler, size = self._owner.scheduler, self._owner.scheduler.pool.block_tokens
         first = job.computed // size
         blocks = list(job.blocks[first : (job.prompt_tokens - 1) // size])
         keys = self._keys(job)[first : first + len(blocks)]
         try:
             self.queried_tokens += job.prompt_tokens - job.computed
-            count, on_disk = await self._call(lambda client: self._get(client, keys, blocks))
-            # At once if the store is lost: the job computes its prompt.
-            if count:
-                await self._disk.transfer(on_disk * size)
-                await self._down.transfer(count * size)
+            places = (await self.places(keys)).partition(b"\0")[0]
+            wanted = self._choose(job, places, step_s)
+            count = on_disk = 0
+            if wanted:
+                count, on_disk = await self._fetch_blocks(keys[:wanted], blocks, places[:wanted])
             if job.state is JobState.FETCHING:
                 scheduler.on_restored(job, count)
                 self.hit_tokens += count * size
                 self.disk_tokens += on_disk * size
-                self._announce(job, first, first + count)
+                self.declined_tokens += (len(places) - wanted) * size
+                self._announce(job, first, first + len(places))
         finally:
             # Nothing writes to the blocks now, so those of an aborted job are free.
             scheduler.release_kept(job)
             self._owner.wake()
 
+    def _choose(self, job: Job, places: bytes, step_s: float) -> int:
+        scheduler, rule = self._owner.scheduler, self._rule
+        busy_s = step_s + sum(
+            rule.compute_s(other.computed, other.known_tokens)
+            for other in (*scheduler.prefilling, *scheduler.fetched)
+        )
+        prefix = StoredPrefix(job.computed, job.prompt_tokens, places, busy_s)
+        return rule.choose(prefix, asyncio.get_running_loop().time())
+
+    async def _fetch_blocks(
+        self, keys: Sequence[Key], blocks: Sequence[int], places: bytes
+    ) -> tuple[int, int]:
+        # Return how many leading blocks were read, and how many of them were on disk alone.
+        size, now = self._owner.scheduler.pool.block_tokens, asyncio.get_running_loop().time
+        pending, count = self._rule.begin(places, now()), 0
+        try:
+            count = await self._call(lambda client: self._get(client, keys, blocks), 0)
+            on_disk = sum(not bits & IN_MEMORY for bits in places[:count])
+            if count:  # at once if the store is lost: the job computes its prompt
+                await self._disk.transfer(on_disk * size)
+                await self._down.transfer(count * size)
+        finally:
+            self._rule.end(pending, now(), is_complete=count == len(places))
+        return count, on_disk
+
     async def _save(self, job: Job, blocks: list[int]) -> None:
         size = self._owner.scheduler.pool.block_tokens
         try:
             keys = self._keys(job)[: len(blocks)]
-            stored, _ = await self._call(lambda client: (self._put(client, keys, blocks), 0))
+            stored = await self._call(lambda client: self._put(client, keys, blocks), 0)
             if stored:
                 await self._up.transfer(stored * size)
             self.saved_blocks += stored
@@ -149,13 +191,9 @@ class StoreTier:
             self._owner.scheduler.pool.release(blocks)
             self._owner.wake()
 
-    def _get(
-        self, client: StoreClient, keys: Sequence[Key], blocks: Sequence[int]
-    ) -> tuple[int, int]:
-        # Return how many leading blocks were read, and how many of them were on disk alone.
-        places = client.places(keys)
-        count = client.get(keys, [self._parts(block) for block in blocks])
-        return count, sum(not bits & IN_MEMORY for bits in places[:count])
+    def _get(self, client: StoreClient, keys: Sequence[Key], blocks: Sequence[int]) -> int:
+        # Return how many leading blocks were read.
+        return client.get(keys, [self._parts(block) for block in blocks[: len(keys)]])
 
     def _put(self, client: StoreClient, keys: Sequence[Key], blocks: Sequence[int]) -> int:
         return client.put(keys, [self._parts(block) for block in blocks])
@@ -171,32 +209,22 @@ class StoreTier:
         root = chain_root(self._compatibility, job.salt)
         return block_keys(root, job.tokens, self._owner.scheduler.pool.block_tokens)
 
-    async def _call(self, call: Callable[[StoreClient], tuple[int, int]]) -> tuple[int, int]:
-        # Call the store in a thread; (0, 0) if it is lost.
-        def attempt() -> tuple[int, int]:
+    async def _call(self, call: Callable[[StoreClient], Result], if_lost: Result) -> Result:
+        # Call the store in a thread; return `if_lost` if it is lost.
+        def attempt() -> Result:
             client = self._connected()
             try:
-                return (0, 0) if client is None else call(client)
+                return if_lost if client is None else call(client)
             except StoreLostError:
                 self._lose()
-                return 0, 0
+                return if_lost
 
-        result: tuple[int, int] = await self._run(attempt)
+        result: Result = await self._run(attempt)
         return result
 
     async def places(self, keys: Sequence[Key]) -> bytes:
         """Return for each block the bits of the tiers that have it; 0 for all if it is lost."""
-
-        def attempt() -> bytes:
-            client = self._connected()
-            try:
-                return bytes(len(keys)) if client is None else client.places(keys)
-            except StoreLostError:
-                self._lose()
-                return bytes(len(keys))
-
-        found: bytes = await self._run(attempt)
-        return found
+        return await self._call(lambda client: client.places(keys), bytes(len(keys)))
 
     def _connected(self) -> StoreClient | None:
         # Return the client, connected again if the store was lost; None if there is none.
@@ -240,6 +268,7 @@ class StoreTier:
             "vllm:external_prefix_cache_queries": self.queried_tokens,
             "vllm:external_prefix_cache_hits": self.hit_tokens,
             "mock:kv_store_disk_tokens": self.disk_tokens,
+            "mock:kv_store_declined_tokens": self.declined_tokens,
             "mock:kv_store_saved_blocks": self.saved_blocks,
             "mock:kv_store_skipped_saves": self.skipped_saves,
             "mock:kv_store_lost_calls": self.lost_calls,

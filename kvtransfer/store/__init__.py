@@ -9,6 +9,8 @@ disk_slots     the slots in a file on disk
 block_store    the store in one process: index and slots together
 service        the same for other processes, on a Unix socket; `python -m kvtransfer.store` runs it
 client         what an engine uses
+fetch_rule     how many stored blocks an engine fetches, and computes the rest; without I/O
+cost_fit       learns the costs that the rule compares
 
 docs/kv-store.md describes the design.
 """

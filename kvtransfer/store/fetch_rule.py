@@ -1,0 +1,275 @@
+"""FetchRule: decides how many stored blocks of a prompt an engine fetches; it computes the rest.
+
+Fetching is not always faster: the KV of 8,192 tokens of an 8B model takes longer from a disk of
+40 Gb/s than an H100 takes to compute it. The rule learns both costs from what the engine did, and
+takes the cheaper choice. It does no I/O; the caller passes the time.
+"""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_right
+from collections.abc import Sequence
+from itertools import islice
+from math import inf
+from typing import NamedTuple
+
+import msgspec
+
+from kvtransfer.store.cost_fit import DECAY, CostFit
+from kvtransfer.store.store_index import IN_MEMORY
+
+FIRST_READS = (1 / 64, 1 / 16, 1 / 4)
+"""Shares of a prompt's stored blocks in the first reads of a disk, whose speed is not known yet."""
+
+FIRST_READ_COST = 0.25
+"""Largest expected cost of these reads but the first one, as a share of computing the prompt."""
+
+STALE_S = 30.0
+"""Seconds after the last read of a tier until it is measured again, although it seems slow."""
+
+STALE_READ_COST = 0.05
+"""Largest expected cost of that measurement after STALE_S, as a share of computing the prompt. It
+grows with the time since the last read."""
+
+CHANGE = 0.5
+"""Error of an expected duration, as a share of the measured one, at which a tier has changed: its
+earlier measurements are forgotten."""
+
+_MEMORY, _DISK = 1, 2
+_TIER_OF_BITS = bytes(_MEMORY if bits & IN_MEMORY else _DISK * (bits > 0) for bits in range(256))
+_MAX_RUNS = 64
+"""Runs of blocks in one tier that a choice looks at; blocks behind them are computed."""
+_RUN = re.compile(rb"\x01+|\x02+")
+
+
+class StoredPrefix(msgspec.Struct, frozen=True):
+    """A prompt, and where the stored blocks are that follow those in the engine's own cache.
+
+    start    tokens whose KV the engine has
+    tokens   tokens of the prompt
+    places   for each further block the bits of its tiers; blocks after a missing one (0) are not
+             used
+    busy_s   seconds for which the engine computes other prompts first
+    """
+
+    start: int
+    tokens: int
+    places: bytes
+    busy_s: float = 0.0
+
+
+class PendingFetch(msgspec.Struct, eq=False):
+    """A fetch that has begun: its blocks, its expected duration, and the time of its beginning."""
+
+    blocks: int
+    disk_blocks: int
+    expected_s: float
+    began_s: float
+
+
+class TierRun(NamedTuple):
+    """Consecutive blocks [first, last) of a prompt in one tier, after `disk_blocks` on disk."""
+
+    first: int
+    last: int
+    is_on_disk: bool
+    disk_blocks: int
+
+    def disk_blocks_before(self, count: int) -> int:
+        """Return how many of the prompt's first `count` blocks are on disk; count is in the run."""
+        return self.disk_blocks + (count - self.first) * self.is_on_disk
+
+
+class TierSpeed:
+    """The measured speed of a tier: a latency, and seconds per block.
+
+    reads       number of measured reads
+    largest     blocks of the largest read that still counts
+    last_s      when the last read ended
+    """
+
+    def __init__(self) -> None:
+        self._fit = CostFit(2)
+        self.reads = 0
+        self.largest = 0.0
+        self.last_s = -inf
+
+    def add(self, blocks: int, seconds: float, measured_s: float, now: float) -> None:
+        """Add a read that ended at `now`, and took `seconds` of `measured_s`."""
+        error_s = abs(seconds - self.read_s(blocks))
+        if blocks <= self.largest and error_s > CHANGE * measured_s:
+            self._fit, self.largest = CostFit(2), 0.0
+        self._fit.add((1.0, blocks), seconds, measured_s)
+        self.reads += 1
+        self.largest = max(float(blocks), self.largest * DECAY)
+        self.last_s = now
+
+    def read_s(self, blocks: int) -> float:
+        """Return the expected seconds of a read; 0 if none was measured.
+
+        A read that is larger than all measured ones is expected to take in proportion. Small reads
+        alone do not show how much of their time is latency.
+        """
+        if not blocks or not self.reads:
+            return 0.0
+        latency_s, block_s = self._fit.rates()
+        excess = max(1.0, blocks / self.largest)
+        return (latency_s + blocks / excess * block_s) * excess
+
+
+class FetchRule:
+    """The learned costs of one engine, and the choice between fetching and computing.
+
+    block_tokens   tokens of a block
+    step_tokens    prompt tokens that a step of the engine computes at most
+
+    A fetch costs a read of all its blocks from memory, and another read of those on disk before it.
+    Computing costs a share of each step, tokens, and pairs of tokens (attention). Fetches are
+    served one after another. Memory counts as fast until it is measured.
+    """
+
+    def __init__(self, block_tokens: int, step_tokens: int) -> None:
+        self._block_tokens, self._step_tokens = block_tokens, step_tokens
+        self._computing = CostFit(3)
+        self._memory, self._disk = TierSpeed(), TierSpeed()
+        self._queue: dict[PendingFetch, None] = {}
+        self._last_end_s = -inf
+
+    # Learning
+
+    def on_step(self, tokens: int, pairs: float, seconds: float) -> None:
+        """Add a measured step of the engine that computed prompts.
+
+        pairs   sum over the computed tokens of their positions: what attention reads
+        """
+        self._computing.add((1.0, tokens, pairs), seconds, seconds)
+
+    def begin(self, places: bytes, now: float) -> PendingFetch:
+        """Return a fetch of the blocks at these places, which begins now. `end` must follow."""
+        disk_blocks = places.translate(_TIER_OF_BITS).count(_DISK)
+        expected_s = self.fetch_s(len(places), disk_blocks)
+        pending = PendingFetch(len(places), disk_blocks, expected_s, now)
+        self._queue[pending] = None
+        return pending
+
+    def end(self, pending: PendingFetch, now: float, *, is_complete: bool) -> None:
+        """End a fetch, and learn from it if it got all of its blocks."""
+        del self._queue[pending]
+        seconds = now - max(pending.began_s, self._last_end_s)
+        self._last_end_s = now
+        if not is_complete or not pending.blocks:
+            return
+        if pending.disk_blocks:
+            disk_s = max(0.0, seconds - self._memory.read_s(pending.blocks))
+            self._disk.add(pending.disk_blocks, disk_s, seconds, now)
+        else:
+            self._memory.add(pending.blocks, seconds, seconds, now)
+
+    # Estimates
+
+    def compute_s(self, start: int, end: int) -> float:
+        """Return the expected seconds of computing the KV of tokens [start, end)."""
+        step, token, pair = self._computing.rates()
+        tokens = end - start
+        return tokens * (token + step / self._step_tokens) + pair * tokens * (start + end) / 2
+
+    def fetch_s(self, blocks: int, disk_blocks: int) -> float:
+        """Return the expected seconds of fetching blocks of which some are on disk alone."""
+        return self._memory.read_s(blocks) + self._disk.read_s(disk_blocks)
+
+    def _queue_s(self, now: float) -> float:
+        # Return the expected seconds until the fetches that have begun are over.
+        if not self._queue:
+            return 0.0
+        first = next(iter(self._queue))
+        served_s = now - max(first.began_s, self._last_end_s)
+        all_s = sum(pending.expected_s for pending in self._queue)
+        return all_s - min(first.expected_s, served_s)
+
+    # The choice
+
+    def choose(self, prefix: StoredPrefix, now: float) -> int:
+        """Return how many of the stored blocks to fetch; the rest of the prompt is computed.
+
+        No other number has a smaller expected time, apart from small reads that measure a tier. Of
+        equal choices the larger one is taken: it leaves more of the engine to other prompts.
+        """
+        runs = _runs(prefix.places)
+        usable = 0
+        while usable < len(runs) and not (runs[usable].is_on_disk and self._is_disk_unknown):
+            usable += 1
+        count = self._cheapest(prefix, runs[:usable], now)
+        for run in runs:
+            if run.first == count:
+                return count + self._measured_blocks(prefix, run, now)
+        return count
+
+    @property
+    def _is_disk_unknown(self) -> bool:
+        return self._disk.reads < len(FIRST_READS)
+
+    def _cheapest(self, prefix: StoredPrefix, runs: Sequence[TierRun], now: float) -> int:
+        # In a run each further block saves more computing than the one before. So the best number
+        # is at an end of the run, or where blocks begin to cost more than those before.
+        queue_s = self._queue_s(now)
+        best, best_s = 0, prefix.busy_s + self._rest_s(prefix, 0)
+        for run in runs:
+            for count in self._candidates(run, prefix.busy_s - queue_s):
+                total_s = max(queue_s + self._first_s(run, count), prefix.busy_s)
+                total_s += self._rest_s(prefix, count)
+                if total_s <= best_s:
+                    best, best_s = count, total_s
+        return best
+
+    def _first_s(self, run: TierRun, count: int) -> float:
+        # Return the expected seconds of fetching the first `count` blocks, which end in this run.
+        return self.fetch_s(count, run.disk_blocks_before(count))
+
+    def _rest_s(self, prefix: StoredPrefix, fetched: int) -> float:
+        return self.compute_s(prefix.start + fetched * self._block_tokens, prefix.tokens)
+
+    def _candidates(self, run: TierRun, hidden_s: float) -> Sequence[int]:
+        # `hidden_s` is how long a fetch may last without delaying the prompt.
+        turns = [run.first + self._blocks_within(run, hidden_s), int(self._memory.largest)]
+        if run.is_on_disk:
+            turns.append(run.first - run.disk_blocks + int(self._disk.largest))
+        around = {count for turn in turns for count in (turn, turn + 1)}
+        inside = (count for count in around if run.first < count < run.last)
+        return sorted({run.first + 1, *inside, run.last})
+
+    def _blocks_within(self, run: TierRun, seconds: float) -> int:
+        # Return how many blocks of the run can be fetched in this time, after all before it.
+        counts = range(run.first + 1, run.last + 1)
+        return bisect_right(counts, seconds, key=lambda count: self._first_s(run, count))
+
+    def _measured_blocks(self, prefix: StoredPrefix, run: TierRun, now: float) -> int:
+        # Return how many blocks of a run that is not worth fetching are fetched to measure its
+        # tier, because its speed is not known, or was measured long ago.
+        if not self._computing.samples or any(pending.disk_blocks for pending in self._queue):
+            return 0
+        wanted, share = run.last - run.first, 0.0
+        if run.is_on_disk and self._is_disk_unknown:
+            wanted = min(wanted, max(1, int(len(prefix.places) * FIRST_READS[self._disk.reads])))
+            if not self._disk.reads:
+                return wanted
+            share = FIRST_READ_COST
+        age_s = now - (self._disk if run.is_on_disk else self._memory).last_s
+        if age_s >= STALE_S:
+            share = max(share, min(1.0, STALE_READ_COST * age_s / STALE_S))
+        if not share:
+            return 0
+        before_s = self._first_s(run, run.first)
+        allowed_s = before_s + share * self.compute_s(prefix.start, prefix.tokens)
+        return min(wanted, self._blocks_within(run, allowed_s))
+
+
+def _runs(places: bytes) -> list[TierRun]:
+    tiers = places.translate(_TIER_OF_BITS).partition(b"\0")[0]
+    runs: list[TierRun] = []
+    disk_blocks = 0
+    for match in islice(_RUN.finditer(tiers), _MAX_RUNS):
+        is_on_disk = tiers[match.start()] == _DISK
+        runs.append(TierRun(match.start(), match.end(), is_on_disk, disk_blocks))
+        disk_blocks += (match.end() - match.start()) * is_on_disk
+    return runs
