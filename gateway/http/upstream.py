@@ -208,7 +208,8 @@ class UpstreamConnection:
         if self.is_open and self.transport is not None and self._paused:
             self._paused = False
             self.last_activity_at = monotonic()
-            self.transport.resume_reading()
+            if not self._outbox.long_reads.has_slices(self):
+                self.transport.resume_reading()
 
     @property
     def is_awaited(self) -> bool:
@@ -266,11 +267,19 @@ class UpstreamConnection:
         if relay is None:  # unsolicited bytes: requests and responses no longer correspond
             self.abort()
             return
-        if len(data) >= LONG_READ and self.transport is not None:
-            self._outbox.read_turns.wait(self, self.transport)
+        long_reads = self._outbox.long_reads
+        is_long = len(data) >= LONG_READ or long_reads.has_slices(self)
+        if is_long and self.transport is not None:
+            if self._outbox.budget_spent:  # this connection's deferred chunks come first
+                self._outbox.flush_connection(self)
+            long_reads.add(self, relay, data, self.transport)
+            return
         if self._outbox.budget_spent:
             self._outbox.defer(self, relay, data)
             return
+        self._relay_data(relay, data)
+
+    def _relay_data(self, relay: Relay, data: bytes) -> None:
         now = monotonic()
         try:
             out = relay.feed(data, now)
@@ -287,7 +296,7 @@ class UpstreamConnection:
         elif self._acks_each_chunk and relay.event_count > 1:
             self._delay_acks()
 
-    def take_turn(self) -> None:
+    def resume_after_slices(self) -> None:
         """Resume reading after a long read, unless the client reads too slowly."""
         if self.is_open and self.transport is not None and not self._paused:
             self.transport.resume_reading()
@@ -305,14 +314,14 @@ class UpstreamConnection:
                 self.transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, QUICKACK, 0)
 
     def process_deferred(self, relay: Relay, data: bytes) -> None:
-        """Process a received chunk that was deferred, if its response (`relay`) is still in
-        progress.
+        """Relay a chunk that was deferred, or a slice of a long read, if its response (`relay`) is
+        still in progress.
         """
         if self._relay is not relay:  # that response has ended, so these bytes are surplus
             self.abort()
             return
         try:
-            self.data_received(data)
+            self._relay_data(relay, data)
         except BaseException:
             # The event loop closes a connection whose data_received() raises, but not here.
             self.abort()
@@ -320,6 +329,7 @@ class UpstreamConnection:
 
     def eof_received(self) -> None:
         self._outbox.flush_connection(self)
+        self._outbox.long_reads.flush(self)
         relay = self._relay
         if relay is None or self._downstream is None or relay.state is DONE:
             return
@@ -333,6 +343,7 @@ class UpstreamConnection:
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._outbox.flush_connection(self)
+        self._outbox.long_reads.flush(self)
         self.transport = None
         self._pool.discard(self)
         message = f"the connection to the engine was lost: {exc or 'closed'}"
@@ -349,6 +360,7 @@ class UpstreamConnection:
         self._done = None
         transport = self.transport
         is_usable = not (self._is_half_closed or transport is None or transport.is_closing())
+        is_usable = is_usable and not self._outbox.long_reads.has_slices(self)  # surplus bytes
         if error is None and is_usable and relay is not None and relay.is_connection_reusable:
             self._downstream.set_source(None)  # type: ignore[union-attr]  # set together with _relay
             self._relay = self._downstream = None

@@ -15,6 +15,7 @@ from collections import deque
 from typing import TYPE_CHECKING, Protocol
 
 from gateway.http.close_queue import CloseQueue
+from gateway.http.long_reads import LongReads
 from gateway.http.read_turns import PIECE_TURNS, ReadTurns
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ WRITES_PER_TURN = 32  # writes per loop iteration, about a millisecond
 # would read from engines much faster than clients receive.
 MAX_DEFERRED = 1024
 MAX_DEFERRED_BYTES = 4 * 1024 * 1024  # in all deferred chunks
-BYTES_PER_TURN = 512 * 1024  # deferred bytes that are relayed per loop iteration, about
+BYTES_PER_TURN = 256 * 1024  # deferred bytes that are relayed per loop iteration, about
 
 
 class DeferringConnection(Protocol):
@@ -43,18 +44,20 @@ class WriteQueue:
 
     budget_spent  whether this iteration has written enough, so that chunks from engines must be
                   deferred
-    read_turns    the turns in which connections read again after a long read
+    read_turns    the turns in which clients' connections read again after a long read
+    long_reads    the long reads from engines, which are relayed in slices
     piece_turns   the turns in which connections read more of a request in pieces
     close_queue   closes the connections of clients that have left
     """
 
     __slots__ = (
         *("_deferred", "_deferred_bytes", "_is_scheduled", "_queue", "budget_spent", "loop"),
-        *("close_queue", "piece_turns", "read_turns"),
+        *("close_queue", "long_reads", "piece_turns", "read_turns"),
     )
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
+        self.long_reads = LongReads(loop)
         self.read_turns = ReadTurns(loop)
         self.piece_turns = ReadTurns(loop, PIECE_TURNS)
         self.close_queue = CloseQueue(loop)

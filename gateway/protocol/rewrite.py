@@ -111,5 +111,7 @@ def whole_events_length(text: bytes) -> int:
     """Return the length in bytes of the complete events in `text`, that is, up to its last blank
     line.
     """
+    if text.find(b"\n") < 0:  # fifty times faster than to search for two bytes
+        return 0
     lf, crlf = text.rfind(b"\n\n"), text.rfind(b"\n\r\n")
     return max(lf + 2 if lf >= 0 else 0, crlf + 3 if crlf >= 0 else 0)

@@ -43,7 +43,8 @@ A stream of a model with `resume` begins with them.
 # reads is searched from that many bytes before each read.
 _BLANKS = rb"\s{0,64}"
 LONGEST_MATCH = 160
-ERROR_EVENT_PATTERN = re.compile(rb'(?:^|\n)data:%b\{%b"error"' % (_BLANKS, _BLANKS))
+# Begins with a fixed text, which `re` searches for quickly, and then looks back for a line break.
+ERROR_EVENT_PATTERN = re.compile(rb'data:(?<![^\n]data:)%b\{%b"error"' % (_BLANKS, _BLANKS))
 TOKEN_PATTERN = re.compile(
     rb'"(?:(?:content|text|reasoning|reasoning_content|refusal|arguments)":%b"[^"]'
     rb'|(?:tool_calls|token_ids)":%b\[%b[^\]\s])' % (_BLANKS, _BLANKS, _BLANKS)

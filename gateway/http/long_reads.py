@@ -1,0 +1,86 @@
+"""Relays long reads from engines in slices, about a millisecond's work per event loop iteration.
+
+The event loop reads up to 256 KiB from a connection at once. To relay them may take several
+milliseconds: an engine may send thousands of small chunks in one read, or events whose every byte
+is examined. Meanwhile nothing else would run. Nothing more is read from such a connection until all
+slices of its last read have been relayed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from time import monotonic
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from gateway.protocol.relay import Relay
+
+SLICE = 32 * 1024
+"""Bytes of a long read that are relayed at once, in a millisecond at most."""
+ITERATION_S = 0.0005
+"""Seconds of an event loop iteration after which no further slice is relayed."""
+
+
+class SlicedConnection(Protocol):
+    """A connection to an engine that relays a long read in slices."""
+
+    def process_deferred(self, relay: Relay, data: bytes) -> None: ...
+    def resume_after_slices(self) -> None: ...
+
+
+class LongReads:
+    """The long reads of one event loop; the connections take turns slice by slice."""
+
+    __slots__ = ("_loop", "_slices")
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._slices: dict[SlicedConnection, deque[tuple[Relay, bytes]]] = {}
+
+    def has_slices(self, connection: SlicedConnection) -> bool:
+        """Return whether a long read of this connection is being relayed."""
+        return connection in self._slices
+
+    def add(
+        self,
+        connection: SlicedConnection,
+        relay: Relay,
+        data: bytes,
+        transport: asyncio.Transport,
+    ) -> None:
+        """Relay `data` slice by slice, after what was added for the connection before.
+
+        Pauses reading from `transport` until then.
+        """
+        if not self._slices:
+            self._loop.call_soon(self._run)
+        transport.pause_reading()
+        slices = self._slices.setdefault(connection, deque())
+        slices.extend((relay, data[at : at + SLICE]) for at in range(0, len(data), SLICE))
+
+    def flush(self, connection: SlicedConnection) -> None:
+        """Relay all slices of a connection now, because it is closing."""
+        for relay, data in self._slices.pop(connection, ()):
+            connection.process_deferred(relay, data)
+
+    def _run(self) -> None:
+        ends = monotonic() + ITERATION_S
+        try:
+            while self._slices:
+                self._relay_next()
+                if monotonic() >= ends:
+                    break
+        finally:
+            if self._slices:
+                self._loop.call_soon(self._run)
+
+    def _relay_next(self) -> None:
+        connection = next(iter(self._slices))
+        slices = self._slices.pop(connection)
+        relay, data = slices.popleft()
+        if slices:  # the connection comes last now
+            self._slices[connection] = slices
+        connection.process_deferred(relay, data)
+        if not slices:
+            connection.resume_after_slices()
