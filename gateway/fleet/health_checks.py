@@ -27,8 +27,8 @@ from gateway.fleet.endpoint_registry import LiveEndpoint
 from gateway.fleet.endpoint_table import OUT_OF_ROTATION, EndpointTable
 from gateway.fleet.model_list_news import ModelListNews
 from gateway.fleet.poll_plan import PollPlan, least_probe_s
+from gateway.http.connect_errors import is_local_error
 from gateway.http.poll_client import ConnectError, ConnectionLostError, PollClient
-from gateway.http.upstream import is_local_error
 from gateway.protocol.apis import RESPONSES, api_paths
 from gateway.protocol.response_framing import FramingError
 from gateway.protocol.response_store import shows_store, store_request

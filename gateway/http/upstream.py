@@ -8,7 +8,6 @@ several times as much CPU per request and chunk (docs/performance.md).
 from __future__ import annotations
 
 import asyncio
-import errno
 import socket
 from contextlib import suppress
 from time import monotonic
@@ -17,6 +16,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from gateway.http.connect_errors import is_local_error
 from gateway.http.eager_task import EagerFuture, new_future, timeout_after
 from gateway.http.read_turns import LONG_READ
 from gateway.http.write_queue import WriteQueue
@@ -37,28 +37,6 @@ LOST_KINDS = ("reset", "no_answer")  # kinds of failure in which no byte of a re
 RECENT_S = 5.0
 
 QUICKACK: int | None = getattr(socket, "TCP_QUICKACK", None)  # Linux only
-
-# Reasons of a failed connect that say nothing about the engine: descriptors, memory, ports, rights.
-LOCAL_ERRORS = frozenset(
-    {
-        errno.EACCES,
-        errno.EADDRNOTAVAIL,
-        errno.EAGAIN,
-        errno.EMFILE,
-        errno.ENFILE,
-        errno.ENOBUFS,
-        errno.ENOMEM,
-        errno.EPERM,
-    }
-)
-
-
-def is_local_error(error: OSError) -> bool:
-    """Return whether a failed connect is due to this process or to name resolution.
-
-    Such a failure says nothing about the engine.
-    """
-    return isinstance(error, socket.gaierror) or error.errno in LOCAL_ERRORS
 
 
 class Downstream(Protocol):
