@@ -7,6 +7,7 @@ relations between values. load.py combines all of this.
 
 from gateway.config.auto_section import AutoPolicy
 from gateway.config.batch_section import BatchApi
+from gateway.config.endpoint_sections import EndpointSpec, LayoutSpec
 from gateway.config.isolation_rules import salt_member
 from gateway.config.limits import Limits
 from gateway.config.load import (
@@ -33,10 +34,8 @@ from gateway.config.tree import (
     Admin,
     AdminListener,
     Config,
-    EndpointSpec,
     Hardware,
     HealthSpec,
-    LayoutSpec,
     Listener,
     Listeners,
     Pool,

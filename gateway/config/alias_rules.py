@@ -13,8 +13,8 @@ from gateway.util.name_patterns import NamePattern, is_pattern, parse_pattern
 
 
 def errors(data: Any) -> Iterator[RuleFinding]:
-    """Yield an error for each model name pattern with several `*`, or at a place where no pattern
-    is permitted.
+    """Yield an error for each model name that is a pattern where patterns are not allowed, or that
+    has several `*`.
     """
     for path, model in iter_mappings(get_member(data, "models"), ("models",)):
         name = get_member(model, "name")
@@ -27,7 +27,9 @@ def errors(data: Any) -> Iterator[RuleFinding]:
 
 
 def warnings(data: Any) -> Iterator[RuleFinding]:
-    """Yield a warning for each pattern that overlaps the pattern of another model."""
+    """Yield a warning for each pattern of model names that overlaps the pattern of another
+    model.
+    """
     seen: list[tuple[Path, NamePattern]] = []
     for path, text in _texts(data, "models", "aliases"):
         if text.count("*") != 1:
@@ -39,7 +41,8 @@ def warnings(data: Any) -> Iterator[RuleFinding]:
                 other_key = show_path(other_path)
                 yield RuleFinding(
                     path,
-                    f"overlaps {str(other)!r} ({other_key}): {str(winner)!r} gets what both match",
+                    f"overlaps {str(other)!r} ({other_key}): {str(winner)!r} gets names that match "
+                    "both",
                 )
         seen.append((path, pattern))
 

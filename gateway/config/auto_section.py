@@ -1,4 +1,6 @@
-"""The configuration section of a pool whose routing policy is chosen by replays of its requests."""
+"""The configuration section of a pool whose routing policy the gateway chooses by replaying recent
+requests.
+"""
 
 from __future__ import annotations
 
@@ -14,41 +16,42 @@ from gateway.config.values import Duration, Section, setting
 from gateway.config.yaml_source import number_if_substituted
 
 AUTO = "auto"
-"Written in place of a policy's name. The pool begins with the default policy, and with the "
-"section `auto`."
+"""Value of a pool's `policy` for automatic selection: the default policy and a section `auto`."""
 
 DEFAULT_PORTFOLIO = ("prefix_aware", "priced", "llmd_blend", "lmetric")
 LEAST_INTERVAL_S = 2.0
 
 
 class AutoPolicy(Section):
-    """Settings of automatic policy selection: which policies to replay, and when to change."""
+    """Settings of automatic policy selection: which policies to replay, and when to switch to
+    another one.
+    """
 
     mode: Literal["switch", "advise"] = setting(
         "switch",
-        "What to do with a policy that would serve more requests within their budgets: switch to "
-        "it, or only advise it.",
+        "What to do when another policy would serve more requests within their latency budgets: "
+        "switch to it, or only log the advice.",
     )
     portfolio: Annotated[tuple[PolicyChoice, ...], Field(min_length=1, max_length=8)] = setting(
-        DEFAULT_PORTFOLIO, "The routing policies that are compared with the one in force."
+        DEFAULT_PORTFOLIO, "Names of the routing policies to compare with the current one."
     )
     interval: Annotated[Duration, Field(ge=LEAST_INTERVAL_S)] = setting(
-        "5m", "Time between two comparisons; at least 2s."
+        "5m", "Time from one comparison to the next; at least 2s."
     )
     window: Annotated[Duration, Field(ge=LEAST_INTERVAL_S)] = setting(
-        "10m", "How much of the newest part of the access log a comparison replays; at least 2s."
+        "10m", "Length of the newest part of the access log that a comparison replays; at least 2s."
     )
     cpu_percent: Annotated[float, Field(gt=0, le=50), BeforeValidator(number_if_substituted)] = (
-        setting(5, "Share of one core that the replay process may use, in percent; at most 50.")
+        setting(5, "Maximum CPU use of the replay process, in percent of one core; at most 50.")
     )
     pinned: Annotated[bool, Field(strict=True)] = setting(
-        False, "Whether the pool keeps its policy, whatever the comparisons say."
+        False, "Whether the pool keeps its current policy whatever the comparisons show."
     )
 
 
 def without_auto_name(data: Any) -> Any:
-    """Return a pool's configuration with `policy: auto` replaced by the section `auto`, as plain
-    data.
+    """Return a pool's configuration as plain data, with the section `auto` in place of `policy:
+    auto`.
     """
     if get_member(data, "policy") != AUTO:
         return data
@@ -57,8 +60,8 @@ def without_auto_name(data: Any) -> Any:
 
 
 def auto_errors(data: Any) -> Iterator[RuleFinding]:
-    """Yield an error for each setting outside the section `auto` that a pool with this section
-    needs but lacks.
+    """Yield an error for each setting outside the section `auto` that the section requires and that
+    is missing.
     """
     logs = get_member(data, "observability")
     target, blocks = get_member(logs, "access_log"), get_member(logs, "access_blocks")
@@ -73,14 +76,18 @@ def auto_errors(data: Any) -> Iterator[RuleFinding]:
             text = f"pool {path[-1]} with auto needs the ids of prompt blocks in the access log"
             yield RuleFinding(("observability", "access_blocks"), text)
         if get_member(data, "shared") is not None:
-            text = "auto works with one gateway or its workers, not with several that are `shared`"
+            text = (
+                "auto works with one gateway and its workers, not with several gateways that "
+                "share state (section `shared`)"
+            )
             yield RuleFinding(auto_key, text)
 
 
 def auto_path(pool: Any, path: Path) -> Path | None:
-    """Return the configuration path that turns on automatic policy selection in the pool at `path`.
+    """Return the configuration path of the setting that turns on automatic policy selection for the
+    pool at `path`.
 
-    Return None if the pool does not use it.
+    Returns None if the pool does not use it.
     """
     if get_member(pool, "policy") == AUTO:
         return (*path, "policy")

@@ -1,4 +1,4 @@
-"""Configuration section of the Batch API: where its files are, and what it may use."""
+"""Configuration section of the Batch API: its storage and its limits."""
 
 from __future__ import annotations
 
@@ -14,33 +14,36 @@ MIN_LEASE_S = 1.0
 
 
 class BatchApi(Section):
-    """Settings of the Batch API: files and batches of requests that run in the background."""
+    """Settings of the Batch API, with which clients upload files of requests that run in the
+    background.
+    """
 
     dir: Annotated[str, StringConstraints(min_length=1, max_length=4096)] | None = setting(
         None,
-        "Folder for uploaded files, batches and results, on a local disk. It is created with access"
-        " for the gateway's user only. A change takes effect at the next start.",
+        "Local folder for uploaded files, batches and results. It is created with access for the "
+        "gateway's user only. A change takes effect at the next start.",
     )
     s3: BatchS3 | None = setting(
         None,
-        "A bucket for uploaded files, batches and results, in place of `dir`; several gateways may "
-        "use it together. A change takes effect at the next start.",
+        "S3 bucket for uploaded files, batches and results, in place of `dir`; several gateways "
+        "may share it. A change takes effect at the next start.",
     )
     slo: Name | None = setting(
         None,
-        "Service class of batch requests; by default the class with the least weight.",
+        "Service class of batch requests; by default the class with the lowest weight.",
     )
     concurrency: Count = setting(
         64,
-        "Maximum number of batch requests that one gateway process runs at once in each pool.",
+        "Maximum number of batch requests in progress per pool and gateway process.",
     )
     share: Annotated[float, Field(gt=0, le=1), BeforeValidator(number_if_substituted)] = setting(
         0.9,
-        "Share of a pool's capacity (0 to 1) up to which batch requests may fill it beside other "
-        "requests.",
+        "Share of a pool's capacity (0 to 1) that batch requests and other requests may fill "
+        "together. No batch request runs above it.",
     )
     window: Duration = setting(
-        "7d", "Longest completion window of a batch. A batch with a longer one is refused."
+        "7d",
+        "Longest completion window that a batch may ask for. A batch with a longer one is refused.",
     )
     file_size: Size = setting("200MiB", "Maximum size of one uploaded file.")
     lines: Count = setting(50000, "Maximum number of requests in one batch.")
@@ -51,14 +54,14 @@ class BatchApi(Section):
     batches: Count = setting(100, "Maximum number of unfinished batches of one tenant.")
     expiry: Duration = setting(
         "30d",
-        "Time after which an uploaded file or a finished batch is deleted, if its upload sets no "
-        "other time.",
+        "Time after which an uploaded file or a finished batch is deleted, unless its upload sets "
+        "another time.",
     )
     lease: Duration = setting(
         "30s",
-        "Time after which another gateway process takes over the batches of one that hangs, at "
-        "least 1s. With `dir`, those of one that ended are taken over within seconds. With `s3`, "
-        "those of one that was killed are taken over after this time.",
+        "Time after which another gateway process takes over the batches of one that hangs; at "
+        "least 1s. With `dir`, the batches of a process that has exited are taken over within "
+        "seconds. With `s3`, those of a killed process are taken over after this time.",
     )
 
     @model_validator(mode="after")

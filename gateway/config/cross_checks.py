@@ -1,7 +1,8 @@
 """Checks relations between configuration values: duplicate names, unknown pools, equal ports.
 
 The checks read plain data rather than the typed tree, so that their errors appear in the same run
-as those of single values. Values of a wrong type have been reported before and are ignored here.
+as those of single values. They ignore values of a wrong type, because those have been reported
+before.
 """
 
 from __future__ import annotations
@@ -24,8 +25,9 @@ from policies import admission_registry, registry
 
 
 def errors(data: Any) -> Iterator[RuleFinding]:
-    """Yield an error for each inconsistency between configuration values; `data` has the plain
-    values as read.
+    """Yield an error for each inconsistency between configuration values.
+
+    `data` is the configuration as plain data, as read from the file.
     """
     yield from _model_names(data)
     yield from alias_rules.errors(data)

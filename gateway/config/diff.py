@@ -1,7 +1,7 @@
-"""Compares two configurations, or shows one, in the form in which operators write them.
+"""Compares two configurations, or displays one, in the form in which operators write them.
 
-Values are compared by meaning (1s equals 1000ms) and shown as written: a reference is never
-resolved, and a secret in the text is masked.
+Values are compared by meaning (1s equals 1000ms) and displayed as written. A reference such as
+${NAME} is never resolved, and a secret in the text is masked.
 """
 
 from __future__ import annotations
@@ -42,7 +42,9 @@ class ConfigChange(msgspec.Struct, frozen=True):
 
 
 def diff(before: LoadedConfig, after: LoadedConfig) -> tuple[ConfigChange, ...]:
-    """Return all differences between two configurations, in the order of the file format."""
+    """Return all differences between two configurations, in the order in which the file format
+    lists its keys.
+    """
     old, new = before.config.model_dump(by_alias=True), after.config.model_dump(by_alias=True)
     differences = tuple(_walk(_Side(before.written, old, ()), _Side(after.written, new, ()), ()))
 
@@ -67,8 +69,8 @@ def _changed_files(before: LoadedConfig, after: LoadedConfig) -> Iterator[Config
 
 
 def display(loaded: LoadedConfig) -> dict[str, Any]:
-    """Return a configuration as JSON values for display: with defaults, masked secrets, and
-    unresolved references.
+    """Return a configuration as JSON values for display: with default values, masked secrets, and
+    references as written.
     """
     tree: dict[str, Any] = loaded.config.model_dump(mode="json", by_alias=True)
     for path, text in loaded.written.items():

@@ -1,8 +1,9 @@
-"""Checks tenants in a configuration: their names, their endpoints, and the isolation of engines'
-caches.
+"""Checks tenants in a configuration: their names, their endpoints, and the isolation of their
+cached prompts.
 
-An engine that does not support cache salts has one cache for everything it serves.
-gateway/protocol/cache_salts.py computes the salts.
+An engine isolates tenants by a cache salt, a request member that is hashed into the keys of cached
+blocks. An engine without cache salts has one cache for all tenants. gateway/protocol/cache_salts.py
+computes the salts.
 """
 
 from __future__ import annotations
@@ -58,8 +59,8 @@ def errors(data: Any) -> Iterator[RuleFinding]:
 
 
 def warnings(data: Any) -> Iterator[RuleFinding]:
-    """Yield a warning for tenants that share a cache unintentionally, or whose salt changes with an
-    API key.
+    """Yield a warning for tenants that share a cache unintentionally, and for cache salts that
+    change with an API key.
     """
     cache, domains = get_member(data, "cache"), _domains(data)
     if len(set(domains.values())) < 2 or get_member(cache, "isolate") in ("off", False):
@@ -73,8 +74,8 @@ def warnings(data: Any) -> Iterator[RuleFinding]:
             yield RuleFinding(path, text, is_on_key=True)
     if get_member(cache, "secret") is None and get_member(data, "shared") is None:
         text = (
-            "cache salts are derived from these keys, so a new key empties its tenant's cache; "
-            "set cache.secret"
+            "cache salts are derived from these API keys, so a new key makes its tenant's cached "
+            "prompts useless; set cache.secret"
         )
         yield RuleFinding(("tenants",), text, is_on_key=True)
 

@@ -1,4 +1,6 @@
-"""The configuration section for the KV events that an engine publishes."""
+"""The configuration section for KV events: an engine's messages about blocks that it caches or
+evicts.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ from gateway.config.values import Bootstrap, Section, setting
 def own_host(text: object, check: ValidatorFunctionWrapHandler) -> object:
     """Validate the address at which an engine publishes KV events, and return it.
 
-    A port alone, such as `:5557`, means this port of the endpoint's own host.
+    A port alone, such as `:5557`, stands for that port on the endpoint's own host.
     """
     if isinstance(text, str) and text.startswith(":"):
         check(f"host{text}")
@@ -25,31 +27,31 @@ EventAddress = Annotated[Bootstrap, WrapValidator(own_host)]
 
 
 class KvEvents(Section):
-    """KV events that an engine publishes over ZeroMQ (vLLM and SGLang: --kv-events-config)."""
+    """Where an engine publishes its KV events over ZeroMQ (vLLM and SGLang: --kv-events-config)."""
 
     publisher: EventAddress | None = setting(
         None,
-        "Address (host:port) of the engine's publisher of KV events, or :port on the endpoint's "
-        "own host; further data-parallel ranks have the following ports. By default the engine is "
-        "asked (vLLM 0.33: /kv_event_sources, SGLang: /server_info).",
+        "Address (host:port) at which the engine publishes KV events, or :port on the endpoint's "
+        "own host. Data-parallel ranks after the first use the ports that follow. By default the "
+        "gateway asks the engine (vLLM 0.33: /kv_event_sources, SGLang: /server_info).",
     )
     replay: EventAddress | None = setting(
         None,
-        "Address (host:port or :port) of the engine's socket for replays of KV events; without "
-        "one, a lost message empties what is known of the rank's cache.",
+        "Address (host:port or :port) from which missed KV events can be requested again. Without "
+        "it, the gateway discards what it knows about a rank's cache after a lost message.",
     )
     topic: Annotated[str, StringConstraints(max_length=256)] = setting(
         "",
-        "Topic with which the engine's KV event messages begin; by default messages of all "
-        "topics are read.",
+        "Topic prefix of the engine's KV event messages; by default messages of all topics are "
+        "read.",
     )
 
     @model_validator(mode="after")
     def _is_usable(self) -> KvEvents:
         if self.publisher is None and (self.replay is not None or self.topic):
             raise ValueError(
-                "replay and topic require publisher; without publisher the engine "
-                "is asked for these addresses"
+                "replay and topic require publisher; without publisher the gateway asks the "
+                "engine for these addresses"
             )
         if find_spec("zmq") is None:
             raise ValueError(

@@ -1,5 +1,5 @@
-"""Checks GPU layouts in a configuration by the rules of policies/sizing/rules.py, and the number of
-GPUs.
+"""Checks GPU layouts in a configuration by the rules of policies/sizing/rules.py, and the total
+number of GPUs.
 
 The checks read plain data, like those of gateway/config/cross_checks.py.
 """
@@ -24,14 +24,14 @@ SIZES = ("tp", "pp", "ep", "dp")
 
 
 def errors(data: Any) -> Iterator[RuleFinding]:
-    """Yield errors for configured layouts over GPUs with which an engine cannot start."""
+    """Yield errors for configured GPU layouts with which an engine cannot start."""
     yield from _findings(data, is_error=True)
     yield from _too_many_gpus(data)
     yield from _misplaced(data)
 
 
 def warnings(data: Any) -> Iterator[RuleFinding]:
-    """Yield warnings for layouts with which engines start but which are probably mistakes."""
+    """Yield warnings for GPU layouts with which engines start but which are probably mistakes."""
     yield from _findings(data, is_error=False)
     yield from _priced_ranks(data)
 
@@ -46,8 +46,8 @@ def _priced_ranks(data: Any) -> Iterator[RuleFinding]:
             layout = _layout(get_member(spec, "layout"))
             if get_member(spec, "pin_ranks") is True and layout and layout.ep > layout.tp:
                 text = (
-                    "these ranks share experts, so each waits for all at every step, and the "
-                    "policy priced leaves that out: prefix_aware serves more requests in time"
+                    "these ranks share experts, so each waits for all at every step, which the "
+                    "policy priced does not consider: prefix_aware serves more requests in time"
                 )
                 yield RuleFinding((*spec_path, "pin_ranks"), text)
 

@@ -1,4 +1,6 @@
-"""The configuration section `limits`: the bytes, seconds and connections that clients may use."""
+"""The configuration section `limits`: how much memory, time and how many connections clients may
+use.
+"""
 
 from __future__ import annotations
 
@@ -14,51 +16,56 @@ class Limits(Section):
 
     body: Size = setting(
         "32MiB",
-        "Largest request body in bytes. A larger one is refused with 413, at once if "
+        "Maximum size of a request body. A larger one is refused with 413, before it is read if "
         "Content-Length announces it.",
     )
     body_budget: Size = setting(
         "512MiB",
-        "Memory for all request bodies together; when it is used up, new requests get 429.",
+        "Memory for the bodies of all requests in progress; when it is used up, new requests get "
+        "429.",
     )
     headers_timeout: Duration = setting(
-        "10s", "Time for a client to send its request line and headers."
+        "10s", "Maximum time for a client to send the request line and headers of a request."
     )
-    body_timeout: Duration = setting("60s", "Time for a client to send its body.")
+    body_timeout: Duration = setting(
+        "60s", "Maximum time for a client to send the body of a request."
+    )
     body_min_rate: Size = setting(
-        "1KiB", "Bytes per second at which a body must arrive after the first second."
+        "1KiB",
+        "Minimum bytes per second at which a request body must arrive, after its first second.",
     )
     idle_timeout: Duration = setting(
-        "75s", "How long a client connection may stay open without a request."
+        "75s", "Maximum time that a client connection may stay open without a request."
     )
     slow_reader: Duration = setting(
-        "30s", "How long a client may leave a response unread before its connection is closed."
+        "30s",
+        "Maximum time that a client may leave a response unread before its connection is closed.",
     )
     send_buffer: Size = setting(
         "256KiB",
-        "Kernel memory per client connection for data that the client has not acknowledged; a "
-        "quarter of it may wait to be sent. It also limits a connection's speed, to about 180 KiB "
-        "per round trip.",
+        "Kernel memory per client connection for sent data that the client has not acknowledged, "
+        "of which a quarter may be unsent. It also limits a connection's speed: the default "
+        "allows about 180 KiB per round trip.",
     )
     body_chunks: Count = setting(
         16384, "Maximum number of chunks in a request body with chunked transfer coding."
     )
     sequences: Count = setting(
         256,
-        "Maximum number of sequences in one request: its prompts times `n` or `best_of`. A "
-        "request for more gets 400.",
+        "Maximum number of sequences in one request: its number of prompts times `n` or "
+        "`best_of`. A request for more gets 400.",
     )
     connections: Count = setting(20000, "Maximum number of client connections.")
     connections_per_address: Count = setting(
         4096,
-        "Maximum number of connections from one IPv4 address or one IPv6 /64 network. Does not "
-        "apply to listeners.api.trusted_proxies.",
+        "Maximum number of connections from one IPv4 address or one IPv6 /64 network. Addresses "
+        "in listeners.api.trusted_proxies are exempt.",
     )
     unread_budget: Size = setting(
         "16MiB",
-        "Memory, as part of body_budget, for bytes that belong to no request yet: incomplete "
-        "heads and pipelined requests. When it is used up, the connection with the oldest such "
-        "bytes loses them.",
+        "Part of body_budget for bytes that belong to no request yet: incomplete heads and "
+        "pipelined requests. When it is used up, the connection with the oldest such bytes loses "
+        "them and is closed.",
     )
 
     @model_validator(mode="after")

@@ -89,8 +89,10 @@ def config_from_engines(
     """Build the configuration for `penstock serve --engine URL ...`: one pool, with the models that
     the engines list.
 
-    `engine_key` is sent to every engine. The text contains it only as a reference, because texts
-    are shown to operators. Raises ConfigError.
+    `engine_key` is the API key that is sent to every engine. The configuration's text contains only
+    a reference to it, because operators see the text.
+
+    Raises ConfigError.
     """
     source = YamlSource(_COMMAND_LINE)
     key = {} if engine_key is None else {"api_key": f"${{{ENGINE_KEY_VARIABLE}}}"}
@@ -254,7 +256,7 @@ def _section_in(annotation: Any) -> type[BaseModel] | None:
 
 def default_of(path: Path, value: object) -> object:
     """Return the default value of the setting at `path` as written in a file (such as "30s"), or
-    `value` if it has none.
+    `value` if the setting has no default.
     """
     section = _section(path[:-1])
     if section is None:

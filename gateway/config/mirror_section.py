@@ -1,4 +1,6 @@
-"""The configuration section of a mirror, which compares live answers with other engines'."""
+"""The configuration section of a mirror, which compares answers to live requests with those of
+candidate engines.
+"""
 
 from __future__ import annotations
 
@@ -13,31 +15,34 @@ from gateway.config.yaml_source import number_if_substituted
 class Mirror(Section):
     """A share of live requests that is also sent to a candidate pool, to compare the answers.
 
-    Off the request path, at temperature 0, and within a budget. Clients never see it.
+    The copies are sent after the client has its answer, at temperature 0 and within a token budget.
+    Clients never see their answers.
     """
 
     to: Name = Field(
-        description="Pool of the candidate engines; without models of its own it gets no requests "
-        "of clients."
+        description="Name of the pool with the candidate engines. Without models of its own, it "
+        "gets no requests from clients."
     )
     percent: Annotated[float, Field(gt=0, le=100), BeforeValidator(number_if_substituted)] = Field(
-        description="Percentage of sessions whose requests are compared, as far as the budget "
-        "allows. With workers, of those of the first worker process."
+        description="Percentage of sessions whose requests are compared, as far as the token "
+        "budget allows. With several workers, only the first worker process compares."
     )
     tokens_per_minute: Count = setting(
         20_000,
-        "Tokens that all copies together may take per minute, prompts and answers. Each request is "
-        "sent three times: to its own engine twice, and to the candidate.",
+        "Maximum number of tokens (prompts and answers) per minute of all copies together. Each "
+        "request is sent three times: twice to its own engine, and once to the candidate.",
     )
     in_flight: Annotated[Count, Field(le=64)] = setting(
-        2, "Number of requests that may be compared or wait for their own end at once."
+        2,
+        "Maximum number of requests that are being compared, or that wait for their own answer "
+        "to end.",
     )
     max_tokens: Annotated[Count, Field(le=4096)] = setting(
-        128, "Maximum number of tokens of a compared answer."
+        128, "Maximum number of tokens in each compared answer."
     )
     models: Annotated[tuple[Name, ...], Field(max_length=64)] = setting(
-        (), "Models whose requests are compared; all models of the pool by default."
+        (), "Names of the models whose requests are compared; by default all models of the pool."
     )
     model: Name | None = setting(
-        None, "Name of the model at the candidate engines; by default the one they list."
+        None, "Name of the model at the candidate engines; by default the name that they list."
     )

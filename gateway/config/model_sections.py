@@ -1,5 +1,5 @@
-"""Configuration sections for models, and for splitting, resuming and overflowing the requests for
-them.
+"""Configuration sections for models, and for how requests for them are split, resumed or sent to
+smaller models.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from gateway.config.yaml_source import number_if_substituted
 
 
 class Split(Section):
-    """Serving of prefill and decode by different endpoints, with the KV cache transferred between
-    them.
+    """Settings for serving prefill and decode by different endpoints, with the KV cache transferred
+    between them.
     """
 
     dialect: Literal["vllm_nixl", "vllm_push", "mooncake", "sglang", "trtllm"] = Field(
@@ -23,24 +23,24 @@ class Split(Section):
     )
     threshold_tokens: Count = setting(
         2048,
-        "Minimum number of uncached prompt tokens from which a request is split. Tokens are "
-        "uncached if the decode endpoint does not have them in its prefix cache.",
+        "Minimum number of uncached prompt tokens for splitting a request. Tokens are uncached if "
+        "they are not in the prefix cache of the decode endpoint.",
     )
     hysteresis: Annotated[float, Field(ge=0, lt=1)] = setting(
         0.25,
-        "Half the width of the band around the threshold in which splitting is neither turned on "
-        "nor off, as a share of the threshold.",
+        "Hysteresis of the threshold, as a share of it (0 to 1). Splitting begins at threshold * "
+        "(1 + hysteresis) and ends below threshold * (1 - hysteresis).",
     )
     transfer_timeout: Duration = setting(
         "30s",
-        "Maximum time from the end of the prefill to the first token of a split request. After it, "
-        "the request is computed again on one endpoint.",
+        "Maximum time from the end of the prefill to the first token of a split request. After "
+        "it, one endpoint serves the request from its start.",
     )
 
 
 class Resume(Section):
-    """Resumption: if an engine fails during a stream, another endpoint continues it, token for
-    token.
+    """Settings for continuing a stream, token for token, on another endpoint when its engine
+    fails.
     """
 
     attempts: Annotated[
@@ -51,18 +51,18 @@ class Resume(Section):
     )
     tokens: Count = setting(
         32768,
-        "Maximum number of prompt and response tokens that are recorded to continue a broken "
-        "stream, four bytes each. A longer stream is not continued.",
+        "Maximum number of prompt and response tokens (4 bytes each) that are recorded to "
+        "continue a broken stream. A longer stream is not continued.",
     )
 
 
 class Overflow(Section):
-    """A smaller model that may serve requests which would otherwise be refused."""
+    """A smaller model that may serve requests that would otherwise be refused."""
 
     model: Name = Field(description="Name of the smaller model, as in the list `models`.")
     penalty: Annotated[float, Field(ge=0, lt=1), BeforeValidator(number_if_substituted)] = setting(
         0.3,
-        "Share of a request's worth that is lost if the smaller model serves it (0 to 1); the "
+        "Share of a request's worth that is lost when the smaller model serves it (0 to 1). The "
         "model with the lowest penalty is tried first.",
     )
 
@@ -71,7 +71,7 @@ class Model(Section):
     """A model that applications can request by name, and the pool that serves it."""
 
     name: Name = Field(
-        description="The name of the model that applications send, and see in /v1/models."
+        description="Name of the model that clients send in requests, and that /v1/models lists."
     )
     aliases: tuple[Name, ...] = setting(
         (),
@@ -81,12 +81,12 @@ class Model(Section):
     pool: Name = Field(description="The pool whose endpoints serve the model.")
     served_model: Name | None = setting(
         None,
-        "The name by which engines list the model at /v1/models; `name` by default. In a pool "
+        "Name by which the engines list the model at /v1/models; by default `name`. In a pool "
         "with several models, only this setting can give it.",
     )
     context_tokens: Count | None = setting(
         None,
-        "Maximum number of tokens of prompt plus response. The gateway refuses longer requests.",
+        "Maximum number of tokens of prompt plus response. The gateway refuses requests for more.",
     )
     split: Split | None = setting(
         None,
@@ -104,11 +104,13 @@ class Model(Section):
     )
     overflow: Annotated[tuple[Overflow, ...], Field(max_length=8)] = setting(
         (),
-        "Smaller models that serve requests which this model's pool would refuse, marked by the "
-        "header x-penstock-tier. None by default.",
+        "Smaller models that serve requests which this model's pool would refuse; such responses "
+        "have the header x-penstock-tier. None by default.",
     )
     parameters: Parameters | None = setting(
-        None, "The model's number of parameters, to estimate its speed before any measurement."
+        None,
+        "The model's number of parameters, from which its speed is estimated before any "
+        "measurement.",
     )
     active_parameters: Parameters | None = setting(
         None,

@@ -1,4 +1,6 @@
-"""Configuration sections for what the gateway reports: access log, explanations, traces."""
+"""Configuration sections for what the gateway reports about itself: access log, explanations,
+traces.
+"""
 
 from __future__ import annotations
 
@@ -32,8 +34,8 @@ class Traces(Section):
     )
     ratio: Annotated[float, Field(ge=0, le=1), BeforeValidator(number_if_substituted)] = setting(
         0.01,
-        "Share of requests that are traced. A request with a traceparent is traced if that is "
-        "sampled, and only then.",
+        "Share of requests that are traced (0 to 1). A request with a traceparent header is "
+        "traced only if that header says that it is sampled.",
     )
     key: Secret | None = setting(
         None, "Bearer token for the trace collector, by reference: ${NAME} or ${file:/path}."
@@ -43,9 +45,12 @@ class Traces(Section):
 
 
 class LogRotation(Section):
-    """Rotation of the access log's file. Older files are named FILE.1 (the newest), FILE.2, ..."""
+    """When the access log begins a new file, and how many older files are kept.
 
-    size: Size = setting("100MiB", "Size of the access log file at which a new file begins.")
+    Older files are named FILE.1 (the newest), FILE.2, ...
+    """
+
+    size: Size = setting("100MiB", "Size at which the access log begins a new file.")
     keep: Annotated[
         int, Field(strict=True, ge=1, le=1000), BeforeValidator(number_if_substituted)
     ] = setting(5, "Number of older access log files that are kept.")
@@ -62,7 +67,7 @@ class LogRotation(Section):
 
 
 class OperatorLog(Section):
-    """Settings of the gateway's own log messages, on stderr."""
+    """The gateway's own log messages, on stderr."""
 
     format: Literal["text", "json"] = setting(
         "text", "Format of the log: plain text lines, or one JSON object per line."
@@ -82,25 +87,28 @@ class Observability(Section):
     )
     access_flush: Duration = setting(
         "200ms",
-        "Maximum time that a line of the access log waits to be written together with others.",
+        "Maximum time that lines of the access log are collected before they are written together.",
     )
     access_blocks: Annotated[bool, Field(strict=True)] | None = setting(
         None,
-        "Whether lines contain keyed ids of prompt blocks, which show a replay what prompts of a "
-        "tenant have in common. By default in pools whose policy reads prefixes.",
+        "Whether lines contain keyed hashes of prompt blocks, from which a replay knows which "
+        "prompts of a tenant share a prefix. By default only in pools whose policy uses prefixes.",
     )
     access_rotate: LogRotation | None = setting(
         None,
-        "When to begin a new file of the access log. By default never, so that logrotate can.",
+        "When to begin a new file of the access log. By default never; logrotate can do it "
+        "instead.",
     )
-    log: OperatorLog = setting({}, "The gateway's own log, on stderr.")
+    log: OperatorLog = setting({}, "The gateway's own log messages, on stderr.")
     tenants: Annotated[bool, Field(strict=True)] = setting(
-        False, "Whether penstock_goodput_total has a label for the tenant, for up to 64 tenants."
+        False,
+        "Whether penstock_goodput_total has a label for the tenant; at most 64 tenants get "
+        "their own value.",
     )
     explained: Annotated[
         int, Field(strict=True, ge=0, le=65536), BeforeValidator(number_if_substituted)
     ] = setting(
-        512, "Number of latest requests that /explain/{id} of the admin server can explain."
+        512, "Number of most recent requests that the admin page /explain/{id} can explain."
     )
     traces: Traces | None = setting(
         None, "The collector that receives request traces; by default no request is traced."

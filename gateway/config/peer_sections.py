@@ -1,4 +1,6 @@
-"""Configuration sections for the state that several gateways share, and for its Redis."""
+"""Configuration sections for the state that several gateways share, and for the Redis server
+between them.
+"""
 
 from __future__ import annotations
 
@@ -50,26 +52,28 @@ class Shared(Section):
 
     redis: Redis = Field(description="The Redis server through which the gateways exchange state.")
     key: Secret = Field(
-        description="A secret key that all gateways have in common, written as a reference; at "
-        "least 16 characters."
+        description="A secret key, written as a reference, with which messages between gateways "
+        "are authenticated. All gateways have the same; at least 16 characters."
     )
     other_key: Secret | None = setting(
         None,
-        "A second key, written as a reference, under which messages of other gateways are accepted "
-        "too while the key is changed: the next key before, the previous one after it. Nothing "
-        "is sent under it.",
+        "A second key, written as a reference, for changing `key` without a pause: the next key "
+        "before the change, the previous one after it. Messages under it are accepted, but none "
+        "are sent.",
     )
     fleet: Annotated[str, StringConstraints(pattern=r"^[0-9A-Za-z._-]{1,64}$")] = setting(
         "penstock",
-        "Name of the group of gateways that share state. Its keys in Redis begin with this name, "
-        "so that several groups can share a Redis server.",
+        "Name of the group of gateways that share state. Their keys in Redis begin with this "
+        "name, so that several groups can use one Redis server.",
     )
     flush: Interval = setting(
-        "75ms", "How long updates for the other gateways are collected before they are sent."
+        "75ms",
+        "Time for which updates for the other gateways are collected before they are sent "
+        "together.",
     )
     memory: Size = setting(
         "16MiB",
-        "Memory for recent messages, with which this gateway brings a new gateway up to date.",
+        "Memory for recent messages, from which a gateway that starts learns the current state.",
     )
 
     @field_validator("key", "other_key")

@@ -26,7 +26,7 @@ class PolicySpec(Section):
     params: Mapping[str, Annotated[Any, BeforeValidator(numbers_if_substituted)]] = Field(
         default={},
         alias="parameters",
-        description="The parameters of the routing policy; unknown ones are an error.",
+        description="Parameters of the routing policy, by name; unknown ones are an error.",
     )
 
 
@@ -40,7 +40,7 @@ class AdmissionSpec(Section):
     params: Mapping[str, Annotated[Any, BeforeValidator(numbers_if_substituted)]] = Field(
         default={},
         alias="parameters",
-        description="The parameters of the admission policy; unknown ones are an error.",
+        description="Parameters of the admission policy, by name; unknown ones are an error.",
     )
 
 
@@ -60,20 +60,24 @@ AdmissionChoice = Annotated[AdmissionSpec, BeforeValidator(_by_name), _NameAlone
 
 
 class Canary(Section):
-    """A policy that serves part of the pool's requests, on trial beside the pool's own policy."""
+    """A policy on trial that serves part of the pool's requests in place of the pool's own
+    policy.
+    """
 
     policy: PolicyChoice = Field(
-        description="The canary policy's name, or a mapping of name and parameters."
+        description="Name of the canary policy, or a mapping of name and parameters."
     )
     percent: (
         Annotated[float, Field(gt=0, lt=100), BeforeValidator(number_if_substituted)] | None
     ) = setting(
         None,
-        "Percentage of sessions that the canary serves; a request without a session counts as a "
-        "session.",
+        "Percentage of sessions that the canary policy serves; each request without a session "
+        "counts as a session of its own.",
     )
     tenants: Annotated[tuple[Name, ...], Field(max_length=256)] = setting(
-        (), "The tenants all of whose requests the canary policy serves, in place of a percentage."
+        (),
+        "Names of the tenants for whom the canary policy serves all requests, in place of a "
+        "percentage.",
     )
 
     @model_validator(mode="after")

@@ -1,4 +1,4 @@
-"""Sections of the configuration about prices of tokens."""
+"""Configuration section for what a provider charges for tokens."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ Dollars = Annotated[float, Field(ge=0)]
 
 
 class TokenPriceSpec(Section):
-    """What a provider charges, in dollars per million tokens."""
+    """What a provider charges for tokens, in dollars per million tokens."""
 
-    prompt: Dollars = Field(description="Dollars per million prompt tokens.")
+    prompt: Dollars = Field(description="Price of uncached prompt tokens, in dollars per million.")
     cached: Dollars | None = setting(
         None,
-        "Dollars per million prompt tokens that the provider reports as cached; as prompt tokens "
-        "by default.",
+        "Price of prompt tokens that the provider reports as cached, in dollars per million; by "
+        "default that of uncached ones.",
     )
-    answer: Dollars = Field(description="Dollars per million tokens of answers.")
+    answer: Dollars = Field(description="Price of response tokens, in dollars per million.")

@@ -30,11 +30,11 @@ def unresolvable(
 ) -> dict[Path, str]:
     """Return, by path, the reasons why values of a received configuration text may not be resolved.
 
-    Raises ConfigError when a text is not YAML.
-
     known     the texts whose references are allowed; empty for a configuration without a text
-    with_key  whether the sender has sent admin.key. If not, the whole value must be known rather
+    with_key  whether the sender has sent admin.key. If not, a value must be known as a whole rather
               than only its references, and so must be the address that a key or password is sent to
+
+    Raises ConfigError when a text is not YAML.
     """
     texts = [written_values(known_text, file) for known_text in known if known_text]
     allowed = frozenset(fact for written in texts for fact in _facts(written, with_key))

@@ -1,4 +1,4 @@
-"""Configuration sections about changes of the running configuration: reload and automatic
+"""Configuration sections for changes of the running configuration: reload and automatic
 rollback.
 """
 
@@ -12,20 +12,22 @@ from gateway.config.values import Count, Duration, Section, setting
 
 
 class AutoRollback(Section):
-    """Settings for automatically undoing a configuration change after which more requests fail."""
+    """Settings for undoing a configuration change automatically when more requests fail after
+    it.
+    """
 
     window: Duration = setting(
         "60s",
-        "Time after a configuration change in which failed requests are compared with those of the "
-        "same time before it.",
+        "Length of the periods before and after a configuration change whose failed requests are "
+        "compared.",
     )
     error_ratio: Annotated[float, Field(gt=0, le=1)] = setting(
         0.05,
-        "Allowed increase of the share of failed requests after a configuration change: 0.05 is "
-        "five of a hundred.",
+        "Increase of the share of failed requests that is tolerated after a change: 0.05 is five "
+        "more in a hundred.",
     )
     requests: Count = setting(
-        50, "Minimum number of requests after a configuration change before the change is judged."
+        50, "Minimum number of requests after a configuration change before it can be undone."
     )
 
 
@@ -34,13 +36,13 @@ class Reload(Section):
 
     watch: Annotated[bool, Field(strict=True)] = setting(
         True,
-        "Whether changes of the configuration file, and of files that it names, take effect "
-        "automatically.",
+        "Whether the gateway applies changes of the configuration file, and of files that it "
+        "names, automatically.",
     )
     state_dir: Annotated[str, StringConstraints(min_length=1, max_length=4096)] | None = setting(
         None,
-        "Folder that keeps the last 20 configuration versions over restarts; by default they are "
-        "in memory only.",
+        "Folder in which the last 20 configuration versions are kept over restarts; by default "
+        "they are kept in memory only.",
     )
     auto_rollback: AutoRollback | None = setting(
         None, "When a configuration change is undone automatically; never by default."

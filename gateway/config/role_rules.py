@@ -1,6 +1,6 @@
 """Checks roles in a configuration: a pool must serve whole requests, or both prefill and decode.
 
-At run time, disagg/pairing.py pairs endpoints by the same key as these checks.
+At run time, gateway/disagg/pairing.py pairs endpoints by the same key as these checks.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ NEED_BOOTSTRAP = (Prerequisite.ADDRESS, Prerequisite.QUERY)
 
 
 def errors(data: Any) -> Iterator[RuleFinding]:
-    """Yield an error for each model that no endpoint can serve, or that the pool's handoff protocol
-    cannot split.
+    """Yield an error for each model that no endpoint can serve, or whose requests cannot be split
+    as configured.
     """
     reported: set[Path] = set()
     for path, model in iter_mappings(get_member(data, "models"), ("models",)):
@@ -44,7 +44,9 @@ def errors(data: Any) -> Iterator[RuleFinding]:
 
 
 def warnings(data: Any) -> Iterator[RuleFinding]:
-    """Yield a warning for each endpoint whose role (prefill, decode or both) is never used."""
+    """Yield a warning for each endpoint that never gets requests of its role (prefill, decode or
+    both).
+    """
     split_pools = {
         get_member(model, "pool")
         for _, model in iter_mappings(get_member(data, "models"), ("models",))
@@ -112,7 +114,7 @@ def _dialect_errors(dialect: Dialect, specs: Specs) -> Iterator[RuleFinding]:
 
 
 def unnamed_models(data: Any, pool: object) -> list[str]:
-    """Return the names of a pool's models whose configuration has no served_model."""
+    """Return the names of a pool's models for which the configuration gives no served_model."""
     models = (
         model
         for _, model in iter_mappings(get_member(data, "models"), ("models",))

@@ -1,4 +1,4 @@
-"""The result type of rules between configuration values, and helpers to walk over plain data."""
+"""The result type of checks of configuration values, and helpers to walk over plain data."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from gateway.config.problems import Path
 
 
 class RuleFinding(msgspec.Struct, frozen=True):
-    """An error or warning at `path` in a configuration; `is_on_key` if it concerns the key rather
-    than its value.
+    """An error or warning about the value at `path` in a configuration.
+
+    `is_on_key` is whether it concerns the key rather than its value.
     """
 
     path: Path
@@ -21,7 +22,7 @@ class RuleFinding(msgspec.Struct, frozen=True):
 
 
 def get_member(data: Any, key: str) -> Any:
-    """Return a member of a mapping, or None if the member is missing or `data` is no mapping."""
+    """Return a member of a mapping, or None if the member is missing or `data` is not a mapping."""
     return data.get(key) if isinstance(data, dict) else None
 
 

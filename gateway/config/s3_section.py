@@ -1,4 +1,4 @@
-"""Configuration section of an S3-compatible storage."""
+"""Configuration section of the Batch API's S3-compatible storage."""
 
 from __future__ import annotations
 
@@ -40,27 +40,29 @@ class BatchS3(Section):
     )
     prefix: Annotated[str, StringConstraints(pattern=r"^[0-9A-Za-z._/-]{0,200}$")] = setting(
         "penstock",
-        "Beginning of the keys of all objects. Gateways with the same bucket and prefix share files"
-        " and batches; other gateways need another prefix.",
+        "Beginning of the keys of all objects. Gateways with the same bucket and prefix share "
+        "files and batches; separate groups of gateways need different prefixes.",
     )
     endpoint_url: (
         Annotated[str, StringConstraints(max_length=2048), AfterValidator(_storage_url)] | None
-    ) = setting(None, "URL of the storage, as in https://host:9000; by default that of AWS.")
+    ) = setting(None, "URL of the storage, as in https://host:9000; by default that of AWS S3.")
     region: Annotated[str, StringConstraints(pattern=r"^[0-9A-Za-z-]{1,64}$")] | None = setting(
         None, "Region of the bucket; by default AWS_DEFAULT_REGION or the files of AWS's tools."
     )
     path_style: Annotated[bool, Field(strict=True)] | None = setting(
         None,
-        "Whether URLs have the bucket in their path, or else in their host name. By default in the "
-        "path where endpoint_url is given.",
+        "Whether URLs contain the bucket in their path rather than in the host name. By default "
+        "only where endpoint_url is set.",
     )
     access_key_id: Secret | None = setting(
         None,
-        "Id of the access key, by reference: ${NAME} or ${file:/path}. Without it, the credentials "
-        "come from the environment, as for AWS's tools: variables, files, or the identity of the "
-        "pod or machine.",
+        "Id of the access key, by reference: ${NAME} or ${file:/path}. Without it, credentials "
+        "are found as by AWS's tools: in environment variables, files, or the identity of the pod "
+        "or machine.",
     )
-    secret_access_key: Secret | None = setting(None, "The secret access key, by reference.")
+    secret_access_key: Secret | None = setting(
+        None, "The secret access key that belongs to access_key_id, by reference."
+    )
     session_token: Secret | None = setting(
         None, "Session token of temporary credentials, by reference."
     )

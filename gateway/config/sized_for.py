@@ -12,30 +12,36 @@ Shares = tuple[Annotated[float, Field(ge=0)], ...]
 
 
 class SizedFor(Section):
-    """The workload that a pool was sized for: shares of requests by length, as `penstock drift LOG`
-    prints.
+    """The workload that a pool was sized for, as shares of requests by length; `penstock drift LOG`
+    prints such a section.
     """
 
     prompt: Shares = Field(
-        description="Shares of requests by prompt tokens, in 21 bins from 1, 2, 4, 8, ... on.",
+        description="Shares of requests by prompt tokens. 21 bins, which begin at 1, 2, 4, 8, ... "
+        "tokens.",
         min_length=21,
         max_length=21,
     )
     output: Shares = Field(
-        description="Shares of requests by output tokens, in 17 bins from 1, 2, 4, 8, ... on.",
+        description="Shares of requests by output tokens. 17 bins, which begin at 1, 2, 4, 8, ... "
+        "tokens.",
         min_length=17,
         max_length=17,
     )
     uncached: Shares = Field(
-        description="Shares of requests by uncached share of the prompt, in 10 bins of a tenth.",
+        description="Shares of requests by the share of their prompt that was not cached. 10 "
+        "bins, each a tenth wide.",
         min_length=10,
         max_length=10,
     )
     turns: Shares = Field(
-        description="Shares of requests by turn of their session, in 9 bins from 1, 2, 4, ... on.",
+        description="Shares of requests by their turn in the session. 9 bins, which begin at turn "
+        "1, 2, 4, ...",
         min_length=9,
         max_length=9,
     )
     hourly_rates: Annotated[Shares, Field(max_length=24)] = setting(
-        (), "Requests per second by hour of the day, 24 numbers; if empty, rates are not compared."
+        (),
+        "Requests per second in each hour of the day, 24 numbers; if empty, rates are not "
+        "compared.",
     )

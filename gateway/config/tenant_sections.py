@@ -1,4 +1,6 @@
-"""Configuration sections for tenants, and for isolating their cached prompts on the engines."""
+"""Configuration sections for tenants (clients with their own API keys), and for isolating their
+cached prompts on the engines.
+"""
 
 from __future__ import annotations
 
@@ -13,20 +15,22 @@ MIN_SECRET_CHARS = 16
 
 
 class TenantLimits(Section):
-    """Rate limits of a tenant, over all gateways that share state; more requests get 429."""
+    """Rate limits of a tenant, counted over all gateways that share state. Requests above them get
+    429.
+    """
 
     requests_per_minute: Count | None = setting(
         None, "Maximum number of the tenant's requests per minute; unlimited by default."
     )
     tokens_per_minute: Count | None = setting(
         None,
-        "Maximum number of the tenant's tokens (prompts and responses) per minute. Until a "
-        "response ends, its expected length counts. Unlimited by default.",
+        "Maximum number of the tenant's prompt and response tokens per minute. While a response "
+        "is in progress, its expected length counts. Unlimited by default.",
     )
 
 
 class ScopedKey(Section):
-    """A further API key of a tenant, which is valid for some models only."""
+    """A further API key of a tenant that is valid for some models only."""
 
     key: Secret = Field(
         description="An API key of the tenant, written as a reference: ${NAME} or ${file:/path}."
@@ -40,7 +44,7 @@ class ScopedKey(Section):
 
 
 class Tenant(Section):
-    """A client with API keys of its own. If no tenants are configured, the API needs no key."""
+    """A client with its own API keys. If no tenants are configured, the API needs no key."""
 
     name: Name = Field(description="Name of the tenant in logs and metrics.")
     key: Secret = Field(
@@ -51,28 +55,32 @@ class Tenant(Section):
         "Further API keys of the tenant, for example while a key is being replaced; by reference.",
     )
     models: Annotated[tuple[Name, ...], Field(max_length=256)] = setting(
-        (), "Names of the models that `key` and `keys` may use, as in scoped_keys; all by default."
+        (),
+        "Names of the models that `key` and `keys` are valid for, with aliases and patterns "
+        "as in scoped_keys; all by default.",
     )
     scoped_keys: Annotated[tuple[ScopedKey, ...], Field(max_length=64)] = setting(
-        (), "Further API keys of the tenant that may only use the models listed with them."
+        (), "Further API keys of the tenant, each valid only for the models listed with it."
     )
     cache_group: Name | None = setting(
         None,
-        "Tenants with the same group share cached prompts; a tenant without one shares with no "
-        "other.",
+        "Name of a group of tenants that share cached prompts; a tenant without a group shares "
+        "with no other.",
     )
-    slo: Name | None = setting(None, "Service class of the tenant's requests that name none.")
+    slo: Name | None = setting(None, "Service class of the tenant's requests that do not name one.")
     weight: Weight = setting(
-        1.0, "The tenant's share of an overloaded pool, relative to other tenants."
+        1.0, "The tenant's share of an overloaded pool, relative to the weights of other tenants."
     )
     priority: Annotated[
         int, Field(strict=True, ge=-8, le=8), BeforeValidator(number_if_substituted)
-    ] = setting(0, "Highest priority of the tenant's requests; a higher one is reduced to this.")
+    ] = setting(
+        0, "Highest priority that the tenant's requests may have; a higher one is lowered to this."
+    )
     limits: TenantLimits = setting({}, "Rate limits of the tenant; none by default.")
     mirror: Annotated[bool, Field(strict=True)] = setting(
         True,
-        "Whether pools with a mirror may compare answers to the tenant's requests. Never with "
-        "cache.isolate: required.",
+        "Whether a mirror may compare answers to the tenant's requests. Never with cache.isolate: "
+        "required.",
     )
 
     _sendable_key = field_validator("key")(check_sendable)
@@ -90,8 +98,9 @@ class Cache(Section):
 
     isolate: Literal["on", "required", "off"] = setting(
         "on",
-        "on: every tenant has its own cache salt; check and doctor name engines that do not "
-        "support one. required: such an engine may serve only one tenant. off: all tenants share.",
+        "on: each tenant (or group) has its own cache salt; check and doctor name engines that do "
+        "not support one. required: an engine without cache salts may serve only one tenant. off: "
+        "all tenants share cached prompts.",
     )
     secret: Secret | None = setting(
         None,

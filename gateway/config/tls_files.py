@@ -1,5 +1,5 @@
-"""Checks the certificate and key files that TLS sections name, and adds them to the configuration's
-digest.
+"""Checks the certificate and key files that TLS sections name, and adds their content to the
+configuration's digest.
 
 An expired certificate is only a warning, because an error would prevent restarts and reject
 unrelated changes.
@@ -21,8 +21,8 @@ from gateway.util import tls
 
 
 def check_files(config: Config, source: YamlSource) -> None:
-    """Check all files that the configuration's TLS sections name, and add their problems and
-    digests to `source`.
+    """Check all files that the configuration's TLS sections name, and add the problems and digests
+    to `source`.
     """
     files = _Files(source)
     for path, section in _sections(config):
@@ -35,10 +35,10 @@ def check_files(config: Config, source: YamlSource) -> None:
 
 
 class NamedCertificate(msgspec.Struct, frozen=True):
-    """A certificate file that the setting at `path` names.
+    """A certificate file, and the `path` of the setting that names it.
 
-    `refusal_reason` says why TLS peers refuse the certificate now, or is None. `not_after` is in
-    Unix seconds.
+    refusal_reason  why TLS peers refuse the certificate now; None if they accept it
+    not_after       Unix time in seconds at which the certificate expires
     """
 
     path: str
@@ -48,7 +48,9 @@ class NamedCertificate(msgspec.Struct, frozen=True):
 
 
 def named_certificates(config: Config, now: float) -> Iterator[NamedCertificate]:
-    """Yield the readable certificates of the configuration, each at the first path naming it."""
+    """Yield each readable certificate of the configuration once, with the first path that names
+    it.
+    """
     first: dict[tls.KeyPair, Path] = {}
     for path, section in _sections(config):
         for pair_path, pair in _pairs(path, section):

@@ -1,7 +1,7 @@
-"""Configuration sections for TLS of the listeners, of engines and of Redis; file paths become
-absolute.
+"""Configuration sections for TLS of the listeners, of engines and of Redis.
 
-tls_files.py checks whether the files can be used; util/tls.py creates contexts.
+Relative file paths become absolute here. tls_files.py checks whether the files can be used;
+util/tls.py creates the TLS contexts.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class CertificateFiles(Section):
         "The gateway notices changes of the file."
     )
     key: PemFile = Field(
-        description="Path of the certificate's private key (PEM). The gateway notices changes "
-        "of the file."
+        description="Path of the certificate's private key (PEM). The gateway notices changes of "
+        "the file."
     )
     key_password: Secret | None = setting(
         None, "Password that decrypts the private key, by reference; none by default."
@@ -61,13 +61,13 @@ class CertificateFiles(Section):
 class ListenerTls(CertificateFiles):
     """TLS settings of one of the gateway's listeners.
 
-    After a change of the files, only new connections use the new content.
+    After a change of the files, only new connections use the new certificates and keys.
     """
 
     more: Annotated[tuple[CertificateFiles, ...], Field(max_length=64)] = setting(
         (),
-        "Further certificates of the listener. A client gets the one for its server name (SNI), "
-        "else the first.",
+        "Further certificates of the listener. A client gets the one for the server name that it "
+        "asks for (SNI), else the first.",
     )
     client_ca: PemFile | None = setting(
         None,
@@ -75,15 +75,17 @@ class ListenerTls(CertificateFiles):
         "are requested.",
     )
     client_certificates: Literal["required", "optional"] = setting(
-        "required", "With client_ca: whether a client must have a certificate."
+        "required", "Whether a client must present a certificate, if client_ca is set."
     )
     minimum: Literal["1.2", "1.3"] = setting(
-        "1.2", "Oldest TLS version that clients may use, in quotes."
+        "1.2", "Oldest TLS version that clients may use, written in quotes."
     )
     ciphers: Annotated[str, StringConstraints(min_length=1, max_length=1000)] = setting(
         tls.CIPHERS, "Ciphers for TLS 1.2 in OpenSSL's notation. TLS 1.3 always uses its own three."
     )
-    handshake_timeout: Duration = setting("10s", "Time for a client to complete the TLS handshake.")
+    handshake_timeout: Duration = setting(
+        "10s", "Maximum time for a client to complete the TLS handshake."
+    )
 
     @field_validator("ciphers")
     @classmethod
@@ -104,12 +106,14 @@ class ListenerTls(CertificateFiles):
 
 
 class ClientTls(Section):
-    """TLS settings of the gateway as a client: how it verifies a server and identifies itself."""
+    """TLS settings of the gateway as a client: how it verifies a server, and which certificate it
+    presents.
+    """
 
     ca: PemFile | None = setting(
         None,
-        "Path of the certificate authorities (PEM) that sign the server's certificate; by default "
-        "the system's.",
+        "Path of the certificate authorities (PEM) by which the server's certificate is verified; "
+        "by default the system's.",
     )
     certificate: PemFile | None = setting(
         None, "Path of the gateway's own certificate (PEM), if the server requests one."

@@ -13,7 +13,6 @@ from pydantic import (
     BeforeValidator,
     Field,
     StringConstraints,
-    WrapValidator,
     field_validator,
     model_validator,
 )
@@ -21,18 +20,17 @@ from pydantic import (
 from gateway.config.auto_section import AutoPolicy, without_auto_name
 from gateway.config.batch_section import BatchApi
 from gateway.config.discovery_sections import Kubernetes
-from gateway.config.kv_event_sections import KvEvents, own_host
+from gateway.config.endpoint_sections import EndpointSpec, EndpointTraits
 from gateway.config.limits import Limits
 from gateway.config.mirror_section import Mirror
 from gateway.config.model_sections import Model
 from gateway.config.observability import Observability
 from gateway.config.peer_sections import Shared
 from gateway.config.policy_choice import AdmissionChoice, Canary, PolicyChoice
-from gateway.config.price_sections import TokenPriceSpec
 from gateway.config.reload_section import Reload
 from gateway.config.sized_for import SizedFor
 from gateway.config.tenant_sections import Cache, Tenant
-from gateway.config.tls_sections import EngineTls, ListenerTls
+from gateway.config.tls_sections import ListenerTls
 from gateway.config.values import (
     Bootstrap,
     Cidr,
@@ -48,39 +46,36 @@ from gateway.config.values import (
     Secret,
     Section,
     Size,
-    Url,
     Weight,
     WorkerCount,
     check_sendable,
     setting,
-    without_scheme,
 )
 from gateway.config.yaml_source import number_if_substituted
 from policies import admission_registry
-from policies.engine_kinds import ENGINE_TRAITS
-from policies.model import EngineKind, Role
 from policies.prefix.prefix_index import LEAST_CAP_BYTES
 
 
 class Listener(Section):
-    """The address (host and port) and TLS of one of the gateway's two servers."""
+    """The address (host and port) and TLS settings of one of the gateway's two servers."""
 
     host: Host
     port: Port
-    tls: ListenerTls | None = setting(None, "TLS settings of this listener; plain HTTP by default.")
+    tls: ListenerTls | None = setting(None, "TLS settings of this server; plain HTTP by default.")
 
 
 class ApiListener(Listener):
     """The address of the OpenAI API, which applications connect to."""
 
     host: Host = setting(
-        "127.0.0.1", "Address of the OpenAI API. 0.0.0.0 listens on every interface."
+        "127.0.0.1", "Address on which the OpenAI API listens; 0.0.0.0 listens on every interface."
     )
-    port: Port = setting(8080, "Port of the OpenAI API; 0 takes a free one.")
+    port: Port = setting(8080, "Port of the OpenAI API; 0 chooses a free one.")
     trusted_proxies: Annotated[tuple[Cidr, ...], Field(max_length=256)] = setting(
         (),
-        "Networks of your own proxies and balancers, in CIDR notation. They are exempt from "
-        "limits per client address, and their X-Forwarded-For and x-request-id are trusted.",
+        "Networks, in CIDR notation, of proxies and load balancers that you operate. They are "
+        "exempt from limits per client address, and their headers X-Forwarded-For and "
+        "x-request-id are trusted.",
     )
     cors_origins: Annotated[tuple[Origin, ...], Field(max_length=256)] = setting(
         (),
@@ -93,9 +88,12 @@ class AdminListener(Listener):
     """The address of the admin server, which operators and Prometheus connect to."""
 
     host: Host = setting(
-        "127.0.0.1", "Address of the admin server (/healthz, /readyz, /metrics and others)."
+        "127.0.0.1",
+        "Address on which the admin server (/healthz, /readyz, /metrics and others) listens.",
     )
-    port: Port = setting(8081, "Port of the admin server, not the API port; 0 takes a free one.")
+    port: Port = setting(
+        8081, "Port of the admin server, different from that of the API; 0 chooses a free one."
+    )
 
 
 class Listeners(Section):
@@ -107,155 +105,38 @@ class Listeners(Section):
     )
 
 
-class LayoutSpec(Section):
-    """The parallel layout with which one engine process distributes the model over GPUs."""
-
-    tp: Count = setting(1, "Tensor parallel size: number of GPUs that share each layer.")
-    pp: Count = setting(
-        1, "Pipeline parallel size: number of groups of GPUs that each hold some layers."
-    )
-    ep: Count = setting(
-        1, "Expert parallel size; must divide tp * dp, the ranks that experts are distributed over."
-    )
-    dp: Count = setting(1, "Data parallel size: number of ranks inside the engine.")
-    domains: tuple[Name, ...] = setting(
-        (),
-        "Link domains of hardware.domains that hold the engine's GPUs, divided evenly among them "
-        "in whole TP groups. By default, any domain of hardware.link_domain_gpus GPUs.",
-    )
-
-
-class EndpointTraits(Section):
-    """All settings of a TP group (an engine process) except its name and URL."""
-
-    role: Role = setting(
-        "both", "Phases that it serves: prefill, decode, or both (whole requests)."
-    )
-    bootstrap: Annotated[Bootstrap, WrapValidator(own_host)] | None = setting(
-        None,
-        "Address of a prefill endpoint's bootstrap server for decode endpoints (mooncake, sglang): "
-        "host:port, or :port if it is on the endpoint's own host.",
-    )
-    engine: EngineKind = setting(
-        "vllm",
-        "The kind of engine, which decides its metrics and its additions to the API. openai is any "
-        "other engine or provider with OpenAI's API.",
-    )
-    served_model: Name | None = setting(
-        None,
-        "The name by which the engine lists the pool's model at /v1/models; by default the "
-        "model's name. In a pool with several models, set served_model of the model instead.",
-    )
-    layout: LayoutSpec = setting({}, "How the engine distributes the model over GPUs.")
-    pin_ranks: Annotated[bool, Field(strict=True)] = setting(
-        False,
-        "Route to each of its layout.dp data-parallel ranks by itself, as an endpoint NAME/dp0, "
-        "NAME/dp1 and so on; max_concurrency and kv_tokens then apply to each rank. vLLM and "
-        "SGLang take the rank in the header x-data-parallel-rank.",
-    )
-    labels: Mapping[Name, Label] = setting(
-        {},
-        "Free text, such as zone. Only endpoints with equal version and kv_dtype labels are "
-        "paired; gpu (a100, h100, h200, b200, l40s) gives a first estimate of the endpoint's "
-        "speed.",
-    )
-    max_concurrency: Count = setting(
-        24,
-        "Maximum number of requests in progress at the endpoint; further ones go elsewhere or "
-        "wait in the gateway.",
-    )
-    api_key: Secret | None = setting(
-        None, "Bearer token for the engine; the client's own key is never sent to an engine."
-    )
-    kv_tokens: Count | None = setting(
-        None, "Size of the endpoint's KV cache in tokens; by default the engine reports it."
-    )
-    kv_events: KvEvents | None = setting(
-        None,
-        "Where the engine publishes KV events, from which the gateway knows exactly what its "
-        "prefix cache holds; {} asks the engine. Needs the extra `events`.",
-    )
-    context_tokens: Count | None = setting(
-        None,
-        "Maximum tokens of prompt plus response, if less than at other endpoints of the pool.",
-    )
-    cache_salt: Annotated[bool, Field(strict=True)] | None = setting(
-        None,
-        "Whether the engine supports cache salts. By default vllm (0.9 or newer) and sglang "
-        "(0.5.3 or newer) do, others do not.",
-    )
-    tenants: Annotated[tuple[Name, ...], Field(max_length=4096)] = setting(
-        (), "Names of the only tenants that the endpoint serves; by default all."
-    )
-    token_price: TokenPriceSpec | None = setting(
-        None, "What a provider charges for tokens; counted in penstock_cost_usd_total."
-    )
-    tls: EngineTls | None = setting(
-        None, "TLS settings for an https:// URL; by default the system's authorities are trusted."
-    )
-
-    _sendable_key = field_validator("api_key")(check_sendable)
-
-    @model_validator(mode="after")
-    def _has_ranks_to_pin(self) -> EndpointTraits:
-        traits = ENGINE_TRAITS[self.engine]
-        if self.kv_events is not None and not traits.has_kv_events:
-            raise ValueError("kv_events requires vllm or sglang as engine")
-        if self.pin_ranks and (self.layout.dp < 2 or not traits.takes_rank):
-            raise ValueError("pin_ranks requires layout.dp above 1, and vllm or sglang as engine")
-        if self.pin_ranks and self.role != "both":
-            raise ValueError(
-                "pin_ranks is possible only for endpoints that serve whole requests (role both)"
-            )
-        return self
-
-
-class EndpointSpec(EndpointTraits):
-    """One TP group: an engine process behind one URL."""
-
-    url: Url = Field(
-        description="Address of the engine: http or https, host, port, and a path prefix if "
-        "the engine has one."
-    )
-    name: Name | None = setting(
-        None, "Name of the endpoint in logs and metrics; by default host:port."
-    )
-
-    @model_validator(mode="after")
-    def _needs_tls_url(self) -> EndpointSpec:
-        if self.tls is not None and not self.url.startswith("https://"):
-            raise ValueError("tls requires a url that begins with https://")
-        return self
-
-    @property
-    def display_name(self) -> str:
-        return self.name or without_scheme(self.url)
-
-
 class WaitingRoom(Section):
-    """The queue for requests while every endpoint of the pool is at its max_concurrency."""
+    """The queue of requests that wait while every endpoint of the pool is at its
+    max_concurrency.
+    """
 
     size: Annotated[
         int, Field(strict=True, ge=0, le=2**20), BeforeValidator(number_if_substituted)
-    ] = setting(256, "Most requests that may wait; further ones get 429. With 0, none waits.")
+    ] = setting(
+        256,
+        "Maximum number of waiting requests; further ones get 429. With 0, requests never wait.",
+    )
     timeout: Duration = setting("30s", "Maximum time that a request waits before it gets 429.")
 
 
 class Discover(Section):
-    """The source of a pool's discovered endpoints: one of dns, file and kubernetes."""
+    """The source from which endpoints of a pool are discovered: exactly one of dns, file and
+    kubernetes.
+    """
 
     dns: Bootstrap | None = setting(
-        None, "DNS name:port; every address of the name is an endpoint."
+        None, "DNS name:port; every address that the name resolves to is an endpoint."
     )
     file: Annotated[str, StringConstraints(min_length=1, max_length=4096)] | None = setting(
         None,
-        "Path of a YAML or JSON list of URLs, or of mappings as under endpoints; changes are "
-        "picked up. A relative one starts at the configuration's folder.",
+        "Path of a YAML or JSON file with a list of URLs, or of mappings as under endpoints. A "
+        "relative path starts at the configuration's folder. The gateway notices changes of the "
+        "file.",
     )
     kubernetes: Kubernetes | None = setting(
-        None, "Kubernetes Service whose ready endpoints are used."
+        None, "Kubernetes Service whose ready endpoints join the pool."
     )
-    interval: Interval = setting("10s", "Time between two queries of the DNS name, with jitter.")
+    interval: Interval = setting("10s", "Time between two DNS queries, varied randomly.")
     endpoint: EndpointTraits = setting(
         {}, "Settings of each discovered endpoint, as under endpoints."
     )
@@ -279,84 +160,91 @@ class Pool(Section):
 
     policy: PolicyChoice = setting(
         "prefix_aware",
-        "The policy's name, or a mapping of name and parameters. `auto` is the default policy with "
-        "the section `auto`.",
+        "Name of the routing policy, or a mapping of name and parameters. `auto` means the "
+        "default policy together with the section `auto`.",
     )
     auto: AutoPolicy | None = setting(
         None,
-        "Choose the policy by replaying recent requests through a portfolio of policies; not by "
-        "default.",
+        "How to choose the routing policy by replaying recent requests. By default the policy "
+        "does not change.",
     )
     shadow: Annotated[tuple[PolicyChoice, ...], Field(max_length=8)] = setting(
         (),
-        "Policies that pick for this pool's requests too, for comparison, without sending any "
-        "request.",
+        "Policies that also pick an endpoint for each request, only for comparison; nothing is "
+        "sent to these picks.",
     )
     mirror: Mirror | None = setting(
-        None, "Compares answers to live requests with those of another pool; off by default."
+        None,
+        "How answers to live requests are compared with those of another pool; not by default.",
     )
     canary: Canary | None = setting(
-        None, "A routing policy on trial that serves part of the requests; none by default."
+        None, "A routing policy on trial that serves part of the pool's requests; none by default."
     )
     admission: AdmissionChoice = setting(
         admission_registry.DEFAULT,
-        "The admission policy's name, or a mapping of name and parameters.",
+        "Name of the admission policy, or a mapping of name and parameters.",
     )
     endpoints: Annotated[tuple[EndpointSpec, ...], Field(max_length=4096)] = setting(
-        (), "The endpoints of the pool; may be empty if others are discovered."
+        (), "The endpoints of the pool. The list may be empty if endpoints are discovered."
     )
-    discover: Discover | None = setting(None, "Where further endpoints are found; none by default.")
+    discover: Discover | None = setting(None, "Source of further endpoints; none by default.")
     waiting_room: WaitingRoom = setting({}, "The queue for requests while no endpoint is free.")
     native_apis: tuple[Literal["messages", "responses"], ...] | None = setting(
         None,
-        "Which of messages and responses all engines of the pool serve themselves; the others are "
-        "translated to chat completions. By default engines' /openapi.json decides.",
+        "Which of the APIs messages and responses all engines of the pool support; requests to "
+        "the others are translated to chat completions. By default the engines' /openapi.json "
+        "decides.",
     )
 
     _auto_name = model_validator(mode="before")(without_auto_name)
 
 
 class Timeouts(Section):
-    """Timeouts: how long the gateway waits for an engine, and for requests when it stops."""
+    """How long the gateway waits for an engine, and for running requests when it stops."""
 
-    connect: Duration = setting("1s", "Maximum time for an engine to accept a connection.")
+    connect: Duration = setting("1s", "Maximum time to connect to an engine.")
     first_byte: Duration = setting(
-        "600s", "Maximum time from sending a request to the first byte of its response."
+        "600s",
+        "Maximum time from sending a request to an engine to the first byte of its response.",
     )
-    stall: Duration = setting("60s", "Maximum time between two chunks of a response.")
+    stall: Duration = setting("60s", "Maximum time between two chunks of an engine's response.")
     grace: Duration | None = setting(
         None,
-        "After SIGTERM, time for a load balancer to notice: /readyz reports draining, and "
-        "requests are still served. None by default.",
+        "Time after SIGTERM in which /readyz reports draining and requests are still accepted, so "
+        "that a load balancer can notice. None by default.",
     )
     handover: Duration = setting(
-        "1h", "Maximum time for the requests of a process that a restart has replaced."
+        "1h", "Maximum time for the running requests of a process that a restart has replaced."
     )
     shutdown: Duration = setting(
         "30s",
-        "Maximum time for running requests to end after that; a stream that is still running then"
-        " ends with an error event.",
+        "Maximum time for running requests to end after drain_delay. A stream that is still "
+        "running then ends with an error event.",
     )
 
 
 class Retries(Section):
-    """Settings of retries on another endpoint, for requests that fail before their first byte."""
+    """Settings for retrying requests on another endpoint when they fail before the first byte of
+    their response.
+    """
 
     budget: Annotated[float, Field(ge=0, le=1)] = setting(
         0.2,
-        "Maximum concurrent retries, as a share of the requests in progress in this gateway.",
+        "Maximum number of concurrent retries, as a share of the requests in progress in this "
+        "gateway.",
     )
     floor: Annotated[
         int, Field(strict=True, ge=0, le=1000), BeforeValidator(number_if_substituted)
     ] = setting(
         3,
-        "Number of retries allowed beyond that share, so that a gateway with little load can "
-        "retry.",
+        "Number of concurrent retries allowed in addition to that share, so that a gateway with "
+        "few requests can retry.",
     )
     hedge: Annotated[float, Field(ge=0, le=0.2)] = setting(
         0.05,
         "Maximum share of requests that are also sent to a second endpoint when their first byte "
-        "is late; the first response wins. Counts towards the retry budget. 0: none.",
+        "is late. The first response wins. These requests count towards the retry budget. 0 turns "
+        "this off.",
     )
     attempts: Annotated[
         int, Field(strict=True, ge=1, le=16), BeforeValidator(number_if_substituted)
@@ -372,34 +260,37 @@ class HealthSpec(Section):
 
     interval: Interval = setting(
         "1s",
-        "Time between two probes; at most 1s for an ejected endpoint. Answers stand for probes; "
-        "endpoints without requests get at most 256 probes per second, all together.",
+        "Time between two probes of an endpoint (at most 1s while it is ejected). An answer to a "
+        "request replaces a probe. Endpoints without requests get at most 256 probes per second "
+        "in total.",
     )
-    timeout: Duration = setting("1s", "Maximum time for an engine to answer a health probe.")
+    timeout: Duration = setting("1s", "Maximum time for an engine to answer a probe.")
     failures: Count = setting(
-        3, "Consecutive failures, of probes or requests, that eject an endpoint."
+        3,
+        "Number of consecutive failures, of probes or requests, after which an endpoint is "
+        "ejected.",
     )
     backoff: Duration = setting(
         "1s",
-        "Duration of the first ejection; it doubles, with jitter, each time the endpoint fails "
-        "again after its return.",
+        "Duration of the first ejection. It doubles, with random variation, each time the "
+        "endpoint fails again after its return.",
     )
-    backoff_max: Duration = setting("60s", "Maximum time for which an endpoint is ejected.")
+    backoff_max: Duration = setting("60s", "Maximum duration of an ejection.")
     slow_start: Duration = setting(
         "10s",
-        "How long a new or returned endpoint gets fewer concurrent requests, while others have "
-        "capacity.",
+        "Time in which a new or returned endpoint gets fewer concurrent requests, as long as "
+        "other endpoints have capacity.",
     )
     slow_factor: Annotated[float, Field(ge=0, le=100)] = setting(
         2.5,
-        "How many times as long as its peers an endpoint must take for the same work to be "
-        "ejected as slow; 0: never. Peers have the same role, engine, layout and label `gpu`.",
+        "An endpoint is ejected as slow if it takes this many times as long as its peers for the "
+        "same work. 0 turns this off. Peers have the same role, engine, layout and label `gpu`.",
     )
-    path: HttpPath = setting("/health", "HTTP path that a health probe requests.")
+    path: HttpPath = setting("/health", "HTTP path of health probes.")
     progress: Duration = setting(
         "5s",
-        "Time without output while requests are in progress (longer for long prompts) after which "
-        "an engine counts as stalled.",
+        "Time without output, while requests are in progress, after which an engine counts as "
+        "stalled. It is longer while long prompts are computed.",
     )
 
     @model_validator(mode="after")
@@ -414,32 +305,38 @@ class HealthSpec(Section):
 
 
 class Scrape(Section):
-    """Settings for reading the engines' load from their metrics pages."""
+    """Settings for scraping: reading the engines' load from their metrics pages."""
 
     interval: Interval = setting(
-        "1s", "Time between two scrapes of a busy endpoint; three times as long without requests."
+        "1s",
+        "Time between two scrapes of an endpoint with requests; without requests, three "
+        "times as long.",
     )
-    timeout: Duration = setting("1s", "Maximum time for an engine to send its metrics.")
-    stale: Duration = setting("5s", "Age from which the load in a scrape is not used any more.")
+    timeout: Duration = setting("1s", "Maximum time for an engine to send its metrics page.")
+    stale: Duration = setting("5s", "Age of a scrape from which its values are not used any more.")
 
 
 class Prefix(Section):
     """Settings of the prefix index, which records what prompt prefixes each endpoint has cached."""
 
     index: Size = setting(
-        "256MiB", "Memory for the prefix index, a hard limit; the oldest entries are dropped."
+        "256MiB",
+        "Memory for the prefix index, a hard limit; when it is full, the oldest entries "
+        "are dropped.",
     )
     events: Size = setting(
         "256MiB",
-        "Memory for the blocks that engines report in KV events, and for prompts whose tokens are "
-        "known; about 300 bytes per block. Used only with kv_events.",
+        "Memory, at about 300 bytes per block, for the blocks that engines report in KV events, "
+        "and for prompts whose token ids are known. Used only with kv_events.",
     )
     block_bytes: Annotated[
         int,
         Field(strict=True, ge=16, le=65536, multiple_of=8),
         BeforeValidator(number_if_substituted),
     ] = setting(
-        512, "Prompt bytes per block, a multiple of 8; smaller is finer and takes more memory."
+        512,
+        "Bytes of prompt text per block, a multiple of 8. Smaller blocks match prefixes more "
+        "exactly and take more memory.",
     )
 
     @field_validator("index")
@@ -457,11 +354,12 @@ class SloClass(Section):
     """A service class: latency targets, and the value of a request that meets them."""
 
     ttft: Duration = Field(
-        description="Target for the time to first token, measured from the end of the request."
+        description="Target for the time to first token, measured from the arrival of the "
+        "complete request."
     )
     tpot: Duration = Field(description="Target for the mean time per output token after the first.")
     weight: Weight = setting(
-        1.0, "Worth of one request of this class relative to those of other classes."
+        1.0, "Worth of a request of this class that meets its targets, relative to other classes."
     )
 
 
@@ -472,42 +370,50 @@ class Slos(Section):
     default.
     """
 
-    default: Name = setting("standard", "The class of requests for which no other is given.")
+    default: Name = setting(
+        "standard", "Name of the class of requests for which no other one is given."
+    )
     classes: Annotated[Mapping[Name, SloClass], Field(min_length=1, max_length=32)] = setting(
         {
             "interactive": {"ttft": "1s", "tpot": "50ms", "weight": 4.0},
             "standard": {"ttft": "5s", "tpot": "100ms"},
             "batch": {"ttft": "60s", "tpot": "500ms", "weight": 0.25},
         },
-        "Service classes by name; they replace the three built-in ones.",
+        "Service classes by name. They replace the three built-in classes.",
     )
 
 
 class Admin(Section):
-    """Settings that decide who may make changes through the admin server. Reading needs no key."""
+    """Who may make changes through the admin server. Reading needs no key."""
 
     key: Secret | None = setting(
         None,
-        "Key that changes through the admin server need, by reference: ${NAME} or ${file:/path}. "
-        "Without it, changes are only allowed from this machine.",
+        "Key that requests for changes must send, by reference: ${NAME} or ${file:/path}. Without "
+        "it, changes are accepted only from this machine.",
     )
     hosts: tuple[Host, ...] = setting(
         (),
-        "Further host names by which browsers or scrapes reach the admin server; addresses and "
-        "localhost are always allowed.",
+        "Further host names that the admin server accepts in the Host header; addresses and "
+        "localhost are always accepted.",
     )
 
     _sendable_key = field_validator("key")(check_sendable)
 
 
 class LinkDomain(Section):
-    """GPUs that fast links such as NVLink connect: a server, or a rack."""
+    """A link domain: GPUs that are connected by fast links such as NVLink, in a server or a
+    rack.
+    """
 
-    gpus: Count = Field(description="GPUs in this domain; each belongs to one endpoint only.")
+    gpus: Count = Field(
+        description="Number of GPUs in this link domain; each GPU belongs to one endpoint only."
+    )
 
 
 class Hardware(Section):
-    """The GPUs behind the endpoints, by which `penstock check` and `doctor` judge layouts."""
+    """The GPUs behind the endpoints, with which `penstock check` and `doctor` compare the
+    endpoints' layouts.
+    """
 
     gpus: Count | None = setting(
         None,
@@ -515,51 +421,58 @@ class Hardware(Section):
     )
     link_domain_gpus: Count = setting(
         8,
-        "GPUs connected by fast links such as NVLink: 8 in an HGX server, 72 in an NVL72 rack.",
+        "Number of GPUs in a link domain (connected by fast links such as NVLink): 8 in an HGX "
+        "server, 72 in an NVL72 rack.",
     )
     domains: Mapping[Name, LinkDomain] = setting(
         {}, "Link domains by name, for endpoints that name theirs in layout.domains."
     )
     price_per_hour: Mapping[Label, Annotated[float, Field(gt=0)]] = setting(
         {},
-        "Dollars per GPU and hour by the endpoints' label gpu. With a price, the cost of requests "
-        "and of idle time is counted.",
+        "Price in dollars per GPU and hour, by the endpoints' label gpu. With a price, the cost "
+        "of requests and of idle time is counted.",
     )
 
 
 class Config(Section):
     """The whole configuration of one gateway."""
 
-    version: Literal[1] = Field(description="Version of this file format.")
+    version: Literal[1] = Field(description="Version of the format of this file.")
     listeners: Listeners = setting({}, "The two servers: the OpenAI API and the admin server.")
     models: tuple[Model, ...] = setting(
-        (), "Model names; by default the names that the engines of the only pool list."
+        (),
+        "The models that clients can request. By default those that the engines list, if "
+        "there is only one pool.",
     )
     pools: Mapping[Name, Pool] = Field(description="Pools of endpoints by name.", min_length=1)
-    limits: Limits = setting({}, "What clients may use of the gateway's resources.")
+    limits: Limits = setting({}, "How much memory, time and how many connections clients may use.")
     timeouts: Timeouts = setting(
-        {}, "How long the gateway waits for engines, and for requests when it stops."
+        {}, "How long the gateway waits for engines, and for running requests when it stops."
     )
     retries: Retries = setting(
-        {}, "How failed requests are retried on another endpoint, before the first byte."
+        {}, "How requests that fail before their first byte are retried on another endpoint."
     )
     health: HealthSpec = setting({}, "When failing endpoints are ejected, and when they return.")
-    scrape: Scrape = setting({}, "How engines' load is read from their metrics.")
-    prefix: Prefix = setting({}, "The index of which endpoint holds which prompt prefix.")
+    scrape: Scrape = setting({}, "How the engines' load is read from their metrics pages.")
+    prefix: Prefix = setting(
+        {}, "The index of which endpoint holds which prompt prefix in its cache."
+    )
     slo: Slos = setting({}, "Service classes with their latency targets.")
     hardware: Hardware = setting({}, "The GPUs behind the endpoints.")
     sized_for: Mapping[Name, SizedFor] = setting(
-        {}, "What pools were sized for, by pool; penstock drift compares a log with it."
+        {},
+        "The workload that each pool was sized for, by pool; penstock drift compares a log "
+        "with it.",
     )
     tenants: tuple[Tenant, ...] = setting(
-        (), "Clients with keys; without any, the API is open to all."
+        (), "Clients with API keys. Without any, the API needs no key."
     )
-    cache: Cache = setting({}, "Which tenants may share cached prompts.")
+    cache: Cache = setting({}, "Which tenants may share cached prompts on the engines.")
     observability: Observability = setting({}, "What the gateway reports about itself.")
     admin: Admin = setting({}, "Who may make changes through the admin server.")
     reload: Reload = setting({}, "How changes of this configuration take effect.")
     batch: BatchApi | None = setting(
-        None, "The Batch API; without this section, its paths are unknown."
+        None, "The Batch API. Without this section, requests to its paths get 404."
     )
     shared: Shared | None = setting(
         None,
@@ -567,6 +480,6 @@ class Config(Section):
     )
     workers: WorkerCount = setting(
         1,
-        "Gateway processes on this machine, which share the API port and their state. `auto`: one"
-        " for each core that the gateway may use.",
+        "Number of gateway processes on this machine, which share the API port and their state. "
+        "`auto`: one for each core that the gateway may use.",
     )

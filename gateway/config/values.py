@@ -1,6 +1,6 @@
 """Types of single values (durations, sizes, names, secrets), and the base class of sections.
 
-Defaults are written as an operator writes them ("30s", "32MiB") and pass the same parsers.
+Defaults are written as an operator writes them ("30s", "32MiB"), and the same parsers read both.
 """
 
 from __future__ import annotations
@@ -33,10 +33,12 @@ _PARAMETERS = re.compile(r"^([0-9]{1,6}(?:\.[0-9]{1,3})?)([MBT])$")
 
 
 class Secret(SecretStr):
-    """A secret text that no repr, log, dump or traceback shows. The method reveal() returns it."""
+    """A secret text that repr, logs, dumps and tracebacks do not show. The method reveal() returns
+    it.
+    """
 
     def reveal(self) -> str:
-        """Return the text of the secret. Use it only to compare or send it."""
+        """Return the text of the secret. Use it only to compare or to send the secret."""
         return self.get_secret_value()
 
 
@@ -229,7 +231,7 @@ Duration = Annotated[
 """A duration in seconds, written with a unit, for example 30s."""
 
 Interval = Annotated[Duration, AfterValidator(_interval)]
-"""The time between two rounds of a periodic task, written with a unit.
+"""The seconds between two rounds of a periodic task, written with a unit, for example 500ms.
 
 Its lower bound leaves time for other tasks.
 """
@@ -255,7 +257,7 @@ Parameters = Annotated[
         }
     ),
 ]
-"""A number of parameters in billions, written with a unit, for example 70B."""
+"""A number of model parameters in billions, written with a unit, for example 70B."""
 
 
 def _worker_count(value: object) -> object:
@@ -289,13 +291,16 @@ Bootstrap = Annotated[str, StringConstraints(max_length=300), AfterValidator(_ho
 
 
 def setting(default: object, text: str) -> Any:
-    """Declare a configuration field with its default, written as in a file, and its description."""
+    """Declare a configuration field with its default value, written as in a file, and its
+    description.
+    """
     return Field(default, description=text, validate_default=True)
 
 
 def check_sendable(key: Secret | None) -> Secret | None:
-    """Return the API key unchanged if an HTTP header can contain it. Raises ValueError
-    otherwise.
+    """Return the API key unchanged if an HTTP header can contain it.
+
+    Raises ValueError otherwise.
     """
     text = None if key is None else key.reveal()
     if text is not None and (

@@ -1,6 +1,6 @@
 """Reads YAML 1.2 into plain data with positions, and resolves ${...} references.
 
-The module enforces size limits, and rejects duplicate keys and aliases that expand to very many
+The module enforces size limits. It rejects duplicate keys, and aliases that expand to very many
 values. It does no I/O: file_reader.py reads files. tree.py interprets the values.
 """
 
@@ -34,7 +34,7 @@ _VARIABLE = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)(?::-(.*))?", re.DOTALL)
 
 
 ReadFile = Callable[[FilePath, int], bytes]
-"""A function that reads at most one byte more of a file than a given limit.
+"""A function that reads a file up to one byte more than a given limit.
 
 It raises OSError or NotARegularFileError.
 """
@@ -83,7 +83,7 @@ _CONTAINERS = ("tag:yaml.org,2002:map", "tag:yaml.org,2002:seq")
 class Substituted(str):
     """A configuration value whose ${...} references were resolved.
 
-    Its repr is the text with references, since the values may be secrets.
+    Its repr is the text with the references, since the values may be secrets.
     """
 
     __slots__ = ("written",)
@@ -91,8 +91,8 @@ class Substituted(str):
 
     @property
     def is_all_by_reference(self) -> bool:
-        """Return whether the value as written consists of ${...} references only, with no other
-        characters and no defaults.
+        """Return whether the value as written consists of ${...} references only, without other
+        characters or default values.
         """
         matches = _REFERENCE.finditer(self.written)
         if any(match[1] is not None or ":-" in match[2] for match in matches):
@@ -106,7 +106,8 @@ class Substituted(str):
 def number_if_substituted(value: object) -> object:
     """Convert the text of a resolved ${...} reference to a number if it is one.
 
-    Other values are returned unchanged, because for "8080" in quotes an error is more useful.
+    Other values are returned unchanged. A number in quotes, such as "8080", stays text, so that it
+    is reported as an error.
     """
     if not isinstance(value, Substituted):
         return value
@@ -117,7 +118,7 @@ def number_if_substituted(value: object) -> object:
 
 
 def numbers_if_substituted(value: Any) -> Any:
-    """Apply number_if_substituted() to all values in a mapping or list, however deep."""
+    """Apply number_if_substituted() to all values in a mapping or list, at every depth."""
     if isinstance(value, dict):
         return {key: numbers_if_substituted(item) for key, item in value.items()}
     if isinstance(value, list):
@@ -138,8 +139,9 @@ class ResolvedReferences:
         self._by_value: dict[str, str] = {}
 
     def add(self, reference: str, value: str) -> None:
-        """Remember the value of a reference, so that messages can hide it, unless it is shorter
-        than LEAST_HIDDEN characters.
+        """Record the value of a reference, so that messages can hide it.
+
+        Values shorter than LEAST_HIDDEN characters are not recorded.
         """
         if len(value) >= LEAST_HIDDEN:
             for form in (value, value.strip(), value.lower(), repr(value)[1:-1]):
@@ -226,11 +228,13 @@ def parse_yaml(
     read_file: ReadFile,
     refused: Mapping[Path, str] = _NONE_REFUSED,
 ) -> YamlSource:
-    """Parse YAML 1.2; return the data with the problems found.
+    """Parse YAML 1.2, and return its data with the problems found.
 
-    `file` is the name shown in problems; relative references start at its folder. `read_file` reads
-    the files that are referred to. `refused` gives, by path, the reason why the references of a
-    value may not be resolved. Raises ConfigError when the text is not YAML.
+    file       the name shown in problems; relative references start at its folder
+    read_file  reads the files that are referred to
+    refused    by path, the reason why the references of a value may not be resolved
+
+    Raises ConfigError when the text is not YAML.
     """
     source, node = _begin(raw, file)
     source.data = _Reader(source, env, read_file, refused).value(node, ())
@@ -238,7 +242,7 @@ def parse_yaml(
 
 
 def written_values(raw: bytes, file: str) -> Mapping[Path, object]:
-    """Return every value of a configuration text as written, with no reference resolved, by path.
+    """Return every value of a configuration text as written, by path, with references not resolved.
 
     Raises ConfigError when the text is not YAML.
     """

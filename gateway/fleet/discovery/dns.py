@@ -12,7 +12,7 @@ import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from random import Random
 
-from gateway.config.tree import EndpointTraits
+from gateway.config.endpoint_sections import EndpointTraits
 from gateway.fleet.discovery.source import DiscoveredEndpoints, log, specs_for
 
 Resolve = Callable[[str, int], Awaitable[Sequence[str]]]

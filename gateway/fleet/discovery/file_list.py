@@ -15,8 +15,8 @@ from pydantic import ValidationError
 from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
+from gateway.config.endpoint_sections import EndpointSpec, EndpointTraits
 from gateway.config.tls_sections import FOLDER_KEY
-from gateway.config.tree import EndpointSpec, EndpointTraits
 from gateway.fleet.discovery.source import MAX_ENDPOINTS, DiscoveredEndpoints, log
 
 FILE_CAP_BYTES = 1 << 20

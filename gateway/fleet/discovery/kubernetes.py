@@ -20,7 +20,7 @@ import aiohttp
 import msgspec
 
 from gateway.config.discovery_sections import Kubernetes
-from gateway.config.tree import EndpointTraits
+from gateway.config.endpoint_sections import EndpointTraits
 from gateway.fleet.discovery.source import DiscoveredEndpoints, log, specs_for
 
 ACCOUNT_FOLDER = Path("/var/run/secrets/kubernetes.io/serviceaccount")

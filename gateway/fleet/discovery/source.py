@@ -10,7 +10,7 @@ import logging
 from collections.abc import AsyncIterator, Iterable
 from typing import Protocol
 
-from gateway.config.tree import EndpointSpec, EndpointTraits
+from gateway.config.endpoint_sections import EndpointSpec, EndpointTraits
 from gateway.util.addresses import http_url
 
 log = logging.getLogger("penstock")

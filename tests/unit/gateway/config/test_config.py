@@ -406,11 +406,11 @@ models:
     warnings = [str(each).split(" ", 1)[1] for each in load_with_warnings(file, {}).warnings]
     assert warnings == [
         "models[1].aliases[0]: overlaps 'claude-*' (models[0].aliases[0]): "
-        "'claude-haiku-*' gets what both match",
+        "'claude-haiku-*' gets names that match both",
         "models[1].aliases[1]: overlaps 'claude-*' (models[0].aliases[0]): "
-        "'claude-*' gets what both match",
+        "'claude-*' gets names that match both",
         "models[1].aliases[1]: overlaps 'claude-opus-*' (models[0].aliases[1]): "
-        "'claude-opus-*' gets what both match",
+        "'claude-opus-*' gets names that match both",
     ]
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from gateway.config import load_text
 from gateway.config.discovery_sections import Kubernetes
-from gateway.config.tree import EndpointTraits
+from gateway.config.endpoint_sections import EndpointTraits
 from gateway.fleet.discovery import discovery
 from gateway.fleet.discovery.discovery import Discovery
 from gateway.fleet.discovery.file_list import FileSource

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from gateway.config.discovery_sections import Kubernetes
-from gateway.config.tree import EndpointSpec, EndpointTraits
+from gateway.config.endpoint_sections import EndpointSpec, EndpointTraits
 from gateway.fleet.discovery.kubernetes import KubernetesSource, ServiceAccount
 from gateway.fleet.discovery.source import DiscoveredEndpoints, specs_for
 

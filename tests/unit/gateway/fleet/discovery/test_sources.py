@@ -16,7 +16,7 @@ import pytest
 from aiohttp import web
 
 from gateway.config.discovery_sections import Kubernetes
-from gateway.config.tree import EndpointTraits
+from gateway.config.endpoint_sections import EndpointTraits
 from gateway.fleet.discovery.dns import DnsSource
 from gateway.fleet.discovery.file_list import FileSource
 from gateway.fleet.discovery.kubernetes import KubernetesSource, ServiceAccount
