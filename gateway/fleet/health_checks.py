@@ -1,6 +1,6 @@
 """Health checks: poll the health, load and models of every endpoint.
 
-poll_plan.py decides which requests are due at a poll. Polls use kept connections
+poll_plan.py decides which requests are due at a poll. Polls use connections that stay open
 (http/poll_client.py). Requests that make an engine generate tokens are rare and use aiohttp's
 client. If an engine's metrics cannot be read, policies rely on the gateway's own reservations.
 """
@@ -55,7 +55,7 @@ FIRST_POLLS = 128  # endpoints polled at the same time before the gateway serves
 
 
 class SpeedProbe(msgspec.Struct, frozen=True):
-    """A test request that measures an engine's speed: a prompt of random words, and a number of
+    """A test request that measures an engine's speed: a prompt of random words, and the number of
     tokens to generate.
     """
 
@@ -77,14 +77,14 @@ CLEAR_ROUNDS = 3
 
 
 def is_ejected_as_slow(live: LiveEndpoint) -> bool:
-    """Return whether the endpoint was ejected for slowness, which its /health page does not
-    show.
+    """Return whether the endpoint was ejected for slowness, which a probe of its /health page does
+    not detect.
     """
     return live.health.cause is HealthEvent.SLOW and live.speed.slowness is not None
 
 
 class HealthChecker:
-    """Polls all endpoints, with one task for each, and runs one task that looks for stalled
+    """Polls all endpoints, with one task for each, and runs one more task that looks for stalled
     endpoints.
 
     Endpoints that are leaving the configuration are not polled, because they get no new requests.
@@ -134,7 +134,9 @@ class HealthChecker:
             await self._log_errors(self._poll, live)
 
     def reconfigure(self, config: Config) -> None:
-        """Apply a new configuration: poll added endpoints at once, stop polling removed ones."""
+        """Apply a new configuration: start to poll added endpoints at once, and stop polling
+        removed ones.
+        """
         self._config = config
         if self._session is None:
             return
@@ -239,7 +241,7 @@ class HealthChecker:
     async def check(self, live: LiveEndpoint) -> bool | None:
         """Return whether an endpoint is healthy enough for a retry, or None if it did not respond.
 
-        Concurrent requests share one health check.
+        Concurrent callers share one health check.
         """
         if self._session is None:
             return True
@@ -265,7 +267,7 @@ class HealthChecker:
         return status == 200
 
     def relist(self, live: LiveEndpoint) -> None:
-        """Start to read the list of models of an endpoint's engine now. At most one such task runs
+        """Start to read the list of models from an endpoint's engine. At most one such task runs
         per endpoint.
         """
         if self._session is not None and live not in self._listings and not live.is_leaving:
@@ -322,7 +324,7 @@ class HealthChecker:
             return 200
         if listed == 200 and not live.lacks_health:
             name = live.endpoint.name
-            log.info("endpoint %s has no health page; its list of models stands for it", name)
+            log.info("endpoint %s has no health page; its list of models is probed instead", name)
         live.lacks_health = listed == 200
         return listed
 

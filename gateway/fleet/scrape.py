@@ -1,6 +1,6 @@
-"""Parses an engine's load from its Prometheus metrics. No I/O.
+"""Parses an engine's load from its Prometheus metrics page. No I/O.
 
-The metric names per engine kind are the ones that GIE and llm-d use. Values of several ranks behind
+The metric names per kind of engine are those that GIE and llm-d use. Values of several ranks behind
 one URL are summed.
 """
 
@@ -76,7 +76,7 @@ METRIC_NAMES: Mapping[EngineKind, MetricNames] = {
         generated_tokens=b"tgi_request_generated_tokens_sum",
     ),
 }
-"""The metric names of the engine kinds that have metrics."""
+"""The metric names of each kind of engine that has metrics."""
 
 NO_METRICS = MetricNames(b"", b"", b"")
 
@@ -109,7 +109,7 @@ class ScrapedLoad(msgspec.Struct, frozen=True):
 def parse_scrape(text: bytes, engine: EngineKind, rank: int | None = None) -> ScrapedLoad:
     """Return the load in the text of an engine's metrics page; unknown metrics are ignored.
 
-    rank  the data-parallel rank whose load is meant; None: all of them
+    rank  the data-parallel rank whose load is returned; None: the sum of all ranks
     """
     names = METRIC_NAMES.get(engine, NO_METRICS)
     if rank is not None:

@@ -1,4 +1,4 @@
-"""The speed monitor: compares the speed of the endpoints of every pool once a second.
+"""The speed monitor: compares the speeds of each pool's endpoints once a second, to find slow ones.
 
 policies.health.speed_outlier compares them; the endpoint table acts on the verdicts. Reservations
 measure prefill times. The pace of streams is sampled here, so that it costs nothing per chunk.
@@ -27,13 +27,15 @@ IN_ROTATION = (HealthState.UP, HealthState.RETURNING)
 
 
 COHORT = 64
-"""Endpoints that are compared with each other; a larger pool consists of several cohorts."""
+"""Maximum number of endpoints that are compared with each other; a larger pool is divided into
+several cohorts.
+"""
 
 COHORTS_AT_ONCE = 4
 
 
 class WaitingPrompt(Protocol):
-    """A request that waits for its first byte at an endpoint; Reservation implements it."""
+    """A request that waits at an endpoint for its first byte; Reservation implements it."""
 
     live: LiveEndpoint
     request: Request
@@ -68,7 +70,9 @@ class _Cohort:
 
 
 class SpeedMonitor:
-    """Samples streams and compares the endpoints of each pool; a reload replaces `limits`."""
+    """Samples the pace of streams, and compares the endpoints of each pool; a reload replaces
+    `limits`.
+    """
 
     __slots__ = (
         *("_cohorts", "_expectations", "_checked_at", "_next_cohort", "_pools", "limits"),
@@ -86,11 +90,11 @@ class SpeedMonitor:
     def sweep(
         self, pools: Mapping[str, Sequence[Candidate]], by_slot: Sequence[LiveEndpoint], now: float
     ) -> Iterator[tuple[LiveEndpoint, SpeedVerdict]]:
-        """Compare the speed of the endpoints that are due, and yield those whose verdict has
+        """Compare the speeds of the endpoints that are due, and yield those whose verdict has
         changed.
 
-        `reviewed` receives the endpoints that were reviewed. Of the cohorts (groups) of large
-        pools, one is reviewed per call, so that no call takes long.
+        `reviewed` receives the endpoints that were compared. Large pools are divided into cohorts,
+        of which one is compared per call, so that no call takes long.
         """
         self._follow(pools, by_slot)
         self.reviewed = []
@@ -144,10 +148,10 @@ class SpeedMonitor:
         """Return the endpoints at which requests may be late, and those that should get fewer
         requests.
 
-        Requests may be late where the current prefill step is much later than at peers, and at
-        endpoints in doubt. It is called every STALL_CHECK_S and looks at COHORTS_AT_ONCE cohorts in
-        turn. After a long gap between two calls, the gateway itself was delayed, so the age of a
-        step shows nothing and both results are empty.
+        Requests may be late at endpoints whose current prefill step takes much longer than at
+        peers, and at endpoints in doubt. Call it every STALL_CHECK_S; each call looks at the next
+        COHORTS_AT_ONCE cohorts. After a long gap between two calls, the gateway itself was delayed,
+        so the age of a step shows nothing and both results are empty.
         """
         elapsed_s, self._checked_at = now - self._checked_at, now
         if elapsed_s > LATE_CHECKS * STALL_CHECK_S or not self.limits.factor:
@@ -178,8 +182,8 @@ class SpeedMonitor:
     def predict_first_byte_s(
         self, live: LiveEndpoint, request: Request, tokens: int
     ) -> float | None:
-        """Predict the seconds until the first byte of a request that has `tokens` prompt tokens
-        ahead of it.
+        """Predict the seconds until a request's first byte, which needs `tokens` prompt tokens to
+        be computed.
 
         Returns None if the endpoint's speed is unknown.
         """
@@ -189,10 +193,10 @@ class SpeedMonitor:
     def predict_remaining_s(
         self, reservation: WaitingPrompt, waited_s: float, now: float, *, is_doubted: bool
     ) -> float | None:
-        """Predict how many more seconds a late request will wait for its first byte.
+        """Predict the seconds that a late request will still wait for its first byte.
 
-        `is_doubted` says that its endpoint is expected to be slow. Returns None while the request
-        is not late.
+        `is_doubted` is whether its endpoint is suspected of slowness. Returns None while the
+        request is not late.
         """
         live, work = reservation.live, _work(reservation.request, reservation.queued_tokens)
         return self._expectations_of(live.endpoint.pool).left_s(
@@ -208,8 +212,8 @@ class SpeedMonitor:
         """Record, as evidence of slowness, that a prompt leaves the endpoint before its first
         token.
 
-        `tokens` is how many tokens of the prompt were to be computed; 0 for an answer without an
-        observable first token.
+        `tokens` is the number of prompt tokens that were to be computed; 0 for an answer whose
+        first token cannot be observed.
         """
         if tokens:
             expectations, member = self._expectations_of(live.endpoint.pool), _member(live)
@@ -222,8 +226,8 @@ class SpeedMonitor:
             )
 
     def on_dropped(self, live: LiveEndpoint, tokens: int, now: float) -> None:
-        """Record that a prompt of which `tokens` were to be computed was cancelled at the
-        endpoint.
+        """Record that a prompt was cancelled at the endpoint; `tokens` of it were to be
+        computed.
         """
         expectations = self._expectations_of(live.endpoint.pool)
         live.speed.on_dropped(tokens, now, step_s=expectations.running_step_s(_member(live)))
@@ -265,7 +269,7 @@ def _member(live: LiveEndpoint) -> ReviewedEndpoint:
 def hardware_key(endpoint: Endpoint) -> Hashable:
     """Return the hardware attributes that determine an endpoint's speed.
 
-    Endpoints with equal values are compared.
+    Only endpoints with equal attributes are compared.
     """
     return (
         endpoint.role,
@@ -279,7 +283,8 @@ def hardware_key(endpoint: Endpoint) -> Hashable:
 def sample_stream_pace(
     live: LiveEndpoint, before: Mapping[Relay, int], elapsed_s: float, now: float
 ) -> dict[Relay, int]:
-    """Record the endpoint's pace, from the events of its streams since the last sample `before`.
+    """Record an endpoint's pace: the events of its streams since the last sample, whose counts are
+    `before`.
 
     Returns the total number of events of each stream so far, for the next call.
     """
@@ -298,7 +303,9 @@ def sample_stream_pace(
 
 
 def describe_slowness(slowness: Slowness) -> str:
-    """Return a text that says how slow an endpoint is, for the log and the live page."""
+    """Return a text that states how slow an endpoint is compared with its peers, for the log and
+    the live page.
+    """
     own_ms, peers_ms = slowness.seconds * 1000, slowness.peers_s * 1000
     measure = MEASURE_TEXTS[slowness.measure]
     times = f"{own_ms:.0f} ms, they {peers_ms:.0f} ms"
@@ -306,7 +313,8 @@ def describe_slowness(slowness: Slowness) -> str:
 
 
 def find_healthy_peer(live: LiveEndpoint, others: Sequence[LiveEndpoint]) -> LiveEndpoint | None:
-    """Return the least loaded healthy endpoint of the same role, preferably of equal hardware.
+    """Return the least loaded healthy endpoint of the same role, preferably one with equal
+    hardware.
 
     The result is None if there is none.
     """

@@ -1,4 +1,6 @@
-"""The metrics of automatic policy selection (`policy: auto`)."""
+"""The metrics of automatic policy selection (`policy: auto`), which replays requests with other
+policies.
+"""
 
 from __future__ import annotations
 
@@ -15,28 +17,29 @@ class AutoMetrics:
         auto = meters.section(Row.CONFIGURATION, "auto/controller.py")
         self.comparisons: MetricFamily[Counter] = auto.counter(
             "penstock_auto_comparisons_total",
-            "Comparisons of a pool's policies by replay, by result: keep, advise, switch, failed.",
+            "Comparisons of a pool's routing policies by replay, by result: keep, advise, switch, "
+            "failed.",
             *(POOL, RESULT),
         )
         self.switches: MetricFamily[Counter] = auto.counter(
             "penstock_auto_switches_total",
-            "Changes of a pool's routing policy that followed from a comparison.",
+            "Changes of a pool's routing policy because of a comparison.",
             POOL,
         )
         self.gain: MetricFamily[Gauge] = auto.gauge(
             "penstock_auto_gain_ratio",
-            "Share of requests by which the best other policy would have kept more promises, by "
-            "the last comparison; negative if fewer.",
+            "Share of requests that met their SLO with the best other policy, minus that of the "
+            "current policy, in the last comparison.",
             POOL,
         )
         self.error: MetricFamily[Gauge] = auto.gauge(
             "penstock_auto_gain_error_ratio",
-            "Half width of the 95 % interval of penstock_auto_gain_ratio.",
+            "Half width of the 95 % confidence interval of penstock_auto_gain_ratio.",
             POOL,
         )
         self.replay_cpu: Counter = auto.counter(
             "penstock_auto_replay_cpu_seconds_total",
-            "CPU time of the processes that replay the access log to compare policies.",
+            "CPU seconds of the processes that replay the access log to compare policies.",
         ).labels()
 
     def remove_pool(self, pool: str) -> None:

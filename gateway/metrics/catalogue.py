@@ -1,8 +1,8 @@
 """The catalogue of metrics: every metric of the gateway, with help text, labels and buckets.
 
-docs/reference/metrics.md is generated from it. metric_types.py stores the values, and their callers
-change them. Label values come from small closed sets in the code or from the configuration; their
-number is limited.
+docs/reference/metrics.md is generated from it. metric_types.py has the types that store values;
+other modules update them. Label values come from small closed sets in the code or from the
+configuration, and their number is limited.
 """
 
 from __future__ import annotations
@@ -61,8 +61,9 @@ TPOT_BUCKETS_S = (
     *(0.002, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75),
     *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
 )
-"""Upper bounds of TPOT histograms in seconds: those of vLLM and OpenTelemetry, with finer ones
-below."""
+"""Upper bounds of TPOT histograms in seconds: those of vLLM and OpenTelemetry, and smaller ones
+below.
+"""
 
 E2E_BUCKETS_S = (
     *(0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0),
@@ -84,7 +85,7 @@ class Metrics:
     """All metrics of one gateway process, created once and passed to the parts that update them.
 
     An attribute is a MetricFamily if the metric has labels (`ttft_seconds.labels(model,
-    endpoint)`), else its single child.
+    endpoint)`), else the metric's only child.
 
     pool_by_label  function that returns the pools of endpoints and models; it is called at each
                    scrape
@@ -115,15 +116,15 @@ class Metrics:
         self.mirror_metrics = MirrorMetrics(meters)
 
     def render(self) -> bytes:
-        """Return the present values of all metrics in the Prometheus text format."""
+        """Return the current values of all metrics in the Prometheus text format."""
         return render_page(self.collect(), exemplars=False)
 
     def collect(self, unix_offset: float | None = None) -> Iterator[FamilyReading]:
-        """Yield the values of each metric family, one family at a time, so that other work can run
-        in between.
+        """Yield the values of the metric families one by one, so that other work can run in
+        between.
 
-        unix_offset  Unix time minus the monotonic clock, seconds, for the times of exemplars; None
-                     leaves exemplars out
+        unix_offset  Unix time minus the monotonic clock, in seconds, for the times of exemplars;
+                     None leaves exemplars out
         """
         families = self._meters.collect(self.pool_by_label(), unix_offset)
         return chain(families, self._process_metrics.collect())
@@ -135,7 +136,9 @@ class Metrics:
         return tuple(family.spec for family in self._meters.families)
 
     def remove_endpoint(self, endpoint: str) -> None:
-        """Remove all metric series whose label names this endpoint, which was removed."""
+        """Remove all metric series that have this endpoint as a label value; the endpoint was
+        removed.
+        """
         for family in self._meters.families:
             for label in family.spec.labels:
                 if label in (ENDPOINT, PREFILL, DECODE):
@@ -144,8 +147,9 @@ class Metrics:
     def _requests(self, meters: FamilyFactory) -> None:
         self.requests_total: MetricFamily[Counter] = meters.counter(
             "penstock_requests_total",
-            "Requests by HTTP status and reason of the response. 499: the client disconnected; 0: "
-            "a request of a batch was pre-empted, and a later attempt continues it.",
+            "Requests by HTTP status and reason of the response. Status 499: the client "
+            "disconnected. Status 0: a batch request was pre-empted, and a later attempt "
+            "continues it.",
             *(MODEL, CODE, REASON),
         )
         self.shed_total: MetricFamily[Counter] = meters.counter(
@@ -155,26 +159,26 @@ class Metrics:
         )
         self.retries_total: MetricFamily[Counter] = meters.counter(
             "penstock_retries_total",
-            "Retries on another endpoint before the first byte, by the failure of the previous "
-            "attempt.",
+            "Retries on another endpoint before the first byte of the response, by the failure of "
+            "the attempt before.",
             KIND,
         )
         self.hedges_total: MetricFamily[Counter] = meters.counter(
             "penstock_hedges_total",
             "Requests that were also sent to a second endpoint because their first byte was late, "
-            "by that endpoint.",
+            "by second endpoint.",
             ENDPOINT,
         )
         self.resumes_total: MetricFamily[Counter] = meters.counter(
             "penstock_resumes_total",
             "Streams that broke after their first byte, by failure and by result: resumed on "
             "another endpoint, closed (only the end of the stream was missing), broke again, or "
-            "the reason why they were not resumed. Only for models with resume.",
+            "the reason why the stream could not be resumed. Only for models with resume.",
             *(REASON, RESUME_RESULT),
         )
         self.retry_budget_remaining: Gauge = meters.gauge(
             "penstock_retry_budget_remaining",
-            "Number of retries that the gateway's retry budget would allow now.",
+            "Number of further retries that the gateway's retry budget would allow now.",
         ).labels()
         self.client_disconnects_total: MetricFamily[Counter] = meters.counter(
             "penstock_client_disconnects_total",
@@ -185,46 +189,46 @@ class Metrics:
     def _latency(self, meters: FamilyFactory) -> None:
         self.ttft_seconds: MetricFamily[Histogram] = meters.histogram(
             "penstock_ttft_seconds",
-            "Time from the last byte of the request to the first token sent to the client.",
+            "Seconds from the last byte of a request to the first token sent to the client.",
             TTFT_BUCKETS_S,
             *(MODEL, ENDPOINT),
             has_exemplars=True,
         )
         self.tpot_seconds: MetricFamily[Histogram] = meters.histogram(
             "penstock_tpot_seconds",
-            "Mean time per output token after the first, one observation per request.",
+            "Mean seconds per output token after the first; one observation per request.",
             TPOT_BUCKETS_S,
             *(MODEL, ENDPOINT),
             has_exemplars=True,
         )
         self.itl_seconds: Histogram = meters.histogram(
             "penstock_itl_seconds",
-            "Time between two chunks of a stream as received from the engine; sampled for one "
+            "Seconds between two chunks of a stream, as received from the engine; sampled for one "
             "request in 32.",
             TPOT_BUCKETS_S,
         ).labels()
         self.e2e_seconds: MetricFamily[Histogram] = meters.histogram(
             "penstock_e2e_seconds",
-            "Time from the last byte of the request to the last byte of the response.",
+            "Seconds from the last byte of a request to the last byte of its response.",
             E2E_BUCKETS_S,
             MODEL,
         )
         self.queue_seconds: MetricFamily[Histogram] = meters.histogram(
             "penstock_queue_seconds",
-            "Time that a request waited for admission.",
+            "Seconds that a request waited for admission to its pool.",
             TTFT_BUCKETS_S,
             POOL,
         )
         self.overhead_seconds: Histogram = meters.histogram(
             "penstock_overhead_seconds",
-            "Time in the gateway from the last byte of a request to its dispatch to an endpoint, "
-            "without queueing.",
+            "Seconds in the gateway from the last byte of a request until it is sent to an "
+            "endpoint, without the wait for admission.",
             OVERHEAD_BUCKETS_S,
         ).labels()
         self.shed_seconds: Histogram = meters.histogram(
             "penstock_shed_seconds",
-            "Time from the last byte of a request to its refusal by admission control, with "
-            "queueing.",
+            "Seconds from the last byte of a request to its refusal by admission control, with "
+            "the wait for admission.",
             OVERHEAD_BUCKETS_S,
         ).labels()
 
@@ -238,61 +242,62 @@ class Metrics:
         )
         self.cost_usd_total: MetricFamily[Counter] = meters.counter(
             "penstock_cost_usd_total",
-            "Dollars of engine time by the requests that used it, with hardware.price_per_hour, "
-            "and of tokens at endpoints with a token_price. `tenant` is empty unless "
-            "observability.tenants is set.",
+            "Cost of requests in dollars: their share of the engines' time at "
+            "hardware.price_per_hour, or their tokens at endpoints with a token_price. `tenant` "
+            "is empty unless observability.tenants is set.",
             *(MODEL, CLASS, TENANT),
         )
         self.idle_cost_usd_total: MetricFamily[Counter] = meters.counter(
             "penstock_idle_cost_usd_total",
-            "Dollars of engine time without a request, by pool, with hardware.price_per_hour.",
+            "Cost in dollars of the time in which engines of a pool had no request, at "
+            "hardware.price_per_hour.",
             POOL,
         )
         self.overflow_total: MetricFamily[Counter] = meters.counter(
             "penstock_overflow_total",
-            "Requests served by a smaller model instead of being refused.",
+            "Requests that a smaller model served because they would otherwise have been refused.",
             *(MODEL, TIER),
         )
         self.ttft_prediction_error_ratio: Histogram = meters.histogram(
             "penstock_ttft_prediction_error_ratio",
-            "Relative error of the predicted time from the pick of an endpoint to the first token; "
-            "streamed responses only.",
+            "Relative error of the predicted time from the pick of an endpoint to the first "
+            "token. Streamed responses only.",
             RATIO_BUCKETS,
         ).labels()
         self.pick_regret_seconds: Histogram = meters.histogram(
             "penstock_pick_regret_seconds",
-            "Predicted time to first token at the picked endpoint minus that at the fastest one; "
-            "sampled for one pick in 32.",
+            "Predicted seconds to the first token at the picked endpoint, minus those at the "
+            "fastest candidate; sampled for one pick in 32.",
             TTFT_BUCKETS_S,
         ).labels()
         self.prefill_tokens_total: MetricFamily[Counter] = meters.counter(
             "penstock_prefill_tokens_total",
-            "Prompt tokens computed under a prefix-aware policy, by cause: never_seen, spread "
-            "(cached at another endpoint), evicted (no longer cached at the picked endpoint). The "
-            "last two are avoidable.",
+            "Prompt tokens that engines computed under a prefix-aware policy, by cause: "
+            "never_seen (cached nowhere), spread (cached at another endpoint), evicted (no longer "
+            "cached at the picked endpoint). The last two are avoidable.",
             CAUSE,
         )
 
     def _admission(self, meters: FamilyFactory) -> None:
         self.waiting: MetricFamily[Gauge] = meters.gauge(
-            "penstock_waiting", "Requests waiting for admission to a pool.", POOL
+            "penstock_waiting", "Requests that are waiting for admission to a pool.", POOL
         )
         self.queued_tokens: MetricFamily[Gauge] = meters.gauge(
             "penstock_queued_tokens",
-            "Prompt tokens of the requests waiting for admission to a pool.",
+            "Prompt tokens of the requests that are waiting for admission to a pool.",
             POOL,
         )
         self.admission_price: MetricFamily[Gauge] = meters.gauge(
             "penstock_admission_price",
-            "Price that a pool's admission sets for a typical request, in units of request value; "
-            "0 without congestion.",
+            "Price of admission to a pool for a typical request, in units of request value; 0 "
+            "without overload. Requests of lower value are refused more often as it rises.",
             POOL,
             merge=Merge.MAX,
         )
         self.admission_phi: MetricFamily[Gauge] = meters.gauge(
             "penstock_admission_session_share",
-            "Share of a pool's KV memory that running sessions may fill before new ones are "
-            "refused.",
+            "Share of a pool's KV memory (0 to 1) that running sessions may use before new "
+            "sessions are refused.",
             POOL,
             merge=Merge.MIN,
         )
@@ -300,110 +305,115 @@ class Metrics:
     def _endpoints(self, meters: FamilyFactory) -> None:
         self.inflight: MetricFamily[Gauge] = meters.gauge(
             "penstock_inflight",
-            "Requests that this gateway has sent to an endpoint and that have not ended.",
+            "Requests of this gateway in progress at an endpoint.",
             ENDPOINT,
         )
         self.endpoint_up: MetricFamily[Gauge] = meters.gauge(
             "penstock_endpoint_up",
-            "1 while an endpoint may be picked, 0 while it is dead, drained, ejected, or new and "
-            "not yet probed. Failed and new endpoints make up at most half a pool: further ones "
-            "may be picked and count 1, except those that refuse connections. An endpoint that "
-            "left the configuration keeps its value until its last response has ended.",
+            "1 while an endpoint may be picked. 0 while it is dead, drained, ejected, or new and "
+            "not yet probed. At most half a pool is out of rotation for failures: further failing "
+            "endpoints may be picked and count as 1, except those that refuse connections. An "
+            "endpoint that left the configuration keeps its value until its last response has "
+            "ended.",
             ENDPOINT,
             merge=Merge.MIN,
         )
         self.endpoint_slowness: MetricFamily[Gauge] = meters.gauge(
             "penstock_endpoint_slowness_ratio",
-            "Time of an endpoint relative to that of its peers for the same work, while it is "
-            "suspected of being slow or ejected for slowness; else 0.",
+            "How many times as long as its peers an endpoint takes for the same work, while it is "
+            "suspected of slowness or ejected for it; else 0.",
             ENDPOINT,
             merge=Merge.MAX,
         )
         self.ejections_total: MetricFamily[Counter] = meters.counter(
             "penstock_ejections_total",
-            "Ejections of an endpoint from routing, by reason.",
+            "Ejections of an endpoint (pauses in which it gets no requests), by reason.",
             *(ENDPOINT, REASON),
         )
         self.upstream_errors_total: MetricFamily[Counter] = meters.counter(
             "penstock_upstream_errors_total",
-            "Failures of an endpoint that the gateway has seen, by kind; one request may cause "
-            "several.",
+            "Failures at an endpoint that the gateway observed, by kind; one request may count "
+            "several times.",
             *(ENDPOINT, KIND),
         )
 
     def _tokens(self, meters: FamilyFactory) -> None:
         self.prompt_tokens_total: MetricFamily[Counter] = meters.counter(
             "penstock_prompt_tokens_total",
-            "Prompt tokens of answered requests, as reported by engines.",
+            "Prompt tokens of served requests, as reported by engines.",
             MODEL,
         )
         self.completion_tokens_total: MetricFamily[Counter] = meters.counter(
             "penstock_completion_tokens_total",
-            "Output tokens of answered requests, as reported by engines.",
+            "Output tokens of served requests, as reported by engines.",
             MODEL,
         )
         self.cached_tokens_total: MetricFamily[Counter] = meters.counter(
-            "penstock_cached_tokens_total", "Prompt tokens that engines reported as cached.", MODEL
+            "penstock_cached_tokens_total",
+            "Prompt tokens of served requests that engines reported as cached.",
+            MODEL,
         )
         self.prefix_lookup_tokens_total: Counter = meters.counter(
             "penstock_prefix_lookup_tokens_total",
-            "Prompt tokens of requests that were looked up in the prefix index.",
+            "Prompt tokens of all requests for which the prefix index was searched.",
         ).labels()
         self.prefix_hit_tokens_total: Counter = meters.counter(
             "penstock_prefix_hit_tokens_total",
-            "Prompt tokens that the prefix index believed to be cached at the picked endpoint.",
+            "Prompt tokens that, by the prefix index, were cached at the picked endpoint.",
         ).labels()
         self.prefix_index_bytes: Gauge = meters.gauge(
-            "penstock_prefix_index_bytes", "Memory that the prefix index uses."
+            "penstock_prefix_index_bytes", "Bytes of memory that the prefix index uses."
         ).labels()
 
     def _batches(self, meters: FamilyFactory) -> None:
         self.batch_requests_total: MetricFamily[Counter] = meters.counter(
             "penstock_batch_requests_total",
-            "Requests of batches by outcome: completed, failed, expired, cancelled; retried counts "
-            "attempts that are repeated.",
+            "Requests of batches by outcome: completed, failed, expired, cancelled, or retried "
+            "(an attempt that is repeated).",
             OUTCOME,
         )
         self.batch_preemptions_total: MetricFamily[Counter] = meters.counter(
             "penstock_batch_preemptions_total",
-            "Requests of batches that were stopped for other requests: kept (the answer is "
-            "continued from its tokens), restarted (it begins again), waiting (it had no token).",
+            "Batch requests that were stopped to make room for other requests: kept (the answer "
+            "continues after its tokens), restarted (the answer begins again), waiting (no token "
+            "was generated yet).",
             RESULT,
         )
         self.batch_kept_tokens_total: Counter = meters.counter(
             "penstock_batch_kept_tokens_total",
-            "Tokens of answers that were kept when a request of a batch was stopped.",
+            "Output tokens that were kept when their batch request was stopped.",
         ).labels()
         self.batch_backlog: Gauge = meters.gauge(
-            "penstock_batch_backlog", "Requests of batches that have no result yet."
+            "penstock_batch_backlog", "Batch requests that have no result yet."
         ).labels()
         self.batch_running: Gauge = meters.gauge(
-            "penstock_batch_running", "Requests of batches that are running now."
+            "penstock_batch_running", "Batch requests that are running now."
         ).labels()
 
     def _kv_events(self, meters: FamilyFactory) -> None:
         self.endpoint_cache_exact: MetricFamily[Gauge] = meters.gauge(
             "penstock_endpoint_cache_exact",
-            "1 while KV events say exactly what an endpoint has cached, 0 while it is guessed; "
-            "only for endpoints with kv_events.",
+            "1 while KV events report exactly what an endpoint has cached, 0 while the gateway "
+            "estimates it. Only for endpoints with kv_events.",
             ENDPOINT,
             merge=Merge.MIN,
         )
         self.kv_event_messages_total: MetricFamily[Counter] = meters.counter(
             "penstock_kv_event_messages_total",
-            "Messages of KV events from engines, by kind: applied, gap (messages were missing), "
-            "duplicate, restart (the engine began again).",
+            "Messages with KV events from engines, by kind: applied, gap (earlier messages are "
+            "missing), duplicate, restart (the engine restarted).",
             *(ENDPOINT, KIND),
         )
         self.kv_event_audits_total: MetricFamily[Counter] = meters.counter(
             "penstock_kv_event_audits_total",
-            "Answers whose number of cached tokens was compared with the index of KV events, by "
-            "result: right, wrong.",
+            "Answers whose number of cached tokens was compared with the number expected from KV "
+            "events, by result: right, wrong.",
             *(ENDPOINT, RESULT),
         )
         self.prompts_learned_total: MetricFamily[Counter] = meters.counter(
             "penstock_prompts_learned_total",
-            "Prompts that engines were asked to tokenize, by result: learned, failed.",
+            "Prompts whose token ids the gateway requested from an engine, by result: learned, "
+            "failed.",
             RESULT,
         )
 
@@ -411,62 +421,63 @@ class Metrics:
         self.split_decisions_total: MetricFamily[Counter] = meters.counter(
             "penstock_split_decisions_total",
             "Attempts to serve requests of models with a split, by decision (split, whole) and "
-            "reason.",
+            "its reason.",
             *(DECISION, REASON),
         )
         self.split_legs_total: MetricFamily[Counter] = meters.counter(
             "penstock_split_legs_total",
-            "Requests to engines that are halves of split requests, by role (prefill, decode) and "
-            "outcome.",
+            "Requests to engines that are one half of a split request, by role (prefill, decode) "
+            "and outcome.",
             *(ROLE, OUTCOME),
         )
         self.split_stage_seconds: MetricFamily[Histogram] = meters.histogram(
             "penstock_split_stage_seconds",
-            "Stages of the time to first token of split requests: queue (until the pick), prefill "
-            "(until its response is complete), transfer (until the decode endpoint's first byte), "
-            "first_token.",
+            "Seconds of each stage of a split request's time to first token: queue (until "
+            "endpoints are picked), prefill (until its response is complete), transfer (until the "
+            "decode endpoint's first byte), first_token.",
             TTFT_BUCKETS_S,
             STAGE,
         )
         self.split_handoff_seconds: MetricFamily[Histogram] = meters.histogram(
             "penstock_split_handoff_seconds",
-            "Time from the end of prefill to the first decoded token: KV transfer and the first "
-            "step.",
+            "Seconds from the end of a split request's prefill to its first decoded token: the KV "
+            "transfer and the first decode step.",
             TTFT_BUCKETS_S,
             MODEL,
         )
         self.split_leases_given_up_total: MetricFamily[Counter] = meters.counter(
             "penstock_split_leases_given_up_total",
-            "Handoffs of split requests whose KV was freed unread because no decode endpoint was "
-            "left for it, by reason.",
+            "Split requests whose prefilled KV was freed unread because no decode endpoint could "
+            "use it, by reason.",
             REASON,
         )
         self.split_pairs_total: MetricFamily[Counter] = meters.counter(
             "penstock_split_pairs_total",
-            "Attempts to serve a request by a prefill and a decode endpoint, by result: served, "
-            "failed.",
+            "Attempts to serve a split request, by prefill endpoint, decode endpoint and result: "
+            "served, failed.",
             *(PREFILL, DECODE, RESULT),
         )
 
     def _shared(self, meters: FamilyFactory) -> None:
         self.shared_up: Gauge = meters.gauge(
             "penstock_shared_up",
-            "1 while this gateway is connected to the others; 0 without shared state.",
+            "1 while this gateway is connected to the other gateways, else 0; also 0 without "
+            "shared state.",
             merge=Merge.MIN,
         ).labels()
         self.shared_staleness_seconds: Gauge = meters.gauge(
             "penstock_shared_staleness_seconds",
-            "Time since messages of other gateways could last be received.",
+            "Seconds since messages of other gateways could last be received; 0 while they can.",
             merge=Merge.MAX,
         ).labels()
         self.shared_peers: Gauge = meters.gauge(
             "penstock_shared_peers",
-            "Other gateways that sent a message within the last two seconds.",
+            "Number of other gateways that sent a message within the last two seconds.",
             merge=Merge.MIN,
         ).labels()
         self.shared_messages_total: MetricFamily[Counter] = meters.counter(
             "penstock_shared_messages_total",
-            "Messages between gateways, by kind and direction (in, out).",
+            "Messages between gateways, by kind and direction (in: received, out: sent).",
             *(KIND, DIRECTION),
         )
         self.shared_dropped_total: MetricFamily[Counter] = meters.counter(
@@ -477,46 +488,47 @@ class Metrics:
         )
         self.blind_picks_total: Counter = meters.counter(
             "penstock_blind_picks_total",
-            "Prefix-aware picks of endpoints before this gateway had received the other gateways' "
-            "prefix index.",
+            "Picks by a prefix-aware policy that were made before the prefix index of the other "
+            "gateways had arrived.",
         ).labels()
 
     def _process(self, meters: FamilyFactory, process: FamilyFactory) -> None:
         self.config_version_info: MetricFamily[Gauge] = meters.gauge(
             "penstock_config_version_info",
-            "1 for the configuration in force, by version and hash of its text.",
+            "1 for the current configuration, with its version and the hash of its text as labels.",
             *(VERSION, HASH),
             merge=Merge.LAST,
         )
         self.config_reload_total: MetricFamily[Counter] = meters.counter(
             "penstock_config_reload_total",
-            "Configuration changes by result: applied, unchanged, rejected, rolled_back (by "
-            "auto_rollback).",
+            "Attempts to change the configuration, by result: applied, unchanged, rejected, "
+            "rolled_back (by auto_rollback).",
             RESULT,
         )
         self.config_last_reload_successful: Gauge = meters.gauge(
             "penstock_config_last_reload_successful",
-            "1 if the last configuration change was applied, 0 if it was rejected.",
+            "1 if the last change of the configuration was applied, 0 if it was rejected.",
             merge=Merge.MIN,
         ).labels()
         self.config_applied_timestamp_seconds: Gauge = meters.gauge(
             "penstock_config_applied_timestamp_seconds",
-            "Unix time at which the configuration in force was applied.",
+            "Unix time in seconds at which the current configuration was applied.",
             merge=Merge.MAX,
         ).labels()
         self.config_swap_seconds: Histogram = meters.histogram(
             "penstock_config_swap_seconds",
-            "Time that the event loop was blocked to put a new configuration in force.",
+            "Seconds for which applying a new configuration blocked the event loop.",
             OVERHEAD_BUCKETS_S,
         ).labels()
         self.loop_lag_seconds: Histogram = process.histogram(
             "penstock_loop_lag_seconds",
-            "Delay with which a timer of the event loop fires, a sign that the loop was blocked.",
+            "Seconds by which a timer of the event loop fires late, which shows how long the loop "
+            "was blocked.",
             OVERHEAD_BUCKETS_S,
         ).labels()
         self.bytes_out_total: Counter = process.counter(
             "penstock_bytes_out_total", "Bytes of responses sent to clients."
         ).labels()
         self.open_streams: Gauge = process.gauge(
-            "penstock_open_streams", "Requests that were admitted and have not ended yet."
+            "penstock_open_streams", "Requests that were admitted and are in progress."
         ).labels()

@@ -1,4 +1,6 @@
-"""The metrics of workload drift: how far the requests of a pool are from what it was sized for."""
+"""The metrics of workload drift: how far a pool's requests are from the workload that it was sized
+for.
+"""
 
 from __future__ import annotations
 
@@ -9,32 +11,35 @@ MEASURE = Label("measure", 4)
 
 
 class DriftMetrics:
-    """The metric families of drift detection; with workers, the supervisor updates them."""
+    """The metric families of drift detection. With several workers, the supervisor updates them."""
 
     def __init__(self, meters: MetricRegistry) -> None:
         drift = meters.section(Row.CONFIGURATION, "drift/monitor.py")
         self.psi: MetricFamily[Gauge] = drift.gauge(
             "penstock_drift_psi",
-            "Population stability index of a pool's last window of requests against its sized_for, "
-            "by measure: prompt, output, uncached, turns.",
+            "Population stability index between a pool's last window of requests (ten minutes or "
+            "more) and its sized_for, by measure: prompt, output, uncached, turns.",
             *(POOL, MEASURE),
             merge=Merge.MAX,
         )
         self.alarm: MetricFamily[Gauge] = drift.gauge(
             "penstock_drift_alarm",
-            "1 while a measure was above 0.2 in the last two windows of a pool, else 0.",
+            "1 while the population stability index of a measure was above 0.2 in the last two "
+            "windows of a pool, else 0.",
             *(POOL, MEASURE),
             merge=Merge.MAX,
         )
         self.rate: MetricFamily[Gauge] = drift.gauge(
             "penstock_drift_rate_ratio",
-            "Requests of a pool's last window over those of the same hour in its sized_for.",
+            "Request rate of a pool's last window, divided by the rate of the same hour in its "
+            "sized_for.",
             POOL,
             merge=Merge.MAX,
         )
         self.windows: MetricFamily[Counter] = drift.counter(
             "penstock_drift_windows_total",
-            "Windows of ten minutes or more that were compared with a pool's sized_for.",
+            "Windows of requests (ten minutes or more each) that were compared with a pool's "
+            "sized_for.",
             POOL,
         )
 

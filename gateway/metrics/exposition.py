@@ -1,4 +1,4 @@
-"""Renders metrics in Prometheus' text format, or in OpenMetrics', which supports exemplars.
+"""Renders metrics in the text format of Prometheus, or in OpenMetrics, which supports exemplars.
 
 The values come from gateway/metrics/metric_types.py and gateway/workers/metrics_merge.py.
 """
@@ -32,18 +32,18 @@ _FAMILIES: Mapping[str, Callable[..., Metric]] = {
 
 
 PART_SERIES, PART_HISTOGRAMS = 128, 16
-"""Number of series, or of histograms, that are rendered at a time."""
+"""Number of series, or of histograms, that are rendered before other work may run."""
 
 _HEADER = re.compile(rb"\A(?:# [^\n]*\n)*")
 
 
 def wants_openmetrics(accept: str) -> bool:
-    """Return whether a scraper with this Accept header should receive OpenMetrics."""
+    """Return whether a scraper that sends this Accept header prefers OpenMetrics."""
     return "application/openmetrics-text" in accept
 
 
 def content_type(*, exemplars: bool) -> str:
-    """Return the Content-Type of a metrics page; a page with exemplars is OpenMetrics."""
+    """Return the Content-Type of a metrics page. A page with exemplars is OpenMetrics."""
     return OPENMETRICS if exemplars else PROMETHEUS
 
 
@@ -53,7 +53,9 @@ def render_page(readings: Iterable[FamilyReading], *, exemplars: bool) -> bytes:
 
 
 def page_end(*, exemplars: bool) -> bytes:
-    """Return the last line of a metrics page; "# EOF" ends OpenMetrics, other pages have none."""
+    """Return the last line of a metrics page: "# EOF" for OpenMetrics, "" for the Prometheus
+    format.
+    """
     return OPENMETRICS_EOF if exemplars else b""
 
 
@@ -71,7 +73,8 @@ def render_family(reading: FamilyReading, *, exemplars: bool) -> bytes:
 def render_family_in_parts(reading: FamilyReading, *, exemplars: bool) -> Iterator[bytes]:
     """Yield the text of one metric family, a few series at a time.
 
-    The family of a thousand endpoints takes long, so other work can run in between.
+    Rendering the family of a thousand endpoints takes long, so other work can run between two
+    parts.
     """
     labels = list(reading.values)
     size = PART_HISTOGRAMS if reading.spec.buckets else PART_SERIES

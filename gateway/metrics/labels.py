@@ -1,4 +1,4 @@
-"""The labels that several metrics use, and the rows of the dashboards."""
+"""The labels that several metrics share, and the rows of the dashboards."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """Counters, gauges and histograms whose update costs little more than incrementing a list element.
 
 The histograms of prometheus-client take a lock and 2.3 us per observation. A gateway runs in one
-thread, so these metrics keep plain lists. The event loop's thread owns all values: a scrape from
-another thread could read a half-updated histogram. The metrics themselves are in catalogue.py, the
-text of a scrape in exposition.py. No I/O and no clock.
+thread, so these metrics use plain lists without a lock. Only the event loop's thread may read and
+update them. catalogue.py declares the metrics, and exposition.py writes the text of a scrape. No
+I/O and no clock.
 """
 
 from __future__ import annotations
@@ -20,11 +20,13 @@ import msgspec
 from gateway.metrics.quantile_sketch import MAX_VALUE, MIN_VALUE, PER_LOG
 
 OTHER_VALUES = "other"
-"""The label value that stands for all values beyond the label's maximum number of values."""
+"""The label value that stands for all further values when a label has reached its maximum number of
+values.
+"""
 
 
 class Label(msgspec.Struct, frozen=True):
-    """A metric label. Beyond `max_values` different values, further ones are counted as
+    """A metric label. It has at most `max_values` different values; further ones are counted as
     OTHER_VALUES.
     """
 
@@ -33,7 +35,9 @@ class Label(msgspec.Struct, frozen=True):
 
 
 class Merge(StrEnum):
-    """How the values that several processes report for one metric series are merged into one."""
+    """How the values that several worker processes report for one metric series are combined into
+    one.
+    """
 
     SUM = "sum"
     MAX = "max"
@@ -43,26 +47,30 @@ class Merge(StrEnum):
 
 POOL = "pool"
 POOL_LABELS = ("endpoint", "prefill", "model")
-"""Labels from which the pool of a series can be derived, the most reliable first."""
+"""Labels from which the pool of a series can be derived, the most reliable label first."""
 
 PoolByLabel = Mapping[tuple[str, str], str]
-"""The name of the pool for each (label, label value)."""
+"""The name of the pool for each pair (label, label value)."""
 
 UNITS = ("seconds", "bytes", "tokens", "ratio")
 
 RequestExemplar = tuple[float, float, str, str]
-"""An exemplar: the value, its time (monotonic seconds), the request id, and the trace id or ""."""
+"""An exemplar: a value in seconds, its time in monotonic seconds, the request id, and the trace id
+or "".
+"""
 
 
 class FamilySpec(msgspec.Struct, frozen=True):
     """The specification of a metric family: its name, type, labels and help text.
 
-    The family's documentation, dashboard panel and merging are derived from it.
+    The family's documentation, its dashboard panel and the merging of its values are derived from
+    it.
 
     buckets        upper bounds of a histogram's buckets, ascending, without +Inf
     owner          the module that updates the metric
     row            the dashboard row that shows the metric
-    has_exemplars  whether each bucket stores its newest request, and a sketch gives exact quantiles
+    has_exemplars  whether each bucket stores its newest request, and a quantile sketch counts the
+                   same values
     """
 
     name: str
@@ -103,7 +111,8 @@ class FamilySpec(msgspec.Struct, frozen=True):
 
 
 class HistogramValue(msgspec.Struct, frozen=True, array_like=True):
-    """The value of a histogram: observations per bucket (not cumulative) and their sum.
+    """The value of a histogram: the number of observations in each bucket (not cumulative), and
+    their sum.
 
     exemplars  the newest request of each bucket, with its Unix time; empty unless requested
     """
@@ -157,7 +166,7 @@ class Gauge:
         self.value += amount
 
     def set_function(self, function: Callable[[], float | None]) -> None:
-        """Compute the gauge by `function` at each scrape from now on.
+        """Compute the gauge by calling `function` at each scrape from now on.
 
         The function must be fast and must not raise. While it returns None, the series is left out
         of scrapes.
@@ -171,11 +180,11 @@ class Gauge:
 
 class Histogram:
     """A histogram: counts[i] is the number of values in (bounds[i-1], bounds[i]]; the last count is
-    of all values above.
+    that of all larger values.
 
     exemplars  the newest request of each bucket
-    sketch     the same values in finer buckets (quantile_sketch.py), for quantiles; only
-               observe_request() updates it
+    sketch     a quantile sketch of the same values (quantile_sketch.py); only observe_request()
+               updates it
     """
 
     __slots__ = ("_bounds", "counts", "exemplars", "sketch", "sum")
@@ -188,12 +197,12 @@ class Histogram:
         self.sum = 0.0
 
     def observe(self, value: float) -> None:
-        """Count `value` in the histogram, in the unit that the metric's name ends with."""
+        """Count `value` in its bucket; the unit is that in the metric's name, such as seconds."""
         self.counts[bisect_left(self._bounds, value)] += 1
         self.sum += value
 
     def observe_request(self, mark: RequestExemplar) -> None:
-        """Count the exemplar's value in the histogram, and store the exemplar as the newest of its
+        """Count an exemplar's value in its bucket, and store the exemplar as the newest of the
         bucket.
         """
         value = mark[0]
@@ -207,9 +216,9 @@ class Histogram:
         self.exemplars[index] = mark
 
     def snapshot(self, unix_offset: float | None = None) -> HistogramValue:
-        """Return the present value of the histogram, with exemplars if `unix_offset` is given.
+        """Return the current value of the histogram, with exemplars if `unix_offset` is given.
 
-        unix_offset  Unix time minus monotonic time, to convert the exemplars' times
+        unix_offset  Unix time minus monotonic time in seconds, to convert the exemplars' times
         """
         marks: list[RequestExemplar | None] = []
         if unix_offset is not None:
@@ -226,9 +235,10 @@ MetricT = TypeVar("MetricT", Counter, Gauge, Histogram)
 
 
 class MetricFamily(Generic[MetricT]):
-    """One metric with a child (Counter, Gauge or Histogram) per combination of label values.
+    """One metric, with a child (Counter, Gauge or Histogram) for each combination of label values.
 
-    A caller should look its child up once and keep it, because updates are then cheap.
+    A caller should look up its child once and keep a reference to it, because the lookup costs more
+    than an update.
     """
 
     __slots__ = ("_children", "_create", "_label_values", "spec")
@@ -249,8 +259,9 @@ class MetricFamily(Generic[MetricT]):
         return child if child is not None else self._add(values)
 
     def remove_children(self, label: str, value: str) -> None:
-        """Remove every child of the metric whose `label` has this value, and stop counting the
-        value.
+        """Remove every child of the metric whose `label` has this value.
+
+        The value then no longer counts towards the label's maximum.
         """
         index = [spec_label.name for spec_label in self.spec.labels].index(label)
         self._label_values[index].discard(value)
@@ -259,7 +270,7 @@ class MetricFamily(Generic[MetricT]):
         }
 
     def clear(self) -> None:
-        """Remove every child of the family, that is, every series of the metric."""
+        """Remove every child of the family, that is, all series of the metric."""
         self._children = {}
         for values in self._label_values:
             values.clear()
@@ -289,7 +300,7 @@ AnyFamily = MetricFamily[Counter] | MetricFamily[Gauge] | MetricFamily[Histogram
 
 
 class FamilyFactory:
-    """Creates the metric families of one owner (module) that belong to one dashboard row."""
+    """Creates the metric families that one module updates and that one dashboard row shows."""
 
     __slots__ = ("_families", "_owner", "_row")
 
@@ -301,7 +312,7 @@ class FamilyFactory:
     def counter(self, name: str, text: str, *labels: Label) -> MetricFamily[Counter]:
         """Create a family of counters. Raises ValueError unless the name ends in _total.
 
-        With this suffix, the Prometheus and OpenMetrics names are the same.
+        With this suffix, the name is the same in Prometheus and OpenMetrics.
         """
         if not name.endswith("_total"):
             raise ValueError(f"the name of the counter {name} must end in _total")
@@ -312,7 +323,10 @@ class FamilyFactory:
     def gauge(
         self, name: str, text: str, *labels: Label, merge: Merge = Merge.SUM
     ) -> MetricFamily[Gauge]:
-        """Create a family of gauges; `merge` says how values of several processes are merged."""
+        """Create a family of gauges.
+
+        `merge` is how the values of several worker processes are combined.
+        """
         spec = msgspec.structs.replace(self._spec(name, "gauge", text, labels), merge=merge)
         family = MetricFamily(spec, Gauge)
         self._families.append(family)
@@ -326,9 +340,9 @@ class FamilyFactory:
         *labels: Label,
         has_exemplars: bool = False,
     ) -> MetricFamily[Histogram]:
-        """Create a family of histogram metrics.
+        """Create a family of histograms.
 
-        `bounds` are the ascending upper bounds of their buckets.
+        `bounds` are the ascending upper bounds of their buckets, in the unit of the metric's name.
         """
         spec = self._spec(name, "histogram", text, labels)
         spec = msgspec.structs.replace(spec, buckets=bounds, has_exemplars=has_exemplars)
@@ -341,9 +355,7 @@ class FamilyFactory:
 
 
 class MetricRegistry:
-    """The metric families of one process. Each gateway process creates one registry; none is
-    global.
-    """
+    """The metric families of one process. Each gateway process creates its own registry."""
 
     def __init__(self) -> None:
         self.families: list[AnyFamily] = []
@@ -354,10 +366,10 @@ class MetricRegistry:
     def collect(
         self, pools: PoolByLabel, unix_offset: float | None = None
     ) -> Iterator[FamilyReading]:
-        """Yield the present values of each metric family.
+        """Yield the current values of each metric family.
 
         pools        the pool of each endpoint and model, for the pool label
-        unix_offset  Unix time minus monotonic time; if given, buckets have exemplars
+        unix_offset  Unix time minus monotonic time in seconds; if given, buckets have exemplars
         """
         for family in self.families:
             values = _values(family, unix_offset)

@@ -1,4 +1,6 @@
-"""The metrics of mirrors, which compare live answers with those of candidate engines."""
+"""The metrics of mirrors, which compare answers to live requests with those of candidate
+engines.
+"""
 
 from __future__ import annotations
 
@@ -9,33 +11,35 @@ MEASURE = Label("measure", 8)
 
 
 class MirrorMetrics:
-    """The metric families of mirrors: requests, tokens, and the last verdict."""
+    """The metric families of mirrors: sampled requests, tokens, and the last verdict."""
 
     def __init__(self, meters: MetricRegistry) -> None:
         mirror = meters.section(Row.CONFIGURATION, "trials/mirror.py")
         self.requests: MetricFamily[Counter] = mirror.counter(
             "penstock_mirror_requests_total",
             "Sampled requests of a pool with a mirror, by result: compared, busy (too many at "
-            "once), budget, loaded (no idle capacity), down (no candidate), unsuitable, unanswered "
-            "(by the client's engine), failed (the base did not answer again).",
+            "once), budget (token budget used up), loaded (no idle capacity), down (no candidate "
+            "engine), unsuitable, unanswered (the client's engine failed), failed (the client's "
+            "engine did not answer the copy).",
             *(POOL, RESULT),
         )
         self.tokens: MetricFamily[Counter] = mirror.counter(
             "penstock_mirror_tokens_total",
-            "Tokens of prompts and answers that a pool's mirror has spent at engines.",
+            "Tokens of prompts and answers that the engines processed for a pool's mirror.",
             POOL,
         )
         self.loss: MetricFamily[Gauge] = mirror.gauge(
             "penstock_mirror_loss",
-            "By how much the candidate differs from the base more than the base from itself, in "
-            "the last block of compared requests, by measure.",
+            "Difference between the candidate's answers and those of the client's engine, minus "
+            "the difference between two answers of the client's engine. Mean of the last block of "
+            "compared requests, by measure; positive if the candidate is worse.",
             *(POOL, MEASURE),
             merge=Merge.MAX,
         )
         self.worse: MetricFamily[Gauge] = mirror.gauge(
             "penstock_mirror_worse",
-            "1 if the candidate was worse than chance explains in the last block of compared "
-            "requests, else 0.",
+            "1 if, in the last block of compared requests, the candidate was worse than chance "
+            "explains, else 0.",
             POOL,
             merge=Merge.MAX,
         )

@@ -1,4 +1,4 @@
-"""The standard process_* metrics: memory, CPU time and file descriptors of this process."""
+"""The standard process_* metrics of this process: memory, CPU time and file descriptors."""
 
 from __future__ import annotations
 

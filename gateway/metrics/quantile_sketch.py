@@ -1,8 +1,8 @@
 """Quantile sketch: quantiles with 1 % relative error in bounded memory, from logarithmic buckets.
 
-Bucket k counts values in (G**(k-1), G**k] with G = 1.01 / 0.99. A bucket is represented by the
-value that is within 1 % of all values in it. Counts of several processes, or of two moments, can be
-added and subtracted per bucket. Source: DDSketch (Masson, Rim, Lee; VLDB 2019), here with a fixed
+Bucket k counts values in (G**(k-1), G**k] with G = 1.01 / 0.99. A bucket is represented by a value
+that is within 1 % of all values in it. Counts of several processes, or of two moments, can be added
+and subtracted bucket by bucket. Source: DDSketch (Masson, Rim, Lee; VLDB 2019), here with a fixed
 range instead of collapsing buckets.
 """
 
@@ -13,8 +13,9 @@ from math import ceil, log
 
 RELATIVE_ERROR = 0.01
 MIN_VALUE, MAX_VALUE = 1e-6, 1e5
-"""The range of the sketch in seconds, divided into 1,268 buckets. Values outside count as the
-nearest bound."""
+"""The range of the sketch in seconds, divided into 1,268 buckets. Values outside are counted as the
+nearest bound.
+"""
 
 _GROWTH = (1 + RELATIVE_ERROR) / (1 - RELATIVE_ERROR)
 PER_LOG = 1 / log(_GROWTH)
@@ -26,7 +27,7 @@ EMPTY: BucketCounts = {}
 
 
 def bucket_of(value: float) -> int:
-    """Return the number of the sketch's bucket that counts `value`.
+    """Return the number of the sketch's bucket that counts `value`, which is in seconds.
 
     metric_types.py repeats this code to save a call per request.
     """
@@ -43,7 +44,7 @@ def value_of(bucket: int) -> float:
 
 
 def quantile(counts: BucketCounts, share: float) -> float | None:
-    """Return the value that `share` (0 to 1) of a sketch's observations do not exceed; None without
+    """Return the quantile of a sketch's observations at `share` (0 to 1); None without
     observations.
     """
     wanted, below = share * sum(counts.values()), 0
@@ -68,7 +69,7 @@ def merge_counts(parts: Iterable[BucketCounts]) -> BucketCounts:
 
 
 def difference(after: BucketCounts, before: BucketCounts) -> BucketCounts:
-    """Return the bucket counts of what a sketch counted between two moments.
+    """Return the bucket counts of the observations between two moments: `after` minus `before`.
 
     If the sketch was reset in between, all of `after` is returned.
     """
@@ -80,5 +81,5 @@ def difference(after: BucketCounts, before: BucketCounts) -> BucketCounts:
 
 
 def round_seconds(seconds: float | None) -> float | None:
-    """Return a duration in seconds rounded to 10 us for display, or None if it is None."""
+    """Return a duration in seconds, rounded to 10 us for display; None stays None."""
     return None if seconds is None else round(seconds, 5)

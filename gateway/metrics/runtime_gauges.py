@@ -1,6 +1,6 @@
 """Gauges that are computed from live objects at each scrape, and cost nothing in between.
 
-Metrics that events update are in gateway/metrics/catalogue.py.
+Metrics that are updated when events happen are in gateway/metrics/catalogue.py.
 """
 
 from __future__ import annotations
@@ -37,7 +37,9 @@ class ObservedUpstream(Protocol):
     """The properties of the connections to one engine that gauges read."""
 
     def silence_duration_s(self, now: float, /) -> float:
-        """Return for how many seconds the engine has sent nothing while requests wait for it."""
+        """Return the seconds for which the engine has sent nothing while requests wait for it; 0
+        while none waits.
+        """
 
 
 class ObservedEndpoint(Protocol):
@@ -78,7 +80,9 @@ def _state_function(live: ObservedEndpoint, state: HealthState) -> Callable[[], 
 
 
 class RuntimeGauges:
-    """Metric families whose values are functions of live objects, attached by their owners."""
+    """Metric families whose values are computed from live objects; the objects' owners attach
+    them.
+    """
 
     def __init__(self, meters: MetricRegistry) -> None:
         self._endpoint(meters.section(Row.ENDPOINTS, "metrics/runtime_gauges.py"))
@@ -87,7 +91,7 @@ class RuntimeGauges:
             meters.section(Row.SPLIT, "disagg/handoffs.py")
             .gauge(
                 "penstock_split_live",
-                "Split requests that are running and hold KV memory at one endpoint or both.",
+                "Split requests in progress that hold KV memory at one endpoint or at both.",
             )
             .labels()
         )
@@ -101,7 +105,7 @@ class RuntimeGauges:
         )
 
     def attach_endpoint(self, live: ObservedEndpoint, clock: Callable[[], float]) -> None:
-        """Attach the gauges of an endpoint to the endpoint's live state; `clock` returns monotonic
+        """Make an endpoint's gauges read its live state at each scrape; `clock` returns monotonic
         seconds.
         """
         name, load, others = live.endpoint.name, live.load, live.load.peer_load
@@ -133,8 +137,8 @@ class RuntimeGauges:
         )
         self.endpoint_progress_age: MetricFamily[Gauge] = meters.gauge(
             "penstock_endpoint_progress_age_seconds",
-            "Time since an endpoint with requests in flight last sent a byte; 0 while no request "
-            "waits for it.",
+            "Seconds since an endpoint with requests in progress last sent a byte; 0 while no "
+            "request waits for one.",
             ENDPOINT,
             merge=Merge.MIN,
         )
@@ -152,23 +156,23 @@ class RuntimeGauges:
         )
         self.endpoint_kv_usage: MetricFamily[Gauge] = meters.gauge(
             "penstock_endpoint_kv_usage_ratio",
-            "Share of the engine's KV memory in use, as the engine reports it.",
+            "Share of the engine's KV memory in use (0 to 1), as the engine reports it.",
             ENDPOINT,
             merge=Merge.LAST,
         )
         self.endpoint_prefill_tokens: MetricFamily[Gauge] = meters.gauge(
             "penstock_endpoint_prefill_backlog_tokens",
-            "Prompt tokens of requests at an endpoint that have not received their first token.",
+            "Prompt tokens of requests at an endpoint that wait for their first token.",
             ENDPOINT,
         )
         self.endpoint_decode_tokens: MetricFamily[Gauge] = meters.gauge(
             "penstock_endpoint_context_tokens",
-            "Prompt tokens of the requests that an endpoint is decoding.",
+            "Prompt tokens of requests at an endpoint that are being decoded.",
             ENDPOINT,
         )
         self.endpoint_scrape_age: MetricFamily[Gauge] = meters.gauge(
             "penstock_endpoint_scrape_age_seconds",
-            "Time since an endpoint last reported its load.",
+            "Seconds since an endpoint last reported its load.",
             ENDPOINT,
             merge=Merge.MIN,
         )
@@ -179,33 +183,34 @@ class RuntimeGauges:
         ).labels()
         self.connections_refused_total: MetricFamily[Counter] = meters.counter(
             "penstock_connections_refused_total",
-            "Client connections closed, or their unread bytes dropped, by the limit that was "
-            "reached.",
+            "Client connections that were closed, or whose unread bytes were dropped, by the "
+            "limit that was reached.",
             LIMIT,
         )
         self.tls_handshake_failures_total: MetricFamily[Counter] = meters.counter(
             "penstock_tls_handshake_failures_total",
-            "TLS handshakes of clients that failed or timed out, by listener: api, admin.",
+            "Client TLS handshakes that failed or timed out, by listener: api, admin.",
             LISTENER,
         )
         self.tls_not_after: MetricFamily[Gauge] = meters.gauge(
             "penstock_tls_certificate_not_after_timestamp_seconds",
-            "Unix time at which the first of a listener's certificates in use expires.",
+            "Unix time in seconds at which the first of a listener's certificates in use expires.",
             LISTENER,
             merge=Merge.MIN,
         )
         self.body_bytes: Gauge = meters.gauge(
-            "penstock_body_bytes", "Memory that request bodies take, which a retry may need."
+            "penstock_body_bytes",
+            "Bytes of memory for request bodies that are kept because a retry may need them.",
         ).labels()
         self.tasks: Gauge = meters.gauge(
             "penstock_tasks",
-            "Number of tasks in the event loop: a few per endpoint; most requests need none.",
+            "Number of tasks in the event loop. Each endpoint has a few; most requests need none.",
         ).labels()
         self.log_lines_dropped_total: Counter = meters.counter(
             "penstock_log_lines_dropped_total",
             "Access log lines that could not be written, for example to a full disk or a blocked "
             "pipe.",
         ).labels()
-        text = "Always 1, with the version as label, and whether the hot path is compiled."
+        text = "Always 1; the labels are the version and whether the hot path is compiled."
         build = meters.gauge("penstock_build_info", text, *BUILD, merge=Merge.LAST)
         build.labels(program_version(), str(is_compiled()).lower()).set(1)

@@ -1,4 +1,4 @@
-"""The metrics of routing policies on trial: shadow policies, and both arms of a canary."""
+"""The metrics of routing policies on trial: shadow policies, and the two arms of a canary."""
 
 from __future__ import annotations
 
@@ -12,43 +12,44 @@ SLO_OUTCOME = Label("slo_outcome", 16)
 
 
 class TrialMetrics:
-    """The metric families that report how routing policies on trial (shadows, canaries) perform."""
+    """The metric families of routing policies on trial: shadow policies and canaries."""
 
     def __init__(self, meters: MetricRegistry, ttft_buckets_s: tuple[float, ...]) -> None:
         shadow = meters.section(Row.CONFIGURATION, "trials/shadow.py")
         self.picks: MetricFamily[Counter] = shadow.counter(
             "penstock_shadow_picks_total",
-            "Picks compared with a shadow policy's, by result: agreed, differed, no_endpoint (it "
-            "found none), failed.",
+            "Picks for which a shadow policy's own pick was compared, by result: agreed, "
+            "differed, no_endpoint (the shadow policy found none), failed.",
             *(POOL, POLICY, RESULT),
         )
         self.ttft: MetricFamily[Counter] = shadow.counter(
             "penstock_shadow_ttft_seconds_total",
-            "Predicted seconds by which first tokens would have come sooner, or later, if a shadow "
-            "policy's picks had been used.",
+            "Sum of the predicted seconds by which first tokens would have come sooner, or later, "
+            "with a shadow policy's picks.",
             *(POOL, POLICY, DIRECTION),
         )
         self.tokens: MetricFamily[Counter] = shadow.counter(
             "penstock_shadow_cached_tokens_total",
-            "Prompt tokens believed to be cached at a shadow policy's picks in excess of those at "
-            "the actual picks (more, fewer).",
+            "Sum of the prompt tokens by which a shadow policy's picks had more, or fewer, cached "
+            "than the actual picks, by the prefix index.",
             *(POOL, POLICY, DIRECTION),
         )
         self.cost: MetricFamily[Counter] = shadow.counter(
             "penstock_shadow_cost_seconds_total",
-            "CPU time spent on evaluating a shadow policy.",
+            "CPU seconds spent on evaluating a shadow policy.",
             *(POOL, POLICY),
         )
         canary = meters.section(Row.CONFIGURATION, "trials/canary.py")
         self.requests: MetricFamily[Counter] = canary.counter(
             "penstock_canary_requests_total",
-            "Requests of a pool with a canary by arm (primary, canary) and SLO outcome, as in "
-            "penstock_goodput_total; unknown if it is not known.",
+            "Requests of a pool with a canary, by arm (primary, canary) and by SLO outcome as in "
+            "penstock_goodput_total, or unknown.",
             *(POOL, ARM, SLO_OUTCOME),
         )
         self.first_tokens: MetricFamily[Histogram] = canary.histogram(
             "penstock_canary_ttft_seconds",
-            "Time from the last byte of a request to its first token, by arm of its pool's canary.",
+            "Seconds from the last byte of a request to its first token, by arm of its pool's "
+            "canary.",
             ttft_buckets_s,
             *(POOL, ARM),
             has_exemplars=True,

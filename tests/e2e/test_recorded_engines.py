@@ -102,7 +102,7 @@ def test_an_engines_own_metrics_show_its_load(
 def test_an_engine_without_a_health_page_is_up_by_its_list_of_models(tmp_path: Path) -> None:
     with recorded_engine("ollama") as engine, served(tmp_path, engine, "vllm") as gateway:
         assert endpoint(gateway)["state"] == "up"
-        assert "has no health page; its list of models stands for it" in gateway.stderr_text
+        assert "has no health page; its list of models is probed instead" in gateway.stderr_text
 
 
 def test_an_api_that_an_engine_has_not_implemented_is_no_failure_of_the_engine(
