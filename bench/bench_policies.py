@@ -50,8 +50,8 @@ def median_us(action: Callable[[int], object], texts: Sequence[bytes] = (b"",) *
 
 
 class Bench:
-    """Measures the time of the parts of a routing decision, for one prompt length and
-    fleet size.
+    """Measures how long the parts of a routing decision take, for one prompt length and fleet
+    size.
     """
 
     def __init__(self, tokens: int, endpoints: int) -> None:
@@ -172,7 +172,7 @@ class LedgerBench:
     def __init__(self, endpoints: int, gap_s: float, prompt_tokens: int, believed: bool) -> None:
         """Prepare an endpoint that receives a request every `gap_s` seconds.
 
-        prompt_tokens  length of the prompts
+        prompt_tokens  length of each prompt
         believed       whether the endpoint's speed has been learned
         """
         self.load = EndpointLoad(0)

@@ -37,7 +37,7 @@ BYTES_PER_TOKEN = 4
 
 @dataclass(frozen=True)
 class Pace:
-    """The duration of a measurement's warm-up and of its measured period, both in milliseconds."""
+    """How long a measurement warms up and how long it measures, both in milliseconds."""
 
     window_ms: int = 2500
     warmup_ms: int = 500
@@ -46,7 +46,7 @@ class Pace:
 Numbers = dict[str, float]
 """The results of one measurement, by metric.
 
-`others` is the share of the gateway's core that other processes used in the meantime.
+`others` is the share of the gateway's core (0 to 1) that other processes used in the meantime.
 """
 
 Measure = Callable[[Running, Pace, Path], Numbers]
@@ -56,8 +56,8 @@ Measure = Callable[[Running, Pace, Path], Numbers]
 class Row:
     """One row of the benchmark's result table: a measured quantity and its goals.
 
-    goals  by system: the highest allowed ratio to its value; with `added`, the highest allowed
-           difference
+    goals  by system: the highest allowed ratio of our value to its value; with `added`, the highest
+           allowed difference
     limit  the highest allowed value of Penstock itself
     """
 
@@ -74,7 +74,7 @@ class Cell:
     """One kind of traffic, the routing policy that each system uses for it, and its result rows.
 
     With `fresh`, each measurement starts a new process, because a process that has already served
-    streams keeps some of their memory.
+    streams does not return all of their memory.
     """
 
     policies: dict[str, str]
@@ -127,8 +127,9 @@ def paced(chunks: int, every_us: int, first_us: int, burst: int = 1, join: int =
 def prompt_tree(tokens: int, rng: random.Random) -> list[bytes]:
     """Build sixteen prompts of `tokens` tokens whose shared prefixes form a tree.
 
-    Four trunks have half the length. Each has four branches, which end at nine tenths. The load
-    generator then appends the request's number, so that no two requests share the end.
+    Four prefixes of half the length have four branches each, which are shared up to nine tenths of
+    the length. The load generator then appends the request's number, so that no two requests are
+    equal.
     """
     size = tokens * BYTES_PER_TOKEN
     trunks = [_text(size // 2, rng) for _ in range(4)]
@@ -264,7 +265,7 @@ def ttft_ms(rate: float) -> Measure:
 
 
 def find_half_load_rate(running: Running, work: Path) -> float:
-    """Find the rate of short streams per second at which this gateway's core is half busy."""
+    """Find the rate of short streams per second at which this gateway uses half of its core."""
     bodies = write_bodies(work / "short", [paced(*SHORT_STREAM)])
     rate = 500.0
     # The cost of a stream falls as more arrive at once, so measure again near the result.

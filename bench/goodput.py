@@ -48,7 +48,7 @@ DECODERS = ("F5:6p2d@50", "F5:4p4d@50")
 
 
 class Line(msgspec.Struct, frozen=True):
-    """One line of the file of goodput results: a digest of the measured code, and the
+    """One line of the file of goodput results: the digest of the measured code, and the
     measurement.
     """
 
@@ -98,7 +98,7 @@ def overload_cells(
     rule.
 
     `measurements` must include the capacities. Trace slices always have their full length, because
-    a third of one ends before the queues are full.
+    a third of a slice ends before the queues are full.
     """
     known = {
         (item.cell.workload, item.cell.seed): item.capacities["0.9"]
@@ -136,7 +136,7 @@ def trouble_cells(seeds: Iterable[int], quick: bool) -> Iterator[Cell]:
 
 
 def tenant_cells(seeds: Iterable[int], quick: bool) -> Iterator[Cell]:
-    """Yield the cells that measure a tenant next to another tenant with the same or ten times its
+    """Yield the cells that measure a tenant beside another tenant with the same or ten times its
     load.
     """
     for seed in seeds:
@@ -155,8 +155,8 @@ def tenant_cells(seeds: Iterable[int], quick: bool) -> Iterator[Cell]:
 
 
 def split_cells(seeds: Iterable[int], quick: bool) -> Iterator[Cell]:
-    """Yield the cells that find the capacity by TPOT budget, with and without splitting prefill and
-    decode.
+    """Yield the cells that find the capacity by TPOT budget, both with prefill and decode split and
+    without.
     """
     rivals = [("F1", "priced"), ("F1", "llmd_blend"), ("F1:pairs", "priced")]
     rivals += [(fleet, "prefix_aware") for fleet in DECODERS]
@@ -177,7 +177,7 @@ def split_cells(seeds: Iterable[int], quick: bool) -> Iterator[Cell]:
 class Results:
     """The results of finished cells in build/goodput/results.jsonl.
 
-    This class is the only writer of that file.
+    Only this class writes that file.
     """
 
     def __init__(self, folder: Path, any_code: bool) -> None:

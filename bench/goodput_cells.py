@@ -34,16 +34,17 @@ CLASSES = {
     "batch": Slo("batch", 30.0, 0.2, 0.5),
 }
 GRID_S = 3.0
-"""Resolution in seconds of Mooncake's timestamps; each seed spreads requests with equal timestamps
-differently."""
+"""Resolution in seconds of Mooncake's timestamps. Each seed spreads requests with equal timestamps
+differently.
+"""
 
 MIX_B2B_RATE = 4.0
 B2B_S, WARM = 400.0, 0.15
 IDLE = 8.0
-"""Fraction of the starting load at which a fleet is considered idle."""
+"""Fraction of the first load to try at which a fleet is considered idle."""
 
 RELATIVE = 0.95
-"""Attainment targets above this value are relative to the attainment of an idle fleet."""
+"""Attainment targets above this value are relative to the attainment of the idle fleet."""
 
 TROUBLES = {
     "": ReplayOptions(),
@@ -84,8 +85,8 @@ class Cell(msgspec.Struct, frozen=True):
 class Measurement(msgspec.Struct, frozen=True):
     """The result of one cell (one policy on one workload).
 
-    capacities  by target, as text
-    figures     at the highest load that attained the lowest target
+    capacities  highest load for each target; targets are keys as text
+    figures     results at the highest load that attained the lowest target
     """
 
     cell: Cell
@@ -133,7 +134,8 @@ def run_replay(
 ) -> tuple[ReplayRun, float, float | None]:
     """Replay a cell's traffic once at this load.
 
-    Returns the run, and the start and end (None: to the end) of the period whose requests count.
+    Returns the run, and the start and end in seconds (None: the end of the run) of the period whose
+    requests count.
     """
     requests, span_s, horizon_s = build_traffic(cell, load, traces)
     standard = AGENT if cell.workload == "agents" else STANDARD
@@ -154,7 +156,8 @@ def run_replay(
 def build_fleet(name: str) -> FleetSpec:
     """Build the simulated fleet that has this name.
 
-    With the suffix `:pairs`, any two engines may share a request as prefill and decode engine.
+    With the suffix `:pairs`, any two engines may split a request, one as prefill and one as decode
+    engine.
     """
     plain, _, _ = name.partition(":pairs")
     return (
@@ -239,7 +242,7 @@ def recorded_slice(
 def mix(folder: str, seed: int, share: float) -> list[TraceRequest]:
     """Return a mix of three recorded traces: conversation, B2B and Azure's chat.
 
-    Its requests have three service classes and two tenants.
+    Its requests come from two tenants and have three service classes.
     """
     chat, _ = recorded_slice("azure", folder, seed, share)
     conversation, _ = recorded_slice("conversation", folder, seed, 0.75 * share)
@@ -253,7 +256,8 @@ def mix(folder: str, seed: int, share: float) -> list[TraceRequest]:
 
 
 def tenants(folder: str, seed: int, share: float, greed: float) -> list[TraceRequest]:
-    """Return the mixed conversations of two tenants; the second has `greed` times the load.
+    """Return the mixed conversations of two tenants; the second tenant has `greed` times the load
+    of the first.
 
     The second tenant ends early if the trace is too short.
     """

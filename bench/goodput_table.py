@@ -1,6 +1,6 @@
 """Formats the tables of docs/goodput.md: means over seeds, their spread, and ratios.
 
-Ratios are to the best published routing rule. Measuring is in bench/goodput_cells.py.
+Ratios are to the best published routing rule. bench/goodput_cells.py measures.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def grouped(
     key: Callable[[Measurement], tuple[str, str]],
     value: Callable[[Measurement], float],
 ) -> dict[str, dict[str, list[float]]]:
-    """Group the values of a result table by row and column, with one value for each seed.
+    """Group the values of a result table by row and column: a list with one value per seed.
 
     `key` returns a measurement's row and column.
     """
@@ -125,9 +125,8 @@ def capacities(measurements: Sequence[Measurement], target: str) -> list[str]:
 
 
 def format_geomean(row: dict[str, list[float]], names: Sequence[str]) -> str:
-    """Return text with the geometric mean of a row.
-
-    If some workloads were not measured, it says how many were.
+    """Return the geometric mean of a row as text, with the number of workloads if some were not
+    measured.
     """
     mean = f"{geomean(row):.3f}"
     return mean if len(row) == len(names) else f"{mean} ({len(row)} of {len(names)})"
@@ -170,7 +169,7 @@ def agents(measurements: Sequence[Measurement]) -> list[str]:
 def overload(measurements: Sequence[Measurement]) -> list[str]:
     """Return the tables of token goodput by admission rule, as Markdown lines.
 
-    Values are relative to the best rule at capacity.
+    Values are relative to those of the best rule at capacity.
     """
     base: dict[tuple[str, int], float] = defaultdict(float)
     for item in measurements:
@@ -246,7 +245,7 @@ def trouble(measurements: Sequence[Measurement]) -> list[str]:
 
 
 def tenants(measurements: Sequence[Measurement]) -> list[str]:
-    """Return the table of a tenant's results next to another tenant with a higher load, as Markdown
+    """Return the table of a tenant's results beside another tenant with a higher load, as Markdown
     lines.
     """
     rows = []
@@ -305,8 +304,8 @@ def errors(measurements: Sequence[Measurement]) -> list[str]:
 
 
 def split(measurements: Sequence[Measurement]) -> list[str]:
-    """Return the table of capacity by TPOT budget, for fleets with and without split requests, as
-    Markdown lines.
+    """Return the table of capacity by TPOT budget, for fleets that split requests and fleets that
+    do not, as Markdown lines.
     """
     values_of = grouped(
         measurements,

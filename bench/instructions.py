@@ -25,7 +25,7 @@ from paired import sources
 from systems import ROOT, backend, backend_urls, build_tools, free_base
 
 FEW, MANY = 60, 360
-"""Numbers of requests of the two runs whose difference is measured."""
+"""Numbers of requests in the two runs whose difference is measured."""
 
 TOGGLE_SOURCE = """
 #include <valgrind/callgrind.h>
@@ -36,7 +36,7 @@ void toggle(void) { CALLGRIND_TOGGLE_COLLECT; }
 def main() -> None:
     """Count instructions, and print a line for each kind of request and each source tree.
 
-    The counts are per request, or per request and function.
+    The counts are per request, or with --functions per request and function.
     """
     options = _options()
     build_tools()

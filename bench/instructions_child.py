@@ -29,11 +29,11 @@ import uvloop  # noqa: E402
 
 toggle = ctypes.PyDLL(os.environ["TOGGLE_LIBRARY"]).toggle
 running: list[str] = []
-"""The names of the counted functions that are running now, outermost first."""
+"""The names of the counted functions on the call stack, outermost first."""
 
 
 def counted(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function with instruction counting turned on while it runs, also when it calls
+    """Return the function wrapped so that its instructions are counted, also when it calls
     itself.
     """
 
@@ -53,8 +53,8 @@ def counted(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def owners(name: str) -> list[tuple[Any, str]]:
-    """Return the classes or modules of the gateway that define the function `name`, each with the
-    function's last name.
+    """Return the classes or modules of the gateway that define `name`, each with the last part of
+    the name.
     """
     class_name, _, last = name.rpartition(".")
     modules = [
@@ -71,7 +71,7 @@ def owners(name: str) -> list[tuple[Any, str]]:
 
 
 def count_functions(names: list[str]) -> None:
-    """Replace the named functions by wrappers that count instructions.
+    """Replace the named functions by wrappers that count their instructions.
 
     Raises SystemExit for an unknown name.
     """
@@ -84,7 +84,7 @@ def count_functions(names: list[str]) -> None:
 
 
 def write_config(policy: str, folder: Path) -> Path:
-    """Write a gateway configuration that every revision of Penstock can read, and return its
+    """Write a gateway configuration that all revisions of Penstock can read, and return its
     path.
     """
     endpoints = "".join(f"      - {{url: {url}, max_concurrency: 8192}}\n" for url in URLS)

@@ -36,7 +36,7 @@ CLIENTS, SETTLE_S = 16, 2.5
 
 
 class Predictions:
-    """Differences between predicted and reported numbers of cached tokens, in blocks."""
+    """Differences between predicted and reported numbers of cached tokens, measured in blocks."""
 
     def __init__(self) -> None:
         self.errors: list[float] = []
@@ -62,7 +62,8 @@ class Predictions:
 
 
 async def converse(http: aiohttp.ClientSession, url: str, rng: Random, ends: float) -> int:
-    """Send questions about documents to the gateway, several turns each, until the time `ends`.
+    """Send questions about documents to the gateway, several turns each, until the time `ends`
+    (monotonic seconds).
 
     Returns the number of answers.
     """
@@ -113,8 +114,8 @@ def compare(app: App, groups: list[FleetGroup]) -> dict[str, Any]:
 
 
 async def run(seconds: float, count: int, faults: str, seed: int, block_bytes: int) -> None:
-    """Run load and faults in periods with a pause after each, and print the comparisons of index
-    and block pools.
+    """Run load and faults in periods with a pause after each; in each pause, print a comparison of
+    index and block pools.
     """
     spec = GroupSpec(
         "demo-8b",

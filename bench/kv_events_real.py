@@ -45,8 +45,8 @@ WORDS = (ROOT / "docs" / "life-of-a-request.md").read_text().split()
 
 
 class EventEngine(msgspec.Struct, frozen=True):
-    """A vLLM engine whose KV events pass through relays, and the socket that reports its block
-    pool.
+    """A vLLM engine whose KV events pass through relays, with the socket on which it reports its
+    block pool.
     """
 
     engine: Engine
@@ -142,7 +142,8 @@ def document(number: int) -> str:
 
 
 async def converse(http: aiohttp.ClientSession, url: str, rng: random.Random, ends: float) -> int:
-    """Ask the gateway about documents, several turns each, until the time `ends`.
+    """Ask the gateway about documents, several turns each, until the time `ends` (monotonic
+    seconds).
 
     Returns the number of answers.
     """
@@ -174,9 +175,9 @@ async def converse(http: aiohttp.ClientSession, url: str, rng: random.Random, en
 class Moment(msgspec.Struct, frozen=True):
     """One comparison of the gateway's index with the engines' block pools, made without traffic.
 
-    exact         endpoints whose cache is known exactly by the gateway
+    exact         number of endpoints whose cache the gateway knows exactly
     both          blocks in the index and in a pool
-    index, pools  blocks in the index, and different ones in the pools
+    index, pools  blocks in the index, and different blocks in the pools
     copies        further copies of blocks in the pools, which KV events cannot express
     """
 
@@ -225,7 +226,7 @@ async def compare(app: App, engines: list[EventEngine]) -> Moment:
 async def churn(
     app: App, engines: list[EventEngine], seconds: float, seed: int
 ) -> tuple[list[Moment], int]:
-    """Run load in periods, and compare index and block pools after each.
+    """Run load in periods, and compare the index with the block pools after each.
 
     Returns the comparisons and the number of answers.
     """
@@ -253,7 +254,7 @@ async def churn(
 
 
 async def measure_cut(app: App, engine: EventEngine, *, is_silent: bool) -> tuple[float, float]:
-    """Cut the connection for an engine's KV events.
+    """Cut the connection on which an engine sends KV events.
 
     Returns the seconds until the gateway routes by its own estimate of the cache, and the seconds
     from the end of the cut until the index is exact.
@@ -284,7 +285,9 @@ async def measure_cut(app: App, engine: EventEngine, *, is_silent: bool) -> tupl
 
 
 async def turnover(engines: list[EventEngine]) -> float:
-    """Return how many times the computed prompt tokens would fill the KV caches of all engines."""
+    """Return how many times the computed prompt tokens would fill the KV caches of all engines
+    together.
+    """
     pages = [await each.engine.numbers() for each in engines]
     computed = sum(
         page["prefix_cache_queries_total"] - page["prefix_cache_hits_total"] for page in pages
@@ -293,7 +296,7 @@ async def turnover(engines: list[EventEngine]) -> float:
 
 
 async def run(seconds: float, seed: int) -> dict[str, Any]:
-    """Run the load and the cuts of KV events, and return the figures of the summary."""
+    """Run load and cuts of the KV event connections, and return the figures of the summary."""
     predictions = Predictions()
     async with event_engines() as engines, running_gateway(engines) as app:
         moments, answers = await churn(app, engines, seconds, seed)

@@ -52,12 +52,13 @@ CALLBACKS = frozenset(
         Accounting.account_ended,
     )
 )
-"""Qualified names of the event loop's callbacks whose instructions count."""
+"""Qualified names of the event loop's callbacks whose instructions are counted."""
 WARM_UP, COUNTED = 32, 33
 FLEETS = (4, 64, 1024)
 SHORT, LONG = 4, 24
-"""Numbers of chunks of two streams; the difference between their counts is the cost of the extra
-chunks."""
+"""Numbers of chunks of two streams. The difference between their counts is the cost of the
+additional chunks.
+"""
 
 QUESTION = "How does a water wheel work? ################"
 HEAD = (
@@ -69,7 +70,7 @@ HEAD = (
 
 @dataclass(frozen=True)
 class Kind:
-    """One kind of request whose instructions are counted: its routing policy, its bodies, and the
+    """One kind of request whose instructions are counted: its routing policy, its bodies, and its
     number of endpoints.
     """
 
@@ -107,8 +108,8 @@ def kinds() -> list[Kind]:
 
 @dataclass
 class Call:
-    """A node of a call tree: the instructions of one function itself, and the functions that it
-    called.
+    """A node of a call tree: the number of instructions of the function itself, and the functions
+    that it called.
     """
 
     name: str
@@ -121,7 +122,7 @@ class Call:
 
     def lines(self, depth: int = 0) -> Iterator[str]:
         """Yield the call tree as lines with total instructions, own instructions and name, in order
-        of first call.
+        of the first call.
         """
         yield f"{self.total:6} {self.own:6}  {'  ' * depth}{self.name}"
         for call in self.calls.values():
@@ -171,9 +172,9 @@ async def count_kind(kind: Kind, base: int, work: Path) -> Call:
 
 
 async def median_call(config: Path, port: int, bodies: list[bytes]) -> Call:
-    """Send the request bodies in turn to a gateway in this process.
+    """Send the request bodies one after another to a gateway in this process.
 
-    Returns the call tree of the median request.
+    Returns the call tree of the request with the median number of instructions.
     """
     app = App(load_config(config, {}))
     await app.start()

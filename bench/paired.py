@@ -124,9 +124,9 @@ def _print_cell(cell: PairedCell, figures: list[tuple[float, float]]) -> float:
 
 @contextmanager
 def sources(revision: str | None, place: Path, *, compiled: bool) -> Iterator[Path]:
-    """Yield the folder of a revision's sources, compiled on request.
+    """Yield the folder with a revision's sources, compiled if requested.
 
-    None means the working tree.
+    The revision None means the working tree.
     """
     home = ROOT
     if revision is not None:

@@ -46,7 +46,7 @@ from table import Results, as_json, markdown, verdicts, write_docs
 
 
 def main() -> int:
-    """Install and start the systems, measure them, print the table; return the exit status."""
+    """Install and start the systems, measure them, and print the table; return the exit status."""
     options = _options()
     build_tools()
     install_nginx()

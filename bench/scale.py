@@ -66,9 +66,7 @@ WARM_UP = 3
 
 
 def system_of(policy: str, base: int, port: int, endpoints: int) -> System:
-    """Return the description of a Penstock gateway, or of nginx, in front of `endpoints`
-    endpoints.
-    """
+    """Return the System that runs Penstock, or nginx, in front of `endpoints` endpoints."""
     urls = backend_urls(base, endpoints)
     if policy == NGINX:
         return System(NGINX, "round_robin", port, lambda work, at: nginx_command(urls, work, at))
@@ -122,7 +120,7 @@ def _window(running: Running, pace: Pace, bodies: Path) -> dict[str, Any]:
 
 
 def background(pids: list[int], seconds: float = BACKGROUND_S) -> float:
-    """Measure and return the share of a core that these processes use."""
+    """Measure and return the share of a core (0 to 1) that these processes use."""
     began, at = cpu_s(pids), time.monotonic()
     time.sleep(seconds)
     return (cpu_s(pids) - began) / (time.monotonic() - at)
@@ -145,7 +143,9 @@ def measure_background(sizes: list[int]) -> None:
 
 
 class LoopTurns:
-    """Measures the longest time for which the event loop was blocked, in processor time."""
+    """Measures the longest time for which the event loop was blocked, in seconds of processor
+    time.
+    """
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()

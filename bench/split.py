@@ -48,7 +48,7 @@ WORDS = "How does a water wheel work? "
 
 @dataclass(frozen=True)
 class Kind:
-    """One kind of request to compare: its prompt, and whether the answer is streamed."""
+    """One kind of request to compare: its prompt, and whether its answer is streamed."""
 
     name: str
     prompt: str
@@ -78,10 +78,10 @@ KINDS = (
 
 
 def main() -> None:
-    """Print instructions and CPU time by kind of request: served whole, split, and the ratio of
-    both.
+    """Print instructions and CPU time for each kind of request: served whole, split, and the ratio
+    of both.
 
-    The goal applies to non-streaming answers only.
+    The goal applies only to answers that are not streamed.
     """
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter

@@ -34,7 +34,9 @@ BACKENDS = 4
 COMPILED = ROOT / "build" / "compiled"
 OURS, SOURCES = "penstock", "penstock sources"
 ADMIN, SECOND = 100, 50
-"""Offsets added to a system's port: for its metrics port, and for the port of a second process."""
+"""Offsets that are added to a system's port: for the port of its metrics, and for the port of a
+second process.
+"""
 
 MODEL = "bench-model"
 DEFAULT = "default"
@@ -73,7 +75,7 @@ class System:
 
 
 def free_base(ports: int = BACKENDS) -> int:
-    """Return a round port number from which `ports` ports for test backends are free.
+    """Return a round port number from which on `ports` ports are free for test backends.
 
     The ports of the systems begin 100 above those of BACKENDS backends.
     """
@@ -104,7 +106,8 @@ class Certificate:
 def penstock_command(
     policy: str, urls: list[str], tls: Certificate | None = None
 ) -> Callable[[Path, int], list[str]]:
-    """Return a function that builds the command of our gateway with this policy and endpoints.
+    """Return a function that builds the command of our gateway with this policy and these
+    endpoints.
 
     The policy "default" leaves the choice to the gateway.
     """
@@ -253,7 +256,7 @@ def all_systems(base: int) -> list[System]:
 def compile_penstock() -> dict[str, str]:
     """Compile Penstock as for the container image.
 
-    Returns an empty dict, or the reason of a failure by the system's name.
+    Returns an empty dict, or the reason of the failure, by the system's name.
     """
     command = [sys.executable, "-m", "tools.compile.compile", str(COMPILED)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
@@ -290,7 +293,7 @@ def build_tools() -> None:
 def install_peers() -> dict[str, str]:
     """Install the other routers into a venv.
 
-    Returns the reasons of failed installations by the router's name.
+    Returns the reason of each failed installation, by the router's name.
     """
     python = PEERS_VENV / "bin" / "python"
     if not python.exists():
@@ -363,7 +366,9 @@ def cpu_s(pids: list[int]) -> float:
 
 
 def core_busy_s(core: int) -> float:
-    """Return the seconds that a core was busy since boot (/proc/stat without idle and iowait)."""
+    """Return the seconds for which a core was busy since boot (/proc/stat without idle and
+    iowait).
+    """
     for line in Path("/proc/stat").read_text().splitlines():
         if line.startswith(f"cpu{core} "):
             ticks = [int(field) for field in line.split()[1:9]]
@@ -401,7 +406,8 @@ class Running:
 def start(system: System, work: Path, wait_s: float = 40.0) -> Running:
     """Start a system on the gateway's core and wait until it serves.
 
-    Raises NotMeasurable with the end of its log if it ends or does not serve within `wait_s`.
+    Raises NotMeasurable, with the end of its log, if it exits or does not serve within `wait_s`
+    seconds.
     """
     command = system.command(work, system.port)
     if not command:

@@ -1,6 +1,6 @@
 """The table of `make bench`: medians, ratios to the other systems, and which goals are met.
 
-Measuring is in bench/cells.py.
+bench/cells.py measures.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from systems import OURS, SOURCES
 
 COLUMNS = (OURS, SOURCES, "sglang-router", "vllm-router", "smg", "nginx", "direct")
 MAX_OTHERS = 0.05
-"""Highest share of the gateway's core that other processes may use in a valid run."""
+"""Highest share of the gateway's core (0 to 1) that other processes may use in a valid run."""
 
 
 @dataclass
 class Results:
-    """Measured samples by row, system and round, and reasons for missing samples."""
+    """Measured values by row, system and round, and the reasons for missing values."""
 
     rows: list[Row]
     samples: dict[str, dict[str, dict[int, float]]] = field(default_factory=dict)
@@ -36,7 +36,7 @@ class Results:
     @property
     def ours(self) -> str:
         """Return the column of our gateway that goals apply to: compiled, or the sources if only
-        they were measured.
+        these were measured.
         """
         measured = {system for systems in self.samples.values() for system in systems}
         return SOURCES if SOURCES in measured and OURS not in measured else OURS
@@ -48,10 +48,10 @@ class Results:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The median of our paired ratios to another system with its 95 % confidence interval.
+    """The median of our paired ratios to another system, with its 95 % confidence interval.
 
-    Values that both systems gave in the same round make a pair. In a row with `added`, a pair
-    gives the difference.
+    Values of both systems from the same round make a pair. In a row with `added`, the difference of
+    a pair replaces the ratio.
     """
 
     low: float
@@ -72,7 +72,7 @@ class Verdict:
 
 
 def compare(results: Results, row: Row, other: str) -> Comparison | None:
-    """Compare our values with another system's of the same rounds.
+    """Compare our values with those of another system from the same rounds.
 
     Returns None if there is no such round.
     """
@@ -103,7 +103,9 @@ def verdicts(results: Results) -> list[Verdict]:
 
 
 def markdown(results: Results) -> str:
-    """Return the tables of medians, of comparisons and of goals, and what limits their validity."""
+    """Return the tables of medians, of comparisons and of goals, and the reasons to doubt them, as
+    Markdown.
+    """
     others = [name for name in COLUMNS if name != results.ours]
     lines = _table(
         ["", "unit", *COLUMNS],

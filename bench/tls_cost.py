@@ -52,13 +52,16 @@ from systems import (
 
 PLAIN, TLS = ("penstock", "nginx"), ("penstock TLS", "nginx TLS")
 KEPT, NEW = 200, 300
-"""Offsets of the second nginx's ports: the first keeps connections to the system open, the second
-opens one per request."""
+"""Offsets of the second nginx's ports. The first port keeps its connections to the system open; the
+second opens one per request.
+"""
 
 
 @dataclass(frozen=True)
 class TlsCell:
-    """One kind of traffic: its name, its measurement, and the offset of the port that it uses."""
+    """One kind of traffic: its name, its measurement, and the offset of the port that it is sent
+    to.
+    """
 
     name: str
     measure: Measure

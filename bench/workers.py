@@ -40,7 +40,7 @@ from systems import (
 GOAL = 1.7
 CORES = (GATEWAY_CORE, LOAD_CORE)
 CONNECTIONS = 128
-"""Number of connections; enough for the kernel to distribute them about evenly between two
+"""Number of connections, enough for the kernel to distribute them about evenly between two
 workers.
 """
 
@@ -118,8 +118,8 @@ class Window(NamedTuple):
     """One measured period of the benchmark of workers.
 
     rate  requests per second
-    left  cores that no other process used
-    used  cores that the gateway used
+    left  number of cores that other processes did not use
+    used  number of cores that the gateway used
     """
 
     rate: float

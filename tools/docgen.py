@@ -31,7 +31,7 @@ _GENERATED_NOTE = "<!-- Written by `make docs` from the code; do not edit. -->\n
 
 
 def generated_files() -> Mapping[str, str]:
-    """Return the text of every generated file by its path from the project root."""
+    """Return the text of every generated file, by its path from the project root."""
     return {
         "docs/reference/config.md": config_page(),
         "docs/reference/metrics.md": metrics_page(),
@@ -44,7 +44,7 @@ def generated_files() -> Mapping[str, str]:
 
 
 def config_page() -> str:
-    """Return the reference page of every section and key of the configuration file, as Markdown."""
+    """Return the reference page of the configuration file's sections and keys, as Markdown."""
     schema = json_schema()
     parts = [
         _GENERATED_NOTE,
@@ -58,7 +58,7 @@ def config_page() -> str:
 
 
 def metrics_page() -> str:
-    """Return the reference page of every metric with its labels and buckets, as Markdown."""
+    """Return the reference page of all metrics with their labels and buckets, as Markdown."""
     catalogue = (*Metrics().catalogue(), *SupervisorMetrics().catalogue())
     table = "\n".join(_row(row, [spec for spec in catalogue if spec.row == row]) for row in Row)
     caps = {label.name: label.max_values for spec in catalogue for label in spec.labels}
@@ -105,7 +105,7 @@ def _row(row: Row, specs: Sequence[FamilySpec]) -> str:
 
 
 def cli_page() -> str:
-    """Return the reference page of every command with its arguments and options, as Markdown."""
+    """Return the reference page of all commands with their arguments and options, as Markdown."""
     group: Any = typer.main.get_command(cli.app)
     context = group.make_context("penstock", ["version"], resilient_parsing=True)
     parts = [_GENERATED_NOTE, _CLI_INTRO]
@@ -116,7 +116,9 @@ def cli_page() -> str:
 
 
 def states_page() -> str:
-    """Return the page with the state table of a split request, state by state, as Markdown."""
+    """Return the page with the state machine of a split request, one table per state, as
+    Markdown.
+    """
     parts = [_GENERATED_NOTE, _STATES_INTRO]
     for state, (owner, deadline) in LIVE_STATES.items():
         rows = [
@@ -135,8 +137,8 @@ def states_page() -> str:
 
 
 def seeds_page() -> str:
-    """Return the page of tests with random seeds as Markdown: each test's command and expected
-    outcome.
+    """Return the page about the seed texts: for each item, the command that answers it and the
+    expected result.
     """
     items = seed_items()
     parts = [_GENERATED_NOTE, _SEEDS_INTRO, counts_text(items) + ".\n"]

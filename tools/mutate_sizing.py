@@ -1,8 +1,9 @@
 """Mutation test of policies/sizing: replace each formula by 1 and check that a test fails.
 
-A formula is arithmetic in a function, or a comparison that it returns. Each one in turn is replaced
-in a copy of the repository, and the tests of sizing run there until the first failure. Prints a
-line per formula with that test; exits with 1 if no test fails for a formula.
+A formula is arithmetic in a function, or a comparison that the function returns. Each formula in
+turn is replaced in a copy of the repository, and the tests of sizing run there until the first
+failure. Prints one line per formula with the test that failed; exits with 1 if no test fails for a
+formula.
 """
 
 from __future__ import annotations
@@ -69,9 +70,8 @@ def mutants(source: str) -> Iterator[tuple[int, str, str]]:
 
 
 def failing_test(tree: Path) -> str | None:
-    """Return the name of the first test that fails with the sources in the folder `tree`.
-
-    Returns None if all tests pass.
+    """Return the name of the first test that fails with the sources in the folder `tree`, or None
+    if all pass.
     """
     return next((test for tests in TESTS if (test := _failing(tree, tests)) is not None), None)
 
@@ -94,7 +94,7 @@ def _failing(tree: Path, tests: Sequence[str]) -> str | None:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Test all formulas, or those of the modules named in `arguments`.
+    """Test all formulas, or only those of the modules named in `arguments`.
 
     Returns the exit status: 1 if a formula can be replaced without a failing test.
     """

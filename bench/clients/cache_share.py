@@ -1,7 +1,8 @@
-"""Computes how many prompt tokens a single unlimited KV cache would have had cached.
+"""Computes how many prompt tokens of recorded requests a single KV cache without size limit would
+have had cached.
 
-Recorded requests are rendered as the mock engine renders them, so that cached tokens are counted in
-the same unit as in the mock's usage.
+Requests are rendered as the mock engine renders them, so that cached tokens are counted in the same
+unit as in the mock's usage.
 """
 
 from __future__ import annotations
@@ -40,7 +41,9 @@ class EndlessCache:
         self._keys: set[int] = set()
 
     def add(self, body: RequestBody) -> int:
-        """Add a prompt and its answer; return how many prompt tokens were cached before."""
+        """Add a prompt and its answer; return how many of the prompt's tokens were cached
+        before.
+        """
         model = body.model or ""
         ask = parse_request(body, {}, True, model, CONTEXT, "", may_end_from=MAY_END_FROM)
         prompt = ask.prompts[0]
@@ -53,7 +56,9 @@ class EndlessCache:
 
 
 def endless_hits(exchanges: Sequence[Exchange]) -> int:
-    """Return the cached prompt tokens of all recorded requests, with one unlimited cache."""
+    """Return the number of prompt tokens, of all recorded requests, that a KV cache without size
+    limit would have cached.
+    """
     cache, total = EndlessCache(), 0
     for exchange in exchanges:
         reader = READERS.get(exchange.path)

@@ -13,14 +13,14 @@ CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messag
 class ClientSpec(NamedTuple):
     """A client program of the benchmark in one configuration.
 
-    name      as users know it
+    name      name of the program that users know
     api       path of the API that it calls
     runtime   folder of its environment in build/clients; `node` for npm packages
     program   file in bench/clients/programs
     packages  packages whose versions are reported
     variant   tells the program which API or provider to use
     model     name of the model, if the client accepts only names that it knows
-    session   how the access log identifies its sessions
+    session   the source from which the access log takes the session's name
     """
 
     name: str

@@ -47,7 +47,7 @@ def cleaned_literal(text: str, following: str) -> str:
     """Return the inside of a JSON string, with the client's own texts replaced by placeholders.
 
     `following` is the JSON after the string; it shows whether the string is a member's name, which
-    is kept.
+    is not replaced.
     """
     if following.lstrip().startswith(":") or (len(text) <= MAX_KEPT and "/" not in text):
         return text
@@ -61,10 +61,7 @@ def cleaned_literal(text: str, following: str) -> str:
 
 
 def mark_of(text: str) -> str:
-    """Return the placeholder that replaces a text in a recording.
-
-    Short texts are replaced by other words.
-    """
+    """Return the placeholder for a text in a recording; a short text is replaced by other words."""
     length, name = len(text.encode()), xxh3_64_hexdigest(text.encode())[:6]
     mark = f"⟦{length}:{name}⟧"
     return mark if length > len(mark.encode()) else filler(length, name)
@@ -88,8 +85,8 @@ def cleaned_headers(headers: list[list[str]]) -> dict[str, str]:
 
 
 def difference(before: str, after: str) -> Difference:
-    """Return the changes from `before` to `after` as a list of new texts and of ranges [start, end]
-    that are taken over from `before`.
+    """Return the changes from `before` to `after`: a list of new texts, and of ranges [start, end]
+    of `before` that stay.
     """
     old, new = _TOKENS.findall(before), _TOKENS.findall(after)
     starts = [0, *accumulate(map(len, old))]
@@ -106,8 +103,8 @@ def difference(before: str, after: str) -> Difference:
 
 
 def fixture(spec: ClientSpec, version: str, lines: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the content of a recording's test file, made from the recorded exchanges of one
-    conversation.
+    """Return the content of the test file for one recorded conversation, made from its
+    exchanges.
     """
     requests: list[dict[str, Any]] = []
     before, known = "", dict[str, str]()

@@ -194,7 +194,9 @@ def recorder(gateway_port: int, port: int = 0) -> Iterator[Recorder]:
 
 
 def to_line(exchange: Exchange) -> str:
-    """Return a recorded exchange as a line of JSON. Bodies that are not text are replaced."""
+    """Return a recorded exchange as one line of JSON. Bodies that are not text are replaced by a
+    placeholder.
+    """
     request, response = exchange.request, exchange.response
     return json.dumps(
         {

@@ -41,9 +41,9 @@ WANTED_SHARE = 0.95
 class Result(NamedTuple):
     """The result of one client program in the benchmark of real clients.
 
-    problem   why it does not work; "" if it does
-    sources   how its requests' sessions were identified, with the number of requests
-    share     cached tokens relative to those of a single unlimited cache
+    problem  why it does not work; "" if it does
+    sources  how the sessions of its requests were identified, with the number of requests
+    share    cached tokens relative to those of a single KV cache without size limit
     """
 
     spec: ClientSpec
@@ -81,7 +81,7 @@ def demo(folder: Path, policy: str) -> Iterator[int]:
 def started_demo(folder: Path, policy: str) -> tuple[subprocess.Popen[bytes], int]:
     """Start `penstock demo`; return its process and the port of its API once it is ready.
 
-    Raises RuntimeError after three failed attempts, because other processes may take the ports.
+    Raises RuntimeError after three failed attempts: another process may have taken a port.
     """
     for _ in range(3):
         port, admin = free_port(), free_port()
@@ -106,7 +106,9 @@ def access_lines(folder: Path) -> dict[str, Any]:
 
 
 def counted_hits(folder: Path) -> int:
-    """Return the number of cached prompt tokens that all mock engines of a demo have counted."""
+    """Return the number of cached prompt tokens that all mock engines of a demo have counted
+    together.
+    """
     config = (folder / "penstock-demo" / "gateway.yaml").read_text()
     pages = [
         urllib.request.urlopen(f"{url}/metrics", timeout=10).read().decode()
@@ -183,8 +185,8 @@ def judge(
 ) -> Result:
     """Return the result of one client program, computed from its counts and the recorded exchanges.
 
-    `engine_hits` is the number of cached tokens that the engines counted, for streams without
-    usage.
+    `engine_hits` is the number of cached tokens that the engines counted; it is used for streams
+    without usage.
     """
     asked = [each for each in exchanges if each.path in READERS]
     logged = [lines.get(_request_id(each), {}) for each in asked]

@@ -18,9 +18,9 @@ Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 def threaded_server(
     serve: Serve, port: int = 0, context: ssl.SSLContext | None = None
 ) -> Iterator[int]:
-    """Serve connections on 127.0.0.1 during a `with` block, and yield the port.
+    """Serve connections on 127.0.0.1 in a thread during a `with` block, and yield the port.
 
-    `port` 0 means a free one. `context` makes it a TLS server. At the end of the block open
+    `port` 0 chooses a free one. `context` makes it a TLS server. At the end of the block, open
     connections are cancelled.
     """
     loop = asyncio.new_event_loop()

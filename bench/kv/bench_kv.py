@@ -32,7 +32,7 @@ Task = tuple[str, int | None, Callable[[Pair, random.Random], dict[str, float]]]
 
 
 def main() -> int:
-    """Install and start the KV transports under comparison, measure them and print the table.
+    """Install and start the KV transports that are compared, measure them and print the table.
 
     Returns the exit status.
     """

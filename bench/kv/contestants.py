@@ -1,7 +1,7 @@
 """The KV transports that the benchmark compares (contestants): how to install, start and command
 them.
 
-Each runs as two processes. Measurements are in bench/kv/measure.py, goals in bench/kv/goals.py.
+Each runs as two processes. bench/kv/measure.py measures them, and bench/kv/goals.py has the goals.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Contestant:
 
     initiator  the side (source or sink) that starts transfers
     settings   passed to the module's open_side
-    sizes      block sizes to measure; empty for the layer-wise measurement only
+    sizes      block sizes in bytes to measure; empty for the layer-wise measurement only
     """
 
     name: str
@@ -67,7 +67,8 @@ class Contestant:
 def all_contestants() -> list[Contestant]:
     """Return all KV transports that the benchmark compares.
 
-    NIXL runs without its progress thread, which makes all sizes slower and uses more CPU here.
+    NIXL runs without its progress thread, with which it is slower at all sizes and uses more CPU
+    here.
     """
     return [
         Contestant("memcpy", "side_memcpy", "sink"),
@@ -140,7 +141,7 @@ def _mooncake(name: str, op: str) -> Contestant:
 def install_peers() -> dict[str, str]:
     """Install the other projects' transports into a venv, without CUDA.
 
-    Returns the reasons of failed installations by module.
+    Returns the reason of each failed installation, by module.
     """
     if not PEERS_PYTHON.exists():
         subprocess.run(

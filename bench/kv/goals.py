@@ -1,8 +1,7 @@
 """The goals of KV transfers, whether they are met, and the table of results.
 
 A goal applies to the median over rounds of the ratio within a round. A goal against another project
-uses the better of its operations (WRITE or READ) in the same round. Measuring is in
-bench/kv/measure.py.
+uses the better of its operations (WRITE or READ) in the same round. bench/kv/measure.py measures.
 """
 
 from __future__ import annotations
@@ -22,7 +21,9 @@ NIXL_TCP, MOONCAKE_TCP = (
 
 @dataclass
 class Results:
-    """Measured samples by (KV transport, quantity) and by round. A failed round has no sample."""
+    """Measured values by (KV transport, quantity) and by round. A round that failed has no
+    value.
+    """
 
     rounds: int
     samples: dict[tuple[str, str], dict[int, float]] = field(default_factory=dict)
@@ -58,8 +59,8 @@ class Goal:
 
 @dataclass(frozen=True)
 class Verdict:
-    """A goal of the KV benchmark with its measured median, and with the values of the lowest and
-    the highest round.
+    """A goal of the KV benchmark with its measured median, and with the lowest and the highest
+    value of a round.
     """
 
     goal: Goal
@@ -87,8 +88,8 @@ def wait(block_bytes: int, cut: str) -> str:
 
 
 def ratio(ours: str, peers: Iterable[str], quantity: str) -> Callable[[Results, int], float | None]:
-    """Return a function that computes, for one round, the ratio of our transport's value to the
-    best other transport's.
+    """Return a function that computes, for one round, our transport's value divided by the best
+    other transport's.
     """
 
     def value(results: Results, round_number: int) -> float | None:
@@ -147,7 +148,7 @@ def all_goals() -> list[Goal]:
 
 
 def verdicts(results: Results) -> list[Verdict]:
-    """Return a verdict (met or missed) for every goal with samples of at least one round."""
+    """Return whether each goal is met, for all goals with measurements of at least one round."""
     checked = []
     for goal in all_goals():
         values = [

@@ -23,7 +23,7 @@ PASS_BYTES = {
 POSTS = 1000
 ENOUGH_S, MOST_PASSES = 0.25, 4
 MAX_OTHERS = 0.1
-"""Share of the machine that other processes may use before a measurement is repeated."""
+"""Share of the machine (0 to 1) that other processes may use before a measurement is repeated."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,9 @@ class Throughput:
 
 @dataclass(frozen=True)
 class Latency:
-    """Time from the start of a block's transfer until the initiator sees it completed, in µs."""
+    """Microseconds from the start of a block's transfer until the initiator knows that it is
+    complete.
+    """
 
     p50_us: float
     p99_us: float
@@ -81,15 +83,16 @@ def latency(pair: Pair, block_bytes: int, pool_bytes: int, rng: random.Random) -
 
 LAYERED_BLOCK_BYTES = 256 << 10
 PREFILL_SHARE = 1.5
-"""Duration of the simulated prefill as a multiple of its transfer's, so that it can hide the
-transfer."""
+"""Duration of the simulated prefill as a multiple of the transfer's, so that the prefill can hide
+the transfer.
+"""
 
 
 def exposed_share(pair: Pair, pool_bytes: int, rng: random.Random) -> float:
     """Measure the part of a layer-wise transfer that does not overlap with the prefill.
 
-    Returns the time from the last layer to the end of the transfer, relative to the time of the
-    same transfer without a prefill.
+    Returns the time from the last layer to the end of the transfer, divided by the time of the same
+    transfer without a prefill.
     """
     alone_s = _request(pair, pool_bytes, rng, 0.0)
     return _request(pair, pool_bytes, rng, PREFILL_SHARE * alone_s) / alone_s
@@ -123,8 +126,7 @@ def _verify(pair: Pair) -> None:
 def least_disturbed(
     pair: Pair, task: Callable[[], dict[str, float]], retakes: int
 ) -> tuple[float, dict[str, float]]:
-    """Run a measurement, and repeat it if other processes disturbed it too much, up to `retakes`
-    times.
+    """Run a measurement, and repeat it up to `retakes` times while other processes disturb it.
 
     Returns the share of the machine that other processes used, and the results. It repeats while
     that share is above MAX_OTHERS, and returns the run with the lowest share.

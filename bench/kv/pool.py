@@ -19,7 +19,9 @@ Slots = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Draw:
-    """The blocks of one transfer: source block src[i] is copied to sink block dst[i]."""
+    """The blocks of one transfer: block src[i] of the source is copied to block dst[i] of the
+    sink.
+    """
 
     block_bytes: int
     src: Slots
@@ -31,7 +33,7 @@ class Draw:
 
 
 def draw(pool_bytes: int, block_bytes: int, count: int, seed: int) -> Draw:
-    """Choose `count` different blocks on each side in random order.
+    """Choose `count` different blocks on each side, in random order.
 
     The same seed chooses the same blocks in both processes.
     """
@@ -53,7 +55,7 @@ def reference(pool_bytes: int, seed: int) -> Bytes:
 
 
 def wipe(pool: Bytes, drawn: Draw) -> None:
-    """Clear the target blocks of a transfer, so that blocks of an earlier transfer cannot count as
+    """Clear the target blocks of a transfer, so that bytes of an earlier transfer cannot count as
     delivered.
     """
     pool.reshape(-1, drawn.block_bytes)[drawn.dst] = 0

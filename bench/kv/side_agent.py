@@ -29,9 +29,9 @@ PATIENCE_S = 50.0
 
 class Agents:
     """One of two KV agents: a source that offers blocks in `prepare` (not timed), or a sink that
-    fetches.
+    fetches them.
 
-    Blocks have 64 KiB of one layer.
+    Blocks have 64 KiB, all of one layer.
     """
 
     LAYOUT = KvLayout(1, 8, 128, KvDtype.BF16, 16)

@@ -19,7 +19,7 @@ from pool import Bytes, Draw
 class Memcpy:
     """One process of the memory copy benchmark.
 
-    The sink copies from a private pool with the source's contents.
+    The sink copies from a private pool that has the source's contents.
     """
 
     def __init__(self, role: str, pool_bytes: int, make: Callable[[int], Bytes]) -> None:

@@ -14,7 +14,7 @@ from pool import Bytes, Draw
 
 
 class Mooncake:
-    """One process of the benchmark of Mooncake.
+    """One process of the benchmark of Mooncake's transfer engine.
 
     The passive process only registers memory, which Mooncake's own threads serve.
     """

@@ -18,7 +18,7 @@ from pool import Bytes, Draw
 class Nixl:
     """One process of the benchmark of NIXL.
 
-    The initiator has one transfer handle for all blocks, or one for each block.
+    The initiator has one transfer handle for all blocks, or one per block.
     """
 
     def __init__(self, role: str, pool_bytes: int, settings: dict[str, Any]) -> None:

@@ -37,8 +37,8 @@ GRANT = b"grant"
 class LinkSide:
     """One of the two processes of a benchmarked transport, with its end of the connection (link).
 
-    It handles the link's callbacks, which come on the link's own thread or on the thread that
-    drives it.
+    It handles the link's callbacks, which run on the link's own thread or on the thread that drives
+    the link.
     """
 
     def __init__(self, role: str, pool_bytes: int, settings: dict[str, Any]) -> None:

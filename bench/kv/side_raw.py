@@ -1,7 +1,7 @@
 """KV benchmark: an upper limit, which is what a TCP connection over loopback can carry.
 
-`Raw` repeatedly sends one cached buffer of 1 MiB, without blocks. `Scattered` sends the blocks in a
-minimal loop, without framing, generation checks or write permissions.
+`Raw` repeatedly sends one buffer of 1 MiB that stays in the cache, without blocks. `Scattered`
+sends the blocks in a minimal loop, without framing, generation checks or write permissions.
 """
 
 from __future__ import annotations
@@ -17,14 +17,16 @@ from pool import Bytes, Draw
 
 BUFFER = 1 << 20
 AT_ONCE = 512 << 10
-"""Bytes of blocks per system call: few enough to be digested while they are in a core's cache."""
+"""Bytes of blocks per system call: few enough to stay in a core's cache until their digest is
+computed.
+"""
 
 PROOF = 8
 
 
 class Raw:
-    """KV benchmark over a plain TCP socket: a source sends a buffer, a sink receives and confirms
-    it.
+    """KV benchmark over a plain TCP socket: a source sends a buffer, and a sink receives and
+    confirms it.
     """
 
     def __init__(self, role: str, pool_bytes: int) -> None:
@@ -99,7 +101,7 @@ class Raw:
 
 
 class Scattered(Raw):
-    """KV benchmark over raw TCP, between scattered blocks of both memory pools.
+    """KV benchmark over a plain TCP socket, between blocks at random places of both memory pools.
 
     checked  whether an xxh3-64 digest follows every few blocks and is verified in the sink's memory
     """

@@ -45,8 +45,8 @@ class Side(Protocol):
 class BusyLoop:
     """Python code that computes without pause while a transfer is measured.
 
-    kind  "thread": in this process, where it takes the interpreter lock; "process": in another
-          one; "": not at all
+    kind  "thread": in this process, where it competes for the interpreter lock; "process": in
+          another process; "": no such code
     """
 
     def __init__(self, kind: str) -> None:
@@ -78,7 +78,9 @@ class BusyLoop:
 
 
 class Worker:
-    """Executes the benchmark's commands on one side of a transfer, and measures time and CPU."""
+    """Executes the benchmark's commands on one side of a transfer, and measures duration and CPU
+    time.
+    """
 
     def __init__(self, side: Side, role: str, expected: Bytes, busy: str) -> None:
         self.busy = BusyLoop(busy)
@@ -106,8 +108,8 @@ class Worker:
         self.side.begin()
 
     def finish(self) -> float:
-        """Return the CPU seconds that all threads of the process have used since the call of
-        `begin`.
+        """Return the CPU seconds that all threads of the process have used since `begin` was
+        called.
         """
         self.side.finish()
         self.busy.stop()

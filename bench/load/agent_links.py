@@ -49,7 +49,7 @@ async def agent() -> AsyncIterator[Source]:
 async def link_times(source: Source, links: int) -> list[float]:
     """Connect `links` members to a KV agent one after another.
 
-    Returns the seconds until each is accepted.
+    Returns the seconds until each one is accepted.
     """
     members, times = group("d", SMALL, [make(TRANSPORT, InprocWire(ThreadClock()))]), []
     try:

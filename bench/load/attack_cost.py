@@ -64,8 +64,8 @@ FIRST, SECOND, LAST = -15, -10, -5  # priorities: the gateway, clients and engin
 
 
 class Window(NamedTuple):
-    """The latencies of regular clients in one measured period, in seconds, and their failed
-    requests.
+    """The latencies of regular clients in one measured period, in seconds, and the number of their
+    failed requests.
     """
 
     p50: float
@@ -76,7 +76,7 @@ class Window(NamedTuple):
 class Result(NamedTuple):
     """The results of one measured attack.
 
-    Memory is in bytes; `pairs` is the number of pairs of measured periods that counted.
+    Memory is in bytes. `pairs` is the number of pairs of measured periods that counted.
     """
 
     name: str
@@ -113,8 +113,8 @@ class Result(NamedTuple):
 
 
 class Clients:
-    """Regular clients, which send requests at a fixed rate on persistent connections, during
-    attacks.
+    """Regular clients, which send requests at a fixed rate on persistent connections while an
+    attack runs.
     """
 
     def __init__(self, port: int, folder: Path, rate: float, window_ms: int) -> None:
@@ -135,8 +135,8 @@ class Clients:
 
 
 def pinned(core: int, priority: int) -> list[str]:
-    """Return a command prefix that pins a process to a core, and sets its priority if run
-    as root.
+    """Return a command prefix that pins a process to a core, and that sets its priority if run as
+    root.
     """
     nice = ["nice", "-n", str(priority)] if os.geteuid() == 0 else []
     return ["taskset", "-c", str(core), *nice]
@@ -181,7 +181,7 @@ def _median(windows: list[Window]) -> Window:
 def prepared(base: int) -> Iterator[tuple[Attacked, Path]]:
     """Run a new gateway during a `with` block.
 
-    Each attack gets its own, so that attacks do not affect each other.
+    Each attack gets its own gateway, so that attacks do not affect each other.
     """
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="penstock-attacks-")))

@@ -25,7 +25,7 @@ SHAPES = ("chat", "shared-prefix")
 
 @events.init.add_listener
 def make_sessions(environment: Environment, **_: Any) -> None:
-    """Create one source of sessions for each kind of traffic, so that all simulated users share
+    """Create one source of sessions for each kind of traffic, so that all simulated users share its
     prefixes.
     """
     sessions = {name: shapes()[name].sessions(0) for name in SHAPES}

@@ -23,9 +23,7 @@ _ID = re.compile(rb"\r\nx-request-id: *([^\r]+)", re.IGNORECASE)
 _RETRY = re.compile(rb"\r\nretry-after-ms: *([0-9]+)", re.IGNORECASE)
 
 SO_TIMESTAMPNS = 35
-"""Linux socket option (asm-generic/socket.h) with which recvmsg also returns the time of
-arrival.
-"""
+"""Linux socket option (asm-generic/socket.h) that makes recvmsg return the time of arrival."""
 
 STAMP = struct.Struct("@qq")  # a timespec of the wall clock
 
@@ -151,7 +149,9 @@ def age_s(ancillary: list[tuple[int, int, bytes]], now_s: float) -> float:
 
 
 class ConnectionPool:
-    """A pool of keep-alive connections to one server. The last used one is reused first."""
+    """A pool of keep-alive connections to one server. The connection that was used last is reused
+    first.
+    """
 
     def __init__(self, url: str) -> None:
         split = urlsplit(url)

@@ -1,6 +1,7 @@
-"""Computes the figures of an overload run from the records of all requests, and checks bounds.
+"""Computes the figures of an overload run from the records of all requests, and checks their
+bounds.
 
-This module does no I/O. bench/load/overload.py explains the phases (here called spike and storm).
+This module does no I/O. bench/load/overload.py explains the phases (called spike and storm here).
 """
 
 from __future__ import annotations
@@ -15,10 +16,11 @@ from planner.bench.stats import percentile
 
 RECOVERED_S, WATCHED_S = 10.0, 20.0
 """Seconds after the spike by which goodput must have recovered, and seconds over which it is then
-measured."""
+measured.
+"""
 
 WAITED = frozenset(("ttft", "waited_too_long"))
-"""Reasons of refusals of requests that had waited in the gateway's queue before."""
+"""Reasons of refusals of requests that had waited in the gateway's queue."""
 
 
 class Times(msgspec.Struct, frozen=True):
@@ -188,7 +190,8 @@ def figures(
 
 
 def is_good(client: ClientRecord) -> bool:
-    """Return whether a client's admitted try kept both latency budgets with an intact answer.
+    """Return whether a client's admitted attempt kept both latency budgets and has an intact
+    answer.
 
     The end of the run may have cut the answer.
     """
@@ -203,8 +206,8 @@ def is_good_at_once(client: ClientRecord) -> bool:
 
 
 def times(seconds: Iterable[float]) -> Times:
-    """Return the number and the percentiles of durations in seconds; all are zero if there are
-    none.
+    """Return the number and the percentiles of durations, which are in seconds; all are zero if
+    there are none.
     """
     ordered = sorted(seconds)
     if not ordered:

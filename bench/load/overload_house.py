@@ -36,27 +36,29 @@ from tests.scraped import total
 
 T = TypeVar("T")
 READY_S = 3.0 + 2 * NULL_REQUESTS * NULL_EVERY_S
-"""Seconds before a plan begins, in which the load generator starts and measures the idle
-machine.
+"""Seconds before a plan begins, in which the load generator starts and measures round trips on the
+idle machine.
 """
 
 OWN_CORE = 0
 LOAD = "bench.load.overload_load"
 BEHIND = ("nice", "-n", "10")
-"""Prefix of the stream readers' command, which gives the processes under test priority over
-them.
+"""Prefix of the stream readers' command, which lowers their priority below the processes under
+test.
 """
 
 
 class CpuTimes(NamedTuple):
-    """The seconds in which a process ran on a core, and the seconds in which it waited for one."""
+    """The seconds for which a process ran on a core, and the seconds for which it waited for
+    one.
+    """
 
     core_s: float
     runnable_s: float
 
 
 class OverloadFleet:
-    """The running processes of an overload run; `pids` has the process ids by name."""
+    """The running processes of an overload run; `pids` has their process ids by name."""
 
     def __init__(
         self,
@@ -128,7 +130,7 @@ def generate_load(
     """Run the load generator with the plan of an overload run.
 
     Returns the clients' records, the streams, the number of requests that reached the engines since
-    the storm, and the core use of each process in the spike.
+    the storm began, and each process's core use in the spike.
     """
     with ExitStack() as stack:
         command = (sys.executable, "-m", LOAD)

@@ -44,7 +44,7 @@ GRACE_S = 10.0
 class Try(msgspec.Struct):
     """One attempt of a client's request. Times are in seconds after `Plan.begin_s`.
 
-    unread_s  time from the arrival of the response until the client read it
+    unread_s  seconds from the arrival of the response until the client read it
     """
 
     due_s: float
@@ -57,7 +57,7 @@ class Try(msgspec.Struct):
 
 
 class ClientRecord(msgspec.Struct):
-    """One client's request with all its attempts, and its answer.
+    """One client's request with all its attempts and its answer.
 
     whole  whether the answer is complete
     cut    whether the end of the run interrupted the answer
@@ -87,7 +87,7 @@ class Stream(msgspec.Struct):
 
 
 class ClientRecords(msgspec.Struct):
-    """The records that the load generator's `clients` process writes.
+    """What the load generator's `clients` process writes. Durations are in seconds.
 
     idle_s  round-trip times to the null server before the plan
     busy_s  (time, round-trip time) to the null server during the plan
@@ -131,7 +131,7 @@ def _stream(plan: Plan, timed: TimedRequest) -> Stream:
 
 
 class ClientLoad:
-    """Sends the requests of the independent clients in a plan; `clients` has their records."""
+    """Sends the requests of the plan's independent clients, and records them in `clients`."""
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
@@ -140,7 +140,7 @@ class ClientLoad:
         self.clients: list[ClientRecord] = []
 
     async def measure_idle(self) -> list[float]:
-        """Measure round trips to the server that only refuses, on the idle machine.
+        """Measure round trips to the null server, which only refuses, on the idle machine.
 
         Returns their durations in seconds.
         """
@@ -153,7 +153,7 @@ class ClientLoad:
         return round_trips
 
     async def measure_busy(self) -> list[tuple[float, float]]:
-        """Measure round trips to the server that only refuses, while the plan runs.
+        """Measure round trips to the null server, which only refuses, while the plan runs.
 
         Returns (seconds since the plan began, round trip in seconds).
         """
@@ -222,7 +222,7 @@ class ClientLoad:
 
 
 async def clients(plan: Plan) -> ClientRecords:
-    """Measure the idle machine, run all clients of the plan, and return the records."""
+    """Measure the idle machine, run all clients of the plan, and return their records."""
     load = ClientLoad(plan)
     idle_s = await load.measure_idle()
     task = asyncio.create_task(load.measure_busy())

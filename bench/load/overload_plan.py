@@ -35,13 +35,14 @@ ATTAINMENT = 0.9  # share of requests within both budgets at capacity, as in doc
 SETTLED_S, JUDGED_S = 50.0, 50.0
 
 BASE = 0.5
-"""Load before and after the overload, as a share of the capacity; the rest is left for retries."""
+"""Load before and after the overload, as a share of the capacity. The rest is left for retries."""
 
 
 class Phase(msgspec.Struct, frozen=True):
-    """A phase of an overload run: its duration, and its load relative to the fleet's capacity.
+    """A phase of an overload run: its duration in seconds, and its load relative to the fleet's
+    capacity.
 
-    `obey`: whether clients obey Retry-After.
+    `obey` is whether clients obey Retry-After.
     """
 
     name: str
@@ -70,7 +71,9 @@ class Arrival(msgspec.Struct, frozen=True):
 
 
 class Plan(msgspec.Struct, frozen=True):
-    """The input of the load generator. `begin_s` is of time.monotonic; other times are relative."""
+    """The input of the load generator. `begin_s` is a time of time.monotonic; other times are
+    seconds after it.
+    """
 
     url: str
     null_url: str
@@ -105,7 +108,7 @@ def arrivals(phases: tuple[Phase, ...], capacity_per_s: float, seed: int) -> Ite
 
 
 def find_capacity_per_s() -> float:
-    """Find the fleet's capacity in requests per second, in addition to the open streams.
+    """Find the fleet's capacity in requests per second, which it serves beside the open streams.
 
     At capacity, 90 % of the requests keep both latency budgets without admission control.
     """

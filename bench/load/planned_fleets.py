@@ -54,11 +54,11 @@ LEAST, MOST = 0.7, 0.95
 class SizedCase(NamedTuple):
     """A fleet to plan with `penstock size`, and the traffic that is sent to it.
 
-    rate        requests per second that the fleet is sized for
-    load        rate of the traffic relative to that
-    shared      tokens of the shared beginnings of prompts; their number is `beginnings`, and the
-                popularity of each is 1 / rank
-    mean, median  tokens of a prompt behind that
+    rate          requests per second that the fleet is sized for
+    load          rate of the traffic, relative to `rate`
+    shared        tokens of each shared beginning of prompts; there are `beginnings` of them, with
+                  popularity 1 / rank
+    mean, median  tokens of a prompt after its shared beginning
     """
 
     size: tuple[str, ...]
@@ -94,7 +94,7 @@ CASES = {
 
 
 def generate(case: SizedCase, load: float, count: int, seed: int) -> Iterator[dict[str, object]]:
-    """Yield the lines of a trace in Mooncake's format, with Poisson arrivals."""
+    """Yield the lines of a trace in Mooncake's format, whose arrivals are a Poisson process."""
     rng, at_s, next_id = Random(f"planned {seed}"), 0.0, 1 << 20
     popularity = [1 / (rank + 1) for rank in range(case.beginnings)]
     for _ in range(count):
@@ -250,11 +250,14 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="random seed of the generated traffic")
     parser.add_argument("--requests", type=int, default=3000)
     parser.add_argument(
-        "--load", type=float, default=1.0, help="factor on the request rate of each case"
+        "--load",
+        type=float,
+        default=1.0,
+        help="factor by which the request rate of each case is multiplied",
     )
     parser.add_argument("--within", type=float, default=3.0, metavar="POINTS")
     parser.add_argument(
-        "--replays-only", action="store_true", help="only replay; do not start live fleets"
+        "--replays-only", action="store_true", help="only replay; start no live fleets"
     )
     options = parser.parse_args()
     differences = [compare(name, options) for name in options.case or CASES]

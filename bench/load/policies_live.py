@@ -85,7 +85,9 @@ def _format_run(report: BenchReport, ideal: float, speed: float) -> str:
 
 @contextmanager
 def fleet(policy: str, speed: float, access_log: str = "off") -> Iterator[str]:
-    """Run four mock engines with empty caches and a gateway; yield the gateway's URL."""
+    """Run four mock engines with empty caches and a gateway during a `with` block; yield the
+    gateway's URL.
+    """
     first, (port, admin_port) = _free_run(GROUPS), _free_ports(2)
     with ExitStack() as stack, tempfile.TemporaryDirectory() as folder:
         mock = ["-m", "mockgpu", "--port", str(first), "--speed", str(speed), *MODEL]

@@ -154,7 +154,7 @@ def _print_restart(
 
 
 def run_mode(mode: str, options: argparse.Namespace) -> bool:
-    """Run the restarts of one mode.
+    """Run the restarts of one mode (sigusr2, socket or workers).
 
     Returns True if no request was refused and no stream was cut off.
     """

@@ -14,7 +14,8 @@ import numpy.typing as npt
 BIN_S = 10.0
 """Length in seconds of a bin of samples.
 
-Only the lowest sample of each bin is used: requests cause peaks, but leaks raise the lows.
+Only the lowest sample of each bin is used, because requests cause peaks, whereas leaks raise the
+lowest values too.
 """
 
 BLOCK = 6
@@ -28,10 +29,10 @@ Values = npt.NDArray[np.float64]
 
 
 class Slope(msgspec.Struct, frozen=True):
-    """Growth per second, and its 95 % interval by resampling the noise.
+    """Growth per second, with a 95 % interval that is computed by resampling the noise.
 
-    The interval contains the true slope in 9 of 10 cases if the noise is independent, and in 7 of
-    10 if it is correlated over a minute.
+    Of intervals for noise that is correlated over a minute, 7 of 10 contain the true slope; for
+    independent noise, 9 of 10 do.
     """
 
     per_s: float
@@ -57,7 +58,7 @@ def slope(samples: Sequence[Point]) -> Slope:
 
 
 def lows(samples: Sequence[Point]) -> list[Point]:
-    """Return the lowest sample of each period of BIN_S seconds, which contains the least noise."""
+    """Return the lowest sample of each bin of BIN_S seconds, which has the least noise."""
     bins: dict[int, Point] = {}
     for times, value in samples:
         number = int((times - samples[0][0]) // BIN_S)

@@ -45,7 +45,7 @@ SETTLE_S = 10.0
 class Case(NamedTuple):
     """A measured case: `slow` of the engines take `factor` times as long as the others.
 
-    `declared` is whether their label says so.
+    `declared` is whether the engines' labels declare that.
     """
 
     factor: float
@@ -214,7 +214,8 @@ def _options() -> argparse.Namespace:
         "--at",
         type=float,
         default=0.0,
-        help="seconds after the first request at which one engine becomes slow; 0: from the start",
+        help="seconds after the first request at which one engine becomes slow; 0: slow from the "
+        "start",
     )
     parser.add_argument("--seconds", type=float, default=30.0)
     parser.add_argument(

@@ -55,7 +55,9 @@ def main() -> int:
         "--policy", action="append", help="policy to replay; may be repeated (default: all)"
     )
     parser.add_argument(
-        "--unequal", action="store_true", help="replay fleets of unequal groups without a fault"
+        "--unequal",
+        action="store_true",
+        help="replay fleets of unequal groups in which no group is faulty",
     )
     options = parser.parse_args()
     failed = 0

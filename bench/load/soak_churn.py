@@ -17,7 +17,9 @@ from bench.load.soak_house import Group, SoakFleet, start_group
 
 FROZEN_S = 8.0
 NOTICED_S = 15.0
-"""Maximum seconds in which the gateway must detect an engine's failure and end its streams."""
+"""Maximum seconds in which the gateway must detect an engine's failure and end the engine's
+streams.
+"""
 
 
 def is_available(status: dict[str, Any] | None) -> bool:
@@ -25,9 +27,9 @@ def is_available(status: dict[str, Any] | None) -> bool:
 
 
 class Churn:
-    """Disturbs a running fleet: repeats all disturbances in random order.
+    """Disturbs a running fleet with all disturbances, repeatedly and in random order.
 
-    `done` counts them by name.
+    `done` counts the disturbances by name.
     """
 
     def __init__(self, fleet: SoakFleet, speed: float, rng: Random) -> None:
@@ -42,7 +44,7 @@ class Churn:
         """Return whether an engine failed during or shortly before a period, given in
         time.monotonic seconds.
 
-        Wrong answers in such a period are excused.
+        Wrong answers in such a period do not count as errors.
         """
         return any(
             broken == name and started - NOTICED_S < time_s < ended

@@ -41,7 +41,7 @@ TRANSIENT_GAUGES = (
 """Names of the gateway's gauges that are 0 while there are no requests."""
 
 STABLE_GAUGES = ("penstock_tasks", "process_open_fds")
-"""Names of gauges that return to their initial values when there are no requests any more."""
+"""Names of gauges that must return to their initial values once there are no requests."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,9 @@ class SoakFleet:
         self._file = file
 
     async def reload(self, *, bad: bool = False) -> None:
-        """Rewrite the configuration and wait until it is in force; with `bad`, until rejected."""
+        """Rewrite the configuration and wait until the gateway uses it; with `bad`, until it has
+        rejected it.
+        """
         before = (await self.config())["version"]
         text = configuration(self.groups, self.policy) + (
             "timeouts: {stall: 2secs}\n" if bad else ""
@@ -120,7 +122,7 @@ class SoakFleet:
         """Return the number of tasks and file descriptors of the gateway: the lowest values within
         5 s.
 
-        Health probes use some for moments.
+        Health probes use further ones for short moments.
         """
         pages = []
         for _ in range(10):
@@ -129,7 +131,7 @@ class SoakFleet:
         return {name: min(total(page, name) for page in pages) for name in STABLE_GAUGES}
 
     async def in_use(self) -> dict[str, float]:
-        """Return the resources that the gateway and the engines use for requests, by name."""
+        """Return the resources that the gateway and the engines hold for requests, by name."""
         page = await self._page()
         resources = {name: total(page, name) for name in TRANSIENT_GAUGES}
         for group in self.groups:
@@ -189,7 +191,7 @@ def start_group(name: str, role: str, speed: float) -> Group:
 
 @asynccontextmanager
 async def run_fleet(speed: float, longest_s: float) -> AsyncIterator[SoakFleet]:
-    """Run engines and a gateway during an `async with` block, at most `longest_s` seconds."""
+    """Run engines and a gateway during an `async with` block, for at most `longest_s` seconds."""
     processes.AT_MOST_S = longest_s
     timeout = aiohttp.ClientTimeout(total=PATIENCE_S)
     with ExitStack() as stack:

@@ -49,7 +49,7 @@ LONGEST_S = 6 * 3600.0
 
 
 class Area(msgspec.Struct, frozen=True):
-    """The area under a ROC curve (AUC) and its 95 % confidence interval."""
+    """The area under a ROC curve (AUC), and its 95 % confidence interval."""
 
     auc: float
     low: float
@@ -69,8 +69,8 @@ class AnswerFacts(msgspec.Struct, frozen=True):
 
 
 class Figures(msgspec.Struct, frozen=True):
-    """The results of the probes with or without isolation: both AUCs, and the cached share of
-    prompt tokens.
+    """The results of the probes in one mode, with or without isolation: both AUCs, and the cached
+    share of prompt tokens.
     """
 
     isolate: str
@@ -133,7 +133,9 @@ class TenantClient:
 async def run_probes(
     client: TenantClient, count: int, words: int, rng: random.Random
 ) -> tuple[Area, Area]:
-    """Send `count` probes of each kind in random order; return the AUCs by usage and by TTFT."""
+    """Send `count` probes of each kind in random order; return the AUCs of both scores, by usage
+    and by TTFT.
+    """
     sides = [True, False] * count
     rng.shuffle(sides)
     for _ in range(WARM_UP):
@@ -156,7 +158,9 @@ async def run_probes(
 
 
 async def measure_hits(client: TenantClient, count: int, words: int, rng: random.Random) -> float:
-    """Send a tenant's prompts, repeated and extended; return the cached share of their tokens."""
+    """Send a tenant's prompts, repeated and extended; return the share of their tokens that was
+    cached.
+    """
     cached = total = 0
     for number in range(count):
         tenant, prompt = ("victim", "prober")[number % 2], text(rng, words)

@@ -79,10 +79,10 @@ CLIENTS: Mapping[str, Client] = {
 
 
 class Rotation:
-    """A thread that replaces the gateway's certificate whenever the gateway uses the last one.
+    """A thread that replaces the gateway's certificate as soon as the gateway uses the one before.
 
     count    number of replacements
-    problem  why the rotation stopped, or None
+    problem  why the replacements stopped, or None
     """
 
     def __init__(self, authority: Authority, port: int) -> None:
@@ -151,7 +151,7 @@ def missing_programs(clients: Mapping[str, Client]) -> list[str]:
 def run_client(
     client: Client, env: Mapping[str, str], requests: int
 ) -> tuple[Counter[str], list[str]]:
-    """Send requests to the gateway with one process of a TLS client after another.
+    """Send requests to the gateway with several processes of a TLS client, one after another.
 
     Returns the number of requests by outcome, and the first errors.
     """

@@ -1,4 +1,6 @@
-"""Replays one arm of the comparison on one seed, and observes which ranks get new work."""
+"""Replays one arm of the comparison on one seed, and records which data-parallel ranks get new
+work.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +26,9 @@ HORIZON_S, COLD_S = 420.0, 150.0
 RAMP_S = 60.0
 SESSIONS = 600
 DECODE_WEIGHT = 0.02
-"""Number of prompt tokens that one token of context counts for, if ranks have equally many prompt
-tokens to compute."""
+"""Number of prompt tokens that one token of context counts for when ranks with equally many prompt
+tokens are compared.
+"""
 
 ARMS = {
     "vllm": (RankChoice.LEAST, "prefix_aware"),
@@ -34,10 +37,11 @@ ARMS = {
     "priced": (RankChoice.GATEWAY, "priced"),
     "least_loaded": (RankChoice.GATEWAY, "least_loaded"),
 }
-"""Arms by name: who chooses the rank, and the gateway's policy.
+"""The arms of the comparison by name: what chooses the rank, and the gateway's policy.
 
-`oracle:0.1` is an Oracle that counts 0.1 s per session, `oracle` one that does not spread sessions;
-`tokens:0.1` and `tokens` are oracles to which all prompt tokens cost the same at any position.
+`oracle:0.1` is an Oracle that counts 0.1 s per session, and `oracle` one that does not spread
+sessions. `tokens:0.1` and `tokens` are oracles for which all prompt tokens cost the same at any
+position.
 """
 
 
@@ -46,7 +50,7 @@ class Measurement(msgspec.Struct, frozen=True):
 
     goodput         requests per second within their TTFT and TPOT budgets
     to_most_loaded  share of the uncached prompt tokens that went to the rank with the most work at
-                    that moment; 1 / RANKS is the mean rank's
+                    that moment; the mean rank gets 1 / RANKS
     """
 
     arm: str
@@ -63,7 +67,7 @@ class Measurement(msgspec.Struct, frozen=True):
 
 
 class ObservedFleet(Fleet):
-    """A replay that notes how many new tokens each rank got, and whether it had the most work."""
+    """A replay that records how many new tokens each rank got, and whether it had the most work."""
 
     new_tokens = 0.0
     to_most_loaded = 0.0
@@ -106,7 +110,7 @@ def _work(rank: ReplayEngine) -> float:
 
 
 def measure(arm: str, seed: int, count: int) -> Measurement:
-    """Replay `count` users who go through the sessions of this seed on one engine of 8 ranks."""
+    """Replay `count` users who work through the sessions of this seed on one engine of 8 ranks."""
     began = process_time()
     workload = draw(seed)
     choice, _ = ARMS.get(arm, (RankChoice.GATEWAY, ""))

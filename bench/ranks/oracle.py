@@ -1,8 +1,8 @@
-"""A pick that knows the true state of every rank, which no gateway can know.
+"""Picks a rank with knowledge of the true state of every rank, which no gateway can have.
 
-True are the blocks in each cache, the prompt tokens that each rank still has to compute, the
-contexts that it decodes, its free KV, and where every session's context is. The future is unknown
-to it too: lengths of answers, and requests that will come.
+It knows the blocks in each cache, the prompt tokens that each rank still has to compute, the
+contexts that it decodes, its free KV, and where every session's context is. It does not know the
+future: the lengths of answers, and later requests.
 """
 
 from __future__ import annotations
@@ -25,14 +25,16 @@ SESSION_S = 60.0
 """Seconds without a request after which a session no longer counts at its rank."""
 
 CONTEXT_STEPS = 20
-"""Number of future steps whose reads of a decoding context count as work. It decides between idle
-ranks, hardly more."""
+"""Number of future steps for which the reads of a decoding context count as work. The value decides
+between idle ranks, and changes little else.
+"""
 
 
 class PromptCosts:
-    """Seconds per prompt token, per pair of a query and a key, and per token of context read.
+    """The costs of a prompt: seconds per prompt token, per pair of a query and a key, and per token
+    of context read.
 
-    has_attention  False: pairs cost nothing, so that prompt tokens cost equally much
+    has_attention  False: pairs cost nothing, so that prompt tokens cost the same at any position
     """
 
     def __init__(self, times: StepTimes, has_attention: bool = True) -> None:
@@ -44,7 +46,7 @@ class PromptCosts:
         self.context_s = (many - few) / 1e5
 
     def prompt_s(self, start: float, tokens: float) -> float:
-        """Return the seconds for the prompt tokens from `start` on."""
+        """Return the seconds of computing the prompt's tokens from position `start` on."""
         return tokens * (self.token_s + self.pair_s * (start + tokens / 2))
 
 

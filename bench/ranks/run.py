@@ -26,19 +26,22 @@ from bench.ranks.measure import ARMS, COLD_S, HORIZON_S, RANKS, Measurement, mea
 from planner.replay.rank_choice import RankChoice
 
 ORACLE = "oracle:0.1"
-"""The oracle that is used: the best of nine variants on seeds 1 to 3, by the geometric mean of
-goodput at nine loads."""
+"""The oracle to compare with: the best of nine variants on seeds 1 to 3, by the geometric mean of
+goodput at nine loads.
+"""
 
 AIM, STEP, FIRST = 0.9, 1.3, 20
 FEWER = (0.5, 0.25)
 # Student's t for 95 % by degrees of freedom; 1.96 beyond.
 T_95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.18, 2.16, 2.14, 2.13)
 LEAST = 1 / (HORIZON_S - COLD_S)
-"""Goodput that an arm without any good request is assumed to have: that of one good request."""
+"""Goodput that is assumed for an arm without any good request: that of one good request."""
 
 
 def find_users(oracle: str, seed: int, log_line: Callable[[str], None]) -> Measurement:
-    """Return the oracle's result at the most users of a geometric grid that it serves well."""
+    """Return the oracle's result at the largest number of users, of a geometric grid, that it
+    serves well.
+    """
     step = 0
     at = _measured(oracle, seed, _users(step), log_line)
     rises = at.attainment >= AIM
@@ -70,7 +73,9 @@ def _measured(arm: str, seed: int, users: int, log_line: Callable[[str], None]) 
 
 
 def run_seed(arms: Sequence[str], seed: int, log_line: Callable[[str], None]) -> list[Measurement]:
-    """Return the results of all arms on a seed; those of fewer users are of rank-blind arms."""
+    """Return the results of all arms on a seed. Arms that do not see ranks are also measured with
+    fewer users.
+    """
     oracle = find_users(arms[-1], seed, log_line)
     results = [oracle]
     for arm in arms[:-1]:
@@ -82,7 +87,7 @@ def run_seed(arms: Sequence[str], seed: int, log_line: Callable[[str], None]) ->
 
 
 def geometric_mean(ratios: Sequence[float], digits: int = 2) -> str:
-    """Return the geometric mean and its 95 % interval over seeds, as text."""
+    """Return the geometric mean over seeds and its 95 % interval, as text."""
     logs = [log(ratio) for ratio in ratios]
     if len(logs) < 2:
         return f"{exp(logs[0]):.{digits}f}"
@@ -93,7 +98,9 @@ def geometric_mean(ratios: Sequence[float], digits: int = 2) -> str:
 
 
 def page(results: Sequence[Measurement], arms: Sequence[str], aware: str) -> str:
-    """Return the table of all arms: goodput relative to the oracle, and the arm `aware` to each."""
+    """Return the table of all arms: their goodput divided by the oracle's, and that of the arm
+    `aware` divided by theirs.
+    """
     seeds = sorted({result.seed for result in results})
     top = {result.seed: result for result in results if result.arm == arms[-1]}
     own = {result.seed: result for result in results if result.arm == aware}

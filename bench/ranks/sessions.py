@@ -1,7 +1,7 @@
-"""Draws agent sessions from a seed: contexts that grow by tool results, from agents of few kinds.
+"""Draws agent sessions from a seed: contexts that grow by tool results, from agents of a few kinds.
 
-Every number that a session depends on is drawn from a range first, so that seeds are different
-workloads and not only different arrivals of one.
+The parameters of each seed are drawn from ranges first, so that seeds are different workloads and
+not only different arrivals of one workload.
 """
 
 from __future__ import annotations

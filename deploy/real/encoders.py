@@ -23,13 +23,17 @@ from transformers import (
 ROOT = Path(__file__).resolve().parent.parent.parent
 VOCABULARY, CONTEXT = 2048, 512
 SPREAD = 0.3
-"""Standard deviation of the weights: different texts get clearly different results."""
+"""Standard deviation of the random weights: large enough that different texts get clearly different
+results.
+"""
 
 SEED = 7
 
 
 def main(folder: Path) -> None:
-    """Write three models with their tokenizer (1 MB each)."""
+    """Write the three models, each with its tokenizer (1 MB each), into the folder named on the
+    command line.
+    """
     words = BertWordPieceTokenizer()
     pages = sorted(str(page) for page in (ROOT / "docs").rglob("*.md"))
     words.train(pages, vocab_size=VOCABULARY)

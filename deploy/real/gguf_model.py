@@ -24,7 +24,7 @@ CHAT_TEMPLATE = (
 
 
 def vocabulary() -> tuple[list[str], list[float], list[int]]:
-    """Return the tokens with their scores and types, as SentencePiece models have them."""
+    """Return the vocabulary as (tokens, scores, types), as SentencePiece models have them."""
     kinds = gguf.TokenType
     tokens = [("<unk>", 0.0, kinds.UNKNOWN), ("<s>", 0.0, kinds.CONTROL)]
     tokens.append(("</s>", 0.0, kinds.CONTROL))
@@ -35,7 +35,7 @@ def vocabulary() -> tuple[list[str], list[float], list[int]]:
 
 
 def write(path: Path) -> None:
-    """Write the model. The weights are the same each time."""
+    """Write the GGUF file of the model. Its random weights are the same in every run."""
     rng = np.random.default_rng(7)
 
     def weights(*shape: int) -> np.ndarray:

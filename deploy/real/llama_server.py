@@ -14,7 +14,7 @@ SLOTS, CONTEXT = 4, 8192
 
 
 def main(model: str, port: int) -> None:
-    """Serve until SIGTERM."""
+    """Serve the GGUF file on the port, both named on the command line, until SIGTERM."""
     settings = xllamacpp.CommonParams()
     settings.model.path, settings.model_alias = model, {"tiny"}
     settings.hostnames, settings.port = ["127.0.0.1"], port

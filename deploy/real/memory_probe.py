@@ -34,7 +34,9 @@ LAYOUT = "LBHNC"  # any: a layout orders the bytes, and does not change their nu
 
 
 def engine_config(folder: str, tp: int, options: Iterable[str]) -> VllmConfig:
-    """Return vLLM's configuration as its own parser and its own defaults give it."""
+    """Return the engine configuration that vLLM's own parser makes of these options and its
+    defaults.
+    """
     parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
     common = ["--model", folder, "--tensor-parallel-size", str(tp), "--load-format", "dummy"]
     flags = [*common, "--skip-tokenizer-init", "--enforce-eager", *options]
@@ -42,7 +44,7 @@ def engine_config(folder: str, tp: int, options: Iterable[str]) -> VllmConfig:
 
 
 def measure(rank: int, tp: int, kv_bytes: int, jobs: list[list[str]]) -> None:
-    """Build one rank's part of each model; rank 0 prints the figures of all, a line per model."""
+    """Build one rank's part of each model; rank 0 prints the measured bytes, one line per model."""
     os.environ["VLLM_DIST_IDENT"] = "probe"  # names the ranks' shared memory, as an engine does
     for number, (folder, *options) in enumerate(jobs):
         config = engine_config(folder, tp, options)

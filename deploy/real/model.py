@@ -18,7 +18,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 ROOT = Path(__file__).resolve().parent.parent.parent
 VOCABULARY = 2048
 SPREAD = 0.15
-"""Standard deviation of the weights: attention scores are neither uniform nor one-hot."""
+"""Standard deviation of the random weights: attention scores are then neither uniform nor
+one-hot.
+"""
 
 SEED = 7
 CHAT = (

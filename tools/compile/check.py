@@ -23,7 +23,9 @@ FLAGS = ("-fsyntax-only", "-Werror=incompatible-pointer-types")
 
 
 def check(tree: Path, sources: Iterable[Path]) -> list[str]:
-    """Return the C compiler's errors for these files of a tree, in their order."""
+    """Return the C compiler's error messages for these C files of a source tree, in the order of
+    the files.
+    """
 
     def errors(source: Path) -> str:
         compiler = shlex.split(os.environ.get("CC", "cc"))

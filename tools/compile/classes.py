@@ -29,10 +29,10 @@ class Project:
     def known_classes(self, module: str) -> dict[str, str]:
         """Return the full names of the C classes that a module defines or imports, by local name.
 
-        Imports under `if TYPE_CHECKING` become real imports in C, so modules may import each other
-        in a cycle. A cycle works if its modules import only C classes without bases from each
-        other, because those exist before any other code runs. In other cycles the type-only imports
-        are omitted.
+        Cython imports C classes at run time, even where Python imports them under `if
+        TYPE_CHECKING` only, so modules may import each other in a cycle. A cycle works if its
+        modules import only C classes without bases from each other, because those exist before any
+        other code runs. In other cycles the type-only imports are omitted.
         """
         tree = self.trees[module]
         for_types = {
@@ -85,12 +85,11 @@ class Project:
 
     @cached_property
     def used_as_values(self) -> frozenset[str]:
-        """Return the full names of functions and methods that are passed on as values.
+        """Return the full names of functions and methods that are used as values, not only called.
 
-        Contains full names, and bare method names where the class is unknown. If the class is
-        unknown and some class has an attribute of that name, the name is taken for the attribute;
-        otherwise half of the methods would be excluded. A method that is used as a value under such
-        a name fails to compile.
+        Where the class is unknown, the result contains the bare method name, unless some class has
+        an attribute of that name. Otherwise half of the methods would be excluded. A method that is
+        used as a value under such a name fails to compile.
         """
         fields = {name for node in self.classes.values() for name in slots(node) or ()}
         for tree in self.trees.values():
@@ -113,7 +112,7 @@ class Project:
     def called_with_unpacking(self) -> frozenset[str]:
         """Return the names of functions and methods that are called with *arguments or **keywords.
 
-        They stay Python functions, because C functions cannot be called like that.
+        They must stay Python functions, because C functions cannot be called like that.
         """
         return frozenset(
             ast.unparse(node.func).rpartition(".")[2]
@@ -212,9 +211,7 @@ def container_of(full: str) -> str:
 
 
 def names_of(module: str, tree: ast.Module) -> dict[str, str]:
-    """Return the full names of the classes that a module defines and of what it imports, by local
-    name.
-    """
+    """Return the full names of the classes that a module defines or imports, by local name."""
     return {node.name: f"{module}.{node.name}" for node in classes_of(tree)} | from_imports(
         tree.body
     )

@@ -20,13 +20,15 @@ from tools.compile.source_tree import SMALL_LIST, tree_digest, write_tree
 
 STAMP = "made-of"
 FLAGS = "-O2 -g0 -DNDEBUG -fwrapv -fno-asynchronous-unwind-tables -fno-unwind-tables"
-"""Flags of the C compiler unless CFLAGS is set. Debugging information would make up five sixths of
-a module, and tables for C++ exceptions a fifteenth.
+"""Flags of the C compiler unless CFLAGS is set.
+
+Without them, debugging information would make up five sixths of a module's size, and tables for C++
+exceptions a fifteenth.
 """
 SMALL_FLAGS = "-Os"
 """Further flags for packages that are optimized for size, unless CFLAGS is set."""
 CHECKS = "-Werror=incompatible-pointer-types"
-"""Flags that always apply: this one finds confused C classes."""
+"""Flags of the C compiler that always apply: they make passing the wrong C class an error."""
 LINKER_FLAGS = "-s -Wl,-z,noseparate-code -Wl,--hash-style=gnu -Wl,--build-id=none"
 """Flags of the linker unless LDFLAGS is set. Without them every module is 12 kB larger."""
 
@@ -60,7 +62,7 @@ def build_digest() -> str:
 
 
 def compiler_environment() -> dict[str, str]:
-    """Return the environment variables of a build, with the flags of the C compiler and linker."""
+    """Return the environment variables for a build, with the flags of the C compiler and linker."""
     chosen = os.environ.get("CFLAGS")
     return {
         "LDFLAGS": LINKER_FLAGS,
@@ -71,7 +73,7 @@ def compiler_environment() -> dict[str, str]:
 
 
 def flags(environment: Mapping[str, str]) -> str:
-    """Return the flags of a build's environment in one line."""
+    """Return the compiler's and linker's flags in a build's environment, as one line."""
     return " | ".join(environment[name] for name in ("CFLAGS", "SMALL_CFLAGS", "LDFLAGS"))
 
 

@@ -1,8 +1,8 @@
 """Generator of the .pxd files that declare the compiled modules' C classes and functions to Cython.
 
 Attributes, arguments and results that are annotated with a C class (classes.py) are declared as
-such. Methods and private functions become C functions where possible, which are called without a
-look-up.
+such. Methods and private functions become C functions where possible, because these are called
+without a look-up by name.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ cpdef chain_words(
 )
 """
 }
-"""Handwritten Cython declarations by module: of the one function that computes with machine
-words.
+"""Handwritten Cython declarations by module. The only one is for the function that computes with
+machine words.
 """
 
 NUMBERS = {
@@ -187,7 +187,7 @@ class CTypes:
         )
 
     def attribute_types(self, node: ast.ClassDef) -> dict[str, str]:
-        """Return the C class of each attribute of a class, taken from its annotation or first
+        """Return the C class of each attribute of a class, by the attribute's annotation or first
         assignment.
         """
         types: dict[str, str] = {}

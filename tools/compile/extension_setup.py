@@ -1,8 +1,8 @@
 """Build script that makes an extension module of every generated C file in a source tree.
 
-source_tree.py copies it to that tree as setup.py, and lists the packages that are optimized for
-size. SMALL_CFLAGS holds the compiler's flags for those, in addition to CFLAGS. kvtransfer/
-there is a project of its own.
+source_tree.py copies it into that tree as setup.py, and lists the packages that are optimized for
+size. SMALL_CFLAGS holds the compiler's flags for those packages, in addition to CFLAGS. The folder
+kvtransfer/ is a project of its own.
 """
 
 import os

@@ -23,10 +23,10 @@ from tools.compile.source_tree import ROOT, tree_digest, write_tree
 
 DIST = ROOT / "dist"
 KV = "kvtransfer"
-"""The folder of the project penstock-kv, in a checkout and in a source tree."""
+"""Folder of the project penstock-kv, relative to a checkout or a source tree."""
 WORK = ROOT / "build" / "wheel"
 MINORS = (11, 12, 13, 14)
-"""The minor versions N of CPython 3.N that are supported."""
+"""The supported minor versions N of CPython 3.N."""
 PLATFORM = f"manylinux_2_28_{platform.machine()}"
 _DESCRIBE = (
     "import pathlib, sys, sysconfig; "
@@ -76,9 +76,11 @@ def build_pure_wheel(source: Path, out: Path) -> Path:
 
 
 def copy_tracked_files(checkout: Path, target: Path) -> None:
-    """Copy the files that git tracks in a checkout, those behind a link to a folder twice.
+    """Copy the files that git tracks in a checkout; files behind a link to a folder are copied to
+    both places.
 
-    setuptools takes each folder once, and would leave out the links and what they lead to.
+    setuptools visits each folder once, and would otherwise leave out the links and what they lead
+    to.
     """
     names = _run(["git", "ls-files", "-z"], checkout).split("\0")[:-1]
     for name in names:
@@ -142,7 +144,8 @@ def _is_stamped(stamp: Path, text: str) -> bool:
 def build_compiled(tree: Path, interpreter: str) -> Path:
     """Build a project's wheel with extension modules by an interpreter; return its path in dist/.
 
-    Raises subprocess.CalledProcessError when it does not compile, or needs a newer glibc.
+    Raises subprocess.CalledProcessError if the project does not compile or the wheel needs a newer
+    glibc.
     """
     raw = WORK / "raw"
     shutil.rmtree(raw, ignore_errors=True)

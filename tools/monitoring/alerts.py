@@ -16,7 +16,9 @@ _GATEWAY = (*_FLEET, ("instance", "g"))
 _POOL = (*_FLEET, ("pool", "chat"))
 
 Series = tuple[tuple[str, str], ...]
-"""An input series of a promtool test: (series, its values per minute in promtool's notation)."""
+"""An input series of a promtool test: the series, and its values per minute in promtool's
+notation.
+"""
 
 
 class Alert(msgspec.Struct, frozen=True):
@@ -56,7 +58,9 @@ def _bucket(name: str, low: str, high: str, inside: str) -> Series:
 GATEWAY = "job, namespace, instance"
 POOL = "job, namespace, pool"
 FLEET = "job, namespace"
-"""Labels by which alerts are grouped: those of a gateway, of a pool of a fleet, or of a fleet."""
+"""The sets of labels by which alerts are grouped: those of a gateway, of a pool in a fleet, or of a
+fleet.
+"""
 
 SPLITS = rate("penstock_split_decisions_total", FLEET, "5m", decision="split")
 LOST_KV = " + ".join(
@@ -176,7 +180,7 @@ ALERTS = (
         "> 15",
         "2m",
         "ticket",
-        "An engine no longer reports its load; picks rely on the gateway's own counts.",
+        "An engine no longer reports its load; routing relies on the gateway's own counts.",
         (('penstock_endpoint_scrape_age_seconds{instance="g", endpoint="a"}', "0+60x60"),),
         (('penstock_endpoint_scrape_age_seconds{instance="g", endpoint="a"}', "1x60"),),
         (*_POOL, ("endpoint", "a")),
@@ -226,8 +230,8 @@ ALERTS = (
         "> 0.02",
         "5m",
         "ticket",
-        "Prefilled KV is lost: one split request in fifty times out in transfer or has its KV "
-        "freed unread.",
+        "Prefilled KV is lost: one split request in fifty times out in its KV transfer or has its "
+        "KV freed unread.",
         (
             ('penstock_split_decisions_total{decision="split", reason="long"}', "0+100x60"),
             ('penstock_upstream_errors_total{endpoint="d", kind="transfer_timeout"}', "0+5x60"),
@@ -291,7 +295,7 @@ ALERTS = (
         "> 0",
         "5m",
         "ticket",
-        "The requests of a pool differ from those that it was sized for.",
+        "The requests of a pool differ from the workload that the pool was sized for.",
         (('penstock_drift_alarm{instance="g", pool="chat", measure="prompt"}', "0 1x60"),),
         (
             ('penstock_drift_alarm{instance="g", pool="chat", measure="prompt"}', "0 1 1 0x60"),
@@ -305,7 +309,8 @@ ALERTS = (
         "> 5",
         "1m",
         "ticket",
-        "A gateway has received nothing from the others for seconds and routes by its own state.",
+        "A gateway has received nothing from the other gateways for seconds and routes by its own "
+        "state.",
         (('penstock_shared_staleness_seconds{instance="g"}', "0+60x60"),),
         (('penstock_shared_staleness_seconds{instance="g"}', "0 1 0 2 0x60"),),
         _GATEWAY,

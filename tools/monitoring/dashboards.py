@@ -79,7 +79,9 @@ _AVOIDABLE = rate("penstock_prefill_tokens_total", cause="~spread|evicted")
 _SPLIT = rate_or_zero("penstock_split_decisions_total", decision="split")
 _SPLIT_SHARE = f"{_SPLIT} / {rate('penstock_split_decisions_total')}"
 BUSIEST = 10
-"""Endpoints in a chart with a line for each: of a large fleet, all lines together say nothing."""
+"""Number of endpoints that have a line of their own in a chart; in a large fleet, lines of all
+endpoints would be unreadable.
+"""
 
 # The ten of the whole time that is shown: topk alone would choose others at every point.
 _IN_FLIGHT = "sum by (endpoint) (penstock_inflight)"
@@ -95,14 +97,14 @@ OVERVIEW = Board(
                 _single(f"{_GOOD} / {_JUDGED}"),
                 "percentunit",
                 "stat",
-                "Share of the requests that met the targets of their class.",
+                "Share of requests that met the latency targets of their class.",
             ),
             Panel(
                 "Error budget left (3 days)",
                 tuple(Query(slo.budget_left(), f"{slo.slo} {{{{model}}}}") for slo in OBJECTIVES),
                 "percentunit",
                 "stat",
-                "Share of the allowed errors that is left; below zero the objective is missed.",
+                "Share of the allowed errors that is left; negative once the objective is missed.",
             ),
             Panel(
                 "Requests outside the objectives (last hour)",
@@ -234,7 +236,8 @@ ROUTING = Board(
             Panel(
                 "Avoidable prefill tokens per second",
                 _single(_AVOIDABLE, "spread or evicted"),
-                text="Tokens that another endpoint had cached, or an engine evicted. Ideal is 0.",
+                text="Prompt tokens that another endpoint had cached, or that an engine had "
+                "evicted. Ideal is 0.",
             ),
             Panel(
                 "Memory of the prefix index", _single("sum(penstock_prefix_index_bytes)"), "bytes"
@@ -269,7 +272,7 @@ SPLIT = Board(
                     "{{prefill}} > {{decode}}",
                 ),
                 "reqps",
-                text="KV caches passed between groups, per second.",
+                text="KV caches transferred between engines, per second.",
             ),
             Panel(
                 "Failed KV handoffs from prefill to decode",
@@ -313,7 +316,7 @@ INTERNALS = Board(
                 "Event loop delay",
                 _percentiles("penstock_loop_lag_seconds"),
                 "s",
-                text="Above 100 ms all streams are delayed.",
+                text="Above 100 ms, all streams are delayed.",
             ),
             Panel(
                 "Resident memory",
@@ -340,7 +343,7 @@ INTERNALS = Board(
             Panel(
                 "Configuration in use",
                 _single("max by (hash) (penstock_config_version_info)", "{{hash}}"),
-                text="Two lines mean that gateways of one fleet run different configurations.",
+                text="Two lines mean that gateways of the fleet run different configurations.",
             ),
             Panel(
                 "Configuration reloads by result",
@@ -401,9 +404,7 @@ def generate_panel(spec: FamilySpec) -> Panel:
 
 
 def family_name(name: str) -> str:
-    """Return the metric family that a series belongs to: its name without a suffix such as
-    _bucket.
-    """
+    """Return the metric family of a series: the series' name without a suffix such as _bucket."""
     return next((name.removesuffix(end) for end in SUFFIXES if name.endswith(end)), name)
 
 

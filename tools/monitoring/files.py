@@ -1,4 +1,6 @@
-"""The files that are generated from the catalogue of metrics, by path, and all queries in them."""
+"""The files that are generated from the catalogue of metrics, by path, and all queries in these
+files.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Conversion of the dashboards to Grafana's JSON; ids and positions follow the order of panels."""
+"""Converts the dashboards to Grafana's JSON. Ids and positions follow the order of panels."""
 
 from __future__ import annotations
 
@@ -48,7 +48,9 @@ def queries(catalogue: Sequence[FamilySpec]) -> dict[str, str]:
 
 
 def filter_by_variables(expr: str, catalogue: Sequence[FamilySpec]) -> str:
-    """Return a panel's query, filtered by the dashboard's variables such as pool and model."""
+    """Return a panel's query, restricted to the values of the dashboard's variables, such as pool
+    and model.
+    """
     labels = {spec.name: {"job", "namespace", *spec.exposed_labels} for spec in catalogue}
     labels |= {name: set(VARIABLES) for name in recorded_names()}
     return add_variables(expr, lambda name: labels.get(family_name(name), {"job", "namespace"}))

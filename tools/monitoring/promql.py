@@ -1,7 +1,7 @@
 """Helpers for PromQL: build queries of dashboards and rules, and find the series in a query.
 
-The second part serves to check queries against scraped metrics. It is not a full parser: it finds
-selectors and label lists only.
+The second part checks queries against scraped metrics. It is not a full parser: it finds selectors
+and label lists only.
 """
 
 from __future__ import annotations
@@ -12,11 +12,14 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 import msgspec
 
 WINDOW = "$__rate_interval"
-"""A Grafana variable for the range of a query: Grafana replaces it by at least four scrape
-intervals."""
+"""A Grafana variable for the range of a rate(): Grafana replaces it by at least four scrape
+intervals.
+"""
 
 RANGE = "$__range"
-"""A variable that Grafana replaces by the length of the time that is shown."""
+"""A Grafana variable for a duration: Grafana replaces it by the length of the displayed time
+range.
+"""
 
 VARIABLES = ("job", "namespace", "pool", "model")
 """The variables of the dashboards, named like the labels that they filter."""
@@ -76,7 +79,7 @@ def add_variables(query: str, labels_of: Callable[[str], Collection[str]]) -> st
 def fill_variables(query: str, window: str) -> str:
     """Return a dashboard query as Grafana sends it when every dashboard variable is set to "All".
 
-    `window` replaces Grafana's rate interval, and the time that is shown.
+    `window` replaces both Grafana's rate interval and the length of the displayed time range.
     """
     for name in VARIABLES:
         query = query.replace(f'"${name}"', '".*"')
@@ -115,7 +118,7 @@ def rate_or_zero(name: str, window: str = WINDOW, **matchers: str) -> str:
 
 
 def share(name: str, by: str, window: str = WINDOW, **matchers: str) -> str:
-    """Return the query for the share of the matching series in the whole metric family.
+    """Return the query for the share of the matching series in a whole counter family, by rate.
 
     The share is 0 if no series has ever matched.
     """

@@ -21,7 +21,7 @@ EVALUATED_AT = "30m"
 BURN_LABELS: Mapping[str, str] = MappingProxyType(
     {"job": "penstock", "namespace": "llm", "model": "m", "pool": "chat"}
 )
-"""The labels of the series in the tests of burn rates."""
+"""The labels of the input series in the tests of burn-rate alerts."""
 
 Rule = Mapping[str, object]
 
@@ -64,7 +64,7 @@ def alert_names() -> tuple[str, ...]:
 def queries() -> Mapping[str, str]:
     """Return the queries of all rules, by the name of the rule.
 
-    Comparisons are removed, so that every query has results.
+    Comparisons with limits are removed, so that every query has results.
     """
     by_place = {
         f"record {window} {slo.slo}": slo.bad_share(window)

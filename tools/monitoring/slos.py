@@ -12,7 +12,7 @@ import msgspec
 from tools.monitoring.promql import rate
 
 BUDGET_LABELS = "job, namespace, model, pool"
-"""Labels that identify an error budget: each model of each fleet has its own."""
+"""Labels that identify an error budget: each model of each fleet has a budget of its own."""
 
 WINDOWS = ("5m", "30m", "1h", "6h", "3d")
 TTFT_MISSED, TPOT_MISSED = "~ttft_missed|both_missed", "~tpot_missed|both_missed"
@@ -20,10 +20,10 @@ JUDGED_OUTCOMES = "~met|ttft_missed|tpot_missed|both_missed"
 
 
 class Objective(msgspec.Struct, frozen=True):
-    """A service level objective: the share of requests, `goal`, that has to be good.
+    """A service level objective: the share of requests, `goal` (0 to 1), that has to be good.
 
     slo    value of the slo label
-    alert  name of its alerts and runbook
+    alert  name of its alerts and of their runbook
     """
 
     slo: str
@@ -58,8 +58,7 @@ class Objective(msgspec.Struct, frozen=True):
 
 
 class Burn(msgspec.Struct, frozen=True):
-    """An alert threshold: `factor` times the rate at which an error budget is used up in its
-    period.
+    """A burn-rate alert: the error budget is used up `factor` times as fast as its period allows.
 
     long, short  windows in which the rate must be exceeded
     hold         how long it must be exceeded
@@ -72,8 +71,8 @@ class Burn(msgspec.Struct, frozen=True):
     severity: str
 
     def limit(self, objective: Objective) -> str:
-        """Return the share of bad requests at which the error budget is used up at this threshold's
-        rate.
+        """Return the share of bad requests at which the error budget is used up `factor` times too
+        fast.
         """
         return f"{self.factor * (1 - objective.goal):.6g}"
 

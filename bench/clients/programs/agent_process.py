@@ -1,4 +1,4 @@
-"""Runs command-line agents whose output is one JSON object per line."""
+"""Runs command-line agents that print one JSON object per line."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ HOME = Path(tempfile.mkdtemp(prefix="client-home-"))
 
 
 async def start(*command: str, folder: Path = HOME, **env: str) -> Process:
-    """Start a command-line agent with its own home directory, so that no user settings apply."""
+    """Start a command-line agent with a new home directory, so that no user settings apply."""
     return await asyncio.create_subprocess_exec(
         *command,
         stdin=PIPE,
@@ -28,7 +28,7 @@ async def start(*command: str, folder: Path = HOME, **env: str) -> Process:
 
 
 async def lines(process: Process) -> AsyncIterator[Any]:
-    """Yield the JSON objects that an agent writes; other lines are skipped."""
+    """Yield the JSON objects that an agent prints; other lines are skipped."""
     assert process.stdout is not None
     while line := await process.stdout.readline():
         if line.startswith(b"{"):

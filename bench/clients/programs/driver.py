@@ -41,7 +41,7 @@ TOOL_SCHEMA: dict[str, Any] = {
 @dataclass
 class Turn:
     """The answer to one turn of a conversation: its text, the number of stream chunks, and the
-    numbers of the pumps that the tool measured.
+    pumps that were measured.
     """
 
     text: str = ""
@@ -58,9 +58,7 @@ class Session(Protocol):
 
 
 def measure(pump: int) -> str:
-    """Return the result of the tool `measure` that the model may call: the depth at pump number
-    `pump`, as text.
-    """
+    """Return the text result of the tool `measure`: the depth at pump number `pump`."""
     return f"The depth at pump {pump} is {pump + 3} m."
 
 
@@ -87,7 +85,7 @@ def shell_call(name: str, member: str, **others: str) -> Call:
 
 
 def measured_pump(command: str) -> int:
-    """Return the pump number in a command that shell_call() built."""
+    """Return the pump number in a command that came from shell_call()."""
     return int(command.partition("echo pump ")[2].partition(" ")[0])
 
 
