@@ -13,7 +13,7 @@ KEY_HEADER = "x-api-key"
 def key_digest(key: str) -> bytes:
     """Return the SHA-256 digest of an API key.
 
-    Keys are looked up by digest, so that the time of a lookup reveals nothing about them.
+    Keys are looked up by digest, so that the duration of a lookup reveals nothing about them.
     """
     return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
 
@@ -21,8 +21,8 @@ def key_digest(key: str) -> bytes:
 def digest_of_headers(headers: Mapping[str, str]) -> bytes:
     """Return the digest of the API key in a request's headers, whether or not the key is valid.
 
-    Raises GatewayError (401) if there is no key. The same error is raised for two different keys,
-    because the tenant would then depend on which of them is read.
+    Raises GatewayError (401) if there is no key, or if there are two different ones: the tenant
+    would depend on which of them is read.
     """
     scheme, _, bearer = headers.get("authorization", "").partition(" ")
     bearer = bearer.strip() if scheme.lower() == "bearer" else ""

@@ -17,8 +17,9 @@ from gateway.protocol.forms import read_form
 from gateway.protocol.json_members import read_members
 
 MAX_INPUTS = 2048
-"""Maximum number of inputs in a request that generates no text, such as embeddings; as in OpenAI's
-API."""
+"""Maximum number of inputs in a request that generates no text, such as a list for embeddings; as
+in OpenAI's API.
+"""
 
 
 class Api(msgspec.Struct, frozen=True, eq=False):
@@ -256,7 +257,9 @@ def stored_api(method: str, path: str) -> Api | None:
 PREAMBLE = frozenset(name for api in APIS for name in api.prompt) - frozenset(
     api.conversation for api in APIS if api.generates
 )
-"""Body members whose presence means that the prompt may have parts before the conversation."""
+"""Body members whose presence means that the rendered prompt may begin with other parts than the
+conversation.
+"""
 
 _NAMES_IN_PAGES = {path: f'"{path}"'.encode() for path in API_PATHS}
 
@@ -264,8 +267,8 @@ _NAMES_IN_PAGES = {path: f'"{path}"'.encode() for path in API_PATHS}
 def api_paths(page: bytes) -> frozenset[str]:
     """Return the paths of known APIs that an engine's OpenAPI page mentions.
 
-    The result is empty if the page does not mention chat completions. The page is searched, because
-    decoding its JSON would be slow: it is large, and every engine has one.
+    The result is empty if the page does not mention chat completions. The page is searched as
+    bytes, because decoding its JSON would be slow: it is large, and every engine has one.
     """
     paths = frozenset(path for path, name in _NAMES_IN_PAGES.items() if page.find(name) >= 0)
     return paths if CHAT.path in paths else frozenset()

@@ -34,7 +34,9 @@ class CacheSalts:
         self.defaults = {tenant: _hex(key, b"") for tenant, key in keys.items()}
 
     def client_salt(self, tenant: str, client_salt: bytes) -> bytes:
-        """Return the cache salt (hex) for a request of `tenant` that carries a salt of its own."""
+        """Return the cache salt (hex) for a request of `tenant` whose client has set
+        `client_salt`.
+        """
         return _hex(self._keys.get(tenant, self._open_key), client_salt)
 
 
@@ -93,7 +95,7 @@ def _of_gateways(key: Secret) -> bytes:
 def derived_secret(tenants: Sequence[Tenant]) -> bytes:
     """Derive a secret from the API keys of these tenants only.
 
-    A change of another tenant's key therefore does not change the secret.
+    Changing another tenant's key therefore does not change the secret.
     """
     digests = sorted(hashlib.sha256(tenant.key.reveal().encode()).digest() for tenant in tenants)
     return hmac.digest(_LABEL, b"".join(digests), "sha256")

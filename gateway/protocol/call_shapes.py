@@ -1,5 +1,4 @@
-"""Caches what the members of a chat request specify apart from its conversation (its shape). No
-I/O.
+"""Caches what a chat request specifies apart from its conversation: its shape. No I/O.
 
 Most requests of an application differ only in their conversation. The bytes before and after the
 conversation's value are the key of the cache, so a request with a known shape needs no parsing of
@@ -22,10 +21,13 @@ from typing import Generic, TypeVar
 import msgspec
 
 MAX_SHAPES = 512
-"""Maximum number of cached shapes. A full cache is emptied: shapes in use return with the next
-requests."""
+"""Maximum number of cached shapes. A full cache is emptied, because shapes in use return with the
+next requests.
+"""
 MAX_SHAPE_BYTES = 1024
-"""Maximum bytes around the conversation; hashing more of them takes as long as parsing them."""
+"""Maximum number of bytes around the conversation; hashing more of them would take as long as
+parsing them.
+"""
 MAX_PREFIX_BYTES = 256
 
 CONVERSATION = "messages"
@@ -51,9 +53,7 @@ def shape_key(body: bytes, members: Mapping[str, msgspec.Raw]) -> ShapeKey | Non
 
 
 class ShapeCache(Generic[ShapeT]):
-    """A cache of the newest request shapes for one set of models; it is dropped together with the
-    models.
-    """
+    """A cache of request shapes for one set of models; it is discarded together with the models."""
 
     __slots__ = ("_shapes", "get")
 
@@ -69,7 +69,7 @@ class ShapeCache(Generic[ShapeT]):
     ) -> None:
         """Cache the shape of a chat request's body, if the body is compact and unambiguous.
 
-        The conversation must be a list whose name is a member of the body's own object.
+        The conversation must be a list, and the value of a member of the body's outermost object.
         """
         prefix = key[0]
         name = prefix.index(_NAME)

@@ -32,10 +32,10 @@ _SEQUENCE_NUMBER = re.compile(rb'"sequence_number":\s*(\d{1,9})')
 class ErrorShape(msgspec.Struct, frozen=True, eq=False):
     """The functions that write errors in the format of one family of APIs.
 
-    body         returns an error of the gateway as JSON; takes the error and the id of the request
-    event        returns the event that ends a stream; takes the failure, its message and the newest
-                 events
-    from_engine  returns an engine's error as JSON; takes its status and body
+    body         returns an error of the gateway as JSON, given the error and the id of the request
+    event        returns the event that ends a broken stream, given the failure, its message and the
+                 newest events
+    from_engine  returns an engine's error as JSON, given its status and body
     """
 
     body: Callable[[GatewayError, str], bytes]

@@ -84,7 +84,8 @@ class GatewayError(Exception):
 
     retry_after_s  seconds after which the client should try again; None if unknown
     reason         short label in logs and metrics
-    may_return     False if another try cannot help, whatever the kind of failure usually allows
+    may_return     False if another try cannot help, although the kind of failure usually permits
+                   one
     """
 
     def __init__(
@@ -147,7 +148,10 @@ def shutting_down() -> GatewayError:
 
 
 def retry_headers(error: GatewayError) -> list[tuple[str, str]]:
-    """Return headers with retry advice for an error; without them SDKs retry most errors twice."""
+    """Return headers that advise the client whether and when to retry.
+
+    Without them, SDKs retry most errors twice.
+    """
     headers: list[tuple[str, str]] = []
     retry, after_s = error.failure.value.should_retry, error.retry_after_s
     if not error.may_return or (after_s is not None and after_s > MAX_RETRY_AFTER_S):

@@ -1,8 +1,8 @@
 """Grammars of streams with named events: those of Anthropic's Messages and OpenAI's Responses APIs.
 
-An EventGrammar has patterns for the events that begin, continue, end and break an answer, and a
-function that reads token counts. The patterns match `event:` lines, because engines put `type`
-anywhere in the data. Streams of chat completions and completions have no such lines;
+An EventGrammar has patterns for the events that begin, continue, end or break an answer, and a
+function that reads token counts. The patterns match `event:` lines, because `type` may be anywhere
+in an event's data. Streams of chat completions and completions have no such lines;
 gateway/protocol/stream_scan.py reads them.
 """
 
@@ -28,14 +28,15 @@ _CLIENT_ERRORS = {
 
 
 class EventGrammar(msgspec.Struct, frozen=True, eq=False):
-    """The events of one API's streams, as patterns that are searched in whole payloads.
+    """The events of one API's streams, as patterns. A pattern is searched in the payload of
+    complete events.
 
-    first       an event that shows that the engine has begun its work; group 1 is its name
+    first       an event that shows that the engine has begun to work; group 1 is its name
     token       an event with a part of the answer
     end         the event that ends a complete answer
     error       the event that ends a failed answer
-    finish      the reason why a complete answer ended, in group 1
-    find_usage  returns the token counts in a text
+    finish      the reason why an answer ended, in group 1
+    find_usage  function that returns the token counts in a text
     """
 
     first: re.Pattern[bytes]
@@ -113,7 +114,9 @@ RESPONSES = EventGrammar(
 
 
 def named_error_status(event: bytes) -> int | None:
-    """Return the 4xx status of an error event if the request caused the error, else None."""
+    """Return the 4xx status for an error event that the request caused; None if the engine caused
+    the error.
+    """
     code = _CODE.search(event)
     if code is not None:
         return int(code[1])
@@ -122,7 +125,9 @@ def named_error_status(event: bytes) -> int | None:
 
 
 def merge_usage(first: TokenUsage, last: TokenUsage) -> TokenUsage:
-    """Return the token counts of `last`, with counts that are None there taken from `first`."""
+    """Merge the token counts of two events: those of `last`, and those of `first` where `last` has
+    None.
+    """
     return TokenUsage(
         first.prompt_tokens if last.prompt_tokens is None else last.prompt_tokens,
         first.completion_tokens if last.completion_tokens is None else last.completion_tokens,

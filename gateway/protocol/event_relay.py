@@ -1,6 +1,6 @@
 """A relay for answers whose stream has named events, which an EventGrammar describes.
 
-Everything except the meaning of events is inherited from gateway/protocol/relay.py. No I/O.
+It inherits everything but the meaning of events from gateway/protocol/relay.py. No I/O.
 """
 
 from __future__ import annotations
@@ -22,10 +22,11 @@ _ERROR_DATA = re.compile(rb"(?:^|\n)event: ?error\r?\ndata: ?([^\r\n]*)")
 
 
 class EventRelay(Relay):
-    """Relays one response whose stream has named events, as its API's grammar describes them.
+    """Relays one response whose stream has named events, as the grammar of its API describes them.
 
-    Engines announce a response before they compute any of it. Events before the first sign of work
-    are held back, so that another endpoint can still serve the request if this one fails.
+    Engines announce a response before they compute any of it. Such events are held back until the
+    first one that shows work, so that another endpoint can still serve the request if this one
+    fails.
     """
 
     __slots__ = ("_errors", "_first_usage", "_grammar")
@@ -55,7 +56,9 @@ class EventRelay(Relay):
 
     @property
     def finish_reason(self) -> str | None:
-        """Return the engine's reason why generation ended, or None if it reported none."""
+        """Return the reason that the engine gave for the end of the answer, or None if it gave
+        none.
+        """
         self._scan_rest()
         if self._finish_payload:
             reasons = self._grammar.finish.findall(self._finish_payload)

@@ -40,9 +40,9 @@ class TrustedProxies:
         """Return the client's address: the rightmost address in X-Forwarded-For that is no trusted
         proxy.
 
-        Each proxy appends the address from which it received the request, so the client itself may
-        have written anything further left. Text that is not an address ends the search at the last
-        valid address. Without the header the result is `peer`.
+        Each proxy appends the address from which it received the request, so anything further left
+        may have been written by the client itself. Text that is not an address ends the search at
+        the last valid address. Without the header, the result is `peer`.
         """
         client = peer
         for hop in reversed(all_values(headers, FORWARDED_FOR).split(",")[-MAX_HOPS:]):

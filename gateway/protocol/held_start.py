@@ -1,7 +1,7 @@
-"""The beginning of an engine's response, held back until it shows whether another one may be tried.
+"""The beginning of an engine's response, held back as long as the request may be retried elsewhere.
 
-A beginning may arrive in many small reads. So its bytes are collected without copying those that
-came before, and each byte is searched once. No I/O.
+A beginning may arrive in many small reads. Its bytes are therefore collected without copying those
+that came before, and each byte is searched once. No I/O.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class PartialHead:
 class HeldStart(ABC):
     """The beginning of a stream that is held back; subclasses know the events of an API.
 
-    data  the bytes received so far, chunk framing included
+    data  the bytes received so far, with chunk framing
     """
 
     __slots__ = ("_error_end", "data")
@@ -59,9 +59,9 @@ class HeldStart(ABC):
         self._error_end = -1  # where the first bytes of an error event end; -1 without one
 
     def is_undecided(self, piece: bytes) -> bool:
-        """Add received bytes; return whether it is still open if the stream begins with an error.
+        """Add received bytes; return whether they leave open if the stream begins with an error.
 
-        Raises UpstreamError if the stream has ended before it began.
+        Raises UpstreamError if the stream has ended before its first event.
         """
         searched = len(self.data)
         self.data += piece
@@ -79,20 +79,23 @@ class HeldStart(ABC):
 
     @abstractmethod
     def _find_error(self, start: int) -> int:
-        """Return where the first bytes of an error event after `start` end; -1 without one."""
+        """Return the end offset of the bytes, after `start`, by which an error event is recognised.
+
+        Returns -1 if there are none.
+        """
 
     @abstractmethod
     def _holds(self, searched: int) -> bool:
         """Return whether a stream that has begun without an error is held back longer.
 
-        Of `data`, the first `searched` bytes have been searched by earlier calls.
+        Earlier calls have searched the first `searched` bytes of `data`.
         """
 
 
 class HeldChunks(HeldStart):
     """The beginning of a stream of chat or completion chunks.
 
-    The first event decides or, with `hold_until_token`, the first token.
+    It is held back until the first event or, with `hold_until_token`, until the first token.
     """
 
     __slots__ = ("_event_count", "_hold_until_token", "_limit")
@@ -129,7 +132,10 @@ class HeldChunks(HeldStart):
 
 
 class HeldNamedEvents(HeldStart):
-    """The beginning of a stream of named events, which the first event of `grammar` decides."""
+    """The beginning of a stream of named events.
+
+    It is held back until the first event that `grammar` recognises as work.
+    """
 
     __slots__ = ("_grammar",)
 

@@ -1,8 +1,8 @@
 """Reads an image's dimensions from its first bytes, and estimates the tokens that it takes.
 
 Supports PNG, JPEG, GIF and WebP; only headers are decoded. Engines scale images by rules of their
-own, so policies/admission/prompt_length.py corrects the estimates by a ratio that it learns per
-model.
+own, so policies/admission/prompt_length.py corrects the estimates by a ratio that it learns for
+each model.
 """
 
 from __future__ import annotations
@@ -10,8 +10,10 @@ from __future__ import annotations
 import binascii
 
 PIXELS_PER_SIDE = 28
-"""Side in pixels of the square that one image token covers: Qwen2-VL and its successors merge 2 x 2
-patches of 14 pixels."""
+"""Side in pixels of the square that one image token covers.
+
+Qwen2-VL and its successors merge 2 x 2 patches of 14 pixels each.
+"""
 MIN_IMAGE_TOKENS, MAX_IMAGE_TOKENS = 64, 4096
 """Bounds of the estimated tokens of one image. By default, engines scale smaller images up and
 larger ones down to about these limits."""
@@ -41,7 +43,9 @@ def image_tokens(base64_text: memoryview) -> int | None:
 
 
 def read_size(data: bytes) -> Size | None:
-    """Return the width and height of an image in pixels, or None if `data` lacks them."""
+    """Return the width and height of an image in pixels, or None if `data` does not contain
+    them.
+    """
     if data.startswith(_PNG) and data[12:16] == b"IHDR" and len(data) >= 24:
         size = int.from_bytes(data[16:20], "big"), int.from_bytes(data[20:24], "big")
     elif data[:6] in (b"GIF87a", b"GIF89a") and len(data) >= 10:

@@ -81,7 +81,7 @@ def decode_object(text: bytes | msgspec.Raw) -> dict[str, msgspec.Raw]:
 
 
 class _Name(str):
-    """The name of a JSON member; a separate type, so that msgspec calls a hook for each name."""
+    """The name of a JSON member; a type of its own, so that msgspec calls a hook for each name."""
 
     __slots__ = ()
 

@@ -1,7 +1,8 @@
 """Applies the edits of an engine's handoff protocol to the JSON of a request.
 
-Raw values are joined without being decoded. Parsing drops some members that clients may not send;
-edits that only add such members are spliced in before the closing brace.
+A handoff protocol passes a request's KV cache from a prefill engine to a decode engine. Raw values
+are joined without being decoded. Edits that only add members are inserted before the closing brace;
+for this, parsing has removed members that clients may not send.
 """
 
 from __future__ import annotations
@@ -47,7 +48,9 @@ _KEYS = _Keys(
 
 
 def shape(members: Members) -> SplitShape:
-    """Return the properties of a request that decide whether prefill and decode can be split."""
+    """Return the properties of a request that decide whether its prefill and decode can be
+    split.
+    """
     limit = _number(members.get("max_completion_tokens")) or _number(members.get("max_tokens"))
     if _SHAPING.isdisjoint(members):  # nearly every chat
         return SplitShape(max_tokens=limit)
@@ -77,7 +80,8 @@ def edited(body: bytes, members: Members, edits: RequestEdits, model: str | None
 
     members  the parsed members of `body`
     model    the model name to write; None keeps the client's
-    body     may be empty if the edits drop a member, because it is then built from the members
+
+    `body` may be empty if the edits drop a member, because it is then built from the members.
     """
     drop, keep = edits.drop, edits.keep
     if model is None and not drop and keep is None:

@@ -8,7 +8,7 @@ _INTEGER = re.compile(r"\s*([+-]?[0-9]{1,24})(?:\.0*)?\s*", re.ASCII)
 
 
 def lax_integer(value: object) -> int | None:
-    """Return a decoded JSON value as an integer, or None if it represents none.
+    """Return a decoded JSON value as an integer, or None if it is not one.
 
     A boolean gives None, because a client that sends one has probably confused two members.
     """

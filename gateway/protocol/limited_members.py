@@ -1,7 +1,7 @@
 """Reads the numbers of a request body that have limits, and checks the sizes of its lists. No I/O.
 
-Engines allocate memory and time according to these members, so requests must not set them to any
-value.
+Engines allocate memory and time according to these members, so clients must not be able to choose
+any value.
 """
 
 from __future__ import annotations
@@ -28,14 +28,16 @@ _GUARDED = frozenset((*MAX_NUMBERS, *MAX_MEMBER_BYTES))
 
 
 class LaxNumberError(Exception):
-    """Raised for an integer in a form that vLLM accepts too, such as the string "3"."""
+    """Raised for an integer that is not a JSON integer but that vLLM accepts, such as the string
+    "3".
+    """
 
 
 def read_numbers(members: Mapping[str, msgspec.Raw]) -> dict[str, int]:
-    """Return the integers that have limits, by name.
+    """Return the request's integers that have limits, by name.
 
-    Rejects values that could harm an engine. Raises GatewayError for an invalid value, and
-    LaxNumberError for an integer that is not a JSON integer.
+    Raises GatewayError for a value that could harm an engine or is invalid, and LaxNumberError for
+    an integer that is not a JSON integer.
     """
     numbers: dict[str, int] = {}
     for name in _GUARDED.intersection(members):

@@ -16,12 +16,12 @@ import msgspec
 from gateway.protocol.upstream_error import UpstreamError
 
 LONG_EVENT = 64 * 1024
-"""Number of bytes from which on an event is read piece by piece."""
+"""Number of bytes from which an event is read piece by piece."""
 MAX_EVENT_BYTES = 8 * 1024 * 1024
 """Maximum bytes of one event. The longest events contain the token ids of the prompt, about seven
 bytes each."""
 MAX_DECODED_BYTES = 256 * 1024
-"""Maximum bytes of one event without its lists of token ids; these bytes are decoded at once."""
+"""Maximum bytes of one event apart from its lists of token ids; these bytes are decoded at once."""
 _SLICE = 64 * 1024  # bytes of ids that are decoded at once
 _MAX_ID = 64  # bytes of one id, with the blanks around it
 _LIST = re.compile(rb'"(prompt_token_ids|token_ids)": ?\[')
@@ -39,9 +39,7 @@ class LongEvent:
     __slots__ = ("_bytes", "_count", "_ids", "_kept", "_lists", "_max_ids", "_name", "_tail")
 
     def __init__(self, max_ids: int) -> None:
-        """Initialize an event; of a list with more than `max_ids` ids, only the number of ids is
-        kept.
-        """
+        """Initialize an event. If a list has more than `max_ids` ids, only their number is kept."""
         self._max_ids = max_ids
         self._kept = bytearray()  # the event with empty lists
         self._tail = b""  # the end of the last piece, which may be part of a name or of an id
@@ -65,7 +63,7 @@ class LongEvent:
     def finish(self) -> tuple[bytes, Mapping[str, Sequence[int]]]:
         """Return the event's bytes with empty lists, and the token ids of each list by its name.
 
-        A list of too many ids is a range of the same length.
+        A list with too many ids is returned as a range of the same length.
         """
         return bytes(self._kept) + self._tail, self._lists
 
@@ -122,7 +120,9 @@ class LongEvent:
 
 
 def first_event_length(text: bytes) -> int:
-    """Return the length of the first event in `text` with its blank line; 0 if it has no end."""
+    """Return the length of the first event in `text`, with its blank line; 0 if the event has no
+    end yet.
+    """
     if text.find(b"\n") < 0:  # fifty times faster than to search for two bytes
         return 0
     lf, crlf = text.find(b"\n\n"), text.find(b"\n\r\n")

@@ -13,14 +13,16 @@ from typing import NamedTuple
 from gateway.protocol.image_size import image_tokens
 
 MEDIA_TOKENS = 1024
-"""Number of tokens assumed for a medium that is no image with known dimensions, until the engine
-reports usage."""
+"""Number of tokens assumed for an image without known dimensions, or another medium, until the
+engine reports usage.
+"""
 BYTES_PER_TOKEN = 4  # the usual estimate for English text and code (GIE and llm-d use the same)
 MOST_BYTES_PER_TOKEN = 16  # no tokenizer is expected to need fewer tokens for a text
 
 MIN_MEDIUM_BYTES = MEDIA_TOKENS * BYTES_PER_TOKEN
-"""Minimum length of base64 media; shorter ones are counted as text, since their text has fewer than
-MEDIA_TOKENS tokens."""
+"""Minimum length of base64 media in bytes. Shorter media are counted as text, because their text
+has fewer than MEDIA_TOKENS tokens.
+"""
 _WINDOW = 64
 _STEP = MIN_MEDIUM_BYTES - _WINDOW
 _DIGEST_BYTES = 32

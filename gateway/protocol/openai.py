@@ -109,7 +109,7 @@ class ModelInfo(Protocol):
 
     @property
     def is_low_first(self) -> bool:
-        """Return whether a lower number in the body's `priority` means more urgent, as in vLLM."""
+        """Return whether a lower `priority` in the body means a more urgent request, as in vLLM."""
         ...
 
 
@@ -174,9 +174,7 @@ class Call(msgspec.Struct):
         return msgspec.structs.replace(self, body=join_members(accepted), members=accepted)
 
     def release(self) -> None:
-        """Free the request's body, because the engine has received it and no retry follows the
-        first token.
-        """
+        """Free the request's body after the first token, from which on no retry can need it."""
         self.body, self.prompt, self.members = b"", (), {}
 
 

@@ -1,4 +1,4 @@
-"""Scans the payload of a response as it arrives: the first token, events, counts, finish reasons.
+"""Scans the payload of a response as it arrives: first token, events, token counts, finish reasons.
 
 A payload may arrive in many small pieces. No piece is scanned together with more than MAX_RESCAN
 bytes before it, except one that ends a long event: then that event is scanned as a whole. No I/O.
@@ -32,12 +32,12 @@ EVENT_MARKER, _ERROR = b"\ndata:", b'"error"'
 
 
 class PayloadScan:
-    """What is known of the payload of one response, which is scanned piece by piece.
+    """What is known about the payload of one response, which is scanned piece by piece.
 
-    on_first_token    called once, at the first generated token
-    choice_count      choices the client asked for, each of which ends with a finish reason
-    has_error_event   the stream ended with an error event, of the engine or of the gateway
-    first_token_at    when the first token arrived, as given by the caller; None before
+    on_first_token   called once, at the first generated token
+    choice_count     number of choices the client asked for, each of which ends with a finish reason
+    has_error_event  whether the stream ended with an error event, of the engine or of the gateway
+    first_token_at   when the first token arrived, as given by the caller; None before
     """
 
     __slots__ = (
@@ -82,7 +82,9 @@ class PayloadScan:
 
     @property
     def finish_reason(self) -> str | None:
-        """Return the engine's reason why generation ended, or None if it reported none."""
+        """Return the reason that the engine gave for the end of the answer, or None if it gave
+        none.
+        """
         self._scan_rest()
         if self._finish_payload:
             self._finish_reason = find_finish_reason(self._finish_payload)

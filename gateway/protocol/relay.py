@@ -2,10 +2,10 @@
 
 No I/O.
 
-The engine's response head is replaced by the gateway's and held until the first body byte, so that
-a failure before that can still be retried elsewhere. The body is forwarded as received, chunk
-framing included. It is only scanned: for the first token, events, usage, finish reasons and a
-proper end.
+The engine's response head is replaced by the gateway's. It is held back until the first body byte,
+so that a failure before that can still be retried elsewhere. The body is forwarded as received,
+chunk framing included. It is only scanned: for the first token, events, token counts, finish
+reasons and a proper end.
 """
 
 from __future__ import annotations
@@ -53,8 +53,14 @@ read_head = ResponseHeadReader().read  # one for all relays: engines of a kind s
 
 
 class RelayState(Enum):
-    """The state of a relayed response; a retry elsewhere is possible in HEAD and HELD, but not in
-    FLOWING.
+    """The state of a relayed response. Only in HEAD and HELD can the request still be retried
+    elsewhere.
+
+    HEAD     the response head is incomplete
+    REFUSED  an error response is being collected
+    HELD     no byte has been returned for the client
+    FLOWING  the body is being forwarded
+    DONE     the response is complete
     """
 
     HEAD = auto()
@@ -73,19 +79,25 @@ class Relay(PayloadScan):
     client.
 
     Set by the caller:
+
     own_headers       the gateway's header fields, each ending in CRLF, without framing
     on_first_token    called once, at the first generated token
-    is_http_1_0       the client cannot read chunks: it gets the bare body, then a close
-    hold_until_token  hold a stream back until its first token; engines send a role before it
-    chunk_gaps        histogram of the times between chunks, or None
-    rewriter          replaces the engine's model name by the client's, or None if they are equal
-    translator        translates the payload to the client's API, or None if the engine has that API
-    choice_count      choices the client asked for, each of which ends with a finish reason
+    is_http_1_0       whether the client cannot read chunks: it gets the bare body, then a close
+    hold_until_token  whether a stream is held back until its first token, because engines send an
+                      event with the role before it
+    chunk_gaps        histogram of the times between chunks in seconds, or None
+    rewriter          replaces the engine's model name by the client's; None if they are equal
+    translator        translates the payload to the client's API; None if the engine has that API
+    choice_count      number of choices the client asked for, each of which ends with a finish
+                      reason
 
     Results, with times as given to feed() or None:
-    is_committed      body bytes have been returned for the client, so nothing can be retried
-    has_error_event   the stream ended with an error event, of the engine or of the gateway
-    is_refused        the engine's `status` is not 2xx, or the stream began with a client error
+
+    is_committed     whether body bytes have been returned for the client, so that nothing can be
+                     retried
+    has_error_event  whether the stream ended with an error event, of the engine or of the gateway
+    is_refused       whether the engine's `status` is not 2xx, or the stream began with a client
+                     error
     """
 
     __slots__ = (
@@ -146,7 +158,7 @@ class Relay(PayloadScan):
 
     @property
     def is_untouched(self) -> bool:
-        """Return whether the engine has not sent a single byte of its response."""
+        """Return whether the engine has not sent any byte of its response."""
         return self.head is None and self._partial_head is None
 
     @property
@@ -215,9 +227,7 @@ class Relay(PayloadScan):
 
     @property
     def is_at_boundary(self) -> bool:
-        """Return whether an SSE event may be added after the bytes that the client has received so
-        far.
-        """
+        """Return whether an SSE event may follow the bytes that the client has received so far."""
         if (
             not self._is_sse
             or self._body.is_complete

@@ -1,8 +1,8 @@
 """Parses the head of an ordinary request: a POST to a known path with one Content-Length. No I/O.
 
-The grammar is narrower than HTTP's: it accepts what SDKs and proxies send if the end of the request
-is unambiguous. Any other request goes to the full parser (AiohttpConnection). Each request is
-therefore parsed by only one of the two, and this module never rejects a request.
+The grammar is narrower than HTTP's: it accepts what SDKs and proxies send, if the end of the
+request is unambiguous. Any other request goes to the full parser (AiohttpConnection). Each request
+is therefore parsed by only one of the two, and this module never rejects a request.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class RequestHead:
     def body_span(self, data: bytes, offset: int) -> tuple[int, int] | None:
         """Return the offsets in `data` at which this head's body begins and ends.
 
-        Return None if another head begins at `offset`. The body may extend beyond `data`.
+        Returns None if a different head begins at `offset`. The body may extend beyond `data`.
         """
         # Comparing a slice takes fewer instructions than startswith() with an offset.
         digits_at = offset + self._digits_at
@@ -97,9 +97,9 @@ def is_partial_head(data: bytes) -> bool:
 
 
 def remains_partial_head(head: bytes, data: bytes) -> bool:
-    """Return whether an incomplete head `head`, followed by `data`, is still incomplete.
+    """Return whether the incomplete head `head`, followed by `data`, is still incomplete.
 
-    Only `data` is read, so that a head that arrives in many pieces costs little.
+    Only `data` is searched, so that a head that arrives in many pieces costs little.
     """
     if len(head) + len(data) > MAX_PARTIAL_HEAD:
         return False

@@ -1,4 +1,4 @@
-"""Formats the Date header line of HTTP responses once a second."""
+"""Formats the Date header line of HTTP responses, once a second."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Protocol
 
 
 class ResponseLines(Protocol):
-    """The header lines that every response on a client connection has, each ending in CRLF."""
+    """The header lines that every response on a client connection gets, each ending in CRLF."""
 
     @property
     def line(self) -> str: ...

@@ -42,7 +42,7 @@ class FramingError(Exception):
 
 
 class ResponseHead(msgspec.Struct, frozen=True):
-    """The facts of a response head that the gateway needs.
+    """The properties of a response head that the gateway needs.
 
     length       Content-Length; None for chunked bodies and those that end with the connection
     keep_alive   whether the connection can carry another response after this one
@@ -161,14 +161,15 @@ class ResponseHeadReader:
 
 
 class ResponseBody(Protocol):
-    """A response body that is being received; feed() returns the payload within received bytes.
+    """A response body that is being received; feed() returns the payload in the received bytes.
 
     is_complete        whether the end of the body has been received
     at_chunk_boundary  whether a new chunk could be inserted here, in place of `partial`
     was_at_boundary    at_chunk_boundary before the bytes that raised FramingError
-    partial            an unfinished size line or CRLF, kept until its rest arrives
-    surplus_bytes      number of bytes received beyond the end
-    last_chunk_offset  where the last chunk begins, in the previous `partial` plus the last data
+    partial            an incomplete size line or CRLF, kept until the rest of it arrives
+    surplus_bytes      number of bytes received after the end
+    last_chunk_offset  offset at which the last chunk begins, in the previous `partial` plus the
+                       newest data
     has_trailers       whether the last chunk has trailer fields
     """
 
@@ -335,9 +336,7 @@ class LengthBody:
 
 
 class RawBody:
-    """An HTTP body that ends when the connection closes, so that a cut-off body cannot be
-    detected.
-    """
+    """An HTTP body that ends when the connection closes; a truncated one cannot be detected."""
 
     __slots__ = ("has_trailers", "is_complete", "last_chunk_offset", "partial", "surplus_bytes")
     at_chunk_boundary = was_at_boundary = True

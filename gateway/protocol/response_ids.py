@@ -4,8 +4,8 @@ An id consists of a number, a code and an encrypted model name. The first half o
 of the previous response, so all responses of a conversation share it; the rest is random. The code
 is an HMAC over the number, the endpoint and the name, keyed per tenant. A gateway with the key
 finds the endpoint by computing the codes of all endpoints. Gateways with the same configuration
-have the same keys. Three cases cannot be distinguished: the id of another tenant, an invented id,
-and the id of a removed endpoint.
+have the same keys. Three cases look the same: the id of another tenant, an invented id, and the id
+of a removed endpoint.
 """
 
 from __future__ import annotations
@@ -30,8 +30,7 @@ _LABEL = b"penstock response id 1"
 
 
 class KeptResponse(NamedTuple):
-    """The place where a response is stored: the endpoint's name, and the model's name as the client
-    gave it.
+    """Where a response is stored: the endpoint's name, and the model's name as the client gave it.
 
     The model is "" if its name is longer than an id can contain.
     """
@@ -50,7 +49,7 @@ class ResponseIds:
     ) -> None:
         """Initialize with an HMAC key per tenant; `open_key` is for requests without a tenant.
 
-        `others` finds ids that gateways with another key have created.
+        `others` finds ids that gateways with a different key have created.
         """
         self._keys = keys
         self._open_key = open_key

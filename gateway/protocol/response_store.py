@@ -1,8 +1,8 @@
 """Finds out whether an engine stores responses, by a request that computes nothing. No I/O.
 
 The request asks for a background job that continues a response which cannot exist. An engine that
-stores responses does not find that response; an engine that stores none refuses to run jobs in the
-background.
+stores responses reports that it does not find that response; an engine that stores none refuses to
+run background jobs.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def store_request(model: str) -> dict[str, Any]:
 def shows_store(status: int, body: bytes) -> bool | None:
     """Return whether an engine stores responses, judged by its response to store_request().
 
-    Returns None if the response does not show it. vLLM's refusal names the environment variable
+    Returns None if the response leaves that open. vLLM's refusal names the environment variable
     that turns the store on.
     """
     if status == 404:

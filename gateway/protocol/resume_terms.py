@@ -1,9 +1,9 @@
-"""Decides whether a broken answer could be continued exactly, and builds the request for its rest.
+"""Decides whether a broken answer could be continued exactly, and builds the request for the rest.
 
-Another engine can continue an answer only if no member of the request depends on the tokens so far.
-Such state (a partial stop string, a penalty, a grammar, a parser's state) cannot be passed on.
-Engines accept members that the gateway does not know, so members are checked against a list of
-permitted ones; all others must be absent or turned off.
+Another engine can continue an answer exactly only if no member of the request depends on the tokens
+generated so far. Such state (a partial stop string, a penalty, a grammar, a parser's state) cannot
+be passed on. Engines accept members that the gateway does not know, so members are checked against
+a list of permitted ones; all others must be absent or turned off.
 """
 
 from __future__ import annotations
@@ -78,8 +78,8 @@ class ContinuationTerms(msgspec.Struct, frozen=True):
 
     chat         whether the client's request is a chat
     sampling     members of the request that apply to the rest too, as raw JSON
-    max_tokens   maximum tokens of the whole answer; None: as many as fit the context
-    min_tokens   minimum tokens of the whole answer
+    max_tokens   maximum number of tokens of the whole answer; None: as many as fit the context
+    min_tokens   minimum number of tokens of the whole answer
     shows_usage  whether the client receives token counts
     """
 
@@ -117,7 +117,7 @@ class ContinuationTerms(msgspec.Struct, frozen=True):
 
 
 def continuation_terms(call: Call) -> ContinuationTerms | None:
-    """Return the terms for continuing the answer of a request, or None if that would be inexact."""
+    """Return the terms for continuing the answer to a request, or None if that would be inexact."""
     if not call.api.can_resume or not call.request.stream or call.request.choices != 1:
         return None
     return member_terms(call.members, call.api)
@@ -156,8 +156,8 @@ def member_terms(members: Members, api: Api) -> ContinuationTerms | None:
 def call_with_token_ids(call: Call, model: str, salt_member: str) -> Call:
     """Return the request for an engine that is to report its tokens' ids and their running count.
 
-    The engine serves the model under the name `model`. It accepts the cache salt in the member
-    `salt_member`, or nowhere if that is "".
+    `model` is the engine's name of the model. `salt_member` is the member for the cache salt; "" if
+    the engine accepts none.
     """
     edits = with_token_ids(RequestEdits())
     if call.salt:
@@ -168,7 +168,9 @@ def call_with_token_ids(call: Call, model: str, salt_member: str) -> Call:
 
 
 def with_token_ids(edits: RequestEdits) -> RequestEdits:
-    """Return `edits` with further members that make the engine report its tokens' ids and count."""
+    """Return `edits` with the members that make the engine report its tokens' ids and their running
+    count.
+    """
     put, drop = edits.put + _REPORT.put, edits.drop | _REPORT.drop
     return msgspec.structs.replace(edits, put=put, drop=drop)
 

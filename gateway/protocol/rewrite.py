@@ -1,7 +1,7 @@
 """Replaces values in responses as they stream: the model name, and the number of cached tokens.
 
-It takes time linear in the response and holds back little of it, however long an event or JSON body
-is. It is used only if the engine's values differ from the client's.
+It takes time linear in the response's length and holds back little of it, however long an event or
+JSON body is. It is used only if the engine's values differ from those for the client.
 """
 
 from __future__ import annotations
@@ -10,7 +10,9 @@ import json
 import re
 
 MAX_HELD_EVENT = 64 * 1024
-"""Maximum bytes of a partial event that are held back; a longer event is released as it arrives."""
+"""Maximum bytes of an incomplete event that are held back; a longer event is released as it
+arrives.
+"""
 _SEAM = 2  # bytes before a piece that may be the first part of an event's end
 _MAX_BLANKS = 64  # between a member's name and its value
 
@@ -83,8 +85,8 @@ class CachedTokensRewriter(ModelNameRewriter):
     """Replaces the model's name in a response, and its number of cached tokens by the prefill
     engine's.
 
-    A decode engine that received the KV cache from a prefill engine reports all of it as a cache
-    hit.
+    A decode engine that received the KV cache from a prefill engine reports the whole prompt as a
+    cache hit.
 
     cached_tokens  the prefill engine's number, set when its response arrives; None keeps the decode
                    engine's number

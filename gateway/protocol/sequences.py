@@ -27,8 +27,8 @@ class Prompts(NamedTuple):
     """The number of prompts in a request, and the number of their token ids if they are given as
     ids.
 
-    token_id_count     token ids in all prompts; None for text
-    longest_token_ids  token ids in the longest prompt
+    token_id_count     number of token ids in all prompts; None for text
+    longest_token_ids  number of token ids in the longest prompt
     """
 
     prompt_count: int = 1
@@ -59,7 +59,7 @@ def count_sequences(
 ) -> tuple[int, int]:
     """Return the number of choices in a request's response, and its number of prompts.
 
-    A request that generates no text has one response for all its prompts. `numbers` holds the
+    A request that generates no text has one response for all its prompts. `numbers` has the
     request's values of the SEQUENCE_MEMBERS. Raises GatewayError for more than `most` sequences.
     """
     prompts, choices = numbers.get(PROMPT_MEMBER, 1), numbers.get("n", 1)

@@ -138,7 +138,7 @@ class ServiceClasses:
         self.default_class = msgspec.structs.replace(default, is_promised=is_configured)
 
     def get_class(self, name: str | None) -> Slo:
-        """Return the service class with this name, or the default class if `name` is None."""
+        """Return the service class with this name; the default class if `name` is None."""
         return self.default_class if name is None else self._classes[name]
 
     def read_preferences(self, headers: Mapping[str, str], tenant: str) -> RequestPreferences:

@@ -21,7 +21,7 @@ class ShortResponse:
     """A response that is being received and kept in memory, up to a limit.
 
     status           status of the final head; 0 before it has arrived
-    body             the payload so far, `limit` bytes at most
+    body             the payload so far, at most `limit` bytes
     is_complete      whether no more bytes are needed: the end has arrived, or the limit has been
                      reached
     can_be_followed  whether the connection can carry another response after this one
@@ -82,7 +82,9 @@ class ShortResponse:
         self._body = new_body(parsed)
 
     def end(self) -> bool:
-        """Handle the end of the engine's connection. Returns whether the response is complete."""
+        """Handle the end of the engine's connection, and return whether the response is
+        complete.
+        """
         self._keep_alive = False
         self.is_complete = self.is_complete or isinstance(self._body, RawBody)
         return self.is_complete

@@ -17,23 +17,24 @@ SPACED_FINISH_REASON = b'"finish_reason": "'
 """The form in which some engines write a finish reason, with a blank after each colon."""
 DONE_MARKER = b"[DONE]"
 EVENT_ENDS = (b"\n\n", b"\r\n\r\n")
-"""The byte sequences that end an event: engines write the first, proxies in front of them may write
-the second."""
+"""The byte sequences that end an event. Engines write the first; proxies in front of them may write
+the second.
+"""
 _DONE_MARKERS = tuple(
     DONE_MARKER + end for end in EVENT_ENDS
 )  # JSON strings have no raw line breaks
 MAX_FIRST_EVENT, MAX_LEADING_ERROR = 256, 1024 * 1024
-"""Maximum bytes of a stream to wait for in order to detect a leading error, and to receive such an
-error completely.
+"""Maximum bytes of a stream to wait for: until it shows whether it begins with an error, and until
+such an error is complete.
 
 The second is larger because engines repeat a bad request in the error.
 """
 MAX_REFUSAL_BYTES = 64 * 1024
-"""Maximum bytes that are kept of the body of an engine's error response."""
+"""Maximum number of bytes of an engine's error response that are kept."""
 MAX_HELD_BYTES, MAX_HELD_EVENTS = 64 * 1024, 3
 """Maximum bytes and events of a stream that are held back before its first recognised token."""
 HELD_IDS_BYTES, PROMPT_IDS = 1024 * 1024, b'"prompt_token_ids"'
-"""The maximum bytes held back for a stream that begins with the ids of its prompt (about 150,000
+"""The maximum bytes held back of a stream that begins with the ids of its prompt (about 150,000
 tokens), and the marker of such ids.
 
 A stream of a model with `resume` begins with them.
@@ -58,7 +59,7 @@ _FINISH_REASONS = {
     reason.encode(): reason
     for reason in ("stop", "length", "tool_calls", "content_filter", "function_call", "abort")
 }
-"""The usual finish reasons, which are found without a regular expression."""
+"""The usual finish reasons, which are searched for without a regular expression."""
 _QUOTE, _REASON_BYTES = ord('"'), 24
 _PROMPT, _COMPLETION, _CACHED = (
     re.compile(rb'"%b_tokens":\s*(\d{1,15})(?!\d)' % kind).search
@@ -86,7 +87,7 @@ Count = Annotated[int, msgspec.Meta(ge=0, lt=10**15)]
 
 
 class TokenUsage(msgspec.Struct, frozen=True):
-    """Token counts as the engine reported them; None for a count that it did not report."""
+    """Token counts as the engine reported them. A count that it did not report is None."""
 
     prompt_tokens: Count | None = None
     completion_tokens: Count | None = None
@@ -133,8 +134,8 @@ def find_finish_reason(text: bytes) -> str | None:
 
 
 def finish_reason_marker(stream: bytes) -> bytes:
-    """Return the bytes with which a finish reason begins in this stream; some engines put a blank
-    in them.
+    """Return the bytes that precede a finish reason in this stream; some engines write a blank in
+    them.
 
     The first member of the stream shows which form the engine uses.
     """
@@ -163,7 +164,8 @@ def find_finished_choices(events: bytes) -> frozenset[int]:
 def find_leading_error(stream: bytes, hold_until_token: bool) -> re.Match[bytes] | None:
     """Return the match of an error event at the start of a stream, or None.
 
-    With `hold_until_token`, the event may be anywhere in `stream`, that is, before the first token.
+    With `hold_until_token`, the event may be anywhere in `stream`, all of which comes before the
+    first token.
     """
     end = len(stream) if hold_until_token else MAX_FIRST_EVENT
     # Much faster than the pattern, and sufficient for nearly every stream.
@@ -192,9 +194,9 @@ def has_done_marker(events: bytes) -> bool:
 
 
 def error_text(text: bytes) -> bytes:
-    """Return the JSON of the error event in `text`, which may be cut off.
+    """Return the JSON of the error event in `text`, which may be truncated.
 
-    Without an error event, return all of `text`.
+    Without an error event, returns all of `text`.
     """
     match = ERROR_EVENT_PATTERN.search(text)
     if match is None:

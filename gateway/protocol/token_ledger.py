@@ -28,10 +28,14 @@ _LOST = frozenset(
     ("abort", "error")
 )  # finish reasons of a generation that the engine did not complete
 DIVERGED = "diverged"
-"""Kind of the error when text that the client has already came out differently."""
+"""Kind of the error for an answer whose text, generated again, differs from the text that the
+client has.
+"""
 
 MOST_REPEATED_TOKENS = 512
-"""Tokens after the last point at which ids and text agreed that are generated again at most."""
+"""Maximum number of tokens that are generated again, counted from the last point at which ids and
+text agreed.
+"""
 
 _PLAIN_DELTA = frozenset(("role", "content"))
 _NO_LISTS: Mapping[str, Sequence[int]] = MappingProxyType({})
@@ -110,7 +114,7 @@ class Ledger:
     # What arrived
 
     def mark(self) -> None:
-        """Save the present state of the record of tokens, so that rewind() can return to it."""
+        """Save the present state of the record, so that rewind() can return to it."""
         state = (
             self.generated_tokens,
             *(self._agreed, self._unsure, self._repeated),
@@ -121,8 +125,8 @@ class Ledger:
         self._saved = len(self.shown_ids), len(self._waiting), state
 
     def rewind(self) -> None:
-        """Return to the state that the last mark() saved, because later chunks were not shown to
-        the client.
+        """Return to the state saved by the last mark(), because the client was not shown the chunks
+        after it.
         """
         length, waiting, state = self._saved
         (
@@ -223,7 +227,7 @@ class Ledger:
 
     @property
     def is_complete(self) -> bool:
-        """Return whether the answer is complete, so that no other engine has to continue it."""
+        """Return whether the answer is complete, so that no other engine needs to continue it."""
         return self.finish_reason is not None or self.terms.max_tokens == len(self.shown_ids)
 
     def prepare_rest(self) -> None:
@@ -292,8 +296,8 @@ class Ledger:
         return text[len(repeated) :]
 
     def render_end(self) -> bytes:
-        """Return the events that end an answer whose text is complete; b"" if the client has
-        received them already.
+        """Return the events that end an answer whose text is complete; b"" if the client already
+        has them.
         """
         if self.is_done:
             return b""

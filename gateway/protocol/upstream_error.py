@@ -5,9 +5,9 @@ from __future__ import annotations
 from policies.health.health import HealthEvent
 
 SHUTDOWN = "shutdown"
-"""The failure kind of requests that end because the gateway shuts down."""
+"""The kind of failure of requests that end because the gateway stops."""
 MODEL_GONE = "model_gone"
-"""The failure kind of an attempt at an engine that no longer has a model that it listed."""
+"""The kind of failure of an attempt at an engine that has dropped a model from its list."""
 
 # Failure kinds that count as something other than a failure of the engine.
 _HEALTH_EVENTS = {

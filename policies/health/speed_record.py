@@ -1,9 +1,9 @@
-"""The speed samples of one endpoint by size of work, and the verdict of the last comparison with
+"""The speed samples of one endpoint, by size of work, and the verdict of the last comparison with
 its peers.
 
-Samples are gathered in every pool, whatever its policy reads. A sample therefore costs one append,
-and is aggregated at the next review. speed_outlier.py compares endpoints with their peers; the
-gateway takes the samples.
+Samples are recorded in every pool, whatever its policy reads. Recording one therefore costs one
+append; samples are aggregated at the next review, once a second. speed_outlier.py compares
+endpoints with their peers; the gateway records the samples.
 """
 
 from __future__ import annotations
@@ -21,18 +21,20 @@ from policies.engine.step_time import NEUTRAL
 
 BINS = 24
 SAME_STEP_S, SAME_STEP_SHARE = 0.002, 0.05
-"""First tokens that follow each other within this many seconds, or this share of the step, come
-from one step."""
+"""First tokens that are at most this many seconds apart, or this share of the step's duration, come
+from the same engine step.
+"""
 
 RECENT, REFERENCE = 0.76, 0.966
-"""Factors per second on the weight of speed samples: the weight halves in 2.5 s and in 20 s
-respectively."""
+"""Factors per second on the weight of a speed sample: with RECENT it halves in 2.5 s, with
+REFERENCE in 20 s.
+"""
 
 NEEDED = (6.0, 3.0, 6.0)
-"""Number of samples that a verdict of slowness needs, by measure.
+"""Minimum number of samples for a verdict of slowness, by measure (TTFT, TPOT, answer).
 
-Fewer are needed the more the ratio exceeds its limit, down to a third at twice the limit. This many
-samples never expire, because a quiet endpoint would have no evidence otherwise. A TPOT sample
+The more the ratio exceeds its limit, the fewer are needed, down to a third at twice the limit. This
+many samples never expire, because a quiet endpoint would have no evidence otherwise. A TPOT sample
 covers all streams over one second.
 """
 
@@ -40,25 +42,28 @@ MOST_UNCOUNTED = 64
 """Maximum number of samples per measure between two reviews; more would hardly change the mean."""
 
 LEAST_SHARE_CLEAR = 0.2
-"""Minimum share of a second without prefill that is needed to measure the seconds per token of
-streams."""
+"""Minimum share of a second that must be free of prefill for a sample of the streams' seconds per
+token.
+"""
 
 JOIN_S, IDLE_JOIN_S = 0.03, 0.005
-"""Seconds after the begin of a prefill step within which a newly sent prompt may still be part of
-it.
+"""Seconds after the beginning of a prefill step in which a newly sent prompt may still become part
+of the step.
 
-Engines first end the decode step that is running, hence JOIN_S. An engine without streams begins at
-once, hence IDLE_JOIN_S.
+IDLE_JOIN_S is for an engine without streams, which begins the step at once. Other engines first
+finish the running decode step, hence JOIN_S.
 """
 
 LEAST_PACED = 3.0
-"""Number of prompts that an endpoint must complete before it counts as being as fast as its
+"""Number of prompts that an endpoint must complete before a review may find it as fast as its
 peers.
 """
 
 MOST_AHEAD = 1.5
-"""A step that may have computed so many times the tokens of the prompts that it completed is no
-sample, and neither is the one after it.
+"""A prefill step gives no sample if it may have computed more than this many times the tokens of
+its completed prompts.
+
+Neither does the step after it.
 """
 
 USUAL_GAIN, LEAST_USUAL = 0.05, 20
@@ -102,10 +107,10 @@ class Slowness(msgspec.Struct, frozen=True):
 
 
 class SpeedSamples:
-    """The decaying sums of measured seconds and of work, and the numbers of samples, in bins by
-    size of work.
+    """Decaying sums over speed samples: their seconds, their work and their number, in bins by size
+    of work.
 
-    total  sum of the numbers of samples; the last `least` samples never expire
+    total  number of samples in all bins; decay does not reduce it below `least`
     """
 
     __slots__ = ("counts", "least", "seconds", "total", "work")
@@ -118,7 +123,7 @@ class SpeedSamples:
         self.total = 0.0
 
     def add(self, work: int, seconds: float) -> None:
-        """Add one sample: work of this size took `seconds`."""
+        """Add one sample: work of size `work` took `seconds`."""
         bin_ = min(BINS - 1, work.bit_length())
         self.seconds[bin_] += seconds
         self.work[bin_] += work
@@ -126,7 +131,10 @@ class SpeedSamples:
         self.total += 1.0
 
     def mean_s(self, work: int) -> float:
-        """Return the mean seconds of the samples in the bin of `work`; 0 if there are none."""
+        """Return the mean seconds of samples with about as much work; 0 if there are none.
+
+        The samples are those in the same bin as `work`.
+        """
         index = min(BINS - 1, work.bit_length())
         return self.seconds[index] / self.counts[index] if self.counts[index] > 1e-9 else 0.0
 
@@ -134,7 +142,9 @@ class SpeedSamples:
         return self.minus(SpeedSamples(self.least))
 
     def minus(self, other: SpeedSamples) -> SpeedSamples:
-        """Return the samples that were added since the older state `other` of these samples."""
+        """Return the samples that were added after `other`, which is an earlier copy of these
+        samples.
+        """
         difference = SpeedSamples(self.least)
         difference.seconds = [*map(sub, self.seconds, other.seconds)]
         difference.work = [*map(sub, self.work, other.work)]
@@ -143,7 +153,7 @@ class SpeedSamples:
         return difference
 
     def decay(self, factor: float) -> None:
-        """Multiply all speed samples by `factor`, but keep a total of at least `least`."""
+        """Multiply the weight of all samples by `factor`, but keep a total of at least `least`."""
         if self.total <= self.least:
             return
         factor = max(factor, self.least / self.total)
@@ -156,10 +166,11 @@ class SpeedSamples:
 class SampleTrack:
     """The speed samples of one measure (such as TTFT) at one endpoint.
 
-    recent, reference  the same samples with fast and slow decay: `recent` to judge the endpoint,
-                       `reference` to judge its peers
-    fresh_count        number of samples since the last review
-    log_usual_ratio    logarithm of its usual ratio to its peers, over `review_count` reviews
+    recent           the samples with fast decay, by which the endpoint is judged
+    reference        the same samples with slow decay, by which its peers are judged
+    fresh_count      number of samples since the last review
+    log_usual_ratio  logarithm of the usual ratio of the endpoint's time to that of its peers, over
+                     `review_count` reviews
     """
 
     __slots__ = (
@@ -189,9 +200,7 @@ class SampleTrack:
             self._uncounted.append((work, seconds))
 
     def aggregate(self) -> None:
-        """Add the samples recorded since the last review to the sums for judging the endpoint and
-        its peers.
-        """
+        """Add the samples recorded since the last review to `recent` and `reference`."""
         samples, self._uncounted = self._uncounted, []
         self.fresh_count += len(samples)
         for work, seconds in samples:
@@ -199,9 +208,7 @@ class SampleTrack:
             self.reference.add(work, seconds)
 
     def decay(self) -> None:
-        """Let the samples decay by the second since the last review; called at the end of each
-        review.
-        """
+        """Let the samples decay by one second; called at the end of each review."""
         self.recent.decay(RECENT)
         self.reference.decay(REFERENCE)
         if self.fresh_count:
@@ -213,8 +220,8 @@ class SampleTrack:
         return judged.minus(self._reviewed)
 
     def restart(self) -> None:
-        """Discard all speed samples; the usual ratio of the endpoint's time to its peers' time is
-        kept.
+        """Discard all speed samples, but keep the usual ratio of the endpoint's time to its peers'
+        time.
         """
         least = self.recent.least
         self.recent, self.reference, self.fresh_count = SpeedSamples(least), SpeedSamples(least), 0
@@ -227,7 +234,9 @@ class SampleTrack:
         return exp(self.log_usual_ratio) if self.review_count >= LEAST_USUAL else 0.0
 
     def update_usual_ratio(self, ratio: float) -> None:
-        """Move the endpoint's usual ratio to its peers towards a ratio observed without a fault."""
+        """Move the usual ratio of the endpoint's time to its peers' time towards `ratio`, observed
+        without a fault.
+        """
         self.review_count += 1
         self.log_usual_ratio += max(USUAL_GAIN, 1.0 / self.review_count) * (
             log(ratio) - self.log_usual_ratio
@@ -237,14 +246,17 @@ class SampleTrack:
 class SpeedRecord:
     """The speed samples of one endpoint, and the verdict of the last review.
 
-    since          begin of the current prefill step: the previous first token, the sending of the
-                   first waiting prompt, or the expected end of an abandoned step, which may be in
-                   the future
+    A prefill step is one pass of the engine over waiting prompts; its end is seen as their first
+    tokens.
+
+    since          beginning of the current prefill step (monotonic seconds): the previous first
+                   token, the sending of the first waiting prompt, or the expected end of an
+                   abandoned step, which may be in the future
     is_timed       whether `since` is exact and the step has given no sample yet
     has_kept_pace  whether a review since the last restart() has found the endpoint as fast as its
                    peers
     prefill_s      total seconds, up to `since`, in which a prompt was waiting
-    output         tokens of recent whole answers
+    output         tokens of recent answers that were not streamed
     slowness       why the endpoint is suspect or slow; kept while it is ejected; None otherwise
     """
 
@@ -300,17 +312,18 @@ class SpeedRecord:
 
     @property
     def waiting(self) -> int:
-        """Return the number of prompts sent to the endpoint whose observable first token has not
+        """Return the number of prompts that were sent to the endpoint and whose first token has not
         arrived yet.
+
+        Only prompts whose first token can be observed count.
         """
         return len(self._queue)
 
     def on_sent(self, tokens: int, now: float, *, is_decoding: bool = True) -> None:
-        """Record that a prompt with an observable first token was sent to the endpoint.
+        """Record that a prompt whose first token can be observed was sent to the endpoint.
 
         tokens       uncached tokens of the prompt
-        is_decoding  whether the engine generates answers; it may first finish the running decode
-                     step
+        is_decoding  whether the engine generates answers, so that it may first finish a decode step
         """
         if not self._queue:
             if now >= self.since:  # else an abandoned step probably goes on
@@ -324,8 +337,8 @@ class SpeedRecord:
         self._queue.append(tokens)
 
     def is_behind(self, sent_at: float) -> bool:
-        """Return whether a waiting prompt is certainly not part of the step that the engine
-        computes now.
+        """Return whether a prompt sent at `sent_at` is certainly not part of the engine's current
+        step.
 
         The engine completes a step even if the request by which the step was measured has been
         cancelled.
@@ -333,10 +346,10 @@ class SpeedRecord:
         return sent_at - self._running_since >= JOIN_S
 
     def on_dropped(self, tokens: int, now: float, *, step_s: float = 0.0) -> None:
-        """Record that a prompt was cancelled before its first token.
+        """Record that a prompt of `tokens` uncached tokens was cancelled before its first token.
 
-        The engine ends the step that computes it, which takes `step_s` seconds in all (0: unknown).
-        Until then the endpoint is busy with prompts.
+        The engine still finishes the step that computes the prompt, which takes `step_s` seconds in
+        total (0: unknown). Until then the endpoint is busy.
         """
         index = self._index_of(tokens)
         if index is None:
@@ -371,11 +384,12 @@ class SpeedRecord:
     def overtaken(
         self, tokens: int, work: int, now: float, *, late_s: float, step_s: float = 0.0
     ) -> None:
-        """Remove a prompt because another endpoint answered first, or because it was late.
+        """Record that a prompt left the endpoint, because another endpoint answered first or
+        because it was late.
 
-        If it is the next prompt to be computed and its step is late, `late_s` is a sample: the
-        seconds that the step of `work` tokens will take at least (0: it is not late). One step
-        gives one sample. `step_s` is as for on_dropped().
+        If the prompt was the next to be computed and its step is late, `late_s` is added as a
+        sample: the minimum seconds that the step of `work` tokens will take (0: it is not late).
+        One step gives at most one sample. `step_s` is as for on_dropped().
         """
         if late_s and self.is_timed and self._queue and self._queue[0] == tokens:
             self._end_step()
@@ -386,10 +400,9 @@ class SpeedRecord:
     def on_first_token(
         self, tokens: int, now: float, *, budget_tokens: int = NEUTRAL.budget_tokens
     ) -> None:
-        """Record that the first token of a prompt came, of which `tokens` tokens were not
-        cached.
+        """Record the first token of a prompt, of which `tokens` tokens were not cached.
 
-        `budget_tokens` bounds the prompt tokens of one step.
+        `budget_tokens` is the maximum number of prompt tokens that the engine computes in one step.
         """
         seconds, is_timed = now - self.since, self.is_timed
         most_tokens = 0
@@ -441,9 +454,9 @@ class SpeedRecord:
         self.tracks[2].add(tokens, seconds)
 
     def take_probe(self, now: float) -> bool:
-        """Return whether an ejected endpoint may get a timed probe now.
+        """Return whether a timed probe may be sent to an ejected endpoint now.
 
-        If so, the next interval between probes is doubled.
+        If so, the interval until the next probe doubles.
         """
         if now < self._probe_at:
             return False
@@ -452,7 +465,9 @@ class SpeedRecord:
         return True
 
     def accept(self) -> None:
-        """Discard all samples and any verdict of slowness, because the endpoint is in use again."""
+        """Discard all samples and any verdict of slowness, because the endpoint is in rotation
+        again.
+        """
         self.restart()
         self.slowness, self._probe_gap_s = None, FIRST_PROBE_GAP_S
 
@@ -475,11 +490,12 @@ class SpeedRecord:
             track.aggregate()
 
     def step_tokens(self, waiting_tokens: int, budget_tokens: int, others: int) -> int:
-        """Return the most prompt tokens that the current step may compute before its first token.
+        """Return the maximum number of prompt tokens that the current step may compute before its
+        first token.
 
         Engines take `budget_tokens` of the `waiting_tokens` at a time, in order of arrival.
-        `others` is the number of waiting prompts without an observable first token, which may come
-        first.
+        `others` is the number of waiting prompts whose first token cannot be observed; they may be
+        computed first.
         """
         if others or not self._queue:
             return waiting_tokens
@@ -488,7 +504,7 @@ class SpeedRecord:
         return min(waiting_tokens + self._dropped_tokens, most)
 
     def begun_tokens(self, step_tokens: int) -> int:
-        """Return the likely size of the current prefill step: the tokens of prompts that were
+        """Return the likely size of the current prefill step, in tokens: the prompts that were
         waiting when it began.
 
         The result is at most `step_tokens`.
@@ -503,12 +519,12 @@ class SpeedRecord:
     def set_verdict(
         self, found: Slowness | None, change: int, clear: bool, reviews: int
     ) -> SpeedVerdict:
-        """Set the verdict of a review of the endpoint's speed, and return the verdict.
+        """Set the verdict on the endpoint's speed after a review, and return it.
 
         found    the slowness that the review found; None if there is none
         change   1 if the latest samples were slow too, -1 if they were not, 0 if there are none
-        clear    whether no measure is near the limit
-        reviews  number of consecutive slow reviews from which on the endpoint counts as slow
+        clear    whether no measure is near its limit
+        reviews  number of slow reviews in a row after which the endpoint counts as slow
         """
         if found is not None:
             self.slowness = found
