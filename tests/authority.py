@@ -18,7 +18,7 @@ class Authority:
     """A certificate authority that issues certificates into a folder.
 
     ca       path of the authority's own certificate
-    same_as  another authority whose key it uses instead of a new one
+    same_as  another authority whose key is used instead of a new one
     """
 
     def __init__(self, folder: Path, same_as: Authority | None = None) -> None:

@@ -1,8 +1,9 @@
 """Creates an access log of simulated traffic that one routing policy serves much worse than
 another.
 
-Documents of 6,000 tokens are asked about again and again. Their KV fits into the two engines
-together, but not into each of them, so a policy that ignores prefixes computes them every time.
+Clients ask repeatedly about documents of 6,000 tokens. Their KV fits into the two engines together,
+but not into one of them, so a policy that ignores prefixes makes the engines compute the documents
+every time.
 """
 
 from __future__ import annotations

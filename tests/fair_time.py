@@ -1,10 +1,10 @@
-"""Checks upper limits on durations in tests, so that they also hold on a busy machine.
+"""Checks upper limits on durations in tests, in such a way that they also hold on a busy machine.
 
-Within one event loop, a turn of the loop counts as at most TURN_S, so that time in which the
-process had no CPU hardly counts. A wait takes many turns and counts in full. Across processes, time
-in which a process was ready to run without a CPU is subtracted (Linux counts it). Time stolen by
-the host of a virtual machine is unknown, so one of several tries has to meet the limit. For lower
-limits, use the wall clock.
+Within one event loop, an iteration counts as at most TURN_S seconds, so that time in which the
+process had no CPU hardly counts. A wait takes many iterations and counts in full. Across processes,
+time in which a process was ready to run but had no CPU is subtracted (Linux counts it). Time that
+the host of a virtual machine takes is unknown, so one of several tries has to meet the limit. For
+lower limits, use the wall clock.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ TICK_S, TURN_S = 0.002, 0.01
 TRIES = 3
 _WORK, _WORK_S = 500_000, 0.04
 PATIENCE_S = 20.0
-"""Seconds after which a wait without a required duration is given up: long enough for slow
-machines, and an end for broken tests."""
+"""Seconds after which a wait without a required duration fails: enough for slow machines, and an
+end for broken tests.
+"""
 T = TypeVar("T")
 
 
@@ -40,10 +41,10 @@ class FairTime:
 
 
 class Stopwatch:
-    """Measures the seconds since its creation, by the wall clock and without time spent waiting for
+    """Measures the seconds since its creation, by the wall clock but without time spent waiting for
     a CPU.
 
-    It considers the processes `pids` and this one.
+    It subtracts such time of the processes `pids` and of this one.
     """
 
     def __init__(self, *pids: int) -> None:

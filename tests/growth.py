@@ -1,4 +1,6 @@
-"""Measures how CPU time grows with the size of the work, to find work that grows faster than it."""
+"""Measures how CPU time grows with the amount of work, to detect growth that is worse than
+linear.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,9 @@ from time import thread_time
 
 FACTOR = 4
 MOST_GROWTH = 8.0
-"""Growth of linear work is about FACTOR, that of quadratic work FACTOR squared; this is between."""
+"""Maximum growth of CPU time when the work grows by FACTOR. Linear work grows by about FACTOR,
+quadratic work by FACTOR squared.
+"""
 TRIES = 3
 
 

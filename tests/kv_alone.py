@@ -1,7 +1,8 @@
-"""Program that moves KV between two agents over TCP, with penstock-kv alone: kv_alone.py PAGE
+"""Program that transfers KV between two agents over TCP with only penstock-kv installed:
+kv_alone.py PAGE
 
-It runs the example of docs/kvtransfer.md (PAGE) in an environment without the rest of the project,
-and prints as JSON which of our packages it can import, and whether the native pump moved the bytes.
+It runs the example of docs/kvtransfer.md (PAGE) in an environment without the rest of the project.
+It prints as JSON which of our packages it can import, and whether the native pump moved the bytes.
 """
 
 import asyncio

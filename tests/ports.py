@@ -1,4 +1,4 @@
-"""Finds port numbers for servers that bind them later, or release and bind them again.
+"""Finds port numbers for servers that bind them later, or that release them and bind them again.
 
 The system's ephemeral ports are unsuitable: tests open hundreds of connections, so another process
 may take one before it is bound. The ports here are below the ephemeral range.

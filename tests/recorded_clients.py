@@ -26,8 +26,9 @@ _WORDS = (
 
 
 Difference = list[str | list[int]]
-"""The body of a request as a list of texts and of ranges [start, end] that are copied from the body
-before it."""
+"""The body of a request: a list of texts, and of ranges [start, end] that are copied from the body
+of the request before.
+"""
 
 
 class RecordedRequest(NamedTuple):

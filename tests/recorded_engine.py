@@ -22,11 +22,11 @@ PATHS: Mapping[str, str] = {
     "/v1/embeddings": "embeddings",
     "/openapi.json": "openapi",
 }
-"""The beginning of the name of a path's file; other paths get `missing`."""
+"""The first part of the name of a path's file; files of other paths begin with `missing`."""
 
 
 class RecordedEngine(ThreadingTCPServer):
-    """Serves the files of a folder, and keeps the requests that it received.
+    """Serves recorded responses from a folder, and keeps the requests that it received.
 
     prefix  a path with which the path of each request must begin
     key     the bearer token that each request must have; "" for none

@@ -25,11 +25,11 @@ Wsgi = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]
 
 
 class S3Server:
-    """The server in a thread.
+    """The S3 server in a thread.
 
-    log       method, path, query and range of each request
-    fault     called with each request; it returns "lose" to carry the request out and answer 500,
-              "refuse" to answer 500 at once, "forbid" to answer 403, or None
+    log    method, path, query and range of each request
+    fault  function that is called with each request; it returns "lose" to carry the request out and
+           answer 500, "refuse" to answer 500 at once, "forbid" to answer 403, or None
     """
 
     def __init__(self, port: int = 0) -> None:
@@ -89,7 +89,7 @@ def s3_server() -> Iterator[S3Server]:
 
 @contextmanager
 def s3_process(port: int = 0) -> Iterator[str]:
-    """Run the server as a process; yield its URL."""
+    """Run the S3 server as a process during a `with` block, and yield its URL."""
     command = [sys.executable, "-m", "tests.s3_server", str(port)]
     env = os.environ | {"PYTHONPATH": str(ROOT)}
     with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) as process:

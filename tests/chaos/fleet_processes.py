@@ -1,7 +1,7 @@
 """Runs mock engines and a gateway as processes, with clients that record how requests end.
 
-The module starts and kills processes, sends load and injects faults. The expectations are in the
-tests.
+The module starts and kills processes, sends load and injects faults. The tests have the
+expectations.
 """
 
 from __future__ import annotations

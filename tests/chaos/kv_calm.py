@@ -1,5 +1,5 @@
-"""Measures how long a KV transfer takes without faults, so that trials use longer time limits on
-slow machines.
+"""Measures how long a KV transfer without faults takes, so that trials can use longer time limits
+on slow machines.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Injects faults into any KV transport: altered, repeated, lost or delayed messages and data.
 
-It also has a TCP proxy that breaks connections. A window is one batch of KV bytes.
+It also has a TCP proxy that breaks connections. Data is sent in windows, which are batches of KV
+bytes.
 """
 
 from __future__ import annotations
@@ -181,7 +182,7 @@ class FaultyLink:
 
 
 class Proxy:
-    """A TCP proxy to `target` that a test can let delay, drop or close connections.
+    """A TCP proxy to `target` that can delay, drop or close connections when a test tells it to.
 
     Its threads end with the connections.
     """

@@ -1,4 +1,4 @@
-"""Tests of how the fleet of processes starts."""
+"""Tests that a gateway which ends while the fleet of the chaos tests starts is reported at once."""
 
 from __future__ import annotations
 

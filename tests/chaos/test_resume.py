@@ -1,4 +1,6 @@
-"""Tests that broken streams are resumed exactly on another endpoint, or end with an error event."""
+"""Tests that broken streams continue on another endpoint exactly where they broke, or end with an
+error event.
+"""
 
 from __future__ import annotations
 

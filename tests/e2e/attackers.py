@@ -44,7 +44,7 @@ READ, WRITE = select.EPOLLIN, select.EPOLLOUT
 class Script:
     """What every connection of an attack on the gateway does.
 
-    sent    bytes to send: repeatedly, or only one time with `once`
+    sent    bytes to send: repeatedly, or only once with `once`
     drip    bytes to send afterwards, 20 times a second per connection
     piece   maximum number of bytes per send()
     reads   whether it reads the responses

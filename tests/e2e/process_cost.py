@@ -1,7 +1,6 @@
 """The cost of a process: CPU time, resident memory, and kernel memory of its sockets. Linux only.
 
-CPU time is exact at any moment and, unlike wall time, does not grow while other processes have the
-cores.
+Unlike wall time, CPU time does not grow while other processes use the cores.
 """
 
 from __future__ import annotations
@@ -28,9 +27,10 @@ class ProcessCost:
     ) -> None:
         """Prepare to measure the cost of the process `pid`.
 
+        A socket belongs to the process if it has one of these ports.
+
         listens  local ports of its listening sockets
-        dials    remote ports of the connections that it opens; a socket of the process has one of
-                 these ports
+        dials    remote ports of the connections that it opens
         """
         self._pid, self._listens, self._dials = pid, frozenset(listens), frozenset(dials)
         self._status = Path(f"/proc/{pid}/status")

@@ -27,8 +27,8 @@ TENANT_KEY = "sk-of-a-tenant"
 CACHE_FIRST = "sglang_cache_aware"
 """A policy that follows the cached prefix unless loads differ by 64 requests.
 
-A client that asks the next gateway within milliseconds is faster than the message that its last
-request ended. A policy that follows load would then rightly choose another endpoint.
+A client that uses the next gateway within milliseconds is faster than the message that its last
+request has ended. A policy that follows load would then rightly choose another endpoint.
 """
 
 

@@ -1,6 +1,6 @@
 """Tests of a real gateway that chooses its own routing policy from its access log.
 
-The log is of virtual traffic, so that nothing depends on how fast this machine is.
+The log contains simulated traffic, so that nothing depends on how fast this machine is.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ from tests.e2e.processes import GatewayProcess, gateway_process, mock_fleet
 from tests.fair_time import PATIENCE_S
 
 LONG_S = 600.0
-"""Seconds that the replay process may take, which gets only the CPU time that other processes
-leave."""
+"""Maximum seconds of the replay process, which gets only the CPU time that other processes
+leave.
+"""
 
 CONFIG = """
 workers: {workers}

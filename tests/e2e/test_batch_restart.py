@@ -1,4 +1,4 @@
-"""Tests of batches of requests over restarts, pre-emption, cancellation and expiry, with slow mock
+"""Tests of batch requests over restarts, pre-emption, cancellation and expiry, with slow mock
 engines.
 """
 
@@ -29,7 +29,9 @@ pools: {{main: {{endpoints: [{{url: '{0}', max_concurrency: 8}}]}}}}
 batch: {{dir: '{1}', share: 1, lease: 2s}}
 slo: {{classes: {{standard: {{ttft: 60s, tpot: 5s}}, batch: {{ttft: 60s, tpot: 5s, weight: 0.1}}}}}}
 """
-"""Loose latency targets, so that only the number of places limits the requests of batches."""
+"""A configuration with loose latency targets, so that only the capacity of the pool limits the
+number of batch requests.
+"""
 
 
 @pytest.fixture

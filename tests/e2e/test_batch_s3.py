@@ -1,4 +1,6 @@
-"""Batches of two gateways with one S3 bucket: one owner each, also after a `kill -9`."""
+"""Tests of two gateways that share batches in one S3 bucket: each batch has one owner, also after a
+`kill -9`.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Tests that KV events over real ZeroMQ make the prefix index exact, and that it is an estimate
-again without them.
+"""Tests that the prefix index is exact with KV events over real ZeroMQ, and an estimate without
+them.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Tests of log files: two workers' access log is moved and rotated under load, and the operator log
-is JSON.
+"""Tests of log files under load: the access log of two workers is moved and rotated, and the
+operator log is JSON.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Tests of a mirror between real mock processes: a candidate that answers otherwise is found."""
+"""Tests of a mirror between real mock processes: a candidate that answers differently is
+detected.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Engines other than vLLM, by their recorded or documented answers, through a real gateway."""
+"""Tests of a real gateway with engines other than vLLM, played back from recorded or documented
+answers.
+"""
 
 from __future__ import annotations
 

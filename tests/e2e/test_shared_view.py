@@ -1,5 +1,5 @@
 """Tests of two gateway processes that share state through a real Redis, while each of the three
-fails.
+processes fails.
 """
 
 from __future__ import annotations

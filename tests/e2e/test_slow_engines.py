@@ -1,7 +1,8 @@
-"""Tests that a slow engine is ejected and named, and that abandoned prompts make none suspect.
+"""Tests that a slow engine is ejected and named, and that abandoned prompts do not make an engine
+suspect.
 
-The engines, the gateway and the client are separate processes. A healthy prompt takes about 0.1 s
-in them, and a slow one seconds, so that a busy machine does not look like a slow engine.
+The engines, the gateway and the client are separate processes. A healthy engine computes a prompt
+in about 0.1 s, and a slow one in seconds, so that a busy machine does not look like a slow engine.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Both ends of an RDMA link, with an owner that records events, and runs over blocks."""
+"""Both ends of an RDMA link, with an owner that records events, and transfers of runs (stretches of
+bytes) of blocks.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ PATIENCE_S = 20.0
 class RecordingOwner:
     """An owner of an RDMA link that records all events of the link in order in `heard`.
 
-    `expecting` says where a transfer's data is written.
+    `expecting` is where the data of a transfer is written.
     """
 
     def __init__(self) -> None:

@@ -36,8 +36,7 @@ class Pair:
     async def both(self, path: str, body: dict[str, Any]) -> tuple[Reply, Reply]:
         """Return the gateway's answer to a request, and the engine's own answer to it.
 
-        The engine has already answered the request once before, so that both find its prompt
-        cached.
+        The engine has answered the request once before, so that both find its prompt in the cache.
         """
         await send(self.engine.url, path, {"model": MODEL, **body})
         own = await send(self.engine.url, path, {"model": MODEL, **body})

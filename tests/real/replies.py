@@ -1,7 +1,7 @@
-"""Answers of a real engine and of the gateway in front of it, in a comparable form.
+"""Brings answers of a real engine and of the gateway in front of it into a comparable form.
 
 Ids and times differ between two answers to one request, and the same tokens may arrive in other
-pieces. All else must be equal, numbers to 4 digits.
+pieces. Everything else must be equal, numbers to 4 digits.
 """
 
 from __future__ import annotations
@@ -46,7 +46,9 @@ PATIENCE_S = 300.0
 
 
 class Reply(msgspec.Struct, frozen=True):
-    """An HTTP answer. `events` are those of a stream as (name, data), `body` else its JSON."""
+    """An HTTP answer. A stream's events are in `events`, as (name, data); any other answer is in
+    `body`.
+    """
 
     status: int
     body: Any = None
@@ -90,7 +92,7 @@ def _events(text: str) -> Iterator[tuple[str, Any]]:
 
 
 def unlike(reply: Reply, engine: Reply, names: tuple[str, str]) -> list[str]:
-    """Return the differences between the gateway's answer and the engine's own, as texts.
+    """Return the differences between the gateway's answer and the engine's own answer, as texts.
 
     `names` are the model's name in a request to the gateway and in one to the engine.
     """

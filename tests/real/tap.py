@@ -1,7 +1,8 @@
 """A TCP relay (tap) in front of an engine that detects requests and can hold them back.
 
 A test uses it to choose the moment at which a client disconnects or an engine dies. If a connection
-is closed while its request is held back, the engine first gets the request, then the end.
+is closed while its request is held back, the engine receives the request first, and then the end of
+the connection.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Tests that no tenant's prompt finds another tenant's in an engine cache, by the engine's own
-count of cache hits.
+"""Tests that no prompt of one tenant hits the cached prompts of another, by the engine's own count
+of cache hits.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""An event loop whose clock jumps to the next timer, and a sink that records times on it."""
+"""An event loop whose clock jumps to the next timer, and a response sink that records times on
+it.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Tests that a simulated fleet holds no KV memory after any wave of requests with a fault in it.
-
-After each wave, no KV memory may be held.
-"""
+"""Tests that a simulated fleet holds no KV memory after a wave of requests with a fault in it."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Tests of engines whose slots for concurrently running requests are all taken, in simulated
-time.
-"""
+"""Tests, in simulated time, of engines whose slots for running requests are all taken."""
 
 from __future__ import annotations
 

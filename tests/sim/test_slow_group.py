@@ -1,4 +1,5 @@
-"""Tests that every policy detects the slow one of four simulated engines, and gives it little work.
+"""Tests that every policy detects the slow one among four simulated engines, and sends it little
+work.
 
 The load is half of what three healthy engines serve.
 """

@@ -28,7 +28,7 @@ ANSWERS_WITHIN_S = 15.0
 MOST_PACKAGES = 27
 MOST_BYTES_OF_OTHERS, MOST_BYTES_OF_OURS = 48_000_000, 26_000_000
 MOST_BYTES_UNOPTIMIZED = 41_000_000
-"""Limit instead of MOST_BYTES_OF_OURS for a wheel that was built with -O0."""
+"""Maximum bytes of a wheel that was built with -O0, instead of MOST_BYTES_OF_OURS."""
 VERSION_CPU_S = 0.3
 DEBIAN = os.environ.get("PENSTOCK_DEBIAN")  # the root of a Debian with python3-venv
 

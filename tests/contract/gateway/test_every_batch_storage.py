@@ -1,4 +1,4 @@
-"""What the Batch API may rely on from every implementation of its storage.
+"""Contract tests of every implementation of the Batch API's storage.
 
 Add a new implementation to the `place` fixture.
 """
@@ -35,7 +35,9 @@ MIB = 1024 * 1024
 
 
 class Place:
-    """Where files and batches are; each storage() is one gateway process with its own clock."""
+    """A place where files and batches are stored; each storage() is one gateway process with its
+    own clock.
+    """
 
     def __init__(self) -> None:
         self.now = 1000.0

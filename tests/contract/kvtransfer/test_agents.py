@@ -1,4 +1,4 @@
-"""Tests of KV transfers between two agents, over every transport: all bytes arrive in time."""
+"""Tests of KV transfers between two agents, over every transport: all bytes arrive, and in time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The contract of the slots of both tiers of a block store: memory and disk."""
+"""Contract tests of the files with block slots of both tiers of a block store: memory and disk."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Properties of a provider's price of tokens."""
+"""Property tests of the dollars that a provider charges for a request's tokens."""
 
 from __future__ import annotations
 

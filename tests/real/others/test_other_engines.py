@@ -1,4 +1,5 @@
-"""A gateway in front of llama.cpp's server and `transformers serve`, both real, on the CPU.
+"""Tests of a gateway in front of llama.cpp's server and of `transformers serve`, both real, on the
+CPU.
 
 `make real-others` installs them, with tiny models whose weights are random.
 """

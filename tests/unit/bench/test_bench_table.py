@@ -1,4 +1,4 @@
-"""Tests of the tables of `make bench`."""
+"""Tests of the tables of `make bench`: medians, ratios to other systems, goals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The comparison of picks of data-parallel ranks: its sessions, its oracle and its table."""
+"""Tests of the comparison of data-parallel rank choices: its sessions, its oracle and its table."""
 
 from __future__ import annotations
 

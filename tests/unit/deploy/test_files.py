@@ -35,7 +35,7 @@ CONFIGS = (
 )
 KEY = {"PENSTOCK_FLEET_KEY": "only-for-a-test-and-long"}
 SHUTDOWN_AND_S = 30.0
-"""Seconds that must lie between timeouts.shutdown and the container's SIGKILL."""
+"""Minimum seconds between the end of timeouts.shutdown and the container's SIGKILL."""
 
 
 def read_yaml(path: Path) -> Any:

@@ -393,8 +393,9 @@ DEFAULTS = {
     for match in re.finditer(r"^\| `(\w+)` \|.*\| ([^|]*) \|$", PAGES["docs/policies.md"], re.M)
     if match[1] in {*registry.names(), *admission_registry.names()} and "`" in match[2]
 }
-"""A regular expression for the last cells of tables of rules: a parameter and its default,
-repeatedly."""
+"""A regular expression for the cells at the end of a row in tables of rules: parameters with their
+defaults.
+"""
 
 
 @pytest.mark.parametrize("rule", sorted(DEFAULTS))

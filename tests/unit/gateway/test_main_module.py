@@ -1,4 +1,4 @@
-"""The `penstock` command prints its version without importing the command line."""
+"""Tests that `penstock --version` does not import the command line."""
 
 import subprocess
 import sys

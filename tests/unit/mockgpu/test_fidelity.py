@@ -1,6 +1,6 @@
-"""Tests of step times against the measured grids in mockgpu/data: errors are bounded.
+"""Tests that step times differ from the measured grids in mockgpu/data by bounded errors.
 
-They are printed with -s.
+The errors are printed with pytest's option -s.
 """
 
 from __future__ import annotations

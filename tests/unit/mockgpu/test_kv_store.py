@@ -1,4 +1,6 @@
-"""A mock engine with a store of KV, in simulated time: what is fetched, what it costs, what fails."""
+"""Tests, in simulated time, of a mock engine with a KV store: what is fetched, its cost, and
+failures.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Data-parallel ranks in lockstep: durations of joint steps, the live step timer, and faults."""
+"""Tests of data-parallel ranks in lockstep: durations of joint steps, the live step timer, and
+faults.
+"""
 
 from __future__ import annotations
 

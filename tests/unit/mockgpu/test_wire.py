@@ -1,5 +1,5 @@
-"""Tests of the relay before a KV agent: connections that end while their other side is being
-opened.
+"""Tests of the relay before a KV agent: connections that end while their connection to the agent is
+being opened.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tests of the table of engine kinds."""
+"""Tests that the table of engine kinds is complete and consistent."""
 
 from __future__ import annotations
 

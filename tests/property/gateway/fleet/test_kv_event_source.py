@@ -1,5 +1,7 @@
-"""Property tests of a source of KV events, against a model of an engine that restarts and whose
-messages are lost, doubled or out of order.
+"""Property tests of a KV event source: an engine's messages are lost, doubled or out of order, and
+it restarts.
+
+The expected result comes from a model of the engine's cache.
 """
 
 from __future__ import annotations

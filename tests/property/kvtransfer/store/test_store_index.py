@@ -1,4 +1,4 @@
-"""Property test of the index of a block store against the bytes that its slots would hold."""
+"""Property tests of the index of a block store: it must never name a slot that has other bytes."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ owners = st.integers(1, 3)
 
 
 class StoreMachine(RuleBasedStateMachine):
-    """Writers, readers and copies between the tiers in any order; one block per slot.
+    """Writers, readers and copies between the tiers, in any order; each block fits one slot.
 
-    memory, disk   the key whose bytes a slot holds; None: void or half written
-    leased         for each lease the slots and the keys that its reader was promised
+    memory, disk  the key whose bytes a slot has; None: the slot is empty or half written
+    leased        for each lease, the slots and the keys that were promised to its reader
     """
 
     def __init__(self) -> None:

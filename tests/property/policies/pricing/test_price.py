@@ -1,5 +1,5 @@
-"""Property tests of prices: more waiting is never cheaper, and a longer cached prefix is never
-dearer.
+"""Property tests of prices: more waiting requests never lower one, and a longer cached prefix never
+raises one.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ WORSE: dict[str, st.SearchStrategy[float]] = {
     "free_kv_tokens": st.integers(-(10**6), 0),
     "eviction_regret": share,
 }
-"""Increases of an endpoint's numbers that must not make it cheaper."""
+"""Changes of an endpoint's numbers that must not make it cheaper."""
 
 
 @st.composite

@@ -13,7 +13,7 @@ from aiohttp.test_utils import unused_port
 from gateway.admin.drain import announce_close, end_connections
 
 FOREVER = 300.0
-"""Seconds after which a test that still waits has failed."""
+"""Seconds after which a test that is still waiting fails."""
 
 
 class Connected(NamedTuple):

@@ -1,5 +1,5 @@
-"""Tests of leases on batches: one owner at a time, and a quick successor after an owner has
-ended.
+"""Tests of leases on batches: each batch has one owner at a time, and a successor soon after its
+owner has exited.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Files and batches on the disk: what a crash, a full disk or a killed process leaves behind."""
+"""Tests of files and batches on disk after a crash, on a full disk, or after a killed process."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Tests of how an attempt to serve one request of a batch ends: with a result, or to be tried
-again.
-"""
+"""Tests of how an attempt at one batch request ends: with a result, or with another attempt."""
 
 from __future__ import annotations
 

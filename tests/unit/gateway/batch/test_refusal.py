@@ -1,4 +1,4 @@
-"""Tests of which tenants may still run their batches after the configuration has changed."""
+"""Tests of which tenants' batches may still run after the configuration has changed."""
 
 from __future__ import annotations
 

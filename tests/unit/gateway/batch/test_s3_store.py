@@ -1,4 +1,6 @@
-"""The storage in S3 when answers are lost, requests are refused, and processes are killed."""
+"""Tests of the storage in S3 when responses are lost, requests are refused, or processes are
+killed.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Admin commands over TLS: accepted certificates, client authentication, and hints in errors."""
+"""Tests of admin commands over TLS: accepted certificates, client authentication, and hints in
+errors.
+"""
 
 from __future__ import annotations
 

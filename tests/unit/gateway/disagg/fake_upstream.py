@@ -35,7 +35,7 @@ class ManualLoop:
 
 
 class FakeConnection:
-    """A fake connection with the bytes of the requests that it carried.
+    """A fake connection that records the bytes of the requests sent on it.
 
     `done` resolves when a response ends.
     """

@@ -197,9 +197,9 @@ async def test_a_client_that_disconnects_closes_both_legs(stage: str) -> None:
 
 
 class Connecting:
-    """Makes attempts to connect to the given engines hang.
+    """Makes connection attempts to the given engines hang.
 
-    `begun` waits until a request tries to connect to each of them.
+    `begun` waits until a request has tried to connect to each of them.
     """
 
     def __init__(

@@ -1,5 +1,5 @@
-"""Tests of a split request's state between its events: load, learned state, blamed engine, event
-order.
+"""Tests of a split request's state between its events: load, learned state, the engine that is
+blamed, event order.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ Kind = Callable[[float], str]
 
 
 class Traffic:
-    """Sessions of conversations or agents, whose requests end one by one in order of time."""
+    """Simulated conversations or agent sessions, whose requests end one by one in order of time."""
 
     def __init__(self, seed: int, rate: Callable[[float], float], kind: Kind) -> None:
         self._rng, self._rate, self._kind = Random(seed), rate, kind

@@ -1,5 +1,5 @@
-"""Tests of changes in engines' model lists: the first is reported at once, many are reported
-together.
+"""Tests of changes in engines' model lists: the first is reported at once, and those that follow
+soon are reported together.
 """
 
 from __future__ import annotations

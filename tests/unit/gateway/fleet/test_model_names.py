@@ -27,11 +27,11 @@ CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
 
 class Engine:
-    """A fake engine that lists `models` and records the requested names.
+    """A fake engine that lists `models` and records the model names of requests.
 
-    models     None: it has no page of models
-    is_strict  True: it returns 404 for a name that it does not list, as vLLM does; False: its base
-               model answers, as in SGLang
+    models     None: it has no page with models
+    is_strict  whether it returns 404 for a name that it does not list, as vLLM does; otherwise its
+               base model answers, as in SGLang
     """
 
     def __init__(self, *models: str, is_strict: bool = True) -> None:

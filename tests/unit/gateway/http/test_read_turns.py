@@ -22,7 +22,7 @@ ANSWER = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 
 
 
 class FakeReader(FakeTransport):
-    """A transport and its reader, which has more to read in each of `reads` turns."""
+    """A fake transport and its reader, which has more data to read in each of `reads` turns."""
 
     def __init__(self, read_turns: ReadTurns, reads: int) -> None:
         super().__init__(asyncio.Protocol())

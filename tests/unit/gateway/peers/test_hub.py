@@ -1,6 +1,5 @@
-"""Tests of the message hub between workers: a slow client loses frames, which are counted.
-
-It delays no other client.
+"""Tests of the message hub between workers: a slow worker loses frames, which are counted, and
+delays no other.
 """
 
 from __future__ import annotations

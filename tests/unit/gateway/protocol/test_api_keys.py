@@ -1,4 +1,4 @@
-"""Tests of how the API key of a request is found."""
+"""Tests of how the API key is read from a request's headers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of what a response without computed text says about the engine's store of responses."""
+"""Tests that an engine's response to an impossible request shows whether it stores responses."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ reload:
 
 
 class Mistake(NamedTuple):
-    """A kind of mistake in a configuration file: `make` puts it into one line, whose number must be
+    """A kind of mistake in a configuration file. `make` puts it into one line, whose number must be
     reported.
 
     `make` returns None for lines where the mistake is impossible.
@@ -131,7 +131,7 @@ MISTAKES = (
     Mistake("anchor unknown", value(lambda text: bool(text), "*nowhere")),
 )
 ELSEWHERE = frozenset({"version", "pool", "- name", "url", "role", "policy", "chat"})
-"""Keys whose mistakes may be reported at the keys that depend on them."""
+"""Keys whose mistakes may be reported at other keys, which depend on them."""
 
 OPTIONAL = frozenset({"context_tokens", "name"})
 """Configuration keys whose value may be empty."""

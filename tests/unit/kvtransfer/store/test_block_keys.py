@@ -1,4 +1,4 @@
-"""Keys of stored blocks: what makes them differ."""
+"""Tests of the keys of stored blocks: everything that changes a block's bytes changes its key."""
 
 from __future__ import annotations
 

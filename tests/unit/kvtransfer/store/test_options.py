@@ -1,4 +1,6 @@
-"""The bounds of a block store: how many slots fit, and what the index takes."""
+"""Tests of the limits of a block store: the number of slots that fit, and the memory of its
+index.
+"""
 
 from __future__ import annotations
 

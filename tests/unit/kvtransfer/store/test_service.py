@@ -1,4 +1,4 @@
-"""A block store as its clients see it, over a real Unix socket in one process."""
+"""Tests of a block store through its client, over a real Unix socket in one process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The order of eviction, the tiers and the leases of a block store, by example."""
+"""Tests of a block store's eviction order, tiers and leases, by example."""
 
 from __future__ import annotations
 

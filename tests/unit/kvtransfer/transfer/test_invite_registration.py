@@ -1,5 +1,5 @@
-"""Tests of invitations to send KV whose memory must be registered first: on another thread, in
-order, if wanted.
+"""Tests of invitations to send KV whose memory is registered first: on another thread, in order,
+and only if needed.
 """
 
 from __future__ import annotations

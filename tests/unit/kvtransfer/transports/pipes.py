@@ -1,4 +1,4 @@
-"""One direction of a KV link without threads for tests: an Outbound and an Inbound on a socket
+"""One direction of a KV link for tests, without threads: an Outbound and an Inbound on a socket
 pair.
 """
 

@@ -1,6 +1,7 @@
-"""Tests of system calls with several pieces of memory: in order, complete, and limited in size.
+"""Tests of system calls that move several pieces of memory: in order, complete, and limited in
+size.
 
-With a digest, a call has at most as many bytes as fit the CPU cache.
+With a digest, a call moves at most as many bytes as fit into the CPU cache.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The native pump moves bytes, computes digests and returns when it should."""
+"""Tests that the native pump moves bytes, computes digests, and returns when it should."""
 
 from __future__ import annotations
 

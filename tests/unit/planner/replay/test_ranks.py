@@ -1,4 +1,6 @@
-"""Data-parallel ranks in a replay: visible to the gateway or hidden, in lockstep, and faults."""
+"""Tests of data-parallel ranks in a replay: visible to the gateway or hidden, in lockstep, and
+faults.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Tests of admission by active sessions: which count, for how long, how many are too many."""
+"""Tests of admission by active sessions: which sessions count, for how long, and how many are too
+many.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Tests of learned prompts by bytes and tokens: what a learned prompt says about others."""
+"""Tests of learned prompts, known by bytes and by tokens: what one learned prompt shows about
+others.
+"""
 
 from __future__ import annotations
 

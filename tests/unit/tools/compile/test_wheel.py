@@ -1,4 +1,4 @@
-"""Tests of tools/compile/wheel.py that compile nothing."""
+"""Tests of the parts of tools/compile/wheel.py that need no compiler."""
 
 from __future__ import annotations
 

@@ -28,7 +28,9 @@ WITHOUT_CHILDREN = {
     "penstock_split_leases_given_up_total": "no client disconnects between the legs",
     "penstock_tls_certificate_not_after_timestamp_seconds": "no listener with TLS",
 }
-"""Families of handwritten queries that this traffic gives no children; only names are checked."""
+"""Families of handwritten queries that have no series under this traffic, so that only their names
+are checked.
+"""
 
 Seen = dict[str, set[str]]
 

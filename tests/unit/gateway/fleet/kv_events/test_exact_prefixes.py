@@ -1,5 +1,5 @@
-"""Tests of the cached tokens that an answer must report, by what KV events say about the
-endpoint.
+"""Tests of the number of cached tokens that an answer must report, as computed from an endpoint's
+KV events.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def stored(tokens: list[int]) -> bytes:
 def prefixes(*cached: int) -> ExactPrefixes:
     """Return the prefix index of one endpoint.
 
-    Each of its ranks has cached the given number of the prompt's tokens.
+    Each of its data-parallel ranks has cached the given number of the prompt's tokens.
     """
     index = ExactPrefixes(1 << 20)
     sources = [index.new_source(has_replay=False) for _ in cached]
