@@ -12,6 +12,8 @@ from statistics import fmean
 
 from bench.goodput_cells import Measurement
 
+ValuesByPolicy = dict[str, dict[str, list[float]]]  # policy -> workload -> a value per seed
+
 OURS = ("round_robin", "least_loaded", "prefix_aware", "priced")
 """The project's own policies; all others are published rules."""
 
@@ -84,18 +86,7 @@ def capacities(measurements: Sequence[Measurement], target: str) -> list[str]:
     if not met:
         return []
     names = sorted({item.cell.workload for item in met})
-    values_of: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
-    ratios: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
-    best: dict[tuple[str, int], float] = defaultdict(float)
-    for item in met:
-        if item.cell.policy not in OURS:
-            key = item.cell.workload, item.cell.seed
-            best[key] = max(best[key], item.capacities[target])
-    for item in sorted(met, key=lambda item: item.cell.seed):
-        name, load = item.cell.workload, item.capacities[target]
-        values_of[item.cell.policy][name].append(load)
-        if best[name, item.cell.seed]:
-            ratios[item.cell.policy][name].append(load / best[name, item.cell.seed])
+    values_of, ratios = _capacities_and_ratios(met, target)
     rows = []
     for policy, row in sorted(ratios.items(), key=lambda item: -geomean(item[1])):
         worst = f"{min(fmean(values) for values in row.values()):.2f}"
@@ -122,6 +113,25 @@ def capacities(measurements: Sequence[Measurement], target: str) -> list[str]:
         "",
         *markdown_table(head, rows),
     ]
+
+
+def _capacities_and_ratios(
+    met: Sequence[Measurement], target: str
+) -> tuple[ValuesByPolicy, ValuesByPolicy]:
+    # Return the capacities, and their ratios to the best published rule with the same seed.
+    capacities: ValuesByPolicy = defaultdict(lambda: defaultdict(list))
+    ratios: ValuesByPolicy = defaultdict(lambda: defaultdict(list))
+    best: dict[tuple[str, int], float] = defaultdict(float)
+    for item in met:
+        if item.cell.policy not in OURS:
+            key = item.cell.workload, item.cell.seed
+            best[key] = max(best[key], item.capacities[target])
+    for item in sorted(met, key=lambda item: item.cell.seed):
+        name, load = item.cell.workload, item.capacities[target]
+        capacities[item.cell.policy][name].append(load)
+        if best[name, item.cell.seed]:
+            ratios[item.cell.policy][name].append(load / best[name, item.cell.seed])
+    return capacities, ratios
 
 
 def format_geomean(row: dict[str, list[float]], names: Sequence[str]) -> str:
@@ -187,22 +197,7 @@ def overload(measurements: Sequence[Measurement]) -> list[str]:
             ratios = [
                 item.figures["token_goodput"] / base[workload, item.cell.seed] for item in group
             ]
-            long_kept = [
-                item.figures["long_kept"] for item in group if item.figures["long_kept"] is not None
-            ]
-            rows.append(
-                [
-                    *(
-                        workload,
-                        admission,
-                        format_values(ratios),
-                        format_values([item.figures["goodput"] for item in group]),
-                    ),
-                    f"{fmean(item.figures['refused'] for item in group):.1%}",
-                    f"{fmean(long_kept):.0%}" if long_kept else "-",
-                    f"{fmean(item.figures['wasted'] for item in group):.1%}",
-                ]
-            )
+            rows.append([workload, admission, format_values(ratios), *_overload_cells(group)])
         if rows:
             head = [
                 "workload",
@@ -215,6 +210,19 @@ def overload(measurements: Sequence[Measurement]) -> list[str]:
             ]
             lines += [f"## {times} times capacity, policy priced", "", *markdown_table(head, rows)]
     return lines
+
+
+def _overload_cells(group: Sequence[Measurement]) -> list[str]:
+    # Return the cells of one admission rule: good requests, refusals, long prompts, waste.
+    long_kept = [
+        item.figures["long_kept"] for item in group if item.figures["long_kept"] is not None
+    ]
+    return [
+        format_values([item.figures["goodput"] for item in group]),
+        f"{fmean(item.figures['refused'] for item in group):.1%}",
+        f"{fmean(long_kept):.0%}" if long_kept else "-",
+        f"{fmean(item.figures['wasted'] for item in group):.1%}",
+    ]
 
 
 def trouble(measurements: Sequence[Measurement]) -> list[str]:

@@ -48,14 +48,12 @@ from gateway.http.listener_sockets import (
     limit_receive_buffers,
     limit_send_buffers,
 )
-from gateway.http.tls_clients import redis_settings
 from gateway.http.tls_listener import ProtocolFactory, TlsListeners
 from gateway.http.write_queue import WriteQueue
 from gateway.metrics.catalogue import Metrics
 from gateway.metrics.runtime_gauges import pool_by_label
-from gateway.peers.bus import Bus
+from gateway.peers.bus_choice import create_bus
 from gateway.peers.frame_auth import FrameAuth, create_frame_auth
-from gateway.peers.local_bus import LocalBus
 from gateway.peers.sync_loop import SyncLoop
 from gateway.peers.view import PeerView
 from gateway.protocol.cors import new_cors_rule
@@ -114,39 +112,20 @@ class App:
         self.secret = _fingerprint_secret(config, auth, origin.predecessor)
         self._prefixes = create_prefix_caches(config, self.secret)
         self._admission = AdmissionController(config)
-        trusted = Networks(config.listeners.api.trusted_proxies)
         gauges = self.metrics.runtime_gauges
-        refused = gauges.connections_refused_total
-        self.connections = ClientConnections(
-            self._admission, trusted, lambda reason: refused.labels(reason).inc()
-        )
-        queue = self._write_queue = WriteQueue(self._loop)
+        self._write_queue = WriteQueue(self._loop)
         rng = Random(secrets.randbits(64))
-        self._endpoints = EndpointTable(config, self._prefixes, self.metrics, rng, queue)
+        self._endpoints = EndpointTable(
+            config, self._prefixes, self.metrics, rng, self._write_queue
+        )
         self._endpoints.on_change = self._admission.refresh
         self._log = AccessLog(config.observability, self._loop, gauges.log_lines_dropped_total)
         self._tracer = SpanExporter(self.metrics, Random(secrets.randbits(64)), origin.env)
         self._health_checker = self._create_health_checker(config)
         self._kv_events = KvEventService(self._endpoints, self.metrics, self._tokenizer)
         self._sync_loop = None if auth is None else self._create_sync(auth, origin.local, rng)
-        plan = build_plan(config, self._endpoints, self._admission, {})
-        self._endpoints.apply(plan.adoption)
-        self.gateway = Gateway(
-            plan.snapshot,
-            self._endpoints,
-            self._admission,
-            Accounting(self.metrics, self._log, self._tracer, self._loop, self.secret),
-            Handoffs(self.metrics, rng, queue),
-        )
-        proxies = TrustedProxies(trusted) if trusted else None
-        self._cors = new_cors_rule(config.listeners.api.cors_origins)
-        self._request_factory = create_request_factory(
-            self.gateway, self.metrics.itl_seconds, proxies, self._cors
-        )
-        attach_metrics(self.gateway, plan, self.metrics)
-        self.metrics.pool_by_label = lambda: pool_by_label(
-            self.gateway.snapshot.routes.values(), self._endpoints.all()
-        )
+        self._create_gateway(config, rng)
+        self._create_connections(config)
         self._create_reload(origin, rng)
         self._runners: list[web.AppRunner] = []
         self.sockets, self._activated = dict(origin.sockets), origin.activated
@@ -158,6 +137,34 @@ class App:
         self._gc_schedule = GcSchedule(monotonic())
         self._sweep_task: asyncio.Task[None] | None = None
         self._attach_gauges()
+
+    def _create_gateway(self, config: Config, rng: Random) -> None:
+        plan = build_plan(config, self._endpoints, self._admission, {})
+        self._endpoints.apply(plan.adoption)
+        self.gateway = Gateway(
+            plan.snapshot,
+            self._endpoints,
+            self._admission,
+            Accounting(self.metrics, self._log, self._tracer, self._loop, self.secret),
+            Handoffs(self.metrics, rng, self._write_queue),
+        )
+        attach_metrics(self.gateway, plan, self.metrics)
+        self.metrics.pool_by_label = lambda: pool_by_label(
+            self.gateway.snapshot.routes.values(), self._endpoints.all()
+        )
+
+    def _create_connections(self, config: Config) -> None:
+        # Create what client connections share: their limits, and the factory of their requests.
+        trusted = Networks(config.listeners.api.trusted_proxies)
+        refused = self.metrics.runtime_gauges.connections_refused_total
+        self.connections = ClientConnections(
+            self._admission, trusted, lambda reason: refused.labels(reason).inc()
+        )
+        proxies = TrustedProxies(trusted) if trusted else None
+        self._cors = new_cors_rule(config.listeners.api.cors_origins)
+        self._request_factory = create_request_factory(
+            self.gateway, self.metrics.itl_seconds, proxies, self._cors
+        )
 
     def _create_health_checker(self, config: Config) -> HealthChecker:
         checker = HealthChecker(config, self._endpoints, self._on_models_changed)
@@ -313,6 +320,26 @@ class App:
         if self._local is not None:
             # A connection that was accepted a moment ago is about to send its request.
             await asyncio.sleep(SETTLE_S)
+        await self._end_requests()
+        if self._sync_loop is not None:
+            await self._sync_loop.stop()
+        await self._kv_events.stop()
+        await self._mirrors.close()
+        await self._health_checker.stop()
+        for timer in (self._sweep_task, self._tick_timer, self._stall_timer):
+            if timer is not None:
+                timer.cancel()
+        self.gateway.handoffs.close()
+        self._endpoints.close()
+        self.gateway.accounts.account_ended()
+        if predecessor_stop is not None:
+            await predecessor_stop
+        await self._tracer.close()
+        await self._log.close()
+        log.info("drain ended after %.1f s; the gateway process stops", monotonic() - began)
+
+    async def _end_requests(self) -> None:
+        # Let requests end within `timeouts.shutdown`, fail those that are left, close listeners.
         shutdown_s = self.gateway.snapshot.config.timeouts.shutdown
         ends = monotonic() + shutdown_s
         log.info(
@@ -331,22 +358,6 @@ class App:
             await self._fail_requests()
             await self._wait_until_idle(closing, ends)
         await self._close_listeners(max(0.0, ends - monotonic()))
-        if self._sync_loop is not None:
-            await self._sync_loop.stop()
-        await self._kv_events.stop()
-        await self._mirrors.close()
-        await self._health_checker.stop()
-        for timer in (self._sweep_task, self._tick_timer, self._stall_timer):
-            if timer is not None:
-                timer.cancel()
-        self.gateway.handoffs.close()
-        self._endpoints.close()
-        self.gateway.accounts.account_ended()
-        if predecessor_stop is not None:
-            await predecessor_stop
-        await self._tracer.close()
-        await self._log.close()
-        log.info("drain ended after %.1f s; the gateway process stops", monotonic() - began)
 
     async def _close_listeners(self, timeout_s: float) -> None:
         ends = monotonic() + timeout_s
@@ -420,20 +431,8 @@ class App:
             config.prefix.block_bytes,
             memory_bytes,
         )
-        bus: Bus
-        if shared is not None:
-            # Imported here because it takes 60 ms.
-            from gateway.peers.redis_bus import RedisAddress, RedisBus
-
-            password = None if shared.redis.password is None else shared.redis.password.reveal()
-            encryption = redis_settings(shared.redis.url, shared.redis.tls)
-            address = RedisAddress(
-                shared.redis.url, shared.fleet, shared.redis.username, password, encryption
-            )
-            bus = RedisBus(address, rng, view.count_drop)
-        else:
-            assert local is not None
-            bus = LocalBus(Path(local.hub), view.count_drop)
+        hub = None if local is None else Path(local.hub)
+        bus = create_bus(shared, hub, rng, view.count_drop)
         view.on_suspect = self._health_checker.probe_until_recovered
         view.tenants = lambda: self.gateway.snapshot.config.tenants
         self._endpoints.updates = view.updates

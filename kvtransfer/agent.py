@@ -97,18 +97,7 @@ class Agent:
         rank: int | None = None,
         group: str = "",
     ) -> None:
-        ranks = range(layout.ranks) if rank is None else [rank]
-        if len(regions) != len(ranks) or not transports:
-            raise ValueError(
-                f"the layout has {len(ranks)} ranks and needs a region for each, but "
-                f"{len(regions)} regions and {len(transports)} transports were given"
-            )
-        if rank is not None and not (0 <= rank < layout.ranks and group):
-            raise ValueError(
-                f"an agent with only rank {rank} of {layout.ranks} needs the name of its group"
-            )
-        _all_sealed_or_none(transports)
-        _check_regions(layout, ranks, regions, transports)
+        _check_arguments(layout, regions, transports, rank, group)
         self.options = options or AgentOptions()
         self.address = ""
         self._name, self._layout, self._regions = name, layout, list(regions)
@@ -303,17 +292,12 @@ class Agent:
 
         Raises ValueError for invalid arguments.
         """
-        span = (
-            index(tokens),
-            index(skip_tokens),
-            float(timeout_s),
-            # Convert numpy scalars, which cannot be encoded in a message.
-        )
+        # Numpy scalars cannot be encoded in a message, so numbers are converted.
         request = FetchRequest(
             str(address),
             name,
             np.array(blocks, np.int64),
-            *span,
+            *(index(tokens), index(skip_tokens), float(timeout_s)),
             Priority.from_name(priority),
             ticket,
         )
@@ -532,6 +516,27 @@ class Agent:
             handle.layers = command.layers
         if self._bell is not None:
             self._bell.on_change(handle)
+
+
+def _check_arguments(
+    layout: KvLayout,
+    regions: Sequence[Region],
+    transports: Sequence[Transport],
+    rank: int | None,
+    group: str,
+) -> None:
+    ranks = range(layout.ranks) if rank is None else [rank]
+    if len(regions) != len(ranks) or not transports:
+        raise ValueError(
+            f"the layout has {len(ranks)} ranks and needs a region for each, but "
+            f"{len(regions)} regions and {len(transports)} transports were given"
+        )
+    if rank is not None and not (0 <= rank < layout.ranks and group):
+        raise ValueError(
+            f"an agent with only rank {rank} of {layout.ranks} needs the name of its group"
+        )
+    _all_sealed_or_none(transports)
+    _check_regions(layout, ranks, regions, transports)
 
 
 def _check_regions(

@@ -179,6 +179,21 @@ def _publisher(group: TpGroup, spec: KvEventSpec, host: str) -> KvPublisher:
     return KvPublisher(spec, group.scheduler, asyncio.get_running_loop(), host)
 
 
+async def _close(members: Sequence[FleetGroup], runners: Sequence[web.AppRunner]) -> None:
+    for member in members:
+        member.faults.clear()
+        member.listener.shut()
+        await member.listener.wait_rebound()
+        member.close_ranks()
+    for runner in runners:
+        await runner.cleanup()
+    for member in members:
+        await member.close_store()
+    for member in members:
+        if member.pd_role is not None:
+            await member.pd_role.close()
+
+
 @asynccontextmanager
 async def run_fleet(
     specs: Sequence[GroupSpec],
@@ -220,17 +235,6 @@ async def run_fleet(
             member.faults.apply(fault)
         yield members
     finally:
-        for member in members:
-            member.faults.clear()
-            member.listener.shut()
-            await member.listener.wait_rebound()
-            member.close_ranks()
-        for runner in runners:
-            await runner.cleanup()
-        for member in members:
-            await member.close_store()
-        for member in members:
-            if member.pd_role is not None:
-                await member.pd_role.close()
+        await _close(members, runners)
         if wire is not None:
             wire.close()

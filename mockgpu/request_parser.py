@@ -277,11 +277,7 @@ def parse_request(
     requested = _requested_tokens(body, chat)
     limit = _limit(prompts, requested, context)
     _check_limit(body, limit, reading.leg)
-    is_cap = requested is None or (may_end_from is not None and requested >= may_end_from)
-    may_end = is_cap and not body.ignore_eos
-    if isinstance(reading.leg, PrefillLeg) and not reading.one_token:
-        # The requested token may end the answer, unless at least one token is required.
-        may_end = not body.ignore_eos and not body.min_tokens
+    may_end = _may_end(body, requested, reading, may_end_from)
     n, stops, form = body.n or 1, _stops(body), _form(body) if chat else FREE_TEXT
     if form.fixed_text is not None:
         limit = min(limit, token_count(pad_to_tokens(form.fixed_text.encode())))
@@ -309,6 +305,18 @@ def parse_request(
         reading.one_token,
         answer_noise=answer_noise,
     )
+
+
+def _may_end(
+    body: RequestBody, requested: int | None, reading: ParsedHandoff, may_end_from: int | None
+) -> bool:
+    # Return whether an answer may end before its token limit.
+    if body.ignore_eos:
+        return False
+    if isinstance(reading.leg, PrefillLeg) and not reading.one_token:
+        # The requested token may end the answer, unless at least one token is required.
+        return not body.min_tokens
+    return requested is None or (may_end_from is not None and requested >= may_end_from)
 
 
 def _check_limit(body: RequestBody, limit: int, leg: PrefillLeg | DecodeLeg | None) -> None:

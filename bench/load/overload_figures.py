@@ -48,8 +48,8 @@ class Bound(msgspec.Struct, frozen=True):
 class Figures(msgspec.Struct, frozen=True):
     """The figures of one overload run.
 
-    Shares are between 0 and 1. A spike is twice the capacity with clients that obey Retry-After, a
-    storm is twice the capacity with clients that ignore it. Shares are between 0 and 1.
+    A spike is a load of twice the capacity with clients that obey Retry-After; a storm is the same
+    with clients that ignore it. Shares are between 0 and 1.
 
     idle, busy        round trips to a server that only refuses: on the idle machine, and during the
                       spike and the storm
@@ -138,11 +138,7 @@ def figures(
     sent      number of requests that reached the engines since the start of the storm
     """
     spike, storm = plan.window("spike"), plan.window("storm")
-    refused = [
-        item
-        for item in _tries(records.clients)
-        if item.status == 429 and item.answered_s is not None
-    ]
+    refused = _refused(records.clients)
     in_overload = [
         item for item in refused if _within(item.sent_s, spike) or _within(item.sent_s, storm)
     ]
@@ -155,6 +151,7 @@ def figures(
     ]
     after = spike[1] + RECOVERED_S, spike[1] + WATCHED_S
     over_s = storm[1] + LAST_RETRY_S  # until then clients of the storm retry
+    new_after = list(_new_clients(records.clients, after))
     calm = over_s + RECOVERED_S, over_s + WATCHED_S
     return Figures(
         idle=times(records.idle_s),
@@ -173,9 +170,8 @@ def figures(
         offered=sum(_within(item.tries[0].due_s, spike) for item in records.clients),
         accepted=len(accepted),
         accepted_good=_share(accepted, is_good),
-        good_after=_good_in(records.clients, after)
-        / max(1, len(list(_new_clients(records.clients, after)))),
-        fresh_after=_share(list(_new_clients(records.clients, after)), is_good_at_once),
+        good_after=_good_in(records.clients, after) / max(1, len(new_after)),
+        fresh_after=_share(new_after, is_good_at_once),
         calm_after=_share(list(_new_clients(records.clients, calm)), is_good_at_once),
         first_retry=_share(
             _obedient_retries(plan, records.clients), lambda item: item.tries[1].status == 200
@@ -187,6 +183,10 @@ def figures(
         amplification=sent
         / max(1, sum(item.tries[-1].sent_s >= storm[0] for item in records.clients)),
     )
+
+
+def _refused(clients: Sequence[ClientRecord]) -> list[Try]:
+    return [item for item in _tries(clients) if item.status == 429 and item.answered_s is not None]
 
 
 def is_good(client: ClientRecord) -> bool:

@@ -182,26 +182,29 @@ def read_expected_text(url: str, trust: ssl.SSLContext) -> str:
     return str(answer.choices[0].message.content)
 
 
+def _environment(url: str, authority: Authority) -> dict[str, str]:
+    # Return the environment of a client process, with the gateway and the requests to send.
+    text = read_expected_text(url, ssl.create_default_context(cafile=str(authority.ca)))
+    return {
+        **os.environ,
+        **ENV,
+        "URL": url,
+        "CA": str(authority.ca),
+        "NODE_EXTRA_CA_CERTS": str(authority.ca),
+        "EXPECTED": text,
+        "COUNT": str(PER_PROCESS),
+        "THREADS": str(THREADS),
+        "MODULES": str(MODULES),
+        "WHOLE": json.dumps(REQUEST | {"stream": False}),
+        "STREAMED": json.dumps(REQUEST | {"stream": True}),
+    }
+
+
 def run(
     server: GatewayProcess, authority: Authority, clients: Mapping[str, Client], requests: int
 ) -> bool:
     """Run all TLS clients and print a row for each. Returns True if no request failed."""
-    text = read_expected_text(server.url, ssl.create_default_context(cafile=str(authority.ca)))
-    env = (
-        os.environ
-        | ENV
-        | {
-            "URL": server.url,
-            "CA": str(authority.ca),
-            "NODE_EXTRA_CA_CERTS": str(authority.ca),
-            "EXPECTED": text,
-            "COUNT": str(PER_PROCESS),
-            "THREADS": str(THREADS),
-            "MODULES": str(MODULES),
-            "WHOLE": json.dumps(REQUEST | {"stream": False}),
-            "STREAMED": json.dumps(REQUEST | {"stream": True}),
-        }
-    )
+    env = _environment(server.url, authority)
     rotation, total = Rotation(authority, server.port), Counter[str]()
     print(
         f"{'client':18} {'whole':>7} {'streamed':>9} {'failed':>7} "

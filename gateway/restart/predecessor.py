@@ -113,6 +113,20 @@ class Predecessor:
             drift,
             prefixes=(offer.secret, offer.block_bytes) == (secret, config.prefix.block_bytes),
         )
+        await self._restore_within_timeout(restorer)
+        if warm:
+            log.info(
+                "restart: restored the state of process %d in %.2f s: "
+                "%d index blocks, %d endpoints, %d of them out of rotation",
+                self._offer.pid,
+                monotonic() - started_at,
+                restorer.blocks,
+                restorer.endpoints,
+                restorer.ejected,
+            )
+        gateway.gate.refresh()
+
+    async def _restore_within_timeout(self, restorer: Restorer) -> None:
         try:
             async with asyncio.timeout(STATE_TIMEOUT_S):
                 await self._restore(restorer)
@@ -125,17 +139,6 @@ class Predecessor:
             log.warning(
                 "restart: cannot restore the learned state (%s); continuing with part of it", error
             )
-        if warm:
-            log.info(
-                "restart: restored the state of process %d in %.2f s: "
-                "%d index blocks, %d endpoints, %d of them out of rotation",
-                self._offer.pid,
-                monotonic() - started_at,
-                restorer.blocks,
-                restorer.endpoints,
-                restorer.ejected,
-            )
-        gateway.gate.refresh()
 
     async def _restore(self, restorer: Restorer) -> None:
         assert self._reader is not None

@@ -225,14 +225,7 @@ class ConfigRollout:
         workers = self._workers()
         if not workers:
             return _answer(503, "nothing", "no worker is ready")
-        dry_run_path = (
-            f"{path}?dry_run=1" if options.dry_run else f"{path}?dry_run=1&record_rejection=1"
-        )
-        if options.force:
-            dry_run_path += "&force=1"
-        if options.was_in_force:
-            dry_run_path += "&was_in_force=1"
-        by_worker = await self._send_to(workers, dry_run_path, text, match)
+        by_worker = await self._send_to(workers, _dry_run_path(path, options), text, match)
         if len(by_worker) < len(workers):
             return _answer(
                 503,
@@ -280,17 +273,7 @@ class ConfigRollout:
             response for response in responses if response_result(response) not in SUCCESS_RESULTS
         ]
         if failed or not responses:
-            applied_by = [
-                worker
-                for worker, response in by_worker.items()
-                if response_result(response) == "applied"
-            ]
-            rolled_back = await self._send_to(
-                applied_by, "/config?force=1&was_in_force=1", self.running.text, {}
-            )
-            # These have counted two more versions than the others, so they are replaced.
-            for worker in rolled_back:
-                self._lost(worker)
+            await self._roll_back(by_worker)
             message = "a worker could not apply what its dry run had accepted; all rolled back"
             return failed[0] if failed else _answer(503, "nothing", message)
         applied = next(
@@ -305,6 +288,20 @@ class ConfigRollout:
                 self._lost(worker)
         self._report(applied, bad=False)
         return applied
+
+    async def _roll_back(self, by_worker: Mapping[Worker, WorkerResponse]) -> None:
+        # Return the workers that have applied a change to the running configuration.
+        applied_by = [
+            worker
+            for worker, response in by_worker.items()
+            if response_result(response) == "applied"
+        ]
+        rolled_back = await self._send_to(
+            applied_by, "/config?force=1&was_in_force=1", self.running.text, {}
+        )
+        # These have counted two more versions than the others, so they are replaced.
+        for worker in rolled_back:
+            self._lost(worker)
 
     def _set_running(self, loaded: LoadedConfig, version: int) -> None:
         # Record that all workers run this configuration; new workers start with it.
@@ -378,3 +375,12 @@ def _answer(status: int, result: str, message: str) -> WorkerResponse:
         "needs_restart": [],
     }
     return WorkerResponse(status, {"Content-Type": "application/json"}, json.dumps(body).encode())
+
+
+def _dry_run_path(path: str, options: ChangeOptions) -> str:
+    query = "dry_run=1" if options.dry_run else "dry_run=1&record_rejection=1"
+    if options.force:
+        query += "&force=1"
+    if options.was_in_force:
+        query += "&was_in_force=1"
+    return f"{path}?{query}"

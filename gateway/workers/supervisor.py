@@ -113,11 +113,16 @@ class Supervisor:
         self._runner: web.AppRunner | None = None
         self._admin_servers: list[asyncio.Server] = []
         self._follow = FileWatcher(self.config_rollout)
+        self._admin_tls: TlsListener | None = None
+        self.config_rollout.on_applied = self._on_applied
+        self._started = 0
+        self._rolling = asyncio.Lock()
+        self._create_monitors(loaded, say)
+
+    def _create_monitors(self, loaded: LoadedConfig, say: ReportLine) -> None:
+        # Create what observes the requests of all workers and may change their configuration.
         self._trial = AutoRollbackMonitor(
-            WorkersRollbackTarget(
-                self.config_rollout, lambda: [*self.ready_workers(), *self.ending_workers()]
-            ),
-            say,
+            WorkersRollbackTarget(self.config_rollout, self._workers_with_requests), say
         )
         self.auto = AutoPolicyController(
             WorkersAutoTarget(
@@ -129,13 +134,10 @@ class Supervisor:
         )
         self.drift = DriftMonitor(self.metrics.drift_metrics)
         self.drift.configure(loaded.config, time())
-        self._drift_collector = DriftCollector(
-            self.drift, lambda: [*self.ready_workers(), *self.ending_workers()]
-        )
-        self._admin_tls: TlsListener | None = None
-        self.config_rollout.on_applied = self._on_applied
-        self._started = 0
-        self._rolling = asyncio.Lock()
+        self._drift_collector = DriftCollector(self.drift, self._workers_with_requests)
+
+    def _workers_with_requests(self) -> list[Worker]:
+        return [*self.ready_workers(), *self.ending_workers()]
 
     async def _on_applied(self, trigger: str) -> None:
         if self._admin_tls is not None:
@@ -416,21 +418,19 @@ def run_workers(
     )
 
 
-async def _run(
+def _handle_signals(
     supervisor: Supervisor,
-    ready: Callable[[Supervisor], None],
-    env: Mapping[str, str],
-    predecessor: Predecessor | None,
-) -> int:
-    loop, stopping = asyncio.get_running_loop(), asyncio.Event()
-    tasks: set[asyncio.Task[Any]] = set()
+    stopping: asyncio.Event,
+    tasks: set[asyncio.Task[Any]],
+    signals: set[signal.Signals],
+) -> None:
+    # Start a task in `tasks` for SIGHUP and SIGUSR2; SIGINT and SIGTERM set `stopping`.
+    loop = asyncio.get_running_loop()
 
     def start_task(work: Any) -> None:
         task = loop.create_task(work())
         tasks.add(task)
         task.add_done_callback(tasks.discard)
-
-    signals: set[signal.Signals] = set()
 
     def on_stop_signal(number: signal.Signals) -> None:
         signals.add(number)
@@ -440,6 +440,18 @@ async def _run(
         loop.add_signal_handler(number, on_stop_signal, number)
     loop.add_signal_handler(signal.SIGHUP, start_task, supervisor.on_hangup)
     loop.add_signal_handler(signal.SIGUSR2, start_task, supervisor.replace_workers)
+
+
+async def _run(
+    supervisor: Supervisor,
+    ready: Callable[[Supervisor], None],
+    env: Mapping[str, str],
+    predecessor: Predecessor | None,
+) -> int:
+    stopping = asyncio.Event()
+    tasks: set[asyncio.Task[Any]] = set()
+    signals: set[signal.Signals] = set()
+    _handle_signals(supervisor, stopping, tasks, signals)
     try:
         await supervisor.start()
         ready(supervisor)

@@ -244,16 +244,7 @@ def plan_transfer(
     Raises LayoutMismatch, or ValueError if the blocks cannot hold the tokens or these ranks have
     nothing in common.
     """
-    reason = dst.mismatch(src)
-    if reason is not None:
-        raise LayoutMismatch(reason)
-    if not 0 <= skip_tokens < tokens:
-        raise ValueError(f"{skip_tokens} to {tokens} is not a valid range of tokens")
-    if src.content is KvContent.PAGES and skip_tokens % src.block_tokens:
-        raise ValueError(
-            f"a transfer of whole pages of {src.block_tokens} tokens cannot begin "
-            f"at token {skip_tokens}"
-        )
+    _check_range(src, dst, skip_tokens, tokens)
     from_blocks = _checked(src_blocks, src, tokens, "source")
     to_blocks = _checked(dst_blocks, dst, tokens, "sink")
     if sorted_distinct(to_blocks).size != to_blocks.size:
@@ -273,6 +264,20 @@ def plan_transfer(
     if not plan.n_bytes:
         raise ValueError(f"source rank {ranks.src} has no KV for sink rank {ranks.dst}")
     return plan
+
+
+def _check_range(src: KvLayout, dst: KvLayout, skip_tokens: int, tokens: int) -> None:
+    # Raise LayoutMismatch or ValueError if KV of this range cannot be copied between the layouts.
+    reason = dst.mismatch(src)
+    if reason is not None:
+        raise LayoutMismatch(reason)
+    if not 0 <= skip_tokens < tokens:
+        raise ValueError(f"{skip_tokens} to {tokens} is not a valid range of tokens")
+    if src.content is KvContent.PAGES and skip_tokens % src.block_tokens:
+        raise ValueError(
+            f"a transfer of whole pages of {src.block_tokens} tokens cannot begin "
+            f"at token {skip_tokens}"
+        )
 
 
 def source_ranks(src: KvLayout, dst: KvLayout, dst_rank: int) -> list[int]:

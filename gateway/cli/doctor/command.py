@@ -156,31 +156,39 @@ def _findings(
     yield from _engine_findings(loaded, with_file=file is not None, measure=measure, token=token)
 
 
+def _discovery_findings(config: Config) -> Iterator[CheckFinding]:
+    fix = "check them with --engine URL, or use penstock status with a running gateway"
+    for pool, spec in config.pools.items():
+        if spec.discover is not None:
+            yield unknown_finding(
+                f"pool {pool}",
+                "discovery",
+                "discovered endpoints are not checked, only those in the file",
+                fix,
+            )
+
+
+def _probe_all(
+    specs: Sequence[tuple[str, EndpointSpec]], health_path: str, *, token: bool
+) -> list[CheckedEndpoint]:
+    # Probe all endpoints, given as (pool, endpoint), in several threads.
+    with ThreadPoolExecutor(THREADS) as threads:
+        probes = threads.map(lambda spec: _probe(spec[1], health_path, token=token), specs)
+        return [
+            CheckedEndpoint(to_endpoint(pool, spec), result)
+            for (pool, spec), result in zip(specs, probes, strict=True)
+        ]
+
+
 def _engine_findings(
     loaded: LoadedConfig, *, with_file: bool, measure: bool, token: bool
 ) -> Iterator[CheckFinding]:
     config = loaded.config
-    for pool in [
-        name for name, pool_spec in config.pools.items() if pool_spec.discover is not None
-    ]:
-        fix = "check them with --engine URL, or use penstock status with a running gateway"
-        yield unknown_finding(
-            f"pool {pool}",
-            "discovery",
-            "discovered endpoints are not checked, only those in the file",
-            fix,
-        )
+    yield from _discovery_findings(config)
     specs = [
         (pool, spec) for pool, pool_spec in config.pools.items() for spec in pool_spec.endpoints
     ]
-    with ThreadPoolExecutor(THREADS) as threads:
-        probes = threads.map(
-            lambda spec_of_pool: _probe(spec_of_pool[1], config.health.path, token=token), specs
-        )
-        members = [
-            CheckedEndpoint(to_endpoint(pool, spec), result)
-            for (pool, spec), result in zip(specs, probes, strict=True)
-        ]
+    members = _probe_all(specs, config.health.path, token=token)
     served = [_served(config, member) for member in members]
     for member, own in zip(members, served, strict=True):
         pool = member.endpoint.pool

@@ -1,0 +1,31 @@
+"""Chooses the message bus between gateways: Redis, or the hub of one machine's workers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from random import Random
+
+from gateway.config.peer_sections import Shared
+from gateway.http.tls_clients import redis_settings
+from gateway.peers.bus import Bus, DropCounter
+from gateway.peers.local_bus import LocalBus
+
+
+def create_bus(
+    shared: Shared | None, hub: Path | None, rng: Random, count_drop: DropCounter
+) -> Bus:
+    """Create the bus to the Redis server of `shared`, or else to the workers' socket `hub`.
+
+    `count_drop` is called with the reason for each frame that is dropped.
+    """
+    if shared is None:
+        assert hub is not None
+        return LocalBus(hub, count_drop)
+    # Imported here because it takes 60 ms.
+    from gateway.peers.redis_bus import RedisAddress, RedisBus
+
+    redis = shared.redis
+    password = None if redis.password is None else redis.password.reveal()
+    encryption = redis_settings(redis.url, redis.tls)
+    address = RedisAddress(redis.url, shared.fleet, redis.username, password, encryption)
+    return RedisBus(address, rng, count_drop)
