@@ -554,7 +554,9 @@ class App:
         route = find(snapshot.routes, model)
         if route is None:
             return None
-        slots = snapshot.able.get(route.name) or [each.load.slot for each in route.candidates]
+        slots = snapshot.slots_by_model.get(route.name) or [
+            each.load.slot for each in route.candidates
+        ]
         return self._kv_events.find_tokenizer(slots, route.resolve_name)
 
     def _on_models_changed(self) -> None:

@@ -130,7 +130,7 @@ class Exchange:
     memory_gate         the admission controller from which the memory was reserved; None after its
                         release
     first_query         the routing query of the first pick; None until capacity was reserved
-    room                the admission queue to which the outcome is reported; None if it does not
+    pool_queue          the admission queue to which the outcome is reported; None if it does not
                         need the outcome
     tier                name of the smaller model that serves the request instead of the one
                         requested; "" usually
@@ -190,7 +190,7 @@ class Exchange:
         *(
             "retries",
             "holds_retry_turn",
-            "room",
+            "pool_queue",
             "sent_request",
             "sent_at",
             "canary_arm",
@@ -226,7 +226,7 @@ class Exchange:
         self.memory_gate: AdmissionController | None = None
         self.outcome = "served"
         self.reason: str | None = None
-        self.room: PoolQueue | None = None
+        self.pool_queue: PoolQueue | None = None
         self.first_query: RoutingQuery | None = None
         self.ttft_s: float | None = None
         self.tpot_s: float | None = None
@@ -251,16 +251,16 @@ class Exchange:
         """Return the number of endpoints that failed after this request was sent to them."""
         return len(self.retries) - self.unsent_attempts
 
-    def on_reserved(self, room: PoolQueue, query: RoutingQuery, pick: Pick) -> None:
+    def on_reserved(self, pool_queue: PoolQueue, query: RoutingQuery, pick: Pick) -> None:
         """Record that capacity was reserved at an endpoint.
 
         The first reservation is reported to the admission queue, if the queue wants feedback.
         """
         if self.first_query is None:
             self.first_query = query
-            if room.learns_from(query.request):
-                self.room = room
-                room.on_reserved(query, pick)
+            if pool_queue.learns_from(query.request):
+                self.pool_queue = pool_queue
+                pool_queue.on_reserved(query, pick)
 
     def take_memory(self, gate: AdmissionController, body_bytes: int) -> None:
         """Reserve memory for a body of `body_bytes` bytes; what was reserved before counts towards
@@ -319,7 +319,7 @@ class Exchange:
         """
         if self.ttft_s is None and self.call is not None:  # otherwise released at the first token
             self.call.release()
-        self.sent_request = self.reservation = self.relay = self.room = None
+        self.sent_request = self.reservation = self.relay = self.pool_queue = None
         self.fingerprint = self.ledger = self.hedge = None
         # The fingerprint of a long prompt takes 128 KiB.
         if (query := self.first_query) is not None and query.fingerprint is not None:

@@ -50,7 +50,7 @@ class Route(msgspec.Struct, frozen=True):
 
     name          the canonical model name, also for aliases
     candidates    the endpoints that serve whole requests
-    room          the admission queue of the model's pool
+    pool_queue    the admission queue of the model's pool
     prepare       function that builds an attempt at a whole request
     fingerprints  whether prompts are fingerprinted, because the policy reads prefixes or the access
                   log has blocks
@@ -73,7 +73,7 @@ class Route(msgspec.Struct, frozen=True):
     context_tokens: int | None
     policy: Policy
     candidates: tuple[Candidate, ...]
-    room: PoolQueue
+    pool_queue: PoolQueue
     prepare: Prepare
     fingerprints: bool = False
     notes_picks: bool = False
@@ -167,7 +167,7 @@ class Snapshot(msgspec.Struct, frozen=True, weakref=True):
                       all models
     translated        by model, as in Route
     shapes            cached shapes of recent chat requests, which refer to its routes
-    able              by model, the slots of the endpoints that may serve it, including prefill
+    slots_by_model    by model, the slots of the endpoints that may serve it, including prefill
                       endpoints
 
     Only requests may hold a snapshot. One that is not referenced is therefore known to be out of
@@ -179,11 +179,11 @@ class Snapshot(msgspec.Struct, frozen=True, weakref=True):
     routes: Mapping[str, Route]
     tenants: Mapping[bytes, str]
     policies: Mapping[str, Policy]
-    levels: ServiceClasses
+    service_classes: ServiceClasses
     trials: Mapping[str, PoolTrials] = {}
     salts: CacheSalts | None = None
     unlisted: Mapping[str, str] = {}
-    able: Mapping[str, tuple[int, ...]] = {}
+    slots_by_model: Mapping[str, tuple[int, ...]] = {}
     scopes: Mapping[bytes, ModelScope] = {}
     response_ids: ResponseIds | None = None
     translated: Mapping[str, frozenset[str]] = {}

@@ -160,7 +160,7 @@ async def serve(gateway: Gateway, exchange: Exchange, client: Client, handle: Ha
         try:
             if exchange.holds_retry_turn:
                 end_retries(gateway, exchange)
-            if exchange.quota is not None or exchange.room is not None:  # rare
+            if exchange.quota is not None or exchange.pool_queue is not None:  # rare
                 _report_outcome(gateway, exchange)
         finally:
             gateway.accounts.add_ended(exchange)
@@ -170,8 +170,8 @@ async def _handle(gateway: Gateway, exchange: Exchange, client: Client) -> None:
     snapshot, gate = gateway.snapshot, gateway.gate
     if snapshot.tenants:
         exchange.tenant = exchange.tenant or snapshot.authenticate(client.headers)
-    wish = snapshot.levels.read_preferences(client.headers, exchange.tenant)
-    exchange.client_request_id = wish.client_request_id
+    preferences = snapshot.service_classes.read_preferences(client.headers, exchange.tenant)
+    exchange.client_request_id = preferences.client_request_id
     body = client.take_buffered_body() or await _receive_body(gateway, exchange, client)
     exchange.received_at = received_at = monotonic()
     exchange.take_memory(gate, len(body))
@@ -180,7 +180,7 @@ async def _handle(gateway: Gateway, exchange: Exchange, client: Client) -> None:
     caller = CallContext(
         exchange.id,
         exchange.tenant,
-        wish,
+        preferences,
         received_at,
         tracker.output_lengths,
         snapshot.salts,
@@ -203,14 +203,14 @@ async def _handle(gateway: Gateway, exchange: Exchange, client: Client) -> None:
     if not exchange.api.is_admitted:
         await _serve_uncounted(gateway, exchange, client, route, call)
         return
-    if wish.has_short_deadline or not route.room.try_take():
+    if preferences.has_short_deadline or not route.pool_queue.try_take():
         route = await _admit(gateway, snapshot, exchange, route, call)
         admitted_at = monotonic()
-    with route.room:
+    with route.pool_queue:
         exchange.admitted_at = admitted_at
         if route.fingerprints and exchange.fingerprint is None and exchange.api.generates:
             exchange.fingerprint = gateway.endpoints.prefixes.fingerprint(call, route.name)
-            if route.room.reads_sessions:
+            if route.pool_queue.reads_sessions:
                 gateway.endpoints.prefixes.recognise_session(call, exchange.fingerprint)
         if call.api.keeps_answers:
             route = pin_route(gateway, snapshot, models, exchange, route, call)
@@ -252,13 +252,13 @@ async def _admit(
     # That is the request's own route or, instead of a refusal, a smaller model's. Raises
     # GatewayError for a refusal.
     fingerprint = exchange.fingerprint = _fingerprint(gateway, route, call)
-    if fingerprint is not None and route.room.reads_sessions:
+    if fingerprint is not None and route.pool_queue.reads_sessions:
         gateway.endpoints.prefixes.recognise_session(call, fingerprint)
     # No closure: in a compiled module it would form a reference cycle with this coroutine, and keep
     # an old snapshot.
     build_query = partial(_build_query, gateway.endpoints, call.request, fingerprint)
     try:
-        exchange.room = await route.room.enter(
+        exchange.pool_queue = await route.pool_queue.enter(
             build_query(0.0), None if fingerprint is None else build_query
         )
     except GatewayError:
@@ -297,7 +297,7 @@ def _current_route(
     current = find(gateway.snapshot.routes, call.requested_model)
     if gateway.snapshot is snapshot or current is None:
         return route
-    if (current.name, current.room) != (route.name, route.room):
+    if (current.name, current.pool_queue) != (route.name, route.pool_queue):
         return route
     exchange.canary_arm = None
     if current.canary is None:
@@ -316,12 +316,12 @@ def _report_outcome(gateway: Gateway, exchange: Exchange) -> None:
             output_tokens = admission_outcome(exchange).output_tokens
         prompt_tokens = None if exchange.relay is None else exchange.relay.usage.prompt_tokens
         gateway.gate.quotas.settle(exchange.quota, request, output_tokens, prompt_tokens)
-    if exchange.room is None:
+    if exchange.pool_queue is None:
         return
     if exchange.first_query is not None:
-        exchange.room.on_finished(request, partial(admission_outcome, exchange))
+        exchange.pool_queue.on_finished(request, partial(admission_outcome, exchange))
     else:
-        exchange.room.on_not_routed(request)
+        exchange.pool_queue.on_not_routed(request)
 
 
 def _answer_internal_error(exchange: Exchange, client: Client) -> None:

@@ -105,7 +105,7 @@ class Agent:
         self._own_clock = ThreadClock(f"kv-{name}") if clock is None else None
         self._clock: Clock = clock or self._own_clock or ThreadClock()
         self._lock = AgentLock()
-        self._tally = AgentStats()
+        self._stats = AgentStats()
         host = host_id() if self.options.host is None else self.options.host
         self._card = AgentCard(
             name,
@@ -116,22 +116,22 @@ class Agent:
             rank=-1 if rank is None else rank,
             group=group,
         )
-        self._sink = TransferSink(layout, self._regions, self.options, self._tally, rank)
-        self._source = TransferSource(self._card, self._regions, key, self.options, self._tally)
-        state = (self._sink, self._source, self._tally)
-        self._board = LinkManager(
+        self._sink = TransferSink(layout, self._regions, self.options, self._stats, rank)
+        self._source = TransferSource(self._card, self._regions, key, self.options, self._stats)
+        state = (self._sink, self._source, self._stats)
+        self._link_manager = LinkManager(
             key, self._transports, self._clock, self.options, state, self._lock, self._do
         )
-        self._inviting = InviteRegistration(
+        self._invite_registration = InviteRegistration(
             self._regions, self._clock, self._lock, self._granted, self._uninvited
         )
         self._commands: deque[Command] = deque()
         self._is_executing = False
         self._handles: dict[int, TransferHandle] = {}
         self._numbers = itertools.count(1)
-        self._bell: HandleListener | None = None
-        self._doorbell: LoopWaker | None = None
-        self._alarm: Timer | None = None
+        self._listener: HandleListener | None = None
+        self._loop_waker: LoopWaker | None = None
+        self._next_timer: Timer | None = None
         self._closed = False
 
     # ---- API of the engine
@@ -148,7 +148,7 @@ class Agent:
         except BaseException:
             doorbell.close()
             raise
-        self._doorbell = doorbell
+        self._loop_waker = doorbell
 
     def open(self, listener: HandleListener | None = None) -> None:
         """Start to listen for other agents without an event loop.
@@ -158,18 +158,18 @@ class Agent:
         TransportError if the first fails; the others are then closed and stay dropped for a later
         call.
         """
-        self._bell = listener
+        self._listener = listener
         first_name, *other_names = self._transports
         try:
             addresses = self._start_transports(other_names)
             # Start the first transport last: peers that dial it find the others ready.
-            self._board.card = msgspec.structs.replace(self._card, addresses=addresses)
+            self._link_manager.card = msgspec.structs.replace(self._card, addresses=addresses)
             self.address = self._transports[first_name].start(self, self._regions)
         except BaseException:
             for name in list(self._transports)[1:]:
                 self._transports.pop(name).close()
             raise
-        self._board.open(
+        self._link_manager.open(
             msgspec.structs.replace(self._card, addresses={first_name: self.address, **addresses})
         )
 
@@ -198,7 +198,7 @@ class Agent:
         if ends:
             await asyncio.wait(ends, timeout=_FENCES_S)
         await asyncio.to_thread(self.finish_close)
-        doorbell, self._doorbell, self._bell = self._doorbell, None, None
+        doorbell, self._loop_waker, self._listener = self._loop_waker, None, None
         if doorbell is not None:
             doorbell.close()
         await asyncio.gather(*ends)
@@ -209,7 +209,7 @@ class Agent:
         """
         with self._lock:
             self._closed = True
-            self._board.stop_accepting()
+            self._link_manager.stop_accepting()
             now = self._clock.now()
             self._do(self._sink.close(now) + self._source.close(now))
 
@@ -219,9 +219,9 @@ class Agent:
         Transfers that have not ended yet end with their transports.
         """
         with self._lock:
-            if self._alarm is not None:
-                self._alarm.cancel()
-        self._board.close()
+            if self._next_timer is not None:
+                self._next_timer.cancel()
+        self._link_manager.close()
         for transport in self._transports.values():
             transport.close()
         with self._lock:
@@ -247,12 +247,12 @@ class Agent:
         until the offer has ended. The offer ends at once, as CANCELLED, if its sink waited for it
         and gave up.
 
-        name           unique among the live offers; best never reused
-        ready_layers   layers computed so far; None: all
-        sink           the only agent that may fetch it, with or without a ticket;
-                       None: any agent with a ticket
-        public         also any agent that knows the name; use names that cannot be guessed
-        nonce          of the ticket that was minted ahead (kvtransfer/protocol/ticket.py)
+        name          unique among the live offers; best never reused
+        ready_layers  layers computed so far; None: all
+        sink          the only agent that may fetch it, with or without a ticket; None: any agent
+                      with a ticket
+        public        also any agent that knows the name; use names that cannot be guessed
+        nonce         of the ticket that was minted ahead (kvtransfer/protocol/ticket.py)
 
         Raises ValueError for invalid arguments.
         """
@@ -343,12 +343,12 @@ class Agent:
         """Return the agent's counters since its start and its current state, by name."""
         with self._lock:
             return {
-                **self._tally.as_dict(),
+                **self._stats.as_dict(),
                 "leases": self._source.counts,
                 "reservations": self._sink.counts,
                 "unclaimed_s": self._source.unclaimed_s(self._clock.now()),
                 "under_way_bytes": self._source.in_flight_bytes(),
-                "links": len(self._board),
+                "links": len(self._link_manager),
                 "bytes_per_s": self._source.bandwidth.all(),
             }
 
@@ -373,10 +373,10 @@ class Agent:
     # ---- events of links (LinkOwner)
 
     def on_linked(self, link: Link) -> None:
-        self._board.on_linked(link)
+        self._link_manager.on_linked(link)
 
     def on_message(self, link: Link, data: bytes) -> None:
-        self._board.on_message(link, data)
+        self._link_manager.on_message(link, data)
 
     def place_window(self, link: Link, head: WindowHead) -> WindowSlice | None:
         with self._lock:
@@ -400,26 +400,26 @@ class Agent:
             self._do(self._sink.on_fenced(link, transfer, self._clock.now()))
 
     def on_lost(self, link: Link, reason: str) -> None:
-        self._board.drop_link(link, EndReason.LINK_LOST, reason)
+        self._link_manager.drop_link(link, EndReason.LINK_LOST, reason)
 
     # ---- time
 
     def _tick(self) -> None:
         with self._lock:
-            self._alarm = None
+            self._next_timer = None
             now = self._clock.now()
             self._do(self._sink.tick(now) + self._source.tick(now))
 
-    def _set_alarm(self) -> None:
+    def _schedule_tick(self) -> None:
         dues = [
             due
             for due in (self._sink.next_deadline(), self._source.next_deadline())
             if due is not None
         ]
-        if dues and (self._alarm is None or min(dues) < self._alarm.when):
-            if self._alarm is not None:
-                self._alarm.cancel()
-            self._alarm = self._clock.call_at(min(dues), self._tick)
+        if dues and (self._next_timer is None or min(dues) < self._next_timer.when):
+            if self._next_timer is not None:
+                self._next_timer.cancel()
+            self._next_timer = self._clock.call_at(min(dues), self._tick)
 
     # ---- commands
 
@@ -438,14 +438,14 @@ class Agent:
                 self._execute(self._commands.popleft())
         finally:
             self._is_executing = False
-        self._set_alarm()
+        self._schedule_tick()
 
     def _execute(self, command: Command) -> None:
         match command:
             case PutWindow(link, head, window):
                 link.put(head, window)
             case SendMessage(link, message):
-                self._board.send(link, message)
+                self._link_manager.send(link, message)
             case SendInvite():
                 self._invite(command)
             case AcceptGrant():
@@ -455,9 +455,9 @@ class Agent:
             case FenceTransfer(link, transfer):
                 link.fence(transfer)
             case EndGroup(detail):
-                self._do(self._source.lose_rank(detail, self._clock.now()))
+                self._do(self._source.fail_rank(detail, self._clock.now()))
             case DialPeer(address):
-                self._board.dial(address)
+                self._link_manager.dial(address)
             case ComputePlan(work):
                 self._lock.defer(lambda: self._finish_deferred_plan(work))
             case BumpGenerations() | ReportLayers() | ResolveHandle():
@@ -468,7 +468,7 @@ class Agent:
         #
         # This order ensures that the peer never writes to memory that it may not write to.
         if command.link.is_one_sided:
-            self._inviting.add(command)
+            self._invite_registration.add(command)
             return
         self._granted(
             command, command.link.grant(command.invite.transfer, self._regions, command.blocks)
@@ -479,7 +479,9 @@ class Agent:
         #
         # Nothing is sent if the transfer has ended meanwhile; its fence then revokes the access.
         if self._sink.confirm_invite(command.link, command.invite.transfer):
-            self._board.send(command.link, msgspec.structs.replace(command.invite, grant=grant))
+            self._link_manager.send(
+                command.link, msgspec.structs.replace(command.invite, grant=grant)
+            )
 
     def _uninvited(self, command: SendInvite, detail: str) -> None:
         self._do(
@@ -514,8 +516,8 @@ class Agent:
             handle.outcome = command.end
         elif isinstance(handle, Landing):
             handle.layers = command.layers
-        if self._bell is not None:
-            self._bell.on_change(handle)
+        if self._listener is not None:
+            self._listener.on_change(handle)
 
 
 def _check_arguments(

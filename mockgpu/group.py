@@ -284,7 +284,7 @@ class TpGroup:
         # Its blocks may be what the next job waits for.
         self.wake()
 
-    def lose_rank(self, rank: int, hang: bool = False) -> None:
+    def fail_rank(self, rank: int, hang: bool = False) -> None:
         """Simulate the loss of a GPU: all jobs fail, or with `hang` they stop without an error.
 
         Data-parallel ranks in lockstep fail together, because each waits for the others.
@@ -412,7 +412,7 @@ class TpGroup:
         self.metrics.steps += 1
         self.metrics.itl_s.observe(step_s, len(decoding))
         for job in outcome.first_token_jobs:
-            if job.made == 1:
+            if job.generated_count == 1:
                 self.metrics.ttft_s.observe(now - live[job].arrived)
             live[job].sink.on_token()
         for job in decoding:
@@ -488,7 +488,7 @@ class TpGroup:
             if (
                 chunk.is_last
                 and job.state is JobState.PREFILL
-                and not job.made
+                and not job.generated_count
                 and job.content is not None
             ):
                 taint = memory.taint(job.blocks, job.content.states(0, job.prompt_tokens))

@@ -156,11 +156,11 @@ class GroupFaults:
             case FaultKind.SLOW:
                 self._set_pace()
             case FaultKind.LOST_RANK:
-                self._group.lose_rank(fault.rank, fault.hang)
+                self._group.fail_rank(fault.rank, fault.hang)
             case FaultKind.REFUSE:
                 self._listener.shut()
             case FaultKind.FREEZE | FaultKind.PARTITION:
-                self._group.lose_rank(0, hang=True)
+                self._group.fail_rank(0, hang=True)
                 self._set_wire_fault(InjectedFault(FaultKind.WIRE_STALL))
                 if fault.kind is FaultKind.PARTITION and self._reconnected is None:
                     self._reconnected = asyncio.Event()

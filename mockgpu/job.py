@@ -50,22 +50,22 @@ class Content(Protocol):
 class Job:
     """One sequence (prompt and answer) to compute. The scheduler owns it once it is added.
 
-    keys           keys of the full blocks of prompt and output; short or empty: the rest is not
-                   cached
-    computed       tokens of the prompt (after preemption, also of the output) whose KV is present
-                   or planned
-    cached         prompt tokens found in the prefix cache when first admitted; -1 before that
-    made           output tokens so far, current only while not decoding; see
-                   `Scheduler.count_output()`
-    origin         while decoding: the scheduler's tick minus the output tokens
-    leg            PrefillLeg: another engine fetches its KV at its end; DecodeLeg: its KV comes
-                   from another engine; None: neither
-    content        content of its KV; None in an engine that stores no KV bytes
-    keeps_blocks   whether its blocks stay allocated at its end, until `Scheduler.release_kept()`
-    offered        set at its end: the description of its KV for the other engine
-    tokens, salt   tokens of prompt and output, four bytes each, and the cache salt; set only in an
-                   engine that publishes KV events or uses a store of KV
-    restores       whether the beginning of its prompt is looked up in the store of KV
+    keys             keys of the full blocks of prompt and output; short or empty: the rest is not
+                     cached
+    computed         tokens of the prompt (after preemption, also of the output) whose KV is present
+                     or planned
+    cached           prompt tokens found in the prefix cache when first admitted; -1 before that
+    generated_count  output tokens so far, current only while not decoding; see
+                     `Scheduler.count_output()`
+    origin           while decoding: the scheduler's tick minus the output tokens
+    leg              PrefillLeg: another engine fetches its KV at its end; DecodeLeg: its KV comes
+                     from another engine; None: neither
+    content          content of its KV; None in an engine that stores no KV bytes
+    keeps_blocks     whether its blocks stay allocated at its end, until `Scheduler.release_kept()`
+    offered          set at its end: the description of its KV for the other engine
+    tokens, salt     tokens of prompt and output, four bytes each, and the cache salt; set only in
+                     an engine that publishes KV events or uses a store of KV
+    restores         whether the beginning of its prompt is looked up in the store of KV
     """
 
     prompt_tokens: int
@@ -75,7 +75,7 @@ class Job:
     blocks: list[int] = field(default_factory=list)
     computed: int = 0
     cached: int = -1
-    made: int = 0
+    generated_count: int = 0
     origin: int = 0
     preemptions: int = 0
     leg: PrefillLeg | DecodeLeg | None = None
@@ -91,7 +91,7 @@ class Job:
         """Return the number of tokens that a prefill must compute: the prompt and, after
         preemption, the output.
         """
-        return self.prompt_tokens + self.made
+        return self.prompt_tokens + self.generated_count
 
 
 @dataclass(slots=True)

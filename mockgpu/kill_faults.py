@@ -26,7 +26,7 @@ class FaultTarget(Protocol):
     scheduler: Scheduler
     memory: KvMemory | None
 
-    def lose_rank(self, rank: int, hang: bool = False) -> None:
+    def fail_rank(self, rank: int, hang: bool = False) -> None:
         """Simulate the loss of a GPU, which stops the whole mock engine."""
         ...
 
@@ -49,14 +49,14 @@ class KillFaults:
         """Kill the engine half-way through the step if a prompt in the step is marked for it."""
         for chunk in plan.chunks:
             if self._kind(chunk.job) is FaultKind.DIE_IN_PREFILL:
-                self._loop.call_later(step_s / 2, self._target.lose_rank, 0)
+                self._loop.call_later(step_s / 2, self._target.fail_rank, 0)
 
     def on_step_done(self) -> None:
         """Kill the engine if a job marked to die while decoding has generated enough tokens."""
         scheduler = self._target.scheduler
         for job, fault in list(self._fault_by_job.items()):
             if fault.kind is FaultKind.DIE_MID_DECODE and scheduler.count_output(job) > fault.after:
-                self._target.lose_rank(0)
+                self._target.fail_rank(0)
                 return
 
     def on_prompt_computed(self, job: Job) -> None:
@@ -84,7 +84,7 @@ class KillFaults:
         is_moving = under_way(job)
         if is_moving:
             # In the next turn of the loop, because the group may be in the middle of a step.
-            self._loop.call_soon(self._target.lose_rank, 0)
+            self._loop.call_soon(self._target.fail_rank, 0)
         elif is_moving is not None:
             self._loop.call_later(WATCH_S, self._watch, job, under_way)
 

@@ -184,14 +184,14 @@ class StreamChunks:
         "_parsed",
         "_plain",
         "_tail",
-        "made",
+        "generated_count",
     )
 
     def __init__(self, parsed: ParsedRequest, choice: Choice, created: int) -> None:
         self._parsed = parsed
         self._choice = choice
         self._created = created
-        self.made = 0
+        self.generated_count = 0
         self._has_sent_prompt_ids = False
         options = parsed.body.stream_options
         continuous = options is not None and options.continuous_usage_stats
@@ -209,15 +209,15 @@ class StreamChunks:
 
     def next(self, cached: int | None) -> bytes:
         """Return the event or events for the next token of the choice."""
-        choice, start = self._choice, self.made * TOKEN_BYTES
-        self.made += 1
+        choice, start = self._choice, self.generated_count * TOKEN_BYTES
+        self.generated_count += 1
         end = start + TOKEN_BYTES
-        last = self.made == choice.output_tokens
-        if self._plain and self.made > 1 and not last and end <= len(choice.text):
+        last = self.generated_count == choice.output_tokens
+        if self._plain and self.generated_count > 1 and not last and end <= len(choice.text):
             return self._head + choice.tokens[start:end] + self._tail
-        first = self._opening(cached) if self.made == 1 else b""
+        first = self._opening(cached) if self.generated_count == 1 else b""
         reason = choice.finish_reason if last else None
-        piece, token = choice.piece(self.made - 1), choice.tokens[start:end]
+        piece, token = choice.piece(self.generated_count - 1), choice.tokens[start:end]
         return first + http_chunk(self._event(self._delta(piece), reason, token, cached))
 
     def _opening(self, cached: int | None) -> bytes:
@@ -235,7 +235,7 @@ class StreamChunks:
             return piece
         if self._parsed.tool is None:
             return {"content": piece}
-        first = self.made <= 1
+        first = self.generated_count <= 1
         call: dict[str, Any] = {"index": 0, "function": {"arguments": piece}}
         if first:
             call |= {"id": _call_id(self._parsed, self._choice), "type": "function"}
@@ -245,7 +245,7 @@ class StreamChunks:
     def _event(
         self, delta: dict[str, Any] | str, reason: str | None, token: bytes, cached: int | None
     ) -> bytes:
-        parsed, offset = self._parsed, max(0, self.made - 1) * TOKEN_BYTES
+        parsed, offset = self._parsed, max(0, self.generated_count - 1) * TOKEN_BYTES
         part: dict[str, Any] = {"index": self._choice.index}
         beside: dict[str, Any] = {}
         if parsed.body.return_token_ids:
@@ -266,7 +266,7 @@ class StreamChunks:
         return event(
             chunk(parsed, self._created, [part])
             | beside
-            | self._running_usage(self.made if token else 0, cached)
+            | self._running_usage(self.generated_count if token else 0, cached)
         )
 
     def _running_usage(self, output_tokens: int, cached: int | None) -> dict[str, Any]:

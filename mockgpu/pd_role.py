@@ -202,7 +202,7 @@ class PdRole:
         except MalformedHandoffError as error:
             self.group.metrics.malformed_handoffs += 1
             if error.fatal:
-                self.group.lose_rank(0)
+                self.group.fail_rank(0)
             raise
         if isinstance(reading.leg, DecodeLeg) and reading.leg.is_parked:
             self.group.metrics.malformed_handoffs += 1

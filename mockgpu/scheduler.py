@@ -81,7 +81,7 @@ class Scheduler:
 
     def count_output(self, job: Job) -> int:
         """Return the number of output tokens that the job has generated so far."""
-        return self.tick - job.origin if job.state is JobState.DECODE else job.made
+        return self.tick - job.origin if job.state is JobState.DECODE else job.generated_count
 
     def add(self, job: Job) -> None:
         """Add a job to the end of the engine's queue.
@@ -196,13 +196,13 @@ class Scheduler:
         ]
         for job in first_token_jobs:
             self._begin(job)
-            if job.made == job.output_tokens:
+            if job.generated_count == job.output_tokens:
                 ended.append(job)
         for job in ended:
             self._remove(job, job.keeps_blocks)
             job.state = JobState.DONE
         self.totals.prompt_tokens += sum(
-            job.prompt_tokens for job in first_token_jobs if job.made == 1
+            job.prompt_tokens for job in first_token_jobs if job.generated_count == 1
         )
         self.totals.output_tokens += decoded + len(first_token_jobs)
         return StepOutcome(first_token_jobs, decoded, ended)
@@ -323,8 +323,8 @@ class Scheduler:
         #
         # From now on `tick` counts its tokens.
         del self.prefilling[job]
-        job.made += 1
-        job.origin = self.tick - job.made
+        job.generated_count += 1
+        job.origin = self.tick - job.generated_count
         job.state = JobState.DECODE
         self.decoding[job] = None
         self._context += job.known_tokens
@@ -375,7 +375,7 @@ class Scheduler:
         # Remove a job from the batch and free its blocks; `keep` keeps them for other engines.
         if job.state is JobState.DECODE:
             self._seal_filled(job)
-            job.made = self.tick - job.origin
+            job.generated_count = self.tick - job.origin
             self._context -= job.known_tokens
             del self.decoding[job]
             del self._grows[self._growth_phase(job)][job]

@@ -262,14 +262,14 @@ class CandidateOrder:
         slots.sort(key=lambda slot: (entries[slot][3], entries[slot][0]))
         is_settled, depth = self._ranking.is_settled, self._ranking.depth
         leaders: list[int] = []
-        beaten_by: list[tuple[int, float]] = []
+        settled_leaders: list[tuple[int, float]] = []
         for slot in slots:
             tokens, key = match[slot], entries[slot][0]
-            better = [held for held, other in beaten_by if held >= tokens and other <= key]
+            better = [held for held, other in settled_leaders if held >= tokens and other <= key]
             if len(better) < depth:
                 leaders.append(slot)
                 if is_settled is None or is_settled(self._by_slot[slot].load):
-                    beaten_by.append((tokens, key))
+                    settled_leaders.append((tokens, key))
         return leaders
 
     def _add_leaders(

@@ -46,7 +46,7 @@ class LiveStream:
 
     def __init__(self, look: SampleFunction) -> None:
         self._take_sample = look
-        self._marks = SampleHistory()
+        self._history = SampleHistory()
         self._watchers = 0
         self._task: asyncio.Task[None] | None = None
         self._has_watchers = asyncio.Event()
@@ -117,27 +117,27 @@ class LiveStream:
 
     async def _update(self) -> None:
         if not self._watchers:
-            mark, _ = await self._take_sample(self._marks.newest)
-            self._marks.append(mark)
+            sample, _ = await self._take_sample(self._history.newest)
+            self._history.append(sample)
             return
         await self._build_frame()
         if self._next is not None and not self._next.done():
             self._next.set_result(self._frame)
 
-    async def _encode(self, standing: FleetStatus, mark: MetricSample) -> bytes:
+    async def _encode(self, status: FleetStatus, sample: MetricSample) -> bytes:
         # Return the view as JSON; with many endpoints, a thread builds it.
-        if len(standing.endpoints) <= ROWS_PER_TURN:
-            return _encode_view(standing, self._marks, mark)
-        return await asyncio.to_thread(_encode_view, standing, self._marks, mark)
+        if len(status.endpoints) <= ROWS_PER_TURN:
+            return _encode_view(status, self._history, sample)
+        return await asyncio.to_thread(_encode_view, status, self._history, sample)
 
     async def _build_frame(self) -> None:
         started_at = monotonic()
-        mark, standing = await self._take_sample(self._marks.newest)
-        self._frame = await self._encode(standing, mark)
-        self._framed_at = mark.at
-        self._marks.append(mark)
+        sample, status = await self._take_sample(self._history.newest)
+        self._frame = await self._encode(status, sample)
+        self._framed_at = sample.at
+        self._history.append(sample)
         self._build_s = monotonic() - started_at
 
 
-def _encode_view(standing: FleetStatus, marks: SampleHistory, mark: MetricSample) -> bytes:
-    return msgspec.json.encode(build_view(standing, marks, mark))
+def _encode_view(status: FleetStatus, history: SampleHistory, sample: MetricSample) -> bytes:
+    return msgspec.json.encode(build_view(status, history, sample))

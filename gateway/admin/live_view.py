@@ -40,27 +40,27 @@ IMPAIRED = 4
 """Severity number of an endpoint that takes requests but is slow or silent."""
 
 
-def build_view(standing: FleetStatus, marks: SampleHistory, now: MetricSample) -> dict[str, Any]:
+def build_view(status: FleetStatus, history: SampleHistory, now: MetricSample) -> dict[str, Any]:
     """Return the live view at the time of the metric sample `now`, as one JSON-compatible value."""
-    recent = marks.find_before(now.at, RATES_S) or now
-    minute = marks.find_before(now.at, SHARES_S) or now
-    rows = _endpoints(standing, marks, now, minute)
-    findings = diagnosis.diagnose(_minute(standing, now, minute, rows))
+    recent = history.find_before(now.at, RATES_S) or now
+    minute = history.find_before(now.at, SHARES_S) or now
+    rows = _endpoints(status, history, now, minute)
+    findings = diagnosis.diagnose(_minute(status, now, minute, rows))
     impaired = {finding.endpoint for finding in findings if finding.grade == "warn"}
     return {
         "at": round(time(), 3),
         "span_s": {"rates": round(now.at - recent.at, 3), "shares": round(now.at - minute.at, 3)},
-        "config": standing.config,
-        "totals": _totals(standing, now, recent, minute),
+        "config": status.config,
+        "totals": _totals(status, now, recent, minute),
         "costs": _costs(now, minute),
-        "pools": standing.pools,
+        "pools": status.pools,
         "endpoints": [
             row | {"severity": endpoint_severity(row["state"], row["name"] in impaired)}
             for row in rows
         ],
-        "flow": kv_flow(standing, now, recent),
+        "flow": kv_flow(status, now, recent),
         "why": [_reason(finding) for finding in diagnosis.shorten(findings)],
-        "history": _history(marks.differences(now), now.at),
+        "history": _history(history.differences(now), now.at),
     }
 
 
@@ -77,9 +77,9 @@ def _reason(reason: diagnosis.DiagnosisLine) -> dict[str, Any]:
 
 
 def _totals(
-    standing: FleetStatus, now: MetricSample, recent: MetricSample, minute: MetricSample
+    status: FleetStatus, now: MetricSample, recent: MetricSample, minute: MetricSample
 ) -> dict[str, Any]:
-    ttft_s, tpot_s = standing.slo_by_class[standing.default_class]
+    ttft_s, tpot_s = status.slo_by_class[status.default_class]
     responses, per_s = counter_growth(now.responses, recent.responses), rate_function(now, recent)
     sent, hit = _believed(now, minute, now.predicted_tokens)
     prompt, cached = (new - old for new, old in zip(now.engine, minute.engine, strict=True))
@@ -91,12 +91,12 @@ def _totals(
             reason: per_s(count)
             for reason, count in counter_growth(now.shed, recent.shed).most_common()
         },
-        "streams": standing.active_requests,
-        "waiting": sum(pool["waiting"] for pool in standing.pools),
-        "goodput": _goodput(standing, now, minute),
+        "streams": status.active_requests,
+        "waiting": sum(pool["waiting"] for pool in status.pools),
+        "goodput": _goodput(status, now, minute),
         "ttft": _percentiles(now.ttft, minute.ttft, ttft_s),
         "tpot": _percentiles(now.tpot, minute.tpot, tpot_s),
-        "slo": standing.default_class,
+        "slo": status.default_class,
         "prefix_hit": _ratio(hit, sent),
         "engine_hit": _ratio(cached, prompt),
         "since_start": {
@@ -122,9 +122,7 @@ def _costs(now: MetricSample, minute: MetricSample) -> list[dict[str, Any]]:
     return sorted(rows, key=lambda row: -row["usd_per_hour"])
 
 
-def _goodput(
-    standing: FleetStatus, now: MetricSample, minute: MetricSample
-) -> list[dict[str, Any]]:
+def _goodput(status: FleetStatus, now: MetricSample, minute: MetricSample) -> list[dict[str, Any]]:
     # Return the SLO outcomes by service class, without classes that had no request.
     ended = counter_growth(now.slo_outcomes, minute.slo_outcomes)
     rows = []
@@ -132,7 +130,7 @@ def _goodput(
         outcomes = {
             outcome: count for (class_name, outcome), count in ended.items() if class_name == name
         }
-        ttft_s, tpot_s = standing.slo_by_class.get(name, (None, None))
+        ttft_s, tpot_s = status.slo_by_class.get(name, (None, None))
         rows.append(
             {
                 "class": name,
@@ -146,12 +144,12 @@ def _goodput(
 
 
 def _endpoints(
-    standing: FleetStatus, marks: SampleHistory, now: MetricSample, minute: MetricSample
+    status: FleetStatus, history: SampleHistory, now: MetricSample, minute: MetricSample
 ) -> list[dict[str, Any]]:
-    sparks = _sparks([*marks, now], now.at)
+    sparks = _sparks([*history, now], now.at)
     return [
         row | _latency_of(row["name"], now, minute) | {"spark": sparks.get(row["name"], [])}
-        for row in standing.endpoints
+        for row in status.endpoints
     ]
 
 
@@ -169,16 +167,16 @@ def _latency_of(name: str, now: MetricSample, minute: MetricSample) -> dict[str,
     }
 
 
-def _sparks(marks: Sequence[MetricSample], now: float) -> dict[str, list[int]]:
+def _sparks(history: Sequence[MetricSample], now: float) -> dict[str, list[int]]:
     # Return the requests in flight of each endpoint, one number per second of the last minute.
     #
     # A second without a sample repeats the one before.
     moments: list[MetricSample | None] = [None] * SPARK_S
-    for mark in marks:
+    for mark in history:
         index = SPARK_S - 1 - int(now - mark.at)
         if 0 <= index < SPARK_S:
             moments[index] = mark
-    series: dict[str, list[int]] = {name: [] for name in marks[-1].in_flight}
+    series: dict[str, list[int]] = {name: [] for name in history[-1].in_flight}
     latest: MetricSample | None = None
     for moment in moments:
         latest = moment or latest
@@ -188,7 +186,7 @@ def _sparks(marks: Sequence[MetricSample], now: float) -> dict[str, list[int]]:
 
 
 def _minute(
-    standing: FleetStatus,
+    status: FleetStatus,
     now: MetricSample,
     minute: MetricSample,
     endpoints: Sequence[Mapping[str, Any]],
@@ -210,12 +208,12 @@ def _minute(
             reason: count for (kind, reason), count in decisions.items() if kind == "whole"
         },
         split_count=sum(count for (kind, _), count in decisions.items() if kind == "split"),
-        prices={pool["name"]: pool["price"] for pool in standing.pools},
-        waiting={pool["name"]: pool["waiting"] for pool in standing.pools},
-        config_problem=standing.config_problem,
-        unlisted=sorted(set(standing.unlisted.values())),
-        drift=standing.drift,
-        shared_problem=(standing.shared_state or {}).get("problem") or None,
+        prices={pool["name"]: pool["price"] for pool in status.pools},
+        waiting={pool["name"]: pool["waiting"] for pool in status.pools},
+        config_problem=status.config_problem,
+        unlisted=sorted(set(status.unlisted.values())),
+        drift=status.drift,
+        shared_problem=(status.shared_state or {}).get("problem") or None,
     )
 
 

@@ -76,7 +76,7 @@ class PairAttempt(AttemptState):
         `query` is the routing query that led to the choice of the two endpoints.
         """
         self.begin()
-        self.exchange.on_reserved(self.context.route.room, query, self.pair.prefill)
+        self.exchange.on_reserved(self.context.route.pool_queue, query, self.pair.prefill)
         try:
             self.post(self._start())
             if self.state not in END_STATES:

@@ -205,8 +205,12 @@ def _release_elsewhere(attempt: AttemptState, handover: DecodeRequest) -> None:
     pair, handoffs = attempt.pair, attempt.handoffs
     used = (pair.prefill.candidate.load, pair.decode.candidate.load)
     loads = [candidate.load for candidate in _group_of(attempt).decodes]
-    able = {load.slot for load in loads if load.is_available and load not in used}
-    lives = [live for live in attempt.context.gateway.endpoints.all() if live.load.slot in able]
+    available_slots = {load.slot for load in loads if load.is_available and load not in used}
+    lives = [
+        live
+        for live in attempt.context.gateway.endpoints.all()
+        if live.load.slot in available_slots
+    ]
     other = min(lives, key=handoffs.release_load, default=None)
     if other is not None:
         _release_kv(attempt, handover, other, "decoder_gone")

@@ -210,7 +210,9 @@ class RegistryPlan(msgspec.Struct, frozen=True, eq=False):
         listing = {id(member.live.load) for member in self.members if model in member.live.models}
         return tuple(candidate for candidate in candidates if id(candidate.load) in listing)
 
-    def able(self, model: Model, candidates: tuple[Candidate, ...]) -> tuple[Candidate, ...]:
+    def candidates_for(
+        self, model: Model, candidates: tuple[Candidate, ...]
+    ) -> tuple[Candidate, ...]:
         """Return the endpoints that may serve a configured model.
 
         These are the endpoints whose engine lists the model's name, or whose list is unknown.

@@ -372,7 +372,7 @@ class HealthChecker:
         peer, slowness = self._endpoints.find_peer(live), live.speed.slowness
         if peer is None or slowness is None:
             return True
-        if not live.speed.take_probe(monotonic()):
+        if not live.speed.try_start_probe(monotonic()):
             return False
         probe = PREFILL_PROBE if slowness.measure is Measure.TTFT else DECODE_PROBE
         for _ in range(CLEAR_ROUNDS):

@@ -132,12 +132,12 @@ class SpeedMonitor:
         rated = [live for live in cohort.lives if _is_rated(live)]
         before = [live.speed.verdict for live in rated]
         members = [_member(live) for live in rated]
-        yardsticks = speed_outlier.review(members, now, self.limits)
+        peer_times_by_kind = speed_outlier.review(members, now, self.limits)
         expectations = self._expectations_of(cohort.pool)
         if cohort.is_partial:  # what another cohort has shown is better than nothing
-            known = {kind: times for kind, times in yardsticks.items() if times.count}
-            yardsticks = {**expectations.yardsticks, **known}
-        expectations.yardsticks = yardsticks
+            known = {kind: times for kind, times in peer_times_by_kind.items() if times.count}
+            peer_times_by_kind = {**expectations.peer_times_by_kind, **known}
+        expectations.peer_times_by_kind = peer_times_by_kind
         for live, verdict in zip(rated, before, strict=True):
             if live.speed.verdict is not verdict:
                 yield live, live.speed.verdict
@@ -217,7 +217,7 @@ class SpeedMonitor:
         """
         if tokens:
             expectations, member = self._expectations_of(live.endpoint.pool), _member(live)
-            live.speed.overtaken(
+            live.speed.on_overtaken(
                 tokens,
                 member.step_tokens,
                 now,

@@ -237,10 +237,10 @@ class Hedger:
 
     __slots__ = (
         "_accounts",
+        "_admission",
         "_answered",
         "_credit",
         "_endpoints",
-        "_gate",
         "allowed",
         "moved",
         "retrying",
@@ -251,12 +251,12 @@ class Hedger:
     def __init__(
         self,
         endpoints: EndpointTable,
-        gate: AdmissionController,
+        admission: AdmissionController,
         accounts: Accounting,
         share: float,
     ) -> None:
         # Initialize; `share` is the maximum ratio of hedges to all requests (0 to 1).
-        self._endpoints, self._gate, self._accounts = endpoints, gate, accounts
+        self._endpoints, self._admission, self._accounts = endpoints, admission, accounts
         self.waiting: dict[Exchange, HedgedRequest] = {}
         self.retrying: list[Exchange] = []
         self._answered, self._credit = 0.0, float(INITIAL_REQUESTS)
@@ -305,7 +305,7 @@ class Hedger:
     def _return_turns(self) -> None:
         for exchange in self.retrying:
             if exchange.is_committed:
-                exchange.give_back_retry_turn(self._gate)
+                exchange.give_back_retry_turn(self._admission)
         self.retrying = [exchange for exchange in self.retrying if exchange.holds_retry_turn]
 
     def _consider(self, entry: HedgedRequest, now: float, is_hedging: bool) -> None:
@@ -354,7 +354,7 @@ class Hedger:
     ) -> None:
         # Move a request, or hedge it at the candidate, if the retry budget permits it.
         exchange = entry.exchange
-        if exchange.reservation is None or not self._gate.try_acquire_retry():
+        if exchange.reservation is None or not self._admission.try_acquire_retry():
             return
         exchange.holds_retry_turn = True
         self.retrying.append(exchange)

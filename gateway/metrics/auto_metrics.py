@@ -13,8 +13,8 @@ class AutoMetrics:
     changes made.
     """
 
-    def __init__(self, meters: MetricRegistry) -> None:
-        auto = meters.section(Row.CONFIGURATION, "auto/controller.py")
+    def __init__(self, registry: MetricRegistry) -> None:
+        auto = registry.section(Row.CONFIGURATION, "auto/controller.py")
         self.comparisons: MetricFamily[Counter] = auto.counter(
             "penstock_auto_comparisons_total",
             "Comparisons of a pool's routing policies by replay, by result: keep, advise, switch, "

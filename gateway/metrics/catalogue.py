@@ -92,28 +92,28 @@ class Metrics:
     """
 
     def __init__(self) -> None:
-        meters = self._meters = MetricRegistry()
+        registry = self._registry = MetricRegistry()
         self._process_metrics = ProcessMetrics()
         self.pool_by_label: Callable[[], PoolByLabel] = dict
-        self._requests(meters.section(Row.REQUESTS, "telemetry/accounting.py"))
-        self._latency(meters.section(Row.LATENCY, "telemetry/accounting.py"))
-        self._promises(meters.section(Row.PROMISES, "telemetry/slo_outcomes.py"))
-        self._admission(meters.section(Row.ADMISSION, "admission/controller.py"))
-        self._endpoints(meters.section(Row.ENDPOINTS, "fleet/endpoint_table.py"))
-        self._tokens(meters.section(Row.CACHE, "telemetry/accounting.py"))
-        self._batches(meters.section(Row.BATCHES, "batch/runner.py"))
-        self._kv_events(meters.section(Row.CACHE, "fleet/kv_events/reader.py"))
-        self._split(meters.section(Row.SPLIT, "disagg/handoffs.py"))
-        self._shared(meters.section(Row.SHARED, "peers/sync_loop.py"))
+        self._requests(registry.section(Row.REQUESTS, "telemetry/accounting.py"))
+        self._latency(registry.section(Row.LATENCY, "telemetry/accounting.py"))
+        self._promises(registry.section(Row.PROMISES, "telemetry/slo_outcomes.py"))
+        self._admission(registry.section(Row.ADMISSION, "admission/controller.py"))
+        self._endpoints(registry.section(Row.ENDPOINTS, "fleet/endpoint_table.py"))
+        self._tokens(registry.section(Row.CACHE, "telemetry/accounting.py"))
+        self._batches(registry.section(Row.BATCHES, "batch/runner.py"))
+        self._kv_events(registry.section(Row.CACHE, "fleet/kv_events/reader.py"))
+        self._split(registry.section(Row.SPLIT, "disagg/handoffs.py"))
+        self._shared(registry.section(Row.SHARED, "peers/sync_loop.py"))
         self._process(
-            meters.section(Row.CONFIGURATION, "reload/reloader.py"),
-            meters.section(Row.PROCESS, "app.py"),
+            registry.section(Row.CONFIGURATION, "reload/reloader.py"),
+            registry.section(Row.PROCESS, "app.py"),
         )
-        self.runtime_gauges = RuntimeGauges(meters)
-        self.trial_metrics = TrialMetrics(meters, TTFT_BUCKETS_S)
-        self.auto_metrics = AutoMetrics(meters)
-        self.drift_metrics = DriftMetrics(meters)
-        self.mirror_metrics = MirrorMetrics(meters)
+        self.runtime_gauges = RuntimeGauges(registry)
+        self.trial_metrics = TrialMetrics(registry, TTFT_BUCKETS_S)
+        self.auto_metrics = AutoMetrics(registry)
+        self.drift_metrics = DriftMetrics(registry)
+        self.mirror_metrics = MirrorMetrics(registry)
 
     def render(self) -> bytes:
         """Return the current values of all metrics in the Prometheus text format."""
@@ -126,151 +126,151 @@ class Metrics:
         unix_offset  Unix time minus the monotonic clock, in seconds, for the times of exemplars;
                      None leaves exemplars out
         """
-        families = self._meters.collect(self.pool_by_label(), unix_offset)
+        families = self._registry.collect(self.pool_by_label(), unix_offset)
         return chain(families, self._process_metrics.collect())
 
     def catalogue(self) -> tuple[FamilySpec, ...]:
         """Return the specifications of all metric families, in the order in which a scrape lists
         them.
         """
-        return tuple(family.spec for family in self._meters.families)
+        return tuple(family.spec for family in self._registry.families)
 
     def remove_endpoint(self, endpoint: str) -> None:
         """Remove all metric series that have this endpoint as a label value; the endpoint was
         removed.
         """
-        for family in self._meters.families:
+        for family in self._registry.families:
             for label in family.spec.labels:
                 if label in (ENDPOINT, PREFILL, DECODE):
                     family.remove_children(label.name, endpoint)
 
-    def _requests(self, meters: FamilyFactory) -> None:
-        self.requests_total: MetricFamily[Counter] = meters.counter(
+    def _requests(self, factory: FamilyFactory) -> None:
+        self.requests_total: MetricFamily[Counter] = factory.counter(
             "penstock_requests_total",
             "Requests by HTTP status and reason of the response. Status 499: the client "
             "disconnected. Status 0: a batch request was pre-empted, and a later attempt "
             "continues it.",
             *(MODEL, CODE, REASON),
         )
-        self.shed_total: MetricFamily[Counter] = meters.counter(
+        self.shed_total: MetricFamily[Counter] = factory.counter(
             "penstock_shed_total",
             "Requests that admission control or a quota refused, by reason and service class.",
             *(REASON, CLASS),
         )
-        self.retries_total: MetricFamily[Counter] = meters.counter(
+        self.retries_total: MetricFamily[Counter] = factory.counter(
             "penstock_retries_total",
             "Retries on another endpoint before the first byte of the response, by the failure of "
             "the attempt before.",
             KIND,
         )
-        self.hedges_total: MetricFamily[Counter] = meters.counter(
+        self.hedges_total: MetricFamily[Counter] = factory.counter(
             "penstock_hedges_total",
             "Requests that were also sent to a second endpoint because their first byte was late, "
             "by second endpoint.",
             ENDPOINT,
         )
-        self.resumes_total: MetricFamily[Counter] = meters.counter(
+        self.resumes_total: MetricFamily[Counter] = factory.counter(
             "penstock_resumes_total",
             "Streams that broke after their first byte, by failure and by result: resumed on "
             "another endpoint, closed (only the end of the stream was missing), broke again, or "
             "the reason why the stream could not be resumed. Only for models with resume.",
             *(REASON, RESUME_RESULT),
         )
-        self.retry_budget_remaining: Gauge = meters.gauge(
+        self.retry_budget_remaining: Gauge = factory.gauge(
             "penstock_retry_budget_remaining",
             "Number of further retries that the gateway's retry budget would allow now.",
         ).labels()
-        self.client_disconnects_total: MetricFamily[Counter] = meters.counter(
+        self.client_disconnects_total: MetricFamily[Counter] = factory.counter(
             "penstock_client_disconnects_total",
             "Clients that disconnected before their response was complete, by stage.",
             STAGE,
         )
 
-    def _latency(self, meters: FamilyFactory) -> None:
-        self.ttft_seconds: MetricFamily[Histogram] = meters.histogram(
+    def _latency(self, factory: FamilyFactory) -> None:
+        self.ttft_seconds: MetricFamily[Histogram] = factory.histogram(
             "penstock_ttft_seconds",
             "Seconds from the last byte of a request to the first token sent to the client.",
             TTFT_BUCKETS_S,
             *(MODEL, ENDPOINT),
             has_exemplars=True,
         )
-        self.tpot_seconds: MetricFamily[Histogram] = meters.histogram(
+        self.tpot_seconds: MetricFamily[Histogram] = factory.histogram(
             "penstock_tpot_seconds",
             "Mean seconds per output token after the first; one observation per request.",
             TPOT_BUCKETS_S,
             *(MODEL, ENDPOINT),
             has_exemplars=True,
         )
-        self.itl_seconds: Histogram = meters.histogram(
+        self.itl_seconds: Histogram = factory.histogram(
             "penstock_itl_seconds",
             "Seconds between two chunks of a stream, as received from the engine; sampled for one "
             "request in 32.",
             TPOT_BUCKETS_S,
         ).labels()
-        self.e2e_seconds: MetricFamily[Histogram] = meters.histogram(
+        self.e2e_seconds: MetricFamily[Histogram] = factory.histogram(
             "penstock_e2e_seconds",
             "Seconds from the last byte of a request to the last byte of its response.",
             E2E_BUCKETS_S,
             MODEL,
         )
-        self.queue_seconds: MetricFamily[Histogram] = meters.histogram(
+        self.queue_seconds: MetricFamily[Histogram] = factory.histogram(
             "penstock_queue_seconds",
             "Seconds that a request waited for admission to its pool.",
             TTFT_BUCKETS_S,
             POOL,
         )
-        self.overhead_seconds: Histogram = meters.histogram(
+        self.overhead_seconds: Histogram = factory.histogram(
             "penstock_overhead_seconds",
             "Seconds in the gateway from the last byte of a request until it is sent to an "
             "endpoint, without the wait for admission.",
             OVERHEAD_BUCKETS_S,
         ).labels()
-        self.shed_seconds: Histogram = meters.histogram(
+        self.shed_seconds: Histogram = factory.histogram(
             "penstock_shed_seconds",
             "Seconds from the last byte of a request to its refusal by admission control, with "
             "the wait for admission.",
             OVERHEAD_BUCKETS_S,
         ).labels()
 
-    def _promises(self, meters: FamilyFactory) -> None:
-        self.goodput_total: MetricFamily[Counter] = meters.counter(
+    def _promises(self, factory: FamilyFactory) -> None:
+        self.goodput_total: MetricFamily[Counter] = factory.counter(
             "penstock_goodput_total",
             "Requests by service class and SLO outcome: met, ttft_missed, tpot_missed, "
             "both_missed, failed, shed. Responses that are not streamed are judged by their total "
             "time. `tenant` is empty unless observability.tenants is set.",
             *(CLASS, SLO_OUTCOME, TENANT, MODEL),
         )
-        self.cost_usd_total: MetricFamily[Counter] = meters.counter(
+        self.cost_usd_total: MetricFamily[Counter] = factory.counter(
             "penstock_cost_usd_total",
             "Cost of requests in dollars: their share of the engines' time at "
             "hardware.price_per_hour, or their tokens at endpoints with a token_price. `tenant` "
             "is empty unless observability.tenants is set.",
             *(MODEL, CLASS, TENANT),
         )
-        self.idle_cost_usd_total: MetricFamily[Counter] = meters.counter(
+        self.idle_cost_usd_total: MetricFamily[Counter] = factory.counter(
             "penstock_idle_cost_usd_total",
             "Cost in dollars of the time in which engines of a pool had no request, at "
             "hardware.price_per_hour.",
             POOL,
         )
-        self.overflow_total: MetricFamily[Counter] = meters.counter(
+        self.overflow_total: MetricFamily[Counter] = factory.counter(
             "penstock_overflow_total",
             "Requests that a smaller model served because they would otherwise have been refused.",
             *(MODEL, TIER),
         )
-        self.ttft_prediction_error_ratio: Histogram = meters.histogram(
+        self.ttft_prediction_error_ratio: Histogram = factory.histogram(
             "penstock_ttft_prediction_error_ratio",
             "Relative error of the predicted time from the pick of an endpoint to the first "
             "token. Streamed responses only.",
             RATIO_BUCKETS,
         ).labels()
-        self.pick_regret_seconds: Histogram = meters.histogram(
+        self.pick_regret_seconds: Histogram = factory.histogram(
             "penstock_pick_regret_seconds",
             "Predicted seconds to the first token at the picked endpoint, minus those at the "
             "fastest candidate; sampled for one pick in 32.",
             TTFT_BUCKETS_S,
         ).labels()
-        self.prefill_tokens_total: MetricFamily[Counter] = meters.counter(
+        self.prefill_tokens_total: MetricFamily[Counter] = factory.counter(
             "penstock_prefill_tokens_total",
             "Prompt tokens that engines computed under a prefix-aware policy, by cause: "
             "never_seen (cached nowhere), spread (cached at another endpoint), evicted (no longer "
@@ -278,23 +278,23 @@ class Metrics:
             CAUSE,
         )
 
-    def _admission(self, meters: FamilyFactory) -> None:
-        self.waiting: MetricFamily[Gauge] = meters.gauge(
+    def _admission(self, factory: FamilyFactory) -> None:
+        self.waiting: MetricFamily[Gauge] = factory.gauge(
             "penstock_waiting", "Requests that are waiting for admission to a pool.", POOL
         )
-        self.queued_tokens: MetricFamily[Gauge] = meters.gauge(
+        self.queued_tokens: MetricFamily[Gauge] = factory.gauge(
             "penstock_queued_tokens",
             "Prompt tokens of the requests that are waiting for admission to a pool.",
             POOL,
         )
-        self.admission_price: MetricFamily[Gauge] = meters.gauge(
+        self.admission_price: MetricFamily[Gauge] = factory.gauge(
             "penstock_admission_price",
             "Price of admission to a pool for a typical request, in units of request value; 0 "
             "without overload. Requests of lower value are refused more often as it rises.",
             POOL,
             merge=Merge.MAX,
         )
-        self.admission_phi: MetricFamily[Gauge] = meters.gauge(
+        self.admission_phi: MetricFamily[Gauge] = factory.gauge(
             "penstock_admission_session_share",
             "Share of a pool's KV memory (0 to 1) that running sessions may use before new "
             "sessions are refused.",
@@ -302,13 +302,13 @@ class Metrics:
             merge=Merge.MIN,
         )
 
-    def _endpoints(self, meters: FamilyFactory) -> None:
-        self.inflight: MetricFamily[Gauge] = meters.gauge(
+    def _endpoints(self, factory: FamilyFactory) -> None:
+        self.inflight: MetricFamily[Gauge] = factory.gauge(
             "penstock_inflight",
             "Requests of this gateway in progress at an endpoint.",
             ENDPOINT,
         )
-        self.endpoint_up: MetricFamily[Gauge] = meters.gauge(
+        self.endpoint_up: MetricFamily[Gauge] = factory.gauge(
             "penstock_endpoint_up",
             "1 while an endpoint may be picked. 0 while it is dead, drained, ejected, or new and "
             "not yet probed. At most half a pool is out of rotation for failures: further failing "
@@ -318,119 +318,119 @@ class Metrics:
             ENDPOINT,
             merge=Merge.MIN,
         )
-        self.endpoint_slowness: MetricFamily[Gauge] = meters.gauge(
+        self.endpoint_slowness: MetricFamily[Gauge] = factory.gauge(
             "penstock_endpoint_slowness_ratio",
             "How many times as long as its peers an endpoint takes for the same work, while it is "
             "suspected of slowness or ejected for it; else 0.",
             ENDPOINT,
             merge=Merge.MAX,
         )
-        self.ejections_total: MetricFamily[Counter] = meters.counter(
+        self.ejections_total: MetricFamily[Counter] = factory.counter(
             "penstock_ejections_total",
             "Ejections of an endpoint (pauses in which it gets no requests), by reason.",
             *(ENDPOINT, REASON),
         )
-        self.upstream_errors_total: MetricFamily[Counter] = meters.counter(
+        self.upstream_errors_total: MetricFamily[Counter] = factory.counter(
             "penstock_upstream_errors_total",
             "Failures at an endpoint that the gateway observed, by kind; one request may count "
             "several times.",
             *(ENDPOINT, KIND),
         )
 
-    def _tokens(self, meters: FamilyFactory) -> None:
-        self.prompt_tokens_total: MetricFamily[Counter] = meters.counter(
+    def _tokens(self, factory: FamilyFactory) -> None:
+        self.prompt_tokens_total: MetricFamily[Counter] = factory.counter(
             "penstock_prompt_tokens_total",
             "Prompt tokens of served requests, as reported by engines.",
             MODEL,
         )
-        self.completion_tokens_total: MetricFamily[Counter] = meters.counter(
+        self.completion_tokens_total: MetricFamily[Counter] = factory.counter(
             "penstock_completion_tokens_total",
             "Output tokens of served requests, as reported by engines.",
             MODEL,
         )
-        self.cached_tokens_total: MetricFamily[Counter] = meters.counter(
+        self.cached_tokens_total: MetricFamily[Counter] = factory.counter(
             "penstock_cached_tokens_total",
             "Prompt tokens of served requests that engines reported as cached.",
             MODEL,
         )
-        self.prefix_lookup_tokens_total: Counter = meters.counter(
+        self.prefix_lookup_tokens_total: Counter = factory.counter(
             "penstock_prefix_lookup_tokens_total",
             "Prompt tokens of all requests for which the prefix index was searched.",
         ).labels()
-        self.prefix_hit_tokens_total: Counter = meters.counter(
+        self.prefix_hit_tokens_total: Counter = factory.counter(
             "penstock_prefix_hit_tokens_total",
             "Prompt tokens that, by the prefix index, were cached at the picked endpoint.",
         ).labels()
-        self.prefix_index_bytes: Gauge = meters.gauge(
+        self.prefix_index_bytes: Gauge = factory.gauge(
             "penstock_prefix_index_bytes", "Bytes of memory that the prefix index uses."
         ).labels()
 
-    def _batches(self, meters: FamilyFactory) -> None:
-        self.batch_requests_total: MetricFamily[Counter] = meters.counter(
+    def _batches(self, factory: FamilyFactory) -> None:
+        self.batch_requests_total: MetricFamily[Counter] = factory.counter(
             "penstock_batch_requests_total",
             "Requests of batches by outcome: completed, failed, expired, cancelled, or retried "
             "(an attempt that is repeated).",
             OUTCOME,
         )
-        self.batch_preemptions_total: MetricFamily[Counter] = meters.counter(
+        self.batch_preemptions_total: MetricFamily[Counter] = factory.counter(
             "penstock_batch_preemptions_total",
             "Batch requests that were stopped to make room for other requests: kept (the answer "
             "continues after its tokens), restarted (the answer begins again), waiting (no token "
             "was generated yet).",
             RESULT,
         )
-        self.batch_kept_tokens_total: Counter = meters.counter(
+        self.batch_kept_tokens_total: Counter = factory.counter(
             "penstock_batch_kept_tokens_total",
             "Output tokens that were kept when their batch request was stopped.",
         ).labels()
-        self.batch_backlog: Gauge = meters.gauge(
+        self.batch_backlog: Gauge = factory.gauge(
             "penstock_batch_backlog", "Batch requests that have no result yet."
         ).labels()
-        self.batch_running: Gauge = meters.gauge(
+        self.batch_running: Gauge = factory.gauge(
             "penstock_batch_running", "Batch requests that are running now."
         ).labels()
 
-    def _kv_events(self, meters: FamilyFactory) -> None:
-        self.endpoint_cache_exact: MetricFamily[Gauge] = meters.gauge(
+    def _kv_events(self, factory: FamilyFactory) -> None:
+        self.endpoint_cache_exact: MetricFamily[Gauge] = factory.gauge(
             "penstock_endpoint_cache_exact",
             "1 while KV events report exactly what an endpoint has cached, 0 while the gateway "
             "estimates it. Only for endpoints with kv_events.",
             ENDPOINT,
             merge=Merge.MIN,
         )
-        self.kv_event_messages_total: MetricFamily[Counter] = meters.counter(
+        self.kv_event_messages_total: MetricFamily[Counter] = factory.counter(
             "penstock_kv_event_messages_total",
             "Messages with KV events from engines, by kind: applied, gap (earlier messages are "
             "missing), duplicate, restart (the engine restarted).",
             *(ENDPOINT, KIND),
         )
-        self.kv_event_audits_total: MetricFamily[Counter] = meters.counter(
+        self.kv_event_audits_total: MetricFamily[Counter] = factory.counter(
             "penstock_kv_event_audits_total",
             "Answers whose number of cached tokens was compared with the number expected from KV "
             "events, by result: right, wrong.",
             *(ENDPOINT, RESULT),
         )
-        self.prompts_learned_total: MetricFamily[Counter] = meters.counter(
+        self.prompts_learned_total: MetricFamily[Counter] = factory.counter(
             "penstock_prompts_learned_total",
             "Prompts whose token ids the gateway requested from an engine, by result: learned, "
             "failed.",
             RESULT,
         )
 
-    def _split(self, meters: FamilyFactory) -> None:
-        self.split_decisions_total: MetricFamily[Counter] = meters.counter(
+    def _split(self, factory: FamilyFactory) -> None:
+        self.split_decisions_total: MetricFamily[Counter] = factory.counter(
             "penstock_split_decisions_total",
             "Attempts to serve requests of models with a split, by decision (split, whole) and "
             "its reason.",
             *(DECISION, REASON),
         )
-        self.split_legs_total: MetricFamily[Counter] = meters.counter(
+        self.split_legs_total: MetricFamily[Counter] = factory.counter(
             "penstock_split_legs_total",
             "Requests to engines that are one half of a split request, by role (prefill, decode) "
             "and outcome.",
             *(ROLE, OUTCOME),
         )
-        self.split_stage_seconds: MetricFamily[Histogram] = meters.histogram(
+        self.split_stage_seconds: MetricFamily[Histogram] = factory.histogram(
             "penstock_split_stage_seconds",
             "Seconds of each stage of a split request's time to first token: queue (until "
             "endpoints are picked), prefill (until its response is complete), transfer (until the "
@@ -438,84 +438,84 @@ class Metrics:
             TTFT_BUCKETS_S,
             STAGE,
         )
-        self.split_handoff_seconds: MetricFamily[Histogram] = meters.histogram(
+        self.split_handoff_seconds: MetricFamily[Histogram] = factory.histogram(
             "penstock_split_handoff_seconds",
             "Seconds from the end of a split request's prefill to its first decoded token: the KV "
             "transfer and the first decode step.",
             TTFT_BUCKETS_S,
             MODEL,
         )
-        self.split_leases_given_up_total: MetricFamily[Counter] = meters.counter(
+        self.split_leases_given_up_total: MetricFamily[Counter] = factory.counter(
             "penstock_split_leases_given_up_total",
             "Split requests whose prefilled KV was freed unread because no decode endpoint could "
             "use it, by reason.",
             REASON,
         )
-        self.split_pairs_total: MetricFamily[Counter] = meters.counter(
+        self.split_pairs_total: MetricFamily[Counter] = factory.counter(
             "penstock_split_pairs_total",
             "Attempts to serve a split request, by prefill endpoint, decode endpoint and result: "
             "served, failed.",
             *(PREFILL, DECODE, RESULT),
         )
 
-    def _shared(self, meters: FamilyFactory) -> None:
-        self.shared_up: Gauge = meters.gauge(
+    def _shared(self, factory: FamilyFactory) -> None:
+        self.shared_up: Gauge = factory.gauge(
             "penstock_shared_up",
             "1 while this gateway is connected to the other gateways, else 0; also 0 without "
             "shared state.",
             merge=Merge.MIN,
         ).labels()
-        self.shared_staleness_seconds: Gauge = meters.gauge(
+        self.shared_staleness_seconds: Gauge = factory.gauge(
             "penstock_shared_staleness_seconds",
             "Seconds since messages of other gateways could last be received; 0 while they can.",
             merge=Merge.MAX,
         ).labels()
-        self.shared_peers: Gauge = meters.gauge(
+        self.shared_peers: Gauge = factory.gauge(
             "penstock_shared_peers",
             "Number of other gateways that sent a message within the last two seconds.",
             merge=Merge.MIN,
         ).labels()
-        self.shared_messages_total: MetricFamily[Counter] = meters.counter(
+        self.shared_messages_total: MetricFamily[Counter] = factory.counter(
             "penstock_shared_messages_total",
             "Messages between gateways, by kind and direction (in: received, out: sent).",
             *(KIND, DIRECTION),
         )
-        self.shared_dropped_total: MetricFamily[Counter] = meters.counter(
+        self.shared_dropped_total: MetricFamily[Counter] = factory.counter(
             "penstock_shared_dropped_total",
             "Messages between gateways that were dropped, by reason: forged, replayed, foreign, "
             "malformed, too_long, late, backlog, inbox, block_bytes, unknown_endpoint.",
             REASON,
         )
-        self.blind_picks_total: Counter = meters.counter(
+        self.blind_picks_total: Counter = factory.counter(
             "penstock_blind_picks_total",
             "Picks by a prefix-aware policy that were made before the prefix index of the other "
             "gateways had arrived.",
         ).labels()
 
-    def _process(self, meters: FamilyFactory, process: FamilyFactory) -> None:
-        self.config_version_info: MetricFamily[Gauge] = meters.gauge(
+    def _process(self, factory: FamilyFactory, process: FamilyFactory) -> None:
+        self.config_version_info: MetricFamily[Gauge] = factory.gauge(
             "penstock_config_version_info",
             "1 for the current configuration, with its version and the hash of its text as labels.",
             *(VERSION, HASH),
             merge=Merge.LAST,
         )
-        self.config_reload_total: MetricFamily[Counter] = meters.counter(
+        self.config_reload_total: MetricFamily[Counter] = factory.counter(
             "penstock_config_reload_total",
             "Attempts to change the configuration, by result: applied, unchanged, rejected, "
             "rolled_back (by auto_rollback).",
             RESULT,
         )
-        self.config_last_reload_successful: Gauge = meters.gauge(
+        self.config_last_reload_successful: Gauge = factory.gauge(
             "penstock_config_last_reload_successful",
             "1 if the last change of the configuration was applied, 0 if it was rejected.",
             merge=Merge.MIN,
         ).labels()
-        self.config_applied_timestamp_seconds: Gauge = meters.gauge(
+        self.config_applied_timestamp_seconds: Gauge = factory.gauge(
             "penstock_config_applied_timestamp_seconds",
             "Unix time in seconds at which the current configuration was applied.",
             merge=Merge.MAX,
         ).labels()
-        self.config_swap_seconds: Histogram = meters.histogram(
+        self.config_swap_seconds: Histogram = factory.histogram(
             "penstock_config_swap_seconds",
             "Seconds for which applying a new configuration blocked the event loop.",
             OVERHEAD_BUCKETS_S,

@@ -13,8 +13,8 @@ MEASURE = Label("measure", 4)
 class DriftMetrics:
     """The metric families of drift detection. With several workers, the supervisor updates them."""
 
-    def __init__(self, meters: MetricRegistry) -> None:
-        drift = meters.section(Row.CONFIGURATION, "drift/monitor.py")
+    def __init__(self, registry: MetricRegistry) -> None:
+        drift = registry.section(Row.CONFIGURATION, "drift/monitor.py")
         self.psi: MetricFamily[Gauge] = drift.gauge(
             "penstock_drift_psi",
             "Population stability index between a pool's last window of requests (ten minutes or "

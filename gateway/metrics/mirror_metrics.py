@@ -13,8 +13,8 @@ MEASURE = Label("measure", 8)
 class MirrorMetrics:
     """The metric families of mirrors: sampled requests, tokens, and the last verdict."""
 
-    def __init__(self, meters: MetricRegistry) -> None:
-        mirror = meters.section(Row.CONFIGURATION, "trials/mirror.py")
+    def __init__(self, registry: MetricRegistry) -> None:
+        mirror = registry.section(Row.CONFIGURATION, "trials/mirror.py")
         self.requests: MetricFamily[Counter] = mirror.counter(
             "penstock_mirror_requests_total",
             "Sampled requests of a pool with a mirror, by result: compared, busy (too many at "

@@ -84,18 +84,18 @@ class RuntimeGauges:
     them.
     """
 
-    def __init__(self, meters: MetricRegistry) -> None:
-        self._endpoint(meters.section(Row.ENDPOINTS, "metrics/runtime_gauges.py"))
-        self._process(meters.section(Row.PROCESS, "metrics/runtime_gauges.py"))
+    def __init__(self, registry: MetricRegistry) -> None:
+        self._endpoint(registry.section(Row.ENDPOINTS, "metrics/runtime_gauges.py"))
+        self._process(registry.section(Row.PROCESS, "metrics/runtime_gauges.py"))
         self.split_live: Gauge = (
-            meters.section(Row.SPLIT, "disagg/handoffs.py")
+            registry.section(Row.SPLIT, "disagg/handoffs.py")
             .gauge(
                 "penstock_split_live",
                 "Split requests in progress that hold KV memory at one endpoint or at both.",
             )
             .labels()
         )
-        self.trace_spans_total: MetricFamily[Counter] = meters.section(
+        self.trace_spans_total: MetricFamily[Counter] = registry.section(
             Row.PROCESS, "telemetry/otlp.py"
         ).counter(
             "penstock_trace_spans_total",
@@ -127,90 +127,90 @@ class RuntimeGauges:
             lambda: None if load.scraped_at is None else clock() - load.scraped_at
         )
 
-    def _endpoint(self, meters: FamilyFactory) -> None:
-        self.endpoint_state: MetricFamily[Gauge] = meters.gauge(
+    def _endpoint(self, factory: FamilyFactory) -> None:
+        self.endpoint_state: MetricFamily[Gauge] = factory.gauge(
             "penstock_endpoint_state",
             "1 for the current health state of an endpoint (up, ejected, dead, returning), 0 for "
             "the others.",
             *(ENDPOINT, STATE),
             merge=Merge.MAX,
         )
-        self.endpoint_progress_age: MetricFamily[Gauge] = meters.gauge(
+        self.endpoint_progress_age: MetricFamily[Gauge] = factory.gauge(
             "penstock_endpoint_progress_age_seconds",
             "Seconds since an endpoint with requests in progress last sent a byte; 0 while no "
             "request waits for one.",
             ENDPOINT,
             merge=Merge.MIN,
         )
-        self.endpoint_running: MetricFamily[Gauge] = meters.gauge(
+        self.endpoint_running: MetricFamily[Gauge] = factory.gauge(
             "penstock_endpoint_running",
             "Requests in the engine's running batch, as the engine reports it.",
             ENDPOINT,
             merge=Merge.LAST,
         )
-        self.endpoint_waiting: MetricFamily[Gauge] = meters.gauge(
+        self.endpoint_waiting: MetricFamily[Gauge] = factory.gauge(
             "penstock_endpoint_waiting",
             "Requests in the engine's own queue, as the engine reports it.",
             ENDPOINT,
             merge=Merge.LAST,
         )
-        self.endpoint_kv_usage: MetricFamily[Gauge] = meters.gauge(
+        self.endpoint_kv_usage: MetricFamily[Gauge] = factory.gauge(
             "penstock_endpoint_kv_usage_ratio",
             "Share of the engine's KV memory in use (0 to 1), as the engine reports it.",
             ENDPOINT,
             merge=Merge.LAST,
         )
-        self.endpoint_prefill_tokens: MetricFamily[Gauge] = meters.gauge(
+        self.endpoint_prefill_tokens: MetricFamily[Gauge] = factory.gauge(
             "penstock_endpoint_prefill_backlog_tokens",
             "Prompt tokens of requests at an endpoint that wait for their first token.",
             ENDPOINT,
         )
-        self.endpoint_decode_tokens: MetricFamily[Gauge] = meters.gauge(
+        self.endpoint_decode_tokens: MetricFamily[Gauge] = factory.gauge(
             "penstock_endpoint_context_tokens",
             "Prompt tokens of requests at an endpoint that are being decoded.",
             ENDPOINT,
         )
-        self.endpoint_scrape_age: MetricFamily[Gauge] = meters.gauge(
+        self.endpoint_scrape_age: MetricFamily[Gauge] = factory.gauge(
             "penstock_endpoint_scrape_age_seconds",
             "Seconds since an endpoint last reported its load.",
             ENDPOINT,
             merge=Merge.MIN,
         )
 
-    def _process(self, meters: FamilyFactory) -> None:
-        self.connections: Gauge = meters.gauge(
+    def _process(self, factory: FamilyFactory) -> None:
+        self.connections: Gauge = factory.gauge(
             "penstock_connections", "Open client connections."
         ).labels()
-        self.connections_refused_total: MetricFamily[Counter] = meters.counter(
+        self.connections_refused_total: MetricFamily[Counter] = factory.counter(
             "penstock_connections_refused_total",
             "Client connections that were closed, or whose unread bytes were dropped, by the "
             "limit that was reached.",
             LIMIT,
         )
-        self.tls_handshake_failures_total: MetricFamily[Counter] = meters.counter(
+        self.tls_handshake_failures_total: MetricFamily[Counter] = factory.counter(
             "penstock_tls_handshake_failures_total",
             "Client TLS handshakes that failed or timed out, by listener: api, admin.",
             LISTENER,
         )
-        self.tls_not_after: MetricFamily[Gauge] = meters.gauge(
+        self.tls_not_after: MetricFamily[Gauge] = factory.gauge(
             "penstock_tls_certificate_not_after_timestamp_seconds",
             "Unix time in seconds at which the first of a listener's certificates in use expires.",
             LISTENER,
             merge=Merge.MIN,
         )
-        self.body_bytes: Gauge = meters.gauge(
+        self.body_bytes: Gauge = factory.gauge(
             "penstock_body_bytes",
             "Bytes of memory for request bodies that are kept because a retry may need them.",
         ).labels()
-        self.tasks: Gauge = meters.gauge(
+        self.tasks: Gauge = factory.gauge(
             "penstock_tasks",
             "Number of tasks in the event loop. Each endpoint has a few; most requests need none.",
         ).labels()
-        self.log_lines_dropped_total: Counter = meters.counter(
+        self.log_lines_dropped_total: Counter = factory.counter(
             "penstock_log_lines_dropped_total",
             "Access log lines that could not be written, for example to a full disk or a blocked "
             "pipe.",
         ).labels()
         text = "Always 1; the labels are the version and whether the hot path is compiled."
-        build = meters.gauge("penstock_build_info", text, *BUILD, merge=Merge.LAST)
+        build = factory.gauge("penstock_build_info", text, *BUILD, merge=Merge.LAST)
         build.labels(program_version(), str(is_compiled()).lower()).set(1)

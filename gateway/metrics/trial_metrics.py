@@ -14,8 +14,8 @@ SLO_OUTCOME = Label("slo_outcome", 16)
 class TrialMetrics:
     """The metric families of routing policies on trial: shadow policies and canaries."""
 
-    def __init__(self, meters: MetricRegistry, ttft_buckets_s: tuple[float, ...]) -> None:
-        shadow = meters.section(Row.CONFIGURATION, "trials/shadow.py")
+    def __init__(self, registry: MetricRegistry, ttft_buckets_s: tuple[float, ...]) -> None:
+        shadow = registry.section(Row.CONFIGURATION, "trials/shadow.py")
         self.picks: MetricFamily[Counter] = shadow.counter(
             "penstock_shadow_picks_total",
             "Picks for which a shadow policy's own pick was compared, by result: agreed, "
@@ -39,7 +39,7 @@ class TrialMetrics:
             "CPU seconds spent on evaluating a shadow policy.",
             *(POOL, POLICY),
         )
-        canary = meters.section(Row.CONFIGURATION, "trials/canary.py")
+        canary = registry.section(Row.CONFIGURATION, "trials/canary.py")
         self.requests: MetricFamily[Counter] = canary.counter(
             "penstock_canary_requests_total",
             "Requests of a pool with a canary, by arm (primary, canary) and by SLO outcome as in "

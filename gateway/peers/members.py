@@ -64,7 +64,7 @@ class PeerTable:
         peers = self._by_id.items()
         yield from [peer_id for peer_id, peer in peers if now - peer.last_seen_at > EXPIRY_S]
 
-    def is_responder(self, own_id: bytes, started_at: float, newcomer: bytes, attempt: int) -> bool:
+    def is_responder(self, own_id: bytes, started_at: float, new_peer: bytes, attempt: int) -> bool:
         """Return whether this gateway has to send its state to the newcomer (warm it up).
 
         The gateway with the earliest start does so. If no answer comes, the newcomer asks again,
@@ -73,7 +73,7 @@ class PeerTable:
         warm = [
             (peer.started_at, peer_id)
             for peer_id, peer in self._by_id.items()
-            if peer.is_warm and peer_id != newcomer
+            if peer.is_warm and peer_id != new_peer
         ]
         ranks = sorted([*warm, (started_at, own_id)])
         return ranks[attempt % len(ranks)][1] == own_id

@@ -143,14 +143,14 @@ class SyncLoop:
                 count,
                 "gateway" if count == 1 else "gateways",
             )
-        newcomers, self._view.newcomers = self._view.newcomers, []
-        for newcomer in dict.fromkeys(newcomers):
-            task = asyncio.create_task(self._warm_up(newcomer), name="warm up a gateway")
+        new_peers, self._view.new_peers = self._view.new_peers, []
+        for new_peer in dict.fromkeys(new_peers):
+            task = asyncio.create_task(self._warm_up(new_peer), name="warm up a gateway")
             self._warm_up_tasks.add(task)
             task.add_done_callback(self._warm_up_tasks.discard)
 
-    async def _warm_up(self, newcomer: bytes) -> None:
-        for to, frame in self._view.warm_up_frames(newcomer, monotonic()):
+    async def _warm_up(self, new_peer: bytes) -> None:
+        for to, frame in self._view.warm_up_frames(new_peer, monotonic()):
             # A bus has no event for a shrinking backlog.
             while self._bus.state(monotonic()).backlog_bytes > WARM_UP_BACKLOG_BYTES:  # noqa: ASYNC110
                 await asyncio.sleep(0.005)

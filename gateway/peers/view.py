@@ -50,7 +50,7 @@ class PeerView:
     on_suspect  function that is called with an endpoint that another gateway has ejected, which is
                 only a reason to probe it
     tenants     function that returns the configured tenants
-    newcomers   ids of gateways that this one has to warm up
+    new_peers   ids of gateways that this one has to warm up
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class PeerView:
         self.on_suspect: Callable[[LiveEndpoint], None] = lambda live: None
         self.tenants: Callable[[], Sequence[Tenant]] = lambda: ()
         self.peers = PeerTable()
-        self.newcomers: list[bytes] = []
+        self.new_peers: list[bytes] = []
         self.replay_buffer = ReplayBuffer(memory_bytes)
         self._auth = seal
         self._endpoints = endpoints
@@ -120,7 +120,7 @@ class PeerView:
     def bye_frame(self) -> Frame:
         return self._frame(messages.Bye())
 
-    def warm_up_frames(self, newcomer: bytes, now: float) -> Iterator[Frame]:
+    def warm_up_frames(self, new_peer: bytes, now: float) -> Iterator[Frame]:
         """Yield frames with the state that a gateway needs which has just started.
 
         The frames contain the recent prompts, and the sessions that are active when the first frame
@@ -130,8 +130,8 @@ class PeerView:
             self.replay_buffer.messages(), map(messages.encode, self._use.all_sessions(now))
         )
         for number, part in enumerate(split_into_parts(bodies)):
-            yield self._frame(messages.WarmUpPart(number, is_last=False, messages=part), newcomer)
-        yield self._frame(messages.WarmUpPart(number + 1, is_last=True, messages=[]), newcomer)
+            yield self._frame(messages.WarmUpPart(number, is_last=False, messages=part), new_peer)
+        yield self._frame(messages.WarmUpPart(number + 1, is_last=True, messages=[]), new_peer)
 
     def _prompt_frames(self) -> list[Frame]:
         prompts, self.updates.prompts = self.updates.prompts, []
@@ -269,7 +269,7 @@ class PeerView:
                 if self.warm_up.is_warm and self.peers.is_responder(
                     self._auth.own_id, self._started_at, sender, attempt
                 ):
-                    self.newcomers.append(sender)
+                    self.new_peers.append(sender)
             case messages.Bye():
                 self._remove_peer(sender, now)
             case _:

@@ -309,10 +309,10 @@ def _build_call(
     #
     # The Call has the salt of its tenant, and no session but that of the headers.
     parts, media, ids = prompt
-    model, wish, arrived_s = shape.model, context.preferences, context.arrived_s
+    model, preferences, arrived_s = shape.model, context.preferences, context.arrived_s
     served, output_tokens = model.served_model, shape.output_tokens
     estimated, ids = _estimate(parts, context, served, media) if ids is None else (0, ids)
-    slo = model.slo if wish.is_default else wish.resolve_slo(model.slo)
+    slo = model.slo if preferences.is_default else preferences.resolve_slo(model.slo)
     if output_tokens is None:
         output_tokens = _expected_tokens(context, served, slo)
     if output_tokens > MAX_EXPECTED_TOKENS:
@@ -325,16 +325,16 @@ def _build_call(
         output_tokens * shape.choices,
         shape.is_stream,
         slo,
-        wish.default_priority
+        preferences.default_priority
         if shape.priority is None
-        else wish.effective_priority(shape.priority),
+        else preferences.effective_priority(shape.priority),
         arrived_s,
-        None if wish.patience_s is None else arrived_s + wish.patience_s,
-        wish.session,
+        None if preferences.patience_s is None else arrived_s + preferences.patience_s,
+        preferences.session,
         shape.choices,
         shape.prompts,
-        wish.session_source,
-        wish.session_hints,
+        preferences.session_source,
+        preferences.session_hints,
     )
     salts = context.cache_salts
     salt = b"" if salts is None else salts.defaults.get(context.tenant, b"")

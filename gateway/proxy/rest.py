@@ -145,15 +145,15 @@ class RestPlan:
         endpoints = self.gateway.endpoints
         query = endpoints.build_query(self._call.request, exchange.fingerprint, left_out)
         serving = route.candidates if split is None else split.pools.alone
-        able = [
+        eligible = [
             candidate
             for candidate in serving
             if ENGINE_TRAITS[candidate.endpoint.engine].can_continue
         ]
-        pick = run.pick(route.policy, query, able)
+        pick = run.pick(route.policy, query, eligible)
         if pick is None and split is not None:
             # Pairs take two places for one permit, so all endpoints may be at their caps.
-            pick = run.pick(split.splitter.crowded, query, able)
+            pick = run.pick(split.splitter.crowded, query, eligible)
         return pick
 
     async def attempt(self, pick: Pick) -> UpstreamError | None:

@@ -35,7 +35,7 @@ def pick_tier(
     query = endpoints.build_query(call.request, None, ())
     for tier, _ in alternatives(query, tiers):
         smaller = routes[tier.name]
-        if _can_serve(smaller, call) and smaller.room.try_enter(_discount(query, tier)):
+        if _can_serve(smaller, call) and smaller.pool_queue.try_enter(_discount(query, tier)):
             return smaller
     return None
 

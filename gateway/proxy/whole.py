@@ -68,7 +68,7 @@ class WholePlan:
         with gateway.endpoints.reserve(
             pick, self.call.request, exchange.fingerprint
         ) as reservation:
-            exchange.on_reserved(route.room, self.query, pick)
+            exchange.on_reserved(route.pool_queue, self.query, pick)
             waiting = gateway.hedger.waiting
             waiting[exchange] = self
             try:
@@ -168,9 +168,9 @@ def pick_longest(
     if not serving or fits_context(query, serving) or is_too_long(call, serving):
         return None
     longest = max(candidate.endpoint.context_tokens or 0 for candidate in serving)
-    able = [candidate for candidate in serving if candidate.endpoint.context_tokens == longest]
+    eligible = [candidate for candidate in serving if candidate.endpoint.context_tokens == longest]
     filters = tuple(keep for keep in policy.filters if keep is not fits_context)
     over_cap = tuple(keep for keep in filters if keep is not below_cap)
-    return run.pick(replace(policy, filters=filters), query, able) or run.pick(
-        replace(policy, filters=over_cap), query, able
+    return run.pick(replace(policy, filters=filters), query, eligible) or run.pick(
+        replace(policy, filters=over_cap), query, eligible
     )

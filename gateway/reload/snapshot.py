@@ -48,7 +48,7 @@ class PoolAdmissionPlan(msgspec.Struct, frozen=True):
                       overflow into the pool reads predictions for the pool's endpoints
     """
 
-    room: PoolQueue
+    queue: PoolQueue
     serving: tuple[Candidate, ...]
     admission: Admission
     shares: Mapping[str, float]
@@ -60,13 +60,13 @@ class SnapshotPlan(msgspec.Struct, frozen=True):
 
     The plan is valid until another plan is applied.
 
-    adoption  the changes of the endpoint registry
-    rooms     the changes of the wait queues, by pool
+    adoption    the changes of the endpoint registry
+    admissions  the changes of the wait queues, by pool
     """
 
     snapshot: Snapshot
     adoption: RegistryPlan
-    rooms: Mapping[str, PoolAdmissionPlan]
+    admissions: Mapping[str, PoolAdmissionPlan]
 
 
 def build_plan(
@@ -91,21 +91,21 @@ def build_plan(
     candidates = adoption.pools
     # Prefill endpoints have no part in a room's capacity.
     serving = {name: pairing.serving_whole(members) for name, members in candidates.items()}
-    rooms = _rooms(config, gate, serving, policies, trials, before)
-    levels = ServiceClasses(config)
+    admissions = _plan_admissions(config, gate, serving, policies, trials, before)
+    service_classes = ServiceClasses(config)
     routes: dict[str, Route] = {}
     unlisted: dict[str, str] = {}
-    able: dict[str, tuple[int, ...]] = {}
+    slots_by_model: dict[str, tuple[int, ...]] = {}
     for model in _models(config, discovered):
         pool = model.pool
-        listing = _able(config, adoption, model, candidates[pool])
-        able[model.name] = tuple(candidate.load.slot for candidate in listing)
+        listing = _candidates_for(config, adoption, model, candidates[pool])
+        slots_by_model[model.name] = tuple(candidate.load.slot for candidate in listing)
         if serving[pool] and not pairing.serving_whole(listing):
             message = unlisted_message(model, serving[pool], adoption.listed_names(pool))
             unlisted.update(dict.fromkeys((model.name, *model.aliases), message))
             continue
-        slo = levels.get_class(model.slo)
-        route = _route(config, model, policies[pool], trials[pool], rooms[pool], slo, listing)
+        slo = service_classes.get_class(model.slo)
+        route = _route(config, model, policies[pool], trials[pool], admissions[pool], slo, listing)
         route = _with_order(route, adoption.changes)
         route = _with_translations(route, config, adoption, listing)
         routes.update(dict.fromkeys((model.name, *model.aliases), route))
@@ -119,16 +119,16 @@ def build_plan(
         named.routes,
         tenants,
         policies,
-        levels,
+        service_classes,
         trials,
         salts,
         named.unlisted,
-        able,
+        slots_by_model,
         {digest: _scope(routes, unlisted, names) for digest, names in limits.items()},
         new_response_ids(config),
         {route.name: route.translated for route in routes.values() if route.translated},
     )
-    return SnapshotPlan(snapshot, adoption, rooms)
+    return SnapshotPlan(snapshot, adoption, admissions)
 
 
 def _route(
@@ -136,7 +136,7 @@ def _route(
     model: Model,
     policy: Policy,
     trials: PoolTrials,
-    opening: PoolAdmissionPlan,
+    admission_plan: PoolAdmissionPlan,
     slo: Slo,
     listing: tuple[Candidate, ...],
 ) -> Route:
@@ -148,10 +148,10 @@ def _route(
         model.context_tokens,
         _with_applicable_filters(policy, listing),
         members,
-        opening.room,
+        admission_plan.queue,
         forward.prepare if model.resume is None else partial(prepare_recorded, model.resume),
         policy.reads_prefix or _logs_blocks(config, model.pool),
-        opening.uses_predictions,
+        admission_plan.uses_predictions,
         slo,
         any(ENGINE_TRAITS[candidate.endpoint.engine].is_low_first for candidate in members),
         tuple((tier.model, tier.penalty) for tier in model.overflow),
@@ -313,7 +313,7 @@ def _with_canary(
     return replace(route, canary=CanaryRoute(create_sampler(route.pool, spec), second, trials.arms))
 
 
-def _rooms(
+def _plan_admissions(
     config: Config,
     gate: AdmissionController,
     serving: Mapping[str, tuple[Candidate, ...]],
@@ -359,11 +359,11 @@ def _admission(spec: AdmissionSpec, shares: Mapping[str, float]) -> Admission:
     return admission_registry.build_admission(spec.name, params)
 
 
-def _able(
+def _candidates_for(
     config: Config, adoption: RegistryPlan, model: Model, candidates: tuple[Candidate, ...]
 ) -> tuple[Candidate, ...]:
     if config.models:
-        return adoption.able(model, candidates)
+        return adoption.candidates_for(model, candidates)
     return adoption.filter_by_model(model.name, candidates)
 
 

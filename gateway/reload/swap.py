@@ -133,7 +133,7 @@ class Swap:
         """
         before, plan = self._gateway.snapshot, self._plan_again()
         after = plan.snapshot
-        is_same = (after.able, after.unlisted) == (before.able, before.unlisted)
+        is_same = (after.slots_by_model, after.unlisted) == (before.slots_by_model, before.unlisted)
         is_same = is_same and after.translated == before.translated
         if not before.config.models or not is_same:
             self.apply(plan)
@@ -206,8 +206,8 @@ def attach_metrics(gateway: Gateway, plan: SnapshotPlan, metrics: Metrics) -> No
     gateway.gate.configure(config)
     gateway.accounts.configure(config.observability)
     leaving = [live for live in gateway.endpoints.all() if live.is_leaving]
-    for pool, admission_plan in plan.rooms.items():
-        queue = admission_plan.room
+    for pool, admission_plan in plan.admissions.items():
+        queue = admission_plan.queue
         gateway.gate.add_queue(queue)
         gateway.endpoints.set_beliefs_enabled(pool, admission_plan.uses_predictions)
         queue.set_admission(admission_plan.admission, admission_plan.shares)

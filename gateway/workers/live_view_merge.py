@@ -59,16 +59,16 @@ class LiveViewMerger:
         ]
         if not responses:
             raise LookupError("no worker process responds")
-        self._last |= {worker: mark for worker, (mark, _) in responses}
+        self._last |= {worker: sample for worker, (sample, _) in responses}
         for worker in self._last.keys() - set(workers):
             self._ended = sum_samples([*self._ended_samples(), self._last.pop(worker)])
         now = msgspec.structs.replace(
             sum_samples([*self._ended_samples(), *self._last.values()]),
             at=monotonic(),
-            in_flight=_largest(mark.in_flight for _, (mark, _) in responses),
-            received=_largest(mark.received for _, (mark, _) in responses),
+            in_flight=_largest(sample.in_flight for _, (sample, _) in responses),
+            received=_largest(sample.received for _, (sample, _) in responses),
         )
-        status = merge_statuses([standing for _, (_, standing) in responses])
+        status = merge_statuses([status for _, (_, status) in responses])
         return (
             now if before is None else _share_unchanged(now, before),
             msgspec.structs.replace(status, drift=self._drift()),
@@ -86,7 +86,7 @@ async def _fetch(worker: Worker) -> tuple[Worker, WorkerSample] | None:
         return None
 
 
-def sum_samples(marks: Sequence[MetricSample]) -> MetricSample:
+def sum_samples(samples: Sequence[MetricSample]) -> MetricSample:
     """Return the sum of several workers' metric samples, with the time of the last one.
 
     Values that are not sums stay empty.
@@ -96,22 +96,24 @@ def sum_samples(marks: Sequence[MetricSample]) -> MetricSample:
         *("computed_tokens", "split_decisions", "costs"),
     )
     counts: dict[str, Any] = {
-        name: _summed(getattr(mark, name) for mark in marks) for name in names
+        name: _summed(getattr(sample, name) for sample in samples) for name in names
     }
     rows: dict[str, Any] = {
         **{
-            name: _by_key(merge_counts, (getattr(mark, name) for mark in marks))
+            name: _by_key(merge_counts, (getattr(sample, name) for sample in samples))
             for name in ("ttft", "tpot")
         },
         **{
-            name: _by_key(_columns, (getattr(mark, name) for mark in marks))
+            name: _by_key(_columns, (getattr(sample, name) for sample in samples))
             for name in ("predicted_tokens", "pairs")
         },
     }
-    prompt, cached = (sum(part) for part in zip(*(mark.engine for mark in marks), strict=True))
-    tokens = sum(mark.tokens for mark in marks)
+    prompt, cached = (
+        sum(part) for part in zip(*(sample.engine for sample in samples), strict=True)
+    )
+    tokens = sum(sample.tokens for sample in samples)
     return MetricSample(
-        at=marks[-1].at,
+        at=samples[-1].at,
         tokens=tokens,
         engine=(prompt, cached),
         in_flight={},

@@ -28,20 +28,20 @@ class SupervisorMetrics:
     """The metric families of the supervisor process, apart from those of its workers."""
 
     __slots__ = (
-        *("_auto_meters", "_meters", "_process", "auto_metrics", "connections", "deaths_total"),
+        *("_auto_registry", "_registry", "_process", "auto_metrics", "connections", "deaths_total"),
         "drift_metrics",
         *("frames_dropped_total", "inflight", "workers"),
     )
 
     def __init__(self) -> None:
-        meters = self._meters = MetricRegistry()
+        registry = self._registry = MetricRegistry()
         self._process = ProcessMetrics()
         # The supervisor chooses policies for its workers and watches for drift; their own families
         # stay empty.
-        self._auto_meters = MetricRegistry()
-        self.auto_metrics = AutoMetrics(self._auto_meters)
-        self.drift_metrics = DriftMetrics(self._auto_meters)
-        own = meters.section(Row.PROCESS, "workers/supervisor.py")
+        self._auto_registry = MetricRegistry()
+        self.auto_metrics = AutoMetrics(self._auto_registry)
+        self.drift_metrics = DriftMetrics(self._auto_registry)
+        own = registry.section(Row.PROCESS, "workers/supervisor.py")
         self.workers: Gauge = own.gauge(
             "penstock_workers", "Worker processes that serve requests now."
         ).labels()
@@ -65,7 +65,7 @@ class SupervisorMetrics:
         )
 
     def catalogue(self) -> tuple[FamilySpec, ...]:
-        return tuple(family.spec for family in self._meters.families)
+        return tuple(family.spec for family in self._registry.families)
 
     def collect(self, workers: Mapping[int, Sequence[FamilyReading]]) -> list[FamilyReading]:
         """Return the values of the supervisor's metrics, including its `process_*` metrics.
@@ -81,8 +81,8 @@ class SupervisorMetrics:
             for number, readings in workers.items():
                 family.labels(str(number)).set(_total(name, readings))
         return [
-            *self._meters.collect({}),
-            *self._auto_meters.collect({}),
+            *self._registry.collect({}),
+            *self._auto_registry.collect({}),
             *self._process.collect(),
         ]
 

@@ -69,7 +69,7 @@ class LinkManager:
         self.card: AgentCard
         self.options = options
         self._key, self._transports, self._clock = key, transports, clock
-        self._sink, self._source, self._tally = state
+        self._sink, self._source, self._stats = state
         self._lock, self._execute = lock, execute
         self._peer_links: dict[Link, PeerLink] = {}
         self._unproven = UnprovenLinks(options.max_unproven_links, options.max_unproven_per_address)
@@ -130,7 +130,7 @@ class LinkManager:
     def _evict(self, link: Link | None) -> None:
         if link is None:
             return
-        self._tally.faults["strangers"] += 1
+        self._stats.faults["strangers"] += 1
         self._peer_links.pop(link, None)
         link.close()
 
@@ -155,7 +155,7 @@ class LinkManager:
                     self._execute(self._handle(peer_link, message, self._clock.now()))
         except (ProtocolError, SealError) as error:
             forged = isinstance(error, SealError)
-            self._tally.faults["unproven" if forged else "protocol"] += 1
+            self._stats.faults["unproven" if forged else "protocol"] += 1
             reason = (
                 EndReason.WRONG_KEY if forged and not peer_link.is_proven else EndReason.PROTOCOL
             )
@@ -294,7 +294,7 @@ class LinkManager:
         )
         reason = reason or self._lane_error(peer_link)
         if reason is not None:
-            self._tally.refused[reason[0]] += 1
+            self._stats.refused[reason[0]] += 1
             self.drop_link(peer_link.link, *reason)
             return
         peer_link.link.secure(peer_link.session.window_key)
@@ -500,7 +500,7 @@ class LinkManager:
             address,
             detail,
         )
-        self._tally.faults["fallback"] += 1
+        self._stats.faults["fallback"] += 1
         return self._use(fallback)
 
     def _handle(self, peer_link: PeerLink, message: Message, now: float) -> list[Command]:

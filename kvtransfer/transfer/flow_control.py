@@ -111,9 +111,9 @@ class TransferOrder:
     def __len__(self) -> int:
         return len(self._turns)
 
-    def add(self, transfer: int, klass: Priority, deadline: float, now: float) -> None:
+    def add(self, transfer: int, priority: Priority, deadline: float, now: float) -> None:
         """Add a KV transfer to the queue. One that is already queued keeps its place."""
-        self._turns.setdefault(transfer, QueuedTransfer(transfer, klass, deadline, now))
+        self._turns.setdefault(transfer, QueuedTransfer(transfer, priority, deadline, now))
 
     def remove(self, transfer: int) -> None:
         """Remove a KV transfer from the queue; do nothing if it is not queued."""

@@ -117,10 +117,10 @@ class Offer(TransferHandle):
             fetch
     """
 
-    def __init__(self, keeper: OfferOwner, number: int, name: str) -> None:
+    def __init__(self, owner: OfferOwner, number: int, name: str) -> None:
         super().__init__(number, name)
         self.ticket = ""
-        self._owner = keeper
+        self._owner = owner
 
     def mark_ready(self, layers: int) -> None:
         """Allow the KV of the first `layers` layers of the offer to be sent, because they are
@@ -153,10 +153,10 @@ class Landing(TransferHandle):
             state is LANDED, all layers are valid
     """
 
-    def __init__(self, keeper: LandingOwner, number: int, name: str) -> None:
+    def __init__(self, owner: LandingOwner, number: int, name: str) -> None:
         super().__init__(number, name)
         self.layers = 0
-        self._owner = keeper
+        self._owner = owner
 
     async def wait_layers(self, layers: int) -> bool:
         """Wait until the first `layers` layers of the fetched KV are complete.

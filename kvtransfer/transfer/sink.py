@@ -123,7 +123,7 @@ class BlockReservation:
 class TransferSink:
     """The KV fetches of one agent, by a number that the caller gives and that messages carry.
 
-    rank   the only rank of the layout that `regions` has; None: all
+    rank  the only rank of the layout that `regions` has; None: all
     """
 
     def __init__(
@@ -131,10 +131,10 @@ class TransferSink:
         layout: KvLayout,
         regions: Sequence[Region],
         options: AgentOptions,
-        tally: AgentStats,
+        stats: AgentStats,
         rank: int | None = None,
     ) -> None:
-        self._layout, self._regions, self._options, self._tally = layout, regions, options, tally
+        self._layout, self._regions, self._options, self._stats = layout, regions, options, stats
         self._reservations: dict[int, BlockReservation] = {}
         self._rank = rank
         self._links: dict[str, tuple[Link, KvLayout, str, int | None]] = {}
@@ -195,7 +195,7 @@ class TransferSink:
     ) -> list[Command]:
         """Invite the agent at a new connection to write KV, for all fetches that waited for it.
 
-        rank   the only rank that the peer has; None: all
+        rank  the only rank that the peer has; None: all
         """
         self._links[address] = (link, layout, agent, rank)
         if address in self._members:
@@ -316,17 +316,17 @@ class TransferSink:
         """
         reservation = self._find_moving(link, head.transfer)
         if reservation is None or reservation.tracker is None or reservation.plan is None:
-            self._tally.discarded["late"] += 1
+            self._stats.discarded["late"] += 1
             return None
         try:
             runs = reservation.tracker.begin(
                 head.group, head.pair, head.first, head.count, head.n_bytes
             )
         except RepeatedWindowError:
-            self._tally.discarded["repeated"] += 1
+            self._stats.discarded["repeated"] += 1
             return None
         except WindowError:
-            self._tally.discarded["unplanned"] += 1
+            self._stats.discarded["unplanned"] += 1
             raise
         src_rank, dst_rank = reservation.plan.pairs(head.group)[head.pair]
         src = local_rank(src_rank, reservation.source_rank is None)
@@ -354,7 +354,7 @@ class TransferSink:
         try:
             reservation.tracker.land(head.group, head.pair, head.first, head.count)
         except WindowError:
-            self._tally.discarded["repeated"] += 1
+            self._stats.discarded["repeated"] += 1
             return []
         commands = self._progress(reservation)
         if not reservation.tracker.is_complete:
@@ -500,7 +500,7 @@ class TransferSink:
 
     def _count_received(self, reservation: BlockReservation, link: Link, now: float) -> None:
         pair = (reservation.peer, link.transport)
-        self._tally.count_received(
+        self._stats.count_received(
             pair, _received_bytes(reservation), now - reservation.moving_since
         )
 
@@ -556,7 +556,7 @@ class TransferSink:
             transport=transport,
             detail=detail,
         )
-        self._tally.count_landing(outcome)
+        self._stats.count_landing(outcome)
         progress = self._progress(reservation, fenced=True) if outcome.has_landed else []
         return [*progress, ResolveHandle(reservation.number, outcome)]
 

@@ -69,9 +69,9 @@ class TransferSource:
         regions: Sequence[Region],
         key: bytes,
         options: AgentOptions,
-        tally: AgentStats,
+        stats: AgentStats,
     ) -> None:
-        self._card, self._regions, self._options, self._tally = card, regions, options, tally
+        self._card, self._regions, self._options, self._stats = card, regions, options, stats
         self._offers: dict[int, LeasedOffer] = {}
         self._names: dict[str, LeasedOffer] = {}
         self._outlets: dict[Link, SendQueue] = {}
@@ -93,7 +93,7 @@ class TransferSource:
         """Return the total seconds that KV waited here before it was fetched, over all offers."""
         offers = self._offers.values()
         waiting = [now - offer.started_at for offer in offers if offer.is_unclaimed]
-        return self._tally.unclaimed_s + sum(waiting)
+        return self._stats.unclaimed_s + sum(waiting)
 
     def in_flight_bytes(self) -> int:
         """Return the number of bytes of KV in flight to all peers."""
@@ -175,7 +175,7 @@ class TransferSource:
         offer = self._offers.get(number)
         return [] if offer is None else self._end(offer, reason, detail, now)
 
-    def lose_rank(self, detail: str, now: float) -> list[Command]:
+    def fail_rank(self, detail: str, now: float) -> list[Command]:
         """End all KV offers and refuse new ones until `join_group`: the group has lost a rank."""
         self._lost_rank = detail
         return [
@@ -213,7 +213,7 @@ class TransferSource:
 
         def on_measured(n_bytes: int, seconds: float) -> None:
             self.bandwidth.record(*pair, n_bytes, seconds)
-            self._tally.count_sent(pair, n_bytes, seconds)
+            self._stats.count_sent(pair, n_bytes, seconds)
 
         self._outlets[link] = SendQueue(link, card, budget_bytes, list(self._regions), on_measured)
 
@@ -373,7 +373,7 @@ class TransferSource:
     def _refuse(
         self, link: Link, transfer: int, reason: EndReason, detail: str = ""
     ) -> list[Command]:
-        self._tally.refused[reason] += 1
+        self._stats.refused[reason] += 1
         return [SendMessage(link, make_stop(transfer, reason, detail))]
 
     def _match_invite(
@@ -447,7 +447,7 @@ class TransferSource:
         link = offer.link
         assert link is not None
         if offer.is_unclaimed:
-            self._tally.unclaimed_s += now - offer.started_at
+            self._stats.unclaimed_s += now - offer.started_at
         window_bytes = max(
             1, min(invite.window_bytes, self._options.window_bytes, link.window_bytes)
         )
@@ -558,7 +558,7 @@ class TransferSource:
     ) -> list[Command]:
         # End an offer without its shares, or a share without its offer; return the commands.
         if offer.is_unclaimed:
-            self._tally.unclaimed_s += now - offer.started_at
+            self._stats.unclaimed_s += now - offer.started_at
         offer.lease = end_lease(offer.lease, reason, now)
         if reason is EndReason.LANDED and offer.lease.state is LeaseState.EXPIRED:
             reason = EndReason.LEASE_EXPIRED
@@ -584,7 +584,7 @@ class TransferSource:
         )
         commands.append(BumpGenerations(self._release_blocks(offer)))
         if offer.whole is None:
-            self._tally.count_offer(outcome)
+            self._stats.count_offer(outcome)
             commands.append(ResolveHandle(offer.number, outcome))
         return commands + pumped
 

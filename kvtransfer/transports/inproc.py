@@ -68,10 +68,10 @@ class InprocWire:
     """
 
     def __init__(
-        self, clock: Clock, weather: WireConditions | None = None, rng: Random | None = None
+        self, clock: Clock, conditions: WireConditions | None = None, rng: Random | None = None
     ) -> None:
         self.clock = clock
-        self.weather = weather or WireConditions()
+        self.conditions = conditions or WireConditions()
         self.rng = rng or Random(0)
         self._ends: dict[str, Inproc] = {}
         self._numbers = itertools.count(1)
@@ -129,7 +129,7 @@ class InprocWire:
         if stalled is not None:
             stalled.append(lambda: self.deliver(source, sink, call))
         else:
-            self.run_at(sink, call, self.weather.latency_s + delay_s)
+            self.run_at(sink, call, self.conditions.latency_s + delay_s)
 
     def _make(self, address: str, call: Callback) -> None:
         if address in self._dead:
@@ -251,7 +251,8 @@ class InprocLink:
 
     def fence(self, transfer: int) -> None:
         seconds = (
-            self._wire.weather.fence_s and self._wire.rng.random() * self._wire.weather.fence_s
+            self._wire.conditions.fence_s
+            and self._wire.rng.random() * self._wire.conditions.fence_s
         )
         self._wire.run_at(self._end.address, lambda: self._fence(transfer), seconds)
 
@@ -316,8 +317,8 @@ class InprocLink:
 
     def _begin(self, head: WindowHead, window: WindowSlice) -> None:
         # Read the first half of a window of KV; the second half follows when the bandwidth allows.
-        rng, weather = self._wire.rng, self._wire.weather
-        if weather.sever and rng.random() < weather.sever:
+        rng, conditions = self._wire.rng, self._wire.conditions
+        if conditions.sever and rng.random() < conditions.sever:
             return self._break()
         self._sending = arrival = _Arrival(head)
         _check(window, arrival)
@@ -325,12 +326,12 @@ class InprocLink:
         half = len(window.runs.length) // 2
         offset = _gather(window, arrival.data, 0, 0, half)
         late_s = (
-            rng.random() * weather.delay_s
-            if weather.delay and rng.random() < weather.delay
+            rng.random() * conditions.delay_s
+            if conditions.delay and rng.random() < conditions.delay
             else 0.0
         )
         self._carry(lambda far: far._arrive(arrival), late_s)
-        seconds = head.n_bytes / weather.bytes_per_s if weather.bytes_per_s else 0.0
+        seconds = head.n_bytes / conditions.bytes_per_s if conditions.bytes_per_s else 0.0
         self._flow(seconds, lambda: self._finish(arrival, window, (half, offset), late_s))
         return None
 
@@ -357,21 +358,21 @@ class InprocLink:
         self.notify_owner(lambda owner: owner.on_sent(self, arrival.head))
         self._inject_faults(arrival)
         self._carry(lambda far: far._complete(arrival), late_s)
-        rng, weather = self._wire.rng, self._wire.weather
-        if weather.duplicate and rng.random() < weather.duplicate:
+        rng, conditions = self._wire.rng, self._wire.conditions
+        if conditions.duplicate and rng.random() < conditions.duplicate:
             duplicate = _Arrival(arrival.head)
             duplicate.data = arrival.data
             duplicate.digest = arrival.digest
             duplicate.verdict = arrival.verdict
-            self._carry(lambda far: far._arrive(duplicate), rng.random() * weather.delay_s)
-            self._carry(lambda far: far._complete(duplicate), weather.delay_s)
+            self._carry(lambda far: far._arrive(duplicate), rng.random() * conditions.delay_s)
+            self._carry(lambda far: far._complete(duplicate), conditions.delay_s)
         self._pump()
 
     def _inject_faults(self, arrival: _Arrival) -> None:
-        rng, weather = self._wire.rng, self._wire.weather
-        if weather.corrupt and rng.random() < weather.corrupt and len(arrival.data):
+        rng, conditions = self._wire.rng, self._wire.conditions
+        if conditions.corrupt and rng.random() < conditions.corrupt and len(arrival.data):
             arrival.data[rng.randrange(len(arrival.data))] ^= 1 << rng.randrange(8)
-        if weather.truncate and rng.random() < weather.truncate:
+        if conditions.truncate and rng.random() < conditions.truncate:
             arrival.data = arrival.data[: rng.randrange(len(arrival.data) or 1)]
 
     def _break(self) -> None:

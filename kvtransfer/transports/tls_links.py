@@ -143,7 +143,7 @@ class TlsLink(LanedLink):
 
     def _prepare(self) -> None:
         try:
-            with self._lead:
+            with self._driver_lock:
                 while not self._closing and not self._step_handshake():
                     pass
         except OSError as error:
@@ -175,7 +175,7 @@ class TlsLink(LanedLink):
     def _wait(self, event: int) -> None:
         poll = select.poll()
         poll.register(self._tls, event)
-        poll.register(self._bell, select.POLLIN)
+        poll.register(self._wake_fd, select.POLLIN)
         poll.poll()
 
     def _check_peer(self) -> None:

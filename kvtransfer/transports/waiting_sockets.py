@@ -31,8 +31,8 @@ class WaitingSockets:
 
     def __init__(self, listener: socket.socket) -> None:
         self._epoll = select.epoll()
-        self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        for source in (listener, self._bell):
+        self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        for source in (listener, self._wake_fd):
             self._epoll.register(source, select.EPOLLIN)
         self._waiting: dict[int, tuple[socket.socket, str]] = {}  # by descriptor, oldest first
         self._address_of: dict[int, str] = {}
@@ -77,14 +77,14 @@ class WaitingSockets:
 
     def wake(self) -> None:
         """End the wait of take(), now or when it is called next; callable on any thread."""
-        os.eventfd_write(self._bell, 1)
+        os.eventfd_write(self._wake_fd, 1)
 
     def close(self) -> None:
         """Close all waiting sockets; wake() must not be called any more."""
         for fd in list(self._waiting):
             self._drop(fd)
         self._epoll.close()
-        os.close(self._bell)
+        os.close(self._wake_fd)
 
     def _by_turns(self, ready: list[int]) -> list[int]:
         # Return one socket of each address, then a second one of each, and so on.

@@ -121,10 +121,10 @@ def choose(
     A fleet is suggested if it keeps 5 % more promises per dollar, not fewer promises, and gains
     more in the replayed time than reloading the engines loses.
     """
-    able = [each for each in finalists if each.attainment >= running.attainment - MAX_LOST]
-    best = max(able or finalists, key=_value)
+    eligible = [each for each in finalists if each.attainment >= running.attainment - MAX_LOST]
+    best = max(eligible or finalists, key=_value)
     gain = _value(best) / _value(running) - 1 if _value(running) else float(_value(best) > 0)
-    if not able:
+    if not eligible:
         reason = "every other fleet keeps fewer promises"
     elif gain <= LEAST_GAIN:
         reason = f"the best other fleet gains {gain:.1%}, and 5 % are asked"
@@ -135,7 +135,7 @@ def choose(
         )
     else:
         reason = f"it keeps {gain:.1%} more promises per dollar"
-    is_suggested = bool(able) and gain > LEAST_GAIN and gain * span_s > switch_s
+    is_suggested = bool(eligible) and gain > LEAST_GAIN and gain * span_s > switch_s
     return Suggestion(running, best, gain, switch_s, span_s, is_suggested, reason)
 
 

@@ -25,142 +25,146 @@ SHORT_BACKOFF_S, LONG_BACKOFF_S = 0.5, 8.0
 class AdmissionSim:
     """The wait queue of a replay, and its simulated clients, which retry or give up.
 
-    If `room`, the wait queue, is None, every request enters at once.
+    If `wait_queue`, the wait queue, is None, every request enters at once.
     """
 
-    def __init__(self, fleet: FleetPort, room: WaitQueue[int] | None) -> None:
+    def __init__(self, fleet: FleetPort, wait_queue: WaitQueue[int] | None) -> None:
         self._fleet = fleet
-        self._room = room
+        self._wait_queue = wait_queue
         self._clients = fleet.options.clients
         self._rng = Random(f"clients {fleet.options.seed}")
         self._waiting: dict[int, InflightRequest] = {}
 
     def open(self) -> None:
         """Set the capacity of the replay's wait queue, and start the queue's periodic tick."""
-        if self._room is not None:
+        if self._wait_queue is not None:
             self.refresh(0.0)
             self._fleet.schedule(0.0, self._tick)
 
-    def arrive(self, now: float, flight: InflightRequest) -> None:
+    def arrive(self, now: float, inflight: InflightRequest) -> None:
         """Simulate the first attempt of a client to enter; from now on the client's patience runs
         out.
         """
         if self._clients.patience_s is not None:
-            self._fleet.schedule(now + self._clients.patience_s, self._give_up, flight)
-        self._try_enter(now, flight)
+            self._fleet.schedule(now + self._clients.patience_s, self._give_up, inflight)
+        self._try_enter(now, inflight)
 
     def refresh(self, now: float) -> None:
         """Update the capacity of the replay's wait queue after groups were added, removed or
         failed.
         """
-        if self._room is not None:
-            self._room.refresh(self._fleet.gateway.candidates)
+        if self._wait_queue is not None:
+            self._wait_queue.refresh(self._fleet.gateway.candidates)
             self._apply_verdicts(now)
 
     def on_reserved(self, query: RoutingQuery, pick: Pick) -> None:
         """Charge the tenant of a request that was assigned to a group, if the replay has a wait
         queue.
         """
-        if self._room is not None:
-            self._room.on_reserved(query, pick)
+        if self._wait_queue is not None:
+            self._wait_queue.on_reserved(query, pick)
 
-    def on_ended(self, now: float, flight: InflightRequest) -> None:
+    def on_ended(self, now: float, inflight: InflightRequest) -> None:
         """Release the permit of a request that has ended, and report its outcome to the admission
         policy.
         """
-        if self._returns_permit(flight):
-            assert self._room is not None
-            self._room.release(flight.request, _outcome(now, flight.record))
+        if self._returns_permit(inflight):
+            assert self._wait_queue is not None
+            self._wait_queue.release(inflight.request, _outcome(now, inflight.record))
             self._fleet.schedule(now, self._apply_verdicts)
 
-    def on_not_routed(self, now: float, flight: InflightRequest) -> None:
+    def on_not_routed(self, now: float, inflight: InflightRequest) -> None:
         """Refuse an admitted request that no group can serve, and release its permit."""
-        if self._returns_permit(flight):
-            assert self._room is not None
-            self._room.free_place(now)
+        if self._returns_permit(inflight):
+            assert self._wait_queue is not None
+            self._wait_queue.free_place(now)
             self._fleet.schedule(now, self._apply_verdicts)
-        if flight.failed_endpoints:
-            self._fleet.end(now, flight, RequestEnd.LOST, "no_capacity")
+        if inflight.failed_endpoints:
+            self._fleet.end(now, inflight, RequestEnd.LOST, "no_capacity")
         else:
-            self._refuse(now, flight, NO_RETRY_AFTER)
+            self._refuse(now, inflight, NO_RETRY_AFTER)
 
-    def _returns_permit(self, flight: InflightRequest) -> bool:
-        has_permit, flight.has_permit = flight.has_permit, False
+    def _returns_permit(self, inflight: InflightRequest) -> bool:
+        has_permit, inflight.has_permit = inflight.has_permit, False
         return has_permit
 
-    def _try_enter(self, now: float, flight: InflightRequest) -> None:
+    def _try_enter(self, now: float, inflight: InflightRequest) -> None:
         # Let a request try to enter: its first attempt, or a retry after a refusal.
-        if flight.has_ended:
+        if inflight.has_ended:
             return
-        if self._room is None:
-            self._fleet.serve(now, flight, self._fleet.gateway.query(flight, now))
-        elif self._room.try_enter():
-            self._admit(now, flight)
+        if self._wait_queue is None:
+            self._fleet.serve(now, inflight, self._fleet.gateway.query(inflight, now))
+        elif self._wait_queue.try_enter():
+            self._admit(now, inflight)
         else:
-            self._enter_queue(now, flight, self._room)
+            self._enter_queue(now, inflight, self._wait_queue)
 
-    def _enter_queue(self, now: float, flight: InflightRequest, room: WaitQueue[int]) -> None:
+    def _enter_queue(
+        self, now: float, inflight: InflightRequest, wait_queue: WaitQueue[int]
+    ) -> None:
         # Ask the admission about a request, because the fast path was not available.
-        fleet, number = self._fleet, flight.record.number
-        query, requery = fleet.gateway.query(flight, now), partial(fleet.gateway.query, flight)
-        verdict = room.arrive(query, fleet.gateway.fitting(flight.trace_request), number, requery)
+        fleet, number = self._fleet, inflight.record.number
+        query, requery = fleet.gateway.query(inflight, now), partial(fleet.gateway.query, inflight)
+        verdict = wait_queue.arrive(
+            query, fleet.gateway.fitting(inflight.trace_request), number, requery
+        )
         if isinstance(verdict, Admit):
-            flight.has_permit = True
-            fleet.serve(now, flight, query)
+            inflight.has_permit = True
+            fleet.serve(now, inflight, query)
         elif isinstance(verdict, Shed):
-            self._refuse(now, flight, verdict)
+            self._refuse(now, inflight, verdict)
         else:
-            self._waiting[number] = flight
+            self._waiting[number] = inflight
             fleet.schedule(now + verdict.timeout_s, self._apply_verdicts)
 
-    def _admit(self, now: float, flight: InflightRequest) -> None:
-        flight.has_permit = True
-        self._fleet.serve(now, flight, self._fleet.gateway.query(flight, now))
+    def _admit(self, now: float, inflight: InflightRequest) -> None:
+        inflight.has_permit = True
+        self._fleet.serve(now, inflight, self._fleet.gateway.query(inflight, now))
 
     def _apply_verdicts(self, now: float, _: object = None) -> None:
-        room = self._room
-        if room is None:
+        wait_queue = self._wait_queue
+        if wait_queue is None:
             return
-        for number, verdict in room.take_verdicts(now):
-            flight = self._waiting.pop(number)
+        for number, verdict in wait_queue.take_verdicts(now):
+            inflight = self._waiting.pop(number)
             if isinstance(verdict, Admit):
-                self._admit(now, flight)
+                self._admit(now, inflight)
             elif isinstance(verdict, Shed):
-                self._refuse(now, flight, verdict)
+                self._refuse(now, inflight, verdict)
 
     def _tick(self, now: float, _: object) -> None:
-        assert self._room is not None
-        self._room.tick(now)
+        assert self._wait_queue is not None
+        self._wait_queue.tick(now)
         self._apply_verdicts(now)
         if self._fleet.running_requests:
             self._fleet.schedule(now + TICK_S, self._tick)
 
-    def _refuse(self, now: float, flight: InflightRequest, shed: Shed) -> None:
+    def _refuse(self, now: float, inflight: InflightRequest, shed: Shed) -> None:
         # Answer a request with 429, after which its client retries until its retries are used up.
         #
         # The client waits for Retry-After or its own back-off.
-        clients, record = self._clients, flight.record
+        clients, record = self._clients, inflight.record
         record.refusals += 1
         if record.refused_s is None:
             record.refused_s = now
             record.promised_s = None if shed.retry_after_s is None else now + shed.retry_after_s
         if record.refusals > clients.retries or (clients.obey and not shed.may_return):
-            self._fleet.end(now, flight, RequestEnd.SHED, shed.reason)
+            self._fleet.end(now, inflight, RequestEnd.SHED, shed.reason)
             return
         wait_s = shed.retry_after_s if clients.obey else None
         if wait_s is None:
             backoff_s = min(LONG_BACKOFF_S, SHORT_BACKOFF_S * 2 ** (record.refusals - 1))
             wait_s = backoff_s * (1 - 0.25 * self._rng.random())
-        self._fleet.schedule(now + wait_s, self._try_enter, flight)
+        self._fleet.schedule(now + wait_s, self._try_enter, inflight)
 
-    def _give_up(self, now: float, flight: InflightRequest) -> None:
+    def _give_up(self, now: float, inflight: InflightRequest) -> None:
         # Cancel a request without a first token, because its client has no more patience.
-        if not flight.has_ended and flight.record.first_s is None:
-            number = flight.record.number
-            if self._waiting.pop(number, None) is not None and self._room is not None:
-                self._room.cancel(number)
-            self._fleet.withdraw(now, flight)
-            self._fleet.end(now, flight, RequestEnd.LEFT, "patience")
+        if not inflight.has_ended and inflight.record.first_s is None:
+            number = inflight.record.number
+            if self._waiting.pop(number, None) is not None and self._wait_queue is not None:
+                self._wait_queue.cancel(number)
+            self._fleet.withdraw(now, inflight)
+            self._fleet.end(now, inflight, RequestEnd.LEFT, "patience")
 
 
 def _outcome(now: float, record: ReplayRecord) -> RequestOutcome:

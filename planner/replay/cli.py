@@ -191,7 +191,7 @@ def replay(
         options = ReplayOptions(seed, expected_output=expected_output, clients=clients)
         options = _with_times(options, slo, for_, has_users=users is not None)
         spec, options = arguments.apply_faults(faults, _fleet(fleet), options)
-        contest = Comparison(
+        comparison = Comparison(
             fleet=spec,
             requests=_requests(trace, format_, from_, to),
             policies=_policy_names(policy),
@@ -204,20 +204,20 @@ def replay(
             warmup_s=arguments.parse_seconds(warmup),
             options=options,
         )
-        _check(contest, both=users is not None and rate is not None)
+        _check(comparison, both=users is not None and rate is not None)
     except (arguments.ArgumentError, FleetError, PolicyConfigError) as error:
         raise typer.BadParameter(str(error)) from None
     except TraceError as error:
         typer.echo(f"penstock replay: {error}", err=True)
         raise typer.Exit(1) from None
-    standing = _run(contest, quiet=as_json)
+    result = _run(comparison, quiet=as_json)
     if report is not None:
-        report.write_text(page(standing, trace.name))
-    _print(standing, as_json)
-    missing = _missing(standing)
+        report.write_text(page(result, trace.name))
+    _print(result, as_json)
+    missing = _missing(result)
     for line in missing:
         typer.echo(f"penstock replay: {line}", err=True)
-    served = any(RequestEnd.SERVED in point.figures.ends for point in standing.points)
+    served = any(RequestEnd.SERVED in point.figures.ends for point in result.points)
     raise typer.Exit(0 if served and not missing else 1)
 
 
@@ -256,68 +256,68 @@ def _policy_names(text: str) -> tuple[str, ...]:
     return names
 
 
-def _check(contest: Comparison, both: bool) -> None:
+def _check(comparison: Comparison, both: bool) -> None:
     if both:
         raise arguments.ArgumentError(
             "--rate (open loop) and --users (closed loop) exclude each other"
         )
-    if any(target >= 1 for target in contest.targets):
+    if any(target >= 1 for target in comparison.targets):
         raise arguments.ArgumentError("--capacity takes percentages below 100")
-    if contest.admission is not None:
-        build_admission(contest.admission, {})
+    if comparison.admission is not None:
+        build_admission(comparison.admission, {})
 
 
-def _run(contest: Comparison, quiet: bool) -> ComparisonResult:
+def _run(comparison: Comparison, quiet: bool) -> ComparisonResult:
     console = Console(stderr=True)
     if quiet or not console.is_terminal:
-        return compare(contest)
+        return compare(comparison)
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task("replay", total=1.0)
         return compare(
-            contest, lambda name, share: bar.update(task, description=name, completed=share)
+            comparison, lambda name, share: bar.update(task, description=name, completed=share)
         )
 
 
-def _missing(standing: ComparisonResult) -> list[str]:
+def _missing(result: ComparisonResult) -> list[str]:
     return [
         f"{name}: no capacity at {capacity.target:.0%}: {capacity.reason}; use a shorter --warmup"
-        for name, results in standing.capacities.items()
+        for name, results in result.capacities.items()
         for capacity in results
         if isinstance(capacity, UnknownCapacity)
     ]
 
 
-def _print(standing: ComparisonResult, as_json: bool) -> None:
+def _print(result: ComparisonResult, as_json: bool) -> None:
     if as_json:
-        typer.echo(msgspec.json.format(msgspec.json.encode(as_plain(standing)), indent=2).decode())
+        typer.echo(msgspec.json.format(msgspec.json.encode(as_plain(result)), indent=2).decode())
         return
     console = Console(file=sys.stdout)  # into a pipe as wide as COLUMNS says, or 80
-    for each in figure_tables(HEADS, [cells_of(point) for point in standing.points], console.width):
+    for each in figure_tables(HEADS, [cells_of(point) for point in result.points], console.width):
         console.print(each)
-    for number, target in enumerate(standing.contest.targets):
+    for number, target in enumerate(result.comparison.targets):
         loads = [
-            (name, standing.capacities[name][number].load) for name in standing.contest.policies
+            (name, result.capacities[name][number].load) for name in result.comparison.policies
         ]
         rows = [[name, "–" if load is None else f"{load:.3g}"] for name, load in loads]
         console.print(table(("policy", f"capacity at {target:.0%}"), rows))
 
 
-def as_plain(standing: ComparisonResult) -> dict[str, Any]:
+def as_plain(result: ComparisonResult) -> dict[str, Any]:
     """Return the result of a comparison of policies as a JSON object: figures by policy and load,
     and capacities.
 
     Single requests are left out.
     """
-    contest = standing.contest
+    comparison = result.comparison
     return {
         "schema": "penstock-replay/1",
-        "fleet": contest.fleet,
-        "requests": len(contest.requests),
-        "admission": contest.admission or "none",
-        "options": contest.options,
+        "fleet": comparison.fleet,
+        "requests": len(comparison.requests),
+        "admission": comparison.admission or "none",
+        "options": comparison.options,
         "points": [
-            {"policy": p.policy, "load": p.load, "figures": p.figures} for p in standing.points
+            {"policy": p.policy, "load": p.load, "figures": p.figures} for p in result.points
         ],
-        "capacities": standing.capacities,
+        "capacities": result.capacities,
     }

@@ -78,13 +78,13 @@ class DisaggSim:
             tuple(alone),
         )
 
-    def serve(self, now: float, flight: InflightRequest, query: RoutingQuery) -> bool:
+    def serve(self, now: float, inflight: InflightRequest, query: RoutingQuery) -> bool:
         """Send the request to two groups if the gateway would split it, and return True.
 
         Returns False if a single group should serve it.
         """
         front, groups = self._fleet.gateway, self._fleet.groups
-        pools = self.fitting(flight.trace_request)
+        pools = self.fitting(inflight.trace_request)
         began = front.clock()
         transfers, rule = self._transfers, self._splitter.rule
         decision = self._splitter.decide(pools, query, _WHOLE, self._splitting, transfers)
@@ -94,113 +94,128 @@ class DisaggSim:
         if decision.pair is None:
             return False
         prefill, decode = decision.pair.prefill, decision.pair.decode
-        giver, taker = groups[prefill.candidate.load.slot], groups[decode.candidate.load.slot]
-        request, record = flight.request, flight.record
+        prefill_group, decode_group = (
+            groups[prefill.candidate.load.slot],
+            groups[decode.candidate.load.slot],
+        )
+        request, record = inflight.request, inflight.record
         self._fleet.admission.on_reserved(query, prefill)
         short = msgspec.structs.replace(request, output_tokens=1)
-        flight.prefill_reservation = ledger.reserve(giver.load, short, prefill.cached_tokens, now)
+        inflight.prefill_reservation = ledger.reserve(
+            prefill_group.load, short, prefill.cached_tokens, now
+        )
         after_s = transfer_s(rule, query, prefill.candidate, decode, transfers)
         after_s += decode_wait_s(query, decode)
-        flight.reservation = ledger.reserve_decode(taker.load, request, decode.cached_tokens, now)
-        computed_s = flight.prefill_reservation.predicted_ttft_s
+        inflight.reservation = ledger.reserve_decode(
+            decode_group.load, request, decode.cached_tokens, now
+        )
+        computed_s = inflight.prefill_reservation.predicted_ttft_s
         record.predicted_ttft_s = None if computed_s is None else computed_s + after_s
-        record.predicted_tpot_s = flight.reservation.predicted_tpot_s
-        record.group, record.prefilled_by = taker.name, giver.name
-        flight.believed_tokens = prefill.cached_tokens
-        flight.pair, flight.prefill_group, flight.decode_group = decision.pair, giver, taker
-        front.learn(flight.fingerprint, decode, request.prompt_tokens)
-        flight.prefill_job = Job(request.prompt_tokens, 1, flight.keys, keeps_blocks=True)
-        self._fleet.send(now, flight, giver, prefill, flight.prefill_job)
+        record.predicted_tpot_s = inflight.reservation.predicted_tpot_s
+        record.group, record.prefilled_by = decode_group.name, prefill_group.name
+        inflight.believed_tokens = prefill.cached_tokens
+        inflight.pair, inflight.prefill_group, inflight.decode_group = (
+            decision.pair,
+            prefill_group,
+            decode_group,
+        )
+        front.learn(inflight.fingerprint, decode, request.prompt_tokens)
+        inflight.prefill_job = Job(request.prompt_tokens, 1, inflight.keys, keeps_blocks=True)
+        self._fleet.send(now, inflight, prefill_group, prefill, inflight.prefill_job)
         return True
 
     def on_prefilled(
-        self, now: float, flight: InflightRequest, giver: ReplayGroup, given: Job
+        self, now: float, inflight: InflightRequest, prefill_group: ReplayGroup, given: Job
     ) -> None:
         """Send the decode half of a split request, whose prompt was computed by another group."""
-        record, taker = flight.record, flight.decode_group
-        assert flight.prefill_reservation is not None
-        assert taker is not None
-        flight.prefill_reservation.finish(now, 1)
-        flight.prefill_reservation, flight.prefilled_s = None, now
-        record.cached_tokens, record.believed_tokens = given.cached, flight.believed_tokens
+        record, decode_group = inflight.record, inflight.decode_group
+        assert inflight.prefill_reservation is not None
+        assert decode_group is not None
+        inflight.prefill_reservation.finish(now, 1)
+        inflight.prefill_reservation, inflight.prefilled_s = None, now
+        record.cached_tokens, record.believed_tokens = given.cached, inflight.believed_tokens
         self._fleet.gateway.confirm(
-            giver.load.slot, flight.believed_tokens, given.cached, given.prompt_tokens
+            prefill_group.load.slot, inflight.believed_tokens, given.cached, given.prompt_tokens
         )
-        giver.totals.requests += 1
+        prefill_group.totals.requests += 1
         job = Job(
             given.prompt_tokens,
-            flight.trace_request.output_tokens,
-            flight.keys,
+            inflight.trace_request.output_tokens,
+            inflight.keys,
             leg=DecodeLeg("", _NOWHERE, inf),
         )
-        flight.group, flight.job = taker, job
-        self._fleet.inflight[job] = flight
-        self._fleet.schedule(now + taker.kind.software.request_s, self._fleet.enter, (taker, job))
+        inflight.group, inflight.job = decode_group, job
+        self._fleet.inflight[job] = inflight
+        self._fleet.schedule(
+            now + decode_group.kind.software.request_s, self._fleet.enter, (decode_group, job)
+        )
 
-    def on_first_token(self, now: float, flight: InflightRequest) -> None:
+    def on_first_token(self, now: float, inflight: InflightRequest) -> None:
         """Record how long the KV of a split request took from the prefill to the decode group."""
-        pair, rule = flight.pair, self._splitter.rule
-        if pair is not None and flight.prefilled_s is not None:
-            took_s, tokens = now - flight.prefilled_s, flight.request.prompt_tokens
+        pair, rule = inflight.pair, self._splitter.rule
+        if pair is not None and inflight.prefilled_s is not None:
+            took_s, tokens = now - inflight.prefilled_s, inflight.request.prompt_tokens
             record_transfer(self._transfers, rule, pair, tokens, took_s, now)
-            flight.pair = None
+            inflight.pair = None
 
-    def fetch(self, taker: ReplayGroup, job: Job, now: float) -> None:
+    def fetch(self, decode_group: ReplayGroup, job: Job, now: float) -> None:
         """Transfer the KV that the decode group lacks over the groups' links, one transfer after
         another.
         """
-        flight = self._fleet.inflight[job]
-        giver = flight.prefill_group
+        inflight = self._fleet.inflight[job]
+        prefill_group = inflight.prefill_group
         if job.state is not JobState.FETCHING:
-            self._release_prefill_blocks(now, flight)
-        elif giver is None:
-            self._fleet.schedule(now, self._finish_fetch, (flight, job))
+            self._release_prefill_blocks(now, inflight)
+        elif prefill_group is None:
+            self._fleet.schedule(now, self._finish_fetch, (inflight, job))
         else:
-            starts_s = max(now, giver.sends_at_s, taker.receives_at_s)
-            rate = min(giver.kind.link_gb_s, taker.kind.link_gb_s) * 1e9
-            ends_s = starts_s + (job.prompt_tokens - job.computed) * giver.kv_token_bytes / rate
-            giver.sends_at_s = taker.receives_at_s = ends_s
-            self._fleet.schedule(ends_s, self._finish_fetch, (flight, job))
+            starts_s = max(now, prefill_group.sends_at_s, decode_group.receives_at_s)
+            rate = min(prefill_group.kind.link_gb_s, decode_group.kind.link_gb_s) * 1e9
+            ends_s = (
+                starts_s + (job.prompt_tokens - job.computed) * prefill_group.kv_token_bytes / rate
+            )
+            prefill_group.sends_at_s = decode_group.receives_at_s = ends_s
+            self._fleet.schedule(ends_s, self._finish_fetch, (inflight, job))
 
     def _finish_fetch(self, now: float, event: tuple[InflightRequest, Job]) -> None:
-        flight, job = event
-        taker = flight.decode_group
-        if flight.job is not job or taker is None:  # it was withdrawn in the meantime
+        inflight, job = event
+        decode_group = inflight.decode_group
+        if inflight.job is not job or decode_group is None:  # it was withdrawn in the meantime
             return
-        if flight.prefill_group is None:
-            taker.engine.scheduler_of(job).recompute(job)
-            assert flight.reservation is not None
-            flight.reservation.recompute_prompt(now)
+        if inflight.prefill_group is None:
+            decode_group.engine.scheduler_of(job).recompute(job)
+            assert inflight.reservation is not None
+            inflight.reservation.recompute_prompt(now)
         else:
-            taker.engine.scheduler_of(job).on_landed(job, job.computed)
-            self._release_prefill_blocks(now, flight)
-        self._fleet.wake(now, taker)
+            decode_group.engine.scheduler_of(job).on_landed(job, job.computed)
+            self._release_prefill_blocks(now, inflight)
+        self._fleet.wake(now, decode_group)
 
-    def _release_prefill_blocks(self, now: float, flight: InflightRequest) -> None:
-        giver, given = flight.prefill_group, flight.prefill_job
-        flight.prefill_group = flight.prefill_job = None
-        if giver is not None and given is not None and giver.is_alive:
-            giver.engine.scheduler_of(given).release_kept(given)
-            self._fleet.wake(now, giver)
+    def _release_prefill_blocks(self, now: float, inflight: InflightRequest) -> None:
+        prefill_group, given = inflight.prefill_group, inflight.prefill_job
+        inflight.prefill_group = inflight.prefill_job = None
+        if prefill_group is not None and given is not None and prefill_group.is_alive:
+            prefill_group.engine.scheduler_of(given).release_kept(given)
+            self._fleet.wake(now, prefill_group)
 
-    def withdraw(self, now: float, flight: InflightRequest) -> None:
+    def withdraw(self, now: float, inflight: InflightRequest) -> None:
         """Cancel the prefill half of a split request and its KV transfer."""
-        if flight.prefill_reservation is not None:
-            flight.prefill_reservation.drop(now)
-            flight.prefill_reservation = None
-        self._release_prefill_blocks(now, flight)
-        flight.decode_group = None
+        if inflight.prefill_reservation is not None:
+            inflight.prefill_reservation.drop(now)
+            inflight.prefill_reservation = None
+        self._release_prefill_blocks(now, inflight)
+        inflight.decode_group = None
 
     def on_group_died(self, now: float, group: ReplayGroup) -> None:
         """Record the death of a group: its unfetched KV is lost, and split requests that decode
         there fail.
         """
         group.sends_at_s = group.receives_at_s = now
-        for flight in list(self._fleet.inflight.values()):
-            if flight.decode_group is group:
-                self._fleet.retry_elsewhere(now, flight, group)
-            elif flight.prefill_group is group:
-                flight.prefill_group = flight.prefill_job = None
+        for inflight in list(self._fleet.inflight.values()):
+            if inflight.decode_group is group:
+                self._fleet.retry_elsewhere(now, inflight, group)
+            elif inflight.prefill_group is group:
+                inflight.prefill_group = inflight.prefill_job = None
 
 
 def _pools(groups: list[ReplayGroup]) -> SplitPools:

@@ -168,7 +168,7 @@ class ReplayEngine:
         """Report the first and last tokens of a step that has just ended."""
         outcome = self.scheduler.finish(plan)
         for job in outcome.first_token_jobs:
-            if job.made == 1:
+            if job.generated_count == 1:
                 self._preempted_at.pop(job, None)
                 self._events.first_token(job, now)
             elif job in self._preempted_at:

@@ -72,8 +72,10 @@ class FaultEvents:
             fleet.gateway.forget_group(group)
         fleet.admission.refresh(now)
         for group in ranks:
-            for flight in [flight for flight in fleet.inflight.values() if flight.group is group]:
-                fleet.retry_elsewhere(now, flight, group)
+            for inflight in [
+                inflight for inflight in fleet.inflight.values() if inflight.group is group
+            ]:
+                fleet.retry_elsewhere(now, inflight, group)
             if fleet.disagg is not None:
                 fleet.disagg.on_group_died(now, group)
 

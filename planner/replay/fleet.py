@@ -60,8 +60,8 @@ def replay(
     every request enters at once, whatever the groups' caps. `watch` is called with (clock, finished
     requests) at every end of a request.
     """
-    room = None if admission is None else WaitQueue[int](admission, limits, shares)
-    return Fleet(spec, traffic, policy, room, options or ReplayOptions(), watch).run()
+    wait_queue = None if admission is None else WaitQueue[int](admission, limits, shares)
+    return Fleet(spec, traffic, policy, wait_queue, options or ReplayOptions(), watch).run()
 
 
 class Fleet:
@@ -72,18 +72,18 @@ class Fleet:
         spec: FleetSpec,
         traffic: Traffic,
         policy: Policy,
-        room: WaitQueue[int] | None,
+        wait_queue: WaitQueue[int] | None,
         options: ReplayOptions,
         watch: Callable[[float, int], None] | None = None,
     ) -> None:
         self.options = options
         self._spec, self._traffic, self._watch = spec, traffic, watch
-        self.engines = build_engines(spec, self, options.leaping, capped=room is not None)
+        self.engines = build_engines(spec, self, options.leaping, capped=wait_queue is not None)
         self.groups = [group for ranks in self.engines for group in ranks]
         self.gateway = GatewaySim(policy, self.groups, options, spec.block_tokens, perf_counter)
         split = spec.pairs or any(kind.role is not Role.BOTH for kind in spec.groups)
         self.disagg = DisaggSim(self, spec.split, policy) if split else None
-        self.admission = AdmissionSim(self, room)
+        self.admission = AdmissionSim(self, wait_queue)
         self.speed_monitor = SpeedMonitorSim(self, self.options.slow_factor)
         self.hedges = Hedges(self, self.options.hedge_share)
         self._ideal = UnlimitedCache(spec.block_tokens)
@@ -163,13 +163,13 @@ class Fleet:
         self._records.append(record)
         keys = keys_of(trace_request, self._spec.block_tokens)
         request = self.gateway.request(record, trace_request)
-        flight = InflightRequest(
+        inflight = InflightRequest(
             record, trace_request, request, keys, self.gateway.fingerprint(request, keys), remaining
         )
         if self._fits(trace_request):
-            self.admission.arrive(now, flight)
+            self.admission.arrive(now, inflight)
         else:
-            self.end(now, flight, RequestEnd.SHED, "too_long")
+            self.end(now, inflight, RequestEnd.SHED, "too_long")
 
     def _fits(self, request: TraceRequest) -> bool:
         if self.disagg is None:
@@ -179,35 +179,35 @@ class Fleet:
 
     # Sending to a group
 
-    def serve(self, now: float, flight: InflightRequest, query: RoutingQuery) -> None:
+    def serve(self, now: float, inflight: InflightRequest, query: RoutingQuery) -> None:
         """Pick a group for the request, reserve the capacity there and send the request, in one
         step as the gateway does.
         """
-        if self.disagg is not None and self.disagg.serve(now, flight, query):
+        if self.disagg is not None and self.disagg.serve(now, inflight, query):
             return
-        pick = self.gateway.pick(query, self._single_candidates(flight.trace_request))
+        pick = self.gateway.pick(query, self._single_candidates(inflight.trace_request))
         if pick is None:
-            self.admission.on_not_routed(now, flight)
+            self.admission.on_not_routed(now, inflight)
             return
         group = self.groups[pick.candidate.load.slot]
         self.admission.on_reserved(query, pick)
-        self.start(now, flight, group, pick)
-        assert flight.reservation is not None
-        flight.record.predicted_ttft_s = flight.reservation.predicted_ttft_s
-        flight.record.predicted_tpot_s = flight.reservation.predicted_tpot_s
-        flight.record.group = group.name
+        self.start(now, inflight, group, pick)
+        assert inflight.reservation is not None
+        inflight.record.predicted_ttft_s = inflight.reservation.predicted_ttft_s
+        inflight.record.predicted_tpot_s = inflight.reservation.predicted_tpot_s
+        inflight.record.group = group.name
 
-    def start(self, now: float, flight: InflightRequest, group: ReplayGroup, pick: Pick) -> None:
-        flight.reservation = ledger.reserve(group.load, flight.request, pick.cached_tokens, now)
-        flight.believed_tokens = pick.cached_tokens
-        flight.ahead_tokens, flight.sent_s = group.load.prefill_tokens, now
-        flight.is_overtaken = False
-        tokens = max(1, flight.trace_request.input_tokens - flight.believed_tokens)
+    def start(self, now: float, inflight: InflightRequest, group: ReplayGroup, pick: Pick) -> None:
+        inflight.reservation = ledger.reserve(group.load, inflight.request, pick.cached_tokens, now)
+        inflight.believed_tokens = pick.cached_tokens
+        inflight.ahead_tokens, inflight.sent_s = group.load.prefill_tokens, now
+        inflight.is_overtaken = False
+        tokens = max(1, inflight.trace_request.input_tokens - inflight.believed_tokens)
         group.speed.on_sent(tokens, now, is_decoding=group.load.decoding > 0)
         job = Job(
-            flight.trace_request.input_tokens, flight.trace_request.output_tokens, flight.keys
+            inflight.trace_request.input_tokens, inflight.trace_request.output_tokens, inflight.keys
         )
-        self.send(now, flight, group, pick, job)
+        self.send(now, inflight, group, pick, job)
 
     def _single_candidates(self, request: TraceRequest) -> Sequence[Candidate]:
         return (
@@ -217,20 +217,22 @@ class Fleet:
         )
 
     def send(
-        self, now: float, flight: InflightRequest, group: ReplayGroup, pick: Pick, job: Job
+        self, now: float, inflight: InflightRequest, group: ReplayGroup, pick: Pick, job: Job
     ) -> None:
         """Send a job to a group: update the prefix index, and queue the job after the API
         latency.
         """
-        if flight.record.entered_s is None:
-            flight.record.entered_s = now
-            flight.record.ideal_tokens = self._ideal.hit(flight.keys, flight.request.prompt_tokens)
-        flight.group, flight.job = group, job
-        self.gateway.learn(flight.fingerprint, pick, flight.request.prompt_tokens)
+        if inflight.record.entered_s is None:
+            inflight.record.entered_s = now
+            inflight.record.ideal_tokens = self._ideal.hit(
+                inflight.keys, inflight.request.prompt_tokens
+            )
+        inflight.group, inflight.job = group, job
+        self.gateway.learn(inflight.fingerprint, pick, inflight.request.prompt_tokens)
         if self.options.view is CacheView.EXACT:
-            group.expect(flight.keys)
-            flight.is_expected = True
-        self.inflight[job] = flight
+            group.expect(inflight.keys)
+            inflight.is_expected = True
+        self.inflight[job] = inflight
         self.schedule(now + group.kind.software.request_s, self.enter, (group, job))
 
     def enter(self, now: float, what: tuple[ReplayGroup, Job]) -> None:
@@ -276,22 +278,22 @@ class Fleet:
 
     def on_first_token(self, group: ReplayGroup, job: Job, now: float) -> None:
         """Record a job's first token, and start the decode half of a split request."""
-        flight = self.inflight[job]
-        if flight.race is not None:
-            flight = self.hedges.decide(now, flight)
-        self.stop_expecting(flight)
+        inflight = self.inflight[job]
+        if inflight.race is not None:
+            inflight = self.hedges.decide(now, inflight)
+        self.stop_expecting(inflight)
         group.totals.prompt_tokens += 0 if isinstance(job.leg, DecodeLeg) else job.prompt_tokens
         group.totals.cached_tokens += 0 if isinstance(job.leg, DecodeLeg) else job.cached
         if job.keeps_blocks:
-            assert flight.prefill_reservation is not None
-            flight.prefill_reservation.on_first_token(now)
+            assert inflight.prefill_reservation is not None
+            inflight.prefill_reservation.on_first_token(now)
             return
-        assert flight.reservation is not None
-        flight.reservation.on_first_token(now)
-        record = flight.record
+        assert inflight.reservation is not None
+        inflight.reservation.on_first_token(now)
+        record = inflight.record
         if not record.prefilled_by:
             group.speed.on_first_token(
-                max(1, job.prompt_tokens - flight.believed_tokens),
+                max(1, job.prompt_tokens - inflight.believed_tokens),
                 now,
                 budget_tokens=group.load.belief.shape.budget_tokens,
             )
@@ -299,7 +301,7 @@ class Fleet:
         if not record.prefilled_by:
             record.cached_tokens = job.cached
         elif self.disagg is not None:
-            self.disagg.on_first_token(now, flight)
+            self.disagg.on_first_token(now, inflight)
 
     def on_blocks_allocated(self, group: ReplayGroup, job: Job, now: float) -> None:
         """Start the KV transfer of a job whose KV comes from another group.
@@ -309,62 +311,62 @@ class Fleet:
         assert self.disagg is not None
         self.disagg.fetch(group, job, now)
 
-    def stop_expecting(self, flight: InflightRequest) -> None:
+    def stop_expecting(self, inflight: InflightRequest) -> None:
         """Stop counting a request's KV blocks as blocks that its group will soon have cached."""
-        if flight.is_expected:
-            flight.is_expected = False
-            assert flight.group is not None
-            flight.group.expect_no_more(flight.keys)
+        if inflight.is_expected:
+            inflight.is_expected = False
+            assert inflight.group is not None
+            inflight.group.expect_no_more(inflight.keys)
 
     def on_last_token(self, group: ReplayGroup, job: Job, now: float) -> None:
         """Record a job's last token, and end its request or start its decode half."""
-        flight = self.inflight.pop(job)
+        inflight = self.inflight.pop(job)
         if job.keeps_blocks:
             assert self.disagg is not None
-            self.disagg.on_prefilled(now, flight, group, job)
+            self.disagg.on_prefilled(now, inflight, group, job)
             return
-        record, entry = flight.record, flight.reservation
+        record, entry = inflight.record, inflight.reservation
         assert entry is not None
         record.longest_gap_s = group.engine.longest_gap_s(job, record.first_s or now)
         record.preemptions += job.preemptions
         record.done_s = now
         entry.finish(now, record.output_tokens)
         self.gateway.learn_length(record)
-        flight.reservation = None
+        inflight.reservation = None
         if not record.prefilled_by:
-            record.believed_tokens = flight.believed_tokens
+            record.believed_tokens = inflight.believed_tokens
             self.gateway.confirm(
-                group.load.slot, flight.believed_tokens, job.cached, job.prompt_tokens
+                group.load.slot, inflight.believed_tokens, job.cached, job.prompt_tokens
             )
         group.totals.output_tokens += job.output_tokens
         group.totals.requests += 1
-        self.end(now, flight, RequestEnd.SERVED, "")
+        self.end(now, inflight, RequestEnd.SERVED, "")
 
-    def end(self, now: float, flight: InflightRequest, end: RequestEnd, reason: str) -> None:
+    def end(self, now: float, inflight: InflightRequest, end: RequestEnd, reason: str) -> None:
         """End a request with this result and reason.
 
         Every request of the replay ends by this call.
         """
-        flight.has_ended = True
-        record = flight.record
+        inflight.has_ended = True
+        record = inflight.record
         record.end, record.reason = end, reason
         self.running_requests -= 1
         self._over += 1
         self._last_s = now
         if self._watch is not None:
             self._watch(now, self._over)
-        self.admission.on_ended(now, flight)
-        if flight.next_requests is not None:
-            self._schedule_next(now, flight.next_requests)
+        self.admission.on_ended(now, inflight)
+        if inflight.next_requests is not None:
+            self._schedule_next(now, inflight.next_requests)
 
-    def withdraw(self, now: float, flight: InflightRequest) -> None:
+    def withdraw(self, now: float, inflight: InflightRequest) -> None:
         """Cancel a request's job, KV transfer and hedge; the computed tokens count as wasted."""
-        job, group = flight.job, flight.group
-        if flight.race is not None:
-            self.hedges.end_race(now, flight)
-        self.stop_expecting(flight)
+        job, group = inflight.job, inflight.group
+        if inflight.race is not None:
+            self.hedges.end_race(now, inflight)
+        self.stop_expecting(inflight)
         if job is not None and group is not None and self.inflight.pop(job, None) is not None:
-            flight.record.wasted_tokens += max(0, job.computed - max(0, job.cached))
+            inflight.record.wasted_tokens += max(0, job.computed - max(0, job.cached))
             if group.is_alive and group.engine.holds(job):
                 scheduler = group.engine.scheduler_of(job)
                 group.engine.abort(job, now)
@@ -372,36 +374,36 @@ class Fleet:
                 self.wake(now, group)
             if group.is_alive:
                 self.gateway.forget_prompt(
-                    flight.fingerprint,
+                    inflight.fingerprint,
                     group.load.slot,
-                    flight.believed_tokens,
-                    flight.request.prompt_tokens,
+                    inflight.believed_tokens,
+                    inflight.request.prompt_tokens,
                 )
         if self.disagg is not None:
-            self.disagg.withdraw(now, flight)
+            self.disagg.withdraw(now, inflight)
         is_awaited = (
-            flight.record.first_s is None
-            and not flight.record.prefilled_by
-            and not flight.is_overtaken
+            inflight.record.first_s is None
+            and not inflight.record.prefilled_by
+            and not inflight.is_overtaken
         )
         if group is not None and is_awaited:
-            self.speed_monitor.on_dropped(now, flight, group)
-        if flight.reservation is not None:
-            flight.reservation.drop(now)
-            flight.reservation = None
-        flight.job = flight.group = None
+            self.speed_monitor.on_dropped(now, inflight, group)
+        if inflight.reservation is not None:
+            inflight.reservation.drop(now)
+            inflight.reservation = None
+        inflight.job = inflight.group = None
 
-    def retry_elsewhere(self, now: float, flight: InflightRequest, group: ReplayGroup) -> None:
+    def retry_elsewhere(self, now: float, inflight: InflightRequest, group: ReplayGroup) -> None:
         """Retry a request after its group failed, or end it if its answer had begun."""
-        self.withdraw(now, flight)
-        if flight.is_hedge:
+        self.withdraw(now, inflight)
+        if inflight.is_hedge:
             return
-        flight.failed_endpoints |= {group.name}
-        if flight.record.first_s is not None or len(flight.failed_endpoints) >= MOST_TRIES:
-            self.end(now, flight, RequestEnd.LOST, "engine_dead")
+        inflight.failed_endpoints |= {group.name}
+        if inflight.record.first_s is not None or len(inflight.failed_endpoints) >= MOST_TRIES:
+            self.end(now, inflight, RequestEnd.LOST, "engine_dead")
             return
-        flight.record.retries += 1
-        self.serve(now, flight, self.gateway.query(flight, now))
+        inflight.record.retries += 1
+        self.serve(now, inflight, self.gateway.query(inflight, now))
 
     def _report(self, wall_s: float) -> ReplayRun:
         for group in self.groups:

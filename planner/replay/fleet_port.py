@@ -44,14 +44,14 @@ class HedgesPort(Protocol):
         share.
         """
 
-    def send(self, now: float, flight: InflightRequest, group: ReplayGroup) -> None:
+    def send(self, now: float, inflight: InflightRequest, group: ReplayGroup) -> None:
         """Send a copy of the request to a second group. The first answer wins."""
 
 
 class SpeedsPort(Protocol):
     """The interface of the review of groups' speeds to the other parts of a replay."""
 
-    def on_overtaken(self, now: float, flight: InflightRequest, group: ReplayGroup) -> None:
+    def on_overtaken(self, now: float, inflight: InflightRequest, group: ReplayGroup) -> None:
         """Record that the request left the group before its first token, which is a sign that the
         group is slow.
         """
@@ -93,14 +93,14 @@ class FleetPort(Protocol):
         Events of the same moment run in the order in which they were scheduled.
         """
 
-    def serve(self, now: float, flight: InflightRequest, query: RoutingQuery) -> None:
+    def serve(self, now: float, inflight: InflightRequest, query: RoutingQuery) -> None:
         """Pick a group for an admitted request, reserve capacity there and send the request."""
 
-    def start(self, now: float, flight: InflightRequest, group: ReplayGroup, pick: Pick) -> None:
+    def start(self, now: float, inflight: InflightRequest, group: ReplayGroup, pick: Pick) -> None:
         """Reserve capacity at the picked group and send it the whole request."""
 
     def send(
-        self, now: float, flight: InflightRequest, group: ReplayGroup, pick: Pick, job: Job
+        self, now: float, inflight: InflightRequest, group: ReplayGroup, pick: Pick, job: Job
     ) -> None:
         """Send a job to a simulated group.
 
@@ -115,11 +115,11 @@ class FleetPort(Protocol):
     def wake(self, now: float, group: ReplayGroup) -> None:
         """Let a group's engine read its job queue after the current step, or now if it is idle."""
 
-    def withdraw(self, now: float, flight: InflightRequest) -> None:
+    def withdraw(self, now: float, inflight: InflightRequest) -> None:
         """Cancel a request's jobs and release its reserved load."""
 
-    def retry_elsewhere(self, now: float, flight: InflightRequest, group: ReplayGroup) -> None:
+    def retry_elsewhere(self, now: float, inflight: InflightRequest, group: ReplayGroup) -> None:
         """Retry a request whose group died at another group, or end it if its answer had begun."""
 
-    def end(self, now: float, flight: InflightRequest, end: RequestEnd, reason: str) -> None:
+    def end(self, now: float, inflight: InflightRequest, end: RequestEnd, reason: str) -> None:
         """End a request of the replay with this result and reason."""

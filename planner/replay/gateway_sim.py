@@ -102,13 +102,13 @@ class GatewaySim:
         n_bytes = request.prompt_tokens * BYTES_PER_TOKEN
         return fingerprint_of_chain(keys, block_bytes, n_bytes, salt)
 
-    def query(self, flight: InflightRequest, now: float) -> RoutingQuery:
+    def query(self, inflight: InflightRequest, now: float) -> RoutingQuery:
         """Return the routing query, with the prompt tokens that each group is believed to have
         cached.
 
         With an exact view, these are the really cached ones.
         """
-        request, fingerprint, keys = flight.request, flight.fingerprint, flight.keys
+        request, fingerprint, keys = inflight.request, inflight.fingerprint, inflight.keys
         cached: Sequence[int] = ()
         if self._options.view is CacheView.EXACT and self.policy.reads_prefix:
             size = self._block_tokens
@@ -117,7 +117,7 @@ class GatewaySim:
         elif fingerprint is not None:
             match = self.index.match if self._order is None else self.index.match_holders
             cached = match(fingerprint, request.prompt_tokens)
-        return RoutingQuery(request, now, self.rng, cached, flight.failed_endpoints, fingerprint)
+        return RoutingQuery(request, now, self.rng, cached, inflight.failed_endpoints, fingerprint)
 
     def fitting(self, request: TraceRequest) -> Sequence[Candidate]:
         """Return the groups whose KV memory could hold the request's prompt and answer."""

@@ -37,17 +37,21 @@ class Hedges:
         self._allowed = min(MOST_SAVED, self._allowed + self._share * (came - paid_back))
         return self._allowed >= 1.0
 
-    def send(self, now: float, flight: InflightRequest, group: ReplayGroup) -> None:
+    def send(self, now: float, inflight: InflightRequest, group: ReplayGroup) -> None:
         fleet = self._fleet
         self._allowed -= 1.0
         self.sent.append(now)
-        cached = fleet.gateway.query(flight, now).cached_by_slot
+        cached = fleet.gateway.query(inflight, now).cached_by_slot
         held = cached[group.load.slot] if group.load.slot < len(cached) else 0
         pick = Pick(group.candidate, held, 0.0, 1, "hedge", (0.0,), (group.candidate,))
         second = InflightRequest(
-            flight.record, flight.trace_request, flight.request, flight.keys, flight.fingerprint
+            inflight.record,
+            inflight.trace_request,
+            inflight.request,
+            inflight.keys,
+            inflight.fingerprint,
         )
-        second.race, flight.race, second.is_hedge = flight, second, True
+        second.race, inflight.race, second.is_hedge = inflight, second, True
         fleet.start(now, second, group, pick)
 
     def decide(self, now: float, first: InflightRequest) -> InflightRequest:
@@ -77,12 +81,12 @@ class Hedges:
         fleet.withdraw(now, other)
         return first
 
-    def end_race(self, now: float, flight: InflightRequest) -> None:
+    def end_race(self, now: float, inflight: InflightRequest) -> None:
         """End the race of two attempts at one request, because one of them was withdrawn.
 
         If the withdrawn attempt was the first one, its hedge is withdrawn as well.
         """
-        other, flight.race = flight.race, None
+        other, inflight.race = inflight.race, None
         if other is not None:
             other.race = None
             if other.is_hedge:

@@ -60,46 +60,48 @@ HEADS = (
 )
 
 
-def page(standing: ComparisonResult, trace: str) -> str:
+def page(result: ComparisonResult, trace: str) -> str:
     """Return the HTML page of a comparison; `trace` is the name of the replayed trace."""
-    contest = standing.contest
-    names = list(contest.policies)
-    title = f"{trace} on {contest.fleet.name}"
+    comparison = result.comparison
+    names = list(comparison.policies)
+    title = f"{trace} on {comparison.fleet.name}"
     return "".join(
         [
             '<!doctype html><html lang="en"><head><meta charset="utf-8">',
             '<meta name="viewport" content="width=device-width, initial-scale=1">',
             f"<title>Replay: {escape(title)}</title><style>{_STYLE}</style></head><body>",
-            f'<h1>Replay: {escape(title)}</h1><p class="lead">{escape(_lead(contest))}</p>',
+            f'<h1>Replay: {escape(title)}</h1><p class="lead">{escape(_lead(comparison))}</p>',
             legend(names),
-            _curves(standing, names),
-            _spreads(standing, names),
-            _capacities(standing, names),
-            f'<h2>All figures</h2><div class="wide">{_table(standing.points)}</div>',
+            _curves(result, names),
+            _spreads(result, names),
+            _capacities(result, names),
+            f'<h2>All figures</h2><div class="wide">{_table(result.points)}</div>',
             "</body></html>\n",
         ]
     )
 
 
-def _lead(contest: Comparison) -> str:
-    slo = contest.options.standard
+def _lead(comparison: Comparison) -> str:
+    slo = comparison.options.standard
     budgets = f"first token within {slo.ttft_s:g} s and {slo.tpot_s * 1e3:g} ms per further token"
-    if contest.options.classes:
-        budgets = f"classes {', '.join(contest.options.classes)}; others: {budgets}"
-    door = "no admission" if contest.admission is None else f"admission {contest.admission}"
-    requests, seed = len(contest.requests), contest.options.seed
+    if comparison.options.classes:
+        budgets = f"classes {', '.join(comparison.options.classes)}; others: {budgets}"
+    door = "no admission" if comparison.admission is None else f"admission {comparison.admission}"
+    requests, seed = len(comparison.requests), comparison.options.seed
     return f"{requests} requests; good means {budgets}; {door}; seed {seed}."
 
 
-def _curves(standing: ComparisonResult, names: Sequence[str]) -> str:
-    contest = standing.contest
-    x = Axis("users" if contest.by_users else "rate, as a multiple of the recorded one", least=0.0)
-    targets = [(target, f"{target:.0%}") for target in contest.targets or (0.9,)]
+def _curves(result: ComparisonResult, names: Sequence[str]) -> str:
+    comparison = result.comparison
+    x = Axis(
+        "users" if comparison.by_users else "rate, as a multiple of the recorded one", least=0.0
+    )
+    targets = [(target, f"{target:.0%}") for target in comparison.targets or (0.9,)]
 
     def draw(
         title: str, label: str, value: str, write: str, most: float | None, rules: bool
     ) -> str:
-        points = [(p.policy, p.load, getattr(p.figures, value)) for p in standing.points]
+        points = [(p.policy, p.load, getattr(p.figures, value)) for p in result.points]
         lines = [
             Series(
                 name,
@@ -122,10 +124,10 @@ def _curves(standing: ComparisonResult, names: Sequence[str]) -> str:
     return f'<div class="charts">{"".join(charts)}</div>'
 
 
-def _spreads(standing: ComparisonResult, names: Sequence[str]) -> str:
-    load = _load_to_show(standing)
-    slo = standing.contest.options.standard
-    shown = [point for point in standing.points if point.load == load]
+def _spreads(result: ComparisonResult, names: Sequence[str]) -> str:
+    load = _load_to_show(result)
+    slo = result.comparison.options.standard
+    shown = [point for point in result.points if point.load == load]
     ttft = [Series(p.policy, _shares(p.ttfts_s, 1.0), names.index(p.policy)) for p in shown]
     tpot = [Series(p.policy, _shares(p.tpots_s, 1e3), names.index(p.policy)) for p in shown]
     share = Axis("share of requests", 0.0, 1.0, write="{:.0%}".format)
@@ -147,7 +149,7 @@ def _spreads(standing: ComparisonResult, names: Sequence[str]) -> str:
         bars("Hits, as a share of an endless cache in common", hits, "{:.1%}".format),
         bars("Imbalance: busiest group over the mean", _imbalances(shown, names), "{:.2f}".format),
     ]
-    what = f"{load:g} users" if standing.contest.by_users else f"{load:g} times the recorded rate"
+    what = f"{load:g} users" if result.comparison.by_users else f"{load:g} times the recorded rate"
     return f'<h2>At {what}</h2><div class="charts">{"".join(charts)}</div>'
 
 
@@ -161,10 +163,10 @@ def _imbalances(
     return [(point.policy, point.figures.imbalance, names.index(point.policy)) for point in points]
 
 
-def _load_to_show(standing: ComparisonResult) -> float:
+def _load_to_show(result: ComparisonResult) -> float:
     # Return the highest load at which some policy attains 80 %, or the lowest load if none does.
-    good_loads = [point.load for point in standing.points if point.figures.attainment >= 0.8]
-    return max(good_loads, default=min(point.load for point in standing.points))
+    good_loads = [point.load for point in result.points if point.figures.attainment >= 0.8]
+    return max(good_loads, default=min(point.load for point in result.points))
 
 
 def _shares(ordered: Sequence[float], factor: float) -> list[tuple[float, float]]:
@@ -177,11 +179,11 @@ def _shares(ordered: Sequence[float], factor: float) -> list[tuple[float, float]
     return [(ordered[index] * factor, (index + 1) / count) for index in places]
 
 
-def _capacities(standing: ComparisonResult, names: Sequence[str]) -> str:
+def _capacities(result: ComparisonResult, names: Sequence[str]) -> str:
     charts, missing = [], []
-    for number, target in enumerate(standing.contest.targets):
+    for number, target in enumerate(result.comparison.targets):
         results = [
-            (index, name, standing.capacities[name][number]) for index, name in enumerate(names)
+            (index, name, result.capacities[name][number]) for index, name in enumerate(names)
         ]
         values = [
             (name, capacity.load, index)

@@ -64,7 +64,7 @@ class SpeedMonitorSim:
             generated |= self._sample(group, now)
         self._generated = generated
         before = [group.speed.verdict for group in rated]
-        self._expectations.yardsticks = speed_outlier.review(
+        self._expectations.peer_times_by_kind = speed_outlier.review(
             [_member(group) for group in rated], now, self._limits
         )
         for group, verdict in zip(rated, before, strict=True):
@@ -101,35 +101,37 @@ class SpeedMonitorSim:
         group.load.mark_changed()
         group.speed.restart()
         fleet.admission.refresh(now)
-        for flight in self._waiting(group):
-            fleet.retry_elsewhere(now, flight, group)
+        for inflight in self._waiting(group):
+            fleet.retry_elsewhere(now, inflight, group)
         fleet.schedule(now + PROBE_S, self._probe, group)
 
     def _waiting(self, group: ReplayGroup) -> list[InflightRequest]:
         # Return the requests at the group without a first token, in order of arrival.
         flights = self._fleet.inflight.values()
-        return [flight for flight in flights if flight.group is group and _may_leave(flight)]
+        return [
+            inflight for inflight in flights if inflight.group is group and _may_leave(inflight)
+        ]
 
-    def on_overtaken(self, now: float, flight: InflightRequest, group: ReplayGroup) -> None:
+    def on_overtaken(self, now: float, inflight: InflightRequest, group: ReplayGroup) -> None:
         """Record that a request leaves the group before its first token, as evidence of slowness.
 
         It does the same as EndpointTable.on_overtaken of the gateway.
         """
         member = _member(group)
-        group.speed.overtaken(
-            _awaited_tokens(flight),
+        group.speed.on_overtaken(
+            _awaited_tokens(inflight),
             group.step_tokens,
             now,
             late_s=self._expectations.late_step_s(member, now),
             step_s=self._expectations.running_step_s(member),
         )
-        flight.is_overtaken = True
+        inflight.is_overtaken = True
         self._doubt(now, group)
 
-    def on_dropped(self, now: float, flight: InflightRequest, group: ReplayGroup) -> None:
+    def on_dropped(self, now: float, inflight: InflightRequest, group: ReplayGroup) -> None:
         """Record that a request was withdrawn before its first token."""
         step_s = self._expectations.running_step_s(_member(group))
-        group.speed.on_dropped(_awaited_tokens(flight), now, step_s=step_s)
+        group.speed.on_dropped(_awaited_tokens(inflight), now, step_s=step_s)
 
     def _doubt(self, now: float, group: ReplayGroup) -> None:
         # Send the group no request until the next review, and few until its speed has been judged.
@@ -176,14 +178,14 @@ class SpeedMonitorSim:
         #
         # The time that a moved request has waited becomes a speed sample of the group.
         fleet, is_suspect = self._fleet, group.speed.verdict is SpeedVerdict.SUSPECT
-        for flight in self._waiting(group):
-            is_behind, is_doubted = group.speed.is_behind(flight.sent_s), self._is_in_doubt(group)
+        for inflight in self._waiting(group):
+            is_behind, is_doubted = group.speed.is_behind(inflight.sent_s), self._is_in_doubt(group)
             can_hedge = fleet.hedges.may_send()
-            left_s = self._left_s(now, flight, group, is_doubted=is_doubted)
-            best = None if left_s is None else self._best(now, flight)
+            left_s = self._left_s(now, inflight, group, is_doubted=is_doubted)
+            best = None if left_s is None else self._best(now, inflight)
             if best is not None and is_doubted and _kind(best[1]) != _kind(group):
                 is_doubted = False  # that faster hardware answers sooner proves nothing
-                left_s = self._left_s(now, flight, group, is_doubted=False)
+                left_s = self._left_s(now, inflight, group, is_doubted=False)
             speedup = 1.0 if is_behind and is_doubted else PRICE
             moves = is_suspect or (is_doubted and is_behind)
             if left_s is None or best is None or left_s < speedup * best[0]:
@@ -191,38 +193,38 @@ class SpeedMonitorSim:
             if not (moves or can_hedge):
                 continue
             if moves:
-                self.on_overtaken(now, flight, group)
-                fleet.retry_elsewhere(now, flight, group)
+                self.on_overtaken(now, inflight, group)
+                fleet.retry_elsewhere(now, inflight, group)
             else:
-                fleet.hedges.send(now, flight, best[1])
+                fleet.hedges.send(now, inflight, best[1])
 
     def _left_s(
-        self, now: float, flight: InflightRequest, group: ReplayGroup, *, is_doubted: bool
+        self, now: float, inflight: InflightRequest, group: ReplayGroup, *, is_doubted: bool
     ) -> float | None:
         return self._expectations.left_s(
             _member(group),
             Measure.TTFT,
-            flight.ahead_tokens,
-            now - flight.sent_s,
+            inflight.ahead_tokens,
+            now - inflight.sent_s,
             now,
             is_doubted=is_doubted,
-            is_behind=group.speed.is_behind(flight.sent_s),
+            is_behind=group.speed.is_behind(inflight.sent_s),
         )
 
-    def _best(self, now: float, flight: InflightRequest) -> tuple[float, ReplayGroup] | None:
+    def _best(self, now: float, inflight: InflightRequest) -> tuple[float, ReplayGroup] | None:
         # Return the least expected seconds to a first token elsewhere, and that group; or None.
-        cached = self._fleet.gateway.query(flight, now).cached_by_slot
+        cached = self._fleet.gateway.query(inflight, now).cached_by_slot
         best: tuple[float, ReplayGroup] | None = None
-        for candidate in self._fleet.gateway.fitting(flight.trace_request):
+        for candidate in self._fleet.gateway.fitting(inflight.trace_request):
             group, load = self._fleet.groups[candidate.load.slot], candidate.load
             if (
-                group is flight.group
+                group is inflight.group
                 or not (group.is_alive and load.is_available)
                 or load.in_flight >= load.soft_cap
             ):
                 continue
             held = cached[load.slot] if load.slot < len(cached) else 0
-            tokens = load.prefill_tokens + max(1, flight.trace_request.input_tokens - held)
+            tokens = load.prefill_tokens + max(1, inflight.trace_request.input_tokens - held)
             expected_s = self._expectations.first_byte_s(_member(group), Measure.TTFT, tokens)
             if expected_s is not None and (best is None or expected_s < best[0]):
                 best = expected_s, group
@@ -265,10 +267,10 @@ def _member(group: ReplayGroup) -> ReviewedEndpoint:
     return ReviewedEndpoint(group.speed, _kind(group), group.load.belief.shape, group.step_tokens)
 
 
-def _awaited_tokens(flight: InflightRequest) -> int:
-    return max(1, flight.trace_request.input_tokens - flight.believed_tokens)
+def _awaited_tokens(inflight: InflightRequest) -> int:
+    return max(1, inflight.trace_request.input_tokens - inflight.believed_tokens)
 
 
-def _may_leave(flight: InflightRequest) -> bool:
-    is_waiting = flight.record.first_s is None and flight.reservation is not None
-    return is_waiting and flight.race is None and not flight.failed_endpoints
+def _may_leave(inflight: InflightRequest) -> bool:
+    is_waiting = inflight.record.first_s is None and inflight.reservation is not None
+    return is_waiting and inflight.race is None and not inflight.failed_endpoints

@@ -82,19 +82,19 @@ class ComparisonResult(msgspec.Struct, frozen=True):
     target.
     """
 
-    contest: Comparison
+    comparison: Comparison
     points: tuple[ComparisonPoint, ...]
     capacities: dict[str, tuple[Capacity | UnknownCapacity, ...]]
 
 
-def load_of(contest: Comparison, load: float) -> Traffic:
+def load_of(comparison: Comparison, load: float) -> Traffic:
     """Return the requests of the replayed trace at a load.
 
     The load is a number of concurrent users, or a factor on the trace's request rate.
     """
-    if contest.by_users:
-        return users(contest.requests, _users_at(load), contest.options.seed)
-    return traffic(scale_rate(contest.requests, load))
+    if comparison.by_users:
+        return users(comparison.requests, _users_at(load), comparison.options.seed)
+    return traffic(scale_rate(comparison.requests, load))
 
 
 def _users_at(load: float) -> int:
@@ -102,90 +102,99 @@ def _users_at(load: float) -> int:
 
 
 def one_run(
-    contest: Comparison, policy: str, load: float, watch: Callable[[float, int], None] | None = None
+    comparison: Comparison,
+    policy: str,
+    load: float,
+    watch: Callable[[float, int], None] | None = None,
 ) -> ReplayRun:
     """Replay the traffic at a load with a new policy and a new admission policy, on a fleet with
     empty caches.
     """
-    gate = None if contest.admission is None else build_admission(contest.admission, {})
+    gate = None if comparison.admission is None else build_admission(comparison.admission, {})
     return replay(
-        contest.fleet,
-        load_of(contest, load),
+        comparison.fleet,
+        load_of(comparison, load),
         registry.build(policy, {}),
         gate,
-        contest.options,
+        comparison.options,
         watch=watch,
     )
 
 
-def compare(contest: Comparison, tell: Progress | None = None) -> ComparisonResult:
+def compare(comparison: Comparison, tell: Progress | None = None) -> ComparisonResult:
     """Run all replays of a comparison of routing policies, one after another, and return the
     result.
     """
     points = []
     capacities: dict[str, tuple[Capacity | UnknownCapacity, ...]] = {}
-    for policy in contest.policies:
-        points += [_point(contest, policy, load, tell) for load in contest.loads]
+    for policy in comparison.policies:
+        points += [_point(comparison, policy, load, tell) for load in comparison.loads]
         capacities[policy] = tuple(
-            _capacity_or_reason(contest, policy, target, tell) for target in contest.targets
+            _capacity_or_reason(comparison, policy, target, tell) for target in comparison.targets
         )
-    return ComparisonResult(contest, tuple(points), capacities)
+    return ComparisonResult(comparison, tuple(points), capacities)
 
 
-def _point(contest: Comparison, policy: str, load: float, tell: Progress | None) -> ComparisonPoint:
-    run = one_run(contest, policy, load, _watch(contest, f"{policy} at {load:g}", tell))
+def _point(
+    comparison: Comparison, policy: str, load: float, tell: Progress | None
+) -> ComparisonPoint:
+    run = one_run(comparison, policy, load, _watch(comparison, f"{policy} at {load:g}", tell))
     served = [
         record
         for record in run.records
-        if record.done_s is not None and record.arrived_s >= contest.warmup_s
+        if record.done_s is not None and record.arrived_s >= comparison.warmup_s
     ]
     return ComparisonPoint(
         policy,
         load,
-        figures(run, contest.warmup_s),
+        figures(run, comparison.warmup_s),
         tuple(sorted(record.ttft_s for record in served if record.ttft_s is not None)),
         tuple(sorted(record.tpot_s for record in served if record.tpot_s is not None)),
     )
 
 
 def _capacity_or_reason(
-    contest: Comparison, policy: str, target: float, tell: Progress | None
+    comparison: Comparison, policy: str, target: float, tell: Progress | None
 ) -> Capacity | UnknownCapacity:
     try:
-        return _capacity(contest, policy, target, tell)
+        return _capacity(comparison, policy, target, tell)
     except NoCountedRequestError as error:
         return UnknownCapacity(str(error), target, error.tried)
 
 
-def _capacity(contest: Comparison, policy: str, target: float, tell: Progress | None) -> Capacity:
+def _capacity(
+    comparison: Comparison, policy: str, target: float, tell: Progress | None
+) -> Capacity:
     known: dict[float, float] = {}
 
     def attainment(load: float) -> float:
         # Two loads may round to the same number of users.
-        rounded_load = _users_at(load) if contest.by_users else load
+        rounded_load = _users_at(load) if comparison.by_users else load
         if rounded_load not in known:
-            watch = _watch(contest, f"{policy}, capacity at {target:.0%}: {rounded_load:.3g}", tell)
-            result = figures(one_run(contest, policy, rounded_load, watch), contest.warmup_s)
+            watch = _watch(
+                comparison, f"{policy}, capacity at {target:.0%}: {rounded_load:.3g}", tell
+            )
+            result = figures(one_run(comparison, policy, rounded_load, watch), comparison.warmup_s)
             if not result.offered:
-                warmup = f"a warm-up of {contest.warmup_s:g} s"
+                warmup = f"a warm-up of {comparison.warmup_s:g} s"
                 text = f"at load {rounded_load:.3g} no request counts after {warmup}"
                 raise NoCountedRequestError(text, tuple(known.items()))
             known[rounded_load] = result.attainment
         return known[rounded_load]
 
-    start = contest.loads[0]
-    least = 1.0 if contest.by_users else min(1.0, start) / 64
+    start = comparison.loads[0]
+    least = 1.0 if comparison.by_users else min(1.0, start) / 64
     return capacity(attainment, target, start, least=least, most=64 * max(1.0, start))
 
 
 def _watch(
-    contest: Comparison, name: str, tell: Progress | None
+    comparison: Comparison, name: str, tell: Progress | None
 ) -> Callable[[float, int], None] | None:
     if tell is None:
         return None
-    total, horizon_s = len(contest.requests), contest.options.horizon_s
+    total, horizon_s = len(comparison.requests), comparison.options.horizon_s
 
     def watch(now: float, over: int) -> None:
-        tell(name, now / horizon_s if contest.by_users and horizon_s else over / max(1, total))
+        tell(name, now / horizon_s if comparison.by_users and horizon_s else over / max(1, total))
 
     return watch

@@ -29,8 +29,8 @@ def figure_tables(
     """
     widths = [_widest(head, [row[column] for row in rows]) for column, head in enumerate(heads)]
     widths[0] = min(widths[0], width // 2)  # longer names wrap
-    room = width - _EDGE - sum(widths[column] + _FRAME for column in range(KEYS))
-    for places in _blocks([column_width + _FRAME for column_width in widths], room):
+    width_left = width - _EDGE - sum(widths[column] + _FRAME for column in range(KEYS))
+    for places in _blocks([column_width + _FRAME for column_width in widths], width_left):
         columns = [*range(KEYS), *places]
         yield table(
             [heads[column] for column in columns],
@@ -56,17 +56,17 @@ def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
     return result
 
 
-def _blocks(widths: Sequence[int], room: int) -> Iterator[list[int]]:
-    # Yield the column indices of each table; a group of columns wider than `room` is divided.
+def _blocks(widths: Sequence[int], width_left: int) -> Iterator[list[int]]:
+    # Yield the column indices of each table; a group of columns wider than `width_left` is divided.
     block: list[int] = []
     for group in _groups(len(widths)):
         parts = (
             [group]
-            if sum(widths[column] for column in group) <= room
+            if sum(widths[column] for column in group) <= width_left
             else [[column] for column in group]
         )
         for part in parts:
-            if block and sum(widths[column] for column in (*block, *part)) > room:
+            if block and sum(widths[column] for column in (*block, *part)) > width_left:
                 yield block
                 block = []
             block += part

@@ -37,9 +37,9 @@ Residuals = Callable[[Sequence[float]], list[float]]
 class Calibration(msgspec.Struct, frozen=True):
     """The fitted constants of a GPU, and their errors on measurements that the fit has not seen.
 
-    gpu             the GPU with fitted constants; its `errors` are the 90th percentiles
-    prior_errors    the same percentiles with the constants before the fit
-    api_s           seconds of a request outside of engine steps
+    gpu                the GPU with fitted constants; its `errors` are the 90th percentiles
+    prior_errors       the same percentiles with the constants before the fit
+    api_s              seconds of a request outside of engine steps
     prefills, decodes  number of phases, for the fit and the errors together
     """
 
@@ -143,19 +143,19 @@ def _errors(
 
 
 def _predicted_s(line: Roofline, phase: Phase, api_s: float) -> float:
-    beside = StepWork(0, 0.0, phase.seqs, phase.context)
-    beside_s = line.equation_s(beside) if phase.seqs else 0.0
+    decode_only = StepWork(0, 0.0, phase.seqs, phase.context)
+    decode_only_s = line.equation_s(decode_only) if phase.seqs else 0.0
     if isinstance(phase, PrefillPhase):
         # A prompt arrives half a step before the end of a decode step, on average.
         chunks = (
-            beside._replace(prefill_tokens=tokens, attention_area=area)
+            decode_only._replace(prefill_tokens=tokens, attention_area=area)
             for tokens, area in phase.chunks
         )
-        return api_s + beside_s / 2 + sum(map(line.equation_s, chunks))
-    total_s = beside_s * phase.steps
+        return api_s + decode_only_s / 2 + sum(map(line.equation_s, chunks))
+    total_s = decode_only_s * phase.steps
     for tokens, area in phase.chunks:
-        work = beside._replace(prefill_tokens=tokens, attention_area=area)
-        total_s += line.equation_s(work) - beside_s
+        work = decode_only._replace(prefill_tokens=tokens, attention_area=area)
+        total_s += line.equation_s(work) - decode_only_s
     return total_s
 
 

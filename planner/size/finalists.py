@@ -135,11 +135,11 @@ def _divisions(plan: FleetPlan) -> Iterator[int]:
 
 def _others(plan: FleetPlan, points: Sequence[FleetPoint]) -> list[FleetPoint]:
     limit_s = plan.work.tpot_s
-    able = [p for p in points if p.is_best and p.gpu == plan.hardware.gpu.name]
-    able = [p for p in able if limit_s is None or p.tpot_s <= limit_s] or able
+    feasible = [p for p in points if p.is_best and p.gpu == plan.hardware.gpu.name]
+    feasible = [p for p in feasible if limit_s is None or p.tpot_s <= limit_s] or feasible
     shapes = {
         (p.model, Layout(p.tp, p.pp, p.ep)): p
-        for p in sorted(able, key=lambda point: -point.usd_million)
+        for p in sorted(feasible, key=lambda point: -point.usd_million)
     }
     shapes.pop((plan.model.name, plan.layout), None)
     cheapest = sorted(shapes.values(), key=lambda point: point.usd_million)

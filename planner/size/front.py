@@ -32,10 +32,10 @@ MAX_LADDER_TP = 16
 class FleetPoint(msgspec.Struct, frozen=True):
     """One layout of a fleet's GPUs at one batch size per replica, with its speed and cost.
 
-    usd_million   dollars per million answer tokens, prompts included
-    kv_use        share of the KV cache that the batch holds
-    reason        why it is impossible; empty if it is possible
-    is_best       whether no other point is faster and serves more
+    usd_million  dollars per million answer tokens, prompts included
+    kv_use       share of the KV cache that the batch holds
+    reason       why it is impossible; empty if it is possible
+    is_best      whether no other point is faster and serves more
     """
 
     model: str
@@ -138,11 +138,11 @@ def _reason(memory: MemoryCheck, batch: int) -> str:
 
 def headline(points: Sequence[FleetPoint], work: Workload) -> str:
     """Return the main result of a sizing as one sentence: to replicate, or for what to use TP."""
-    able = [point for point in points if not point.reason]
-    if not able:
+    feasible = [point for point in points if not point.reason]
+    if not feasible:
         return "no layout of these GPUs holds the model"
-    least = min(point.tp * point.pp for point in able)
-    cheapest = min(able, key=lambda point: point.usd_million)
+    least = min(point.tp * point.pp for point in feasible)
+    cheapest = min(feasible, key=lambda point: point.usd_million)
     fit = (
         "the model fits one GPU: replication is cheapest"
         if least == 1
@@ -150,7 +150,7 @@ def headline(points: Sequence[FleetPoint], work: Workload) -> str:
     )
     if work.tpot_s is None or cheapest.tpot_s <= work.tpot_s:
         return fit
-    fast = [point for point in able if point.tpot_s <= work.tpot_s]
+    fast = [point for point in feasible if point.tpot_s <= work.tpot_s]
     if not fast:
         return f"{fit}; no layout keeps {ms(work.tpot_s)} per token"
     choice = min(fast, key=lambda point: point.usd_million)

@@ -253,9 +253,11 @@ def most_ep(draft: Draft) -> None:
     if draft.model.mla:
         choices.append(Layout(1, pp, ep=tp, dp=tp))
     numbers = [f"{choice.label}: {_memory(draft.memory(choice))}" for choice in choices]
-    able = [choice for choice in choices if draft.memory(choice).is_enough]
-    able = [choice for choice in able if _keeps(draft, choice)] or able or [draft.layout]
-    draft.layout = max(able, key=lambda choice: draft.memory(choice).tokens)
+    feasible = [choice for choice in choices if draft.memory(choice).is_enough]
+    feasible = (
+        [choice for choice in feasible if _keeps(draft, choice)] or feasible or [draft.layout]
+    )
+    draft.layout = max(feasible, key=lambda choice: draft.memory(choice).tokens)
     draft.add(
         question,
         numbers,

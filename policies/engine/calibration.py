@@ -40,20 +40,20 @@ class PrefillLesson(NamedTuple):
 class StepSpan:
     """The consecutive engine steps since the last observed moment, with their predicted work.
 
-    anchor      when the steps began: at a first token or, if `entered` is set, at the end of the
-                decode step during which a prompt entered. In the second case `wait_s` is the mean
-                wait for that end
-    fills       predicted seconds of prefill, by how full the steps were (step_time.FILLS)
-    pairs_s     the part of these seconds that is attention (SpeedBelief.area_s)
-    decode_s    predicted seconds of decoding between the prefill steps
-    steps       number of steps
-    tight       whether a prompt had to wait for KV memory
-    delayed     the lessons of the spans with such a wait, since the last correction from first
-                tokens
-    foreign     the largest number of prompt tokens of other gateways that were queued in the
-                meantime
-    taught_at   time of the last correction from first tokens
-    decoded_at  time of the last correction from whole answers
+    anchor        when the steps began: at a first token or, if `entered` is set, at the end of the
+                  decode step during which a prompt entered. In the second case `wait_s` is the mean
+                  wait for that end
+    fills         predicted seconds of prefill, by how full the steps were (step_time.FILLS)
+    pairs_s       the part of these seconds that is attention (SpeedBelief.area_s)
+    decode_s      predicted seconds of decoding between the prefill steps
+    steps         number of steps
+    tight         whether a prompt had to wait for KV memory
+    delayed       the lessons of the spans with such a wait, since the last correction from first
+                  tokens
+    foreign       the largest number of prompt tokens of other gateways that were queued in the
+                  meantime
+    corrected_at  time of the last correction from first tokens
+    decoded_at    time of the last correction from whole answers
     """
 
     __slots__ = (
@@ -67,14 +67,14 @@ class StepSpan:
             "foreign",
             "pairs_s",
             "steps",
-            "taught_at",
+            "corrected_at",
             "tight",
         ),
         "wait_s",
     )
 
     def __init__(self) -> None:
-        self.taught_at = self.decoded_at = -inf
+        self.corrected_at = self.decoded_at = -inf
         self.delayed: list[PrefillLesson] = []
         self.begin(0.0)
 
@@ -118,12 +118,12 @@ def learn(span: StepSpan, load: EngineLoad, ends: float, now: float) -> None:
     """
     belief = load.belief
     spent_s = now - span.anchor
-    if spent_s > 0 and span.steps and now - span.taught_at >= LESSON_S:
+    if spent_s > 0 and span.steps and now - span.corrected_at >= LESSON_S:
         if span.tight:
             _learn_delayed(span, load, spent_s)
             span.begin(now)
             return
-        span.taught_at = now
+        span.corrected_at = now
         span.delayed.clear()
         if spent_s >= SHORT_S or span.entered is None:
             _steps(span, load, spent_s)

@@ -102,7 +102,7 @@ class EngineTimeline(EngineModel):
         self._update_forecast(load, now)
 
     def _was_taught_recently(self, now: float) -> bool:
-        return now - self.span.taught_at < calibration.LESSON_S
+        return now - self.span.corrected_at < calibration.LESSON_S
 
     def on_ended(
         self, load: EngineLoad, prompt: QueuedPrompt, now: float, output_tokens: int | None

@@ -54,7 +54,7 @@ def refresh_forecast(timeline: EngineModel, load: EngineLoad, now: float) -> Non
     timeline.decode_s = step_s = (floor if floor > flops else flops) + belief.base_s + decode
     timeline.raw_base_s = (step_s - belief.context_s * context) / belief.decodes.factors[0]
     timeline.raw_context_s = belief.shape.context_s * context
-    room = belief.room - batch
+    room = belief.budget_tokens - batch
     load.prefill_s_per_token = belief.token_s + over / (room if room > 1 else 1)
     load.attention_s_per_pair = belief.pair_s
     timeline.idle_delay_s = idle_s = belief.request_s + (0.5 * step_s if batch else 0.0)

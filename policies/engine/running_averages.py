@@ -24,10 +24,10 @@ class EngineAverages:
     pace   steps with prompts per second, averaged over SHARE_S
     """
 
-    __slots__ = ("at", "born", "pace", "rate", "seen_s", "seen_steps", "share")
+    __slots__ = ("at", "first_event_at", "pace", "rate", "seen_s", "seen_steps", "share")
 
     def __init__(self, now: float) -> None:
-        self.at, self.born = now, inf
+        self.at, self.first_event_at = now, inf
         self.rate = self.share = self.pace = self.seen_s = 0.0
         self.seen_steps = 0
 
@@ -42,12 +42,12 @@ class EngineAverages:
         decay = exp(-passed / RATE_S)
         self.rate = self.rate * decay + planned * (1.0 - decay) / passed
         self.at = now
-        if self.born < now:
-            gain = min(1.0, passed / min(SHARE_S, now - self.born))
+        if self.first_event_at < now:
+            gain = min(1.0, passed / min(SHARE_S, now - self.first_event_at))
             self.share += gain * ((prefill_s - self.seen_s) / passed - self.share)
             self.pace += gain * ((prefill_steps - self.seen_steps) / passed - self.pace)
         else:
-            self.born = now
+            self.first_event_at = now
         self.seen_s, self.seen_steps = prefill_s, prefill_steps
 
 

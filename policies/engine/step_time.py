@@ -96,13 +96,13 @@ def shape_for(
     Unknown arguments get neutral values. Layers and width are derived from the parameters as in the
     Llama and Qwen families.
 
-    gpu                  GPU type, a key of policies/sizing/gpus.py; None if unknown
-    params_b, active_b   billions of parameters, and of those the ones that each token activates
-    kv_token_bytes       KV cache per token over all layers; None: 8 heads of 128 per layer in 16
-                         bits
-    weight_bytes         bytes per parameter
-    request_s            API latency in seconds
-    budget_tokens        most tokens of one step
+    gpu                 GPU type, a key of policies/sizing/gpus.py; None if unknown
+    params_b, active_b  billions of parameters, and of those the ones that each token activates
+    kv_token_bytes      KV cache per token over all layers; None: 8 heads of 128 per layer in 16
+                        bits
+    weight_bytes        bytes per parameter
+    request_s           API latency in seconds
+    budget_tokens       most tokens of one step
     """
     kind = GPUS.get((gpu or UNKNOWN_GPU).lower(), GPUS[UNKNOWN_GPU])
     fit = _FITS[kind.fit_of or kind.name]
@@ -161,12 +161,12 @@ class SpeedBelief:
 
     Changed by the endpoint's timeline and ledger.
 
-    prompts  factors on the prefill part of steps: on all of it; on steps that are 0, 1, 2 and 3
-             quarters full, whose matrices do not fill the GPU; and on attention
-    decodes  factors on steps without prompts: on all of it, and on reading the context
-    layers   factor on the fixed part of a step with prompts
-    speeds   one factor each for prefill, attention and decode steps in their usual mix
-    paces    factors on the prefill part of steps at the ends of FILLS
+    prompts    factors on the prefill part of steps: on all of it; on steps that are 0, 1, 2 and 3
+               quarters full, whose matrices do not fill the GPU; and on attention
+    decodes    factors on steps without prompts: on all of it, and on reading the context
+    layers     factor on the fixed part of a step with prompts
+    speeds     one factor each for prefill, attention and decode steps in their usual mix
+    paces      factors on the prefill part of steps at the ends of FILLS
     request_s  API latency in seconds before the engine receives a request
 
     The other attributes are estimates times their factors. `flop_s` is per decoding sequence, and
@@ -194,7 +194,7 @@ class SpeedBelief:
             "paces",
             "prompts",
             "request_s",
-            "room",
+            "budget_tokens",
             "sequence_s",
         ),
         *("shape", "speeds", "token_s"),
@@ -207,7 +207,7 @@ class SpeedBelief:
         self.speeds = UsualSpeeds(
             SpeedFactor(1.0, PRIOR_VAR), SpeedFactor(1.0, PAIRS_VAR), SpeedFactor(1.0, PRIOR_VAR)
         )
-        self.request_s, self.room = shape.request_s, shape.budget_tokens
+        self.request_s, self.budget_tokens = shape.request_s, shape.budget_tokens
         self._reached = 1.0  # the prior counts as one observation
         self._mix, self._context = [*FILLS * (0.0,), 1.0], 0.0
         self.apply_factors()

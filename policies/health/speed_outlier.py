@@ -77,7 +77,7 @@ class ReviewedEndpoint(msgspec.Struct, frozen=True, eq=False):
     step_tokens: int = 0
 
 
-def review(members: Sequence[ReviewedEndpoint], now: float, limits: SlowLimits) -> Yardsticks:
+def review(members: Sequence[ReviewedEndpoint], now: float, limits: SlowLimits) -> PeerTimesByKind:
     """Compare the endpoints of a pool, set the verdicts in their records, and return peer times.
 
     Call it once a second. The result is the time that each kind of endpoint takes, by measure.
@@ -85,9 +85,9 @@ def review(members: Sequence[ReviewedEndpoint], now: float, limits: SlowLimits) 
     for member in members:
         member.record.prepare(now)
     findings = [_Finding() for _ in members]
-    yardsticks: dict[tuple[Hashable, Measure], PeerTimes] = {}
+    peer_times_by_kind: dict[tuple[Hashable, Measure], PeerTimes] = {}
     for measure in Measure:
-        _compare(members, measure, now, findings, limits, yardsticks)
+        _compare(members, measure, now, findings, limits, peer_times_by_kind)
     for member, finding in zip(members, findings, strict=True):
         record = member.record
         if (
@@ -100,10 +100,10 @@ def review(members: Sequence[ReviewedEndpoint], now: float, limits: SlowLimits) 
         record.output *= RECENT
         for track in record.tracks:
             track.decay()
-    return yardsticks
+    return peer_times_by_kind
 
 
-def yardsticks(members: Sequence[ReviewedEndpoint], now: float) -> Yardsticks:
+def compute_peer_times(members: Sequence[ReviewedEndpoint], now: float) -> PeerTimesByKind:
     """Return the usual times that each kind of endpoint takes for its work, by measure (such as
     TTFT).
 
@@ -261,7 +261,7 @@ def median_without(ordered: Sequence[float], left_out: int) -> float:
     return 0.5 * (ordered[low] + ordered[high])
 
 
-Yardsticks = Mapping[tuple[Hashable, Measure], PeerTimes]
+PeerTimesByKind = Mapping[tuple[Hashable, Measure], PeerTimes]
 
 
 def _compare(
@@ -270,9 +270,9 @@ def _compare(
     now: float,
     findings: Sequence[_Finding],
     limits: SlowLimits,
-    yardsticks: dict[tuple[Hashable, Measure], PeerTimes],
+    peer_times_by_kind: dict[tuple[Hashable, Measure], PeerTimes],
 ) -> None:
-    # Compare all endpoints by one measure; update `findings` and `yardsticks`.
+    # Compare all endpoints by one measure; update `findings` and `peer_times_by_kind`.
     index_of_measure = _MEASURES.index(measure)
     tracks = [member.record.tracks[index_of_measure] for member in members]
     shape = members[0].shape if members else NEUTRAL
@@ -283,21 +283,21 @@ def _compare(
     for kind, indices in kinds.items():
         shape = members[indices[0]].shape
         peers = PeerTimes(measure, [tracks[index].reference for index in indices], shape)
-        yardsticks[kind, measure] = peers
+        peer_times_by_kind[kind, measure] = peers
         for index in indices:
             track = tracks[index]
             has_peers = peers.count - (track.reference.total > 0.0) > 0
-            yardstick = peers if has_peers else pool
+            peer_times = peers if has_peers else pool
             usual, samples = track.usual_ratio, track.recent
             if measure is Measure.TTFT:
                 factor = limits.factor * (1.0 if has_peers else usual)
-                samples = _samples_with_running_step(members[index], track, yardstick, now, factor)
+                samples = _samples_with_running_step(members[index], track, peer_times, now, factor)
             if not samples.total or not (has_peers or pool.count > 1):
                 continue
-            expected_s = yardstick.expected_s(samples, track.reference)
+            expected_s = peer_times.expected_s(samples, track.reference)
             fixed_s = 0.0
             if measure is Measure.TTFT and has_peers:
-                each_s = yardstick.fixed_s(track.reference)
+                each_s = peer_times.fixed_s(track.reference)
                 fixed_s = min(each_s * samples.total, MOST_FIXED * expected_s)
             slowness = _ratio(track, samples, expected_s, fixed_s, measure, limits, has_peers)
             if slowness is None or (
@@ -317,37 +317,37 @@ def _compare(
                 usual if has_peers else 0.0,
             ):
                 scale = 1.0 if has_peers else usual
-                finding.add(slowness, _change(track, samples, yardstick, scale, limits))
+                finding.add(slowness, _change(track, samples, peer_times, scale, limits))
 
 
 def _change(
     track: SampleTrack,
     samples: SpeedSamples,
-    yardstick: PeerTimes,
+    peer_times: PeerTimes,
     scale: float,
     limits: SlowLimits,
 ) -> int:
     # Return 1 if the samples since the last review are slow too, -1 if they are not, else 0.
     #
-    # `scale` is the endpoint's usual ratio to the times of `yardstick`.
+    # `scale` is the endpoint's usual ratio to the times of `peer_times`.
     if not track.fresh_count and samples is track.recent:
         return 0
     latest = track.since_last_review(samples)
-    usual_s = scale * yardstick.expected_s(latest, track.reference)
+    usual_s = scale * peer_times.expected_s(latest, track.reference)
     spent_s = sum(latest.seconds)
     is_slow = spent_s >= LATEST_SHARE * limits.factor * usual_s
     return is_slow - (spent_s < limits.clear * usual_s)
 
 
 def _samples_with_running_step(
-    member: ReviewedEndpoint, track: SampleTrack, yardstick: PeerTimes, now: float, factor: float
+    member: ReviewedEndpoint, track: SampleTrack, peer_times: PeerTimes, now: float, factor: float
 ) -> SpeedSamples:
     # Return the recent samples, plus the running prefill step if peers would have finished it.
     record, tokens = member.record, member.step_tokens
     seconds = now - record.since
     if not (record.waiting and record.is_timed and tokens and factor) or seconds < LEAST_ONGOING_S:
         return track.recent
-    peers_s = yardstick.other_s(tokens, track.reference)
+    peers_s = peer_times.other_s(tokens, track.reference)
     if not peers_s or seconds < factor * peers_s:
         return track.recent
     samples = track.recent.copy()

@@ -262,7 +262,7 @@ class SpeedRecord:
 
     __slots__ = (
         *(
-            "_begun",
+            "_step_prompts",
             "_clear_from",
             "_dropped_tokens",
             "_has_joined",
@@ -294,7 +294,7 @@ class SpeedRecord:
     def __init__(self) -> None:
         self.tracks = tuple(SampleTrack(needed) for needed in NEEDED)
         self._queue: deque[int] = deque()
-        self._begun = 0  # prompts in the queue that the step under way may compute
+        self._step_prompts = 0  # prompts in the queue that the step under way may compute
         self._join_s = IDLE_JOIN_S
         self.since = self._running_since = -inf
         self.prefill_s = 0.0
@@ -329,10 +329,10 @@ class SpeedRecord:
             if now >= self.since:  # else an abandoned step probably goes on
                 self._begin_next_step(now)
                 self._running_since = now
-            self._begun = 1
+            self._step_prompts = 1
             self._join_s = JOIN_S if is_decoding else IDLE_JOIN_S
         elif now - self.since < self._join_s:
-            self._begun += 1
+            self._step_prompts += 1
             self._has_joined = True
         self._queue.append(tokens)
 
@@ -355,12 +355,12 @@ class SpeedRecord:
         if index is None:
             return
         del self._queue[index]
-        if index >= self._begun:
+        if index >= self._step_prompts:
             return
-        self._begun -= 1
+        self._step_prompts -= 1
         if now < self.since:
             return  # it waited for the end of another abandoned step
-        if self._begun:
+        if self._step_prompts:
             self._dropped_tokens += tokens
         else:
             self._abandon_step(now, step_s)
@@ -381,7 +381,7 @@ class SpeedRecord:
         self._begin_next_step(ends_at)
         self._is_begin_known = self.is_timed = False
 
-    def overtaken(
+    def on_overtaken(
         self, tokens: int, work: int, now: float, *, late_s: float, step_s: float = 0.0
     ) -> None:
         """Record that a prompt left the endpoint, because another endpoint answered first or
@@ -407,7 +407,9 @@ class SpeedRecord:
         seconds, is_timed = now - self.since, self.is_timed
         most_tokens = 0
         if self._has_joined:
-            most_tokens = self.begun_tokens(self.step_tokens(sum(self._queue), budget_tokens, 0))
+            most_tokens = self.current_step_tokens(
+                self.step_tokens(sum(self._queue), budget_tokens, 0)
+            )
         index = self._index_of(tokens)
         if index is not None:
             del self._queue[index]
@@ -437,7 +439,7 @@ class SpeedRecord:
 
     def _begin_next_step(self, now: float) -> None:
         # Let a prefill step of all waiting prompts begin now.
-        self.since, self._begun, self._join_s = now, len(self._queue), IDLE_JOIN_S
+        self.since, self._step_prompts, self._join_s = now, len(self._queue), IDLE_JOIN_S
         self._dropped_tokens, self._has_joined = 0, False
         self._is_begin_known = self.is_timed = True
 
@@ -453,7 +455,7 @@ class SpeedRecord:
         self.output += tokens
         self.tracks[2].add(tokens, seconds)
 
-    def take_probe(self, now: float) -> bool:
+    def try_start_probe(self, now: float) -> bool:
         """Return whether a timed probe may be sent to an ejected endpoint now.
 
         If so, the interval until the next probe doubles.
@@ -503,7 +505,7 @@ class SpeedRecord:
         most = ceil(tokens / budget_tokens) * budget_tokens
         return min(waiting_tokens + self._dropped_tokens, most)
 
-    def begun_tokens(self, step_tokens: int) -> int:
+    def current_step_tokens(self, step_tokens: int) -> int:
         """Return the likely size of the current prefill step, in tokens: the prompts that were
         waiting when it began.
 
@@ -512,8 +514,8 @@ class SpeedRecord:
         queue = self._queue
         return (
             step_tokens
-            if self._begun >= len(queue)
-            else min(step_tokens, sum(islice(queue, self._begun)) + self._dropped_tokens)
+            if self._step_prompts >= len(queue)
+            else min(step_tokens, sum(islice(queue, self._step_prompts)) + self._dropped_tokens)
         )
 
     def set_verdict(

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from policies.health import speed_outlier
-from policies.health.speed_outlier import PeerTimes, ReviewedEndpoint, Yardsticks
+from policies.health.speed_outlier import PeerTimes, PeerTimesByKind, ReviewedEndpoint
 from policies.health.speed_record import LEAST_PACED, Measure, SpeedRecord, SpeedVerdict
 from policies.load import NO_SOFT_CAP, EndpointLoad
 
@@ -60,13 +60,13 @@ times.
 class Expectations:
     """The times that work is expected to take at the endpoints of a pool.
 
-    yardsticks  the usual times of each kind of endpoint; each review replaces them
+    peer_times_by_kind  the usual times of each kind of endpoint; each review replaces them
     """
 
-    __slots__ = ("yardsticks",)
+    __slots__ = ("peer_times_by_kind",)
 
     def __init__(self) -> None:
-        self.yardsticks: Yardsticks = {}
+        self.peer_times_by_kind: PeerTimesByKind = {}
 
     def stalled(self, members: Sequence[ReviewedEndpoint], now: float) -> list[tuple[float, int]]:
         """Return (ratio, index) of the endpoints whose running prefill step is much slower than at
@@ -77,7 +77,7 @@ class Expectations:
         """
         measured = sum(member.record.tracks[0].reference.total > 0.0 for member in members)
         if measured < min(LEAST_PEERS, len(members)):
-            self.yardsticks = speed_outlier.yardsticks(members, now)
+            self.peer_times_by_kind = speed_outlier.compute_peer_times(members, now)
         ratios = [(self._stall_ratio(member, now), index) for index, member in enumerate(members)]
         return [stall for stall in sorted(ratios, reverse=True) if stall[0] > 0.0]
 
@@ -98,10 +98,10 @@ class Expectations:
         `is_doubted` says that its endpoint was late before or is suspect, and `is_behind` that
         other prompts are computed before its own.
         """
-        yardstick = self.yardsticks.get((member.kind, measure))
-        if yardstick is None:
+        peer_times = self.peer_times_by_kind.get((member.kind, measure))
+        if peer_times is None:
             return None
-        expected_s = _usual_s(member, yardstick, measure, work)
+        expected_s = _usual_s(member, peer_times, measure, work)
         ratio = self._stall_ratio(member, now) if measure is Measure.TTFT else 0.0
         is_suspect = member.record.verdict is SpeedVerdict.SUSPECT
         if is_doubted and measure is Measure.TTFT and (is_behind or not is_suspect):
@@ -113,11 +113,11 @@ class Expectations:
 
         `work` is the prompt tokens or other work that must be done before it.
         """
-        yardstick, record = self.yardsticks.get((member.kind, measure)), member.record
-        if yardstick is None:
+        peer_times, record = self.peer_times_by_kind.get((member.kind, measure)), member.record
+        if peer_times is None:
             return None
         own_s = record.tracks[_PLACES[measure]].reference.mean_s(work)
-        usual_s = own_s or yardstick.usual_s(work)
+        usual_s = own_s or peer_times.usual_s(work)
         return (
             usual_s * (1.0 if own_s or record.slowness is None else record.slowness.ratio) or None
         )
@@ -129,10 +129,15 @@ class Expectations:
         Returns 0 if that is unknown.
         """
         record = member.record
-        age_s, yardstick = now - record.since, self.yardsticks.get((member.kind, Measure.TTFT))
-        if not record.waiting or yardstick is None:
+        age_s, peer_times = (
+            now - record.since,
+            self.peer_times_by_kind.get((member.kind, Measure.TTFT)),
+        )
+        if not record.waiting or peer_times is None:
             return 0.0
-        usual_s = _usual_s(member, yardstick, Measure.TTFT, record.begun_tokens(member.step_tokens))
+        usual_s = _usual_s(
+            member, peer_times, Measure.TTFT, record.current_step_tokens(member.step_tokens)
+        )
         return age_s / usual_s if usual_s else 0.0
 
     def late_step_s(self, member: ReviewedEndpoint, now: float) -> float:
@@ -149,7 +154,7 @@ class Expectations:
         if record.tracks[0].reference.total < LEAST_PACED:
             return LATE_FACTOR * age_s if ratio >= LATE_FACTOR else 0.0
         own = PeerTimes(Measure.TTFT, [record.tracks[0].reference], member.shape)
-        own_s = own.usual_s(record.begun_tokens(member.step_tokens))
+        own_s = own.usual_s(record.current_step_tokens(member.step_tokens))
         if age_s >= LATE_FACTOR * own_s:
             return LATE_FACTOR * age_s
         if ratio < LATE_FACTOR and own_s < LATE_FACTOR * age_s / ratio:
@@ -163,10 +168,10 @@ class Expectations:
         that is given up, but computes no further part of it.
         """
         track, budget = member.record.tracks[0], member.shape.budget_tokens
-        work = min(budget, member.record.begun_tokens(member.step_tokens))
+        work = min(budget, member.record.current_step_tokens(member.step_tokens))
         own = PeerTimes(Measure.TTFT, [track.reference], member.shape)
-        yardstick = self.yardsticks.get((member.kind, Measure.TTFT))
-        return own.usual_s(work) or (0.0 if yardstick is None else yardstick.usual_s(work))
+        peer_times = self.peer_times_by_kind.get((member.kind, Measure.TTFT))
+        return own.usual_s(work) or (0.0 if peer_times is None else peer_times.usual_s(work))
 
     def _stall_ratio(self, member: ReviewedEndpoint, now: float) -> float:
         # Return the same if the step is late enough to be a stall, otherwise 0.
@@ -257,13 +262,13 @@ def left_in_doubt_s(
     return max(waited_s, max(DOUBT_RATIO, ratio) * expected_s - waited_s)
 
 
-def _usual_s(member: ReviewedEndpoint, yardstick: PeerTimes, measure: Measure, work: int) -> float:
+def _usual_s(member: ReviewedEndpoint, peer_times: PeerTimes, measure: Measure, work: int) -> float:
     # Return the seconds the endpoint usually needs for the work.
     #
     # They are derived from its peers' times, or without peers from its own.
     track = member.record.tracks[_PLACES[measure]]
-    peers_s = yardstick.other_s(work, track.reference)
-    return peers_s * max(1.0, track.usual_ratio) if peers_s else yardstick.usual_s(work)
+    peers_s = peer_times.other_s(work, track.reference)
+    return peers_s * max(1.0, track.usual_ratio) if peers_s else peer_times.usual_s(work)
 
 
 _PLACES = {measure: index for index, measure in enumerate(Measure)}

@@ -112,7 +112,7 @@ class EngineSimulation:
                 return self.clock, self._step_s(tokens, pairs)
 
     def _prompt_room(self) -> int:
-        return max(1, self.load.belief.room - self.batch)
+        return max(1, self.load.belief.budget_tokens - self.batch)
 
     def _plan(self) -> tuple[float, float, list[QueuedPrompt]]:
         # Plan the next step as the engine would.
@@ -222,10 +222,17 @@ def simulate_ttft_s(
     """
     timeline.advance(load, now)
     is_idle = not (timeline.is_busy or timeline.batch or timeline.queue or load.external_requests)
-    if is_idle and not load.peer_load.decoding and prompt.remaining_tokens <= load.belief.room:
+    if (
+        is_idle
+        and not load.peer_load.decoding
+        and prompt.remaining_tokens <= load.belief.budget_tokens
+    ):
         return idle_ttft_s(timeline, load, prompt)
     if (
-        max(len(timeline.queue), timeline.queued_tokens / max(1, load.belief.room - timeline.batch))
+        max(
+            len(timeline.queue),
+            timeline.queued_tokens / max(1, load.belief.budget_tokens - timeline.batch),
+        )
         > MOST_STEPS
     ):
         return latency.ttft_s(load, prompt.remaining_tokens, prompt.computed_tokens, now)
@@ -263,7 +270,7 @@ def idle_ttft_s(timeline: EngineTimeline, load: EngineLoad, prompt: QueuedPrompt
     """
     belief, tokens = load.belief, float(prompt.remaining_tokens)
     pairs = tokens * (prompt.computed_tokens + 0.5 * tokens)
-    room = max(1, belief.room) - tokens
+    room = max(1, belief.budget_tokens) - tokens
     if room > 0:
         arriving = min(room, timeline.arrivals.expected_tokens_behind(belief.request_s))
         tokens, pairs = tokens + arriving, pairs + 0.5 * arriving * arriving

@@ -298,11 +298,11 @@ class Trial:
         if self.virtual:
             self.wire.kill(engine.agent.address)
         else:
-            engine.agent._board.close()
+            engine.agent._link_manager.close()
             self.inner[self.engines.index(engine)].close()
 
     def hang_up(self, engine: TrialEngine) -> None:
-        for link in list(engine.agent._board._peer_links):
+        for link in list(engine.agent._link_manager._peer_links):
             link.close()
 
             # ---- time

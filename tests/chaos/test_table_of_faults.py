@@ -126,7 +126,7 @@ async def test_over_capacity_requests_wait_in_turn_and_the_rest_is_shed_with_adv
     room = {"waiting_room": {"size": 3, "timeout": "20s"}}
     async with gateway_fleet(1, speed=2.0, concurrency=2, pool=room) as fleet:
         ended: list[int] = []
-        fleet.groups[0].group.lose_rank(0, hang=True)  # until all have arrived
+        fleet.groups[0].group.fail_rank(0, hang=True)  # until all have arrived
 
         async def one(number: int) -> str:
             answer = await fleet.ask(

@@ -383,7 +383,7 @@ async def test_the_mooncake_bootstrap_server_identifies_the_prefill_engine_until
         assert page["0"]["worker_addr"]["0"]["0"] == groups.prefill.pd_role.identity.address
         number = next(rooms)
         _, stale = groups.legs(BODY, number)
-        groups.prefill.group.lose_rank(0)
+        groups.prefill.group.fail_rank(0)
         async with groups.http.delete(groups.prefill.url + "/mock/fault") as response:
             assert response.status == 200
         assert (await groups.post(groups.decode, stale))[0] == 500

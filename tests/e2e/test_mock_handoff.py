@@ -64,7 +64,7 @@ async def test_groups_with_certificates_transfer_kv_over_tls() -> None:
         await groups.at_rest()
         agent = groups.decode.pd_role and groups.decode.pd_role.agent
         assert agent is not None
-        assert [type(line) for line in agent._board._peer_links] == [TlsLink]
+        assert [type(line) for line in agent._link_manager._peer_links] == [TlsLink]
         assert await groups.metric(groups.decode, "mock:tainted_answers_total") == 0
 
 

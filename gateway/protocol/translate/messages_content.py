@@ -220,18 +220,18 @@ def _assistant(content: Any, path: str) -> dict[str, Any]:
     # Return an assistant message as a chat message with its reasoning and tool calls.
     parts: list[dict[str, Any]] = []
     calls: list[dict[str, Any]] = []
-    thoughts: list[str] = []
+    reasoning: list[str] = []
     for index, block in enumerate(_blocks(content, path)):
         where, kind = f"{path}[{index}]", block.get("type")
         if kind == "thinking":
-            thoughts.append(text_of(block.get("thinking"), f"{where}.thinking"))
+            reasoning.append(text_of(block.get("thinking"), f"{where}.thinking"))
         elif kind == "tool_use":
             calls.append(_tool_call(block, where))
         elif kind != "redacted_thinking":
             parts.append(_part(block, where))
     message: dict[str, Any] = {"role": "assistant"}
-    if thoughts:
-        message["reasoning_content"] = "".join(thoughts)
+    if reasoning:
+        message["reasoning_content"] = "".join(reasoning)
     message["content"] = _compact(parts) if parts else None if calls else ""
     if calls:
         message["tool_calls"] = calls

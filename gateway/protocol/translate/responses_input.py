@@ -33,7 +33,7 @@ class _Conversation:
 
     def __init__(self) -> None:
         self.messages: list[dict[str, Any]] = []
-        self._thoughts: list[str] = []
+        self._reasoning: list[str] = []
 
     def add(self, message: dict[str, Any]) -> None:
         """Append a message of any role to the chat.
@@ -43,27 +43,27 @@ class _Conversation:
         if message["role"] == "assistant":
             self._attach_thoughts(message)
         else:
-            self._thoughts = []
+            self._reasoning = []
         self.messages.append(message)
 
     def think(self, text: str) -> None:
         """Keep reasoning text, to be added to the assistant message that follows it in the chat."""
-        self._thoughts.append(text)
+        self._reasoning.append(text)
 
     def call(self, call: dict[str, Any]) -> None:
         """Add a tool call to the last assistant message of the chat; append a new message if there
         is none.
         """
         last = self.messages[-1] if self.messages else {}
-        if last.get("role") != "assistant" or self._thoughts:
+        if last.get("role") != "assistant" or self._reasoning:
             last = {"role": "assistant", "content": None}
             self.add(last)
         last.setdefault("tool_calls", []).append(call)
 
     def _attach_thoughts(self, message: dict[str, Any]) -> None:
-        if self._thoughts:
-            message["reasoning_content"] = "\n".join(self._thoughts)
-            self._thoughts = []
+        if self._reasoning:
+            message["reasoning_content"] = "\n".join(self._reasoning)
+            self._reasoning = []
 
 
 def input_messages(value: Any) -> list[dict[str, Any]]:

@@ -55,11 +55,11 @@ _log = logging.getLogger("penstock")
 class RdmaOptions(msgspec.Struct, frozen=True):
     """The options of RDMA connections between agents.
 
-    device, gid_index   None: the first active device, and its IPv4-routed address if there is one
-    checksums           whether the sink compares xxh3-64 of the received bytes with the source's
-    spin_s              seconds that a busy thread polls its device before it sleeps
-    setup_s             seconds that a queue pair may take to connect
-    most_keys           keys in one grant; blocks that need more are staged and copied
+    device, gid_index  None: the first active device, and its IPv4-routed address if there is one
+    checksums          whether the sink compares xxh3-64 of the received bytes with the source's
+    spin_s             seconds that a busy thread polls its device before it sleeps
+    setup_s            seconds that a queue pair may take to connect
+    most_keys          keys in one grant; blocks that need more are staged and copied
     """
 
     device: str | None = None
@@ -105,9 +105,9 @@ class RdmaLink:
         except BaseException:
             os.close(self._wake)
             raise
-        self._arrivals = RdmaReceiver(domain, options.most_keys)
+        self._receiver = RdmaReceiver(domain, options.most_keys)
         gather = domain.device.gather
-        self._departures = RdmaSender(
+        self._sender = RdmaSender(
             domain.key_of, self._departed, gather=gather, checksums=options.checksums
         )
         self._ordered_output: deque[bytes | OutgoingWindow] = deque()
@@ -134,14 +134,14 @@ class RdmaLink:
         self._schedule(lambda: self._ordered_output.append(message))
 
     def put(self, head: WindowHead, window: WindowSlice) -> None:
-        self._schedule(lambda: self._ordered_output.append(self._departures.put(head, window)))
+        self._schedule(lambda: self._ordered_output.append(self._sender.put(head, window)))
 
     def drop(self, transfer: int) -> None:
-        self._schedule(lambda: self._departures.drop(transfer))
+        self._schedule(lambda: self._sender.drop(transfer))
 
     def grant(self, transfer: int, regions: Sequence[Region], blocks: Blocks) -> bytes:
         try:
-            return self._arrivals.grant(transfer, regions, blocks)
+            return self._receiver.grant(transfer, regions, blocks)
         finally:
             with self._gate:  # a fence may wait for this grant
                 if self._fences and not self._gone:
@@ -149,7 +149,7 @@ class RdmaLink:
 
     def accept(self, transfer: int, grant: bytes) -> None:
         if grant:
-            self._schedule(lambda: self._departures.accept(transfer, grant))
+            self._schedule(lambda: self._sender.accept(transfer, grant))
 
     def secure(self, window_key: bytes) -> None:
         """Allow longer messages, because the other agent has proven its identity.
@@ -248,7 +248,7 @@ class RdmaLink:
         worked = self._handle_completions() or worked
         worked = self._read_control() or worked
         if self._pairs.is_writable and self._pairs.pair is not None:
-            worked = self._departures.post(self._pairs.pair, self._pairs.epoch) or worked
+            worked = self._sender.post(self._pairs.pair, self._pairs.epoch) or worked
         return self._send_queued() or worked
 
     def _wait(self) -> None:
@@ -291,7 +291,7 @@ class RdmaLink:
         answered = False
         for _ in range(len(self._fences)):
             transfer = self._fences[0]
-            if not self._arrivals.fence(transfer):  # being granted; that thread wakes this one
+            if not self._receiver.fence(transfer):  # being granted; that thread wakes this one
                 self._fences.rotate(-1)
                 continue
             self._fences.popleft()
@@ -321,7 +321,7 @@ class RdmaLink:
         if completion.status:
             return True
         pairs.pair.post_receive()
-        self._land(self._arrivals.on_written(completion.immediate))
+        self._land(self._receiver.on_written(completion.immediate))
         return False
 
     def _written(self, completion: Completion) -> bool:
@@ -331,11 +331,11 @@ class RdmaLink:
         epoch, number = divmod(completion.number, 1 << 32)
         if is_refused(completion.status):
             self.refused_writes += 1
-            self._departures.on_refused(number)
+            self._sender.on_refused(number)
         if epoch != self._pairs.epoch:
             return False
         if not completion.status:
-            self._departures.on_completion()
+            self._sender.on_completion()
             return False
         if not ends_connection(completion.status):
             raise TransportError(
@@ -345,7 +345,7 @@ class RdmaLink:
 
     def _renew(self) -> None:
         self._queue_control(self._pairs.renew())
-        self._departures.restart()
+        self._sender.restart()
         if self._deadline is None:
             # The deadline stays: asking for another pair before one was usable gains no time.
             self._deadline = time.perf_counter() + self._options.setup_s
@@ -354,11 +354,11 @@ class RdmaLink:
         self._owner.on_sent(self, departure.head)
 
     def _land(self, trailer: RdmaTrailer | None) -> None:
-        if trailer is None or not self._arrivals.is_granted(trailer.head.transfer):
+        if trailer is None or not self._receiver.is_granted(trailer.head.transfer):
             return
         window = self._owner.place_window(self, trailer.head)
         if window is not None:
-            self._owner.on_landed(self, trailer.head, self._arrivals.verify(trailer, window))
+            self._owner.on_landed(self, trailer.head, self._receiver.verify(trailer, window))
 
     def _read_control(self) -> bool:
         # Read and handle the peer's control messages; return whether there were any.
@@ -383,9 +383,9 @@ class RdmaLink:
             case OwnerMessage():
                 self._owner.on_message(self, message.data)
             case RdmaTrailer():
-                self._land(self._arrivals.on_trailer(message))
+                self._land(self._receiver.on_trailer(message))
             case GrantWithdrawn():
-                self._departures.withdraw(message.transfer)
+                self._sender.withdraw(message.transfer)
             case QueuePairSetup():
                 if message.epoch == self._pairs.epoch + 1:
                     self._renew()
@@ -432,7 +432,7 @@ class RdmaLink:
 
     def _finish(self, reason: str) -> None:
         self._stop_writers()
-        for ending in (self._arrivals.close, self._pairs.close):
+        for ending in (self._receiver.close, self._pairs.close):
             try:
                 ending()
             except TransportError as error:

@@ -100,7 +100,7 @@ class Inbound:
         self,
         fd: int,
         receive: Callable[[memoryview], int],
-        hearer: InboundListener,
+        listener: InboundListener,
         limits: FrameLimits,
         calls: PumpCalls | None = None,
     ) -> None:
@@ -109,7 +109,7 @@ class Inbound:
         self.seal: WindowSeal | None = None
         self._fd = fd
         self._receive = receive
-        self._hearer = hearer
+        self._listener = listener
         self._arrival: _Arrival | None = None
         stage = np.empty(_STAGE_BYTES, np.uint8)
         self._stage, self._address = stage.data, address_of(stage)
@@ -240,7 +240,7 @@ class Inbound:
     def _count_received(self, count: int) -> None:
         if not count:
             raise EOFError("the other agent closed the connection")
-        self._hearer.received_bytes += count
+        self._listener.received_bytes += count
 
     def _on_payload(self, arrival: _Arrival, count: int) -> None:
         pieces = arrival.pieces
@@ -288,7 +288,7 @@ class Inbound:
     def _handle_frame(self, announced: FrameHeader, header: bytes) -> None:
         if announced.payload_bytes:
             raise FrameError(f"a frame of kind {announced.kind.name} must have no payload")
-        self._hearer.on_frame(announced.kind, header)
+        self._listener.on_frame(announced.kind, header)
 
     def _open_message(self, announced: FrameHeader, data: memoryview) -> None:
         # Receive a message that is too large for the common buffer in a buffer of its own.
@@ -320,7 +320,7 @@ class Inbound:
                 f"a window of {head.n_bytes} bytes was sent with {announced.payload_bytes} "
                 "bytes of payload"
             )
-        window = self._hearer.place_window(head)
+        window = self._listener.place_window(head)
         bounce: NDArray[np.uint8] | None = None
         if window is None or not announced.payload_bytes:
             pieces = self._discarded(announced.payload_bytes)
@@ -389,7 +389,7 @@ class Inbound:
             verdict = WindowVerdict.CORRUPT
         elif verdict is WindowVerdict.OK and arrival.bounce is not None:
             scatter(arrival.bounce, window.region.bytes, window.runs.dst, window.runs.length)
-        self._hearer.on_landed(head, verdict)
+        self._listener.on_landed(head, verdict)
 
     def _unseal(self, seal: WindowSeal, arrival: _Arrival, sealed: bytearray, tag: bytes) -> None:
         # Decrypt a window of KV, and write it only after verification. Raises WindowSealError.

@@ -90,8 +90,8 @@ class LinkOptions(msgspec.Struct, frozen=True):
 class StreamLink:
     """One end of a connection between two agents (link) over a stream socket.
 
-    Only the holder of `_lead`, the link's thread or a thread in `drive`, uses the socket and the
-    memory.
+    Only the holder of `_driver_lock`, the link's thread or a thread in `drive`, uses the socket and
+    the memory.
     """
 
     transport = "stream"
@@ -113,7 +113,7 @@ class StreamLink:
         self.window_bytes = manner.window_bytes
         self._sock, self._owner, self._manner, self._ended_hook = sock, owner, manner, ended
         sock.setblocking(False)
-        self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._pump = PUMP if manner.native else None
         fd, reading, writing = sock.fileno(), self._pump_calls(sock), self._pump_calls(sock)
         if reading is not None:
@@ -124,7 +124,7 @@ class StreamLink:
         self._out: Outbound = Outbound(fd, self._sent, checked=manner.checked, calls=writing)
         self._in = Inbound(fd, self._receive, self, _UNPROVEN_LIMITS, reading)
         self._orders: deque[Callable[[], None]] = deque()
-        self._lead = threading.Lock()
+        self._driver_lock = threading.Lock()
         self._gate = threading.Lock()
         self._report_lock = threading.Lock()
         self._asleep = self._closing = self._ended = self._dialled = False
@@ -135,11 +135,11 @@ class StreamLink:
         self._broken: str | None = None
         self._poll = select.poll()
         self._poll.register(sock, select.POLLIN)
-        self._poll.register(self._bell, select.POLLIN)
+        self._poll.register(self._wake_fd, select.POLLIN)
         self._polled_out = self._room_alone = False
         self._polled_in = 1
-        self._bell_alone = select.poll()
-        self._bell_alone.register(self._bell, select.POLLIN)
+        self._wake_poll = select.poll()
+        self._wake_poll.register(self._wake_fd, select.POLLIN)
         self._thread = threading.Thread(
             target=self._run, name=f"kv-{self.transport}-{peer}", daemon=True
         )
@@ -147,7 +147,7 @@ class StreamLink:
     def _pump_calls(self, sock: socket.socket) -> PumpCalls | None:
         if self._pump is None or not self._is_pumped:
             return None
-        return PumpCalls(self._pump, sock.fileno(), self._bell)
+        return PumpCalls(self._pump, sock.fileno(), self._wake_fd)
 
     # ---- from any thread ----
 
@@ -227,7 +227,7 @@ class StreamLink:
         self._count_drivers(1)
         try:
             self._wake()
-            with self._lead:
+            with self._driver_lock:
                 while not done():
                     if self._broken is not None or self._closing or self._ended:
                         raise TransportError(self._broken or "the link is closed")
@@ -276,9 +276,9 @@ class StreamLink:
         self._prepare()
         while self._broken is None and not self._closing:
             if self._driven() and not (self._orders and not self._drivers):
-                self._bell_alone.poll(self._HOLD_MS)
+                self._wake_poll.poll(self._HOLD_MS)
                 continue
-            with self._lead:
+            with self._driver_lock:
                 if not self._drivers and self._broken is None:
                     self._step()
         self._end()
@@ -326,26 +326,26 @@ class StreamLink:
         finally:
             self._asleep = False
         if calls.was_stopped:
-            self._clear_bell()
+            self._clear_wake_fd()
         return moved
 
     def _run_orders(self) -> None:
-        self._clear_bell()
+        self._clear_wake_fd()
         while self._orders:
             self._orders.popleft()()
 
     def _ring(self) -> None:
         if self._pump is not None:
-            self._pump.ring(self._bell)
+            self._pump.ring(self._wake_fd)
         else:
-            os.eventfd_write(self._bell, 1)
+            os.eventfd_write(self._wake_fd, 1)
 
-    def _clear_bell(self) -> None:
+    def _clear_wake_fd(self) -> None:
         if self._pump is not None:
-            self._pump.clear(self._bell)
+            self._pump.clear(self._wake_fd)
             return
         with contextlib.suppress(BlockingIOError):
-            os.eventfd_read(self._bell)
+            os.eventfd_read(self._wake_fd)
 
     def _rest(self, done: Callable[[], bool] | None) -> None:
         self._want_in(self._in.wanted_bytes)
@@ -384,18 +384,18 @@ class StreamLink:
         self._want_out(self._out.is_blocked)
         events = self._poll.poll(timeout_ms)
         self._room_alone = events == [(self._sock.fileno(), select.POLLOUT)]
-        if any(fd == self._bell for fd, _ in events):
-            self._clear_bell()
+        if any(fd == self._wake_fd for fd, _ in events):
+            self._clear_wake_fd()
 
     def _sleep_natively(self, pump: PumpFunctions, spin_s: float, timeout_ms: int) -> None:
         # Sleep after polling for `spin_s` seconds, with one release of the interpreter lock.
         events = select.POLLIN | select.POLLOUT if self._out.is_blocked else select.POLLIN
         found, was_stopped = pump.wait(
-            self._sock.fileno(), events, self._bell, int(spin_s * 1e6), timeout_ms
+            self._sock.fileno(), events, self._wake_fd, int(spin_s * 1e6), timeout_ms
         )
         self._room_alone = found == select.POLLOUT and not was_stopped
         if was_stopped:
-            self._clear_bell()
+            self._clear_wake_fd()
 
     def _spin(self, done: Callable[[], bool] | None) -> bool:
         # Poll for a while; return True if bytes were moved or are waiting.
@@ -429,7 +429,7 @@ class StreamLink:
             self._poll.modify(self._sock, select.POLLIN | select.POLLOUT if want else select.POLLIN)
 
     def _end(self) -> None:
-        with self._lead:
+        with self._driver_lock:
             if self._broken is None:
                 self._flush_last()
             self._sock.close()
@@ -442,7 +442,7 @@ class StreamLink:
         while not self._mark_ended():
             while self._orders:
                 self._orders.popleft()()
-        os.close(self._bell)
+        os.close(self._wake_fd)
 
     def _release(self) -> None:
         """Release the resources that only this connection used; subclasses override this method."""

@@ -187,6 +187,6 @@ async def test_a_dead_link_is_replaced(transport: str) -> None:
             landing = sink.agent.fetch(source.agent.address, name, [5], 16, ticket=offer.ticket)
             assert (await soon(landing.wait_ended())).has_landed
             await soon(offer.wait_ended())
-            for link in list(source.agent._board._peer_links):
+            for link in list(source.agent._link_manager._peer_links):
                 link.close()
-            await until(lambda: not len(sink.agent._board), "the sink did not notice")
+            await until(lambda: not len(sink.agent._link_manager), "the sink did not notice")

@@ -38,14 +38,14 @@ def connect(agent: Agent, from_host: str) -> socket.socket:
 
 
 def unproven(agent: Agent) -> int:
-    return len(agent._board._unproven)
+    return len(agent._link_manager._unproven)
 
 
 def count_dials(monkeypatch: pytest.MonkeyPatch, agent: Agent) -> list[object]:
     dials: list[object] = []
-    dial = agent._board._dial
+    dial = agent._link_manager._dial
     monkeypatch.setattr(
-        agent._board, "_dial", lambda dialling: (dials.append(dialling), dial(dialling))
+        agent._link_manager, "_dial", lambda dialling: (dials.append(dialling), dial(dialling))
     )
     return dials
 
@@ -78,7 +78,7 @@ async def besieged(
 
 
 def taken_in(agent: Agent) -> int:
-    return len(agent._board._peer_links) + agent.stats()["faults"].get("strangers", 0)
+    return len(agent._link_manager._peer_links) + agent.stats()["faults"].get("strangers", 0)
 
 
 @pytest.mark.parametrize("hosts", HOSTS.values(), ids=HOSTS)
@@ -114,7 +114,7 @@ async def test_the_oldest_connection_is_dropped_and_the_others_stay() -> None:
 async def test_memory_for_connections_without_the_key_is_bounded() -> None:
     unfinished = encode_frame(FrameKind.MESSAGE, bytes(MAX_UNPROVEN_BYTES))[:-1]
     async with besieged(100, HOSTS["several addresses"], unfinished) as (source, sink):
-        links = list(source.agent._board._peer_links)
+        links = list(source.agent._link_manager._peer_links)
         await until(lambda: min(link.received_bytes for link in links) == len(unfinished))
         received_bytes = sum(link.received_bytes for link in links)
         assert received_bytes <= DEFAULTS.max_unproven_links * (MAX_UNPROVEN_BYTES + 64)
@@ -151,7 +151,10 @@ async def test_links_that_showed_the_key_are_not_dropped_for_others() -> None:
             for _ in range(100):
                 stack.enter_context(closing(connect(source.agent, "127.0.0.1")))
             await until(lambda: taken_in(source.agent) == 140)
-            assert len(source.agent._board._peer_links) == 40 + DEFAULTS.max_unproven_per_address
+            assert (
+                len(source.agent._link_manager._peer_links)
+                == 40 + DEFAULTS.max_unproven_per_address
+            )
 
 
 async def test_a_greeting_that_is_replayed_keeps_one_connection_and_not_many() -> None:
@@ -163,7 +166,9 @@ async def test_a_greeting_that_is_replayed_keeps_one_connection_and_not_many() -
     )
     async with besieged(100, ["127.0.0.1"], hello) as (source, sink):
         await until(
-            lambda: len(source.agent._board._peer_links) == DEFAULTS.max_unproven_per_address + 1
+            lambda: (
+                len(source.agent._link_manager._peer_links) == DEFAULTS.max_unproven_per_address + 1
+            )
         )
         await fetch(source, sink, "r")
 

@@ -146,7 +146,7 @@ async def test_silence_is_not_waited_for(transport: str) -> None:
     async with offering_agent(transport, handshake_s=PATIENCE_S / 50) as here:
         stranger = await here.stranger()
         await stranger.gone()
-        here.source.agent._board.options = PATIENT  # a proven peer may take longer
+        here.source.agent._link_manager.options = PATIENT  # a proven peer may take longer
 
 
 async def test_unproven_links_are_limited(transport: str) -> None:

@@ -105,7 +105,7 @@ def test_peers_with_different_plans_end_the_transfer() -> None:
             source.stats()["leases"]["claimed"] and sink.stats()["reservations"]["moving"]
         ),
     )
-    (link,) = sink._board._peer_links
+    (link,) = sink._link_manager._peer_links
     assert sink.place_window(link, WindowHead(1, 99, 0, 0, 1, 8)) is None
     assert clock.run(1, lambda: bool(landing.outcome and offer.outcome))
     assert landing.outcome is not None
@@ -122,7 +122,7 @@ def test_a_source_that_plans_from_another_layout_is_refused_before_a_byte_moves(
     source.offer("r", [1], 16, ready_layers=0, public=True)
     landing = sink.fetch(source.address, "r", [2], 16)
     assert clock.run(1, lambda: bool(sink.stats()["reservations"]["invited"]))
-    (link,) = sink._board._peer_links
+    (link,) = sink._link_manager._peer_links
     other = pair_fingerprint(replace(SMALL, block_tokens=8), SMALL)
     sink._do(sink._sink.on_accept(link, Accept(1, pack_blocks([1]), 1, 100, other), 0.0))
     assert clock.run(1, lambda: landing.outcome is not None)
@@ -163,7 +163,7 @@ def test_a_transport_that_does_not_start_is_dropped_unless_it_is_the_first(
     for agent in (one, two):
         agent.open()
     assert "transport absent is not available: there is no device" in caplog.text
-    assert list(one._board.card.addresses) == ["inproc"]
+    assert list(one._link_manager.card.addresses) == ["inproc"]
     one.offer("r", [1], 16, public=True)
     landing = two.fetch(one.address, "r", [2], 16)
     assert clock.run(1, lambda: landing.outcome is not None)
@@ -190,7 +190,7 @@ def test_a_peer_that_dials_while_an_agent_starts_finds_all_transports() -> None:
 
     class First(Inproc):
         def start(self, owner: LinkOwner, regions: Sequence[Region]) -> str:
-            assert agent._board.card.addresses == {"slow": "far"}
+            assert agent._link_manager.card.addresses == {"slow": "far"}
             begun.append("first")
             return super().start(owner, regions)
 
@@ -207,7 +207,7 @@ def test_a_peer_that_dials_while_an_agent_starts_finds_all_transports() -> None:
     )
     agent.open()
     assert begun == ["slow", "first"]
-    assert list(agent._board.card.addresses) == ["inproc", "slow"]
+    assert list(agent._link_manager.card.addresses) == ["inproc", "slow"]
 
 
 def test_an_agent_that_fails_to_start_leaves_no_transport_open() -> None:
@@ -241,7 +241,9 @@ def test_an_agent_that_fails_to_start_leaves_no_transport_open() -> None:
         agent.open()
     assert closed == ["better"]
     agent.open()
-    assert list(agent._board.card.addresses) == ["inproc"], "what was closed is not to be had"
+    assert list(agent._link_manager.card.addresses) == ["inproc"], (
+        "what was closed is not to be had"
+    )
 
 
 def test_an_invalid_address_is_unreachable_at_once() -> None:

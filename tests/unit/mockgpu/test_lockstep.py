@@ -158,7 +158,7 @@ def test_a_lost_gpu_ends_the_work_of_all_ranks_in_lockstep_until_they_restart() 
         for rank, sink in zip(ranks, sinks, strict=True):
             rank.submit(Job(100, 1000), sink, "length")
         await asyncio.sleep(2.0)
-        ranks[3].lose_rank(0)
+        ranks[3].fail_rank(0)
         assert all(rank.is_dead for rank in ranks)
         assert all(len(sink.errors) == 1 for sink in sinks)
         made = [len(sink.tokens_s) for sink in sinks]
@@ -181,7 +181,7 @@ def test_a_rank_that_hangs_holds_up_the_others_and_they_go_on_together() -> None
         for rank, sink in zip(ranks, sinks, strict=True):
             rank.submit(Job(100, 200), sink, "length")
         await asyncio.sleep(1.0)
-        ranks[0].lose_rank(0, hang=True)
+        ranks[0].fail_rank(0, hang=True)
         made = [len(sink.tokens_s) for sink in sinks]
         await asyncio.sleep(5.0)
         assert made == [len(sink.tokens_s) for sink in sinks]

@@ -94,7 +94,7 @@ async def test_a_slow_engine_does_not_return_because_its_peer_was_busy_once(
 
         watcher = HealthChecker(adoption.config, table, lambda: None)
         monkeypatch.setattr(watcher, "_time", taken)
-        monkeypatch.setattr(SpeedRecord, "take_probe", lambda self, now: True)
+        monkeypatch.setattr(SpeedRecord, "try_start_probe", lambda self, now: True)
         result = False
         while times[live]:
             result = await watcher._keeps_pace(live)

@@ -51,10 +51,12 @@ class Gateway:
         self.table = EndpointTable(self.config, self.prefixes, self.metrics, Random(me), outbox)
         plan = build_plan(self.config, self.table, self.gate, {})
         self.table.apply(plan.adoption)
-        for pool_name, opening in plan.rooms.items():
-            self.gate.add_queue(opening.room)
-            opening.room.set_admission(opening.admission, opening.shares)
-            opening.room.configure(self.config.pools[pool_name].waiting_room, opening.serving)
+        for pool_name, admission_plan in plan.admissions.items():
+            self.gate.add_queue(admission_plan.queue)
+            admission_plan.queue.set_admission(admission_plan.admission, admission_plan.shares)
+            admission_plan.queue.configure(
+                self.config.pools[pool_name].waiting_room, admission_plan.serving
+            )
         self.candidates: Sequence[Candidate] = plan.adoption.pools["main"]
         self.view = PeerView(self.seal, self.table, self.gate, self.metrics, BLOCK_BYTES, 1 << 20)
         self.table.updates = self.view.updates

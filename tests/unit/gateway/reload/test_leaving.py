@@ -46,7 +46,7 @@ class Held(NamedTuple):
 
 async def held(harness: Running) -> Held:
     for member in harness.members:
-        member.group.lose_rank(0, hang=True)
+        member.group.fail_rank(0, hang=True)
     task = asyncio.create_task(harness.ask())
     await until(lambda: any(live.load.in_flight for live in harness.app.gateway.endpoints.all()))
     busy = next(live for live in harness.app.gateway.endpoints.all() if live.load.in_flight)

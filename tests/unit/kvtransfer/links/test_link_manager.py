@@ -255,7 +255,7 @@ def test_a_lane_to_another_peer_or_of_a_lost_link_is_closed(astray: bool) -> Non
     lane.link.close.assert_called_once_with()  # type: ignore[attr-defined]
     first.link.add_lane.assert_not_called()  # type: ignore[attr-defined]
     assert lane.link not in board._peer_links
-    assert board._tally.refused == {EndReason.UNREACHABLE if astray else EndReason.LINK_LOST: 1}
+    assert board._stats.refused == {EndReason.UNREACHABLE if astray else EndReason.LINK_LOST: 1}
 
 
 def test_a_silent_peer_is_dropped_with_the_exceeded_limit_as_reason() -> None:
@@ -325,7 +325,9 @@ async def started(name: str, *ways: Tcp | Shm) -> Group:
 async def test_a_better_link_to_another_agent_is_not_used() -> None:
     other_way = Shm()
     other = await started("other", Tcp(), other_way)
-    meant = await started("meant", Tcp(), MisleadingShm(other.agent._board.card.addresses["shm"]))
+    meant = await started(
+        "meant", Tcp(), MisleadingShm(other.agent._link_manager.card.addresses["shm"])
+    )
     sink = await started("d", Tcp(), Shm())
     other.agent.offer("r", [1], 16, public=True)
     offer = meant.agent.offer("r", [1], 16, public=True)
@@ -361,7 +363,7 @@ async def test_a_better_link_is_closed_if_the_link_that_led_to_it_was_lost(fails
     source.agent.offer("r", [1], 16, public=True)
     landing = sink.agent.fetch(source.agent.address, "r", [1], 16)
     assert await asyncio.to_thread(late.dialling.wait, PATIENCE_S)
-    (lost,) = sink.agent._board._peer_links
+    (lost,) = sink.agent._link_manager._peer_links
     sink.agent.on_lost(lost, "gone")
     assert (await asyncio.wait_for(landing.wait_ended(), PATIENCE_S)).reason is EndReason.LINK_LOST
     again = sink.agent.fetch(source.agent.address, "r", [1], 16)
@@ -387,7 +389,7 @@ async def test_a_link_that_is_lost_while_its_peer_proves_itself_does_not_come_up
             answered = answer(session, data)
             if session.peer is not None and session.is_dialler is sink_loses and not hit.is_set():
                 hit.set()
-                (link,) = here._board._peer_links
+                (link,) = here._link_manager._peer_links
                 here.on_lost(link, "silent")
             return answered
 
@@ -399,7 +401,7 @@ async def test_a_link_that_is_lost_while_its_peer_proves_itself_does_not_come_up
         source.agent.offer("s", [1], 16, public=True)
         landing = sink.agent.fetch(source.agent.address, "s", [1], 16)
         assert (await asyncio.wait_for(landing.wait_ended(), PATIENCE_S)).has_landed
-        assert list(source.agent._source._outlets) == list(source.agent._board._peer_links)
+        assert list(source.agent._source._outlets) == list(source.agent._link_manager._peer_links)
 
 
 async def test_dialled_links_do_not_count_as_unproven() -> None:
@@ -432,7 +434,7 @@ async def test_heartbeats_continue_after_a_failed_one(monkeypatch: pytest.Monkey
         offer = source.agent.offer("r", [1], 16, ready_layers=0, public=True)
         landing = sink.agent.fetch(source.agent.address, "r", [2], 16)
         await until(lambda: bool(source.agent.stats()["leases"]["claimed"]))
-        (link,) = sink.agent._board._peer_links
+        (link,) = sink.agent._link_manager._peer_links
         monkeypatch.setattr(PeerLink, "is_silent", fails)
         assert await asyncio.to_thread(failed.wait, PATIENCE_S)
         heard = link.received_bytes

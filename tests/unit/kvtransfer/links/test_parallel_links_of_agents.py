@@ -44,7 +44,7 @@ async def transfer_one(source: Group, sink: Group, name: str) -> None:
 
 
 def lines(group: Group) -> list[PeerLink]:
-    return list(group.agent._board._peer_links.values())
+    return list(group.agent._link_manager._peer_links.values())
 
 
 def first_of(group: Group) -> PeerLink:
@@ -53,7 +53,7 @@ def first_of(group: Group) -> PeerLink:
 
 
 async def until_lanes(group: Group, count: int) -> None:
-    board = group.agent._board
+    board = group.agent._link_manager
 
     def there() -> bool:
         with board._lock:
@@ -102,7 +102,7 @@ async def test_no_lane_is_dialled_before_the_source_has_sent_a_message() -> None
     silent = msgspec.structs.replace(PATIENT, beat_s=60.0)
     async with groups("lanes", SMALL, SMALL, options=(silent, silent)) as (source, sink):
         landing = sink.agent.fetch(source.agent.address, "a", [7], 16)  # not offered yet
-        board = sink.agent._board
+        board = sink.agent._link_manager
         await until(lambda: any(line.is_in_use for line in board._peer_links.values()))
         await asyncio.sleep(0.1)
         assert (len(board), board._dials) == (1, 0)
@@ -287,7 +287,7 @@ async def test_transfers_started_after_a_used_lane_is_lost_use_a_new_link() -> N
 @pytest.mark.usefixtures("shorten_retry_times")
 async def test_a_lane_that_takes_its_first_window_while_closing_counts_as_used() -> None:
     async with with_lanes() as (source, sink):
-        (line, *_), board = first_of(source).lanes, source.agent._board
+        (line, *_), board = first_of(source).lanes, source.agent._link_manager
         with board._lock:
             source.agent.on_lost(line.link, "silent")
             laned(line.link).has_carried_windows = True

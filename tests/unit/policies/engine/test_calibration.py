@@ -17,7 +17,7 @@ def observe(load: EndpointLoad, spans: int, slower: float, waits_s: float, tight
     # Observe spans of one full step each that takes `slower` times as long as it was estimated at
     # first. A prompt waits up to `waits_s` in two of three.
     rng, span = Random(1), load.timeline.span
-    now = max(0.0, span.taught_at) + 1.0
+    now = max(0.0, span.corrected_at) + 1.0
     layers_s = load.belief.shape.step_s
     for number in range(spans):
         span.begin(now)

@@ -223,7 +223,7 @@ def test_steps_that_go_on_after_their_prompt_has_left_are_no_slowness(is_overtak
             if is_busy:
                 record.on_sent(8000, now + 0.1)
                 if is_overtaken:
-                    record.overtaken(8000, 8000, now + 0.2, late_s=0.0, step_s=0.5)
+                    record.on_overtaken(8000, 8000, now + 0.2, late_s=0.0, step_s=0.5)
                 else:
                     record.on_dropped(8000, now + 0.2, step_s=0.5)
             record.on_sent(1000, now + 0.3)
@@ -414,7 +414,7 @@ def test_answers_of_a_busy_endpoint_are_sampled_and_all_of_its_tokens_are_counte
 
 def test_probes_of_an_ejected_endpoint_grow_rarer() -> None:
     record = SpeedRecord()
-    probes = [now_s / 4 for now_s in range(400) if record.take_probe(now_s / 4)]
+    probes = [now_s / 4 for now_s in range(400) if record.try_start_probe(now_s / 4)]
     assert probes[:4] == [0.0, 1.0, 3.0, 7.0]
     assert probes[-1] - probes[-2] == 30.0
 

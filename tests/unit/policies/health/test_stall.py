@@ -155,7 +155,7 @@ def test_a_prompt_is_behind_if_the_step_under_way_began_long_before_it() -> None
         record.on_sent(1500, sent_at)
     for _ in range(2):
         assert [record.is_behind(sent_at) for sent_at in (0.01, 0.2)] == [False, True]
-        record.overtaken(1500, 1500, 0.4, late_s=0.8)
+        record.on_overtaken(1500, 1500, 0.4, late_s=0.8)
     record.on_first_token(1500, 0.5)
     assert not record.is_behind(0.2)
 
@@ -204,7 +204,7 @@ def test_overtaken_prompts_are_evidence_once() -> None:
     # The first prompt shows how long the step took; those behind it show nothing.
     record = waiting(SpeedRecord(), prompts=3)
     for _ in range(3):
-        record.overtaken(1500, 1500, 0.4, late_s=0.4, step_s=0.6)
+        record.on_overtaken(1500, 1500, 0.4, late_s=0.4, step_s=0.6)
     record.prepare(1.0)
     assert record.waiting == 0
     assert record.tracks[0].recent.total == 1.0
@@ -233,7 +233,7 @@ def test_an_overtaken_prompt_behind_others_leaves_the_step_under_way() -> None:
     record = SpeedRecord()
     record.on_sent(1000, 0.0)
     record.on_sent(2000, 0.2)
-    record.overtaken(2000, 1000, 0.4, late_s=0.4)
+    record.on_overtaken(2000, 1000, 0.4, late_s=0.4)
     assert (record.waiting, record.since) == (1, 0.0)
 
 
@@ -242,7 +242,7 @@ def test_an_endpoint_that_answers_by_itself_is_expected_to_take_its_own_time() -
     slow, fast = speed_record(3, 0.8), speed_record(3)
     expectations = Expectations()
     members = [member(slow), member(fast)]
-    expectations.yardsticks = review(members, 1.0, SlowLimits())
+    expectations.peer_times_by_kind = review(members, 1.0, SlowLimits())
     assert expectations.first_byte_s(members[1], Measure.TTFT, 1500) == pytest.approx(STEP_S)
 
 

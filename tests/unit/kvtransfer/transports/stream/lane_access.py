@@ -28,5 +28,5 @@ def standing(*links: Link) -> Iterator[None]:
         for link in each:
             still.callback(link._count_drivers, -1)
             link._wake()
-            still.enter_context(link._lead)
+            still.enter_context(link._driver_lock)
         yield
