@@ -1,6 +1,6 @@
 #!/bin/sh
 # Build an OCI image without a container builder, from Debian's packages and wheels: image.sh PYTHON OUT WHEEL...
-# PYTHON is CPython 3.11 with pip, as in Debian 12; WHEELs are those for it from `make wheel`; OUT becomes an archive in
+# PYTHON is CPython 3.11 with pip, as in Debian 12. The WHEELs are those for it from `make wheel`. OUT is the archive to write, in
 # OCI format. It has the contents of the Dockerfile's image: /opt/penstock, user 10001, the same
 # entry point. Requirements: root, mmdebstrap and umoci (both Debian packages).
 set -eu
@@ -21,20 +21,20 @@ work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 root=$work/root
 
-# No package manager and no documentation: only what Python needs.
+# Only packages that Python needs, without package manager and documentation.
 mmdebstrap --quiet --variant=essential --include=python3,ca-certificates \
     --dpkgopt='path-exclude=/usr/share/doc/*' --dpkgopt='path-exclude=/usr/share/man/*' \
     --dpkgopt='path-exclude=/usr/share/locale/*' --dpkgopt='path-exclude=/usr/share/info/*' \
     --customize-hook='rm -rf "$1"/usr/lib/python3*/test "$1"/var/cache/* "$1"/var/log/* "$1"/var/lib/apt' \
     bookworm "$root" "$sources"
 
-# A virtual environment of the image's Python, filled from here.
+# A virtual environment for the image's Python, whose packages are installed from outside the image.
 venv=$root/opt/penstock
 site=$venv/lib/python3.11/site-packages
 mkdir -p "$venv/bin" "$site"
 printf 'home = /usr/bin\ninclude-system-site-packages = false\nversion = 3.11\n' >"$venv/pyvenv.cfg"
 ln -s /usr/bin/python3 "$venv/bin/python"
-# The lock without setuptools, its last entry; wheels only, so that no code of theirs runs here.
+# The lock file without setuptools, its last entry. Only wheels, so that no code of the packages runs here.
 sed '/^setuptools==/,$d' "$here/../../requirements.lock" >"$work/requirements.lock"
 "$python" -m pip install --quiet --no-compile --only-binary=:all: --require-hashes \
     --target "$site" -r "$work/requirements.lock"
@@ -42,7 +42,7 @@ sed '/^setuptools==/,$d' "$here/../../requirements.lock" >"$work/requirements.lo
 rm -rf "$site/bin"
 printf '#!/opt/penstock/bin/python\nfrom gateway.__main__ import main\n\nmain()\n' >"$venv/bin/penstock"
 chmod 0755 "$venv/bin/penstock"
-# Bytecode is written while the image is made and never after.
+# Bytecode is written only while the image is built.
 "$python" -m compileall -q -s "$root" -p / "$site"
 echo 'penstock:x:10001:' >>"$root/etc/group"
 echo 'penstock:x:10001:10001::/nonexistent:/usr/sbin/nologin' >>"$root/etc/passwd"

@@ -14,7 +14,7 @@ fi
 echo "Installing $VERSIONS into $folder/venv (once, 1.5 GB)"
 mkdir -p "$folder"
 sh "$here/../venv.sh" "$python" "$folder/venv"
-# A CPU build, as make real takes it, or what pip's index has.
+# A CPU build, as for make real, if pip's index has one.
 $pip install -q torch==2.13.0+cpu || $pip install -q torch==2.13.0
 $pip install -q 'transformers[serving]==5.24.0' xllamacpp==2026.10.11549 gguf
 rm -rf "$folder/tiny"
