@@ -55,7 +55,7 @@ class Mirrored(Protocol):
 
 
 class SecondAttempt(Protocol):
-    """A second attempt of a request (hedge), which runs beside the first one
+    """A second attempt to serve a request (hedge), concurrent with the first one
     (gateway/legs/hedge.py).
     """
 
@@ -263,8 +263,7 @@ class Exchange:
                 pool_queue.on_reserved(query, pick)
 
     def take_memory(self, gate: AdmissionController, body_bytes: int) -> None:
-        """Reserve memory for a body of `body_bytes` bytes; what was reserved before counts towards
-        them.
+        """Reserve memory for a body of `body_bytes` bytes, minus what was reserved for it before.
 
         Raises GatewayError if the memory for bodies is used up.
         """
@@ -281,7 +280,7 @@ class Exchange:
         """Record the first token of the answer: free the request's bytes, and update the endpoint's
         load.
 
-        The answer has begun, so no retry can need the bytes any more.
+        From now on, no retry can need the bytes.
         """
         if self.reservation is not None:
             self.reservation.on_first_token()
@@ -333,7 +332,7 @@ class Exchange:
         self.status, self.outcome, self.reason = 499, "client_gone", self.stage
 
     def set_preempted(self) -> None:
-        """Record that the gateway is about to stop this request of a batch for live traffic.
+        """Record that the gateway is about to stop this batch request in favour of live traffic.
 
         Call it before the request's task is cancelled. The record has no status, because a later
         attempt answers the request.

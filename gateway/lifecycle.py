@@ -33,7 +33,7 @@ log = logging.getLogger("penstock")
 def run_gateway(
     origin: StartOptions, ready: Callable[[App], None] | None = None, *, hangup_reloads: bool = True
 ) -> int:
-    """Run a gateway until it is asked to end, and return its exit code.
+    """Run a gateway until it receives a signal to stop, and return its exit code.
 
     ready           function that is called once the gateway listens
     hangup_reloads  whether SIGHUP reloads the configuration. If False, SIGHUP ends the process, as

@@ -101,7 +101,7 @@ class Route(msgspec.Struct, frozen=True):
 
 
 class CanaryRoute(msgspec.Struct, frozen=True):
-    """A second route for a share of a route's requests, with another routing policy."""
+    """A second route for some of a route's requests, with another routing policy."""
 
     sampler: CanarySampler
     route: Route
@@ -119,7 +119,9 @@ class CanaryRoute(msgspec.Struct, frozen=True):
 
 
 class PoolTrials(msgspec.Struct, frozen=True):
-    """The policies that a pool tries beside the one that serves: its shadows and its canary."""
+    """The policies that a pool tries beside the one that serves requests: its shadows and its
+    canary.
+    """
 
     shadows: Shadows | None = None
     canary: Policy | None = None

@@ -1,4 +1,4 @@
-"""The admin server's configuration pages: the configuration in force, its history, and changes.
+"""The admin server's configuration pages: the current configuration, its history, and changes.
 
 The pages translate HTTP requests to reloads, and the results of reloads to HTTP responses. auth.py
 authenticates clients; reload/reloader.py reloads.
@@ -97,9 +97,11 @@ def add_changes(
     """Add the admin server's routes that change the configuration, for a gateway or a supervisor of
     workers.
 
-    put       called with the text, the request's headers and the options
-    reload    called with the options
-    rollback  called with a version's number, or None for the version before
+    put       function that applies a text; called with the text, the request's headers and the
+              options
+    reload    function that reads the file again; called with the options
+    rollback  function that restores a version; called with its number, or None for the version
+              before
     """
 
     async def on_put(request: web.Request) -> web.Response:

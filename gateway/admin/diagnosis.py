@@ -58,7 +58,9 @@ WHOLE_TEXTS: Mapping[str, str] = MappingProxyType(
         "recompute": "a handoff had failed",
     }
 )
-"""Sentence for each reason, from policies.pricing.split, for which a request was not split."""
+"""Sentence for each reason, from policies.pricing.split, for which prefill and decode of a request
+were not split.
+"""
 
 RETRY_TEXTS: Mapping[str, str] = MappingProxyType(
     {
@@ -97,10 +99,11 @@ class DiagnosisLine(msgspec.Struct, frozen=True):
 
 
 class MinuteCounts(msgspec.Struct, frozen=True):
-    """Counts of events in the last minute, the input of the live view's diagnosis.
+    """Counts of events in the last minute, from which the live view's diagnosis is made.
 
     `endpoints` are the endpoint rows of the live view. `config_problem` is the first problem of the
-    last rejected configuration, or None. `drift` has a sentence for each pool that has drifted.
+    last rejected configuration, or None. `drift` has a sentence for each pool whose requests have
+    drifted from what it was sized for.
     """
 
     endpoints: Sequence[Mapping[str, Any]]
@@ -141,7 +144,7 @@ def diagnose(minute: MinuteCounts) -> list[DiagnosisLine]:
 
 
 def shorten(reasons: Sequence[DiagnosisLine]) -> Sequence[DiagnosisLine]:
-    """Return at most MAX_FINDINGS sentences of a diagnosis; sentences about no single endpoint come
+    """Return at most MAX_FINDINGS sentences of a diagnosis; sentences about the whole gateway come
     first.
 
     If there are too many, the last sentence counts the omitted ones and names their endpoints.
@@ -247,9 +250,7 @@ def _slow(endpoints: Sequence[Mapping[str, Any]]) -> Iterator[DiagnosisLine]:
 
 
 def median_without(ordered: Sequence[float], value: float) -> float:
-    """Return the median of a list of ascending numbers after the removal of one element equal to
-    `value`.
-    """
+    """Return the median of a list of ascending numbers, without one element that equals `value`."""
     left_out, others = bisect_left(ordered, value), len(ordered) - 1
     low, high = (
         index if index < left_out else index + 1 for index in ((others - 1) // 2, others // 2)

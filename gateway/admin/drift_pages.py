@@ -1,4 +1,6 @@
-"""The admin server's pages of workload drift: the state of every watched pool, and new records."""
+"""The admin server's pages about workload drift: the state of every watched pool, and records of
+requests.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ _decoder = msgspec.msgpack.Decoder(list[ShapeRecord])
 
 
 def add_drift(routes: web.UrlDispatcher, find: Callable[[], DriftMonitor | None]) -> None:
-    """Add the page /drift to the admin server's `routes`; `find` returns the process's monitor."""
+    """Add the page /drift to the admin server's `routes`; `find` returns the drift monitor of this
+    process.
+    """
 
     async def read(_: web.Request) -> web.Response:
         monitor = find()

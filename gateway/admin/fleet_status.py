@@ -1,6 +1,6 @@
 """The state of a gateway at one moment: configuration, pools, endpoints and prefill/decode pairs.
 
-Together with a metric sample it is the complete input of a live view. Each gateway process makes
+A FleetStatus and a metric sample together are the input of a live view. Each gateway process makes
 both; with several workers, the supervisor merges them.
 """
 
@@ -45,10 +45,10 @@ async def in_turns(
 
 
 class PairStatus(msgspec.Struct, frozen=True):
-    """Counts, times and transport of the KV handoffs from one prefill to one decode endpoint.
+    """The KV handoffs from one prefill to one decode endpoint: their counts, durations and
+    transport.
 
-    `newest_s` holds the durations of the most recent handoffs in seconds, over all worker
-    processes.
+    `newest_s` has the durations of the most recent handoffs in seconds, over all worker processes.
     """
 
     served: int
@@ -97,9 +97,10 @@ class FleetStatus(msgspec.Struct, frozen=True):
 
 
 async def fleet_status(target: AdminTarget, now: float) -> FleetStatus:
-    """Return the present state of the gateway as a FleetStatus.
+    """Return the current state of the gateway as a FleetStatus.
 
-    Endpoint rows are built over several turns of the event loop, so that requests are not delayed.
+    Endpoint rows are built over several iterations of the event loop, so that requests are not
+    delayed.
     """
     rows = await in_turns(
         target.gateway.endpoints.all(),

@@ -79,7 +79,7 @@ def kv_bytes_by_pair(now: MetricSample, earlier: MetricSample) -> dict[PairNames
 def counter_growth_by_name(now: Mapping[str, int], earlier: Mapping[str, int]) -> dict[str, int]:
     """Return by how much each byte counter has grown between two samples.
 
-    A counter that fell belongs to a restarted engine and counts from 0. A new counter has grown by
+    A counter that fell belongs to a restarted engine and counts from 0. Growth of a new counter is
     0, because its earlier value is unknown.
     """
     return {

@@ -67,7 +67,7 @@ class LiveStream:
             self._next.cancel()
 
     def try_add_watcher(self) -> bool:
-        """Register a client that watches the live view; return False when there are too many.
+        """Register a client that watches the live view; return False if there are too many already.
 
         Each added watcher must be removed with remove_watcher().
         """

@@ -37,7 +37,7 @@ SEVERITIES: Mapping[str, int] = MappingProxyType(
     {"dead": 5, "ejected": 5, "returning": 3, "draining": 2, "drained": 2, "leaving": 1}
 )
 IMPAIRED = 4
-"""Severity number of an endpoint that takes requests but is slow or silent."""
+"""Lowest severity number of an endpoint that is slow or silent but still takes requests."""
 
 
 def build_view(status: FleetStatus, history: SampleHistory, now: MetricSample) -> dict[str, Any]:

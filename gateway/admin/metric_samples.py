@@ -180,10 +180,10 @@ class SampleHistory:
             self._steps.popleft()
 
     def differences(self, now: MetricSample) -> list[SampleDifference]:
-        """Return the differences between consecutive metric samples, including one up to the time
-        `now`.
+        """Return the differences between consecutive metric samples, the last of which ends at the
+        time `now`.
 
-        That last one is left out if it is shorter than half a second.
+        The last difference is left out if it is shorter than half a second.
         """
         last = self.newest
         if last is None or now.at - last.at < 0.5:

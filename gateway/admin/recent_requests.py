@@ -27,7 +27,7 @@ GOOD_OUTCOMES = frozenset({"", "met"})
 
 
 class RecentQuery(msgspec.Struct, frozen=True):
-    """The query of GET /requests: the number of rows, and whether only problems are listed.
+    """The query of GET /requests: how many rows to return, and whether to return only problems.
 
     A problem is a failed or rejected request, or one that missed its latency target (SLO).
     """
@@ -88,7 +88,7 @@ def recent_rows(explained: RecentExchanges, query: RecentQuery) -> dict[str, Any
 def has_problem(ended: EndedExchange) -> bool:
     """Return whether the request was not served completely, or missed its latency target (SLO).
 
-    A pre-empted request of a batch has no problem, because a later attempt continues it.
+    A batch request that was pre-empted has no problem, because a later attempt continues it.
     """
     exchange = ended[0]
     if exchange.outcome == "preempted":

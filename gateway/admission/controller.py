@@ -137,16 +137,16 @@ class PoolQueue:
 
     @property
     def price(self) -> float:
-        """Return the price that the admission policy sets for a typical request; 0 if it sets no
-        prices.
+        """Return the price of admission that the admission policy sets for a typical request; 0 if
+        it sets no prices.
         """
         policy = self._queue.admission
         return policy.price if isinstance(policy, PricedAdmission) else 0.0
 
     @property
     def sessions(self) -> WorkingSet | None:
-        """Return the sessions whose contexts the admission policy counts, or None if it tracks
-        none.
+        """Return the sessions whose contexts the admission policy counts towards KV memory; None if
+        it tracks none.
         """
         policy = self._queue.admission
         return policy.sessions if isinstance(policy, PricedAdmission | SessionCap) else None
@@ -168,7 +168,7 @@ class PoolQueue:
         """Charge the tenant of an admitted request, once the request's first endpoint has been
         picked.
 
-        Call it only if `learns_from` the request.
+        Call it only if learns_from() returns True for the request.
         """
         self._queue.on_reserved(query, pick)
         if self._updates is not None:
@@ -188,8 +188,8 @@ class PoolQueue:
             self._updates.add_charge(self.name, request.tenant, correction)
 
     def add_peer_charge(self, tenant: str, tokens: float) -> None:
-        """Charge the tenant of this gateway's queue for tokens that another gateway has processed
-        for the tenant.
+        """Charge a tenant in this gateway's queue for tokens that another gateway has processed for
+        it.
         """
         self._queue.charge_peer_work(tenant, tokens)
 
@@ -221,8 +221,8 @@ class PoolQueue:
 
     @property
     def places(self) -> int:
-        """Return the number of requests that the pool's available endpoints may run
-        concurrently.
+        """Return the number of requests that the pool's available endpoints may run at the same
+        time.
         """
         return self._queue.capacity
 
@@ -370,7 +370,7 @@ class AdmissionController:
     def pool_queue(self, pool: str) -> PoolQueue:
         """Return the wait queue of a pool of endpoints.
 
-        If the pool is new, return a new queue, which add_queue() must register.
+        For a new pool, the result is a new queue, which add_queue() must register.
         """
         return self._rooms.get(pool) or PoolQueue(pool)
 
@@ -429,11 +429,11 @@ class AdmissionController:
         self.body_bytes -= body_bytes
 
     async def acquire_retry(self) -> bool:
-        """Take the right to one retry from the gateway's budget; return False if none became
-        available in time.
+        """Take one retry from the gateway's retry budget; return False if none became available in
+        time.
 
         A request beyond the budget waits up to RETRY_WAIT_S seconds. This spreads the retries of a
-        failed endpoint's requests over time, where an immediate refusal would fail most of them.
+        failed endpoint's requests over time, whereas an immediate refusal would fail most of them.
         The caller must end the retry with release_retry().
         """
         if self.is_stopping:
@@ -458,7 +458,7 @@ class AdmissionController:
         return turn.result()
 
     def try_acquire_retry(self) -> bool:
-        """Take the right to one retry without waiting; return False if the retry budget is used
+        """Take one retry from the retry budget without waiting; return False if the budget is used
         up.
         """
         return self._retries.try_take(self.active_requests)

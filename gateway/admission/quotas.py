@@ -19,8 +19,8 @@ from policies.model import Request
 class Quotas:
     """The per-minute quotas of all tenants; a tenant without configured limits has none.
 
-    A reload keeps the quota of a tenant whose limits did not change. `updates` collects the local
-    use for other gateways; it is None if no state is shared.
+    A reload keeps the quota of a tenant whose limits did not change. `updates` collects the use at
+    this gateway for other gateways; it is None if no state is shared.
     """
 
     __slots__ = ("by_tenant", "updates")
@@ -77,9 +77,9 @@ class Quotas:
     ) -> None:
         """Correct the quota charge of a request that has ended.
 
-        output_tokens  tokens that the engine generated; None if the request was refused and is
-                       refunded
-        prompt_tokens  as the engine counted them; None if it reported none
+        output_tokens  number of tokens that the engine generated; None if the request was refused
+                       and is refunded
+        prompt_tokens  number of prompt tokens that the engine counted; None if it reported none
         """
         if output_tokens is None:
             charged = _charged_requests(request)

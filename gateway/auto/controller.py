@@ -30,7 +30,7 @@ log = logging.getLogger("penstock")
 TICK_S = 5.0
 TICKS_PER_INTERVAL = 5
 MOST_BACKOFF = 16
-"""Largest factor by which the interval between comparisons grows after failed ones."""
+"""Largest factor by which the interval until the next comparison grows after failed comparisons."""
 
 SWITCHES_KEPT = 20
 ROLLBACKS = frozenset({"rollback", "auto_rollback"})
@@ -39,7 +39,7 @@ RunReplay = Callable[[ReplayJob], Awaitable[ReplayAnswer]]
 
 
 class UnknownPoolError(Exception):
-    """Raised for a pool that does not exist, or whose configuration has no section `auto`."""
+    """Raised for a pool that does not exist or whose configuration has no section `auto`."""
 
 
 class AutoPolicyController:
@@ -70,7 +70,7 @@ class AutoPolicyController:
     def on_applied(self, trigger: str) -> None:
         """Update the state of automatic policy selection after a configuration was applied.
 
-        `trigger` is the cause of that version. After a rollback to an older version, the restored
+        `trigger` is the cause of the change. After a rollback to an older version, the restored
         policies are kept until an operator permits changes.
         """
         self._follow_config(trigger)
@@ -231,7 +231,7 @@ class AutoPolicyController:
             self._is_switching = False
 
     async def set_pin(self, pool: str, *, is_pinned: bool) -> ChangeResult:
-        """Pin the pool's routing policy, or permit automatic changes again.
+        """Pin the pool's routing policy so that it is not changed, or remove the pin.
 
         Raises UnknownPoolError for a pool without the section `auto`.
         """

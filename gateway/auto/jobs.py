@@ -1,5 +1,5 @@
-"""Builds the job of a replay process, which compares routing policies, from the configuration in
-force.
+"""Builds the job for a replay process, which compares routing policies, from the current
+configuration.
 """
 
 from __future__ import annotations

@@ -24,13 +24,13 @@ class SwitchRecord(msgspec.Struct, frozen=True):
 class PoolState:
     """The state of one pool with automatic policy selection; times are Unix seconds unless noted.
 
-    policy            the policy in force
+    policy            name of the current policy
     due_at            monotonic time of the next comparison
     counts_from_s     requests that arrived before this time do not count in comparisons
     in_force_since_s  time since which the policy serves the pool
-    held              why no change is made until an operator permits it; empty if changes are
-                      permitted
-    trouble           why no comparison can be made now; empty if one can
+    held              reason why no change is made until an operator permits it; empty if changes
+                      are permitted
+    trouble           reason why no comparison can be made now; empty if one can
     failures          number of comparisons in a row without an estimate, and the reason of the last
                       one
     """

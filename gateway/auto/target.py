@@ -30,12 +30,12 @@ class ChangeResult(msgspec.Struct, frozen=True):
 class AutoTarget(Protocol):
     """The interface through which automatic policy selection reads and changes a configuration.
 
-    It stands for one gateway process, or for a supervisor and all its workers.
+    It is implemented for one gateway process, and for a supervisor with all its workers.
     """
 
     @property
     def running(self) -> LoadedConfig:
-        """Return the configuration in force."""
+        """Return the current configuration."""
         ...
 
     @property
@@ -48,7 +48,8 @@ class AutoTarget(Protocol):
         ...
 
     async def change(self, text: bytes, reason: str, *, dry_run: bool) -> ChangeResult:
-        """Replace the configuration in force by this text, or only validate the text if `dry_run`.
+        """Replace the current configuration by this text, or only validate the text if `dry_run` is
+        true.
 
         Returns the result.
         """

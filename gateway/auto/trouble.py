@@ -1,4 +1,4 @@
-"""Finds conditions of a pool under which its routing policies are neither compared nor changed."""
+"""Finds reasons why the routing policies of a pool can be neither compared nor changed now."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def find_failure(pool: str, rows: Iterable[Mapping[str, Any]]) -> str:
 
 
 def find_trial(spec: Pool) -> str:
-    """Return the trial that the pool already runs, such as "canary"; "" if it runs none."""
+    """Return the trial that the pool runs already, such as "canary"; "" if it runs none."""
     if spec.canary is not None:
         return "the pool has a canary"
     return "the pool has shadow policies" if spec.shadow else ""

@@ -64,7 +64,7 @@ ACTION_VERBS: Mapping[ChaosAction, str] = MappingProxyType(
     }
 )
 UNDETECTED = frozenset({ChaosAction.SLOW})
-"""Chaos actions that health checks of the gateway do not detect."""
+"""Chaos actions that cause no failure of a health check."""
 
 ForOption = Annotated[
     str | None,

@@ -46,10 +46,10 @@ _DECODED = Event.DECODED
 
 
 class PairAttempt(AttemptState):
-    """One attempt to serve a request by a prefill and a decode endpoint: enter it once and call
-    run() once.
+    """One attempt to serve a request by a prefill and a decode endpoint: enter it once as a
+    context, and call run() once.
 
-    Leaving the attempt releases both capacity reservations and closes open connections.
+    Leaving the context releases both capacity reservations and closes open connections.
     """
 
     __slots__ = ()
@@ -155,8 +155,8 @@ class PairAttempt(AttemptState):
         self.handoffs.transfers.pop(self, None)
 
     def on_overdue(self) -> None:
-        """Fail the KV transfer of this attempt because it takes too long. Handoffs.sweep() calls
-        this once.
+        """Fail this attempt because its KV transfer takes too long. Handoffs.sweep() calls this
+        once.
         """
         if self.exchange.is_committed:
             return  # the answer flows: the relay may not recognise a token in it

@@ -26,14 +26,16 @@ _RESERVED = State.RESERVED
 class AttemptState:
     """The state of one attempt to serve a split request; both reservations are made on creation.
 
-    prefill, prefill_reservation, inbox
-               the request to the prefill engine, its reservation until the prompt is computed, and
-               the engine's answer
-    decode, decode_reservation, handover
-               the request to the decode engine, its reservation, and the handoff that it carries
-    problem    the error that broke the attempt
-    suspects   names of the endpoints that this request must not try again
-    recompute  whether the whole request should be computed at one endpoint next
+    prefill, prefill_reservation, inbox   the request to the prefill engine, its reservation until
+                                          the prompt is computed, and the buffer for the engine's
+                                          answer
+    decode, decode_reservation, handover  the request to the decode engine, its reservation, and the
+                                          handoff that it carries
+    problem                               the error that broke the attempt
+    suspects                              names of the endpoints that this request must not try
+                                          again
+    recompute                             whether the whole request should be computed at one
+                                          endpoint next
     """
 
     __slots__ = (

@@ -56,12 +56,12 @@ def blame_decode(attempt: AttemptState) -> None:
 
 
 def suspect_both(attempt: AttemptState) -> None:
-    """Mark both endpoints of a split request as suspects, so that it is computed at one endpoint
-    next.
+    """Exclude both endpoints of a split request from its next attempt, which uses one endpoint
+    only.
 
-    If the decode endpoint can serve whole requests, it gets the next attempt, which shows whether
-    it was the cause. If it cannot, the failure is counted against it; its later successes with
-    other prefill endpoints clear it again.
+    If the decode endpoint can serve whole requests, it gets that attempt, which shows whether it
+    was the cause. If it cannot, the failure is counted against it; its later successes with other
+    prefill endpoints clear it again.
     """
     assert attempt.problem is not None
     name = attempt.pair.prefill.candidate.endpoint.name
@@ -142,7 +142,8 @@ def _on_late_answer(attempt: AttemptState, leg: Leg, problem: UpstreamError | No
 
 
 def free_by_decode(attempt: AttemptState) -> None:
-    """Close the decode connection once the decode engine has the handoff, so that it frees the KV.
+    """Close the decode connection once the decode engine has the handoff, so that the engine frees
+    the KV.
 
     If the connection were closed earlier, or before prefill is complete, the decode engine would
     not report to the prefill engine.
@@ -171,8 +172,8 @@ def _may_keep_kv(attempt: AttemptState) -> bool:
 
 
 def free_by_refuser(attempt: AttemptState) -> None:
-    """Send a release request to the decode engine that refused a request, so that the engine
-    fetches the KV.
+    """Make the decode engine that refused a request fetch the KV, by a release request, so that it
+    is freed.
 
     The prefill engine accepted the same prompt. The refusal is therefore about a member that it did
     not receive (max_tokens, logprobs).

@@ -98,7 +98,7 @@ class PairFigures:
 
     @property
     def step_s(self) -> float:
-        """Return the seconds to wait for a prefill answer that is no longer needed.
+        """Return the maximum seconds to wait for a prefill answer that is no longer needed.
 
         An engine that is aborted finishes its current step first. A short prompt is computed in one
         step, and without the answer its KV could not be freed.
@@ -132,7 +132,7 @@ class Handoffs:
                     policies.pricing.split.SplitRule.hysteresis)
     pairs           statistics by names of prefill and decode endpoint
     transfers       transfers in progress, with the monotonic time by which each must end
-    transfer_times  measured seconds per token of KV, for rules that price a split
+    transfer_times  measured seconds per token of KV, for rules that compare the cost of splitting
     """
 
     __slots__ = (
@@ -166,7 +166,7 @@ class Handoffs:
         counter.value += 1.0
 
     def count_decision(self, decision: SplitDecision) -> None:
-        """Count a decision whether to split a request between two engines, by its reason.
+        """Count a decision to split a request between two engines or not, by its reason.
 
         Each reason belongs either to splitting or to not splitting.
         """
@@ -191,9 +191,7 @@ class Handoffs:
 
     @property
     def live_count(self) -> int:
-        """Return the number of split requests that are not over; each may hold KV at a prefill
-        engine.
-        """
+        """Return the number of split requests in progress; each may hold KV at a prefill engine."""
         return len(self._numbers)
 
     def sweep(self, now: float) -> None:
@@ -251,7 +249,9 @@ class Handoffs:
         self.outbox.loop.call_later(RELEASE_TIMEOUT_S, self._close_release, leg)
 
     def release_load(self, live: LiveEndpoint) -> float:
-        """Return the requests and release requests of an endpoint per place that it has."""
+        """Return the number of requests and release requests at an endpoint, divided by its
+        concurrency limit.
+        """
         busy = live.load.in_flight + self._releases[live.upstream]
         return busy / live.endpoint.max_concurrency
 

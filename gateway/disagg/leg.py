@@ -1,5 +1,5 @@
-"""One half of a split request (a leg): an HTTP request to one engine, which reports once how it
-ended.
+"""One half of a split request (a leg): an HTTP request to one engine, which reports its end
+once.
 """
 
 from __future__ import annotations
@@ -84,15 +84,13 @@ class Leg(EagerTask):
         return self._body
 
     def release(self) -> None:
-        """Free the bytes of the engine request, because they have been sent and will not be sent
-        again.
-        """
+        """Free the bytes of the request, because they have been sent and will not be sent again."""
         self._body = b""
 
     @property
     def is_over(self) -> bool:
-        """Return whether the engine request has ended or is about to be closed, so that it reports
-        nothing more.
+        """Return whether the request to the engine has ended or is about to be closed, so that it
+        reports nothing more.
         """
         return self._on_ended is None or self._is_leaving
 

@@ -191,7 +191,7 @@ class LegRequests:
     ) -> tuple[bytes, bytes]:
         """Return the head and the body of the request to the decode engine, as bytes to send.
 
-        Without a handoff, this is the client's own request.
+        `handover` adds the handoff; without one, the result is the client's own request.
         """
         if handover is not None:
             edits, role = handover.edits, "decode"
@@ -271,10 +271,10 @@ class LegRequests:
         )
 
     def note_usage(self, usage: TokenUsage) -> None:
-        """Record the number of cached prompt tokens that the prefill engine reported, or 0 without
-        a report.
+        """Record the number of cached prompt tokens that the prefill engine reported; 0 if it
+        reported none.
 
-        The client sees this count.
+        This is the number that the client sees.
         """
         self._record.cached_tokens = usage.cached_tokens
         if self._cache_report is not None:

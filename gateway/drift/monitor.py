@@ -24,7 +24,9 @@ log = logging.getLogger("penstock")
 
 
 class WatchedPool:
-    """The drift watch of one pool and its last window; `since_s` is when the alarm began."""
+    """One pool whose requests are watched for drift, and its last window; `since_s` is when the
+    alarm began.
+    """
 
     __slots__ = ("last", "since_s", "sized_for", "watch")
 
@@ -37,7 +39,7 @@ class WatchedPool:
 
 
 class DriftMonitor:
-    """Watches all pools that have a `sized_for`; times are Unix seconds."""
+    """Watches all pools that have a section `sized_for`; times are Unix seconds."""
 
     def __init__(self, metrics: DriftMetrics) -> None:
         self._metrics = metrics
@@ -63,7 +65,7 @@ class DriftMonitor:
             self._memory = ShapeMemory()
 
     def feed(self, records: Iterable[ShapeRecord]) -> None:
-        """Count ended requests. Records of several processes are sorted by time first."""
+        """Count ended requests. The caller must sort records of several processes by time."""
         memory = self._memory
         if memory is None:
             return
@@ -130,7 +132,9 @@ class DriftMonitor:
         }
 
     def states(self) -> list[DriftState | SessionTurns]:
-        """Return the state to save for a successor process: open windows, and turns of sessions."""
+        """Return the states to save for a successor process: the open windows, and the turns of
+        sessions.
+        """
         if self._memory is None:
             return []
         rows: list[DriftState | SessionTurns] = [
@@ -139,7 +143,7 @@ class DriftMonitor:
         return [*rows, *saved_state.session_turns(self._memory)]
 
     def restore(self, state: DriftState | SessionTurns) -> None:
-        """Restore a saved state; that of a pool with another `sized_for` is ignored."""
+        """Restore saved states; a state of a pool whose `sized_for` has changed is ignored."""
         if self._memory is None:
             return
         if isinstance(state, SessionTurns):
@@ -149,7 +153,9 @@ class DriftMonitor:
 
 
 class LocalDriftWatch:
-    """Connects the records of one process with its drift monitor; a worker process has none."""
+    """Connects the request records of one process with its drift monitor, which a worker process
+    does not have.
+    """
 
     def __init__(self, recorder: ShapeRecorder, monitor: DriftMonitor | None) -> None:
         self._recorder, self._monitor = recorder, monitor
@@ -168,7 +174,7 @@ class LocalDriftWatch:
 
 
 def drift_text(pool: str, window: DriftWindow) -> str:
-    """Return a sentence about the drift of a pool in its last window."""
+    """Return a sentence about the drift of a pool's requests in its last window."""
     measures = ", ".join(
         f"{TEXTS[name]} (PSI {window.index.get(name, 0.0):.2f})" for name in window.alarms
     )

@@ -187,7 +187,7 @@ class PlannedEndpoint(msgspec.Struct, frozen=True, eq=False):
 
 
 class RegistryPlan(msgspec.Struct, frozen=True, eq=False):
-    """The endpoints that a configuration would give the registry.
+    """The endpoints that the registry would have under a new configuration.
 
     The plan is valid until the registry changes.
 
@@ -265,11 +265,11 @@ class RegistryChanges(msgspec.Struct, frozen=True, eq=False):
 
 
 class EndpointRegistry:
-    """The registry of all live endpoints of the gateway.
+    """The registry of all live endpoints of the gateway, by slot number.
 
     `by_slot` is always the same list; a free slot keeps its last endpoint as a placeholder.
 
-    discovered  discovered endpoints by pool; written by Discovery only
+    discovered  discovered endpoints by pool; only Discovery writes it
     """
 
     def __init__(self, write_queue: WriteQueue) -> None:

@@ -178,7 +178,8 @@ class EndpointTable:
         *,
         in_order: bool = False,
     ) -> RoutingQuery:
-        """Return the routing query for a request, with the tokens believed cached at each endpoint.
+        """Return the routing query for a request, with the number of its tokens believed to be
+        cached at each endpoint.
 
         tried     names of endpoints that the policy must not pick
         in_order  whether the candidates are kept sorted; then only endpoints that have part of the
@@ -270,7 +271,7 @@ class EndpointTable:
     ) -> None:
         """Undo learn_prompt() for a prompt that was never computed.
 
-        cached_tokens  upper bound of the prompt tokens that stay recorded
+        cached_tokens  maximum number of the prompt's tokens that stay recorded
         """
         self.prefixes.index.trim(fingerprint, live.load.slot, cached_tokens, prompt_tokens)
         if self.updates is not None:
@@ -335,7 +336,7 @@ class EndpointTable:
     def silence_limit_s(self, live: LiveEndpoint) -> float:
         """Return for how many seconds an endpoint with running requests may send nothing.
 
-        After that it is checked for a stall. A long prompt backlog extends the time.
+        After that it is checked for a stall. A large backlog of prompts extends the time.
         """
         prefill_s = live.backlog_tokens / PREFILL_TOKENS_PER_S
         return max(self._progress_s, PREFILL_MARGIN * prefill_s)
@@ -461,7 +462,9 @@ class EndpointTable:
         self._update_availability(live.endpoint.pool)
 
     def drain_by_name(self, names: Collection[str]) -> None:
-        """Stop routing to the endpoints with these names. Call this before the first request."""
+        """Stop routing to the endpoints with these names. Call this before the first request is
+        served.
+        """
         for live in self.all():
             if live.endpoint.name in names:
                 self.set_drained(live, is_drained=True)
@@ -505,16 +508,17 @@ class EndpointTable:
             self.on_event(live, HealthEvent.SLOW)
 
     def on_overtaken(self, live: LiveEndpoint, tokens: int) -> None:
-        """Throttle the endpoint, because a request leaves it before its first token.
+        """Send the endpoint fewer requests, because a request leaves it before its first token.
 
-        `tokens` is the number of its prompt tokens that the endpoint had to compute; 0 without an
-        observable first token.
+        `tokens` is the number of prompt tokens that the endpoint had to compute for it; 0 without
+        an observable first token.
         """
         self.speed_monitor.on_overtaken(live, tokens, monotonic())
         self.throttle(live)
 
     def throttle(self, live: LiveEndpoint) -> None:
-        """Send the endpoint no requests until its speed is reviewed, if others have capacity.
+        """Send the endpoint no requests until its speed is reviewed, as long as others have
+        capacity.
 
         After the review it gets few requests until its speed has been judged.
         """
@@ -527,7 +531,9 @@ class EndpointTable:
         live.load.mark_changed()
 
     def check_stalls(self, now: float) -> Sequence[LiveEndpoint]:
-        """Return endpoints where requests may be late; send less to those that are very late."""
+        """Return the endpoints at which requests may be late, and reduce the load of those that are
+        very late.
+        """
         self._review_speeds(now)
         stalled, doubtful = self.speed_monitor.stalled(self._pools, self._by_slot, now)
         for live in doubtful:

@@ -44,8 +44,8 @@ class ModelListNews:
 
     @contextmanager
     def held_back(self) -> Iterator[None]:
-        """Delay reports of changed model lists during a `with` block, and report all changes once
-        at its end.
+        """Delay reports of changed model lists during a `with` block, and report all changes
+        together at its end.
         """
         self._is_held_back = True
         try:

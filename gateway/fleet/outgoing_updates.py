@@ -1,5 +1,4 @@
-"""Collects updates for the other gateways in lists, to which the code that serves requests only
-appends.
+"""Collects updates for the other gateways; the code that serves requests only appends to lists.
 
 peers/view.py and peers/sync_loop.py encode and send the updates later.
 """

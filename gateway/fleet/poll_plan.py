@@ -14,7 +14,7 @@ from policies.engine_kinds import ENGINE_TRAITS
 from policies.health.health import HealthState
 
 QUIET_PROBES_PER_S = 256
-"""Total probes per second of endpoints that are up and have no requests.
+"""Maximum number of probes per second, in total, to endpoints that are up and have no requests.
 
 In a large fleet, each such endpoint is therefore probed less often. If it has failed, the first
 request finds that out as well, and is sent elsewhere.
@@ -31,13 +31,14 @@ FRESH_SHARE = 0.6
 IDLE_SCRAPE."""
 
 TOLERANCE = 0.8
-"""Share of an interval after which a request counts as due, because polls come with jitter."""
+"""Share of an interval after which a request counts as due, because polls have random pauses."""
 
 
 def least_probe_s(live: LiveEndpoint) -> float:
     """Return the shortest time between two health checks of an endpoint, in seconds.
 
-    A provider counts requests of its clients, and would refuse more important ones.
+    It is longer for providers, which count the requests of their clients and may then refuse more
+    important ones.
     """
     return ENGINE_TRAITS[live.endpoint.engine].least_probe_s
 

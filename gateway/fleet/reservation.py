@@ -165,7 +165,7 @@ class Reservation:
                 self._table.on_cache_report(self.live, self.expected_cache, usage)
 
     def on_failed(self, broke: UpstreamError) -> None:
-        """Record an incomplete answer of the endpoint as evidence about the endpoint's health.
+        """Record an incomplete answer of the endpoint in the endpoint's health.
 
         Only the first report of a reservation counts.
         """

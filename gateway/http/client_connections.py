@@ -54,7 +54,7 @@ class ByteBudget(Protocol):
 
 
 class CountedConnection(Protocol):
-    """A client connection that counts against the connection limits, from the start of its TLS
+    """A client connection that counts towards the connection limits, from the start of its TLS
     handshake.
     """
 
@@ -145,7 +145,8 @@ class ClientConnections:
         return True
 
     def replace(self, old: CountedConnection, new: CountedConnection) -> None:
-        """Count `new` in place of `old`: the same TCP connection with another protocol object.
+        """Replace `old` by `new`, another protocol object for the same TCP connection, in the
+        count.
 
         The unread bytes of `old` are released; `new` reports its own with set_unread().
         """

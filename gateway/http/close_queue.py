@@ -10,7 +10,7 @@ import asyncio
 from collections import deque
 
 CLOSES = 32
-"""Connections that are closed per loop iteration, about a millisecond."""
+"""Maximum number of connections closed per loop iteration, which takes about a millisecond."""
 
 
 class CloseQueue:
@@ -24,7 +24,7 @@ class CloseQueue:
         self._closed = 0  # in this loop iteration
 
     def defer_close(self, transport: asyncio.Transport | None) -> bool:
-        """Return whether `transport`, whose client has left, will be closed later.
+        """Return whether `transport`, whose client has left, will be closed by this queue later.
 
         False means that the caller has to close it now, as the event loop does when eof_received()
         returns False. TLS connections are never deferred, because the event loop closes them in any

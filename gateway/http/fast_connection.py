@@ -205,7 +205,7 @@ class FastConnection(ClientConnection, asyncio.Protocol):
     def eof_received(self) -> bool:
         """Treat a half-close by the client as a disconnect.
 
-        Returns whether the transport stays open until the queue of closes has closed it.
+        Returns whether the transport stays open until the close queue closes it.
         """
         return self._outbox.close_queue.defer_close(self.transport)
 

@@ -137,7 +137,7 @@ class PollClient:
         return await self._send(self._request("GET", path, ""), timeout_s, limit)
 
     async def post(self, path: str, body: bytes, timeout_s: float, limit: int) -> tuple[int, bytes]:
-        """Send a POST request with a JSON body; all else is as in `get`.
+        """Send a POST request with a JSON body; everything else is as in get().
 
         After a lost connection, the request is sent a second time, so the engine may process it
         twice.

@@ -13,11 +13,11 @@ from collections import deque
 from typing import Protocol
 
 LONG_READ = 64 * 1024
-"""Bytes from which on a read counts as long. Event loops read at most 256 KiB at once."""
+"""Number of bytes from which a read counts as long. Event loops read at most 256 KiB at once."""
 TURNS = 4
 """Number of connections that may read again per event loop iteration after a long read."""
 PIECE_TURNS = 16
-"""Number of connections that may read more of a request in pieces per event loop iteration.
+"""Number of connections that may continue to read a request in pieces, per event loop iteration.
 
 Reading these pieces takes about half a millisecond.
 """

@@ -252,7 +252,7 @@ class Handshake(asyncio.Protocol):
         self._early_data.append(data)
 
     def sweep(self, now: float) -> bool:
-        """Do nothing, because start_tls() has a timeout of its own; return False."""
+        """Do nothing, because the handshake has its own timeout, in start_tls(); return False."""
         return False
 
     def drop_unread(self) -> None:

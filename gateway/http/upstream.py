@@ -40,9 +40,7 @@ QUICKACK: int | None = getattr(socket, "TCP_QUICKACK", None)  # Linux only
 
 
 class Downstream(Protocol):
-    """The receiver of an engine's response: the client's connection, or an object that takes its
-    place.
-    """
+    """The receiver of an engine's response: the client's connection, or an object in its place."""
 
     @property
     def is_writing_paused(self) -> bool: ...
@@ -559,7 +557,7 @@ class ConnectionPool:
     def silence_duration_s(self, now: float) -> float:
         """Return for how many seconds clients have waited without any output of the engine.
 
-        The result is 0 if no client waits. Response heads do not count as output, because API
+        The result is 0 if no client is waiting. Response heads do not count as output, because API
         servers send them before the engine sees the request.
         """
         waiting_since = [

@@ -44,9 +44,9 @@ class WriteQueue:
 
     budget_spent  whether this iteration has written enough, so that chunks from engines must be
                   deferred
-    read_turns    the turns in which clients' connections read again after a long read
+    read_turns    the turns in which clients' connections continue to read after a long read
     long_reads    the long reads from engines, which are relayed in slices
-    piece_turns   the turns in which connections read more of a request in pieces
+    piece_turns   the turns in which connections continue to read a request in pieces
     close_queue   closes the connections of clients that have left
     """
 

@@ -42,9 +42,9 @@ if TYPE_CHECKING:
     from gateway.fleet.endpoint_registry import LiveEndpoint
 
 OVERTAKEN = "overtaken"
-"""The kind of error of an attempt that ended because the second endpoint answered first."""
+"""The kind of failure of an attempt that ended because the second endpoint answered first."""
 SLOW = "slow"
-"""The kind of error of an attempt that ended because its endpoint is slow."""
+"""The kind of failure of an attempt that ended because its endpoint is slow."""
 
 HEDGE_HEADER = "x-penstock-hedge"  # "off": the client wants no second attempt at the same time
 SPEEDUP = 2.0  # the second answer must be expected this many times sooner than the first

@@ -111,8 +111,8 @@ class Draft:
     def refer(self, secret: str, name: str, item: str) -> str:
         """Return a reference to a secret for gateway.yaml.
 
-        This is the reference in the source, or ${name} for a secret in plain text. In the second
-        case, a note asks the operator to set that variable.
+        The result is the reference in the source or, for a secret in plain text, ${name}; a note
+        then asks the operator to set that variable.
         """
         text = with_references(secret)
         if _REFERENCE.fullmatch(text):

@@ -14,8 +14,8 @@ from gateway.migrate.draft import Draft, MigrationError, pool_name, with_referen
 
 
 class Provider(msgspec.Struct, frozen=True):
-    """A provider that LiteLLM knows: the kind of its engine, its address, and the environment
-    variable of its key, which LiteLLM reads.
+    """A provider that LiteLLM knows: its kind of engine, its address, and the environment variable
+    with its API key.
     """
 
     engine: str
@@ -35,7 +35,7 @@ ENGINE_PROVIDERS = frozenset(
         "vllm",
     }
 )
-"""LiteLLM providers whose deployments serve the OpenAI API at api_base."""
+"""LiteLLM providers whose deployments are engines that serve the OpenAI API at api_base."""
 
 _OLLAMA = "http://localhost:11434"
 PROVIDERS: Mapping[str, Provider] = {
@@ -50,7 +50,7 @@ PROVIDERS: Mapping[str, Provider] = {
     "together_ai": Provider("openai", "https://api.together.xyz", "TOGETHERAI_API_KEY"),
     "xai": Provider("openai", "https://api.x.ai", "XAI_API_KEY"),
 }
-"""Providers with an address of their own, where they serve /v1/chat/completions."""
+"""Providers with a fixed address, under which they serve /v1/chat/completions."""
 
 _PLACEHOLDERS = frozenset({"", "dummy", "empty", "fake", "fake-key", "none", "not-needed", "null"})
 _PARAMETERS: Mapping[str, str] = {

@@ -13,7 +13,7 @@ from typing import Protocol
 import msgspec
 
 FRAME_CAP_BYTES = 256 << 10
-"""Maximum bytes of a frame: longer ones are never sent, and dropped unread when received."""
+"""Maximum bytes of a frame. Longer frames are never sent, and are dropped unread when received."""
 
 BACKLOG_CAP_BYTES = 4 << 20
 """Maximum bytes of frames that wait to be sent; beyond it, the oldest frame is dropped."""

@@ -6,8 +6,9 @@ prompt fingerprints, so that all gateways compute the same ones. The third is fo
 so that names are not sent in clear text. Frames are not encrypted: use TLS where others may read
 them.
 
-While gateways change to another secret, frames under both are accepted. `cache.secret` does not
-change with it: where it is set, it yields the keys of fingerprints and names.
+While gateways change to a new secret, frames under both secrets are accepted. If `cache.secret` is
+set, it yields the keys of fingerprints and names instead, so that a change of secrets does not
+affect them.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ class FrameRejectedError(Exception):
 class VerifiedFrame(NamedTuple):
     """An authentic frame from another gateway.
 
-    has_known_blocks  whether the sender makes block keys of prompts with the secret of this gateway
+    has_known_blocks  whether the sender computes block keys of prompts with the same secret as this
+                      gateway
     """
 
     sender: bytes
@@ -51,9 +53,10 @@ class VerifiedFrame(NamedTuple):
 
 
 class FrameAuth:
-    """Adds authentication tags to outgoing frames and verifies those of incoming frames.
+    """Adds authentication tags to outgoing frames, and verifies those of incoming frames.
 
-    fingerprint_secret  equal in all gateways with the same `secret`, or the same `stable_secret`
+    fingerprint_secret  key of prompt fingerprints, equal in all gateways with the same `secret` or
+                        the same `stable_secret`
     """
 
     def __init__(
@@ -63,11 +66,12 @@ class FrameAuth:
         other_secret: bytes | None = None,
         stable_secret: bytes | None = None,
     ) -> None:
-        """Derive the keys.
+        """Derive the keys from the secrets.
 
-        secret         authenticates outgoing frames, and incoming ones
-        other_secret   authenticates incoming frames too; None: no other secret does
-        stable_secret  yields the keys of fingerprints and names; None: each of the secrets does
+        secret         authenticates outgoing and incoming frames
+        other_secret   authenticates incoming frames too; None: only `secret` does
+        stable_secret  yields the keys of fingerprints and names; None: `secret` and `other_secret`
+                       do
         """
         self.own_id = me
         self.fingerprint_secret = _key(stable_secret or secret, b"ps-fingerprint")
@@ -132,7 +136,9 @@ class FrameAuth:
         return _digest(name, self._name_key)
 
     def digests(self, name: str) -> tuple[int, ...]:
-        """Return the numbers by which incoming frames may call a name: this gateway's own first."""
+        """Return the numbers that may stand for a name in incoming frames; this gateway's own comes
+        first.
+        """
         own, other_key = self.digest(name), self._other_name_key
         return (own,) if other_key is None else (own, _digest(name, other_key))
 

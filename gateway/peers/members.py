@@ -65,9 +65,10 @@ class PeerTable:
         yield from [peer_id for peer_id, peer in peers if now - peer.last_seen_at > EXPIRY_S]
 
     def is_responder(self, own_id: bytes, started_at: float, new_peer: bytes, attempt: int) -> bool:
-        """Return whether this gateway has to send its state to the newcomer (warm it up).
+        """Return whether this gateway has to send its state to a gateway that has just started
+        (warm it up).
 
-        The gateway with the earliest start does so. If no answer comes, the newcomer asks again,
+        The gateway with the earliest start does so. If no answer comes, the new gateway asks again,
         and then the next gateway answers.
         """
         warm = [

@@ -98,7 +98,7 @@ class UsageSync:
     # Incoming
 
     def on_charges(self, message: messages.TenantCharges) -> None:
-        """Charge tenants for work that another gateway reports to have done for them."""
+        """Charge tenants for tokens that another gateway has processed for them."""
         queues = {
             digest: queue
             for queue in self._admission.pool_queues()

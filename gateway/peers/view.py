@@ -92,7 +92,7 @@ class PeerView:
     # Outgoing
 
     def outgoing_frames(self, now: float, *, is_connected: bool) -> list[Frame]:
-        """Return the frames to send to the other gateways.
+        """Return the frames to send to the other gateways now.
 
         While the bus is disconnected, only prompts are queued.
         """
@@ -121,7 +121,7 @@ class PeerView:
         return self._frame(messages.Bye())
 
     def warm_up_frames(self, new_peer: bytes, now: float) -> Iterator[Frame]:
-        """Yield frames with the state that a gateway needs which has just started.
+        """Yield frames with the state that a gateway needs after its start.
 
         The frames contain the recent prompts, and the sessions that are active when the first frame
         is taken.

@@ -42,7 +42,7 @@ class AttemptPlan(Protocol[ChoiceT]):
     def exchange(self) -> Exchange: ...
 
     def choose(self, left_out: Sequence[str]) -> ChoiceT | None:
-        """Pick one endpoint, or two for a split request, except those in `left_out`; return None if
+        """Pick one endpoint, or two for a split request, but none in `left_out`; return None if
         there is none.
 
         A pick changes nothing, so it may be repeated before an attempt.
@@ -262,7 +262,9 @@ def least_tokens(call: Call) -> int:
 
 
 def limits_output(call: Call) -> bool:
-    """Return whether the client limited the answer's length, so that the length is no estimate."""
+    """Return whether the client limited the answer's length, so that the length in the request is
+    not an estimate.
+    """
     return not _OUTPUT_LIMITS.isdisjoint(call.members)
 
 

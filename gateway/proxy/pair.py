@@ -40,10 +40,10 @@ _UNSPLITTABLE = (
 
 
 class SplitPlan:
-    """A request of a split model, attempted at pairs of endpoints and single ones until its answer
-    begins.
+    """A request of a split model, attempted at pairs of endpoints and at single ones until its
+    answer begins.
 
-    _whole           attempts the whole request at one endpoint
+    _whole           the plan that attempts the whole request at one endpoint
     _ask, _decision  the routing query and the decision of the newest choice
     _recompute       whether the next attempt should compute the whole request at one endpoint,
                      because a handoff failed

@@ -1,8 +1,8 @@
 """Auto-rollback: reverts a configuration change after which more requests fail.
 
-It is enabled by `reload.auto_rollback`, which is off by default. It compares a time window before
-the change with one after it. To judge changes by another measure too, add a field to FailureCount
-and a condition to regression().
+It is enabled by `reload.auto_rollback`, which is off by default. It compares the time before the
+change with as much time after it. To judge changes by another measure too, add a field to
+FailureCount and a condition to regression().
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ TRIGGER = "auto_rollback"
 
 
 class FailureCount(msgspec.Struct, frozen=True):
-    """The number of requests that have ended, and of those that failed through no fault of the
+    """The number of requests that have ended, and of those that failed without a mistake of the
     client.
     """
 
@@ -72,7 +72,7 @@ def regression(before: FailureCount, after: FailureCount, limits: AutoRollback) 
 
 
 class RollbackTarget(Protocol):
-    """The interface of auto-rollback, which reverts bad changes, to one gateway process or to all
+    """The interface through which auto-rollback reverts changes, at one gateway process or at all
     workers of a supervisor.
     """
 

@@ -76,9 +76,8 @@ class VersionHistory:
         """Initialize the history of configurations with the versions in `folder`, if it is not
         None.
 
-        `current` is the version that the other workers have in force; None in the first worker.
-        Stored versions with a higher number were never in force in the other workers and are
-        ignored.
+        `current` is the version that the other workers use; None in the first worker. Stored
+        versions with a higher number were never used by the other workers and are ignored.
         """
         self._folder = folder
         self.current = current
@@ -107,7 +106,7 @@ class VersionHistory:
 
         Call this in a thread. Raises OSError when the version cannot be written.
 
-        in_clear  whether the text contains a secret and is therefore left out
+        in_clear  whether the text contains a secret in clear, so that the text is left out
         """
         if self._folder is None:
             return

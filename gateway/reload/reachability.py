@@ -23,7 +23,7 @@ async def find_unreachable_pool(config: Config, known: Set[str], available: Set[
     Pools without a new endpoint are not checked, because the change does not affect them. Pools
     with an available endpoint or with discovery are not checked either.
 
-    known      URLs of the endpoints in force
+    known      URLs of the endpoints in the current configuration
     available  those of them that get requests now
     """
     for name, pool in config.pools.items():

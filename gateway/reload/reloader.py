@@ -3,7 +3,7 @@ rejected.
 
 All triggers use the same path, one at a time. This module contains the order of the steps, the
 history and the messages. The triggers are in file_watcher.py, admin/config_pages.py and app.py;
-swap.py puts a configuration in force.
+swap.py applies a configuration.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ A change of them is accepted, and takes effect at the next start.
 """
 
 APPLIED_AT_ONCE = ("listeners.api.tls.", "listeners.admin.tls.")
-"""Settings below those of BOUND_AT_START that new connections use immediately."""
+"""Settings within those of BOUND_AT_START that apply to new connections immediately."""
 
 FILE_TRIGGERS = frozenset({"file", "signal", "command"})
 """Triggers that load the text of the configuration file."""
@@ -108,14 +108,14 @@ class Rejection(msgspec.Struct, frozen=True):
 
 
 async def do_nothing(_trigger: str) -> None:
-    """Do nothing when a configuration has been applied.
+    """Do nothing.
 
-    This is the default of `on_applied` if auto-rollback is not used.
+    This is the default of `on_applied`, for gateways without auto-rollback.
     """
 
 
 class Reloader:
-    """Owns the configuration in force and its history, and makes all changes.
+    """Owns the current configuration and its history, and makes all changes.
 
     running        the loaded configuration behind the current snapshot
     needs_restart  the changed settings that take effect only at the next start
@@ -185,7 +185,7 @@ class Reloader:
         return tuple(dict.fromkeys((*own, *self.running.references, *self._missing)))
 
     def file_differs(self) -> bool:
-        """Return whether the configuration file differs from the configuration in force.
+        """Return whether the configuration file differs from the current configuration.
 
         Call this in a thread. The two differ after a rollback, a PUT, or an edit while watching is
         off.
@@ -260,8 +260,8 @@ class Reloader:
         if_match: str | None = None,
         options: ChangeOptions = DEFAULT_OPTIONS,
     ) -> ReloadOutcome:
-        """Apply an older configuration version: `number`, or by default the one before the version
-        in force.
+        """Apply an older configuration version: `number`, or by default the version before the
+        current one.
         """
         older = [version for version in self.history.all() if version.number < self.version.number]
         wanted = self.history.find(number) if number is not None else (older[-1] if older else None)

@@ -1,8 +1,8 @@
 """Garbage collection of replaced snapshots: frees what only they need.
 
 A request holds the Snapshot with which it began until its last byte. Once a Snapshot is no longer
-referenced, no request can pick from it any more. A weak reference detects that, at no cost per
-request.
+referenced, no request can pick endpoints from it any more. A weak reference detects that, at no
+cost per request.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Builds a configuration, tries its policies, and puts it in force in one turn of the event loop.
+"""Builds a configuration, tries its policies, and applies it in one iteration of the event loop.
 
 Everything that can fail happens before the first change. What the old snapshot may still need is
 freed once no request holds it.
@@ -32,7 +32,7 @@ TRIAL_REQUEST = Request("dry-run", "", "", 1000, 100)
 
 
 class ConfigRejectedError(Exception):
-    """Raised when a valid configuration cannot be put in force because of the setting at `path`."""
+    """Raised when a valid configuration cannot be applied because of the setting at `path`."""
 
     def __init__(self, path: Path, message: str) -> None:
         super().__init__(message)
@@ -40,9 +40,9 @@ class ConfigRejectedError(Exception):
 
 
 class Swap:
-    """Replaces the configuration snapshot in force; it is the only writer of `Gateway.snapshot`.
+    """Replaces the current snapshot; only this class writes `Gateway.snapshot`.
 
-    start_discovery  function that is called with each configuration that is put in force
+    start_discovery  function that is called with each configuration that is applied
     """
 
     def __init__(self, gateway: Gateway, watcher: HealthChecker, metrics: Metrics) -> None:
@@ -88,8 +88,8 @@ class Swap:
         return plan.snapshot.generation == self._gateway.snapshot.generation + 1
 
     def apply(self, plan: SnapshotPlan) -> int:
-        """Put a plan of a configuration in force; return the number of requests at removed
-        endpoints or pools.
+        """Apply the plan of a configuration; return the number of requests at removed endpoints or
+        pools.
 
         The method contains no await and nothing that can fail, so requests see either all of the
         change or nothing. The affected requests finish at their endpoints.
@@ -194,8 +194,8 @@ class Swap:
 
     @property
     def retiring(self) -> int:
-        """Return the number of endpoints, names and queues that are kept only for requests of older
-        generations.
+        """Return the number of endpoints, names and queues that are kept only for requests with an
+        older snapshot.
         """
         return self._generations.pending_actions
 

@@ -63,7 +63,7 @@ def bound_listeners(
 ) -> list[tuple[BoundListener, socket.socket]]:
     """Return a process's listening sockets, each with its listener's name and configured address.
 
-    `activated` names the listeners whose sockets systemd opened.
+    `activated` has the names of the listeners whose sockets systemd opened.
     """
     named = {"api": listeners.api, "admin": listeners.admin}
     return [

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("penstock")
 
 MAX_BLOCKS = 1 << 22
-"""Maximum number of restored index blocks; an index of 256 MiB has a third of that."""
+"""Maximum number of restored index blocks; an index of 256 MiB has a third as many."""
 
 
 def endpoint_key(live: LiveEndpoint) -> EndpointKey:
@@ -88,14 +88,16 @@ def remaining_work(gateway: Gateway) -> list[tuple[EndpointKey, PeerShare]]:
 
 
 class Restorer:
-    """Restores learned state in a gateway that serves no requests yet; unknown state is ignored."""
+    """Restores learned state in a gateway that serves no requests yet, and ignores unknown
+    state.
+    """
 
     def __init__(
         self, gateway: Gateway, drift: DriftMonitor | None = None, *, prefixes: bool
     ) -> None:
         """Prepare to restore learned state in this gateway.
 
-        prefixes  whether equal keys mean equal prompts in both processes' prefix indexes
+        prefixes  whether equal keys stand for equal prompts in the prefix indexes of both processes
         """
         self._gateway, self._drift = gateway, drift
         self._prefixes = prefixes

@@ -1,7 +1,8 @@
-"""Records the shapes of ended requests, for the detection of workload drift (gateway/drift).
+"""Records the shapes (lengths and block ids) of ended requests, to detect workload drift
+(gateway/drift).
 
-A record has lengths and keyed ids of prompt blocks, no text. In a worker process the supervisor
-collects the records.
+A record contains no text: block ids are keyed hashes of prompt blocks. In a worker process, the
+supervisor collects the records.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ from gateway.protocol.stream_scan import TokenUsage
 from policies.sizing.drift import request_tokens
 
 MAX_IDS = 1 << 17
-"""Block ids in records that nobody has taken yet; further records are dropped and counted."""
+"""Maximum number of block ids in records that have not been taken yet; further records are dropped
+and counted.
+"""
 
 
 class ShapeRecord(msgspec.Struct, frozen=True, array_like=True):
@@ -36,10 +39,10 @@ class ShapeRecord(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ShapeRecorder:
-    """Keeps the records of ended requests until they are taken, with bounded memory.
+    """Keeps the records of ended requests until they are taken, within bounded memory.
 
     pools    pools whose requests are recorded
-    dropped  records lost since the start
+    dropped  number of records lost since the start
     """
 
     __slots__ = ("_ids", "_records", "dropped", "pools")
@@ -78,6 +81,6 @@ class ShapeRecorder:
         self._ids += 1 + len(blocks)
 
     def take(self) -> list[ShapeRecord]:
-        """Return the records since the last call."""
+        """Return the records that were added since the last call."""
         records, self._records, self._ids = self._records, [], 0
         return records

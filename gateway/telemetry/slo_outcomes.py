@@ -26,8 +26,9 @@ TRUNCATED_REASONS = frozenset(
 )
 """Finish reasons of responses that were cut off, so that their natural length is unknown."""
 LEARN_SINGLY, LEARN_BATCH = 16, 8
-"""Number of responses of a kind that are learned from one by one, and size of the batches in which
-later ones are."""
+"""Number of responses of a kind that are learned from one by one, and the size of the batches in
+which later ones are learned from.
+"""
 MAX_KINDS = 8192
 REGRET_SAMPLE_EVERY = 32
 """Number of picks of which one is compared with the fastest candidate, because the comparison is
@@ -69,7 +70,7 @@ def _output_tokens(exchange: Exchange, relay: Relay, usage: TokenUsage) -> int:
 
 
 def effective_usage(exchange: Exchange, relay: Relay) -> TokenUsage:
-    """Return the reported token usage, with the cached tokens that the prefill endpoint reports.
+    """Return the reported token counts, with the prefill endpoint's number of cached tokens.
 
     A decode endpoint reports transferred KV as a cache hit, so its own number is wrong.
     """

@@ -62,8 +62,8 @@ class CanaryArm:
         self._metrics: Metrics | None = None
 
     def count_in(self, metrics: Metrics | None) -> None:
-        """Set the metrics in which one policy of a canary trial counts outcomes; None stops the
-        counting.
+        """Set the metrics in which outcomes under one policy of a canary trial are counted; None
+        stops the counting.
         """
         self._metrics = metrics
 
@@ -96,7 +96,7 @@ class CanaryArm:
 
 
 class CanaryArms:
-    """Both policies of one pool's canary trial: the pool's own (primary) and the canary.
+    """The two policies of one pool's canary trial: the pool's own (primary) and the canary.
 
     They are kept as long as their configuration is unchanged.
     """

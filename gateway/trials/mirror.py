@@ -1,10 +1,11 @@
-"""Mirrors: a share of live requests is sent to candidate engines too, and answers are compared.
+"""Mirrors: a share of live requests is also sent to candidate engines, and the answers are
+compared.
 
-A sampled request leaves its prompt here, and only once its client has the whole answer, three
-copies are sent one after another at temperature 0: to its own engine, to a candidate, and to its
-own engine again, whose difference from itself is the noise floor. The comparison is that of
-`penstock golden run` (policies/golden). Copies take no permit and no reservation, and count in no
-usage, quota or SLO. Prompts and answers are dropped after their comparison.
+Once the client of a sampled request has its whole answer, three copies are sent one after another
+at temperature 0: to its own engine, to a candidate, and to its own engine again. The difference
+between the two answers of its own engine is the noise floor. The comparison is that of `penstock
+golden run` (policies/golden). Copies take no permit and no reservation, and count towards no usage,
+quota or SLO. Prompts and answers are dropped after their comparison.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ from policies.golden.compare import AnswerPair, GoldenReport, compare, judge
 log = logging.getLogger("penstock")
 
 BLOCK = 200
-"""Compared requests of one verdict: with so many, at most one of 100 equal candidates is worse."""
+"""Number of compared requests per verdict. With so many, at most one of 100 equal candidates is
+found to be worse.
+"""
 
 MAX_BODY_BYTES = 1 << 18
 COPIES = 3
@@ -42,7 +45,9 @@ LiveEndpoints = Callable[[], Sequence[LiveEndpoint]]
 
 
 class MirroredRequest:
-    """The prompt of one sampled request until it is compared; it takes a place of its mirror."""
+    """The prompt of one sampled request until it is compared; it counts towards the mirror's
+    concurrent requests.
+    """
 
     __slots__ = ("_members", "_mirror", "_salt")
 
@@ -51,7 +56,7 @@ class MirroredRequest:
         self._mirror, self._members, self._salt = mirror, call.members, call.salt
 
     def on_ended(self, exchange: Exchange) -> None:
-        """Begin the comparison if the client has its whole answer; else give the place back."""
+        """Begin the comparison if the client has its whole answer; otherwise give up."""
         exchange.mirrored = None
         pick, is_served = exchange.pick, exchange.outcome == "served" and exchange.status == 200
         if pick is None or not is_served or exchange.tier:
@@ -61,7 +66,9 @@ class MirroredRequest:
 
 
 class PoolMirror:
-    """The mirror of one pool: its samples, its budget, and the answers compared so far."""
+    """The mirror of one pool: its sampled requests, its token budget, and the answers compared so
+    far.
+    """
 
     def __init__(
         self,
@@ -87,7 +94,9 @@ class PoolMirror:
         self.blocks = 0
 
     def offer(self, call: Call) -> MirroredRequest | None:
-        """Return a place for a request that is to be compared; None for any other."""
+        """Return an object that keeps the request's prompt if the request is sampled; None
+        otherwise.
+        """
         request, spec = call.request, self.spec
         if spec.models and request.model not in spec.models:
             return None
@@ -103,12 +112,12 @@ class PoolMirror:
         return None
 
     def give_up(self, result: str) -> None:
-        """Give a place back without a comparison, and count the reason."""
+        """Drop a sampled request without a comparison, and count the reason."""
         self._places += 1
         self._count(result)
 
     def begin(self, members: Mapping[str, msgspec.Raw], salt: bytes, slot: int) -> None:
-        """Compare the answers of the endpoint in a slot and of a candidate, in a task."""
+        """Start a task that compares the answers of the endpoint in a slot and of a candidate."""
         base = next((live for live in self._endpoints() if live.load.slot == slot), None)
         others = [live for live in self._endpoints() if live.endpoint.pool == self.spec.to]
         up = [live for live in others if _is_up(live)]
@@ -230,8 +239,8 @@ class PoolMirror:
 class Mirrors:
     """The mirrors of all pools of this process.
 
-    by_pool      their objects; empty if no pool has one
-    excluded     tenants whose requests are never compared
+    by_pool   the mirror of each pool; empty if no pool has one
+    excluded  tenants whose requests are never compared
     """
 
     def __init__(
@@ -247,9 +256,9 @@ class Mirrors:
         self._excludes_tenants = False
 
     def configure(self, config: Config) -> Mirrors | None:
-        """Follow a new configuration; a mirror whose section has changed begins again.
+        """Apply a new configuration; a mirror whose section has changed begins again.
 
-        Returns the object if a pool has a mirror, else None.
+        Returns this object if any pool has a mirror, else None.
         """
         self.excluded = frozenset(one.name for one in config.tenants if not one.mirror)
         self._excludes_tenants = config.cache.isolate == "required"
@@ -266,7 +275,7 @@ class Mirrors:
         return self if self.by_pool else None
 
     def offer(self, exchange: Exchange, pool: str, call: Call) -> None:
-        """Sample a request that was parsed; what is kept of it is in `exchange.mirrored`."""
+        """Sample a parsed request; its prompt is then kept in `exchange.mirrored`."""
         mirror = self.by_pool.get(pool)
         if mirror is None or exchange.tenant in self.excluded:
             return

@@ -1,4 +1,4 @@
-"""Sends the copies of a mirror to engines, apart from the connections and loads of clients."""
+"""Sends the copies of a mirror to engines, on connections of its own and without reservations."""
 
 from __future__ import annotations
 
@@ -18,14 +18,16 @@ TOP = 5  # likeliest tokens whose probabilities are requested
 
 
 class MirroredAnswer(msgspec.Struct, frozen=True):
-    """An engine's answer to a copy, and the tokens that it took; 0 if the engine reports none."""
+    """An engine's answer to a copy, and the number of tokens that it took; 0 if the engine reports
+    none.
+    """
 
     answer: GoldenAnswer
     tokens: int = 0
 
 
 class MirrorClient:
-    """An HTTP client for copies; it opens its session with the first one."""
+    """An HTTP client for copies. It opens its session with the first request."""
 
     def __init__(self) -> None:
         self._session: aiohttp.ClientSession | None = None
@@ -38,10 +40,12 @@ class MirrorClient:
         model: str | None,
         salt: bytes,
     ) -> MirroredAnswer:
-        """Return an endpoint's greedy answer, with probabilities if it has any.
+        """Return an endpoint's answer at temperature 0, with token probabilities if the engine
+        returns them.
 
-        model  its name there; None or an unlisted name: the first that the engine lists
-        salt   the client's cache salt, for engines that take one
+        model  the engine's name of the model; None or an unlisted name: the first model that the
+               engine lists
+        salt   the client's cache salt, for engines that accept one
         """
         name = model if model and model in live.models else next(iter(live.models), model or "")
         spent = 0

@@ -1,4 +1,4 @@
-"""A budget of tokens per minute that is never exceeded in any minute. No clock and no I/O."""
+"""A budget of tokens per minute that is not exceeded in any 60 seconds. No clock and no I/O."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ MINUTE_S = 60.0
 
 
 class Spending:
-    """Tokens taken from a budget at one time; fewer may turn out to be used."""
+    """Tokens that were taken from a budget at one time, of which fewer may be used in the end."""
 
     __slots__ = ("at_s", "tokens")
 
@@ -17,9 +17,9 @@ class Spending:
 
 
 class TokenBudget:
-    """At most `per_minute` tokens in any 60 seconds; times must not decrease.
+    """A budget of at most `per_minute` tokens in any 60 seconds; times must not decrease.
 
-    Every spending has at least one token, so there are at most `per_minute` of them.
+    Every spending has at least one token, so there are at most `per_minute` of them in a minute.
     """
 
     def __init__(self, per_minute: int) -> None:
@@ -40,7 +40,9 @@ class TokenBudget:
         return spending
 
     def settle(self, spending: Spending, used: int) -> None:
-        """Give back what was not used of a spending; using more than was taken gives nothing."""
+        """Return the unused tokens of a spending to the budget. Using more tokens than were taken
+        returns none.
+        """
         unused = spending.tokens - max(1, used)
         if unused > 0 and self._spent and spending.at_s >= self._spent[0].at_s:
             spending.tokens -= unused

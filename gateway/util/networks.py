@@ -6,8 +6,9 @@ from collections.abc import Iterable
 from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_address, ip_network
 
 CLIENT_PREFIX_BITS = 64
-"""Length in bits of the prefix of an IPv6 address that identifies a client: providers assign at
-least a /64 each."""
+"""Length in bits of the IPv6 prefix that identifies a client, because providers assign at least a
+/64 to each.
+"""
 
 
 class Networks:

@@ -58,7 +58,7 @@ class ClientSettings(msgspec.Struct, frozen=True):
     """The TLS settings of the gateway as a client.
 
     ca             path of the certificate authorities; None: the system's
-    should_verify  False: any server is trusted
+    should_verify  whether the server's certificate is verified; if not, any server is trusted
     """
 
     ca: str | None = None

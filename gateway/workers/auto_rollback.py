@@ -1,6 +1,7 @@
-"""Auto-rollback (`reload.auto_rollback`) of several workers: their requests are evaluated together.
+"""Auto-rollback (`reload.auto_rollback`) with several workers: their requests are evaluated
+together.
 
-When the new version fails more often, all workers roll back.
+If requests fail more often with the new version, all workers roll back.
 """
 
 from __future__ import annotations

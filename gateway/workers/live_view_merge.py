@@ -21,8 +21,9 @@ from gateway.workers.worker_process import REQUEST_ERRORS, Worker
 
 SAMPLE_TIMEOUT_S = 2.0
 MAX_FIELDS = ("in_flight", "backlog_tokens", "backlog_s")
-"""Fields of an endpoint that every worker knows completely, though some learn of a change a moment
-later."""
+"""Fields of an endpoint that every worker knows completely; the highest value is used, because some
+workers learn of a change a moment later.
+"""
 STATE_FIELDS = ("state", "cause", "slow", "since_s", "available")
 
 Key = TypeVar("Key")

@@ -150,7 +150,7 @@ def _shadow(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def merge_mirrors(pages: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the mirrors of the only worker that has any."""
+    """Return the mirrors of the only worker that has mirrors."""
     return {"mirrors": [row for page in pages for row in page["mirrors"]]}
 
 

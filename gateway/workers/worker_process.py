@@ -90,15 +90,15 @@ class Worker:
             return WorkerResponse(response.status, dict(response.headers), await response.read())
 
     def drain(self) -> None:
-        """Make the worker stop accepting connections and end after its current responses.
+        """Make the worker stop accepting connections, and exit after its current responses.
 
-        The worker skips the grace period, which all workers have spent together already.
+        The worker skips the grace period, because all workers have already waited for it together.
         """
         if self.process.returncode is None:
             self.process.send_signal(signal.SIGINT)
 
     def retire(self) -> None:
-        """Make the worker stop accepting connections and end once its connections have ended.
+        """Make the worker stop accepting connections, and exit once its connections have ended.
 
         Another worker has its listening socket by then.
         """

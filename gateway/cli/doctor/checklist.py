@@ -80,8 +80,8 @@ class CheckedFleet(msgspec.Struct, frozen=True):
     """The input of the checklist: the endpoints, the configuration, and measured speeds.
 
     `config` is None for engines without a file. `pace_s` maps an endpoint's name to its seconds per
-    token at batch 1 and at batch 16, if measured. `collectives` maps it to the computed share of a
-    decode step at batch 1 that collectives take, for known models and GPUs.
+    token at batch 1 and at batch 16, if measured. `collectives` maps it to the share (0 to 1) of a
+    decode step at batch 1 that collective operations take, as computed for known models and GPUs.
     """
 
     members: Sequence[CheckedEndpoint]

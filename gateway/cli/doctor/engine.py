@@ -48,9 +48,10 @@ def check_engine(
 ) -> list[CheckFinding]:
     """Return the findings of `penstock doctor` about one endpoint.
 
-    models     names that clients send -> names that the engine must list; empty if any will do
+    models     the name that the engine must list, by the name that clients send; empty if any model
+               will do
     split      whether requests for its models are split between prefill and decode
-    elsewhere  the models that other endpoints of its pool serve
+    elsewhere  names of models that other endpoints of its pool serve
     """
     name = endpoint.name
     if responses.problem is not None:

@@ -12,7 +12,7 @@ class CheckVerdict(StrEnum):
     """The result of one check by `penstock doctor`.
 
     UNKNOWN is not a failure: the answer cannot be determined from outside the engine, and `fix`
-    says how to find out.
+    explains how to find out.
     """
 
     PASS = "pass"  # not a password  # noqa: S105
@@ -36,19 +36,19 @@ class CheckFinding(msgspec.Struct, frozen=True):
 
 
 def pass_finding(subject: str, check: str, seen: str) -> CheckFinding:
-    """Return the finding of a `doctor` check that passed; `seen` says what was observed."""
+    """Return the finding of a `doctor` check that passed; `seen` is what was observed."""
     return CheckFinding(subject, check, CheckVerdict.PASS, seen)
 
 
 def warn_finding(subject: str, check: str, seen: str, fix: str) -> CheckFinding:
-    """Return the finding of a `doctor` check that passed with a warning; `fix` says what to do
-    about it.
+    """Return the finding of a `doctor` check that passed with a warning; `fix` is what to do about
+    it.
     """
     return CheckFinding(subject, check, CheckVerdict.WARN, seen, fix)
 
 
 def fail_finding(subject: str, check: str, seen: str, fix: str) -> CheckFinding:
-    """Return the finding of a `doctor` check that failed; `fix` says what to do about it."""
+    """Return the finding of a `doctor` check that failed; `fix` is what to do about it."""
     return CheckFinding(subject, check, CheckVerdict.FAIL, seen, fix)
 
 

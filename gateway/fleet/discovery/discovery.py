@@ -22,11 +22,12 @@ from gateway.fleet.discovery.source import DiscoveredEndpoints, Source
 log = logging.getLogger("penstock")
 
 START_WAIT_S = 2.0
-"""Maximum seconds that start() waits for a result of every source, so that the first request finds
-endpoints."""
+"""Maximum seconds that start() waits for the first result of every source, so that the first
+request finds endpoints.
+"""
 
 AGAIN_S = 10.0
-"""Seconds until a source is started again after an unexpected exception."""
+"""Seconds after which a source that raised an unexpected exception is started again."""
 
 SourceFactory = Callable[[Discover, Random], Source]
 

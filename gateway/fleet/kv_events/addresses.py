@@ -19,8 +19,8 @@ _WILDCARDS = ("*", "0.0.0.0", "[::]", "::", "localhost", "127.0.0.1")
 
 
 class SourceAddress(msgspec.Struct, frozen=True):
-    """The address at which one engine rank publishes KV events, and the address for replays ("" if
-    it offers none).
+    """The address at which one engine rank publishes KV events, and its address for replays (""
+    without replays).
     """
 
     events: str

@@ -37,7 +37,7 @@ class EndpointEvents:
     """The KV event sources of one endpoint, in the order of its data-parallel ranks.
 
     problem         why there are no sources; "" if there are some
-    audits, errors  number of answers compared with the index, and of those that disagreed
+    audits, errors  number of answers that were compared with the index, and of those that disagreed
     """
 
     __slots__ = (
@@ -55,7 +55,7 @@ class EndpointEvents:
 
     @property
     def block_tokens(self) -> int:
-        """Return the number of tokens per KV block of the endpoint's ranks; 0 while unknown, or if
+        """Return the number of tokens per KV block of the endpoint's ranks; 0 while unknown or if
         the ranks differ.
         """
         sizes = {source.block_tokens for source in self.sources if source.block_tokens}

@@ -1,7 +1,7 @@
 """The cached prompts of endpoints whose KV events describe their caches exactly. No I/O.
 
 The module joins three parts: the blocks that engines report (policies/prefix/cached_blocks.py), the
-prompts whose tokens are known (policies/prefix/learned_prompts.py), and the trust in each
+prompts whose token ids are known (policies/prefix/learned_prompts.py), and the check of each
 endpoint's events. Its counts replace the predictions of the prefix index.
 """
 
@@ -31,7 +31,7 @@ RECENT_BYTES = 4 * 1024 * 1024
 """Bytes of memory of each of the two indexes of recently sent prompts.
 
 A prompt that was sent less than RECENT_S to 2 * RECENT_S seconds ago may not have been computed
-yet, so no event can report it. It counts as cached as far as it was sent.
+yet, so that no event can report it. It is then treated as cached.
 """
 
 MAX_UNREAD, MAX_UNREAD_BYTES = 256, 16 * 1024 * 1024

@@ -39,8 +39,9 @@ DRAIN_S, BUSY_DRAIN_S = 0.02, 0.002
 """Seconds between two reads of the sockets: while they are empty, and while messages are left."""
 
 IDLE_SHARE = 0.03
-"""Largest share of the event loop's time for reading empty sockets, of which large fleets have
-many."""
+"""Largest share of the event loop's time (0 to 1) for reading sockets that turn out to be empty;
+large fleets have many.
+"""
 
 SLICE_S = 0.001
 PURGED_PER_SLICE = 1000

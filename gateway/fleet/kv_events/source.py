@@ -34,8 +34,9 @@ The loss of the last message cannot be seen in the number of a later one.
 """
 
 MAX_REPLAYS = 3
-"""Number of consecutive replays that may leave a gap; after them, the blocks before the gap are
-discarded."""
+"""Number of consecutive replays that may leave a gap in the messages; after that, the blocks from
+before the gap are discarded.
+"""
 
 MAX_SCOPES = 4096
 _NEVER = float("-inf")
@@ -136,7 +137,7 @@ class EventSource:
         self._drop_held()
 
     def reset(self) -> None:
-        """Forget all blocks of the rank and start over with the next message."""
+        """Discard all blocks of the rank and start over with the next message."""
         self._forget()
         self._next = None
         self._published_at = _NEVER
@@ -145,7 +146,7 @@ class EventSource:
         self._drop_held()
 
     def resynchronize(self, now: float) -> None:
-        """Forget all cached blocks of the rank, and request a replay of all KV events that the
+        """Discard all cached blocks of the rank, and request a replay of all KV events that the
         engine still has.
         """
         self.reset()
