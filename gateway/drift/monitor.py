@@ -100,7 +100,7 @@ class DriftMonitor:
             log.warning("%s", drift_text(name, window))
         elif not window.is_alarm and pool.since_s is not None:
             pool.since_s = None
-            log.info("pool %s: requests have the shapes again that it was sized for", name)
+            log.info("pool %s: requests have again the shapes that the pool was sized for", name)
 
     def sentences(self) -> tuple[str, ...]:
         """Return a sentence for each pool that has drifted, for the live view."""

@@ -216,7 +216,7 @@ class ClientConnection(ABC):
             if not self._polls(select.POLLIN):  # a request may have arrived since the last read
                 self._close_after_flush()
         elif expiry is Expiry.HEAD_TIMEOUT:
-            self._time_out("The request's headers did not arrive in time.")
+            self._time_out("The headers of the request did not arrive in time.")
         elif expiry is Expiry.BODY_TIMEOUT:
             message = "The request's body did not arrive in time."
             self._fail_body(GatewayError(Failure.REQUEST_TIMEOUT, message))

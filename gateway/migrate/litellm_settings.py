@@ -12,7 +12,7 @@ from gateway.migrate.policy_names import LITELLM
 
 _SECTIONS = ("router_settings", "litellm_settings", "general_settings")
 _AFFINITY = frozenset({"deployment_affinity", "session_affinity", "responses_api_deployment_check"})
-_CACHE = "answers are not cached; engines cache prompts"
+_CACHE = "the gateway does not cache answers; engines cache prompts"
 _DATABASE = "the gateway has no database; list clients' keys as tenants"
 _CALLBACK = "the gateway has no callbacks; the access log, /metrics and traces have every request"
 
@@ -34,12 +34,12 @@ _REASONS: Mapping[str, str] = MappingProxyType(
         "guardrails": "the gateway does not inspect answers",
         "health_check_": "every endpoint is probed once a second (health.interval)",
         "json_logs": "set observability.log.format to json",
-        "max_budget": "the gateway has no budgets in money",
+        "max_budget": "the gateway limits requests and tokens, not costs",
         "max_parallel_requests": "requests are limited per endpoint (max_concurrency)",
         "modify_params": "requests are forwarded as clients send them",
-        "redis_": "several gateways share one view by `shared`",
+        "redis_": "several gateways share their state through the section `shared`",
         "retry_after": "a retry goes to another endpoint at once, without a pause",
-        "retry_policy": "what is retried does not depend on the kind of error",
+        "retry_policy": "whether a request is retried does not depend on the kind of error",
         "routing_strategy_args": "routing policies have parameters of their own",
         "set_verbose": "set observability.log.level to debug",
         "store_": _DATABASE,
@@ -55,7 +55,7 @@ def convert(config: Mapping[str, Any], draft: Draft) -> None:
     """
     for section in config:
         if section == "environment_variables":
-            draft.do(section, "set these variables for the gateway's process")
+            draft.do(section, "set these environment variables for the gateway's process")
         elif section not in (*_SECTIONS, "model_list"):
             draft.drop(section, "this section has no counterpart in gateway.yaml")
     for section in _SECTIONS:
@@ -69,7 +69,9 @@ def convert(config: Mapping[str, Any], draft: Draft) -> None:
             except (MigrationError, AttributeError, TypeError) as error:
                 raise MigrationError(f"{section}.{key}: {error}") from None
             prefixes = [prefix for prefix in _REASONS if key.startswith(prefix)]
-            reason = _REASONS[max(prefixes, key=len)] if prefixes else "there is no such setting"
+            reason = (
+                _REASONS[max(prefixes, key=len)] if prefixes else "the gateway has no such setting"
+            )
             draft.drop(f"{section}.{key}", reason)
 
 
@@ -150,7 +152,9 @@ def _fallbacks(value: Any, item: str, draft: Draft) -> None:
                     {"model": target, "penalty": min(0.9, round(0.1 * index, 1))}
                     for index, target in enumerate(dict.fromkeys(known), start=1)
                 ][:8]
-    draft.differ(item, "overflow serves what the model's own pool would refuse, not its errors")
+    draft.differ(
+        item, "overflow serves requests that the model's own pool would refuse, not those that fail"
+    )
 
 
 def _aliases(value: Any, item: str, draft: Draft) -> None:
@@ -159,12 +163,12 @@ def _aliases(value: Any, item: str, draft: Draft) -> None:
         names = [model["name"] for model in _models(draft)]
         matches = [model for model in _models(draft) if model["name"] == group]
         if alias in names:
-            draft.drop(f"{item} {alias}", "a model has this name")
+            draft.drop(f"{item} {alias}", "a model already has this name")
             continue
         for model in matches:
             model.setdefault("aliases", []).append(str(alias))
         if not matches:
-            draft.drop(f"{item} {alias}", f"{group} is not served here")
+            draft.drop(f"{item} {alias}", f"{group} is not among the converted models")
 
 
 def _master_key(value: Any, item: str, draft: Draft) -> None:

@@ -48,13 +48,13 @@ _INHERENT = frozenset(
 
 _REASONS: Mapping[str, str] = MappingProxyType(
     {
-        "by-label": "endpoints of other labels belong in another pool",
+        "by-label": "put endpoints with other labels into another pool",
         "core-metrics-extractor": "engines' metrics are scraped (scrape)",
         "header-based-testing-filter": "clients cannot choose an endpoint",
         "lora-affinity": "an endpoint serves an adapter if its /v1/models lists it",
         "metrics-data-source": "engines' metrics are scraped (scrape)",
-        "models-": "/v1/models is asked of every endpoint",
-        "precise-prefix-cache-producer": "what engines hold is learned from picks and usage",
+        "models-": "every endpoint's /v1/models is read",
+        "precise-prefix-cache-producer": "cached prompts are learned from picks and reported usage",
         "random-picker": "the endpoint with the best score is picked",
         "token": "prompts are not tokenized by the gateway",
         "weighted-random-picker": "the endpoint with the best score is picked",

@@ -267,7 +267,9 @@ class Reloader:
         wanted = self.history.find(number) if number is not None else (older[-1] if older else None)
         if wanted is None:
             return self._nothing(
-                f"no version {number} is kept" if number is not None else "no older version is kept"
+                f"no version {number} is kept"
+                if number is not None
+                else "there is no older version"
             )
         text = wanted.text
         if text is None:

@@ -82,4 +82,4 @@ def test_a_change_that_makes_requests_fail_is_rolled_back_in_all_workers(
 
             wait_until(is_rolled_back)
             wait_until(lambda: [ask(running) for _ in range(12)] == [200] * 12)
-            assert "v2 made things worse" in running.stderr_text
+            assert "v2 increased failures" in running.stderr_text

@@ -42,7 +42,7 @@ def _finding(pool: str, row: Mapping[str, Any]) -> CheckFinding:
         return warn_finding(subject, CHECK, seen, "penstock drift LOG --config FILE")
     if row["window"] is None:
         seen = "no window of 100 requests has ended yet"
-        return unknown_finding(subject, CHECK, seen, "ask again in ten minutes")
+        return unknown_finding(subject, CHECK, seen, "run the check again in ten minutes")
     return pass_finding(subject, CHECK, f"no drift in the window until {row['window']['ends']}")
 
 

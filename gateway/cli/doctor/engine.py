@@ -79,7 +79,7 @@ def _health(responses: ProbeResult, name: str) -> Iterator[CheckFinding]:
     if status == 200:
         yield pass_finding(name, "reachable", f"{responses.url} is healthy")
     elif status in NO_PAGE and listed_models(responses):
-        text = f"{responses.url} has no health page; its list of models stands for it"
+        text = f"{responses.url} has no health page; its list of models is probed instead"
         yield pass_finding(name, "reachable", text)
     elif status in (401, 403):
         fix = "set the endpoint's api_key to a reference to the key"

@@ -50,7 +50,7 @@ def check_kv_events(
             addresses = described_by_vllm(response.status, response.text, endpoint.url)
     except SourceError as error:
         fix = "start the engine with --kv-events-config, or remove kv_events"
-        yield warn_finding(name, _CHECK, f"{error}; its prefix cache is only guessed", fix)
+        yield warn_finding(name, _CHECK, f"{error}; its prefix cache can only be estimated", fix)
         return
     first = addresses[0]
     ranks = "" if len(addresses) == 1 else f" (the first of {len(addresses)} ranks)"

@@ -323,7 +323,7 @@ class EventSource:
             self.fail(f"an event has invalid tokens: {error}")
             return
         if self._index.is_full:
-            self.fail("more blocks than prefix.events is for")
+            self.fail("the cached blocks do not fit into prefix.events")
         elif not self.is_complete and self.kv_tokens is not None:
             # Whatever was cached before the first event has been evicted by now.
             self.is_complete = self._stored_tokens >= self.kv_tokens

@@ -69,7 +69,7 @@ async def test_a_replica_is_not_used_until_it_accepts_writes(
     assert len({*problems}) == len(problems) == len(messages) - 2, (
         "each problem of an outage is logged once"
     )
-    assert any("it is a replica and takes no writes" in line for line in problems)
+    assert any("it is a replica and accepts no writes" in line for line in problems)
 
 
 async def test_a_wrong_password_is_named_without_showing_it(
@@ -107,13 +107,13 @@ async def test_a_wrong_password_is_named_without_showing_it(
         (TimeoutError(), "it does not answer in time"),
         (
             ResponseError("NOAUTH Authentication required."),
-            "it wants a password and none is configured",
+            "it requires a password, and none is configured",
         ),
         (
             ResponseError("AUTH <password> called without any password configured"),
             "a password is configured here",
         ),
-        (ResponseError("MISCONF Redis is configured to save"), "it takes no writes"),
+        (ResponseError("MISCONF Redis is configured to save"), "it accepts no writes"),
         (ResponseError("anything with sk-secret in it"), "ResponseError"),
     ],
 )

@@ -308,7 +308,7 @@ async def test_a_change_after_which_more_requests_fail_is_rolled_back(tmp_path: 
         assert (version.trigger, version.number) == ("auto_rollback", 3)
         assert harness.app.gateway.snapshot.policies["chat"].name == "prefix_aware"
         assert any(
-            "v2 made things worse: 100.0% of 18 requests failed since" in line
+            "v2 increased failures: 100.0% of 18 requests failed since" in line
             for line in harness.said
         )
         bad.inc(50)

@@ -181,7 +181,7 @@ def test_a_new_connection_is_read_again_after_events_that_cannot_be_used() -> No
 def test_a_source_with_more_blocks_than_memory_gives_up() -> None:
     source = connected(cap_bytes=1000)
     source.on_message(0, payload(*(store(name) for name in range(1, 9))), 1.0)
-    assert source.problem == "more blocks than prefix.events is for"
+    assert source.problem == "the cached blocks do not fit into prefix.events"
     assert len(source.blocks) == 0
 
 
