@@ -69,7 +69,8 @@ from gateway.restart.predecessor import Predecessor
 from gateway.restart.start_options import StartOptions, WorkerSettings
 from gateway.route import Gateway
 from gateway.serve import create_request_factory
-from gateway.telemetry.accounting import AccessLog, Accounting
+from gateway.telemetry.access_log import AccessLog
+from gateway.telemetry.accounting import Accounting
 from gateway.telemetry.live_cost import LiveCost
 from gateway.telemetry.otlp import SpanExporter
 from gateway.trials.mirror import Mirrors

@@ -178,8 +178,7 @@ class EndpointTable:
         *,
         in_order: bool = False,
     ) -> RoutingQuery:
-        """Return the routing query for a request, with the number of its tokens believed to be
-        cached at each endpoint.
+        """Return the routing query for a request, with its cached tokens at each endpoint.
 
         tried     names of endpoints that the policy must not pick
         in_order  whether the candidates are kept sorted; then only endpoints that have part of the
@@ -462,9 +461,7 @@ class EndpointTable:
         self._update_availability(live.endpoint.pool)
 
     def drain_by_name(self, names: Collection[str]) -> None:
-        """Stop routing to the endpoints with these names. Call this before the first request is
-        served.
-        """
+        """Stop routing to the endpoints with these names. Call this before the first request."""
         for live in self.all():
             if live.endpoint.name in names:
                 self.set_drained(live, is_drained=True)
@@ -517,8 +514,7 @@ class EndpointTable:
         self.throttle(live)
 
     def throttle(self, live: LiveEndpoint) -> None:
-        """Send the endpoint no requests until its speed is reviewed, as long as others have
-        capacity.
+        """Send the endpoint no requests until its speed is reviewed, while others have capacity.
 
         After the review it gets few requests until its speed has been judged.
         """
@@ -531,9 +527,7 @@ class EndpointTable:
         live.load.mark_changed()
 
     def check_stalls(self, now: float) -> Sequence[LiveEndpoint]:
-        """Return the endpoints at which requests may be late, and reduce the load of those that are
-        very late.
-        """
+        """Return endpoints where requests may be late; send fewer to those that are very late."""
         self._review_speeds(now)
         stalled, doubtful = self.speed_monitor.stalled(self._pools, self._by_slot, now)
         for live in doubtful:

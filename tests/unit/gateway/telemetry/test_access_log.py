@@ -12,8 +12,8 @@ import pytest
 
 from gateway.config import Observability
 from gateway.metrics.metric_types import Counter
-from gateway.telemetry import accounting
-from gateway.telemetry.accounting import LINES_PER_BLOCK, AccessLine, AccessLog
+from gateway.telemetry import access_log
+from gateway.telemetry.access_log import LINES_PER_BLOCK, AccessLine, AccessLog
 
 
 def to(file: Path, **settings: Any) -> Observability:
@@ -30,7 +30,7 @@ async def test_the_loop_does_not_wait_for_the_start_of_the_writing_thread(
 ) -> None:
     begun: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
     monkeypatch.setattr(
-        accounting, "start_new_thread", lambda write, rows: begun.append((write, rows))
+        access_log, "start_new_thread", lambda write, rows: begun.append((write, rows))
     )
     file, dropped = tmp_path / "access.jsonl", Counter()
     log = AccessLog(to(file), asyncio.get_running_loop(), dropped)
@@ -54,7 +54,7 @@ async def test_lines_without_a_thread_are_counted_and_later_ones_written(
     file, dropped = tmp_path / "access.jsonl", Counter()
     log = AccessLog(to(file), asyncio.get_running_loop(), dropped)
     with monkeypatch.context() as without:
-        without.setattr(accounting, "start_new_thread", refused)
+        without.setattr(access_log, "start_new_thread", refused)
         log.write(LINE)
         while not dropped.value:
             await asyncio.sleep(0)

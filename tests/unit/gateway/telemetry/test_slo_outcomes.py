@@ -16,7 +16,8 @@ from gateway.protocol import apis
 from gateway.protocol.openai import Call
 from gateway.protocol.relay import Relay
 from gateway.protocol.stream_scan import TokenUsage
-from gateway.telemetry.accounting import AccessLog, Accounting
+from gateway.telemetry.access_log import AccessLog
+from gateway.telemetry.accounting import Accounting
 from gateway.telemetry.explain import RecentExchanges, runner_up, snapshot_pick
 from gateway.telemetry.otlp import SpanExporter
 from gateway.telemetry.slo_outcomes import (

@@ -1,0 +1,229 @@
+"""The access log: the members of a line, and the buffer from which a thread writes lines."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from _thread import start_new_thread
+from contextlib import suppress
+
+import msgspec
+
+from gateway.config import Observability
+from gateway.metrics.metric_types import Counter
+from gateway.telemetry.log_file import LogFile, Rotation
+
+log = logging.getLogger("penstock")
+
+REOPEN_RETRY_S = 0.05
+BUFFER_CAP_BYTES = 8 * 1024 * 1024  # for a blocked sink; further lines are dropped and counted
+
+
+LINES_PER_BLOCK = 32
+"""Number of log lines that are encoded together, which takes a third less time than encoding them
+one by one.
+"""
+
+
+Microseconds = int | None
+StageTimes = tuple[
+    Microseconds,
+    Microseconds,
+    Microseconds,
+    Microseconds,
+    Microseconds,
+    Microseconds,
+    Microseconds,
+    Microseconds,
+]
+"""The fields `received_us` to `last_us` of an access log line."""
+
+
+class AccessLine(msgspec.Struct, omit_defaults=True):
+    """One request in the access log; times in us are microseconds since its head was parsed.
+
+    slo, slo_outcome   its service class and SLO outcome
+    predicted_ttft_us  predicted TTFT, counted from the pick of an endpoint
+    requested_model    the requested model, if another one served the request
+    blocks             chained ids of the prompt's 2 KiB blocks; see `access_blocks`
+    resumes            number of times that the stream was continued on another endpoint
+    hedge_loser        the endpoint whose concurrent attempt was cancelled
+    client_request_id  the id that the client itself gave the request
+    session            what names its session: a header, a member of the body, or `prefix`
+    session_id         keyed 48-bit id of its session; see `access_blocks`
+    """
+
+    time: float
+    id: str
+    client: str
+    api: str
+    status: int
+    outcome: str
+    done_us: int
+    reason: str | None = None
+    tenant: str = ""
+    model: str = ""
+    endpoint: str = ""
+    stream: bool = False
+    received_us: int | None = None
+    parsed_us: int | None = None
+    admitted_us: int | None = None
+    picked_us: int | None = None
+    sent_us: int | None = None
+    first_byte_us: int | None = None
+    first_token_us: int | None = None
+    last_us: int | None = None
+    body_bytes: int = 0
+    bytes_out: int = 0
+    events: int = 0
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    cached_tokens: int | None = None
+    believed_cached_tokens: int | None = None
+    finish_reason: str | None = None
+    pick_reason: str | None = None
+    pick_score: float | None = None
+    candidates: int | None = None
+    retries: list[str] = []
+    slo: str = ""
+    slo_outcome: str = ""
+    predicted_ttft_us: int | None = None
+    split_reason: str = ""
+    prefill: str = ""
+    dialect: str = ""
+    transport: str | None = None
+    prefilled_us: int | None = None
+    decode_sent_us: int | None = None
+    handoff_us: int | None = None
+    requested_model: str = ""
+    proxy_request_id: str = ""
+    blocks: list[int] = []
+    trace_id: str = ""
+    resumes: int = 0
+    hedge_loser: str = ""
+    session: str = ""
+    client_request_id: str = ""
+    session_id: int = 0
+
+
+class AccessLog:
+    """A buffered log file; a thread writes it, so that a slow disk never delays a request."""
+
+    __slots__ = (
+        *("_blocks", "_dropped", "_encoder", "_file", "_flush_s", "_lines", "_loop", "_size"),
+        *("_timer", "_writing", "has_blocks", "is_enabled"),
+    )
+
+    def __init__(
+        self, config: Observability, loop: asyncio.AbstractEventLoop, dropped: Counter
+    ) -> None:
+        """Initialize the access log and open its file; `dropped` counts lost lines.
+
+        Raises OSError when the file cannot be opened.
+        """
+        rotate = config.access_rotate
+        rotation = None if rotate is None else Rotation(rotate.size, rotate.keep)
+        self._file = None if config.access_log == "off" else LogFile(config.access_log, rotation)
+        self.is_enabled = self._file is not None
+        self._dropped = dropped
+        self.has_blocks = config.access_blocks is not False
+        self._flush_s = config.access_flush
+        self._loop = loop
+        self._encoder = msgspec.json.Encoder()
+        self._lines: list[AccessLine] = []  # not encoded yet
+        self._blocks: list[bytes] = []  # encoded lines, `_size` bytes in all
+        self._size = 0
+        self._timer: asyncio.TimerHandle | None = None
+        self._writing: asyncio.Future[None] | None = None
+
+    def write(self, line: AccessLine) -> None:
+        """Append a line to the access log.
+
+        The object must not change after this call, because it is encoded later.
+        """
+        if self._size > BUFFER_CAP_BYTES:
+            self._dropped.inc()
+            return
+        self._lines.append(line)
+        if len(self._lines) >= LINES_PER_BLOCK:
+            self._encode()
+        if self._timer is None:
+            self._timer = self._loop.call_later(self._flush_s, self._flush)
+
+    def _encode(self) -> None:
+        # Encode the new lines; a line that cannot be encoded does not lose the others.
+        lines, self._lines = self._lines, []
+        try:
+            block = self._encoder.encode_lines(lines)
+        except Exception:
+            block = b"".join(map(self._encode_one, lines))
+        self._blocks.append(block)
+        self._size += len(block)
+
+    def _encode_one(self, line: AccessLine) -> bytes:
+        try:
+            return self._encoder.encode(line) + b"\n"
+        except Exception:
+            log.exception("the access log line of request %s could not be written", line.id)
+            self._dropped.inc()
+            return b""
+
+    def reopen(self) -> None:
+        """Reopen the access log in the writing thread, if its path leads to another file now."""
+        if self._file is None:
+            return
+        if self._writing is None:
+            self._begin()
+        else:
+            self._loop.call_later(REOPEN_RETRY_S, self.reopen)
+
+    def _flush(self) -> None:
+        self._timer = None
+        if self._writing is not None:
+            self._timer = self._loop.call_later(self._flush_s, self._flush)
+        elif self._lines or self._blocks:
+            self._begin()
+
+    def _begin(self) -> None:
+        # Pass the buffered lines to a new thread, which cannot keep the process alive.
+        #
+        # threading.Thread is not used: its start() blocks the event loop until the thread runs.
+        assert self._file is not None
+        block = self._take()
+        self._writing = self._loop.create_future()
+        try:
+            start_new_thread(self._write, (self._file, block))
+        except RuntimeError:  # no thread could be started; drop these lines and try again later
+            self._written(block.count(b"\n"))
+
+    def _write(self, file: LogFile, block: bytes) -> None:
+        lost = file.write(block)
+        with suppress(RuntimeError):  # the loop may be closed
+            self._loop.call_soon_threadsafe(self._written, lost)
+
+    def _written(self, lost: int) -> None:
+        self._dropped.inc(lost)
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            writing.set_result(None)
+
+    def _take(self) -> bytes:
+        if self._lines:
+            self._encode()
+        blocks, self._blocks, self._size = self._blocks, [], 0
+        return b"".join(blocks)
+
+    async def close(self) -> None:
+        """Write the remaining lines of the access log. Call this once; it waits at most two seconds
+        for a slow disk.
+        """
+        if self._timer is not None:
+            self._timer.cancel()
+        for _ in range(2):  # the write in progress, then the remaining lines
+            if self._writing is not None:
+                await asyncio.wait([self._writing], timeout=1)
+            if self._file is not None and self._writing is None and (self._lines or self._blocks):
+                self._begin()
+        if self._file is not None and self._writing is None:
+            self._file.close()
+        self._file, self.is_enabled = None, False
