@@ -26,7 +26,7 @@ class SlicedConnection(Protocol):
     """A connection to an engine that relays a long read in slices."""
 
     def process_deferred(self, relay: Relay, data: bytes) -> None: ...
-    def resume_after_slices(self) -> None: ...
+    def end_slices(self) -> None: ...
 
 
 class LongReads:
@@ -81,6 +81,6 @@ class LongReads:
         relay, data = slices.popleft()
         if slices:  # the connection comes last now
             self._slices[connection] = slices
+        else:
+            connection.end_slices()
         connection.process_deferred(relay, data)
-        if not slices:
-            connection.resume_after_slices()

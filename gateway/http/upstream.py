@@ -83,6 +83,7 @@ class UpstreamConnection:
         "_done",
         "_downstream",
         "_is_half_closed",
+        "_long_read",
         "_outbox",
         "_paused",
         "_pool",
@@ -102,6 +103,7 @@ class UpstreamConnection:
         self.last_activity_at = 0.0
         self.idle_since = 0.0
         self._paused = self._is_half_closed = False
+        self._long_read = LONG_READ  # bytes from which on a read is relayed in slices
         self._acks_each_chunk = True
 
     @property
@@ -243,19 +245,12 @@ class UpstreamConnection:
         if relay is None:  # unsolicited bytes: requests and responses no longer correspond
             self.abort()
             return
-        long_reads = self._outbox.long_reads
-        is_long = len(data) >= LONG_READ or long_reads.has_slices(self)
-        if is_long and self.transport is not None:
-            if self._outbox.budget_spent:  # this connection's deferred chunks come first
-                self._outbox.flush_connection(self)
-            long_reads.add(self, relay, data, self.transport)
+        if len(data) >= self._long_read and self.transport is not None:
+            self._relay_in_slices(relay, data, self.transport)
             return
         if self._outbox.budget_spent:
             self._outbox.defer(self, relay, data)
             return
-        self._relay_data(relay, data)
-
-    def _relay_data(self, relay: Relay, data: bytes) -> None:
         now = monotonic()
         try:
             out = relay.feed(data, now)
@@ -272,8 +267,15 @@ class UpstreamConnection:
         elif self._acks_each_chunk and relay.event_count > 1:
             self._delay_acks()
 
-    def resume_after_slices(self) -> None:
-        """Resume reading after a long read, unless the client reads too slowly."""
+    def _relay_in_slices(self, relay: Relay, data: bytes, transport: asyncio.Transport) -> None:
+        if self._outbox.budget_spent:  # this connection's deferred chunks come first
+            self._outbox.flush_connection(self)
+        self._long_read = 0  # all that is read before the last slice is relayed comes after it
+        self._outbox.long_reads.add(self, relay, data, transport)
+
+    def end_slices(self) -> None:
+        """Resume reading, unless the client reads too slowly: one slice is left to be relayed."""
+        self._long_read = LONG_READ
         if self.is_open and self.transport is not None and not self._paused:
             self.transport.resume_reading()
 
@@ -296,16 +298,21 @@ class UpstreamConnection:
         if self._relay is not relay:  # that response has ended, so these bytes are surplus
             self.abort()
             return
+        long_read = self._long_read
+        if not long_read:  # relay this slice at once
+            self._long_read = 2 * LONG_READ
         try:
-            self._relay_data(relay, data)
+            self.data_received(data)
         except BaseException:
             # The event loop closes a connection whose data_received() raises, but not here.
             self.abort()
             raise
+        finally:
+            self._long_read = long_read
 
     def eof_received(self) -> None:
-        self._outbox.flush_connection(self)
         self._outbox.long_reads.flush(self)
+        self._outbox.flush_connection(self)
         relay = self._relay
         if relay is None or self._downstream is None or relay.state is DONE:
             return
@@ -318,8 +325,8 @@ class UpstreamConnection:
         self._finish(None)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._outbox.flush_connection(self)
         self._outbox.long_reads.flush(self)
+        self._outbox.flush_connection(self)
         self.transport = None
         self._pool.discard(self)
         message = f"the connection to the engine was lost: {exc or 'closed'}"
@@ -336,7 +343,8 @@ class UpstreamConnection:
         self._done = None
         transport = self.transport
         is_usable = not (self._is_half_closed or transport is None or transport.is_closing())
-        is_usable = is_usable and not self._outbox.long_reads.has_slices(self)  # surplus bytes
+        if self._long_read != LONG_READ:  # the slices that are left are surplus bytes
+            is_usable = False
         if error is None and is_usable and relay is not None and relay.is_connection_reusable:
             self._downstream.set_source(None)  # type: ignore[union-attr]  # set together with _relay
             self._relay = self._downstream = None

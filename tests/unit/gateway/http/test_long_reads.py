@@ -26,7 +26,7 @@ class SlicedStream:
         assert relay is RELAY
         self.relayed += data
 
-    def resume_after_slices(self) -> None:
+    def end_slices(self) -> None:
         self.transport.resume_reading()
 
 
