@@ -304,6 +304,20 @@ ALERTS = (
         (*_POOL, ("measure", "prompt")),
     ),
     Alert(
+        "PenstockMirrorWorse",
+        f"max by ({POOL}) (penstock_mirror_worse)",
+        "> 0",
+        "1m",
+        "ticket",
+        "The candidate engines of a mirror answer worse than chance explains.",
+        (('penstock_mirror_worse{instance="g", pool="chat"}', "0 1x60"),),
+        (
+            ('penstock_mirror_worse{instance="g", pool="chat"}', "0x60"),
+            ('penstock_mirror_loss{instance="g", pool="chat", measure="equal answers"}', "0.1x60"),
+        ),
+        _POOL,
+    ),
+    Alert(
         "PenstockSharedViewStale",
         f"max by ({GATEWAY}) (penstock_shared_staleness_seconds)",
         "> 5",
