@@ -45,6 +45,25 @@ def add(target: AdminTarget, routes: web.UrlDispatcher) -> None:
     """Add the configuration routes, below /config, to the admin server of a gateway without worker
     processes.
     """
+    _add_state(target, routes)
+    reloader = target.reloader
+
+    async def put(text: bytes, headers: Mapping[str, str], options: ChangeOptions) -> web.Response:
+        if_match = headers.get("If-Match")
+        trigger = options.trigger or "admin"
+        return _response(await reloader.put(text, trigger, if_match=if_match, options=options))
+
+    async def reload(options: ChangeOptions) -> web.Response:
+        return _response(await reloader.reload("command", options))
+
+    async def rollback(to: int | None, options: ChangeOptions) -> web.Response:
+        return _response(await reloader.rollback(to, options=options))
+
+    add_changes(routes, put, reload, rollback)
+
+
+def _add_state(target: AdminTarget, routes: web.UrlDispatcher) -> None:
+    # Add the routes that read the configuration, its history, and the number of failed requests.
     reloader = target.reloader
 
     async def read(_: web.Request) -> web.Response:
@@ -71,21 +90,9 @@ def add(target: AdminTarget, routes: web.UrlDispatcher) -> None:
         count = count_failures(target.metrics)
         return web.json_response({"ended": count.ended, "failed": count.failed})
 
-    async def put(text: bytes, headers: Mapping[str, str], options: ChangeOptions) -> web.Response:
-        if_match = headers.get("If-Match")
-        trigger = options.trigger or "admin"
-        return _response(await reloader.put(text, trigger, if_match=if_match, options=options))
-
-    async def reload(options: ChangeOptions) -> web.Response:
-        return _response(await reloader.reload("command", options))
-
-    async def rollback(to: int | None, options: ChangeOptions) -> web.Response:
-        return _response(await reloader.rollback(to, options=options))
-
     routes.add_get("/config", read)
     routes.add_get("/config/versions", versions)
     routes.add_get("/config/tally", failures)
-    add_changes(routes, put, reload, rollback)
 
 
 def add_changes(

@@ -48,7 +48,9 @@ def admin_application(target: AdminTarget) -> web.Application:
     )
     announce_close(server, lambda: target.is_draining)
     _add_health(target, server.router)
+    _add_metrics(target, server.router)
     _add_state(target, server.router)
+    _add_trials(target, server.router)
     config_pages.add(target, server.router)
     add_auto(server.router, lambda: target.auto)
     if target.drift is None:  # in a worker process, whose supervisor takes the records
@@ -71,6 +73,11 @@ def _add_health(target: AdminTarget, routes: web.UrlDispatcher) -> None:
             else web.Response(status=503, text=f"{reason}\n")
         )
 
+    routes.add_get("/healthz", healthz)
+    routes.add_get("/readyz", readyz)
+
+
+def _add_metrics(target: AdminTarget, routes: web.UrlDispatcher) -> None:
     async def metrics(request: web.Request) -> web.Response:
         exemplars = wants_openmetrics(request.headers.get("Accept", ""))
         page = []
@@ -96,8 +103,6 @@ def _add_health(target: AdminTarget, routes: web.UrlDispatcher) -> None:
             body=msgspec.msgpack.encode(families), content_type="application/msgpack"
         )
 
-    routes.add_get("/healthz", healthz)
-    routes.add_get("/readyz", readyz)
     routes.add_get("/metrics", metrics)
     routes.add_get("/metrics/readings", readings)
 
@@ -111,22 +116,6 @@ def _add_state(target: AdminTarget, routes: web.UrlDispatcher) -> None:
         rows = await endpoint_rows(target.gateway)
         content = {"endpoints": rows, "splits": _splits(target), "pairs": _pairs(target)}
         return web.Response(body=msgspec.json.encode(content), content_type="application/json")
-
-    async def shadow(_: web.Request) -> web.Response:
-        trials = target.gateway.snapshot.trials.values()
-        return web.json_response(
-            {"shadows": [trial.shadows.as_json() for trial in trials if trial.shadows is not None]}
-        )
-
-    async def canary(_: web.Request) -> web.Response:
-        trials = target.gateway.snapshot.trials.values()
-        return web.json_response(
-            {"canaries": [trial.arms.as_json() for trial in trials if trial.arms is not None]}
-        )
-
-    async def mirror(_: web.Request) -> web.Response:
-        mirrors = target.gateway.mirrors
-        return web.json_response({"mirrors": []} if mirrors is None else mirrors.as_json())
 
     async def explain(request: web.Request) -> web.Response:
         request_id, explained = request.match_info["id"], target.gateway.accounts.recent_exchanges
@@ -147,6 +136,25 @@ def _add_state(target: AdminTarget, routes: web.UrlDispatcher) -> None:
     routes.add_get("/endpoints", endpoints)
     routes.add_get("/explain/{id}", explain)
     add_requests(routes, requests)
+
+
+def _add_trials(target: AdminTarget, routes: web.UrlDispatcher) -> None:
+    async def shadow(_: web.Request) -> web.Response:
+        trials = target.gateway.snapshot.trials.values()
+        return web.json_response(
+            {"shadows": [trial.shadows.as_json() for trial in trials if trial.shadows is not None]}
+        )
+
+    async def canary(_: web.Request) -> web.Response:
+        trials = target.gateway.snapshot.trials.values()
+        return web.json_response(
+            {"canaries": [trial.arms.as_json() for trial in trials if trial.arms is not None]}
+        )
+
+    async def mirror(_: web.Request) -> web.Response:
+        mirrors = target.gateway.mirrors
+        return web.json_response({"mirrors": []} if mirrors is None else mirrors.as_json())
+
     routes.add_get("/shadow", shadow)
     routes.add_get("/canary", canary)
     routes.add_get("/mirror", mirror)

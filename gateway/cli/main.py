@@ -39,6 +39,8 @@ from gateway.util.version import version_facts, version_line
 
 if TYPE_CHECKING:
     from gateway.config import Config, ConfigError, LoadedConfig, Problem
+    from gateway.http.listener_sockets import SocketsByName
+    from gateway.restart.predecessor import Predecessor
     from gateway.workers.supervisor import Supervisor
 
 _COMMAND_FUNCTIONS: Mapping[str, str] = MappingProxyType(
@@ -494,12 +496,25 @@ def version(as_json: JsonOption = False) -> None:
         print_line(version_line())
 
 
-def _serve(loaded: LoadedConfig, file: Path | None, workers: int) -> int:
-    from gateway.app import App
+def _inherit_sockets(config: Config) -> tuple[Predecessor | None, SocketsByName]:
+    # Return the process that this one replaces, if any, and the sockets inherited from it or from
+    # systemd.
     from gateway.http.listener_sockets import ActivationError, sockets_from_systemd
-    from gateway.lifecycle import run_gateway
     from gateway.restart.channel import ChannelError
     from gateway.restart.predecessor import find_predecessor
+
+    try:
+        predecessor = find_predecessor(os.environ)
+        if predecessor is None:
+            return None, sockets_from_systemd(os.environ)
+        return predecessor, predecessor.take_sockets(config)
+    except (ActivationError, ChannelError) as error:
+        exit_with_error(f"cannot use the inherited listening sockets: {error}")
+
+
+def _serve(loaded: LoadedConfig, file: Path | None, workers: int) -> int:
+    from gateway.app import App
+    from gateway.lifecycle import run_gateway
     from gateway.restart.start_options import StartOptions, log_reload
     from gateway.telemetry import operator_log
     from policies.prefix import fingerprint
@@ -507,15 +522,7 @@ def _serve(loaded: LoadedConfig, file: Path | None, workers: int) -> int:
     # A restart is possible only once this process serves; by default the signal would end it.
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)
     config = loaded.config
-    try:
-        predecessor = find_predecessor(os.environ)
-        sockets = (
-            sockets_from_systemd(os.environ)
-            if predecessor is None
-            else predecessor.take_sockets(config)
-        )
-    except (ActivationError, ChannelError) as error:
-        exit_with_error(f"cannot use the inherited listening sockets: {error}")
+    predecessor, sockets = _inherit_sockets(config)
     activated = frozenset(sockets) if predecessor is None else predecessor.activated_listeners
     _check_ports(config, sockets)
     operator_log.configure_log(config.observability.log)

@@ -20,6 +20,7 @@ from collections.abc import Iterator, Mapping
 import msgspec
 
 from gateway.exchange import Exchange
+from gateway.protocol.relay import Relay
 from gateway.protocol.trace_context import LegSpan, Trace, new_span_id
 from gateway.telemetry import semconv
 from gateway.telemetry.slo_outcomes import effective_usage
@@ -212,19 +213,23 @@ def _root_attributes(exchange: Exchange, operation: str) -> Attributes:
             semconv.DIALECT: exchange.split.dialect or None,
         }
     if relay is not None and relay.is_committed:
-        usage = effective_usage(exchange, relay)
-        attributes |= {
-            semconv.RESPONSE_MODEL: exchange.model,
-            semconv.FINISH: [relay.finish_reason] if relay.finish_reason else None,
-            semconv.INPUT_TOKENS: usage.prompt_tokens,
-            semconv.CACHED_TOKENS: usage.cached_tokens,
-            semconv.OUTPUT_TOKENS: usage.completion_tokens,
-            semconv.PREDICTED_TTFT: exchange.predicted_ttft_s,
-            semconv.TTFT: exchange.ttft_s,
-            semconv.PREDICTED_TPOT: exchange.predicted_tpot_s,
-            semconv.TPOT: exchange.tpot_s,
-        }
+        attributes |= _response_attributes(exchange, relay)
     return attributes
+
+
+def _response_attributes(exchange: Exchange, relay: Relay) -> Attributes:
+    usage = effective_usage(exchange, relay)
+    return {
+        semconv.RESPONSE_MODEL: exchange.model,
+        semconv.FINISH: [relay.finish_reason] if relay.finish_reason else None,
+        semconv.INPUT_TOKENS: usage.prompt_tokens,
+        semconv.CACHED_TOKENS: usage.cached_tokens,
+        semconv.OUTPUT_TOKENS: usage.completion_tokens,
+        semconv.PREDICTED_TTFT: exchange.predicted_ttft_s,
+        semconv.TTFT: exchange.ttft_s,
+        semconv.PREDICTED_TPOT: exchange.predicted_tpot_s,
+        semconv.TPOT: exchange.tpot_s,
+    }
 
 
 def _pick_attributes(exchange: Exchange) -> Attributes:
