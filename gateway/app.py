@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hmac
 import logging
 import secrets
 import socket
@@ -53,7 +52,7 @@ from gateway.http.write_queue import WriteQueue
 from gateway.metrics.catalogue import Metrics
 from gateway.metrics.runtime_gauges import pool_by_label
 from gateway.peers.bus_choice import create_bus
-from gateway.peers.frame_auth import FrameAuth, create_frame_auth
+from gateway.peers.frame_auth import FrameAuth, create_frame_auth, fingerprint_secret
 from gateway.peers.sync_loop import SyncLoop
 from gateway.peers.view import PeerView
 from gateway.protocol.cors import new_cors_rule
@@ -65,7 +64,6 @@ from gateway.reload.reloader import Reloader
 from gateway.reload.snapshot import build_plan
 from gateway.reload.swap import Swap, attach_metrics
 from gateway.restart.channel import BoundListener, bound_listeners
-from gateway.restart.predecessor import Predecessor
 from gateway.restart.start_options import StartOptions, WorkerSettings
 from gateway.route import Gateway
 from gateway.serve import create_request_factory
@@ -110,7 +108,8 @@ class App:
         self._loop = asyncio.get_running_loop()
         auth = create_frame_auth(config, None if origin.local is None else origin.local.secret)
         self._predecessor, self._has_retired = origin.predecessor, False
-        self.secret = _fingerprint_secret(config, auth, origin.predecessor)
+        inherited = None if origin.predecessor is None else origin.predecessor.secret
+        self.secret = fingerprint_secret(config, auth, inherited)
         self._prefixes = create_prefix_caches(config, self.secret)
         self._admission = AdmissionController(config)
         gauges = self.metrics.runtime_gauges
@@ -190,11 +189,17 @@ class App:
         )
         self.swap.start_discovery = self._discovery.reconfigure
         self.reloader = Reloader(
-            origin.loaded, origin.file, self.swap, self.metrics, origin.env, origin.say, history
+            origin.loaded,
+            origin.file,
+            self.swap,
+            self.metrics,
+            origin.env,
+            origin.report_line,
+            history,
         )
         self._file_watcher = FileWatcher(self.reloader)
         self._trial = AutoRollbackMonitor(
-            GatewayRollbackTarget(self.reloader, self.metrics), origin.say
+            GatewayRollbackTarget(self.reloader, self.metrics), origin.report_line
         )
         self.auto = self._create_auto() if origin.local is None else None
         # In worker processes, the supervisor watches for drift.
@@ -579,20 +584,3 @@ class App:
 def _versions(config: Config, local: WorkerSettings) -> VersionHistory:
     folder = config.reload.state_dir if not local.number else None
     return VersionHistory(None if folder is None else Path(folder), local.version)
-
-
-def _fingerprint_secret(
-    config: Config, auth: FrameAuth | None, predecessor: Predecessor | None
-) -> bytes:
-    # Return the key of prompt fingerprints.
-    #
-    # It is shared with other gateways, inherited, derived from `cache.secret`, or random. Gateways
-    # with `shared` share it, derived from `cache.secret` if that is set, else from their key.
-    if auth is not None:
-        return auth.fingerprint_secret
-    if predecessor is not None and predecessor.secret:
-        return predecessor.secret
-    if config.cache.secret is None:
-        return secrets.token_bytes(32)
-    secret = config.cache.secret.reveal().encode()
-    return hmac.digest(secret, b"penstock fingerprints", "sha256")

@@ -129,7 +129,7 @@ def diagnose(minute: MinuteCounts) -> list[DiagnosisLine]:
         *_configuration(minute),
         *_shared(minute),
         *_unlisted(minute),
-        *_out(minute.endpoints),
+        *_out_of_rotation(minute.endpoints),
         *_shed(minute),
         *_waiting(minute),
         *_slow(minute.endpoints),
@@ -184,7 +184,7 @@ def _shared(minute: MinuteCounts) -> Iterator[DiagnosisLine]:
         )
 
 
-def _out(endpoints: Sequence[Mapping[str, Any]]) -> Iterator[DiagnosisLine]:
+def _out_of_rotation(endpoints: Sequence[Mapping[str, Any]]) -> Iterator[DiagnosisLine]:
     for row in endpoints:
         name, state, since = row["name"], row["state"], row["since_s"]
         ago = "" if since is None else f" for {duration_text(since)}"
@@ -240,7 +240,7 @@ def _slow(endpoints: Sequence[Mapping[str, Any]]) -> Iterator[DiagnosisLine]:
         ordered = {group: sorted(values) for group, values in groups.items() if len(values) > 2}
         for row in endpoints:
             if row["state"] in OUT_STATES or row.get("slow"):
-                continue  # _out reports these
+                continue  # _out_of_rotation() reports these
             values = ordered.get((row["pool"], row["role"]))
             usual = median_without(values, row[key]) if values and row[key] else None
             if usual and row[key] > SLOW_RATIO * usual:

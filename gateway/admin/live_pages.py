@@ -79,27 +79,29 @@ def add_process_view(target: AdminTarget, server: web.Application) -> None:
     POST  /endpoints/{name}/drain   /endpoints/{name}/undrain
     """
 
-    async def look(before: MetricSample | None) -> WorkerSample:
+    async def sample_now(before: MetricSample | None) -> WorkerSample:
         now = monotonic()
         return take_sample(target, now, before), await fleet_status(target, now)
 
     async def note(_: web.Request) -> web.Response:
         return web.Response(
-            body=msgspec.msgpack.encode(await look(None)), content_type="application/msgpack"
+            body=msgspec.msgpack.encode(await sample_now(None)), content_type="application/msgpack"
         )
 
     server.router.add_get("/live/note", note)
     server.router.add_post("/endpoints/{name}/{what:drain|undrain}", _drain_handler(target))
-    add_view(server, look, lambda: target.is_draining)
+    add_view(server, sample_now, lambda: target.is_draining)
 
 
-def add_view(server: web.Application, look: SampleFunction, draining: Callable[[], bool]) -> None:
+def add_view(
+    server: web.Application, sample_now: SampleFunction, draining: Callable[[], bool]
+) -> None:
     """Add the routes GET /, /web/{name}, /live and /live/stream of a live view.
 
-    look      function that returns a metric sample and the status that the view shows
-    draining  function that returns whether the process is draining; new streams are then refused
+    sample_now  function that returns a metric sample and the status that the view shows
+    draining    function that returns whether the process is draining; new streams are then refused
     """
-    hub = LiveStream(look)
+    hub = LiveStream(sample_now)
 
     async def noting(_: web.Application) -> AsyncIterator[None]:
         hub.start()

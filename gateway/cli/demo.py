@@ -105,7 +105,7 @@ def _run(demo: DemoOptions, console: Console) -> int:
 
         return lifecycle.run_gateway(
             start_options.StartOptions(loaded, file, os.environ, say),
-            ready=lambda _: console.print(_welcome(demo, file), markup=False, soft_wrap=True),
+            ready=lambda _: console.print(_welcome_text(demo, file), markup=False, soft_wrap=True),
             hangup_reloads=False,
         )
 
@@ -397,7 +397,7 @@ observability:
 """
 
 
-def _welcome(demo: DemoOptions, file: Path) -> str:
+def _welcome_text(demo: DemoOptions, file: Path) -> str:
     url, admin = f"http://{_HOST}:{demo.port}", f"http://{_HOST}:{demo.admin_port}"
     return _WELCOME.format(
         groups=demo.groups,

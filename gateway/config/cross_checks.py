@@ -129,12 +129,12 @@ def _misplaced_files(data: Any) -> Iterator[RuleFinding]:
     # any file through them.
     text = "is not a secret, and ${file:...} is allowed only for secrets; write ${NAME}"
     secrets = {path for path, _ in _secrets(data)}
-    for path, value in _leaves(data, ()):
+    for path, value in _iter_leaves(data, ()):
         if isinstance(value, Substituted) and "${file:" in value.written and path not in secrets:
             yield RuleFinding(path, text)
 
 
-def _leaves(data: Any, path: Path) -> Iterator[tuple[Path, Any]]:
+def _iter_leaves(data: Any, path: Path) -> Iterator[tuple[Path, Any]]:
     pairs: Any = None
     if isinstance(data, dict):
         pairs = data.items()
@@ -144,7 +144,7 @@ def _leaves(data: Any, path: Path) -> Iterator[tuple[Path, Any]]:
         yield path, data
         return
     for key, value in pairs:
-        yield from _leaves(value, (*path, key))
+        yield from _iter_leaves(value, (*path, key))
 
 
 def _secrets(data: Any) -> Iterator[tuple[Path, Any]]:

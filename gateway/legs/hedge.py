@@ -342,9 +342,9 @@ class Hedger:
         if not is_out and (left_s is None or left_s < speedup * expected_s):
             return
         if moves or can_hedge:
-            self._leave(entry, connection, candidate, moves=moves)
+            self._hedge_or_move(entry, connection, candidate, moves=moves)
 
-    def _leave(
+    def _hedge_or_move(
         self,
         entry: HedgedRequest,
         connection: UpstreamConnection,

@@ -170,3 +170,20 @@ def _digest(name: str, key: bytes) -> int:
 
 def _key(secret: bytes, use: bytes) -> bytes:
     return hashlib.blake2b(secret, digest_size=32, person=use).digest()
+
+
+def fingerprint_secret(config: Config, auth: FrameAuth | None, inherited: bytes | None) -> bytes:
+    """Return the key of prompt fingerprints.
+
+    It is shared with other gateways, `inherited` from a predecessor process, derived from
+    `cache.secret`, or random. Gateways with `shared` derive it from `cache.secret` if that is set,
+    else from their key.
+    """
+    if auth is not None:
+        return auth.fingerprint_secret
+    if inherited:
+        return inherited
+    if config.cache.secret is None:
+        return secrets.token_bytes(32)
+    secret = config.cache.secret.reveal().encode()
+    return hmac.digest(secret, b"penstock fingerprints", "sha256")

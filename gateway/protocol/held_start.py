@@ -68,7 +68,7 @@ class HeldStart(ABC):
         if self._error_end < 0:
             self._error_end = self._find_error(max(0, searched - LONGEST_MATCH))
         if self._error_end < 0:
-            return self._holds(searched)
+            return self._is_held_longer(searched)
         start = max(self._error_end, searched - _LONGEST_END)
         is_whole = any(self.data.find(end, start) >= 0 for end in EVENT_ENDS)
         return len(self.data) < MAX_LEADING_ERROR and not (is_whole or self._has_ended)
@@ -85,7 +85,7 @@ class HeldStart(ABC):
         """
 
     @abstractmethod
-    def _holds(self, searched: int) -> bool:
+    def _is_held_longer(self, searched: int) -> bool:
         """Return whether a stream that has begun without an error is held back longer.
 
         Earlier calls have searched the first `searched` bytes of `data`.
@@ -111,7 +111,7 @@ class HeldChunks(HeldStart):
         error = ERROR_EVENT_PATTERN.search(self.data, start, end)
         return -1 if error is None else error.end()
 
-    def _holds(self, searched: int) -> bool:
+    def _is_held_longer(self, searched: int) -> bool:
         data = self.data
         if not self._hold_until_token:
             return len(data) < MAX_FIRST_EVENT and not any(end in data for end in EVENT_ENDS)
@@ -149,7 +149,7 @@ class HeldNamedEvents(HeldStart):
             return -1
         return first.end()
 
-    def _holds(self, searched: int) -> bool:
+    def _is_held_longer(self, searched: int) -> bool:
         start = max(0, searched - LONGEST_MATCH)
         has_begun = self._grammar.first.search(self.data, start) is not None
         if self._has_ended and not has_begun:

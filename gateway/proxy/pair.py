@@ -43,10 +43,10 @@ class SplitPlan:
     """A request of a split model, attempted at pairs of endpoints and at single ones until its
     answer begins.
 
-    _whole           the plan that attempts the whole request at one endpoint
-    _ask, _decision  the routing query and the decision of the newest choice
-    _recompute       whether the next attempt should compute the whole request at one endpoint,
-                     because a handoff failed
+    _whole             the plan that attempts the whole request at one endpoint
+    _query, _decision  the routing query and the decision of the newest choice
+    _recompute         whether the next attempt should compute the whole request at one endpoint,
+                       because a handoff failed
     """
 
     __slots__ = (

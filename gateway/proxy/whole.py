@@ -31,7 +31,7 @@ class WholePlan:
     While the request waits for its first byte, legs/hedge.py reads this plan to hedge late
     requests.
 
-    ask  the routing query of the newest choice
+    query  the routing query of the newest choice
     """
 
     __slots__ = ("call", "client", "exchange", "gateway", "query", "route")

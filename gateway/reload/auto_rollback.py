@@ -136,10 +136,10 @@ class AutoRollbackMonitor:
     Rollbacks themselves are not checked.
     """
 
-    def __init__(self, target: RollbackTarget, say: Callable[[str, bool], None]) -> None:
+    def __init__(self, target: RollbackTarget, report_line: Callable[[str, bool], None]) -> None:
         # Initialize for one target; `say(line, is_bad)` reports a line to the operator.
         self._target = target
-        self._report = say
+        self._report = report_line
         self._counts: deque[tuple[float, FailureCount]] = deque()
         self._change: _Change | None = None
         self._task: asyncio.Task[None] | None = None

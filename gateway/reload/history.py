@@ -101,17 +101,17 @@ class VersionHistory:
         others = [other for other in self._versions if other.number != version.number]
         self._versions = [*others, version][-MAX_VERSIONS:]
 
-    def write(self, version: Version, *, in_clear: bool) -> None:
+    def write(self, version: Version, *, has_secret: bool) -> None:
         """Write a configuration version to the history's folder, if there is one, atomically.
 
         Call this in a thread. Raises OSError when the version cannot be written.
 
-        in_clear  whether the text contains a secret in clear, so that the text is left out
+        has_secret  whether the text contains a secret in clear, so that the text is left out
         """
         if self._folder is None:
             return
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        stored = msgspec.structs.replace(version, text=None) if in_clear else version
+        stored = msgspec.structs.replace(version, text=None) if has_secret else version
         target = self._folder / _file_name(version.number)
         temporary = target.with_suffix(".new")
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC

@@ -129,14 +129,15 @@ class Reloader:
         swap: Swap,
         metrics: Metrics,
         env: Mapping[str, str],
-        say: ReportLine,
+        report_line: ReportLine,
         versions: VersionHistory | None = None,
     ) -> None:
         """Create the reloader of a running gateway.
 
-        file      the file that a reload reads; None if the engines were given on the command line
-        say       reports a line to the operator; its second argument is True for an error
-        versions  the history; by default it is read from `reload.state_dir`
+        file         the file that a reload reads; None if the engines were given on the command
+                     line
+        report_line  reports a line to the operator; its second argument is True for an error
+        versions     the history; by default it is read from `reload.state_dir`
         """
         self.running = loaded
         self.needs_restart: tuple[str, ...] = ()
@@ -148,7 +149,7 @@ class Reloader:
         self._missing: tuple[Path, ...] = ()
         self._swap = swap
         self._env = env
-        self._report = say
+        self._report = report_line
         self._lock = asyncio.Lock()
         self._metrics = metrics
         for result in ("applied", "unchanged", "rejected", "rolled_back"):
@@ -170,7 +171,7 @@ class Reloader:
         if newest is not None and is_same and current in (None, newest.number):
             first = msgspec.structs.replace(newest, text=first.text)
         else:
-            self._write(first, in_clear=loaded.has_secret_in_text)
+            self._write(first, has_secret=loaded.has_secret_in_text)
         self.history.add(first)
         self._update_version_metrics(first)
         self._metrics.config_last_reload_successful.set(1)
@@ -203,7 +204,7 @@ class Reloader:
         """Read the configuration file again, apply it, and return the outcome."""
         file = self._file
         if file is None:
-            return self._nothing(
+            return self._nothing_to_do(
                 "there is no configuration file: the engines were given on the command line"
             )
         return await self._attempt(lambda: load_with_warnings(file, self._env), trigger, options)
@@ -266,14 +267,14 @@ class Reloader:
         older = [version for version in self.history.all() if version.number < self.version.number]
         wanted = self.history.find(number) if number is not None else (older[-1] if older else None)
         if wanted is None:
-            return self._nothing(
+            return self._nothing_to_do(
                 f"no version {number} is kept"
                 if number is not None
                 else "there is no older version"
             )
         text = wanted.text
         if text is None:
-            return self._nothing(
+            return self._nothing_to_do(
                 f"the text of version {wanted.number} was not kept, because it contains a secret"
             )
         load = partial(load_text, text.encode(), wanted.file, self._env)
@@ -369,13 +370,13 @@ class Reloader:
         outcome = ReloadOutcome("applied", version, "", changed, (), bound, affected, took_s)
         outcome = msgspec.structs.replace(outcome, message=_applied_message(outcome))
         self._report(outcome.message, False)
-        await asyncio.to_thread(self._write, version, in_clear=loaded.has_secret_in_text)
+        await asyncio.to_thread(self._write, version, has_secret=loaded.has_secret_in_text)
         await self.on_applied(trigger)
         return outcome
 
-    def _write(self, version: Version, *, in_clear: bool) -> None:
+    def _write(self, version: Version, *, has_secret: bool) -> None:
         try:
-            self.history.write(version, in_clear=in_clear)
+            self.history.write(version, has_secret=has_secret)
         except OSError as error:
             log.error(
                 "configuration version %d could not be written to reload.state_dir: %s",
@@ -406,7 +407,7 @@ class Reloader:
             self._report(message, True)
         return ReloadOutcome("rejected", self.version, message, (), error.problems)
 
-    def _nothing(self, message: str) -> ReloadOutcome:
+    def _nothing_to_do(self, message: str) -> ReloadOutcome:
         return ReloadOutcome("nothing", self.version, message)
 
     def _succeeded(self, result: str) -> None:

@@ -93,14 +93,15 @@ class Restorer:
     """
 
     def __init__(
-        self, gateway: Gateway, drift: DriftMonitor | None = None, *, prefixes: bool
+        self, gateway: Gateway, drift: DriftMonitor | None = None, *, has_same_keys: bool
     ) -> None:
         """Prepare to restore learned state in this gateway.
 
-        prefixes  whether equal keys stand for equal prompts in the prefix indexes of both processes
+        has_same_keys  whether equal keys stand for equal prompts in the prefix indexes of both
+                       processes
         """
         self._gateway, self._drift = gateway, drift
-        self._prefixes = prefixes
+        self._has_same_keys = has_same_keys
         self._live = {
             endpoint_key(live): live for live in gateway.endpoints.all() if not live.is_leaving
         }
@@ -117,7 +118,7 @@ class Restorer:
                     if place in self._live
                 }
             case Blocks():
-                if self._prefixes and self.blocks < MAX_BLOCKS:
+                if self._has_same_keys and self.blocks < MAX_BLOCKS:
                     index = self._gateway.endpoints.prefixes.index
                     self.blocks += saved_state.restore_blocks(index, state, self._slots)
             case EndpointState():
@@ -148,7 +149,7 @@ class Restorer:
         saved_state.restore_belief(load.belief, state.belief)
         if load.is_modelled:
             load.timeline.refresh_forecast(load, monotonic())
-        if self._prefixes and state.holder is not None:
+        if self._has_same_keys and state.holder is not None:
             saved_state.restore_holder(index, state.holder, load.slot)
             load.prefix_cache_tokens, load.eviction_regret = (
                 index.cached_tokens(load.slot),

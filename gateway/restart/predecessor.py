@@ -111,7 +111,7 @@ class Predecessor:
         restorer = Restorer(
             gateway,
             drift,
-            prefixes=(offer.secret, offer.block_bytes) == (secret, config.prefix.block_bytes),
+            has_same_keys=(offer.secret, offer.block_bytes) == (secret, config.prefix.block_bytes),
         )
         await self._restore_within_timeout(restorer)
         if warm:

@@ -51,7 +51,7 @@ class StartOptions(msgspec.Struct, frozen=True):
     loaded       the configuration
     file         the file that a reload reads; None if the engines were given on the command line
     env          environment variables that the configuration may refer to
-    say          function that reports the outcome of a reload to the operator
+    report_line  function that reports the outcome of a reload to the operator
     local        the worker's settings; None without workers
     sockets      listening sockets opened by systemd, a supervisor or the predecessor
     activated    the listeners whose sockets systemd opened; their configured address is ignored
@@ -61,7 +61,7 @@ class StartOptions(msgspec.Struct, frozen=True):
     loaded: LoadedConfig
     file: Path | None = None
     env: Mapping[str, str] = {}
-    say: ReportLine = log_reload
+    report_line: ReportLine = log_reload
     local: WorkerSettings | None = None
     sockets: SocketsByName = NO_SOCKETS
     activated: frozenset[str] = frozenset()

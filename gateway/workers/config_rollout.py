@@ -40,15 +40,15 @@ class ConfigRollout:
         file: Path | None,
         env: Mapping[str, str],
         workers: Callable[[], Sequence[Worker]],
-        say: ReportLine,
+        report_line: ReportLine,
         on_lost: Callable[[Worker], None],
     ) -> None:
         self.running = loaded
         self.file = file
         self._env = env
         self._workers = workers
-        self._say = say
-        self._lost = on_lost
+        self._report_line = report_line
+        self._on_lost = on_lost
         self._last_rejection = ""  # the message of the last change, if it was rejected
         self._missing: tuple[Path, ...] = ()
         self._file_text: bytes | None = loaded.text  # as last applied; None if it was rejected
@@ -285,7 +285,7 @@ class ConfigRollout:
         # A worker that had read a changed secret earlier has not counted this version.
         for worker, number in numbers.items():
             if number != self.version:
-                self._lost(worker)
+                self._on_lost(worker)
         self._report(applied, bad=False)
         return applied
 
@@ -301,7 +301,7 @@ class ConfigRollout:
         )
         # These have counted two more versions than the others, so they are replaced.
         for worker in rolled_back:
-            self._lost(worker)
+            self._on_lost(worker)
 
     def _set_running(self, loaded: LoadedConfig, version: int) -> None:
         # Record that all workers run this configuration; new workers start with it.
@@ -326,7 +326,7 @@ class ConfigRollout:
                     method, path, text, headers | extra_headers
                 )
             except REQUEST_ERRORS:
-                self._lost(worker)
+                self._on_lost(worker)
 
         await asyncio.gather(
             *(send_to(worker, match if not index else {}) for index, worker in enumerate(workers))
@@ -339,7 +339,7 @@ class ConfigRollout:
         if bad and self._last_rejection == message:
             return
         self._last_rejection = message if bad else ""
-        self._say(message, bad)
+        self._report_line(message, bad)
 
 
 def response_result(response: WorkerResponse) -> str:

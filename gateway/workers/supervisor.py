@@ -88,7 +88,7 @@ class Supervisor:
         loaded: LoadedConfig,
         file: Path | None,
         env: Mapping[str, str],
-        say: ReportLine,
+        report_line: ReportLine,
         count: int,
         sockets: SocketsByName = NO_SOCKETS,
     ) -> None:
@@ -99,7 +99,9 @@ class Supervisor:
         self.worker_count = count
         self.is_draining = False
         self.url = self.admin_url = ""
-        self.config_rollout = ConfigRollout(loaded, file, env, self.ready_workers, say, self._lost)
+        self.config_rollout = ConfigRollout(
+            loaded, file, env, self.ready_workers, report_line, self._on_worker_lost
+        )
         self.metrics = SupervisorMetrics()
         self.metrics.workers.set_function(lambda: float(len(self.ready_workers())))
         self._folder = tempfile.TemporaryDirectory(prefix="penstock-")
@@ -117,12 +119,12 @@ class Supervisor:
         self.config_rollout.on_applied = self._on_applied
         self._started = 0
         self._rolling = asyncio.Lock()
-        self._create_monitors(loaded, say)
+        self._create_monitors(loaded, report_line)
 
-    def _create_monitors(self, loaded: LoadedConfig, say: ReportLine) -> None:
+    def _create_monitors(self, loaded: LoadedConfig, report_line: ReportLine) -> None:
         # Create what observes the requests of all workers and may change their configuration.
         self._trial = AutoRollbackMonitor(
-            WorkersRollbackTarget(self.config_rollout, self._workers_with_requests), say
+            WorkersRollbackTarget(self.config_rollout, self._workers_with_requests), report_line
         )
         self.auto = AutoPolicyController(
             WorkersAutoTarget(
@@ -288,7 +290,7 @@ class Supervisor:
                 await self._renew(slot)
         log.warning("all %d worker processes have been replaced", self.worker_count)
 
-    def _lost(self, worker: Worker) -> None:
+    def _on_worker_lost(self, worker: Worker) -> None:
         async def renew() -> None:
             async with self._rolling:
                 for slot in self._slots:
@@ -403,7 +405,7 @@ def run_workers(
     loaded: LoadedConfig,
     file: Path | None,
     env: Mapping[str, str],
-    say: ReportLine,
+    report_line: ReportLine,
     count: int,
     ready: Callable[[Supervisor], None],
     sockets: SocketsByName = NO_SOCKETS,
@@ -414,7 +416,7 @@ def run_workers(
     SIGHUP reloads the configuration file, SIGUSR2 replaces the workers.
     """
     return asyncio.run(
-        _run(Supervisor(loaded, file, env, say, count, sockets), ready, env, predecessor)
+        _run(Supervisor(loaded, file, env, report_line, count, sockets), ready, env, predecessor)
     )
 
 

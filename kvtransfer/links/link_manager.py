@@ -535,7 +535,7 @@ class LinkManager:
                 return self._source.on_credit(link, message, now)
         raise ProtocolError(f"a {type(message).__name__} message is not allowed in this direction")
 
-    def _beat(self, due: float, send_beat: bool = True) -> None:
+    def _check_heartbeats(self, due: float, send_beat: bool = True) -> None:
         # Send heartbeats, and drop links whose peers have been silent for too long.
         #
         # Runs on the clock's thread without the agent's lock. Silence is checked twice per beat, so
@@ -556,4 +556,6 @@ class LinkManager:
 
     def _schedule_heartbeat(self, when: float, send_beat: bool = True) -> None:
         if not self._closed or self._peer_links:
-            self._heartbeat = self._clock.call_at(when, lambda: self._beat(when, send_beat))
+            self._heartbeat = self._clock.call_at(
+                when, lambda: self._check_heartbeats(when, send_beat)
+            )

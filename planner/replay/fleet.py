@@ -251,12 +251,12 @@ class Fleet:
         together.
         """
         if group.engine.due_s == inf:
-            self.schedule(now, self._woken, group)
+            self.schedule(now, self._on_wake, group)
         else:
             group.engine.wake(now)
             self.watch(group)
 
-    def _woken(self, now: float, group: ReplayGroup) -> None:
+    def _on_wake(self, now: float, group: ReplayGroup) -> None:
         if group.is_alive:
             group.engine.wake(now)
             self.watch(group)

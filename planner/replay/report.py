@@ -110,7 +110,7 @@ def _curves(result: ComparisonResult, names: Sequence[str]) -> str:
             )
             for index, name in enumerate(names)
         ]
-        y = Axis(label, 0.0, most, write=_thousands if write == "k" else write.format)
+        y = Axis(label, 0.0, most, write=_with_thousands if write == "k" else write.format)
         return chart(title, lines, x, y, targets if rules else ())
 
     charts = [
@@ -153,7 +153,7 @@ def _spreads(result: ComparisonResult, names: Sequence[str]) -> str:
     return f'<h2>At {what}</h2><div class="charts">{"".join(charts)}</div>'
 
 
-def _thousands(value: float) -> str:
+def _with_thousands(value: float) -> str:
     return f"{value / 1e3:g}k"
 
 

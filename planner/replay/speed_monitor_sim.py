@@ -69,7 +69,7 @@ class SpeedMonitorSim:
         )
         for group, verdict in zip(rated, before, strict=True):
             if group.speed.verdict is not verdict:
-                self._act(now, group)
+                self._apply_verdicts(now, group)
         for group in fleet.groups:
             if group.load.soft_cap == 0:
                 group.load.soft_cap = SUSPECT_CEILING
@@ -88,7 +88,7 @@ class SpeedMonitorSim:
         )
         return generated
 
-    def _act(self, now: float, group: ReplayGroup) -> None:
+    def _apply_verdicts(self, now: float, group: ReplayGroup) -> None:
         verdict, fleet = group.speed.verdict, self._fleet
         self._doubted.pop(group, None)
         group.load.soft_cap = NO_SOFT_CAP if verdict is SpeedVerdict.NORMAL else SUSPECT_CEILING

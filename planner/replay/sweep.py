@@ -121,24 +121,27 @@ def one_run(
     )
 
 
-def compare(comparison: Comparison, tell: Progress | None = None) -> ComparisonResult:
+def compare(comparison: Comparison, show_progress: Progress | None = None) -> ComparisonResult:
     """Run all replays of a comparison of routing policies, one after another, and return the
     result.
     """
     points = []
     capacities: dict[str, tuple[Capacity | UnknownCapacity, ...]] = {}
     for policy in comparison.policies:
-        points += [_point(comparison, policy, load, tell) for load in comparison.loads]
+        points += [_point(comparison, policy, load, show_progress) for load in comparison.loads]
         capacities[policy] = tuple(
-            _capacity_or_reason(comparison, policy, target, tell) for target in comparison.targets
+            _capacity_or_reason(comparison, policy, target, show_progress)
+            for target in comparison.targets
         )
     return ComparisonResult(comparison, tuple(points), capacities)
 
 
 def _point(
-    comparison: Comparison, policy: str, load: float, tell: Progress | None
+    comparison: Comparison, policy: str, load: float, show_progress: Progress | None
 ) -> ComparisonPoint:
-    run = one_run(comparison, policy, load, _watch(comparison, f"{policy} at {load:g}", tell))
+    run = one_run(
+        comparison, policy, load, _watch(comparison, f"{policy} at {load:g}", show_progress)
+    )
     served = [
         record
         for record in run.records
@@ -154,16 +157,16 @@ def _point(
 
 
 def _capacity_or_reason(
-    comparison: Comparison, policy: str, target: float, tell: Progress | None
+    comparison: Comparison, policy: str, target: float, show_progress: Progress | None
 ) -> Capacity | UnknownCapacity:
     try:
-        return _capacity(comparison, policy, target, tell)
+        return _capacity(comparison, policy, target, show_progress)
     except NoCountedRequestError as error:
         return UnknownCapacity(str(error), target, error.tried)
 
 
 def _capacity(
-    comparison: Comparison, policy: str, target: float, tell: Progress | None
+    comparison: Comparison, policy: str, target: float, show_progress: Progress | None
 ) -> Capacity:
     known: dict[float, float] = {}
 
@@ -172,7 +175,7 @@ def _capacity(
         rounded_load = _users_at(load) if comparison.by_users else load
         if rounded_load not in known:
             watch = _watch(
-                comparison, f"{policy}, capacity at {target:.0%}: {rounded_load:.3g}", tell
+                comparison, f"{policy}, capacity at {target:.0%}: {rounded_load:.3g}", show_progress
             )
             result = figures(one_run(comparison, policy, rounded_load, watch), comparison.warmup_s)
             if not result.offered:
@@ -188,13 +191,15 @@ def _capacity(
 
 
 def _watch(
-    comparison: Comparison, name: str, tell: Progress | None
+    comparison: Comparison, name: str, show_progress: Progress | None
 ) -> Callable[[float, int], None] | None:
-    if tell is None:
+    if show_progress is None:
         return None
     total, horizon_s = len(comparison.requests), comparison.options.horizon_s
 
     def watch(now: float, over: int) -> None:
-        tell(name, now / horizon_s if comparison.by_users and horizon_s else over / max(1, total))
+        show_progress(
+            name, now / horizon_s if comparison.by_users and horizon_s else over / max(1, total)
+        )
 
     return watch

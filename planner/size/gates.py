@@ -255,7 +255,9 @@ def most_ep(draft: Draft) -> None:
     numbers = [f"{choice.label}: {_memory(draft.memory(choice))}" for choice in choices]
     feasible = [choice for choice in choices if draft.memory(choice).is_enough]
     feasible = (
-        [choice for choice in feasible if _keeps(draft, choice)] or feasible or [draft.layout]
+        [choice for choice in feasible if _keeps_promises(draft, choice)]
+        or feasible
+        or [draft.layout]
     )
     draft.layout = max(feasible, key=lambda choice: draft.memory(choice).tokens)
     draft.add(
@@ -268,7 +270,7 @@ def most_ep(draft: Draft) -> None:
     )
 
 
-def _keeps(draft: Draft, layout: Layout) -> bool:
+def _keeps_promises(draft: Draft, layout: Layout) -> bool:
     # Return whether a layout keeps, at batch 1, all promises that the draft's present layout keeps.
     single, now = (at_batch(draft.times(each), draft.work, 1) for each in (layout, draft.layout))
     pairs = {"TPOT": (single.step_s, now.step_s), "TTFT": (single.ttft_s, now.ttft_s)}

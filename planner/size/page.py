@@ -123,13 +123,13 @@ def _ladders(ladders: Mapping[int, Sequence[LadderStep]]) -> Iterator[str]:
             )
             grey = ' class="grey"' if step.problem else ""
             yield f"<tr{grey}>" + "".join(f"<td>{cell}</td>" for cell in cells)
-            yield f"<td>{_bar(step, longest)}</td><td>{escape(step.problem)}</td></tr>"
+            yield f"<td>{_bar_html(step, longest)}</td><td>{escape(step.problem)}</td></tr>"
         yield "</table></div>"
     kinds = ("weights", "kv", "flops", "collectives", "other")
     yield "<p>" + " ".join(f'<span class="{kind}">&nbsp;&nbsp;</span> {kind}' for kind in kinds)
 
 
-def _bar(step: LadderStep, longest_s: float) -> str:
+def _bar_html(step: LadderStep, longest_s: float) -> str:
     # Return a step's time as a bar; of weights and FLOPs, which overlap, the larger.
     parts = step.parts
     limited = "weights" if parts.weights_s >= parts.flops_s else "flops"

@@ -166,7 +166,7 @@ def _eject(health: Health, transition: _Transition) -> Health:
     return _put_out(health, transition, HealthState.EJECTED)
 
 
-def _die(health: Health, transition: _Transition) -> Health:
+def _mark_dead(health: Health, transition: _Transition) -> Health:
     return _put_out(health, transition, HealthState.DEAD)
 
 
@@ -245,20 +245,20 @@ _TABLE: Mapping[tuple[HealthState, HealthEvent], _Rule] = MappingProxyType(
         (HealthState.UP, HealthEvent.FAILED): _count_failure,
         (HealthState.UP, HealthEvent.TIMED_OUT): _count_failure,
         (HealthState.UP, HealthEvent.PROBE_FAILED): _count_failure,
-        (HealthState.UP, HealthEvent.ENGINE_DEAD): _die,
+        (HealthState.UP, HealthEvent.ENGINE_DEAD): _mark_dead,
         (HealthState.UP, HealthEvent.SLOW): _eject,
         (HealthState.RETURNING, HealthEvent.SUCCEEDED): _recover,
         (HealthState.RETURNING, HealthEvent.CONNECT_FAILED): _eject,
         (HealthState.RETURNING, HealthEvent.FAILED): _eject,
         (HealthState.RETURNING, HealthEvent.TIMED_OUT): _eject,
         (HealthState.RETURNING, HealthEvent.PROBE_FAILED): _eject,
-        (HealthState.RETURNING, HealthEvent.ENGINE_DEAD): _die,
+        (HealthState.RETURNING, HealthEvent.ENGINE_DEAD): _mark_dead,
         (HealthState.RETURNING, HealthEvent.SLOW): _eject,
         (HealthState.EJECTED, HealthEvent.PROBE_OK): _return,
         (HealthState.EJECTED, HealthEvent.PROBE_OK_NEEDED): _return_needed,
         (HealthState.EJECTED, HealthEvent.PROBE_FAILED): _stay_out,
         (HealthState.EJECTED, HealthEvent.CONNECT_FAILED): _mark_unreachable,
-        (HealthState.EJECTED, HealthEvent.ENGINE_DEAD): _die,
+        (HealthState.EJECTED, HealthEvent.ENGINE_DEAD): _mark_dead,
         (HealthState.DEAD, HealthEvent.PROBE_OK): _return,
         (HealthState.DEAD, HealthEvent.PROBE_OK_NEEDED): _return_needed,
     }

@@ -43,7 +43,7 @@ SAMPLE_LENGTHS = sample_keys(array("Q", range(1, MAX_BLOCKS + 1))).tolist()
 
 def pack(keys: Keys) -> bytes:
     """Return sampled block keys as bytes: each key is an unsigned 64-bit little-endian integer."""
-    return _little(keys).tobytes()
+    return _to_little_endian(keys).tobytes()
 
 
 def unpack(keys: bytes, blocks: int, block_bytes: int, n_bytes: int) -> Keys:
@@ -60,10 +60,10 @@ def unpack(keys: bytes, blocks: int, block_bytes: int, n_bytes: int) -> Keys:
     count = bisect_right(SAMPLE_LENGTHS, blocks)
     if len(keys) != 8 * count:
         raise ValueError(f"{len(keys)} bytes do not hold the {count} keys of {blocks} blocks")
-    return _little(array("Q", keys))
+    return _to_little_endian(array("Q", keys))
 
 
-def _little(keys: Keys) -> Keys:
+def _to_little_endian(keys: Keys) -> Keys:
     if sys.byteorder == "big":
         keys = keys[:]
         keys.byteswap()

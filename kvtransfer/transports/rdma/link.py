@@ -321,7 +321,7 @@ class RdmaLink:
         if completion.status:
             return True
         pairs.pair.post_receive()
-        self._land(self._receiver.on_written(completion.immediate))
+        self._on_trailer(self._receiver.on_written(completion.immediate))
         return False
 
     def _written(self, completion: Completion) -> bool:
@@ -353,7 +353,7 @@ class RdmaLink:
     def _departed(self, departure: OutgoingWindow) -> None:
         self._owner.on_sent(self, departure.head)
 
-    def _land(self, trailer: RdmaTrailer | None) -> None:
+    def _on_trailer(self, trailer: RdmaTrailer | None) -> None:
         if trailer is None or not self._receiver.is_granted(trailer.head.transfer):
             return
         window = self._owner.place_window(self, trailer.head)
@@ -383,7 +383,7 @@ class RdmaLink:
             case OwnerMessage():
                 self._owner.on_message(self, message.data)
             case RdmaTrailer():
-                self._land(self._receiver.on_trailer(message))
+                self._on_trailer(self._receiver.on_trailer(message))
             case GrantWithdrawn():
                 self._sender.withdraw(message.transfer)
             case QueuePairSetup():

@@ -222,12 +222,12 @@ def test_a_silent_lane_is_lost_and_so_is_its_link_if_the_lane_was_used(used: boo
     lane.has_received = first.is_dialling_lane = True  # the next lane is being dialled
     first.lanes.append(lane)
     first.link.received_bytes = 1
-    board._beat(0.0)
+    board._check_heartbeats(0.0)
     assert [line.link.send.call_count for line in (first, lane)] == [1, 1]  # type: ignore[attr-defined]
     first.link.received_bytes = 2
     board._clock.now = lambda: 0.75  # type: ignore[method-assign]
     board._clock.call_at.reset_mock()  # type: ignore[attr-defined]
-    board._beat(0.75)
+    board._check_heartbeats(0.75)
     lane.link.close.assert_called_once_with()  # type: ignore[attr-defined]
     assert list(board._peer_links) == [first.link]
     assert first.is_dialling_lane
@@ -264,7 +264,7 @@ def test_a_silent_peer_is_dropped_with_the_exceeded_limit_as_reason() -> None:
     )
     board.dial("h:1")
     board._clock.now = lambda: 2.5  # type: ignore[method-assign]
-    board._beat(2.5)
+    board._check_heartbeats(2.5)
     assert heard == [("h:1", EndReason.SILENT, "silent for 2.0 s")]
 
 
