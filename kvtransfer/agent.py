@@ -247,12 +247,14 @@ class Agent:
         until the offer has ended. The offer ends at once, as CANCELLED, if its sink waited for it
         and gave up.
 
-        name          unique among the live offers; best never reused
-        ready_layers  layers computed so far; None: all
-        sink          the only agent that may fetch it, with or without a ticket; None: any agent
-                      with a ticket
-        public        also any agent that knows the name; use names that cannot be guessed
-        nonce         of the ticket that was minted ahead (kvtransfer/protocol/ticket.py)
+        name          unique among the live offers; preferably never reused
+        ready_layers  number of layers computed so far; None: all
+        sink          the only agent that may fetch the offer, with or without a ticket; None: any
+                      agent with a ticket
+        public        whether any agent that knows the name may fetch it; use names that cannot be
+                      guessed
+        nonce         nonce of a ticket that was issued before the offer
+                      (kvtransfer/protocol/ticket.py)
 
         Raises ValueError for invalid arguments.
         """
@@ -325,9 +327,9 @@ class Agent:
 
     @property
     def epoch(self) -> bytes:
-        """Return 16 random bytes drawn when this agent started.
+        """Return the 16 random bytes drawn when this agent started.
 
-        Tickets issued before that have other bytes.
+        Tickets issued by an earlier run of the agent contain different bytes.
         """
         return self._card.epoch
 

@@ -41,13 +41,12 @@ class WindowVerdict(StrEnum):
 
 
 class WindowHead(msgspec.Struct, frozen=True, array_like=True):
-    """The header of a window, which is a piece of a KV transfer: it names the byte ranges in the
-    window.
+    """The header of a window (piece of a KV transfer), which names the byte ranges in the window.
 
     transfer  number of the transfer
     group     number of the layer group
     pair      number of the pair of source and sink rank
-    first     number of the first run (byte range) in the plan of that group and pair
+    first     number of the first run (byte range), in the plan of that group and pair
     count     number of runs
     n_bytes   sum of the runs' bytes
 
@@ -151,10 +150,10 @@ class Link(Protocol):
         ...
 
     def secure(self, window_key: bytes) -> None:
-        """Set the 32-byte key that both ends share after their proof of identity, before the first
-        KV bytes.
+        """Set the 32-byte key that both ends derive when they prove their identity, before the
+        first KV bytes.
 
-        A transport that encrypts KV uses it. Control messages are encrypted by the agents
+        A transport that encrypts KV uses it. Control messages are authenticated by the agents
         (kvtransfer/protocol/session.py).
         """
         ...
@@ -174,7 +173,9 @@ class MultiLaneLink(Protocol):
     """The number of parallel links wanted, including this one. The end that opened the connection
     decides."""
     has_carried_windows: bool
-    """Whether this lane has carried windows of its owner, so that a window may be lost with it."""
+    """Whether this lane has carried windows of its owner, which may be lost together with the
+    lane.
+    """
 
     def add_lane(self, lane: Link) -> None:
         """Let `lane`, a further connection to the same agent, carry KV for this link.

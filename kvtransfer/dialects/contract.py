@@ -28,7 +28,7 @@ class LegOrder(StrEnum):
 
 
 class Prerequisite(StrEnum):
-    """What the gateway must know of a prefill endpoint before it can send both requests of a
+    """What the gateway must know about a prefill endpoint before it can send both requests of a
     handoff at once.
     """
 

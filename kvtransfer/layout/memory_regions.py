@@ -85,7 +85,9 @@ class Region:
         return self.generations[np.asarray(blocks, np.int64)]
 
     def are_current(self, blocks: NDArray[np.int64], generations: NDArray[np.uint32]) -> bool:
-        """Return whether every block still has the given generation (count of owner changes)."""
+        """Return whether every block still has the given generation, that is, has not changed its
+        owner.
+        """
         return self.generations.take(blocks).tobytes() == generations.tobytes()
 
     def close(self) -> None:

@@ -58,7 +58,7 @@ class PlannedWindow(NamedTuple):
 
 
 class Ranks(NamedTuple):
-    """The rank of the source and of the sink whose KV bytes a plan moves; None means all ranks."""
+    """The ranks of source and sink whose KV bytes a plan moves; None means all ranks."""
 
     src: int | None = None
     dst: int | None = None
@@ -306,7 +306,7 @@ def _rank_pairs(src: KvLayout, dst: KvLayout) -> list[RankPair]:
 
 
 def layers_per_group(layout: KvLayout, tokens: int, group_bytes: int = GROUP_BYTES) -> int:
-    """Return the least number of layers whose KV of `tokens` tokens has `group_bytes` bytes.
+    """Return the minimum number of layers whose KV of `tokens` tokens has `group_bytes` bytes.
 
     That much data per group keeps a link busy.
     """

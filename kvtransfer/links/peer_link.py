@@ -24,7 +24,8 @@ class DialRequest(msgspec.Struct, frozen=True, eq=False):
     where     the peer's address for `transport`
     address   the peer's address as engines know it
     fallback  the link to use instead if this one fails; None: there is none
-    lane_of   the link whose windows of KV the new link will share; None: a link of its own
+    lane_of   the link whose windows of KV the new link will share; None: it shares no other link's
+              windows
     redials   number of earlier connections to `where` that ended before the peer proved its
               identity
     """

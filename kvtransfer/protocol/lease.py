@@ -104,9 +104,9 @@ class Lease(msgspec.Struct, frozen=True):
 def advance(lease: Lease, event: LeaseEvent, now: float, deadline: float | None = None) -> Lease:
     """Return the lease on KV after `event` at time `now`; the event RENEW takes the new `deadline`.
 
-    Raises LeaseError if the event is illegal. After the deadline most events are illegal, even
-    before a timer has fired. Otherwise a slow reader could read blocks that already have a new
-    owner.
+    Raises LeaseError if the lease's state does not allow the event. After the deadline most events
+    are refused, even before a timer has fired. Otherwise a slow reader could read blocks that
+    already have a new owner.
     """
     after = TRANSITIONS.get((lease.state, event))
     if after is None:

@@ -107,7 +107,7 @@ class Welcome(msgspec.Struct, frozen=True, array_like=True, tag=2, forbid_unknow
 
 
 class LinkReady(msgspec.Struct, frozen=True, array_like=True, tag=3, forbid_unknown_fields=True):
-    """The sink's last message of a connection's handshake; its signature proves the sink's
+    """The sink's last message of a connection's handshake. Its signature proves the sink's
     identity.
     """
 
@@ -168,7 +168,7 @@ class StopTransfer(msgspec.Struct, frozen=True, array_like=True, tag=7, forbid_u
 
 class Landed(msgspec.Struct, frozen=True, array_like=True, tag=8, forbid_unknown_fields=True):
     """The sink's message that every byte of a transfer has arrived and is verified, so that the
-    lease can end.
+    source can end its lease.
     """
 
     transfer: Id

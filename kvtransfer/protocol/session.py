@@ -47,7 +47,7 @@ def greeting_nonce(key: bytes, random: bytes) -> bytes:
 
 
 def shows_key(key: bytes, nonce: bytes) -> bool:
-    """Return whether `greeting_nonce` has made a nonce with this key, now or earlier."""
+    """Return whether a nonce was made by greeting_nonce() with this key, now or earlier."""
     return hmac.compare_digest(greeting_nonce(key, nonce), nonce)
 
 

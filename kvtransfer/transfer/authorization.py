@@ -39,8 +39,8 @@ def may_fetch_by_name(spec: OfferSpec, agent: str) -> bool:
 
 
 class Authorizer:
-    """Issues and checks the tickets of one agent, under the fleet's `key`. TransferSource uses
-    it.
+    """Issues and checks the tickets of one agent, under the fleet's `key`; used by
+    TransferSource.
     """
 
     def __init__(self, key: bytes, card: AgentCard, regions: Sequence[Region]) -> None:

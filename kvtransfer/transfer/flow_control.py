@@ -34,10 +34,10 @@ class Priority(IntEnum):
 
 
 class SendCredits:
-    """Limit of the bytes of KV in flight to one peer.
+    """A limit on the bytes of KV in flight to one peer.
 
-    Credit is taken when a window of KV is queued, and returned when it has landed. A window larger
-    than the budget is sent when nothing else is in flight. Not thread-safe.
+    Credit is taken when a window (piece of KV) is queued, and returned when it has landed. A window
+    larger than the budget is sent when nothing else is in flight. Not thread-safe.
     """
 
     def __init__(self, budget_bytes: int) -> None:

@@ -83,7 +83,7 @@ class PendingInvites:
         return None
 
     def take_for_offer(self, name: str, now: float) -> tuple[list[PendingInvite], str | None]:
-        """Remove and return the invitations that wait for `name`, which is offered now.
+        """Remove and return the invitations that wait for the offer `name`, which is made now.
 
         The second result is the agent that recently waited for the name and gave up, or None.
         """
@@ -119,10 +119,10 @@ class PendingInvites:
         return True
 
     def mark_unwanted(self, name: str, agent: str, now: float) -> None:
-        """Remember that `agent` does not want a later offer of this name.
+        """Record that `agent` does not want a later offer of this name.
 
         Does nothing if an invitation waits for the name. This only saves memory and is not
-        reliable: one agent is remembered per name, for a limited number of names.
+        reliable: one agent is recorded per name, for a limited number of names.
         """
         if name not in self._waiting:
             self._unwanted.put(name, agent, now)

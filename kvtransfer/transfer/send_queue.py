@@ -160,7 +160,7 @@ class ThroughputMeter:
     def count(self, n_bytes: int, now: float, *, idle: bool) -> None:
         """Count bytes of KV that the receiving agent has received.
 
-        `idle` says whether no other bytes are in flight, which ends the busy period.
+        `idle` is whether no other bytes are in flight, which ends the busy period.
         """
         self._bytes += n_bytes
         if self._since is None or not (idle or now - self._since > self._most_s):

@@ -91,7 +91,7 @@ class Iovecs:
     def lay(self, address: int, offsets: Offsets, lengths: Offsets) -> None:
         """Fill rows 1 to n of the table of iovecs with these n pieces of memory.
 
-        Rows 0 and n + 1 are left for a prefix and a suffix.
+        Rows 0 and n + 1 stay free for a prefix and a suffix.
         """
         count = len(lengths)
         if count + 2 > len(self._rows):
@@ -158,9 +158,8 @@ class MemoryPieces:
     ) -> MemoryPieces:
         """Return the pieces of memory that one window (piece of a KV transfer) fills or reads.
 
-        Raises TransportError if a piece lies outside the region. `fed` says whether a digest
-        consumes the pieces from the processor's cache; no call then moves more than the cache
-        holds.
+        Raises TransportError if a piece lies outside the region. `fed` is whether a digest consumes
+        the pieces from the processor's cache; then no call moves more bytes than the cache holds.
         """
         if not are_within(region, offsets, lengths):
             raise TransportError(

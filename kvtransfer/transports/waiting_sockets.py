@@ -1,7 +1,7 @@
-"""Accepted sockets of which no link has been made yet: those that have sent nothing wait.
+"""Accepted sockets that have not become links yet: those that have sent nothing wait.
 
-A link costs a thread and almost a millisecond. So a client that only connects, however often, must
-not delay the link of a peer that sends its greeting.
+A link costs a thread and almost a millisecond. Clients that only connect, however often, must
+therefore not delay the link of a peer that sends its greeting.
 """
 
 from __future__ import annotations
@@ -16,17 +16,20 @@ from kvtransfer.protocol.frame import PREAMBLE_BYTES
 from kvtransfer.util.client_address import client_address
 
 MOST_WAITING, MOST_PER_ADDRESS = 512, 256
-"""Sockets that wait, in total and of one IPv4 address or IPv6 /64; one more drops an old one."""
+"""Maximum number of waiting sockets, in total and per IPv4 address or IPv6 /64. A further socket
+closes an old one.
+"""
 SILENT_PERIOD_S = 0.02
-"""A socket that sends nothing becomes a link too, but only one per such period."""
+"""Seconds in which at most one socket that sends nothing becomes a link."""
 _EVENTS = 256  # sockets that are looked at in one round
 
 
 class WaitingSockets:
-    """A limited number of accepted sockets, those that have sent bytes before those that have not.
+    """A limited number of accepted sockets; those that have sent bytes come before those that have
+    not.
 
-    Bytes count once they could be the beginning of a frame, so not those of a client that sends
-    one at a time.
+    Bytes count only once they could be the beginning of a frame, and thus not those of a client
+    that sends one byte at a time.
     """
 
     def __init__(self, listener: socket.socket) -> None:
@@ -43,7 +46,7 @@ class WaitingSockets:
         return len(self._waiting)
 
     def add(self, sock: socket.socket, peer: str) -> None:
-        """Add an accepted socket; close the oldest one of its address, or of all, over a limit.
+        """Add an accepted socket. Above a limit, close the oldest socket of its address, or of all.
 
         Raises OSError if the socket has failed.
         """
@@ -61,11 +64,11 @@ class WaitingSockets:
         self._count_of[address] += 1
 
     def take(self, now: float) -> list[tuple[socket.socket, str]]:
-        """Wait until a socket may become a link, the listener has more, or wake() was called.
+        """Wait until a socket may become a link, the listener has further sockets, or wake() was
+        called.
 
-        Return the sockets that may become links now.
-
-        `now` is in monotonic seconds. Addresses take turns, and a silent socket comes last.
+        Returns the sockets that may become links now. `now` is in monotonic seconds. Addresses take
+        turns, and a silent socket comes last.
         """
         timeout_s = max(0.0, self._silent_at - now) if self._waiting else -1
         ready = [fd for fd, _ in self._epoll.poll(timeout_s, _EVENTS) if fd in self._waiting]

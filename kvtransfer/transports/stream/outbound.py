@@ -132,7 +132,7 @@ class Outbound:
         """Drop the queued windows (pieces of KV) of a transfer.
 
         A window that has been started continues with zeros and ends as STALE, because its memory
-        may have a new owner. A sealed (encrypted) window was read in time when it was sealed, so it
+        may have a new owner. An encrypted window was read completely when it was encrypted, so it
         continues unchanged and stays OK. If it is the last missing one, the sink has landed the
         transfer.
         """
