@@ -31,8 +31,9 @@ SHORTLIST = 4
 another."""
 
 SHORTLIST_HOLDERS = 8
-"""Maximum number of endpoints with a cached prefix of the prompt that are all scored; of more, only
-the best are."""
+"""Maximum number of endpoints with a cached prefix of the prompt that are all scored; if there are
+more, only the best are.
+"""
 
 SHORTLIST_UNSETTLED = 12
 """Maximum number of candidates per group that are scored in addition because their sort keys may be

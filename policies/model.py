@@ -45,8 +45,11 @@ class EngineKind(StrEnum):
 
 
 class TokenPrice(msgspec.Struct, frozen=True):
-    """What a provider charges, in dollars per million tokens: prompt tokens, those of them that it
-    reports as cached, and tokens of answers.
+    """What a provider charges, in dollars per million tokens.
+
+    prompt  price of prompt tokens that are not cached
+    cached  price of prompt tokens that the provider reports as cached
+    answer  price of generated tokens
     """
 
     prompt: float

@@ -199,7 +199,7 @@ class SpeedMonitor:
         request is not late.
         """
         live, work = reservation.live, _work(reservation.request, reservation.queued_tokens)
-        return self._expectations_of(live.endpoint.pool).left_s(
+        return self._expectations_of(live.endpoint.pool).predict_remaining_s(
             _member(live),
             *work,
             waited_s,

@@ -181,11 +181,11 @@ class SpeedMonitorSim:
         for inflight in self._waiting(group):
             is_behind, is_doubted = group.speed.is_behind(inflight.sent_s), self._is_in_doubt(group)
             can_hedge = fleet.hedges.may_send()
-            left_s = self._left_s(now, inflight, group, is_doubted=is_doubted)
+            left_s = self._predict_remaining_s(now, inflight, group, is_doubted=is_doubted)
             best = None if left_s is None else self._best(now, inflight)
             if best is not None and is_doubted and _kind(best[1]) != _kind(group):
                 is_doubted = False  # that faster hardware answers sooner proves nothing
-                left_s = self._left_s(now, inflight, group, is_doubted=False)
+                left_s = self._predict_remaining_s(now, inflight, group, is_doubted=False)
             speedup = 1.0 if is_behind and is_doubted else PRICE
             moves = is_suspect or (is_doubted and is_behind)
             if left_s is None or best is None or left_s < speedup * best[0]:
@@ -198,10 +198,10 @@ class SpeedMonitorSim:
             else:
                 fleet.hedges.send(now, inflight, best[1])
 
-    def _left_s(
+    def _predict_remaining_s(
         self, now: float, inflight: InflightRequest, group: ReplayGroup, *, is_doubted: bool
     ) -> float | None:
-        return self._expectations.left_s(
+        return self._expectations.predict_remaining_s(
             _member(group),
             Measure.TTFT,
             inflight.ahead_tokens,

@@ -19,8 +19,10 @@ from policies.admission.retry_after import ReturnSchedule, request_key
 from policies.model import Candidate, Pick, Request, RoutingQuery
 
 KEPT = 0.25
-"""Share of the wait queue (0 to 1) that stays free for refused clients which retry at the time that
-their Retry-After named."""
+"""Share of the wait queue, 0 to 1, that is kept free for refused clients that retry on time.
+
+On time is when their Retry-After header said.
+"""
 
 
 class Admit(msgspec.Struct, frozen=True):
@@ -283,11 +285,11 @@ def occupancy_text(queue: WaitQueueView, expected_s: float | None) -> str:
 
     `expected_s` is the seconds until a permit is free; None if unknown.
     """
-    taken = f"{queue.busy_permits} of {queue.capacity} places are taken"
-    text = f"{taken} and {queue.waiting} requests wait"
+    running = f"The pool has {queue.busy_permits} of at most {queue.capacity} requests running"
+    text = f"{running} and {queue.waiting} waiting"
     if expected_s == inf:
-        return f"{text}; no place is expected in the next minutes"
-    return text if expected_s is None else f"{text}; a place is expected in {expected_s:.1f} s"
+        return f"{text}; no capacity is expected in the next minutes"
+    return text if expected_s is None else f"{text}; capacity is expected in {expected_s:.1f} s"
 
 
 def shed_no_capacity() -> Shed:
@@ -306,7 +308,7 @@ def shed_queue_full(queue: WaitQueueView, retry_after_s: float | None) -> Shed:
 
     retry_after_s  seconds until the client may retry; None: not measured yet; inf: never
     """
-    text = f"The waiting room is full. {occupancy_text(queue, retry_after_s)}."
+    text = f"The wait queue is full. {occupancy_text(queue, retry_after_s)}."
     return shed_until("waiting_room_full", retry_after_s, text)
 
 
@@ -398,7 +400,7 @@ class CapAdmission:
         retry_after_s = self.retry_after_s(query, candidates, queue)
         if not is_slow:
             return shed_queue_full(queue, retry_after_s)
-        text = f"The wait of {expected_s:.1f} s would be longer than the waiting room allows"
+        text = f"The wait of {expected_s:.1f} s would be longer than the wait queue allows"
         text = f"{text}. {occupancy_text(queue, retry_after_s)}."
         return shed_until("too_slow", retry_after_s, text)
 

@@ -22,9 +22,10 @@ weight."""
 
 
 class FullLoadRate:
-    """The learned rate at which one unit of a full pool (an endpoint or a permit) completes work.
+    """The learned completion rate of a full pool, per endpoint or per permit.
 
-    per_unit  work per second of one unit; None before the pool was full for `SETTLED_S`
+    per_unit  work per second of one endpoint or permit; None until the pool was full for
+              `SETTLED_S`
     """
 
     __slots__ = ("_last", "_since", "per_unit")

@@ -46,10 +46,11 @@ LEARN = 0.02
 """Weight of one new request in the exponential running means of admitted requests, 0 to 1."""
 
 PASSING = 4.0
-"""Multiple of `burst_s` by which all endpoints together may be ahead of their pace without counting
-as overloaded.
+"""Limit of how far the endpoints may be ahead of their prefill pace on average, as a multiple of
+`burst_s`.
 
-Such a burst drains by itself.
+Beyond it requests wait. Under full overload the limit is 1 instead, because only a burst drains by
+itself.
 """
 
 EFFICIENCY = 1.0
@@ -70,28 +71,28 @@ class PricedAdmissionParams(AdmissionParams, frozen=True):
     The price of admission rises with the queue. A request is refused if its value is too low for
     the price of its work. Budgets are those of the request's service class.
 
-    overload       requested work, as a multiple of the endpoints' capacity, from which the pool is
-                   fully overloaded
-    queue_share    share of the TTFT budget up to which the mean queue is free of charge in an
-                   overloaded pool
-    full_load      the same multiple up to which the pool is not overloaded; in between, the limits
-                   change gradually
-    burst_share    share of the TTFT budget up to which the mean queue is free of charge in other
-                   pools
+    full_load      requested work, as a multiple of the endpoints' capacity, up to which the pool
+                   does not count as overloaded
+    overload       the same multiple from which the pool counts as fully overloaded; in between, the
+                   limits change gradually
+    burst_share    share of the TTFT budget up to which the mean queue costs nothing in a pool that
+                   is not overloaded
+    queue_share    the same share in a fully overloaded pool
     doubt          number of standard deviations that are subtracted from the requested work,
                    because a few long prompts by chance are not an overload
-    steepness      how fast the price grows when the queue exceeds that share
+    steepness      how fast the price grows when the queue exceeds the share that costs nothing
     bend           exponent of a request's work in its price, from 0 to 1. Below 1, long prompts pay
                    less than in proportion to their work; at 0, all requests pay the same
-    hold_share     requests leave the wait queue while a candidate's queue is below this share of
-                   the TTFT budget
-    hold_least_s   ... or below this many seconds
-    step_share     ... and while prefill leaves running answers within this share of the TPOT
-                   budget,
-    burst_s        plus or minus this many seconds of prefill
-    immodest       factor on hold_share and burst_s for a tenant that is above its fair share
-    modest         increase of that factor for a tenant that is below its fair share
-    kv_share       share of the fleet's KV that may be reserved before a price applies
+    hold_share     a request leaves the wait queue only while some candidate's queue is shorter than
+                   this share of its TTFT budget
+    hold_least_s   minimum of that queue limit, in seconds
+    step_share     share of the TPOT budget within which prefill must leave the running answers of
+                   that candidate
+    burst_s        seconds of prefill by which a candidate may be ahead of the pace that follows
+                   from step_share
+    immodest       factor on the queue limit and burst_s for a tenant that is above its fair share
+    modest         how much greater that factor is for a tenant that is below its fair share
+    kv_share       share of the fleet's KV that may be reserved before requests pay a price
     late_value     value of a request whose first token is expected too late, relative to one in
                    time
     session_value  value of a request that continues a conversation, relative to one that starts
@@ -292,11 +293,12 @@ class PricedAdmission:
             return None
         due = f"The first token was due in {max(0.0, due_s):.1f} s"
         text = f"{due} and is expected in {estimate.ttft_s:.1f} s"
+        running = f"The pool has {queue.busy_permits} of at most {queue.capacity} requests running"
         retry_after_s = self._retry_after(query, estimate, queue, estimate.ttft_s - due_s)
         return shed_until(
             "ttft",
             retry_after_s,
-            f"{text}. {queue.busy_permits} of {queue.capacity} places are taken.",
+            f"{text}. {running}.",
         )
 
     # The price

@@ -22,10 +22,10 @@ from policies.model import Candidate, Pick, Request, RoutingQuery
 from policies.prefix.prefix_match import longest_match
 
 ON_EVIDENCE = SessionGate(start=None, memory_s=60.0, shortest_s=20.0)
-"""Parameters with which sessions are limited only after returning sessions have found their
-contexts evicted.
+"""Parameters of a limit on sessions that begins only when returning sessions have lost cached
+context.
 
-An idle session then counts for a shorter time than with a limit from the start.
+An idle session then counts for a shorter time than under a limit that holds from the start.
 """
 
 

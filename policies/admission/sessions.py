@@ -239,12 +239,17 @@ class WorkingSet:
         )
 
     def on_reserved(
-        self, session: str, prompt_tokens: int, held: int, believed: int, now: float
+        self,
+        session: str,
+        prompt_tokens: int,
+        most_cached_tokens: int,
+        picked_cached_tokens: int,
+        now: float,
     ) -> None:
         """Record that a request of the session was assigned to an endpoint.
 
-        held      the largest number of prompt tokens that any candidate has cached
-        believed  prompt tokens that the picked candidate is believed to have cached
+        most_cached_tokens    the largest number of prompt tokens that any candidate has cached
+        picked_cached_tokens  prompt tokens that the picked candidate is believed to have cached
         """
         name = self._key(session)
         one = self._active.pop(name, None)
@@ -255,10 +260,10 @@ class WorkingSet:
             if not one.in_flight:
                 self._learn_retention(one.last_used_s, now)
             expected = min(one.tokens, prompt_tokens)
-            self._count_lost(expected, expected - held)
+            self._count_lost(expected, expected - most_cached_tokens)
         one.in_flight += 1
         one.is_ending = False
-        one.expected_cached_tokens = believed
+        one.expected_cached_tokens = picked_cached_tokens
         self._resize(one, prompt_tokens)
         self._touch(name, one, now)
 

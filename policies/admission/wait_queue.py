@@ -54,8 +54,9 @@ LOOK_AGAIN_S = 0.1
 class WaitingRequest(Generic[T]):
     """A request in the wait queue of a pool.
 
-    due_s         time after which waiting is pointless
-    must_begin_s  time at which prefill must begin to meet the TTFT budget
+    due_s         time until which it may wait: until its timeout, or until prefill would miss the
+                  client's deadline
+    must_begin_s  time at which prefill must begin to meet the TTFT budget; -inf with a reservation
     requery       function that rebuilds its query at a later time; None to keep the query
     """
 

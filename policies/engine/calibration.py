@@ -29,7 +29,7 @@ DELAYED_VAR = 0.1  # what the wait that is left in it adds to the variance of it
 
 
 class PrefillLesson(NamedTuple):
-    """What one span says of the speed of prefill: the arguments of SpeedBelief.observe_prefill."""
+    """What a span says about the speed of prefill: the arguments of SpeedBelief.observe_prefill."""
 
     ratio: float
     fills: Sequence[float]
@@ -40,20 +40,20 @@ class PrefillLesson(NamedTuple):
 class StepSpan:
     """The consecutive engine steps since the last observed moment, with their predicted work.
 
-    anchor        when the steps began: at a first token or, if `entered` is set, at the end of the
-                  decode step during which a prompt entered. In the second case `wait_s` is the mean
-                  wait for that end
-    fills         predicted seconds of prefill, by how full the steps were (step_time.FILLS)
-    pairs_s       the part of these seconds that is attention (SpeedBelief.area_s)
-    decode_s      predicted seconds of decoding between the prefill steps
-    steps         number of steps
-    tight         whether a prompt had to wait for KV memory
-    delayed       the lessons of the spans with such a wait, since the last correction from first
-                  tokens
-    foreign       the largest number of prompt tokens of other gateways that were queued in the
-                  meantime
-    corrected_at  time of the last correction from first tokens
-    decoded_at    time of the last correction from whole answers
+    anchor           when the steps began: at a first token or, if `entered` is set, at the end of
+                     the decode step during which a prompt entered. In the second case `wait_s` is
+                     the mean wait for that end
+    fills            predicted seconds of prefill, by how full the steps were (step_time.FILLS)
+    pairs_s          the part of these seconds that is attention (SpeedBelief.area_s)
+    decode_s         predicted seconds of decoding between the prefill steps
+    steps            number of steps
+    waits_for_kv     whether a prompt had to wait for KV memory
+    delayed_lessons  the lessons of the spans with such a wait, since the last correction from first
+                     tokens
+    peer_tokens      the largest number of prompt tokens of other gateways that were queued in the
+                     meantime
+    corrected_at     time of the last correction from first tokens
+    decoded_at       time of the last correction from whole answers
     """
 
     __slots__ = (
@@ -61,29 +61,29 @@ class StepSpan:
             "anchor",
             "decode_s",
             "decoded_at",
-            "delayed",
+            "delayed_lessons",
             "entered",
             "fills",
-            "foreign",
+            "peer_tokens",
             "pairs_s",
             "steps",
             "corrected_at",
-            "tight",
+            "waits_for_kv",
         ),
         "wait_s",
     )
 
     def __init__(self) -> None:
         self.corrected_at = self.decoded_at = -inf
-        self.delayed: list[PrefillLesson] = []
+        self.delayed_lessons: list[PrefillLesson] = []
         self.begin(0.0)
 
     def begin(self, at: float, wait_s: float = 0.0, entered: float | None = None) -> None:
         """Begin to measure engine steps at the time `at`, with zero steps counted."""
-        self.anchor, self.wait_s, self.entered, self.tight = at, wait_s, entered, False
+        self.anchor, self.wait_s, self.entered, self.waits_for_kv = at, wait_s, entered, False
         self.fills = [0.0] * (FILLS + 1)
         self.pairs_s = self.decode_s = 0.0
-        self.steps = self.foreign = 0
+        self.steps = self.peer_tokens = 0
 
     def add(
         self,
@@ -91,11 +91,11 @@ class StepSpan:
         filling: tuple[int, float],
         pairs_s: float,
         decode_s: float,
-        foreign_tokens: int,
+        peer_tokens: int,
     ) -> None:
         """Add one predicted engine step to the span. All times are in seconds.
 
-        `filling` says how full the step is with prompt tokens (StepCosts.filling). `foreign_tokens`
+        `filling` says how full the step is with prompt tokens (StepCosts.filling). `peer_tokens`
         is the number of prompt tokens of other gateways that were queued during the step.
         """
         part, beyond = filling
@@ -104,8 +104,8 @@ class StepSpan:
         self.pairs_s += pairs_s
         self.decode_s += decode_s
         self.steps += 1
-        if foreign_tokens > self.foreign:
-            self.foreign = foreign_tokens
+        if peer_tokens > self.peer_tokens:
+            self.peer_tokens = peer_tokens
 
 
 def learn(span: StepSpan, load: EngineLoad, ends: float, now: float) -> None:
@@ -119,12 +119,12 @@ def learn(span: StepSpan, load: EngineLoad, ends: float, now: float) -> None:
     belief = load.belief
     spent_s = now - span.anchor
     if spent_s > 0 and span.steps and now - span.corrected_at >= LESSON_S:
-        if span.tight:
+        if span.waits_for_kv:
             _learn_delayed(span, load, spent_s)
             span.begin(now)
             return
         span.corrected_at = now
-        span.delayed.clear()
+        span.delayed_lessons.clear()
         if spent_s >= SHORT_S or span.entered is None:
             _steps(span, load, spent_s)
         # If other sequences decode, the latency decides which step a prompt enters. It is measured
@@ -143,7 +143,7 @@ def _learn_delayed(span: StepSpan, load: EngineLoad, spent_s: float) -> None:
     # Correct the speed of prefill by one of the last spans in which a prompt waited for KV.
     if spent_s < SHORT_S:
         return
-    lessons = span.delayed
+    lessons = span.delayed_lessons
     lessons.append(_prefill_lesson(span, load, spent_s))
     if len(lessons) == DELAYED_SPANS:
         lessons.sort()
@@ -174,7 +174,7 @@ def _prefill_lesson(span: StepSpan, load: EngineLoad, spent_s: float) -> Prefill
 def _prompt_times(span: StepSpan, load: EngineLoad, spent_s: float) -> tuple[float, float, float]:
     # Return the seconds that prompts took, their error, and the seconds predicted for prefill.
     belief = load.belief
-    foreign_s = span.foreign * belief.token_s
-    prompt_s = max(0.01 * spent_s, spent_s - span.decode_s - foreign_s)
-    error_s = 0.6 * span.wait_s + 0.1 * spent_s / span.steps + foreign_s
+    peer_prefill_s = span.peer_tokens * belief.token_s
+    prompt_s = max(0.01 * spent_s, spent_s - span.decode_s - peer_prefill_s)
+    error_s = 0.6 * span.wait_s + 0.1 * spent_s / span.steps + peer_prefill_s
     return prompt_s, error_s, sum(map(mul, span.fills, belief.paces))

@@ -38,39 +38,40 @@ class EngineModel:
     It is changed by the events of EngineTimeline, and by calibration.py and load_forecast.py for
     them.
 
-    queue                          prompts of which some tokens are in no step yet, in order of
-                                   arrival
-    queued_tokens, queued_pairs    those tokens, and their query-key pairs
-    is_busy                        whether a step with prompt chunks is running
-    step_began_at, step_ends_at    its begin and predicted end; when idle, `step_began_at` is the
-                                   end of a decode step
-    completing                     the prompts that this step completes
-    step_tokens                    prompt tokens of this step
-    first_tokens_at                when first tokens ended a step and the next one is not planned
-                                   yet; -inf otherwise
-    batch, context_base, steps     decoding sequences; `context_base + batch * steps` is their total
-                                   context; steps so far
-    batch_changed_at_step          value of `steps` when the batch last grew
-    kv_prompts                     prompt tokens that have KV and do not decode
-    kv_coming                      prompt tokens whose KV another endpoint computes
-    prefixes                       cached prefixes of all prompts that have KV, and how much of that
-                                   the engine really stores
-    kv_ratio                       stored share of all KV in the model, averaged over some seconds,
-                                   for the forecast
-    decode_s                       duration of a decode step at the present batch (load_forecast.py)
-    raw_base_s, raw_context_s      its uncorrected prediction: without context, and for reading the
-                                   context
-    planned_tokens                 prompt tokens planned since the averages were last updated
-    prefill_steps, prefill_s       number and total seconds of steps with prompts
+    queue                            prompts of which some tokens are in no step yet, in order of
+                                     arrival
+    queued_tokens, queued_pairs      those tokens, and their query-key pairs
+    is_busy                          whether a step with prompt chunks is running
+    step_began_at, step_ends_at      its begin and predicted end; when idle, `step_began_at` is the
+                                     end of a decode step
+    completing                       the prompts that this step completes
+    step_tokens                      prompt tokens of this step
+    first_tokens_at                  when first tokens ended a step and the next one is not planned
+                                     yet; -inf otherwise
+    batch, context_base, steps       decoding sequences; `context_base + batch * steps` is their
+                                     total context; steps so far
+    batch_changed_at_step            value of `steps` when the batch last grew
+    kv_prompts                       prompt tokens that have KV and do not decode
+    incoming_kv_tokens               prompt tokens whose KV another endpoint computes
+    prefixes                         cached prefixes of all prompts that have KV, and how much of
+                                     that the engine really stores
+    kv_ratio                         stored share of all KV in the model, averaged over some
+                                     seconds, for the forecast
+    decode_s                         duration of a decode step at the present batch
+                                     (load_forecast.py)
+    raw_base_s, raw_context_s        its uncorrected prediction: without context, and for reading
+                                     the context
+    planned_tokens                   prompt tokens planned since the averages were last updated
+    prefill_steps, prefill_s         number and total seconds of steps with prompts
     decode_base_s, decode_context_s  total uncorrected seconds of decode steps, in the same two
                                      parts
-    averages                       running averages of the engine's work
-    idle_delay_s                   seconds from a pick to the first step of an idle engine
-    step_overhead_s                the part of a step with prompts that is not prefill, in seconds
-    forecast_at, is_stale          when the forecast was computed, and whether it has left out a
-                                   change since
-    span                           the steps since the last observed moment, with which the next
-                                   first token is compared
+    averages                         running averages of the engine's work
+    idle_delay_s                     seconds from a pick to the first step of an idle engine
+    step_overhead_s                  the part of a step with prompts that is not prefill, in seconds
+    forecast_at, is_stale            when the forecast was computed, and whether it has left out a
+                                     change since
+    span                             the steps since the last observed moment, with which the next
+                                     first token is compared
     """
 
     __slots__ = (
@@ -87,7 +88,7 @@ class EngineModel:
         ),
         *(
             "idle_delay_s",
-            "kv_coming",
+            "incoming_kv_tokens",
             "kv_prompts",
             "kv_ratio",
             "averages",
@@ -117,9 +118,9 @@ class EngineModel:
         self.first_tokens_at = -inf
         self.step_began_at = self.step_ends_at = now
         self.completing: list[QueuedPrompt] = []
-        self.batch = self.kv_prompts = self.kv_coming = self.planned_tokens = self.prefill_steps = (
-            self.step_tokens
-        ) = 0
+        self.batch = self.kv_prompts = self.incoming_kv_tokens = self.planned_tokens = (
+            self.prefill_steps
+        ) = self.step_tokens = 0
         self.context_base = self.steps = self.batch_changed_at_step = 0.0
         self.kv_ratio = 1.0
         self.prefixes = SharedPrefixKv()
@@ -227,14 +228,14 @@ class EngineModel:
         # Return False if none fits.
         belief, queue = load.belief, self.queue
         shape = belief.shape
-        room = shape.budget_tokens - self.batch
+        budget_tokens = shape.budget_tokens - self.batch
         context = self.context_base + self.batch * self.steps
         tokens, pairs = 0, 0.0
-        while queue and room > tokens:
+        while queue and budget_tokens > tokens:
             head = queue[0]
             if head.enters_at > now or not (head.has_kv or self._fits(load, head)):
                 break
-            take, capacity = head.remaining_tokens, room - tokens
+            take, capacity = head.remaining_tokens, budget_tokens - tokens
             if take > capacity:
                 take = capacity
             pairs += take * (head.computed_tokens + 0.5 * take)
@@ -248,7 +249,10 @@ class EngineModel:
             return False
         self.queued_tokens -= tokens
         self.queued_pairs = max(0.0, self.queued_pairs - pairs) if queue else 0.0
-        prefill, decode = belief.prompts_s(tokens, pairs), belief.beside_s(self.batch, context)
+        prefill, decode = (
+            belief.prompts_s(tokens, pairs),
+            belief.decoding_batch_s(self.batch, context),
+        )
         self.planned_tokens += tokens
         self.step_tokens = tokens
         self.is_busy, self.step_began_at = True, now
@@ -261,7 +265,9 @@ class EngineModel:
             load.peer_load.prefill_tokens,
         )
         if self.batch + len(self.completing) >= load.slots:
-            self.span.tight = True  # the last slot may have become free after the step before
+            self.span.waits_for_kv = (
+                True  # the last slot may have become free after the step before
+            )
         return True
 
     def _fits(self, load: EngineLoad, prompt: QueuedPrompt) -> bool:
@@ -269,10 +275,10 @@ class EngineModel:
         #
         # Return whether they were.
         if self.batch + len(self.completing) >= load.slots:
-            self.span.tight = True
+            self.span.waits_for_kv = True
             return False
         if self.needed_kv_tokens(prompt) > self.free_kv_tokens(load):
-            self.span.tight = True
+            self.span.waits_for_kv = True
             if self.batch or self.kv_prompts:
                 return False
         prompt.has_kv = True
@@ -332,7 +338,7 @@ class EngineModel:
             self.prefixes.distinct += max(
                 0.0, self.free_kv_tokens(load) - self.needed_kv_tokens(finishing[0]) + 1.0
             )
-        self.is_busy, self.span.tight = False, True
+        self.is_busy, self.span.waits_for_kv = False, True
 
     def close_step(self, now: float) -> None:
         """End the engine's current step at `now`, and start decoding for prompts whose first token
@@ -378,7 +384,7 @@ class EngineModel:
         and has arrived.
         """
         prompt.awaits_kv, prompt.has_kv = False, True
-        self.kv_coming -= prompt.prompt_tokens
+        self.incoming_kv_tokens -= prompt.prompt_tokens
         self.kv_prompts += prompt.prompt_tokens
 
     def catch_up_to(self, load: EngineLoad, prompt: QueuedPrompt, now: float) -> None:

@@ -66,7 +66,7 @@ class EngineTimeline(EngineModel):
         begin before that KV arrives.
         """
         prompt.remaining_tokens, prompt.is_planned, prompt.awaits_kv = 0, True, True
-        self.kv_coming += prompt.prompt_tokens
+        self.incoming_kv_tokens += prompt.prompt_tokens
         load.free_kv_tokens -= prompt.prompt_tokens
         load.kv_used_tokens += prompt.prompt_tokens
 
@@ -135,7 +135,7 @@ class EngineTimeline(EngineModel):
             if prompt.has_kv:
                 self.kv_prompts -= prompt.prompt_tokens
             elif prompt.awaits_kv:
-                self.kv_coming -= prompt.prompt_tokens
+                self.incoming_kv_tokens -= prompt.prompt_tokens
         self._update_forecast(load, now)
 
     def on_scrape(self, load: EngineLoad, kv_usage: float | None, now: float) -> None:

@@ -54,12 +54,12 @@ def refresh_forecast(timeline: EngineModel, load: EngineLoad, now: float) -> Non
     timeline.decode_s = step_s = (floor if floor > flops else flops) + belief.base_s + decode
     timeline.raw_base_s = (step_s - belief.context_s * context) / belief.decodes.factors[0]
     timeline.raw_context_s = belief.shape.context_s * context
-    room = belief.budget_tokens - batch
-    load.prefill_s_per_token = belief.token_s + over / (room if room > 1 else 1)
+    budget_tokens = belief.budget_tokens - batch
+    load.prefill_s_per_token = belief.token_s + over / (budget_tokens if budget_tokens > 1 else 1)
     load.attention_s_per_pair = belief.pair_s
     timeline.idle_delay_s = idle_s = belief.request_s + (0.5 * step_s if batch else 0.0)
     load.fixed_ttft_s = idle_s + over
-    _queue(timeline, load, room, now)
+    _queue(timeline, load, budget_tokens, now)
     lately = timeline.averages
     if now - lately.at > FRESH_S:
         lately.update(timeline.planned_tokens, timeline.prefill_s, timeline.prefill_steps, now)
@@ -72,7 +72,7 @@ def refresh_forecast(timeline: EngineModel, load: EngineLoad, now: float) -> Non
     _forecast_kv(timeline, load, context)
 
 
-def _queue(timeline: EngineModel, load: EngineLoad, room: int, now: float) -> None:
+def _queue(timeline: EngineModel, load: EngineLoad, budget_tokens: int, now: float) -> None:
     others, tokens = load.peer_load, timeline.queued_tokens
     base = timeline.step_ends_at if timeline.is_busy else timeline.step_began_at
     if others.prefill_tokens:  # prompts of other gateways are computed in between
@@ -83,7 +83,7 @@ def _queue(timeline: EngineModel, load: EngineLoad, room: int, now: float) -> No
         load.next_first_token_at = base
     elif timeline.queue:
         # the first step may compute all of it
-        first_s = queued_s * room / tokens if tokens > room > 0 else queued_s
+        first_s = queued_s * budget_tokens / tokens if tokens > budget_tokens > 0 else queued_s
         enters = timeline.queue[0].enters_at
         load.next_first_token_at = (
             (base if base > enters else enters) + first_s + timeline.step_overhead_s
@@ -101,7 +101,7 @@ def _forecast_kv(timeline: EngineModel, load: EngineLoad, context: float) -> Non
             waiting += prompt.prompt_tokens
             uncached += prompt.uncached_tokens
     prefixes = timeline.prefixes
-    own = context + timeline.kv_prompts + timeline.kv_coming
+    own = context + timeline.kv_prompts + timeline.incoming_kv_tokens
     load.kv_used_tokens = max(0.0, own + uncached + prefixes.distinct - prefixes.tokens)
     if load.kv_tokens is None:
         return

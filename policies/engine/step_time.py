@@ -266,7 +266,7 @@ class SpeedBelief:
             + self.area_s * pairs
         )
 
-    def beside_s(self, batch: int, context: float) -> float:
+    def decoding_batch_s(self, batch: int, context: float) -> float:
         """Return the seconds that `batch` decoding sequences add to an engine step with prompts.
 
         `context` is the total number of tokens in their contexts.

@@ -81,7 +81,7 @@ class Expectations:
         ratios = [(self._stall_ratio(member, now), index) for index, member in enumerate(members)]
         return [stall for stall in sorted(ratios, reverse=True) if stall[0] > 0.0]
 
-    def left_s(
+    def predict_remaining_s(
         self,
         member: ReviewedEndpoint,
         measure: Measure,
@@ -105,8 +105,8 @@ class Expectations:
         ratio = self._stall_ratio(member, now) if measure is Measure.TTFT else 0.0
         is_suspect = member.record.verdict is SpeedVerdict.SUSPECT
         if is_doubted and measure is Measure.TTFT and (is_behind or not is_suspect):
-            return left_in_doubt_s(member.record, expected_s, waited_s, is_behind=is_behind)
-        return left_s(member.record, expected_s, waited_s, ratio)
+            return doubted_wait_s(member.record, expected_s, waited_s, is_behind=is_behind)
+        return remaining_wait_s(member.record, expected_s, waited_s, ratio)
 
     def first_byte_s(self, member: ReviewedEndpoint, measure: Measure, work: int) -> float | None:
         """Return the expected seconds to the first byte of an answer; None if unknown.
@@ -222,7 +222,7 @@ def is_proven(record: SpeedRecord) -> bool:
     return record.has_kept_pace and record.verdict is SpeedVerdict.NORMAL
 
 
-def left_s(
+def remaining_wait_s(
     record: SpeedRecord, expected_s: float, waited_s: float, step_ratio: float
 ) -> float | None:
     """Return the seconds that a request will probably still wait for its first byte.
@@ -246,14 +246,15 @@ def left_s(
     return max(waited_s - expected_s, ratio * expected_s - waited_s) - LEAST_LATE_S
 
 
-def left_in_doubt_s(
+def doubted_wait_s(
     record: SpeedRecord, expected_s: float, waited_s: float, *, is_behind: bool
 ) -> float | None:
     """Return how many seconds a request will probably still wait at an endpoint that was found
     slow.
 
-    The result is computed as in `left_s`, except that the endpoint is expected to take at least
-    DOUBT_RATIO times as long. A request that waits behind other prompts there is late at once.
+    The result is computed as in `remaining_wait_s`, except that the endpoint is expected to take
+    at least DOUBT_RATIO times as long. A request that waits behind other prompts there is late at
+    once.
     """
     is_late = is_behind or waited_s >= DOUBTED_FACTOR * expected_s
     if expected_s <= 0.0 or waited_s < LEAST_LATE_S or not is_late:

@@ -30,17 +30,20 @@ GOLDEN = 0.618034  # golden ratio: fractions of its multiples are evenly spread 
 class QueuedWork:
     """The uncomputed rest of a prompt in the simulation of an engine.
 
-    at      prompt tokens computed so far
-    left    prompt tokens not computed yet
-    enters  policy clock when the engine's scheduler receives the prompt
-    needs   KV tokens that must be free before the engine begins the prompt
+    computed_tokens   prompt tokens computed so far
+    remaining_tokens  prompt tokens not computed yet
+    enters_at         policy clock when the engine's scheduler receives the prompt
+    needed_kv_tokens  KV tokens that must be free before the engine begins the prompt
     """
 
-    __slots__ = ("at", "enters", "left", "needs", "prompt")
+    __slots__ = ("computed_tokens", "enters_at", "needed_kv_tokens", "prompt", "remaining_tokens")
 
-    def __init__(self, prompt: QueuedPrompt, enters: float, needs: float) -> None:
-        self.prompt, self.enters, self.needs = prompt, enters, needs
-        self.at, self.left = prompt.computed_tokens, prompt.remaining_tokens
+    def __init__(self, prompt: QueuedPrompt, enters_at: float, needed_kv_tokens: float) -> None:
+        self.prompt, self.enters_at, self.needed_kv_tokens = prompt, enters_at, needed_kv_tokens
+        self.computed_tokens, self.remaining_tokens = (
+            prompt.computed_tokens,
+            prompt.remaining_tokens,
+        )
 
 
 class EngineSimulation:
@@ -93,7 +96,7 @@ class EngineSimulation:
 
         Prompts that arrive until then are computed in the same step.
         """
-        now = self.queue[-1].enters - self.load.belief.request_s
+        now = self.queue[-1].enters_at - self.load.belief.request_s
         while True:
             tokens, pairs, completed = self._plan()
             if not tokens:
@@ -103,41 +106,45 @@ class EngineSimulation:
                 self._count_steps(1)
                 self._start_decoding(completed)
             else:
-                room = self._prompt_room() - tokens
-                if room > 0 and not self.waited:
+                budget_tokens = self._prompt_budget() - tokens
+                if budget_tokens > 0 and not self.waited:
                     arriving = min(
-                        room, self.timeline.arrivals.expected_tokens_behind(self.clock - now)
+                        budget_tokens,
+                        self.timeline.arrivals.expected_tokens_behind(self.clock - now),
                     )
                     tokens, pairs = tokens + arriving, pairs + 0.5 * arriving * arriving
                 return self.clock, self._step_s(tokens, pairs)
 
-    def _prompt_room(self) -> int:
+    def _prompt_budget(self) -> int:
         return max(1, self.load.belief.budget_tokens - self.batch)
 
     def _plan(self) -> tuple[float, float, list[QueuedPrompt]]:
         # Plan the next step as the engine would.
         #
         # Return its prompt tokens, its query-key pairs, and the prompts it completes.
-        queue, room, clock = self.queue, self._prompt_room(), self.clock
+        queue, budget_tokens, clock = self.queue, self._prompt_budget(), self.clock
         completed: list[QueuedPrompt] = []
         tokens, pairs = 0, 0.0
-        while queue and room > tokens:
+        while queue and budget_tokens > tokens:
             head = queue[0]
-            if head.enters > clock or (head.needs > self.kv_free and (self.batch or tokens)):
+            if head.enters_at > clock or (
+                head.needed_kv_tokens > self.kv_free and (self.batch or tokens)
+            ):
                 break
-            self.kv_free, head.needs = self.kv_free - head.needs, 0.0
-            take = min(head.left, room - tokens)
-            pairs += take * (head.at + 0.5 * take)
-            head.at, head.left, tokens = head.at + take, head.left - take, tokens + take
-            if not head.left:
+            self.kv_free, head.needed_kv_tokens = self.kv_free - head.needed_kv_tokens, 0.0
+            take = min(head.remaining_tokens, budget_tokens - tokens)
+            pairs += take * (head.computed_tokens + 0.5 * take)
+            head.computed_tokens, tokens = head.computed_tokens + take, tokens + take
+            head.remaining_tokens -= take
+            if not head.remaining_tokens:
                 completed.append(queue.popleft().prompt)
         return tokens, pairs, completed
 
     def _step_s(self, tokens: float, pairs: float) -> float:
         belief = self.load.belief
         prompts_s = belief.prompts_s(tokens, pairs)
-        beside_s = belief.beside_s(self.batch, self.context)
-        return prompts_s * belief.pace(tokens) + beside_s + belief.layers_s
+        decoding_batch_s = belief.decoding_batch_s(self.batch, self.context)
+        return prompts_s * belief.pace(tokens) + decoding_batch_s + belief.layers_s
 
     def _decode_s(self) -> float:
         belief = self.load.belief
@@ -152,15 +159,15 @@ class EngineSimulation:
     def _skip_idle(self) -> None:
         # Advance to the time when the next prompt arrives or gets KV, because none can begin now.
         head = self.queue[0]
-        if head.enters <= self.clock:
-            self._free_kv(head.needs)
+        if head.enters_at <= self.clock:
+            self._free_kv(head.needed_kv_tokens)
             # no more than that will be free before it begins
-            head.needs = min(head.needs, self.kv_free)
+            head.needed_kv_tokens = min(head.needed_kv_tokens, self.kv_free)
             self.waited = True
         elif self.batch:
-            self._run_decode_steps(head.enters - self.clock)
+            self._run_decode_steps(head.enters_at - self.clock)
         else:
-            self.clock = head.enters
+            self.clock = head.enters_at
 
     def _run_decode_steps(self, seconds: float) -> None:
         step_s = self._decode_s()
@@ -168,11 +175,11 @@ class EngineSimulation:
         self.clock += steps * step_s
         self._count_steps(steps)
 
-    def _free_kv(self, needs: float) -> None:
-        # Simulate decoding until answers that end have freed `needs` KV tokens, or all have ended.
+    def _free_kv(self, needed_kv_tokens: float) -> None:
+        # Simulate decoding until ending answers have freed enough KV, or all answers have ended.
         if self.ends is None:
             self.ends = self._predict_ends()
-        while self.kv_free < needs and self.ends:
+        while self.kv_free < needed_kv_tokens and self.ends:
             steps = max(1, ceil(self.ends[-1][0] - self.steps))
             self.clock += steps * self._decode_s()
             self._count_steps(steps)
@@ -270,10 +277,12 @@ def idle_ttft_s(timeline: EngineTimeline, load: EngineLoad, prompt: QueuedPrompt
     """
     belief, tokens = load.belief, float(prompt.remaining_tokens)
     pairs = tokens * (prompt.computed_tokens + 0.5 * tokens)
-    room = max(1, belief.budget_tokens) - tokens
-    if room > 0:
-        arriving = min(room, timeline.arrivals.expected_tokens_behind(belief.request_s))
+    budget_tokens = max(1, belief.budget_tokens) - tokens
+    if budget_tokens > 0:
+        arriving = min(budget_tokens, timeline.arrivals.expected_tokens_behind(belief.request_s))
         tokens, pairs = tokens + arriving, pairs + 0.5 * arriving * arriving
-    beside_s = belief.beside_s(0, timeline.context_base + load.peer_load.decode_tokens)
+    decoding_batch_s = belief.decoding_batch_s(
+        0, timeline.context_base + load.peer_load.decode_tokens
+    )
     prompts_s = belief.prompts_s(tokens, pairs) * belief.pace(tokens)
-    return belief.request_s + prompts_s + beside_s + belief.layers_s
+    return belief.request_s + prompts_s + decoding_batch_s + belief.layers_s

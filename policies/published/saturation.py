@@ -23,7 +23,7 @@ from policies.param_types import Exponent, NonNegative, Positive
 from policies.published.view import is_fresh, kv_used, queued_requests
 
 BEYOND = 1e3
-"""Maximum value of the saturation, so that its powers stay finite."""
+"""Upper limit of the saturation, so that its powers stay finite."""
 
 
 class GieSaturation(AdmissionParams, frozen=True):

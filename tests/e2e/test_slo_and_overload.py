@@ -162,7 +162,7 @@ async def test_refusals_under_overload_have_a_reason_and_a_retry_time() -> None:
             error: Any = result.body
             assert error["type"] == "overloaded_error"
             assert error["code"] in ("overloaded", "queue_timeout")
-            assert "of 2 places are taken" in error["message"]
+            assert "of at most 2 requests running" in error["message"]
             assert int(result.response.headers["retry-after-ms"]) > 0
             status, page = await gateway.page(f"/explain/{result.response.headers['x-request-id']}")
             assert (status, page["admission"]["verdict"], page["slo_outcome"]) == (

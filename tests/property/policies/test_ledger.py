@@ -55,7 +55,7 @@ class Ledger(RuleBasedStateMachine):
             entry.drop(self.now)
         load, timeline = self.load, self.load.timeline
         assert [getattr(load, name) for name in COUNTS] == [0] * len(COUNTS)
-        assert (timeline.batch, timeline.kv_prompts, timeline.kv_coming) == (0, 0, 0)
+        assert (timeline.batch, timeline.kv_prompts, timeline.incoming_kv_tokens) == (0, 0, 0)
         assert (timeline.queued_tokens, list(timeline.queue)) == (0, [])
         assert timeline.context_base == 0
 
@@ -147,7 +147,7 @@ class Ledger(RuleBasedStateMachine):
             assert timeline.batch == sum(
                 entry.sequences for entry in load.reservations if entry.is_decoding
             )
-            assert timeline.kv_coming == sum(
+            assert timeline.incoming_kv_tokens == sum(
                 entry.prompt_tokens for entry in load.reservations if entry.awaits_kv
             )
         else:

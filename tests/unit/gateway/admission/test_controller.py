@@ -184,7 +184,7 @@ async def test_a_full_queue_sheds_with_numbers() -> None:
     await queue.enter(ask())
     waiting = asyncio.create_task(queue.enter(ask()))
     await turns()
-    with pytest.raises(GatewayError, match="1 of 1 places are taken and 1 requests wait") as shed:
+    with pytest.raises(GatewayError, match="1 of at most 1 requests running and 1 waiting") as shed:
         await queue.enter(ask())
     assert (shed.value.status, shed.value.reason) == (429, "waiting_room_full")
     waiting.cancel()

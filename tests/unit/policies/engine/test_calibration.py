@@ -22,7 +22,7 @@ def observe(load: EndpointLoad, spans: int, slower: float, waits_s: float, tight
     for number in range(spans):
         span.begin(now)
         span.add(SPAN_S, (FILLS - 1, 1.0), 0.0, 0.0, 0)
-        span.tight = tight
+        span.waits_for_kv = tight
         wait_s = rng.random() * waits_s if number % 3 else 0.0
         now += slower * SPAN_S * (0.97 + 0.06 * rng.random()) + layers_s + wait_s
         calibration.learn(span, load, now, now)

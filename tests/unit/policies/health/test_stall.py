@@ -14,8 +14,8 @@ from policies.health.stall import (
     choose_doubted,
     is_doubted,
     is_proven,
-    left_s,
     raised_ceiling,
+    remaining_wait_s,
 )
 from policies.load import NO_SOFT_CAP, EndpointLoad
 
@@ -136,15 +136,15 @@ def test_an_endpoint_is_proven_by_a_review_and_no_longer_when_it_restarts() -> N
 
 def test_a_request_at_an_unproven_endpoint_is_worth_a_hedge_sooner() -> None:
     new, proven = SpeedRecord(), kept_pace()
-    assert left_s(new, STEP_S, 1.9 * STEP_S, 0.0) is None
-    assert left_s(new, STEP_S, 2.0 * STEP_S, 0.0) == pytest.approx(2.0 * STEP_S)
-    left = left_s(proven, STEP_S, 2.0 * STEP_S, 0.0)
+    assert remaining_wait_s(new, STEP_S, 1.9 * STEP_S, 0.0) is None
+    assert remaining_wait_s(new, STEP_S, 2.0 * STEP_S, 0.0) == pytest.approx(2.0 * STEP_S)
+    left = remaining_wait_s(proven, STEP_S, 2.0 * STEP_S, 0.0)
     assert left is not None
     assert left < 2.0 * STEP_S
 
 
 def test_requests_behind_a_stalled_prompt_are_late_with_it() -> None:
-    left = left_s(SpeedRecord(), 5 * STEP_S, 0.12, 2.0)
+    left = remaining_wait_s(SpeedRecord(), 5 * STEP_S, 0.12, 2.0)
     assert left == pytest.approx(4.0 * 5 * STEP_S - 0.12)
 
 
@@ -169,7 +169,7 @@ def expected_left_s(waited_s: float, *, is_doubted: bool, is_behind: bool) -> fl
     doubted = member(waiting(SpeedRecord()))
     expectations = Expectations()
     expectations.stalled([doubted, member(speed_record())], waited_s)
-    return expectations.left_s(
+    return expectations.predict_remaining_s(
         doubted, Measure.TTFT, 3000, waited_s, waited_s, is_doubted=is_doubted, is_behind=is_behind
     )
 
@@ -189,7 +189,9 @@ def test_the_next_request_at_an_endpoint_in_doubt_is_late_after_little_more_than
 def test_the_ratio_that_a_review_found_counts() -> None:
     record = kept_pace()
     record.slowness = Slowness(Measure.TTFT, 10.0, 0.8, STEP_S)
-    assert left_s(record, STEP_S, 0.16, 0.0) == pytest.approx(10.0 * STEP_S - 0.16 - LEAST_LATE_S)
+    assert remaining_wait_s(record, STEP_S, 0.16, 0.0) == pytest.approx(
+        10.0 * STEP_S - 0.16 - LEAST_LATE_S
+    )
 
 
 def test_an_endpoint_that_usually_takes_twice_as_long_is_no_stall_at_twice_the_time() -> None:
