@@ -337,9 +337,9 @@ class AdmissionController:
 
     __slots__ = (
         "_budget_bytes",
+        "_queues",
         "_retries",
         "_retry_waiters",
-        "_rooms",
         "_updates",
         "body_bytes",
         "is_stopping",
@@ -348,7 +348,7 @@ class AdmissionController:
     )
 
     def __init__(self, config: Config) -> None:
-        self._rooms: dict[str, PoolQueue] = {}
+        self._queues: dict[str, PoolQueue] = {}
         self._retries = RetryBudget(RetryLimits())
         self._retry_waiters: deque[asyncio.Future[bool]] = deque()
         self.is_stopping = False
@@ -372,42 +372,42 @@ class AdmissionController:
 
         For a new pool, the result is a new queue, which add_queue() must register.
         """
-        return self._rooms.get(pool) or PoolQueue(pool)
+        return self._queues.get(pool) or PoolQueue(pool)
 
     def add_queue(self, queue: PoolQueue) -> None:
         """Register the wait queue of a pool whose configuration has been applied."""
         queue.publish_to_peers(self._updates)
-        self._rooms[queue.name] = queue
+        self._queues[queue.name] = queue
 
     def publish_to_peers(self, updates: OutgoingUpdates) -> None:
         """Record quota use, charges and sessions in `updates` for the other gateways."""
         self._updates = self.quotas.updates = updates
-        for queue in self._rooms.values():
+        for queue in self._queues.values():
             queue.publish_to_peers(updates)
 
     def remove_queue(self, queue: PoolQueue) -> None:
         """Remove the wait queue of a pool that was removed from the configuration and whose
         requests have all ended.
         """
-        if self._rooms.get(queue.name) is queue:
-            del self._rooms[queue.name]
+        if self._queues.get(queue.name) is queue:
+            del self._queues[queue.name]
 
     def pool_queues(self) -> list[PoolQueue]:
-        return list(self._rooms.values())
+        return list(self._queues.values())
 
     def tick(self, now: float) -> None:
         """Run the periodic work of every pool's admission policy. Call it about every 100 ms."""
-        for queue in self._rooms.values():
+        for queue in self._queues.values():
             queue.tick(now)
 
     def refresh(self) -> None:
         """Recompute the capacity of every pool after an endpoint's availability has changed."""
-        for queue in self._rooms.values():
+        for queue in self._queues.values():
             queue.refresh()
 
     @property
     def active_requests(self) -> int:
-        return sum(queue.in_flight for queue in self._rooms.values())
+        return sum(queue.in_flight for queue in self._queues.values())
 
     def reserve_body(self, body_bytes: int) -> int:
         """Reserve memory for a request body; return the number of bytes to release later.

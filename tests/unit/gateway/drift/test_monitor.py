@@ -159,7 +159,7 @@ def test_an_alarm_is_logged_once_and_ends_when_the_shapes_are_back(
     warnings = [record for record in caplog.records if record.levelname == "WARNING"]
     assert len(warnings) == 1
     assert "Pool main was sized for other requests: prompt lengths (PSI " in caplog.text
-    assert "pool main: requests have the shapes again" in caplog.text
+    assert "pool main: requests have again the shapes" in caplog.text
     assert state(watched)["drift"] is False
 
 

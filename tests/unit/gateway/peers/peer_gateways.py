@@ -110,7 +110,7 @@ def turn(gateways: Sequence[Gateway], now: float) -> list[tuple[Gateway, Frame]]
             if other is not item:
                 other.take(frame, now)
     for item in gateways:
-        askers, item.view.newcomers = item.view.newcomers, []
+        askers, item.view.new_peers = item.view.new_peers, []
         for asker in askers:
             parts = [(item, frame) for frame in item.view.warm_up_frames(asker, now)]
             frames += parts

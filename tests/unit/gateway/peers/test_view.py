@@ -181,9 +181,9 @@ async def test_a_new_gateway_asks_the_second_oldest_if_the_oldest_does_not_answe
     three.view.start(now)
     while not three.view.warm_up.is_warm:
         now += 0.1
-        one.view.newcomers.clear()
+        one.view.new_peers.clear()
         turn([one, two, three], now)
-        one.view.newcomers = []
+        one.view.new_peers = []
         frames = one.view.outgoing_frames(now, is_connected=True)
         for frame in frames:
             two.take(frame, now)

@@ -123,7 +123,7 @@ async def test_the_up_gauge_is_1_for_ejected_endpoints_beyond_half_a_pool(tmp_pa
             if line.startswith("# HELP penstock_endpoint_up ")
         ]
         assert "0 while it is dead, drained, ejected, or new and not yet probed." in reply
-        assert "at most half a pool: further ones may be picked and count 1" in reply
+        assert "At most half a pool is out of rotation for failures: further failing" in reply
         assert "except those that refuse connections." in reply
 
 

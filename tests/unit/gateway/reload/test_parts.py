@@ -141,7 +141,7 @@ def test_the_last_twenty_versions_are_on_disk_readable_by_the_owner_only(tmp_pat
     for number in range(1, MAX_VERSIONS + 6):
         version = create_version(number, 1.0, "file", loaded(BASE + f"# {number}\n"), ())
         versions.add(version)
-        versions.write(version, in_clear=number == MAX_VERSIONS)
+        versions.write(version, has_secret=number == MAX_VERSIONS)
     again = VersionHistory(folder)
     assert [item.number for item in again.all()] == list(range(6, MAX_VERSIONS + 6))
     assert again.all()[-1] == versions.all()[-1]
@@ -154,7 +154,7 @@ def test_the_last_twenty_versions_are_on_disk_readable_by_the_owner_only(tmp_pat
 
 def test_a_damaged_version_is_ignored(tmp_path: Path) -> None:
     versions = VersionHistory(tmp_path)
-    versions.write(create_version(1, 1.0, "file", loaded(BASE), ()), in_clear=False)
+    versions.write(create_version(1, 1.0, "file", loaded(BASE), ()), has_secret=False)
     (tmp_path / "v00000002.json").write_text("{")
     assert [version.number for version in VersionHistory(tmp_path).all()] == [1]
 
@@ -204,7 +204,7 @@ async def test_a_restarted_worker_uses_the_version_number_of_the_other_workers(
     more = f"reload: {{state_dir: {state}}}\n"
     for number, text in kept:
         VersionHistory(state).write(
-            create_version(number, 1.0, "file", loaded(text + more), ()), in_clear=False
+            create_version(number, 1.0, "file", loaded(text + more), ()), has_secret=False
         )
     running = loaded(BASE + more)
     workers = [
@@ -221,7 +221,7 @@ async def test_a_restarted_worker_uses_the_version_number_of_the_other_workers(
 async def test_the_first_worker_continues_the_version_numbers_of_the_folder(tmp_path: Path) -> None:
     running = loaded(BASE + f"reload: {{state_dir: {tmp_path}}}\n")
     VersionHistory(tmp_path).write(
-        create_version(4, 1.0, "file", loaded(OTHER), ()), in_clear=False
+        create_version(4, 1.0, "file", loaded(OTHER), ()), has_secret=False
     )
     assert (
         App(running.config, StartOptions(running, local=local(0, None))).reloader.version.number

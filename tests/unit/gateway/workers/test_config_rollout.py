@@ -170,7 +170,7 @@ async def test_rollback_to_a_version_from_before_a_restart(tmp_path: Path) -> No
     before = create_version(
         6, 0.0, "start", load_text((OLD + kept).encode(), str(tmp_path / "gateway.yaml"), {}), ()
     )
-    VersionHistory(tmp_path / "state").write(before, in_clear=False)
+    VersionHistory(tmp_path / "state").write(before, has_secret=False)
     house = House(tmp_path, NEW + kept)
     house.configured.set_version_number(7)
     for worker in house.workers:
