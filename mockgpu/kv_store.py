@@ -9,7 +9,6 @@ simulated speeds.
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any, Protocol, TypeVar
 
 from kvtransfer.store.block_keys import Key, block_keys, chain_root
 from kvtransfer.store.client import StoreClient, StoreLostError
+from kvtransfer.store.connection import StoreConnection
 from kvtransfer.store.fetch_rule import FetchRule, StoredPrefix
 from kvtransfer.store.slots import Parts
 from kvtransfer.store.store_index import IN_MEMORY
@@ -27,9 +27,6 @@ from mockgpu.kv_event_stream import KvEventStream
 from mockgpu.kv_memory import KvMemory
 from mockgpu.scheduler import Scheduler
 from mockgpu.store_announcer import StoreAnnouncer
-
-RETRY_S = 1.0
-"""Seconds between two attempts to reach a store that is lost."""
 
 MAX_SAVES = 64
 """Ended requests whose blocks are being saved; those of further ones are not saved."""
@@ -54,6 +51,7 @@ class StoreTier:
     token_bytes     KV bytes per token of the real model
     compatibility   what else the bytes of a block depend on: model, layout
     run             how blocking calls run; None: in a thread of this object
+    store           the connection to the store
 
     Raises ValueError if there is no store, or if its slots are too small.
     """
@@ -81,18 +79,14 @@ class StoreTier:
         self._disk = PacedLink(token_bytes, spec.disk_bytes_s, speed)
         self._tasks: set[asyncio.Task[None]] = set()
         self._saves = 0
-        self._retry_at = 0.0
         self.queried_tokens = self.hit_tokens = self.disk_tokens = self.declined_tokens = 0
-        self.saved_blocks = self.skipped_saves = self.lost_calls = 0
+        self.saved_blocks = self.skipped_saves = 0
         self._announcer: StoreAnnouncer | None = None
+        self.store = StoreConnection(Path(spec.path), self._block_bytes)
         try:
-            self._client: StoreClient | None = StoreClient(Path(spec.path))
+            self.store.open()
         except StoreLostError as error:
             raise ValueError(str(error)) from None
-        if not self._fits(self._client):
-            most = self._client.geometry.slot_bytes
-            self._client.close()
-            raise ValueError(f"blocks of {self._block_bytes} bytes do not fit a store of {most}")
 
     @property
     def running_tasks(self) -> int:
@@ -211,44 +205,12 @@ class StoreTier:
 
     async def _call(self, call: Callable[[StoreClient], Result], if_lost: Result) -> Result:
         # Call the store in a thread; return `if_lost` if it is lost.
-        def attempt() -> Result:
-            client = self._connected()
-            try:
-                return if_lost if client is None else call(client)
-            except StoreLostError:
-                self._lose()
-                return if_lost
-
-        result: Result = await self._run(attempt)
+        result: Result = await self._run(lambda: self.store.call(call, if_lost))
         return result
 
     async def places(self, keys: Sequence[Key]) -> bytes:
         """Return for each block the bits of the tiers that have it; 0 for all if it is lost."""
         return await self._call(lambda client: client.places(keys), bytes(len(keys)))
-
-    def _connected(self) -> StoreClient | None:
-        # Return the client, connected again if the store was lost; None if there is none.
-        if self._client is None and time.monotonic() >= self._retry_at:
-            self._retry_at = time.monotonic() + RETRY_S
-            try:
-                client = StoreClient(Path(self._spec.path))
-            except StoreLostError:
-                client = None
-            if client is not None and not self._fits(client):
-                client.close()  # another store, with smaller slots
-                client = None
-            self._client = client
-        self.lost_calls += self._client is None
-        return self._client
-
-    def _fits(self, client: StoreClient) -> bool:
-        return self._block_bytes <= client.geometry.slot_bytes
-
-    def _lose(self) -> None:
-        client, self._client = self._client, None
-        if client is not None:
-            client.close()
-        self.lost_calls += 1
 
     async def _run_in_thread(self, call: Callable[[], Result]) -> Result:
         return await asyncio.get_running_loop().run_in_executor(self._threads, call)
@@ -271,7 +233,7 @@ class StoreTier:
             "mock:kv_store_declined_tokens": self.declined_tokens,
             "mock:kv_store_saved_blocks": self.saved_blocks,
             "mock:kv_store_skipped_saves": self.skipped_saves,
-            "mock:kv_store_lost_calls": self.lost_calls,
+            "mock:kv_store_lost_calls": self.store.lost_calls,
         }
         for name, value in counters.items():
             yield f"# TYPE {name} counter"
@@ -285,5 +247,4 @@ class StoreTier:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._threads.shutdown()
-        if self._client is not None:
-            self._client.close()
+        self.store.close()

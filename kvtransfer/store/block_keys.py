@@ -35,6 +35,15 @@ def block_keys(root: Key, tokens: bytes | memoryview, block_tokens: int) -> list
     return list(_chain(root, memoryview(tokens), block_tokens * TOKEN_BYTES))
 
 
+def rank_keys(keys: Sequence[Key], rank: int) -> list[Key]:
+    """Return the keys under which a rank in a process of its own stores its part of each block."""
+    salt = rank.to_bytes(4, "little")
+    return [
+        hashlib.blake2b(key, digest_size=KEY_BYTES, salt=salt, person=b"kv-rank").digest()
+        for key in keys
+    ]
+
+
 def _chain(key: Key, tokens: memoryview, size: int) -> Iterator[Key]:
     for start in range(0, len(tokens) - size + 1, size):
         block = tokens[start : start + size]

@@ -153,10 +153,17 @@ class FetchRule:
         self._queue[pending] = None
         return pending
 
-    def end(self, pending: PendingFetch, now: float, *, is_complete: bool) -> None:
-        """End a fetch, and learn from it if it got all of its blocks."""
+    def end(
+        self, pending: PendingFetch, now: float, *, is_complete: bool, seconds: float | None = None
+    ) -> None:
+        """End a fetch, and learn from it if it got all of its blocks.
+
+        seconds   its measured duration, without waiting for others; None: from the end of the one
+                  before
+        """
         del self._queue[pending]
-        seconds = now - max(pending.began_s, self._last_end_s)
+        if seconds is None:
+            seconds = now - max(pending.began_s, self._last_end_s)
         self._last_end_s = now
         if not is_complete or not pending.blocks:
             return

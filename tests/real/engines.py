@@ -33,14 +33,14 @@ READY_WITHIN_S = 600.0
 CONNECTOR = {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_buffer_device": "cpu"}
 
 
-def penstock_connector(key_file: Path) -> dict[str, object]:
-    # Return vLLM's configuration for our own KV connector.
+def penstock_connector(key_file: Path, **extra: str) -> dict[str, object]:
+    # Return vLLM's configuration for our own KV connector; `extra` are further options of it.
     return {
         "kv_connector": "PenstockConnector",
         "kv_connector_module_path": "penstock_kv.vllm",
         "kv_role": "kv_both",
         "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {"key_file": str(key_file)},
+        "kv_connector_extra_config": {"key_file": str(key_file), **extra},
     }
 
 

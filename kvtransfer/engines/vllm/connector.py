@@ -18,7 +18,6 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -30,6 +29,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorTransferResults,
+    KVConnectorWorkerMetadata,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorPromMetrics,
@@ -51,10 +51,22 @@ from kvtransfer.engines.vllm.geometry import (
     find_memory,
 )
 from kvtransfer.engines.vllm.handoff import WorkerAddress
+from kvtransfer.engines.vllm.options import ConnectorOptions
 from kvtransfer.engines.vllm.scheduler import HandoffScheduler, PromptRequest, StepOrders
-from kvtransfer.engines.vllm.worker import TransferWorker
+from kvtransfer.engines.vllm.store_scheduler import (
+    StepWork,
+    StoredRequest,
+    StoreOrders,
+    StoreReport,
+    StoreScheduler,
+    measure_work,
+)
+from kvtransfer.engines.vllm.store_worker import StoreWorker
+from kvtransfer.engines.vllm.weights import identify_weights
+from kvtransfer.engines.vllm.worker import FinishedTransfers, TransferWorker
 from kvtransfer.layout.layout import KvLayout
 from kvtransfer.layout.memory_regions import Region
+from kvtransfer.store.connection import StoreConnection
 from kvtransfer.transfer.handles import TransferHandle
 from kvtransfer.transports.tcp import Tcp
 from kvtransfer.util.options import AgentOptions
@@ -64,6 +76,8 @@ log = logging.getLogger("penstock")
 SUPPORTED = ("0.32.",)
 # How long a step without any computation waits for a transfer to end.
 _IDLE_STEP_S = 0.002
+# How long vLLM's scheduler waits for an answer of the store to a lookup.
+_LOOKUP_TIMEOUT_S = 0.2
 # A worker's step may keep the interpreter, and with it the agent's heartbeats, for seconds.
 _MISSED_BEATS = 12
 
@@ -78,6 +92,18 @@ class StepMetadata(KVConnectorMetadata):
     """The orders for KV transfers of one engine step, sent from vLLM's scheduler to its workers."""
 
     orders: StepOrders
+    store: StoreOrders
+
+
+@dataclass
+class ReportMetadata(KVConnectorWorkerMetadata):
+    """What a worker measured of its use of the store, sent to vLLM's scheduler."""
+
+    report: StoreReport
+
+    def aggregate(self, other: Any) -> ReportMetadata:
+        """Return the report of the slower rank, for each load and for the step."""
+        return ReportMetadata(self.report.merged(other.report))
 
 
 @dataclass
@@ -128,37 +154,6 @@ class ConnectorMetrics(KVConnectorPromMetrics):
             self._by_engine[engine_idx][name].inc(amount)
 
 
-class ConnectorOptions:
-    """The members of kv_connector_extra_config.
-
-    key_file      path of the file with the fleet's key, which is the same at every engine
-    host          address to listen on; engines on other hosts connect to it
-    lease_s       seconds for which a finished prefill is kept for its decode engine
-    timeout_s     seconds for which a decode engine waits for KV
-    block_report  path of a Unix socket for tests (block_report.py); none by default
-
-    Raises ValueError for a missing or unknown member.
-    """
-
-    def __init__(self, members: dict[str, Any]) -> None:
-        values = dict(members)
-        path = values.pop("key_file", None)
-        if not path:
-            raise ValueError(
-                "kv_connector_extra_config must contain key_file, the path of the fleet's key"
-            )
-        self.key = Path(path).read_bytes().strip()
-        self.host = str(values.pop("host", "127.0.0.1"))
-        self.lease_s = float(values.pop("lease_s", 30.0))
-        self.timeout_s = float(values.pop("timeout_s", 30.0))
-        report = values.pop("block_report", None)
-        self.block_report = Path(str(report)) if report else None
-        if values:
-            raise ValueError(
-                f"kv_connector_extra_config has the unknown member {sorted(values)[0]}"
-            )
-
-
 class PenstockConnector(KVConnectorBase_V1):
     """Penstock's KV connector for vLLM: one object in the scheduler's process, and one in each
     worker's process.
@@ -167,13 +162,14 @@ class PenstockConnector(KVConnectorBase_V1):
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         transfer = vllm_config.kv_transfer_config
-        self._options = ConnectorOptions(transfer.kv_connector_extra_config)
+        policy = transfer.kv_load_failure_policy
+        self._options = ConnectorOptions(transfer.kv_connector_extra_config, policy)
         self._engine = transfer.engine_id
-        if transfer.kv_load_failure_policy != "recompute":
+        if policy != "recompute":
             log.warning(
                 "kv_load_failure_policy is %s, so a request whose KV does not arrive fails; "
                 "set it to recompute",
-                transfer.kv_load_failure_policy,
+                policy,
             )
         self._layout: KvLayout | None = None
         self._family = _family(vllm_config)
@@ -181,6 +177,10 @@ class PenstockConnector(KVConnectorBase_V1):
         self._agent: Agent | None = None
         self._report: BlockReport | None = None
         self._changed = threading.Event()
+        self._store_worker: StoreWorker | None = None
+        self._store_scheduler: StoreScheduler | None = None
+        self._step_began_s = 0.0
+        self._sent: set[str] = set()
         self._scheduler = HandoffScheduler(
             self._options.key,
             self._engine,
@@ -215,6 +215,21 @@ class PenstockConnector(KVConnectorBase_V1):
         self._agent.open(self)
         self._worker = TransferWorker(self._agent, layout, rank, self._options.timeout_s)
         log.info("kv: the agent of rank %d listens on %s", rank, self._agent.address)
+        if self._options.store is not None:
+            self._store_worker = StoreWorker(
+                layout,
+                rank,
+                region.bytes.data,
+                self._connect_store,
+                self._changed.set,
+                time.perf_counter,
+            )
+
+    def _connect_store(self, timeout_s: float = 10.0) -> StoreConnection:
+        assert self._options.store is not None
+        assert self._layout is not None
+        n_bytes = self._layout.rank_block_bytes(0)
+        return StoreConnection(self._options.store, n_bytes, timeout_s, log.warning)
 
     def on_change(self, handle: TransferHandle) -> None:
         """Wake an engine step that waits for a KV transfer. It is called on the agent's threads."""
@@ -226,13 +241,25 @@ class PenstockConnector(KVConnectorBase_V1):
             return None
         return AgentMetadata(WorkerAddress(agent.address, agent.name, agent.epoch), self._layout)
 
+    def bind_connector_metadata(self, connector_metadata: Any) -> None:
+        """Begin a step: vLLM calls this method before the computation."""
+        super().bind_connector_metadata(connector_metadata)
+        self._step_began_s = time.perf_counter()
+
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Begin the KV transfers that the scheduler ordered for this engine step."""
+        """Begin the KV transfers that the scheduler ordered for this engine step.
+
+        vLLM calls this method after the step's computation, because no load is synchronous.
+        """
         assert self._worker is not None
-        orders = self._get_connector_metadata().orders
+        step_s = time.perf_counter() - self._step_began_s
+        metadata, store = self._get_connector_metadata(), self._store_worker
         self._changed.clear()
-        self._worker.execute(orders)
-        if not orders.has_work and not self._worker.is_idle:
+        self._worker.execute(metadata.orders)
+        if store is not None:
+            store.execute(metadata.store, step_s)
+        is_idle = self._worker.is_idle and (store is None or store.is_idle)
+        if not metadata.orders.has_work and not is_idle:
             self._changed.wait(_IDLE_STEP_S)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
@@ -252,15 +279,43 @@ class PenstockConnector(KVConnectorBase_V1):
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         assert self._worker is not None
-        done = self._worker.take_finished()
+        done, store = self._worker.take_finished(), self._store_worker
+        if store is not None:
+            stored = store.take_finished()
+            done = FinishedTransfers(
+                self._neither_offered_nor_saved(done.sent | stored.sent, store),
+                done.received | stored.received,
+                done.failed | stored.failed,
+            )
         return KVConnectorTransferResults(done.sent, done.received, done.failed)
+
+    def _neither_offered_nor_saved(self, ended: set[str], store: StoreWorker) -> set[str]:
+        # The blocks of a request may be offered and saved: they are free when both have ended.
+        assert self._worker is not None
+        self._sent |= ended
+        busy = {r for r in self._sent if self._worker.is_offering(r) or store.is_saving(r)}
+        free, self._sent = self._sent - busy, busy
+        return free
+
+    def build_connector_worker_meta(self) -> ReportMetadata | None:
+        if self._store_worker is None:
+            return None
+        report = self._store_worker.take_report()
+        return ReportMetadata(report) if report != StoreReport() else None
 
     def get_kv_connector_stats(self) -> ConnectorStats | None:
         """Return the KV transfer counters of this process since the last call; None if there are
         none.
         """
-        source = self._scheduler if self._worker is None else self._worker
-        counts = source.counts.take()
+        parts = (
+            (self._scheduler, self._store_scheduler)
+            if self._worker is None
+            else (self._worker, self._store_worker)
+        )
+        counts: dict[str, float] = {}
+        for part in parts:
+            if part is not None:
+                counts = add_counts(counts, part.counts.take())
         return ConnectorStats(data=counts) if counts else None
 
     @classmethod
@@ -278,6 +333,9 @@ class PenstockConnector(KVConnectorBase_V1):
         the report of blocks.
         """
         agent, self._agent = self._agent, None
+        store, self._store_worker = self._store_worker, None
+        if store is not None:
+            store.close()
         if agent is not None:
             agent.begin_close()
             agent.finish_close()
@@ -298,48 +356,91 @@ class PenstockConnector(KVConnectorBase_V1):
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, Any]) -> None:
         ranks = [metadata[rank] for rank in sorted(metadata)]
-        self._scheduler.set_workers([rank.worker for rank in ranks], ranks[0].layout)
+        self._layout = ranks[0].layout
+        self._scheduler.set_workers([rank.worker for rank in ranks], self._layout)
+        if self._options.store is not None:
+            config = self._vllm_config
+            self._store_scheduler = StoreScheduler(
+                self._connect_store(_LOOKUP_TIMEOUT_S),
+                f"{self._family}/{_weights(config)}",
+                self._layout,
+                config.scheduler_config.max_num_batched_tokens,
+                time.monotonic,
+            )
 
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int, bool]:
         count = self._scheduler.loadable_tokens(_prompt_of(request), num_computed_tokens)
+        if not count and self._store_scheduler is not None:
+            stored = _stored_request_of(request)
+            if stored is not None and not request.skip_reading_prefix_cache:
+                count = self._store_scheduler.loadable_tokens(stored, num_computed_tokens)
         return count, count > 0
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         (numbers,) = blocks.get_block_ids()
         self._scheduler.begin_load(request.request_id, numbers, num_external_tokens)
+        if self._store_scheduler is not None:
+            self._store_scheduler.begin_load(request.request_id, numbers, num_external_tokens)
 
     def get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:
         return tuple(range(len(self._kv_cache_config.kv_cache_groups)))
 
     def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
         has_work = scheduler_output.total_num_scheduled_tokens > 0
-        return StepMetadata(self._scheduler.take_orders(has_work))
+        store = StoreOrders()
+        if self._store_scheduler is not None:
+            store = self._store_scheduler.take_orders(_work_of(scheduler_output))
+        return StepMetadata(self._scheduler.take_orders(has_work), store)
 
     def update_connector_output(self, connector_output: Any) -> None:
-        self._scheduler.on_ended(
-            connector_output.finished_sending or (), connector_output.finished_recving or ()
-        )
+        sent = connector_output.finished_sending or ()
+        received = connector_output.finished_recving or ()
+        self._scheduler.on_ended(sent, received)
+        if self._store_scheduler is not None:
+            metadata = connector_output.kv_connector_worker_meta
+            if metadata is not None:
+                self._store_scheduler.on_report(metadata.report)
+            self._store_scheduler.on_ended(sent, received, connector_output.failed_recving)
 
     def request_finished(
         self, request: Any, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
         """Offer the KV of a finished prefill request, and end the transfers of any other request.
 
-        Returns whether the blocks must be kept, and the kv_transfer_params of the response.
+        With a store, save the KV of a request that was not aborted. Returns whether the blocks must
+        be kept, and the kv_transfer_params of the response.
         """
         prompt = _prompt_of(request)
         self._scheduler.forget(request.request_id)
+        is_kept = self._save(request, block_ids)
         tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
         asked = prompt.params.get("do_remote_decode") is True
         finished = request.status == RequestStatus.FINISHED_LENGTH_CAPPED
         if not (asked and finished and block_ids and tokens):
-            return False, None
+            return is_kept, None
         return True, self._scheduler.finish_prefill(prompt, block_ids, tokens)
 
+    def _save(self, request: Any, block_ids: Sequence[int]) -> bool:
+        # Save an ended request's blocks in the store. The last steps of an aborted request may not
+        # have been computed.
+        store = self._store_scheduler
+        if store is None:
+            return False
+        is_whole = request.status in (
+            RequestStatus.FINISHED_STOPPED,
+            RequestStatus.FINISHED_LENGTH_CAPPED,
+        )
+        stored = _stored_request_of(request) if is_whole else None
+        is_kept = stored is not None and store.save(stored, block_ids)
+        store.forget(request.request_id)
+        return is_kept
+
     def has_pending_push_work(self) -> bool:
-        return self._scheduler.has_pending_work
+        store = self._store_scheduler
+        is_store_busy = store is not None and store.has_pending_work
+        return is_store_busy or self._scheduler.has_pending_work
 
 
 def _pool_state(pool: Any) -> PoolState:
@@ -349,17 +450,51 @@ def _pool_state(pool: Any) -> PoolState:
     return PoolState(cached, pool.get_num_free_blocks())
 
 
-def _prompt_of(request: Any) -> PromptRequest:
+def _variant_of(request: Any) -> str:
+    # Return what changes a request's KV other than its tokens: the adapter, and its images.
     lora = request.lora_request.lora_name if request.lora_request else ""
     images = [str(feature.identifier) for feature in request.mm_features or ()]
-    variant = "\0".join((lora, *images)) if lora or images else ""
+    return "\0".join((lora, *images)) if lora or images else ""
+
+
+def _prompt_of(request: Any) -> PromptRequest:
     params = request.kv_transfer_params
     return PromptRequest(
         request.request_id,
         request.prompt_token_ids or (),
         params if isinstance(params, dict) else {},
-        variant,
+        _variant_of(request),
     )
+
+
+def _stored_request_of(request: Any) -> StoredRequest | None:
+    # Return a request as the store sees it; None for a prompt of embeddings, which has no tokens.
+    if request.prompt_embeds is not None:
+        return None
+    tokens = np.array(list(request.all_token_ids), "<u4").tobytes()
+    salt = request.cache_salt or ""
+    return StoredRequest(request.request_id, tokens, salt, _variant_of(request))
+
+
+def _work_of(output: Any) -> StepWork:
+    # Return what a step computes of prompts.
+    cached = output.scheduled_cached_reqs
+    computed = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+    computed |= {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
+    return measure_work(
+        [
+            (computed.get(request, 0), count)
+            for request, count in output.num_scheduled_tokens.items()
+        ]
+    )
+
+
+def _weights(config: Any) -> str:
+    # Return a hash of what decides an engine's weights.
+    model, load = config.model_config, config.load_config
+    commit = getattr(model.hf_config, "_commit_hash", None)
+    facts = (model.revision, commit, str(load.load_format), model.seed)
+    return identify_weights(model.model, facts)
 
 
 def _family(config: Any) -> str:

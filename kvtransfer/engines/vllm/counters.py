@@ -23,6 +23,13 @@ COUNTERS: Mapping[str, str] = MappingProxyType(
         "kv_ranks_not_sent": "Offers of a rank that ended without being fetched completely.",
         "kv_received_bytes": "Bytes of KV that arrived and were verified.",
         "kv_receive_seconds": "Time from a rank's fetch to its end, added up over fetches.",
+        "kv_store_loaded_blocks": "Blocks that a rank loaded from the host's store.",
+        "kv_store_load_seconds": "Time that a rank's loads from the store took, added up.",
+        "kv_store_failed_loads": "Loads of a rank that found too few blocks; they were computed.",
+        "kv_store_declined_tokens": "Stored tokens that were computed, as the faster choice.",
+        "kv_store_saved_blocks": "Blocks that a rank saved in the store, which lacked them.",
+        "kv_store_skipped_saves": "Requests not saved, because too many blocks waited for that.",
+        "kv_store_lost_calls": "Lookups, loads and saves that could not reach the store.",
     }
 )
 
@@ -38,6 +45,11 @@ class PendingCounts:
         if name not in COUNTERS:
             raise KeyError(name)
         self._counts[name] = self._counts.get(name, 0) + amount
+
+    def add_nonzero(self, name: str, amount: float) -> None:
+        """Add `amount` to a counter, unless it is 0."""
+        if amount:
+            self.add(name, amount)
 
     def take(self) -> dict[str, float]:
         """Return the KV transfer counters since the last call, without those that are 0, and reset

@@ -53,6 +53,10 @@ class TransferWorker:
     def is_idle(self) -> bool:
         return not (self._offers or self._landings or self._unstarted)
 
+    def is_offering(self, request: str) -> bool:
+        """Return whether the KV of an ended request is still offered."""
+        return request in self._offers
+
     def execute(self, orders: StepOrders) -> None:
         if len(orders.members) > 1:
             own = self._agent.address

@@ -282,10 +282,10 @@ def test_an_engine_whose_store_is_killed_computes_and_uses_the_next_store(path: 
         await answered(group, lost)
         assert lost.job.cached == 0
         assert group.kv_store is not None
-        assert group.kv_store.lost_calls > 0
+        assert group.kv_store.store.lost_calls > 0
         options = StoreOptions(slot_bytes=BLOCK_BYTES, memory_bytes=8 << 20)
         SERVICES[path] = StoreService(BlockStore(options), path)
-        group.kv_store._retry_at = 0.0
+        group.kv_store.store._retry_at_s = 0.0
         await answered(group, choice("b", 512))
         group.scheduler.pool.clear_prefix_cache()
         found = choice("b", 512)

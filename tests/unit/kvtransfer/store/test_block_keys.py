@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from kvtransfer.store.block_keys import KEY_BYTES, are_keys, block_keys, chain_root
+from kvtransfer.store.block_keys import KEY_BYTES, are_keys, block_keys, chain_root, rank_keys
 
 TOKENS = os.urandom(4 * 16 * 3)
 ROOT = chain_root("llama/bf16", "tenant-a")
@@ -41,3 +41,15 @@ def test_tenants_and_incompatible_caches_have_no_key_in_common() -> None:
     ]
     keys = [key for root in roots for key in block_keys(root, TOKENS, 16)]
     assert len(set(keys)) == len(keys)
+
+
+def test_each_rank_has_keys_of_its_own() -> None:
+    keys = block_keys(ROOT, TOKENS, 16)
+    found = [rank_keys(keys, rank) for rank in range(4)]
+    assert all(are_keys(each) for each in found)
+    assert len({key for each in (keys, *found) for key in each}) == 5 * len(keys)
+
+
+def test_a_chain_goes_on_from_its_last_key() -> None:
+    first = block_keys(ROOT, TOKENS[:64], 16)
+    assert first + block_keys(first[-1], TOKENS[64:], 16) == block_keys(ROOT, TOKENS, 16)

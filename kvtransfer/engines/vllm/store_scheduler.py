@@ -1,0 +1,269 @@
+"""Decisions about a host's store of KV in vLLM's scheduler process, without vLLM's objects.
+
+StoreScheduler looks up the blocks of prompts, chooses how many are loaded, and orders the workers
+to load them and to save the blocks of ended requests. connector.py converts vLLM's objects, and
+store_worker.py executes the orders.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from kvtransfer.engines.vllm.counters import PendingCounts
+from kvtransfer.layout.block_pieces import block_format
+from kvtransfer.layout.layout import KvLayout
+from kvtransfer.store.block_keys import TOKEN_BYTES, Key, block_keys, chain_root, rank_keys
+from kvtransfer.store.connection import StoreConnection
+from kvtransfer.store.fetch_rule import FetchRule, PendingFetch, StoredPrefix
+from kvtransfer.store.store_index import IN_MEMORY, ON_DISK
+
+LOOKUP_S = 0.5
+"""Seconds for which the lookup of a request is used again, while it waits for free blocks."""
+
+SAVING_SHARE = 1 / 8
+"""Largest share of the engine's blocks that ended requests keep while they are saved."""
+
+
+class StoredRequest(msgspec.Struct, frozen=True):
+    """A request as a store of KV sees it.
+
+    tokens    ids of all its tokens so far, four bytes each, little-endian
+    salt      its cache salt, which separates tenants
+    variant   what else changes its KV: the adapter's name, the identities of images
+    """
+
+    id: str
+    tokens: bytes
+    salt: str = ""
+    variant: str = ""
+
+
+class BlockOrder(msgspec.Struct, frozen=True):
+    """An order to vLLM's workers to load a request's blocks from the store, or to save them.
+
+    keys     one key per block, the same for all ranks (`rank_keys` makes those of a rank)
+    blocks   the numbers of the engine's blocks
+    """
+
+    request: str
+    keys: list[Key]
+    blocks: list[int]
+
+
+class StepWork(msgspec.Struct, frozen=True):
+    """The prompts that one step of the engine computes: tokens, and the sum of their positions."""
+
+    tokens: int = 0
+    pairs: float = 0.0
+
+
+class StoreOrders(msgspec.Struct):
+    """The orders of one engine step, and what the step computes."""
+
+    loads: list[BlockOrder] = []
+    saves: list[BlockOrder] = []
+    work: StepWork = StepWork()
+
+
+class StoreReport(msgspec.Struct):
+    """What a worker, or the slowest of several, measured: seconds of loads and of a step.
+
+    loads    seconds by request, without waiting
+    work     what the measured step computed; None: no step was measured
+    """
+
+    loads: dict[str, float] = {}
+    work: StepWork | None = None
+    step_s: float = 0.0
+
+    def merged(self, other: StoreReport) -> StoreReport:
+        """Return the report of both ranks: the longer time of each load and of the step."""
+        loads = {
+            request: max(self.loads.get(request, 0.0), other.loads.get(request, 0.0))
+            for request in self.loads.keys() | other.loads.keys()
+        }
+        return StoreReport(loads, self.work or other.work, max(self.step_s, other.step_s))
+
+
+class ChosenLoad(msgspec.Struct, frozen=True):
+    """A lookup's result: the blocks from `first` on that are in the store, and how many to load."""
+
+    at_s: float
+    computed: int
+    keys: list[Key]
+    places: bytes
+    count: int
+
+
+class StoreScheduler:
+    """Manages one engine's use of its host's store, in vLLM's scheduler process.
+
+    store           connection to the store, for lookups
+    compatibility   what KV depends on but the layout: model, weights, quantisation, version
+    layout          layout of the engine's cache
+    step_tokens     prompt tokens that a step of the engine computes at most
+    clock           the monotonic clock of this host
+    """
+
+    def __init__(
+        self,
+        store: StoreConnection,
+        compatibility: str,
+        layout: KvLayout,
+        step_tokens: int,
+        clock: Callable[[], float],
+    ) -> None:
+        self._store, self._layout, self._clock = store, layout, clock
+        self._compatibility = f"{compatibility}/{block_format(layout)}"
+        self._rule = FetchRule(layout.block_tokens, step_tokens)
+        self._orders = StoreOrders()
+        self._keys: dict[str, list[Key]] = {}
+        self._chosen: dict[str, ChosenLoad] = {}
+        self._used: set[str] = set()
+        self._loading: dict[str, PendingFetch] = {}
+        self._load_s: dict[str, float] = {}
+        self._saving: dict[str, int] = {}
+        self.counts = PendingCounts()
+
+    @property
+    def has_pending_work(self) -> bool:
+        """Return whether blocks depend on the store, so that the engine must run more steps."""
+        orders = self._orders
+        return bool(self._loading or self._saving or orders.loads or orders.saves)
+
+    def loadable_tokens(self, request: StoredRequest, computed: int) -> int:
+        """Return the number of tokens beyond `computed` to load from the store.
+
+        `computed` is a multiple of the block size. A request is loaded once.
+        """
+        if request.id in self._used:
+            return 0
+        chosen, now = self._chosen.get(request.id), self._clock()
+        if chosen is None or chosen.computed != computed or now - chosen.at_s > LOOKUP_S:
+            chosen = self._chosen[request.id] = self._look_up(request, computed, now)
+        return chosen.count * self._layout.block_tokens
+
+    def _look_up(self, request: StoredRequest, computed: int, now: float) -> ChosenLoad:
+        size = self._layout.block_tokens
+        tokens = len(request.tokens) // TOKEN_BYTES
+        # The last token is always computed: the first output token depends on it.
+        keys = self._keys_of(request)[computed // size : (tokens - 1) // size]
+        lost = self._store.lost_calls
+        places = self._places(keys).partition(b"\0")[0]
+        self.counts.add_nonzero("kv_store_lost_calls", self._store.lost_calls - lost)
+        count = self._rule.choose(StoredPrefix(computed, tokens, places), now)
+        return ChosenLoad(now, computed, keys, places, count)
+
+    def _places(self, keys: Sequence[Key]) -> bytes:
+        # Return the bits of the tiers that have each block on every rank, those of the slowest one.
+        if not keys:
+            return b""
+        ranks = [rank_keys(keys, rank) for rank in range(self._layout.ranks)]
+        missing: list[bytes] = []
+        found = self._store.call(lambda client: [client.places(each) for each in ranks], missing)
+        if len(found) == 1:
+            return found[0]
+        return bytes(_slowest(bits) for bits in zip(*found, strict=True))
+
+    def _keys_of(self, request: StoredRequest) -> list[Key]:
+        keys, size = self._keys.setdefault(request.id, []), self._layout.block_tokens
+        root = keys[-1] if keys else self._root(request)
+        keys += block_keys(root, request.tokens[len(keys) * size * TOKEN_BYTES :], size)
+        return keys
+
+    def _root(self, request: StoredRequest) -> Key:
+        return chain_root(f"{self._compatibility}/{request.variant}", request.salt)
+
+    def begin_load(self, request: str, blocks: Sequence[int], tokens: int) -> None:
+        """Order the workers to load the blocks behind the computed ones, `tokens` tokens.
+
+        blocks   numbers of all the request's blocks
+
+        Does nothing for a request that has nothing to load.
+        """
+        chosen = self._chosen.pop(request, None)
+        if chosen is None:
+            return
+        size = self._layout.block_tokens
+        first, count = chosen.computed // size, tokens // size
+        self.counts.add_nonzero("kv_store_declined_tokens", (len(chosen.places) - count) * size)
+        if not count:
+            return
+        self._used.add(request)
+        self._loading[request] = self._rule.begin(chosen.places[:count], self._clock())
+        order = BlockOrder(request, chosen.keys[:count], list(blocks[first : first + count]))
+        self._orders.loads.append(order)
+
+    def save(self, request: StoredRequest, blocks: Sequence[int]) -> bool:
+        """Order the workers to save an ended request's full blocks; return whether there are any.
+
+        The blocks belong to the save until every worker reports its end. The KV of the last token
+        is not computed, so a block that ends with it is not full.
+        """
+        tokens = len(request.tokens) // TOKEN_BYTES
+        count = min((tokens - 1) // self._layout.block_tokens, len(blocks))
+        if count <= 0:
+            return False
+        kept = sum(self._saving.values())
+        if kept + count > max(1, self._layout.blocks * SAVING_SHARE):
+            self.counts.add("kv_store_skipped_saves")
+            return False
+        keys = self._keys_of(request)[:count]
+        self._saving[request.id] = count
+        self._orders.saves.append(BlockOrder(request.id, keys, list(blocks[:count])))
+        return True
+
+    def forget(self, request: str) -> None:
+        """Forget the lookups of an ended request. A load that has begun goes on to its end."""
+        self._keys.pop(request, None)
+        self._chosen.pop(request, None)
+        self._used.discard(request)
+
+    def on_report(self, report: StoreReport) -> None:
+        """Learn from what the workers measured. It comes before `on_ended` of the same step."""
+        for request, seconds in report.loads.items():
+            self._load_s[request] = max(seconds, self._load_s.get(request, 0.0))
+        if report.work is not None:
+            self._rule.on_step(report.work.tokens, report.work.pairs, report.step_s)
+
+    def on_ended(self, sent: Sequence[str], received: Sequence[str], failed: Sequence[str]) -> None:
+        """Record that loads and saves have ended, so that their blocks belong to the engine again.
+
+        sent      requests whose saves have ended, among others
+        received  requests whose loads have ended, among others
+        failed    those of `received` whose blocks were not loaded; they are computed
+        """
+        for request in sent:
+            self._saving.pop(request, None)
+        for request in received:
+            seconds = self._load_s.pop(request, None)
+            pending = self._loading.pop(request, None)
+            if pending is not None:
+                is_complete = request not in failed and seconds is not None
+                self._rule.end(pending, self._clock(), is_complete=is_complete, seconds=seconds)
+
+    def take_orders(self, work: StepWork) -> StoreOrders:
+        """Return the orders since the last engine step, with what this step computes."""
+        orders, self._orders = self._orders, StoreOrders()
+        orders.work = work
+        return orders
+
+
+def _slowest(bits: Sequence[int]) -> int:
+    if not all(bits):
+        return 0
+    return IN_MEMORY if all(each & IN_MEMORY for each in bits) else ON_DISK
+
+
+def measure_work(chunks: Sequence[tuple[int, int]]) -> StepWork:
+    """Return the work of a step from the (computed, scheduled) tokens of each request.
+
+    A request with one scheduled token decodes.
+    """
+    prompts = [(start, tokens) for start, tokens in chunks if tokens > 1]
+    return StepWork(
+        sum(tokens for _, tokens in prompts),
+        sum(tokens * (start + tokens / 2) for start, tokens in prompts),
+    )

@@ -1,0 +1,50 @@
+"""BlockPieces: where the bytes of a KV block lie in a rank's memory, as contiguous pieces.
+
+A store of KV keeps blocks without their layout. Equal layouts have equal pieces in an equal order,
+apart from the number of blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from msgspec.structs import replace
+
+from kvtransfer.layout.layout import KvLayout
+
+
+class BlockPieces:
+    """The pieces of the blocks of one rank of a group.
+
+    piece_bytes   bytes of each piece
+    offsets       bytes from a block's place to the place of each of its pieces
+    """
+
+    def __init__(self, layout: KvLayout, rank: int) -> None:
+        stage = rank // layout.tp
+        steps, layers = layout.steps(stage), len(layout.layers_of(stage))
+        self._block_step = steps.block
+        if layout.order.is_block_outermost:
+            self.piece_bytes, self.offsets = steps.block, [0]
+            return
+        # A block of a layer is one piece, or one per head if heads lie outside of the blocks.
+        self.piece_bytes = steps.block
+        heads = layout.rank_layer_bytes // steps.block
+        self.offsets = [
+            layer * steps.layer + head * steps.head
+            for layer in range(layers)
+            for head in range(heads)
+        ]
+
+    def of(self, memory: memoryview, block: int) -> Sequence[memoryview]:
+        """Return the pieces of a block in the rank's memory, in the order of their places."""
+        place, size = block * self._block_step, self.piece_bytes
+        return [memory[place + offset : place + offset + size] for offset in self.offsets]
+
+
+def block_format(layout: KvLayout) -> str:
+    """Return a name of the order of a block's bytes on each rank, which is equal for equal formats.
+
+    It covers everything that a layout states, apart from the number of blocks.
+    """
+    return replace(layout, blocks=1).fingerprint()
