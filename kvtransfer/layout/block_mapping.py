@@ -7,6 +7,7 @@ on numpy arrays. reshard.py decides which ranks, layers and tokens belong togeth
 
 from __future__ import annotations
 
+from functools import lru_cache
 from math import prod
 from typing import NamedTuple
 
@@ -88,6 +89,8 @@ def sorted_distinct(numbers: Offsets) -> Offsets:
 
     It is much faster than np.unique, which matters because callers may hold a lock.
     """
+    if numbers.size == 1:
+        return numbers
     in_order = np.sort(numbers)
     return in_order[np.flatnonzero(np.diff(in_order, prepend=in_order[:1] - 1))]
 
@@ -100,6 +103,12 @@ def split_segments(
     Returns the ranges.
     """
     p, d = src.block_tokens, dst.block_tokens
+    first, last = covered.start, covered.stop - 1
+    if first // p == last // p and first // d == last // d:
+        tokens = np.array([[first % p], [first % d], [len(covered)]])
+        at_src, at_dst = first // p, first // d
+        from_block, to_block = src_blocks[at_src : at_src + 1], dst_blocks[at_dst : at_dst + 1]
+        return Segments(from_block, tokens[0], to_block, tokens[1], tokens[2])
     cuts = [
         np.arange(covered.start // size + 1, -(-covered.stop // size)) * size for size in {p, d}
     ]
@@ -136,36 +145,35 @@ def build_runs(
 
 def _pieces(src: KvLayout, dst: KvLayout, segments: Segments, share: PairShare) -> ByteRuns:
     # Return the pieces of all segments; segments of equal length have the same inner structure.
+    if segments.tokens.size == 1:
+        return _equal_pieces(src, dst, segments, share, int(segments.tokens[0]))
     columns, segment_numbers = [], []
     for length in np.unique(segments.tokens):
         (indices,) = np.nonzero(segments.tokens == length)
-        pieces, n_bytes = _lattice(src, dst, share, int(length))
-        src_at = _origin(
-            src,
-            share.pair.src_rank,
-            share,
-            segments.src_block[indices],
-            segments.src_token[indices],
-        )
-        dst_at = _origin(
-            dst,
-            share.pair.dst_rank,
-            share,
-            segments.dst_block[indices],
-            segments.dst_token[indices],
-        )
-        columns.append(
-            [
-                (origin[:, None] + piece).ravel()
-                for origin, piece in zip((src_at, dst_at), pieces, strict=True)
-            ]
-        )
-        columns[-1].append(np.full(columns[-1][0].size, n_bytes))
-        segment_numbers.append(np.repeat(indices, pieces[0].size))
+        equal = Segments(*(column[indices] for column in segments))
+        pieces = _equal_pieces(src, dst, equal, share, int(length))
+        columns.append(pieces)
+        segment_numbers.append(np.repeat(indices, pieces.count // indices.size))
     if len(columns) == 1:
-        return ByteRuns(*columns[0])
+        return columns[0]
     sorting = np.argsort(np.concatenate(segment_numbers), kind="stable")
-    return ByteRuns(*(np.concatenate(columns)[sorting] for columns in zip(*columns, strict=True)))
+    return ByteRuns(
+        np.concatenate([pieces.src for pieces in columns])[sorting],
+        np.concatenate([pieces.dst for pieces in columns])[sorting],
+        np.concatenate([pieces.length for pieces in columns])[sorting],
+    )
+
+
+def _equal_pieces(
+    src: KvLayout, dst: KvLayout, segments: Segments, share: PairShare, tokens: int
+) -> ByteRuns:
+    # Return the pieces of segments that all have `tokens` tokens.
+    (src_pieces, dst_pieces), n_bytes = _lattice(src, dst, share, tokens)
+    src_at = _origin(src, share.pair.src_rank, share, segments.src_block, segments.src_token)
+    dst_at = _origin(dst, share.pair.dst_rank, share, segments.dst_block, segments.dst_token)
+    from_offsets = (src_at[:, None] + src_pieces).ravel()
+    to_offsets = (dst_at[:, None] + dst_pieces).ravel()
+    return ByteRuns(from_offsets, to_offsets, np.full(from_offsets.size, n_bytes))
 
 
 class _Axis(NamedTuple):
@@ -174,7 +182,11 @@ class _Axis(NamedTuple):
     dst_step: int
 
 
-def _axes(src: KvLayout, dst: KvLayout, share: PairShare, tokens: int) -> tuple[list[_Axis], int]:
+# Every transfer between two engines has the same few shares and segment lengths.
+@lru_cache(256)
+def _axes(
+    src: KvLayout, dst: KvLayout, share: PairShare, tokens: int
+) -> tuple[tuple[_Axis, ...], int]:
     # Return the axes along which a segment is divided into pieces, and the bytes of one piece.
     #
     # A piece starts as one row and absorbs every axis along which both sides are contiguous.
@@ -191,7 +203,7 @@ def _axes(src: KvLayout, dst: KvLayout, share: PairShare, tokens: int) -> tuple[
     ) is not None:
         n_bytes *= joined.size
         axes.remove(joined)
-    return axes, n_bytes
+    return tuple(axes), n_bytes
 
 
 def _lattice(
@@ -217,17 +229,27 @@ def _origin(
     # head.
     #
     # A token is given by its block and its position in that block.
+    inside, block_step, token_step = _first_row(layout, rank, share)
+    return blocks * block_step + tokens * token_step + inside
+
+
+@lru_cache(256)
+def _first_row(layout: KvLayout, rank: int, share: PairShare) -> tuple[int, int, int]:
+    # Return the bytes from a token's place to its KV at the share's first layer and head, and the
+    # strides of blocks and tokens.
     stage, tp_rank = divmod(rank, layout.tp)
     steps = layout.steps(stage)
     inside = (share.layers.start - layout.layers_of(stage).start) * steps.layer
     inside += (share.heads.start - layout.heads_of(tp_rank).start) * steps.head
-    return blocks * steps.block + tokens * steps.token + inside
+    return inside, steps.block, steps.token
 
 
 def _join(runs: ByteRuns) -> ByteRuns:
     # Return the byte ranges (runs), with neighbours joined that are contiguous on both sides.
     #
     # If only a few would join, the runs stay unchanged: runs of equal length are copied faster.
+    if runs.count == 1:
+        return runs
     ends = (runs.src[1:] != runs.src[:-1] + runs.length[:-1]) | (
         runs.dst[1:] != runs.dst[:-1] + runs.length[:-1]
     )

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from enum import StrEnum
+from functools import lru_cache
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -265,9 +266,7 @@ class KvLayout(msgspec.Struct, frozen=True):
 
         It is the same in all processes and Python versions.
         """
-        return hashlib.blake2b(
-            msgspec.json.encode(self), digest_size=8, person=b"kv-layout"
-        ).hexdigest()
+        return _fingerprint(self)
 
     def mismatch(self, other: KvLayout) -> str | None:
         """Return why a cache of layout `other` cannot be converted to this layout; None if it can.
@@ -284,6 +283,12 @@ class KvLayout(msgspec.Struct, frozen=True):
             if mine != theirs:
                 return f"{name} differs: {mine} here, {theirs} there"
         return None
+
+
+@lru_cache(64)
+def _fingerprint(layout: KvLayout) -> str:
+    encoded = msgspec.json.encode(layout)
+    return hashlib.blake2b(encoded, digest_size=8, person=b"kv-layout").hexdigest()
 
 
 def pair_fingerprint(src: KvLayout, dst: KvLayout) -> str:

@@ -98,13 +98,8 @@ class TransferPlan:
         ranks: Ranks = ALL_RANKS,
     ) -> None:
         self.src, self.dst, self.tokens, self.group_layers = src, dst, tokens, group_layers
-        bands = [
-            range(first, min(first + group_layers, src.layers))
-            for first in range(0, src.layers, group_layers)
-        ]
-        self._shares = shares = tuple(
-            tuple(_shares(src, dst, band, layers, ranks)) for band, layers in enumerate(bands)
-        )
+        bands = _bands(src, group_layers)
+        self._shares = shares = _shares_of_bands(src, dst, group_layers, ranks)
         chunks = _chunks(src, dst, segments, shares, limits)
         self._chunk_tokens = tuple(int(chunk.tokens.sum()) for chunk in chunks)
         self._bands, self.groups = bands, len(bands) * len(chunks)
@@ -349,6 +344,8 @@ def _chunks(
     # (runs).
     #
     # Runs that will join are counted separately.
+    if segments.tokens.size == 1:
+        return [segments]
     share_by_shape = {
         (
             len(share.layers),
@@ -376,6 +373,24 @@ def _chunks(
     fills = (np.cumsum(runs) - runs) // limits.runs
     cuts = [0, *(np.flatnonzero(np.diff(fills)) + 1).tolist(), fills.size]
     return [Segments(*(column[a:b] for column in segments)) for a, b in pairwise(cuts)]
+
+
+# Every transfer between two engines has one of few numbers of layers per group.
+@lru_cache(16)
+def _shares_of_bands(
+    src: KvLayout, dst: KvLayout, group_layers: int, ranks: Ranks
+) -> tuple[tuple[PairShare, ...], ...]:
+    return tuple(
+        tuple(_shares(src, dst, band, layers, ranks))
+        for band, layers in enumerate(_bands(src, group_layers))
+    )
+
+
+def _bands(layout: KvLayout, group_layers: int) -> list[range]:
+    return [
+        range(first, min(first + group_layers, layout.layers))
+        for first in range(0, layout.layers, group_layers)
+    ]
 
 
 def _shares(
