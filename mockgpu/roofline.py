@@ -74,7 +74,7 @@ def profile_named(name: str) -> Profile:
     """
     profile = PROFILES.get(name)
     if profile is None:
-        raise ValueError(f"unknown profile {name!r}: known are {', '.join(PROFILES)}")
+        raise ValueError(f"unknown profile {name!r}; known profiles: {', '.join(PROFILES)}")
     return profile
 
 

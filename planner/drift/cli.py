@@ -177,7 +177,7 @@ def _suggestion(
             )
     except (SuggestionError, OSError, ValueError) as error:
         return {"error": str(error)}, [f"no suggestion: {error}"]
-    lines = [f"{'fleet':<40}{'GPUs':>6}{'$/hour':>9}{'promises kept':>15}"]
+    lines = [f"{'fleet':<40}{'GPUs':>6}{'$/hour':>9}{'served in time':>15}"]
     for title, fleet in (("now", found.running), ("best", found.best)):
         label = f"{title}: {fleet.fleet}"
         lines.append(f"{label:<40}{fleet.gpus:>6}{fleet.usd_hour:>9.2f}{fleet.attainment:>15.1%}")

@@ -27,7 +27,7 @@ from policies.sizing.drift import ShapeMemory
 
 LEAST_GAIN = 0.05
 MAX_LOST = 0.005
-"""Share of requests by which a suggested fleet may keep fewer promises than the running one."""
+"""Maximum decrease of attainment (the share of requests served in time) by a suggested fleet."""
 
 MAX_REQUESTS = 20_000
 LOAD_BYTES_S = 2e9
@@ -66,7 +66,7 @@ class SuggestionInput(msgspec.Struct, frozen=True):
 class Suggestion(msgspec.Struct, frozen=True):
     """The running fleet beside the best other one, for the same requests.
 
-    gain      promises kept per dollar of the best fleet over those of the running one, less 1
+    gain      relative increase of requests served in time per dollar, by the best fleet
     switch_s  seconds of the whole fleet's work that reloading the engines costs
     span_s    seconds of traffic that were replayed
     reason    why it is suggested, or why not
@@ -81,7 +81,7 @@ class Suggestion(msgspec.Struct, frozen=True):
     reason: str
 
 
-def suggest(given: SuggestionInput, tell: Progress | None = None) -> Suggestion:
+def suggest(given: SuggestionInput, on_progress: Progress | None = None) -> Suggestion:
     """Replay the running fleet and the planned ones, and return the comparison.
 
     Raises SuggestionError if the fleet or its requests cannot be replayed, or if that takes too
@@ -100,7 +100,7 @@ def suggest(given: SuggestionInput, tell: Progress | None = None) -> Suggestion:
         plan, emission = _plan(given, running, requests)
         planned = cases(given.read_config(emit("gateway", emission)), _kind_of(running))[POOL]
         own = msgspec.structs.replace(planned, classes=running.classes, standard=running.standard)
-        watch = _deadline(process_time() + given.limit_s, given.limit_s, tell)
+        watch = _deadline(process_time() + given.limit_s, given.limit_s, on_progress)
         now = replay_case(plan, running, requests, watch)
         hardware = msgspec.structs.replace(plan.hardware, gpus=plan.hardware.gpus or plan.gpus)
         points = fleet_points([plan.model], hardware, plan.work, load_grids())
@@ -118,23 +118,23 @@ def choose(
 ) -> Suggestion:
     """Compare the running fleet with others that were replayed on the same requests.
 
-    A fleet is suggested if it keeps 5 % more promises per dollar, not fewer promises, and gains
-    more in the replayed time than reloading the engines loses.
+    A fleet is suggested if it serves 5 % more requests in time per dollar, its attainment is not
+    lower, and it gains more in the replayed time than reloading the engines loses.
     """
     eligible = [each for each in finalists if each.attainment >= running.attainment - MAX_LOST]
     best = max(eligible or finalists, key=_value)
     gain = _value(best) / _value(running) - 1 if _value(running) else float(_value(best) > 0)
     if not eligible:
-        reason = "every other fleet keeps fewer promises"
+        reason = "every other fleet serves fewer requests in time"
     elif gain <= LEAST_GAIN:
-        reason = f"the best other fleet gains {gain:.1%}, and 5 % are asked"
+        reason = f"the best other fleet gains {gain:.1%}, and at least 5 % are required"
     elif gain * span_s <= switch_s:
         reason = (
             f"reloading the engines costs {switch_s:.0f} s of the fleet's work, and the gain in "
             f"{span_s / 60:.0f} minutes is {gain * span_s:.0f} s"
         )
     else:
-        reason = f"it keeps {gain:.1%} more promises per dollar"
+        reason = f"it serves {gain:.1%} more requests in time per dollar"
     is_suggested = bool(eligible) and gain > LEAST_GAIN and gain * span_s > switch_s
     return Suggestion(running, best, gain, switch_s, span_s, is_suggested, reason)
 
@@ -143,15 +143,15 @@ def _value(fleet: Finalist) -> float:
     return fleet.attainment / fleet.usd_hour
 
 
-def _deadline(ends_at: float, limit_s: float, tell: Progress | None) -> Progress:
+def _deadline(ends_at: float, limit_s: float, on_progress: Progress | None) -> Progress:
     def watch(name: str, share: float) -> None:
         if process_time() > ends_at:
             raise SuggestionError(
                 f"the replays took more than {limit_s:.0f} s of CPU time; give a shorter --last, "
                 "or --limit"
             )
-        if tell is not None:
-            tell(name, share)
+        if on_progress is not None:
+            on_progress(name, share)
 
     return watch
 

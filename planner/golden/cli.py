@@ -125,13 +125,13 @@ def _answers_of_engines(
     access: tuple[str | None, str],
     limits: tuple[int, int],
 ) -> Callable[[Callable[[float], None]], Any]:
-    async def run(tell: Callable[[float], None]) -> list[list[GoldenAnswer]]:
+    async def run(on_progress: Callable[[float], None]) -> list[list[GoldenAnswer]]:
         (model, key), (max_tokens, concurrency) = access, limits
         base, candidate = [
             ComparedEngine(url, model or await first_model(url, key), key) for url in urls
         ]
         engines = (base, candidate, base)
-        return await send_to_all(engines, prompts, max_tokens, concurrency, tell)
+        return await send_to_all(engines, prompts, max_tokens, concurrency, on_progress)
 
     return run
 

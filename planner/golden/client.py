@@ -32,12 +32,13 @@ async def send_to_all(
     prompts: Sequence[Mapping[str, Any]],
     max_tokens: int,
     concurrency: int,
-    tell: Callable[[float], None],
+    on_progress: Callable[[float], None],
 ) -> list[list[GoldenAnswer]]:
     """Return the answers of each engine to all prompts.
 
     The engines are asked for a prompt one after another, so that all of them see a similar load.
-    `tell` is called with the share that is done. Raises GoldenError if an engine answers no prompt.
+    `on_progress` is called with the share that is done. Raises GoldenError if an engine answers no
+    prompt.
     """
     slots, answers = (
         asyncio.Semaphore(concurrency),
@@ -55,7 +56,7 @@ async def send_to_all(
                         session, engine, prompts[index], max_tokens
                     )
             done += 1
-            tell(done / len(prompts))
+            on_progress(done / len(prompts))
 
         await asyncio.gather(*(send_prompt(index) for index in range(len(prompts))))
     for engine, found in zip(engines, answers, strict=True):

@@ -148,10 +148,10 @@ class AdmissionSim:
         if record.refused_s is None:
             record.refused_s = now
             record.promised_s = None if shed.retry_after_s is None else now + shed.retry_after_s
-        if record.refusals > clients.retries or (clients.obey and not shed.may_return):
+        if record.refusals > clients.retries or (clients.obeys_retry_after and not shed.may_return):
             self._fleet.end(now, inflight, RequestEnd.SHED, shed.reason)
             return
-        wait_s = shed.retry_after_s if clients.obey else None
+        wait_s = shed.retry_after_s if clients.obeys_retry_after else None
         if wait_s is None:
             backoff_s = min(LONG_BACKOFF_S, SHORT_BACKOFF_S * 2 ** (record.refusals - 1))
             wait_s = backoff_s * (1 - 0.25 * self._rng.random())

@@ -123,13 +123,13 @@ def apply_faults(
                 f"the fault {part!r} is invalid: only slow takes a factor, and "
                 "cold takes no duration"
             )
-        for_s, factor = parse_seconds(match[4]) if match[4] else None, float(match[5] or 2.0)
+        duration_s, factor = parse_seconds(match[4]) if match[4] else None, float(match[5] or 2.0)
         if not factor:
             raise ArgumentError(f"the factor of the fault {part!r} must be above 0")
         if match[1] == "cold":
             groups[group] = msgspec.structs.replace(groups[group], up_at_s=at_s)
         else:
-            faults.append(GroupFault(at_s, group, GroupFaultKind(match[1]), for_s, factor))
+            faults.append(GroupFault(at_s, group, GroupFaultKind(match[1]), duration_s, factor))
     return msgspec.structs.replace(spec, kinds=tuple(groups)), msgspec.structs.replace(
         options, faults=tuple(faults)
     )

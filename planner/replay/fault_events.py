@@ -31,7 +31,7 @@ class FaultEvents:
     def announce(self) -> None:
         fleet = self._fleet
         for fault in fleet.options.faults:
-            fleet.schedule(fault.at_s, self._apply_fault, fault)
+            fleet.schedule(fault.start_s, self._apply_fault, fault)
         for ranks in fleet.engines:
             if not ranks[0].is_alive:
                 fleet.schedule(ranks[0].kind.up_at_s, self._start, ranks)
@@ -42,10 +42,10 @@ class FaultEvents:
         # Apply a fault to an engine, and so to all of its data-parallel ranks.
         ranks = self._fleet.engines[fault.group]
         after: Callable[[float, Sequence[ReplayGroup]], None]
-        if fault.trouble is GroupFaultKind.SLOW:
+        if fault.kind is GroupFaultKind.SLOW:
             after = self._set_pace
             self._set_pace(now, ranks)
-        elif fault.trouble is GroupFaultKind.DRAIN:
+        elif fault.kind is GroupFaultKind.DRAIN:
             after = self._bring_back
             for group in ranks:
                 group.load.is_available = False
@@ -56,8 +56,8 @@ class FaultEvents:
             self._kill(now, ranks)
         else:
             return
-        if fault.for_s is not None:
-            self._fleet.schedule(now + fault.for_s, after, ranks)
+        if fault.duration_s is not None:
+            self._fleet.schedule(now + fault.duration_s, after, ranks)
 
     def _kill(self, now: float, ranks: Sequence[ReplayGroup]) -> None:
         # Let a whole engine fail, as when one of its ranks fails.
@@ -82,9 +82,11 @@ class FaultEvents:
     def _set_pace(self, now: float, ranks: Sequence[ReplayGroup]) -> None:
         # Set an engine's speed by the latest active fault, or without one by its kind.
         prefill = decode = 1.0
-        for fault in sorted(self._fleet.options.faults, key=lambda fault: fault.at_s):
-            in_force = fault.at_s <= now and (fault.for_s is None or now < fault.at_s + fault.for_s)
-            is_slow = in_force and fault.trouble is GroupFaultKind.SLOW
+        for fault in sorted(self._fleet.options.faults, key=lambda fault: fault.start_s):
+            in_force = fault.start_s <= now and (
+                fault.duration_s is None or now < fault.start_s + fault.duration_s
+            )
+            is_slow = in_force and fault.kind is GroupFaultKind.SLOW
             if is_slow and self._fleet.engines[fault.group] is ranks:
                 prefill = 1.0 if fault.only == "decode" else fault.factor
                 decode = 1.0 if fault.only == "prefill" else fault.factor

@@ -78,7 +78,9 @@ class Fleet:
     ) -> None:
         self.options = options
         self._spec, self._traffic, self._watch = spec, traffic, watch
-        self.engines = build_engines(spec, self, options.leaping, capped=wait_queue is not None)
+        self.engines = build_engines(
+            spec, self, options.merges_steps, has_caps=wait_queue is not None
+        )
         self.groups = [group for ranks in self.engines for group in ranks]
         self.gateway = GatewaySim(policy, self.groups, options, spec.block_tokens, perf_counter)
         split = spec.pairs or any(kind.role is not Role.BOTH for kind in spec.groups)

@@ -76,7 +76,7 @@ class ReplayGroup:
         clocks: Sequence[StepClock],
         block_tokens: int,
         listener: JobListener,
-        capped: bool,
+        has_caps: bool,
         number: int,
         rank: int | None = None,
     ) -> None:
@@ -89,7 +89,7 @@ class ReplayGroup:
         self.kv_token_bytes = kind.shape.kv_token_bytes
         self.load = EndpointLoad(slot, SpeedBelief(_prior(kind, len(clocks))))
         self.load.kv_tokens = self.capacity_tokens
-        endpoint = _endpoint(self.name, number, kind, capped, rank)
+        endpoint = _endpoint(self.name, number, kind, has_caps, rank)
         self.candidate = Candidate(endpoint, self.load)
         self.is_alive = kind.up_at_s <= 0
         self.load.is_available = self.is_alive
@@ -180,12 +180,12 @@ class ReplayGroup:
 
 
 def build_engines(
-    spec: FleetSpec, listener: JobListener, leaping: bool, capped: bool
+    spec: FleetSpec, listener: JobListener, merges_steps: bool, has_caps: bool
 ) -> list[list[ReplayGroup]]:
     """Build the engines of a fleet: each one group, or one per rank if the gateway chooses ranks.
 
-    leaping  False: every step is simulated separately
-    capped   whether the gateway limits the requests in flight per group
+    merges_steps  False: every step is simulated separately
+    has_caps      whether the gateway limits the requests in flight per group
     """
     times_of = {kind: kind.times() for kind in set(spec.groups)}
     engines: list[list[ReplayGroup]] = []
@@ -193,11 +193,11 @@ def build_engines(
     for number, kind in enumerate(spec.groups):
         times, count = times_of[kind], kind.ranks
         clocks = (
-            [StepClock(times, leaping)] * count
+            [StepClock(times, merges_steps)] * count
             if kind.is_lockstep
-            else [StepClock(times, leaping) for _ in range(count)]
+            else [StepClock(times, merges_steps) for _ in range(count)]
         )
-        common = (spec.block_tokens, listener, capped, number)
+        common = (spec.block_tokens, listener, has_caps, number)
         if count == 1 or kind.rank_choice is not RankChoice.GATEWAY:
             ranks = [ReplayGroup(slot, kind, clocks, *common)]
         else:
@@ -226,7 +226,9 @@ def _prior(kind: GroupKind, ranks: int) -> StepCosts:
     )
 
 
-def _endpoint(name: str, number: int, kind: GroupKind, capped: bool, rank: int | None) -> Endpoint:
+def _endpoint(
+    name: str, number: int, kind: GroupKind, has_caps: bool, rank: int | None
+) -> Endpoint:
     return Endpoint(
         name=name,
         url=f"http://127.0.0.1:{9000 + number}",
@@ -234,6 +236,6 @@ def _endpoint(name: str, number: int, kind: GroupKind, capped: bool, rank: int |
         served_model=kind.model,
         role=kind.role,
         layout=kind.layout,
-        max_concurrency=kind.max_concurrency if capped else UNCAPPED,
+        max_concurrency=kind.max_concurrency if has_caps else UNCAPPED,
         rank=rank,
     )

@@ -25,43 +25,46 @@ class CacheView(StrEnum):
 class ClientBehaviour(msgspec.Struct, frozen=True):
     """The behaviour of simulated clients whose requests are refused or wait for a long time.
 
-    retries     how often a client retries after a 429 (OpenAI's SDKs: 2)
-    obey        whether the client waits for Retry-After. If not, or without that header, it waits
-                0.5 s, doubled at each retry up to 8 s, minus a random part of up to a quarter, like
-                those SDKs
-    patience_s  seconds for which the client waits for the first token; it announces this time as
-                the request's deadline
+    retries            how often a client retries after a 429 (OpenAI's SDKs: 2)
+    obeys_retry_after  whether the client waits for Retry-After. If not, or without that header, it
+                       waits 0.5 s, doubled at each retry up to 8 s, minus a random part of up to a
+                       quarter, like those SDKs
+    patience_s         seconds for which the client waits for the first token; it announces this
+                       time as the request's deadline
     """
 
     retries: int = 0
-    obey: bool = True
+    obeys_retry_after: bool = True
     patience_s: float | None = None
 
 
 class GroupFaultKind(StrEnum):
     """A kind of fault or maintenance of a simulated group."""
 
-    # a rank fails: all jobs fail at once, and the group is back, empty, after `for_s`
+    # a rank fails: all jobs fail at once, and the group is back, empty, after `duration_s`
     LOSE = "lose"
-    SLOW = "slow"  # all steps take `factor` times as long for `for_s`
-    DRAIN = "drain"  # an operator drains it for `for_s`: it finishes its jobs and keeps its cache
+    SLOW = "slow"  # all steps take `factor` times as long for `duration_s`
+    DRAIN = (
+        "drain"  # an operator drains it for `duration_s`: it finishes its jobs and keeps its cache
+    )
 
 
 class GroupFault(msgspec.Struct, frozen=True):
     """A fault of one simulated group.
 
-    at_s     when it begins, in seconds of the replay
-    group    index of the group; all data-parallel ranks of an engine are one
-    trouble  kind of fault
-    for_s    how long it lasts; None: for ever
-    factor   factor on the times of slow steps
-    only     which steps are slow: prefill (with prompt tokens), decode (without), or empty for both
+    start_s     when it begins, in seconds of the replay
+    group       index of the group; all data-parallel ranks of an engine are one
+    kind        kind of fault
+    duration_s  how long it lasts; None: for ever
+    factor      factor on the times of slow steps
+    only        which steps are slow: prefill (with prompt tokens), decode (without), or empty for
+                both
     """
 
-    at_s: float
+    start_s: float
     group: int
-    trouble: GroupFaultKind = GroupFaultKind.LOSE
-    for_s: float | None = None
+    kind: GroupFaultKind = GroupFaultKind.LOSE
+    duration_s: float | None = None
     factor: float = 2.0
     only: str = ""
 
@@ -79,7 +82,7 @@ class ReplayOptions(msgspec.Struct, frozen=True):
     lost_events      share of the prefix index updates that are lost, from 0 to 1
     horizon_s        time after which clients with sequential requests send nothing, and at which
                      unfinished requests are cut; None: the replay ends with the last token
-    leaping          whether to simulate consecutive decode steps at once; False is slower, and is
+    merges_steps     whether to simulate consecutive decode steps at once; False is slower, and is
                      used for comparison
     slow_start_s     seconds in which a new group gets fewer concurrent requests while other groups
                      have capacity
@@ -98,7 +101,7 @@ class ReplayOptions(msgspec.Struct, frozen=True):
     scrape_age_s: float = 0.0
     lost_events: float = 0.0
     horizon_s: float | None = None
-    leaping: bool = True
+    merges_steps: bool = True
     standard: Slo = STANDARD
     classes: Mapping[str, Slo] = MappingProxyType({})
     clients: ClientBehaviour = ClientBehaviour()

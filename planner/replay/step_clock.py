@@ -45,16 +45,16 @@ class ClockedRank(Protocol):
 class StepClock:
     """The current step of a simulated engine, or a run of its decode steps, which ends at `due_s`.
 
-    leaping  False: every step is simulated separately (for tests and comparison)
+    merges_steps  False: every step is simulated separately (for tests and comparison)
     """
 
     __slots__ = (
-        *("_gaps", "_leaping", "_plans", "_ranks", "_run", "_since", "_times"),
+        *("_gaps", "_merges_steps", "_plans", "_ranks", "_run", "_since", "_times"),
         *("busy_s", "due_s", "steps"),
     )
 
-    def __init__(self, times: LockstepTimes, leaping: bool = True) -> None:
-        self._times, self._leaping = times, leaping
+    def __init__(self, times: LockstepTimes, merges_steps: bool = True) -> None:
+        self._times, self._merges_steps = times, merges_steps
         self._ranks: list[ClockedRank] = []
         self._plans: Plans | None = None
         self._run: DecodeRun | None = None
@@ -122,7 +122,7 @@ class StepClock:
             self._plans, self.due_s = None, inf
             return
         self._plans, self._since = plans, now
-        if self._leaping and not any(plan.chunks for plan in plans if plan is not None):
+        if self._merges_steps and not any(plan.chunks for plan in plans if plan is not None):
             steps = self._decode_only_steps(plans)
             if steps > 1:
                 run = self._run = DecodeRun(lambda step: self._step_s(plans, step), steps)

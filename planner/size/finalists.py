@@ -36,7 +36,7 @@ def replay_finalists(
     case: PoolCase,
     points: Sequence[FleetPoint],
     requests: Sequence[TraceRequest],
-    tell: Callable[[str, float], None] | None = None,
+    on_progress: Callable[[str, float], None] | None = None,
 ) -> list[Finalist]:
     """Replay the planned fleet and its best alternatives, and return their results.
 
@@ -50,7 +50,7 @@ def replay_finalists(
         own = msgspec.structs.replace(
             case, fleet=fleet, policy_name=SPLIT_POLICY if is_split else case.policy_name
         )
-        results.append(replay_case(plan, own, requests, tell))
+        results.append(replay_case(plan, own, requests, on_progress))
     return sorted(results, key=lambda result: -result.attainment)
 
 
@@ -58,16 +58,17 @@ def replay_case(
     plan: FleetPlan,
     case: PoolCase,
     requests: Sequence[TraceRequest],
-    tell: Callable[[str, float], None] | None = None,
+    on_progress: Callable[[str, float], None] | None = None,
 ) -> Finalist:
     """Replay one pool on recorded traffic and return its result, with the plan's price of a GPU.
 
-    `tell` is called with the name of the fleet and the share of its requests that have ended.
+    `on_progress` is called with the name of the fleet and the share of its requests that have
+    ended.
     """
 
     def watch(_: float, ended: int) -> None:
-        if tell is not None:
-            tell(case.fleet.name, ended / max(1, len(requests)))
+        if on_progress is not None:
+            on_progress(case.fleet.name, ended / max(1, len(requests)))
 
     run = replay(
         *(case.fleet, traffic(requests), case.policy(), case.admission(), case.options()),

@@ -68,7 +68,7 @@ def _read(path: Path, kind: str | None, within: tuple[Path, ...]) -> list[TraceR
     if path.suffix in (".yaml", ".yml"):
         return _mix(path, within)
     if kind is not None and kind not in READERS:
-        raise TraceError(f"unknown format {kind!r}: known are {', '.join(READERS)}")
+        raise TraceError(f"unknown format {kind!r}; known formats: {', '.join(READERS)}")
     with open_lines(path) as lines:
         return list(READERS[kind or looks_like(path)](lines, str(path)))
 
@@ -89,7 +89,7 @@ def looks_like(path: Path) -> str:
     for field, kind in _SIGNS:
         if field in fields:
             return kind
-    raise TraceError(f"{path}:1: no known format; known are {', '.join(READERS)}")
+    raise TraceError(f"{path}:1: no known format; known formats: {', '.join(READERS)}")
 
 
 def _mix(path: Path, within: tuple[Path, ...]) -> list[TraceRequest]:

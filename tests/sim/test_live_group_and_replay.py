@@ -58,22 +58,24 @@ async def run_live(
 
 
 def replayed(
-    requests: list[TraceRequest], leaping: bool, kind: GroupKind = KIND
+    requests: list[TraceRequest], merges_steps: bool, kind: GroupKind = KIND
 ) -> list[ReplayRecord]:
     spec = FleetSpec("twin", (kind,), block_tokens=16)
     policy = registry.build("round_robin", {})
-    return replay(spec, traffic(requests), policy, options=ReplayOptions(leaping=leaping)).records
+    return replay(
+        spec, traffic(requests), policy, options=ReplayOptions(merges_steps=merges_steps)
+    ).records
 
 
-@pytest.mark.parametrize(("leaping", "within"), [(False, 1e-6), (True, 1e-3)])
+@pytest.mark.parametrize(("merges_steps", "within"), [(False, 1e-6), (True, 1e-3)])
 def test_a_replayed_group_emits_every_token_when_the_live_one_does(
-    leaping: bool, within: float
+    merges_steps: bool, within: float
 ) -> None:
     # Sixty requests of the trace exceed the KV cache, so that some wait and some are preempted.
     requests = [request for request in conversation(120) if request.input_tokens < 40_000][:60]
     with asyncio.Runner(loop_factory=JumpingLoop) as runner:
         live = runner.run(run_live(requests))
-    twins = replayed(requests, leaping)
+    twins = replayed(requests, merges_steps)
     assert (
         sum(job.preemptions for job, _ in live) == sum(request.preemptions for request in twins) > 0
     )
@@ -83,12 +85,12 @@ def test_a_replayed_group_emits_every_token_when_the_live_one_does(
 LOCKSTEP = GroupKind("deepseek-v3", "h200", 1, kv_tokens=120_000, ep=8, ranks=8, ep_skew=1.2)
 
 
-@pytest.mark.parametrize(("leaping", "within"), [(False, 1e-6), (True, 3e-3)])
+@pytest.mark.parametrize(("merges_steps", "within"), [(False, 1e-6), (True, 3e-3)])
 def test_replayed_ranks_in_lockstep_emit_every_token_when_the_live_ones_do(
-    leaping: bool, within: float
+    merges_steps: bool, within: float
 ) -> None:
     requests = [request for request in conversation(400) if request.input_tokens < 40_000][:240]
-    twins = replayed(requests, leaping, LOCKSTEP)
+    twins = replayed(requests, merges_steps, LOCKSTEP)
     turns = [int(twin.group.rpartition("/dp")[2]) for twin in twins]
     with asyncio.Runner(loop_factory=JumpingLoop) as runner:
         live = runner.run(run_live(requests, LOCKSTEP, turns))

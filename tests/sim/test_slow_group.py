@@ -194,7 +194,7 @@ def test_a_group_that_takes_twice_as_long_from_the_start_is_not_ejected(policy: 
 @pytest.mark.parametrize("policy", ["round_robin", "prefix_aware", "priced"])
 def test_a_group_that_is_fast_again_gets_requests_again(policy: str) -> None:
     run, fleet = ran(
-        policy, 4, 3, 60.0, GroupFault(10.0, 0, GroupFaultKind.SLOW, for_s=20.0, factor=10.0)
+        policy, 4, 3, 60.0, GroupFault(10.0, 0, GroupFaultKind.SLOW, duration_s=20.0, factor=10.0)
     )
     assert [group for _, group in fleet.speed_monitor.ejected] == [0]
     assert share(run, 45.0) > 0.05

@@ -22,7 +22,7 @@ def run(policy: str, slow_start_s: float) -> ReplayRun:
     kind = GroupKind(
         "llama-3.1-70b-fp8", "h100", 4, kv_tokens=600_000, count=GROUPS, max_concurrency=24
     )
-    faults = (GroupFault(LOST_S, 0, for_s=BACK_S - LOST_S),)
+    faults = (GroupFault(LOST_S, 0, duration_s=BACK_S - LOST_S),)
     options = ReplayOptions(slow_start_s=slow_start_s, faults=faults)
     door = build_admission("cap", {})
     return replay(

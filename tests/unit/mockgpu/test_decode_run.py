@@ -87,11 +87,11 @@ def jobs_of(shapes: list[tuple[int, int, int]]) -> list[tuple[int, Job]]:
 
 
 def events_of_run(
-    shapes: list[tuple[int, int, int]], blocks: int, leaping: bool
+    shapes: list[tuple[int, int, int]], blocks: int, merges_steps: bool
 ) -> list[tuple[int, str, int, int, int]]:
     # Run jobs and return their events by tick: first tokens, ends, cached tokens, preemptions.
     #
-    # `leaping`: run many decode steps at once.
+    # `merges_steps`: run many decode steps at once.
     scheduler = Scheduler(BlockPool(blocks, 4), max_num_seqs=6, max_num_batched_tokens=24)
     pending = sorted(
         (
@@ -112,7 +112,7 @@ def events_of_run(
                 return happened
             scheduler.tick = pending[0][0]
             continue
-        if leaping and not plan.chunks:
+        if merges_steps and not plan.chunks:
             most = pending[0][0] - scheduler.tick - 1 if pending else 10_000
             quiet = scheduler.decode_only_steps(max(0, most))
             plan = scheduler.advance(quiet)
@@ -129,8 +129,8 @@ def events_of_run(
 def test_advancing_gives_the_same_first_tokens_ends_hits_and_preemptions_as_stepping(
     shapes: list[tuple[int, int, int]], blocks: int
 ) -> None:
-    assert events_of_run(shapes, blocks, leaping=True) == events_of_run(
-        shapes, blocks, leaping=False
+    assert events_of_run(shapes, blocks, merges_steps=True) == events_of_run(
+        shapes, blocks, merges_steps=False
     )
 
 

@@ -18,10 +18,10 @@ NOW = fleet(0.90, 8, "now")
 @pytest.mark.parametrize(
     ("other", "switch_s", "is_suggested", "reason"),
     [
-        (fleet(0.97, 8), 60.0, True, "7.8% more promises per dollar"),
-        (fleet(0.90, 6), 60.0, True, "33.3% more promises per dollar"),
-        (fleet(0.94, 8), 60.0, False, "gains 4.4%, and 5 % are asked"),
-        (fleet(0.80, 4), 60.0, False, "every other fleet keeps fewer promises"),
+        (fleet(0.97, 8), 60.0, True, "7.8% more requests in time per dollar"),
+        (fleet(0.90, 6), 60.0, True, "33.3% more requests in time per dollar"),
+        (fleet(0.94, 8), 60.0, False, "gains 4.4%, and at least 5 % are required"),
+        (fleet(0.80, 4), 60.0, False, "every other fleet serves fewer requests in time"),
         (fleet(0.97, 8), 300.0, False, "reloading the engines costs 300 s"),
         (fleet(0.99, 16), 60.0, False, "gains -45.0%"),
     ],

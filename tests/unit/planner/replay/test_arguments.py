@@ -53,7 +53,7 @@ def test_faults_change_the_fleet_and_the_view_of_it() -> None:
     )
     spec, options = apply_faults(text, preset("F1"), ReplayOptions())
     lost, slow, drained = (
-        GroupFault(300.0, 0, for_s=60.0),
+        GroupFault(300.0, 0, duration_s=60.0),
         GroupFault(30.0, 1, GroupFaultKind.SLOW, 10.0, 3.0),
         GroupFault(60.0, 2, GroupFaultKind.DRAIN),
     )

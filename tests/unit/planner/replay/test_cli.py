@@ -214,7 +214,7 @@ def test_no_capacity_is_reported_when_no_request_follows_the_warm_up(trace: Path
 def test_an_unknown_capacity_keeps_the_results_of_other_policies(
     trace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def capacity(contest: Comparison, policy: str, target: float, tell: object) -> Capacity:
+    def capacity(contest: Comparison, policy: str, target: float, on_progress: object) -> Capacity:
         if policy == "least_loaded":
             raise NoCountedRequestError("at load 7.59 nothing counts", ((1.0, 0.95),))
         return Capacity(2.5, target, ((1.0, 1.0),))

@@ -85,7 +85,7 @@ def test_an_equal_seed_gives_an_equal_run(policy: str) -> None:
     output=st.integers(1, 200),
     admission=st.sampled_from([None, "cap"]),
     retries=st.integers(0, 2),
-    obey=st.booleans(),
+    obeys_retry_after=st.booleans(),
     patience_s=st.sampled_from([None, 0.5, 3.0]),
     lost_at_s=st.sampled_from([None, 0.3, 2.0]),
     back_s=st.sampled_from([None, 1.0]),
@@ -97,7 +97,7 @@ def test_every_arrival_ends_exactly_once_and_everything_is_given_back(
     output: int,
     admission: str | None,
     retries: int,
-    obey: bool,
+    obeys_retry_after: bool,
     patience_s: float | None,
     lost_at_s: float | None,
     back_s: float | None,
@@ -112,14 +112,14 @@ def test_every_arrival_ends_exactly_once_and_everything_is_given_back(
     faults = (
         ()
         if lost_at_s is None
-        else tuple(GroupFault(lost_at_s, group, for_s=back_s) for group in (0, len(kinds)))
+        else tuple(GroupFault(lost_at_s, group, duration_s=back_s) for group in (0, len(kinds)))
     )
     run = ran(
         some(30, 1 / rate, output=output),
         FleetSpec("some", kinds),
         admission=admission,
         limits=WaitQueueLimits(size=5, timeout_s=2.0),
-        clients=ClientBehaviour(retries, obey, patience_s),
+        clients=ClientBehaviour(retries, obeys_retry_after, patience_s),
         faults=faults,
     )
     assert len(run.records) == 30
@@ -135,7 +135,7 @@ def test_every_arrival_ends_exactly_once_and_everything_is_given_back(
 
 def test_leaping_and_stepping_give_the_same_run_within_a_thousandth() -> None:
     requests = some(60, 0.05, output=300)
-    leapt, stepped = ran(requests), ran(requests, leaping=False)
+    leapt, stepped = ran(requests), ran(requests, merges_steps=False)
     assert [record.group for record in leapt.records] == [
         record.group for record in stepped.records
     ]
@@ -166,7 +166,7 @@ def test_loads_are_back_at_nothing_when_all_is_over() -> None:
 
 
 def test_a_lost_group_breaks_answers_and_sends_those_without_a_token_elsewhere() -> None:
-    run = ran(some(30, 0.02, output=400), faults=(GroupFault(0.5, 0, for_s=5.0),))
+    run = ran(some(30, 0.02, output=400), faults=(GroupFault(0.5, 0, duration_s=5.0),))
     ends = {record.end for record in run.records}
     assert ends == {RequestEnd.SERVED, RequestEnd.LOST}
     assert any(

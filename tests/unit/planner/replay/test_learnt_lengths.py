@@ -45,7 +45,7 @@ def test_a_label_changes_the_belief_and_not_the_engine() -> None:
         max_num_batched_tokens=4096, labelled_gpu="l40s", labelled_batched_tokens=2048
     )
     groups = [
-        build_engines(FleetSpec("one", (kind,)), None, leaping=True, capped=False)[0][0]  # type: ignore[arg-type]
+        build_engines(FleetSpec("one", (kind,)), None, merges_steps=True, has_caps=False)[0][0]  # type: ignore[arg-type]
         for kind in (true, wrong)
     ]
     believed = [group.load.belief.shape for group in groups]

@@ -85,7 +85,7 @@ def test_leaping_and_stepping_give_the_same_run_within_three_thousandths(
 ) -> None:
     kind = msgspec.structs.replace(KIND, rank_choice=choice)
     requests = some(120, 0.15)
-    leapt, stepped = ran(requests, kind), ran(requests, kind, leaping=False)
+    leapt, stepped = ran(requests, kind), ran(requests, kind, merges_steps=False)
     for one, other in zip(leapt.records, stepped.records, strict=True):
         assert (one.group, one.cached_tokens) == (other.group, other.cached_tokens)
         assert one.first_s == pytest.approx(other.first_s, rel=3e-3)
@@ -104,7 +104,7 @@ def test_a_prompt_on_one_rank_delays_answers_on_the_others_only_in_lockstep() ->
 
 
 def test_a_failed_rank_ends_the_whole_engine_which_returns_empty() -> None:
-    fault = GroupFault(3.0, 0, GroupFaultKind.LOSE, for_s=2.0)
+    fault = GroupFault(3.0, 0, GroupFaultKind.LOSE, duration_s=2.0)
     requests = some(120, 0.06, prompt=6000, output=20)
     run = ran(requests, count=2, policy="least_loaded", faults=(fault,))
     ends = {record.end for record in run.records}

@@ -73,7 +73,7 @@ def hour_of(seed: int, seconds: float = 3600.0) -> list[MeasuredAnswer]:
         traffic(requests),
         registry.build("least_loaded", {}),
         None,
-        ReplayOptions(leaping=False),
+        ReplayOptions(merges_steps=False),
     )
     return [
         MeasuredAnswer(
