@@ -7,7 +7,7 @@ and a request keeps the snapshot that it began with.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 
 import msgspec
@@ -37,7 +37,7 @@ from policies.contract import Policy
 from policies.engine_kinds import ENGINE_TRAITS
 from policies.filters import applicable
 from policies.load import LoadChanges
-from policies.model import Candidate, Slo
+from policies.model import Candidate
 
 
 class PoolAdmissionPlan(msgspec.Struct, frozen=True):
@@ -69,6 +69,25 @@ class SnapshotPlan(msgspec.Struct, frozen=True):
     admissions: Mapping[str, PoolAdmissionPlan]
 
 
+class _RouteParts(msgspec.Struct, frozen=True):
+    # What the routes of a snapshot are made of: by pool, except `config`, `adoption` and `classes`.
+    config: Config
+    adoption: RegistryPlan
+    serving: Mapping[str, tuple[Candidate, ...]]
+    policies: Mapping[str, Policy]
+    trials: Mapping[str, PoolTrials]
+    admissions: Mapping[str, PoolAdmissionPlan]
+    classes: ServiceClasses
+
+
+class _RouteTable(msgspec.Struct, frozen=True):
+    # The routes by model name or alias, the error messages of models without a route, and the slots
+    # of the endpoints that list each model.
+    routes: dict[str, Route] = {}
+    unlisted: dict[str, str] = {}
+    slots_by_model: dict[str, tuple[int, ...]] = {}
+
+
 def build_plan(
     config: Config,
     endpoints: EndpointTable,
@@ -88,60 +107,53 @@ def build_plan(
         pool: _pool_trials(pool, config, endpoints, policies[pool], before) for pool in config.pools
     }
     adoption = endpoints.plan(config)
-    candidates = adoption.pools
-    # Prefill endpoints have no part in a room's capacity.
-    serving = {name: pairing.serving_whole(members) for name, members in candidates.items()}
+    # Prefill endpoints have no part in the capacity of a wait queue.
+    serving = {name: pairing.serving_whole(members) for name, members in adoption.pools.items()}
     admissions = _plan_admissions(config, gate, serving, policies, trials, before)
-    service_classes = ServiceClasses(config)
-    routes: dict[str, Route] = {}
-    unlisted: dict[str, str] = {}
-    slots_by_model: dict[str, tuple[int, ...]] = {}
-    for model in _models(config, discovered):
-        pool = model.pool
-        listing = _candidates_for(config, adoption, model, candidates[pool])
-        slots_by_model[model.name] = tuple(candidate.load.slot for candidate in listing)
-        if serving[pool] and not pairing.serving_whole(listing):
-            message = unlisted_message(model, serving[pool], adoption.listed_names(pool))
-            unlisted.update(dict.fromkeys((model.name, *model.aliases), message))
-            continue
-        slo = service_classes.get_class(model.slo)
-        route = _route(config, model, policies[pool], trials[pool], admissions[pool], slo, listing)
-        route = _with_order(route, adoption.changes)
-        route = _with_translations(route, config, adoption, listing)
-        routes.update(dict.fromkeys((model.name, *model.aliases), route))
+    classes = ServiceClasses(config)
+    parts = _RouteParts(config, adoption, serving, policies, trials, admissions, classes)
+    table = _route_table(_models(config, discovered), parts)
     tenants, limits = _keys(config)
-    generation = before.generation + 1 if before is not None else 1
-    salts = new_cache_salts(config)
-    named = _scope(routes, unlisted)
+    scope = _scope(table)
     snapshot = Snapshot(
-        generation,
+        before.generation + 1 if before is not None else 1,
         config,
-        named.routes,
+        scope.routes,
         tenants,
         policies,
-        service_classes,
+        classes,
         trials,
-        salts,
-        named.unlisted,
-        slots_by_model,
-        {digest: _scope(routes, unlisted, names) for digest, names in limits.items()},
+        new_cache_salts(config),
+        scope.unlisted,
+        table.slots_by_model,
+        {digest: _scope(table, names) for digest, names in limits.items()},
         new_response_ids(config),
-        {route.name: route.translated for route in routes.values() if route.translated},
+        {route.name: route.translated for route in table.routes.values() if route.translated},
     )
     return SnapshotPlan(snapshot, adoption, admissions)
 
 
-def _route(
-    config: Config,
-    model: Model,
-    policy: Policy,
-    trials: PoolTrials,
-    admission_plan: PoolAdmissionPlan,
-    slo: Slo,
-    listing: tuple[Candidate, ...],
-) -> Route:
+def _route_table(models: Iterable[Model], parts: _RouteParts) -> _RouteTable:
+    table, adoption = _RouteTable(), parts.adoption
+    for model in models:
+        pool = model.pool
+        listing = _candidates_for(parts.config, adoption, model, adoption.pools[pool])
+        table.slots_by_model[model.name] = tuple(candidate.load.slot for candidate in listing)
+        serving, names = parts.serving[pool], (model.name, *model.aliases)
+        if serving and not pairing.serving_whole(listing):
+            message = unlisted_message(model, serving, adoption.listed_names(pool))
+            table.unlisted.update(dict.fromkeys(names, message))
+            continue
+        route = _with_order(_route(model, listing, parts), adoption.changes)
+        route = _with_translations(route, parts.config, adoption, listing)
+        table.routes.update(dict.fromkeys(names, route))
+    return table
+
+
+def _route(model: Model, listing: tuple[Candidate, ...], parts: _RouteParts) -> Route:
     # Return the route of a model; `listing` are the endpoints that may serve it.
-    members = pairing.serving_whole(listing)
+    config, policy, trials = parts.config, parts.policies[model.pool], parts.trials[model.pool]
+    admission_plan, members = parts.admissions[model.pool], pairing.serving_whole(listing)
     route = Route(
         model.name,
         model.pool,
@@ -152,7 +164,7 @@ def _route(
         forward.prepare if model.resume is None else partial(prepare_recorded, model.resume),
         policy.reads_prefix or _logs_blocks(config, model.pool),
         admission_plan.uses_predictions,
-        slo,
+        parts.classes.get_class(model.slo),
         any(ENGINE_TRAITS[candidate.endpoint.engine].is_low_first for candidate in members),
         tuple((tier.model, tier.penalty) for tier in model.overflow),
         pairing.split_route(model, policy, listing),
@@ -190,10 +202,9 @@ def _with_translations(
     return replace(route, translated=paths, unserved=unserved, canary=canary)
 
 
-def _scope(
-    routes: Mapping[str, Route], unlisted: Mapping[str, str], names: Sequence[str] | None = None
-) -> ModelScope:
+def _scope(table: _RouteTable, names: Sequence[str] | None = None) -> ModelScope:
     # Return the models that an API key may use: all of them, or only those in `names`.
+    routes, unlisted = table.routes, table.unlisted
     return ModelScope(
         NameTable(routes, unlisted.keys(), names), NameTable(unlisted, routes.keys(), names)
     )
@@ -333,21 +344,21 @@ def _plan_admissions(
     tier_pools = {
         model.pool for model in config.models if not tiers.isdisjoint((model.name, *model.aliases))
     }
-    openings = {}
+    plans = {}
     for name, pool in config.pools.items():
-        room, old = gate.pool_queue(name), None
+        queue, old = gate.pool_queue(name), None
         if before is not None:
             old = before.config.pools.get(name)
         is_same = has_same_shares and old is not None and old.admission == pool.admission
-        admission = room.admission if is_same else _admission(pool.admission, shares)
-        believes = (
+        admission = queue.admission if is_same else _admission(pool.admission, shares)
+        uses_predictions = (
             policies[name].reads_forecast
             or admission.reads_forecast
             or name in tier_pools
             or trials[name].reads_predictions
         )
-        openings[name] = PoolAdmissionPlan(room, serving[name], admission, shares, believes)
-    return openings
+        plans[name] = PoolAdmissionPlan(queue, serving[name], admission, shares, uses_predictions)
+    return plans
 
 
 def _admission(spec: AdmissionSpec, shares: Mapping[str, float]) -> Admission:
