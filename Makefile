@@ -33,7 +33,7 @@ PYTHONS ?=
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test style check unit e2e rdma clients kv-trials batch bench bench-kv bench-split bench-paired bench-scale bench-tls goodput zoo ranks observe real real-others compiled test-compiled check-compiled wheel test-wheel load policies gateways restarts attacks tls soak overload isolation events clocks planned web docs mutants lock deploy-check clean
+.PHONY: help demo test style check unit e2e rdma clients kv-trials batch batch-virtual bench bench-kv bench-split bench-paired bench-scale bench-tls goodput zoo ranks observe real real-others compiled test-compiled check-compiled wheel test-wheel load policies gateways restarts attacks tls soak overload isolation events clocks planned web docs mutants lock deploy-check clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## /{printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -111,8 +111,11 @@ bench-paired: $(VENV)/.dev ## compare the CPU per request and chunk with an olde
 	@test -n "$(BASE)" || { echo "make bench-paired needs a revision to compare with: make bench-paired BASE=main~20" >&2; exit 1; }
 	$(PY) bench/paired.py $(BASE) $(PAIRED)
 
-batch: $(VENV)/.dev ## measure batches beside live traffic, with kills of the gateway (BATCH="--lines 200 --seconds 200")
+batch: $(VENV)/.dev ## measure batches beside live traffic, with kills of the gateway (BATCH="--lines 200 --seeds 1 2")
 	$(PY) bench/batch.py $(BATCH)
+
+batch-virtual: $(VENV)/.dev ## the same on virtual time, whatever the load of the machine (BATCH="--lines 2000 --places 32")
+	$(PY) -m bench.batch_virtual $(BATCH)
 
 bench-scale: $(VENV)/.dev ## measure the growth with endpoints, idle connections and streams (SCALE="--parts stalls")
 	$(PY) bench/scale.py $(SCALE)

@@ -1,13 +1,15 @@
 """Measures how much a batch of background requests slows live requests, and what a crash repeats.
 
     make batch
-    python bench/batch.py --lines 60 --seconds 60 --kills 2
+    python bench/batch.py --lines 2000 --places 32 --seeds 1 2
 
-The same live traffic runs twice against fresh mock engines: alone, and beside a batch. It offers
-0.9 of what the engines' places can serve, a part of it in bursts. The gateway is killed (SIGKILL)
-and started again at the same moments of both runs. Live requests that a kill breaks count in
-neither run. Printed are the shares of live requests within their latency targets, the stopped
-requests of the batch, and the tokens that engines generated in excess of those in answers.
+The same live traffic runs twice against fresh mock engines: beside a batch until that has ended,
+and alone for as long. It offers 0.9 of what the engines' places can serve, a part of it in bursts.
+The completion window of the batch is twice the time that it needs on the rest of the places. The
+gateway is killed (SIGKILL) and started again at the same moments of both runs. Live requests that a
+kill breaks count in neither run. Printed are the shares of live requests within their latency
+targets, the stopped requests of the batch, and the tokens that engines generated in excess of those
+in answers.
 """
 
 from __future__ import annotations
@@ -22,10 +24,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import aiohttp
 
@@ -38,7 +40,9 @@ from tests.scraped import total
 ROOT = Path(__file__).resolve().parents[1]
 MODEL = "demo-8b"
 GROUPS = 2
-LIVE_TOKENS, BATCH_TOKENS = 40, 120
+LIVE_TOKENS = 40
+LONG_TOKENS = 20  # a stopped answer counts as long from this number of kept tokens on
+LAG_EVERY_S = 0.01
 BURST_EVERY_S, BURST_SIZE = 6.0, 1.0  # a burst asks for this multiple of all places at once
 ENV = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
 CONFIG = """
@@ -74,6 +78,10 @@ class Outcome(NamedTuple):
     """The measurements of one benchmark run.
 
     The counts of the batch are zero in the run without a batch.
+
+    long_stops  stopped answers of the batch with LONG_TOKENS and more kept tokens
+    lag_s       how late timers of this process were: the 99th percentile, which shows whether the
+                machine had CPU to spare
     """
 
     answers: list[Answer]
@@ -83,6 +91,8 @@ class Outcome(NamedTuple):
     batch: dict[str, Any] | None
     batch_s: float
     output: str
+    long_stops: int
+    lag_s: float
 
 
 class Gateway:
@@ -161,12 +171,12 @@ async def ask(http: aiohttp.ClientSession, url: str, number: int) -> Answer:
     return Answer(is_whole, first - sent, tpot_s, tokens)
 
 
-def arrivals(rate: float, places: int, seconds: float) -> list[float]:
+def arrivals(rate: float, places: int, seconds: float, seed: int) -> list[float]:
     """Return the times at which live requests are sent, in seconds.
 
     They are random, with bursts that could occupy every engine slot at once.
     """
-    rng = random.Random(7)
+    rng = random.Random(seed)
     burst = int(places * BURST_SIZE)
     times, now = [], 0.0
     steady = max(0.1 * rate, rate - burst / BURST_EVERY_S)
@@ -180,15 +190,22 @@ def arrivals(rate: float, places: int, seconds: float) -> list[float]:
 
 
 async def live_traffic(
-    http: aiohttp.ClientSession, gateway: Gateway, times: list[float], kills: list[float]
+    http: aiohttp.ClientSession,
+    gateway: Gateway,
+    times: list[float],
+    kills: list[float],
+    ending: asyncio.Task[Any] | None,
 ) -> list[Answer]:
-    """Send live requests at the given times, and kill the gateway at the times `kills`.
+    """Send live requests at the given times until `ending` is done, and kill the gateway at the
+    times `kills`.
 
     Returns one answer per request.
     """
     began, tasks, waiting = time.monotonic(), [], sorted(kills)
     restart: asyncio.Task[None] | None = None
     for number, at in enumerate(times):
+        if ending is not None and ending.done():
+            break
         await asyncio.sleep(max(0.0, began + at - time.monotonic()))
         if waiting and at >= waiting[0]:
             waiting.pop(0)
@@ -201,15 +218,53 @@ async def live_traffic(
     return await asyncio.gather(*tasks)
 
 
-async def create_batch(http: aiohttp.ClientSession, url: str, lines: int, window_s: float) -> str:
+async def watch_lag(lags_s: list[float]) -> None:
+    while True:
+        due = time.monotonic() + LAG_EVERY_S
+        await asyncio.sleep(LAG_EVERY_S)
+        lags_s.append(time.monotonic() - due)
+
+
+class JournalWatch:
+    """Keeps the journal of the only batch readable after the gateway has deleted it."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._file: BinaryIO | None = None
+
+    async def open(self) -> None:
+        """Wait until the batch has a journal, and open it."""
+        while self._file is None:
+            for path in self._folder.glob("batches/*/*/journal"):
+                self._file = path.open("rb")
+            await asyncio.sleep(0.05)
+
+    def long_stops(self) -> int:
+        """Return how often an answer was stopped with LONG_TOKENS and more tokens kept."""
+        if self._file is None:
+            return 0
+        kept: dict[int, int] = {}
+        count = 0
+        with self._file:
+            for line in map(json.loads, self._file):
+                if line.get("kept"):
+                    number, tokens = line["number"], len(line["kept"]["tokens"])
+                    count += tokens >= LONG_TOKENS and tokens > kept.get(number, 0)
+                    kept[number] = tokens
+        return count
+
+
+async def create_batch(
+    http: aiohttp.ClientSession, url: str, options: argparse.Namespace, window_s: float
+) -> str:
     rows = [
         {
             "custom_id": f"line-{number}",
             "method": "POST",
             "url": "/v1/chat/completions",
-            "body": body(f"Batch question {number}?", BATCH_TOKENS),
+            "body": body(f"Batch question {number}?", options.tokens),
         }
-        for number in range(lines)
+        for number in range(options.lines)
     ]
     form = aiohttp.FormData({"purpose": "batch"})
     form.add_field("file", "\n".join(map(json.dumps, rows)).encode(), filename="input.jsonl")
@@ -242,10 +297,12 @@ async def wait_for_batch(
         return batch, await answer.text()
 
 
-async def measure(options: argparse.Namespace, rate: float, window_s: float | None) -> Outcome:
+async def measure(
+    options: argparse.Namespace, times: list[float], kills: list[float], window_s: float | None
+) -> Outcome:
     """Send the live requests to fresh engines, and return the measurements.
 
-    With `window_s`, a batch with that deadline runs beside them.
+    With `window_s`, a batch with that deadline runs beside them, and its end ends them.
     """
     with tempfile.TemporaryDirectory() as work, mock_groups(options.speed) as urls:
         port, admin = free_port(), free_port()
@@ -256,7 +313,8 @@ async def measure(options: argparse.Namespace, rate: float, window_s: float | No
         async with aiohttp.ClientSession(connector=connector) as http:
             await gateway.start(http)
             try:
-                return await _measure(options, http, gateway, urls, rate, window_s)
+                journal = JournalWatch(Path(work) / "store")
+                return await _measure(options, http, gateway, urls, times, kills, window_s, journal)
             finally:
                 gateway.kill()
 
@@ -266,27 +324,30 @@ async def _measure(
     http: aiohttp.ClientSession,
     gateway: Gateway,
     urls: list[str],
-    rate: float,
+    times: list[float],
+    kills: list[float],
     window_s: float | None,
+    journal: JournalWatch,
 ) -> Outcome:
-    times = arrivals(rate, GROUPS * options.places, options.seconds)
-    kills = [
-        options.seconds * (number + 1) / (options.kills + 1) for number in range(options.kills)
-    ]
-    began, ending = time.monotonic(), None
+    began, ending, lags_s = time.monotonic(), None, [0.0]
+    watches = [asyncio.create_task(watch_lag(lags_s))]
     if window_s is not None:
-        batch_id = await create_batch(http, gateway.url, options.lines, window_s)
+        batch_id = await create_batch(http, gateway.url, options, window_s)
         ending = asyncio.create_task(wait_for_batch(http, gateway.url, batch_id))
-    answers = await live_traffic(http, gateway, times, kills)
+        watches.append(asyncio.create_task(journal.open()))
+    answers = await live_traffic(http, gateway, times, kills, ending)
     batch, output = (None, "") if ending is None else await ending
     batch_s = time.monotonic() - began
+    for watch in watches:
+        watch.cancel()
     await gateway.count(http)
     made = 0.0
     for url in urls:
         async with http.get(f"{url}/metrics") as page:
             made += total(await page.text(), "vllm:generation_tokens_total")
-    totals = dict(gateway.totals)
-    return Outcome(answers, made, totals, totals.pop("kept_tokens"), batch, batch_s, output)
+    totals, lag_s = dict(gateway.totals), sorted(lags_s)[len(lags_s) * 99 // 100]
+    kept_tokens, stops = totals.pop("kept_tokens"), journal.long_stops()
+    return Outcome(answers, made, totals, kept_tokens, batch, batch_s, output, stops, lag_s)
 
 
 def config_text(
@@ -327,6 +388,36 @@ def attainment(options: argparse.Namespace, outcome: Outcome) -> float:
     return good / len(whole)
 
 
+def compare(options: argparse.Namespace, alone: Outcome, beside: Outcome) -> dict[str, Any]:
+    """Return the figures of one round, as written with `--json`."""
+    found: dict[str, int] = {}
+    equal = batch_tokens = 0
+    for line in map(json.loads, beside.output.splitlines()):
+        found[line["custom_id"]] = found.get(line["custom_id"], 0) + 1
+        number = line["custom_id"].removeprefix("line-")
+        answer = line["response"]["body"]
+        request = body(f"Batch question {number}?", options.tokens)
+        expected = expected_text(request, options.tokens)
+        equal += answer["choices"][0]["message"]["content"] == expected
+        batch_tokens += answer["usage"]["completion_tokens"]
+    assert beside.batch is not None
+    live_tokens = sum(answer.tokens for answer in beside.answers)
+    return {
+        "live_alone": attainment(options, alone),
+        "live_beside": attainment(options, beside),
+        "stopped": beside.stopped,
+        "long_stops": beside.long_stops,
+        "kept_tokens": beside.kept_tokens,
+        "status": beside.batch["status"],
+        "batch_s": beside.batch_s,
+        "results": len(found),
+        "twice": sum(count > 1 for count in found.values()),
+        "equal": equal,
+        "engine_tokens": beside.engine_tokens,
+        "extra_tokens": beside.engine_tokens - live_tokens - batch_tokens,
+    }
+
+
 def report(options: argparse.Namespace, alone: Outcome, beside: Outcome) -> None:
     for name, outcome in (("alone", alone), ("beside the batch", beside)):
         broken = sum(not answer.is_whole for answer in outcome.answers)
@@ -338,31 +429,26 @@ def report(options: argparse.Namespace, alone: Outcome, beside: Outcome) -> None
         slow = sum(answer.tpot_s > options.tpot for answer in whole)
         p99_s = sorted(answer.ttft_s for answer in whole)[len(whole) * 99 // 100]
         print(f"    {late} missed the TTFT (p99 {p99_s:.2f} s), {slow} the TPOT")
-    print(f"stopped requests of the batch: {beside.stopped}, tokens kept {beside.kept_tokens:.0f}")
-    assert beside.batch is not None
-    found: dict[str, int] = {}
-    equal = batch_tokens = 0
-    for line in map(json.loads, beside.output.splitlines()):
-        found[line["custom_id"]] = found.get(line["custom_id"], 0) + 1
-        number = line["custom_id"].removeprefix("line-")
-        answer = line["response"]["body"]
-        expected = expected_text(body(f"Batch question {number}?", BATCH_TOKENS), BATCH_TOKENS)
-        equal += answer["choices"][0]["message"]["content"] == expected
-        batch_tokens += answer["usage"]["completion_tokens"]
-    counts, status = beside.batch["request_counts"], beside.batch["status"]
-    print(f"batch: {status} in {beside.batch_s:.0f} s, {counts}")
-    twice = sum(count > 1 for count in found.values())
-    print(f"results: {len(found)} of {options.lines}, {twice} twice, {equal} with the right text")
-    live_tokens = sum(answer.tokens for answer in beside.answers)
-    extra = beside.engine_tokens - live_tokens - batch_tokens
-    print(f"tokens generated beyond those in answers: {extra:.0f} of {beside.engine_tokens:.0f}")
+        print(f"    timers of the client were up to {outcome.lag_s * 1000:.0f} ms late (p99)")
+    found = compare(options, alone, beside)
+    print(
+        f"stopped requests of the batch: {found['stopped']}, kept {found['kept_tokens']:.0f} tokens"
+    )
+    print(f"    {found['long_stops']} times with {LONG_TOKENS} and more tokens")
+    print(f"batch: {found['status']} in {found['batch_s']:.0f} s")
+    results = f"{found['results']} of {options.lines}, {found['twice']} twice"
+    print(f"results: {results}, {found['equal']} with the right text")
+    made = found["engine_tokens"]
+    print(f"tokens generated beyond those in answers: {found['extra_tokens']:.0f} of {made:.0f}")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+def parse_options(text: str | None) -> argparse.Namespace:
+    """Parse the command line of this program, or of batch_virtual.py; `text` describes it."""
+    parser = argparse.ArgumentParser(description=text)
     parser.add_argument("--lines", type=int, default=60, help="number of requests in the batch")
+    parser.add_argument("--tokens", type=int, default=120, help="tokens of an answer of the batch")
     parser.add_argument(
-        "--seconds", type=float, default=60.0, help="duration of the live traffic in seconds"
+        "--seeds", type=int, nargs="+", default=[1], help="seeds of the live traffic, one per round"
     )
     parser.add_argument(
         "--kills",
@@ -394,18 +480,43 @@ def main() -> None:
     parser.add_argument(
         "--tpot", type=float, default=0.1, help="TPOT target of live requests in seconds"
     )
-    options = parser.parse_args()
-    service_s = asyncio.run(service_time_s(options))
+    parser.add_argument("--json", action="store_true", help="print one JSON object per seed")
+    return parser.parse_args()
+
+
+Measure = Callable[[list[float], list[float], float | None], Outcome]
+"""A function that takes the times of live requests, those of kills, and the window of a batch."""
+
+
+def run(options: argparse.Namespace, service_s: float, measure: Measure) -> None:
+    """Measure and report a round for each seed; `service_s` is the duration of a live request."""
     places = GROUPS * options.places
     rate = options.load * places / service_s
     # The batch takes this long on the tenth of the places that the live traffic leaves.
-    needed_s = options.lines * service_s * BATCH_TOKENS / LIVE_TOKENS / (0.1 * places)
-    print(
-        f"service time {service_s:.2f} s, {rate:.1f} live requests/s, window {2 * needed_s:.0f} s"
+    needed_s = options.lines * service_s * options.tokens / LIVE_TOKENS / (0.1 * places)
+    window_s = 2 * needed_s
+    kills = [needed_s * (number + 1) / (options.kills + 1) for number in range(options.kills)]
+    if not options.json:
+        print(f"service time {service_s:.2f} s, {rate:.1f} live requests/s")
+        print(f"window {window_s:.0f} s", flush=True)
+    for seed in options.seeds:
+        times = arrivals(rate, places, window_s, seed)
+        beside = measure(times, kills, window_s)
+        alone = measure(times[: len(beside.answers)], kills, None)
+        if options.json:
+            print(json.dumps(compare(options, alone, beside)), flush=True)
+        else:
+            print(f"\nseed {seed}")
+            report(options, alone, beside)
+
+
+def main() -> None:
+    options = parse_options(__doc__)
+    run(
+        options,
+        asyncio.run(service_time_s(options)),
+        lambda times, kills, window_s: asyncio.run(measure(options, times, kills, window_s)),
     )
-    alone = asyncio.run(measure(options, rate, None))
-    beside = asyncio.run(measure(options, rate, 2 * needed_s))
-    report(options, alone, beside)
 
 
 if __name__ == "__main__":

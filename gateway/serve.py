@@ -204,7 +204,7 @@ async def _handle(gateway: Gateway, exchange: Exchange, client: Client) -> None:
         await _serve_uncounted(gateway, exchange, client, route, call)
         return
     if preferences.has_short_deadline or not route.pool_queue.try_take():
-        route = await _admit(gateway, snapshot, exchange, route, call)
+        route = await _admit(gateway, snapshot, exchange, route, call, preferences.skips_queue)
         admitted_at = monotonic()
     with route.pool_queue:
         exchange.admitted_at = admitted_at
@@ -245,7 +245,12 @@ async def _receive_body(gateway: Gateway, exchange: Exchange, client: Client) ->
 
 
 async def _admit(
-    gateway: Gateway, snapshot: Snapshot, exchange: Exchange, route: Route, call: Call
+    gateway: Gateway,
+    snapshot: Snapshot,
+    exchange: Exchange,
+    route: Route,
+    call: Call,
+    skips_queue: bool,
 ) -> Route:
     # Wait for admission; return the route that admitted the request.
     #
@@ -254,6 +259,9 @@ async def _admit(
     fingerprint = exchange.fingerprint = _fingerprint(gateway, route, call)
     if fingerprint is not None and route.pool_queue.reads_sessions:
         gateway.endpoints.prefixes.recognise_session(call, fingerprint)
+    if skips_queue:
+        exchange.pool_queue = await route.pool_queue.enter_first()
+        return _current_route(gateway, snapshot, exchange, route, call)
     # No closure: in a compiled module it would form a reference cycle with this coroutine, and keep
     # an old snapshot.
     build_query = partial(_build_query, gateway.endpoints, call.request, fingerprint)

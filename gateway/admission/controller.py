@@ -72,6 +72,7 @@ class PoolQueue:
 
     __slots__ = (
         "_candidates",
+        "_first",
         "_leaving",
         "_queue",
         "_updates",
@@ -88,6 +89,7 @@ class PoolQueue:
         self._queue: waiting.WaitQueue[WaiterFuture] = waiting.WaitQueue(CapAdmission())
         self.wants_feedback = False
         self._verdicts: deque[tuple[WaiterFuture, Verdict]] = deque()
+        self._first: deque[asyncio.Future[None]] = deque()  # they enter before all others
         self._updates: OutgoingUpdates | None = None
         self._candidates: tuple[Candidate, ...] = ()
         self._leaving: tuple[EndpointLoad, ...] = ()
@@ -196,7 +198,7 @@ class PoolQueue:
     def tick(self, now: float) -> None:
         """Run the periodic work of the pool's admission policy. Call it about every 100 ms."""
         self._queue.tick(now)
-        if self._queue.waiting:
+        if self._queue.waiting or self._first:
             self._settle()
 
     def refresh(self) -> None:
@@ -212,7 +214,7 @@ class PoolQueue:
 
     @property
     def queue_length(self) -> int:
-        return self._queue.waiting
+        return self._queue.waiting + len(self._first)
 
     @property
     def queued_tokens(self) -> int:
@@ -225,6 +227,13 @@ class PoolQueue:
         time.
         """
         return self._queue.capacity
+
+    def mean_service_s(self, now: float) -> float | None:
+        """Return the mean seconds for which a request holds a permit, by Little's law; None while
+        it is unknown.
+        """
+        rate = self._queue.full_rate(now)
+        return self._queue.capacity / rate if rate else None
 
     @property
     def permits_in_use(self) -> int:
@@ -251,6 +260,26 @@ class PoolQueue:
             verdict = await self._wait(query.request, waiter, verdict.timeout_s)
         if isinstance(verdict, Shed):
             raise shed_error(verdict)
+        return self
+
+    async def enter_first(self) -> PoolQueue:
+        """Take a permit before all requests that wait, without asking the admission policy.
+
+        It is for requests of batches on reserved places, whose number is limited already.
+        """
+        if not self._first and self._queue.take_permit():
+            return self
+        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._first.append(waiter)
+        try:
+            await waiter
+        except asyncio.CancelledError:
+            if waiter.cancelled():
+                self._first.remove(waiter)
+            else:  # the permit and the cancellation arrived together: pass the permit on
+                self._queue.undo_admit()
+                self._settle()
+            raise
         return self
 
     def try_enter(self, query: RoutingQuery) -> bool:
@@ -287,10 +316,17 @@ class PoolQueue:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._queue.free_place(monotonic()):
+        if self._queue.free_place(monotonic()) or self._first:
             self._settle()
 
     def _settle(self) -> None:
+        for waiter in tuple(self._first):
+            if waiter.cancelled():  # its task is about to remove it
+                continue
+            if not self._queue.take_permit():
+                break
+            self._first.remove(waiter)
+            waiter.set_result(None)
         is_scheduled = bool(self._verdicts)
         self._verdicts.extend(self._queue.take_verdicts(monotonic() + TIMER_SLACK_S))
         if not is_scheduled:

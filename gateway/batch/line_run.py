@@ -54,10 +54,11 @@ class LineResult(msgspec.Struct, frozen=True):
 class LineRun:
     """One attempt at one batch request.
 
-    number    the request's index in the input file
-    exchange  the gateway's record of the attempt
-    serving   the coroutine that serves it
-    failures  number of earlier attempts that engines failed
+    number      the request's index in the input file
+    exchange    the gateway's record of the attempt
+    serving     the coroutine that serves it
+    failures    number of earlier attempts that engines failed
+    started_at  when the runner started the attempt, in monotonic seconds
     """
 
     def __init__(
@@ -69,9 +70,11 @@ class LineRun:
         headers: Mapping[str, str],
         kept: KeptAnswer | None = None,
         failures: int = 0,
+        started_at: float = 0.0,
     ) -> None:
         # Prepare an attempt; `kept` is the part of the answer that earlier attempts received.
         self.number, self.line, self.failures = number, line, failures
+        self.started_at = started_at
         api, body = BATCH_APIS[line.url], bytes(line.body)
         streamed = streamed_body(body, api)
         self.kept = kept if streamed is not None else None

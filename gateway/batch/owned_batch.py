@@ -13,7 +13,10 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from heapq import heappop, heappush
 from io import BufferedReader
-from time import monotonic
+from time import monotonic, time
+from typing import Any
+
+import msgspec
 
 from gateway.batch.input_lines import InputChecker, InputLine, decode_line, result_line
 from gateway.batch.journal import (
@@ -24,8 +27,11 @@ from gateway.batch.journal import (
 )
 from gateway.batch.line_run import LineResult, LineRun
 from gateway.batch.records import BatchRecord, BatchState, FileRecord, RequestCounts, new_id
+from gateway.batch.schedule import RequestTimes, Schedule
 from gateway.batch.storage import BatchJournal, BatchStorage, ClaimedBatch, LeaseLostError
 from gateway.batch.threads import StorageThreads
+from gateway.batch.usage import UsageSum
+from policies.admission.window_reserve import WindowDemand
 
 log = logging.getLogger("penstock")
 
@@ -45,6 +51,8 @@ class OwnedBatch:
 
     running  attempts in progress by the request's index
     tasks    the tasks of these attempts
+    reserved  indexes of the requests that were started on reserved places
+    schedule  how the batch stands to the end of its completion window
     is_open  requests may be started
     is_lost  another process has taken the batch over
     """
@@ -56,6 +64,8 @@ class OwnedBatch:
         self._storage, self._claimed, self._threads = storage, claimed, threads
         self.running: dict[int, LineRun] = {}
         self.tasks: dict[int, asyncio.Task[None]] = {}
+        self.reserved: set[int] = set()
+        self.schedule = Schedule.ON_TIME
         self.progress = JournalReader(0)
         self.is_blocked = self.is_open = self.is_lost = False
         self._spans = array("Q")  # offset and size of each line
@@ -67,6 +77,7 @@ class OwnedBatch:
         self._ready: deque[int] = deque()
         self._retries: list[tuple[float, int]] = []
         self.failures: dict[int, int] = {}
+        self._times = RequestTimes()
 
     @property
     def record(self) -> BatchRecord:
@@ -140,6 +151,17 @@ class OwnedBatch:
     def has_ended(self) -> bool:
         return not self.tasks and not self._unwritten and not self.backlog
 
+    def demand(self, now: float, usual_s: float | None) -> WindowDemand:
+        """Return what the batch needs until the end of its completion window.
+
+        `usual_s` is the duration of a request as long as none of the batch has ended; None if it is
+        unknown. `now` is in monotonic seconds.
+        """
+        running = {number: now - run.started_at for number, run in self.running.items()}
+        work_s, longest_s = self._times.estimate(self.backlog, running, usual_s)
+        left_s = self.record.expires_at - time()
+        return WindowDemand(self.record.id, left_s, work_s, longest_s)
+
     def take_next(self, now: float) -> int | None:
         """Return the index of the batch's next request to run at `now` (monotonic seconds), or
         None.
@@ -166,20 +188,23 @@ class OwnedBatch:
         """
         heappush(self._retries, (due, number))
 
-    def put_back(self, number: int, kept: KeptAnswer | None) -> None:
-        """Schedule an interrupted request of the batch to run next.
+    def put_back(self, run: LineRun, kept: KeptAnswer | None) -> None:
+        """Schedule the request of an interrupted attempt to run next.
 
         It continues the kept part of its answer, if there is any.
         """
-        self._ready.append(number)
-        self.keep(number, kept)
+        self._ready.append(run.number)
+        self.end_attempt(run, kept)
 
-    def keep(self, number: int, kept: KeptAnswer | None) -> None:
-        """Record the received part of an answer to a batch request; the next attempt continues from
-        it.
+    def end_attempt(self, run: LineRun, kept: KeptAnswer | None) -> None:
+        """Record an attempt that gave no result.
 
-        With None, the next attempt generates the answer from the beginning.
+        The next attempt continues from `kept`, the received part of the answer. With None, it
+        generates the answer from the beginning.
         """
+        number = run.number
+        seconds = monotonic() - run.started_at
+        self._times.add_attempt(number, seconds, is_kept=kept is not None)
         if kept is not None:
             self.progress.kept[number] = kept
             self._write(JournalEntry(number, kept=kept))
@@ -193,6 +218,7 @@ class OwnedBatch:
         response = (result.status, result.request_id, result.body)
         line = result_line(run.number, self.record.id, run.line.custom_id, response)
         self._write(JournalEntry(run.number, result.status == 200, line[:-1].decode()))
+        self._times.add_result(run.number, monotonic() - run.started_at)
         self.failures.pop(run.number, None)
 
     def _write(self, entry: JournalEntry) -> None:
@@ -252,6 +278,15 @@ class OwnedBatch:
         """
         await self._threads.run(self._claimed.save, record)
 
+    async def save_progress(self) -> None:
+        """Store the batch's counts and schedule if they have changed.
+
+        Raises LeaseLostError if another process now holds the batch's lease.
+        """
+        record, schedule = self.record, self.schedule.value
+        if (self.counts, schedule) != (record.counts, record.schedule):
+            await self.save(msgspec.structs.replace(record, counts=self.counts, schedule=schedule))
+
     async def fail(self, record: BatchRecord) -> None:
         """Store the record of a batch that was refused, and delete its copy of the input file."""
         await self._threads.run(self._claimed.finish, record)
@@ -274,43 +309,55 @@ class OwnedBatch:
     def counts(self) -> RequestCounts:
         return RequestCounts(self.total, self.progress.completed, self.progress.failed)
 
-    async def finish(self, state: BatchState, now: float, expires_at: int) -> None:
+    async def finish(self, state: BatchState, now: float, expiry_s: float) -> None:
         """Write the output and error files of a batch, and put the batch into its final state.
 
         Requests without a result get an error that names `state`. The ids of both files are stored
         before the files are written. After a restart, the next owner deletes these files and writes
         its own, because an earlier owner that was only slow may still be writing.
+
+        now       Unix seconds
+        expiry_s  seconds after which both files expire, if the client has set no shorter time
         """
         record, run = self.record, self._threads.run
+        expires_at = int(now + min(record.output_expiry_s or expiry_s, expiry_s))
         for name in record.result_file_ids:
             await run(self._storage.delete_file, record.tenant, name)
         ids = new_id("file-"), new_id("file-")
         is_cancelled = state is BatchState.CANCELLED
         interim = BatchState.CANCELLING if is_cancelled else BatchState.FINALIZING
         await self.save(record.enter(interim, now, counts=self.counts, result_file_ids=ids))
-        written = []
+        written, usage = [], UsageSum()
         for kind, name in zip(("output", "error"), ids, strict=True):
             title = f"{record.id}_{kind}.jsonl"
             file = FileRecord(name, title, "batch_output", 0, int(now), expires_at)
-            size = await run(self._write_results, file, state, kind == "output")
+            size = await run(self._write_results, file, state, usage, kind == "output")
             written.append(name if size else None)
         failed = self.total - self.progress.completed
         counts = RequestCounts(self.total, self.progress.completed, failed)
-        changes = {"counts": counts, "output_file_id": written[0], "error_file_id": written[1]}
+        changes: dict[str, Any] = {"counts": counts, "usage": usage.total}
+        changes |= {"output_file_id": written[0], "error_file_id": written[1]}
         await run(self._claimed.finish, self.record.enter(state, now, **changes))
 
-    def _write_results(self, file: FileRecord, state: BatchState, is_good: bool) -> int:
+    def _write_results(
+        self, file: FileRecord, state: BatchState, usage: UsageSum, is_good: bool
+    ) -> int:
         reason = REASONS.get(state, REASONS[BatchState.EXPIRED])
-        lines = self._result_lines(reason, is_good=is_good)
+        lines = self._result_lines(reason, usage, is_good=is_good)
         most = self.progress.size + len(self._spans) * MISSING_BYTES
         return self._storage.write_result_file(self.record.tenant, file, lines, most)
 
-    def _result_lines(self, reason: tuple[str, str], *, is_good: bool) -> Iterator[bytes]:
-        # Yield the lines of the output file or, if not `is_good`, those of the errors file.
+    def _result_lines(
+        self, reason: tuple[str, str], usage: UsageSum, *, is_good: bool
+    ) -> Iterator[bytes]:
+        # Yield the lines of the output file, adding their usage to `usage`, or, if not `is_good`,
+        # those of the errors file.
         reader = JournalReader(self.total)
         for line in self._claimed.journal_lines():
             entry = reader.feed(line)
             if entry is not None and entry.is_good is is_good:
+                if is_good:
+                    usage.add(entry.result)
                 yield entry.result.encode() + b"\n"
         if is_good:
             return

@@ -62,19 +62,21 @@ class PoolPacer:
         self.limit = min(FIRST_LIMIT, float(most))
         self._cut_at = self._grown_at = self._waited_at = float("-inf")
 
-    def allow(self, reading: PoolReading, targets: LatencyTargets, running: int, now: float) -> int:
+    def allow(
+        self,
+        reading: PoolReading,
+        targets: LatencyTargets,
+        running: int,
+        now: float,
+        reserved: int = 0,
+    ) -> int:
         """Return how many batch requests the pool may run now; `running` is how many it runs at
         present.
 
-        If the result is below `running`, the caller pre-empts the difference.
+        If the result is below `running`, the caller pre-empts the difference. `reserved` places are
+        permitted whatever the load, because a completion window ends soon.
         """
-        if _is_pressed(reading, targets):
-            if now - self._cut_at >= CUT_EVERY_S:
-                self.limit, self._cut_at = max(1.0, min(self.limit, running) * CUT), now
-        elif running >= int(self.limit) and now - max(self._cut_at + HOLD_S, self._grown_at) >= (
-            GROW_EVERY_S
-        ):
-            self.limit, self._grown_at = min(self.most, self.limit + max(1.0, self.limit / 8)), now
+        self._adapt(running, now, is_pressed=_is_pressed(reading, targets))
         free = int(self.share * reading.places) - (reading.busy - running)
         allowed = min(int(self.limit), free)
         # A waiting request takes the place of one that runs now. That says nothing about the
@@ -83,7 +85,17 @@ class PoolPacer:
             self._waited_at = now
         if now - self._waited_at < QUIET_S:
             allowed = min(allowed, running - reading.waiting)
-        return max(0, allowed)
+        return max(0, allowed, min(reserved, self.most))
+
+    def _adapt(self, running: int, now: float, *, is_pressed: bool) -> None:
+        # Cut the limit under pressure; let it grow while it is used and nothing speaks against it.
+        if is_pressed:
+            if now - self._cut_at >= CUT_EVERY_S:
+                self.limit, self._cut_at = max(1.0, min(self.limit, running) * CUT), now
+        elif running >= int(self.limit) and now - max(self._cut_at + HOLD_S, self._grown_at) >= (
+            GROW_EVERY_S
+        ):
+            self.limit, self._grown_at = min(self.most, self.limit + max(1.0, self.limit / 8)), now
 
 
 def _is_pressed(reading: PoolReading, targets: LatencyTargets) -> bool:
@@ -92,14 +104,13 @@ def _is_pressed(reading: PoolReading, targets: LatencyTargets) -> bool:
     return bool(reading.missed or reading.price > 0 or late or slow)
 
 
-def choose_preempted(lost_tokens: Sequence[int], count: int) -> list[int]:
-    """Return the indexes of the `count` running batch requests whose interruption loses the fewest
-    tokens.
+def choose_preempted(costs: Sequence[tuple[bool, int]], count: int) -> list[int]:
+    """Return the indexes of the `count` running batch requests whose interruption costs least.
 
-    `lost_tokens` has the number of tokens that each of them would have to generate again. Among
-    equal ones, the newest is chosen, which has the highest index.
+    For each of them `costs` has whether its batch is hurried, and how many tokens it would have to
+    generate again. Among equal ones, the newest is chosen, which has the highest index.
     """
-    order = sorted(range(len(lost_tokens)), key=lambda index: (lost_tokens[index], -index))
+    order = sorted(range(len(costs)), key=lambda index: (costs[index], -index))
     return order[:count]
 
 

@@ -5,7 +5,7 @@ I/O.
 from __future__ import annotations
 
 from collections.abc import Container, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -54,22 +54,28 @@ class FileForm(msgspec.Struct, frozen=True):
             raise _bad(
                 "The field expires_after[anchor] must be created_at.", "expires_after[anchor]"
             )
-        if not (seconds.isascii() and seconds.isdigit() and len(seconds) < 9) or not (
-            MIN_EXPIRY_S <= int(seconds) <= MAX_EXPIRY_S
-        ):
-            message = f"The seconds must be from {MIN_EXPIRY_S} to {MAX_EXPIRY_S}."
-            raise _bad(message, "expires_after[seconds]")
+        is_number = seconds.isascii() and seconds.isdigit() and len(seconds) < 9
+        _check_expiry(int(seconds) if is_number else 0, "expires_after[seconds]")
         return int(seconds)
 
 
 class BatchRequest(msgspec.Struct, frozen=True):
-    """The body of a request to create a batch; `window_s` is its completion window in seconds."""
+    """The body of a request to create a batch; `window_s` is its completion window in seconds.
+
+    output_expiry_s  seconds after which its files of results expire; None: the default
+    """
 
     input_file_id: str
     endpoint: str
     completion_window: str
     metadata: dict[str, str] | None = None
     window_s: float = 0.0
+    output_expiry_s: int | None = None
+
+
+class _Expiry(msgspec.Struct):
+    seconds: int
+    anchor: Literal["created_at"]
 
 
 class _Body(msgspec.Struct):
@@ -77,6 +83,7 @@ class _Body(msgspec.Struct):
     endpoint: str
     completion_window: str
     metadata: dict[str, str] | None = None
+    output_expires_after: _Expiry | None = None
 
 
 _decode = msgspec.json.Decoder(_Body).decode
@@ -106,8 +113,17 @@ def read_batch_request(raw: bytes, max_window_s: float, endpoints: Container[str
         message = f"The completion window must be from 1s to {max_window_s:g}s."
         raise _bad(message, "completion_window")
     _check_metadata(body.metadata)
-    window = body.completion_window
-    return BatchRequest(body.input_file_id, body.endpoint, window, body.metadata, window_s)
+    expiry, expiry_s = body.output_expires_after, None
+    if expiry is not None:
+        expiry_s = expiry.seconds
+        _check_expiry(expiry_s, "output_expires_after")
+    window, metadata = body.completion_window, body.metadata
+    return BatchRequest(body.input_file_id, body.endpoint, window, metadata, window_s, expiry_s)
+
+
+def _check_expiry(seconds: int, param: str) -> None:
+    if not MIN_EXPIRY_S <= seconds <= MAX_EXPIRY_S:
+        raise _bad(f"The seconds must be from {MIN_EXPIRY_S} to {MAX_EXPIRY_S}.", param)
 
 
 def _check_metadata(metadata: Mapping[str, str] | None) -> None:

@@ -207,6 +207,7 @@ class BatchPages:
             now,
             now + int(batch_request.window_s),
             batch_request.metadata,
+            output_expiry_s=batch_request.output_expiry_s,
         )
 
     async def _list_batches(self, request: web.Request) -> web.StreamResponse:

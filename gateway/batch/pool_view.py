@@ -7,10 +7,13 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 
+import msgspec
+
 from gateway.admission.controller import PoolQueue
 from gateway.batch.line_run import LineRun
 from gateway.batch.pacing import LatencyTargets, PoolPacer, PoolReading
 from gateway.batch.records import BatchRecord
+from gateway.batch.schedule import PoolSchedule
 from gateway.config import BatchApi, Config
 from gateway.fleet.name_table import find
 from gateway.metrics.catalogue import Metrics
@@ -35,12 +38,19 @@ def batch_class(section: BatchApi, config: Config) -> str:
     return section.slo or min(classes, key=lambda name: (classes[name].weight, name))
 
 
-def line_headers(section: BatchApi, config: Config) -> HeaderFields:
+def line_headers(section: BatchApi, snapshot: Snapshot, *, is_reserved: bool) -> HeaderFields:
     """Return the headers of a batch request inside the gateway: the lowest service class and
     priority.
+
+    A request with a reserved place enters its pool before all that wait.
     """
-    name = batch_class(section, config)
-    return HeaderFields([(CLASS_HEADER, name), (PRIORITY_HEADER, str(-MAX_PRIORITY))])
+    name, levels = batch_class(section, snapshot.config), snapshot.service_classes
+    fields = HeaderFields([(CLASS_HEADER, name), (PRIORITY_HEADER, str(-MAX_PRIORITY))])
+    if is_reserved:
+        read = levels.read_preferences(fields, "")
+        skips = msgspec.structs.replace(read, skips_queue=True)
+        fields.cached_preferences = levels, skips
+    return fields
 
 
 def find_pool(snapshot: Snapshot, record: BatchRecord) -> str:
@@ -82,6 +92,7 @@ class PoolView:
     """Reads the load of one pool of endpoints, by which the number of its batch requests is
     limited.
 
+    schedule   the plan for the pool's batches, by their completion windows
     _missed    number of other requests that missed a latency target in the newest window
     _targets   the latency targets of other requests
     _answered  numbers of answered other requests by service class, and when they last changed
@@ -90,6 +101,7 @@ class PoolView:
     def __init__(self, pool: str, gateway: Gateway, metrics: Metrics) -> None:
         self._pool, self._gateway, self._metrics = pool, gateway, metrics
         self._pacer: PoolPacer | None = None
+        self.schedule = PoolSchedule()
         self._targets = LatencyTargets(float("inf"), float("inf"))
         self._missed = 0
         self._missed_total: float | None = None
@@ -98,12 +110,28 @@ class PoolView:
         self._tokens: dict[int, int] = {}
         self._tpot_s: float | None = None
 
+    @property
+    def _queue(self) -> PoolQueue | None:
+        queues = self._gateway.gate.pool_queues()
+        return next((queue for queue in queues if queue.name == self._pool), None)
+
+    def reserve(self, section: BatchApi) -> int:
+        """Return how many places may be reserved for batches whose completion window ends soon."""
+        queue = self._queue
+        if queue is None or not section.reserve:
+            return 0
+        return min(section.concurrency, max(1, int(section.reserve * queue.places)))
+
+    def usual_s(self, now: float) -> float | None:
+        """Return how many seconds the pool's requests run on average; None if none has ended."""
+        queue = self._queue
+        return None if queue is None else queue.mean_service_s(now)
+
     def allow(self, section: BatchApi, runs: Sequence[LineRun], running: int, now: float) -> int:
         """Return how many batch requests the pool may run now; `running` is how many it runs at
         present.
         """
-        queues = self._gateway.gate.pool_queues()
-        queue = next((queue for queue in queues if queue.name == self._pool), None)
+        queue = self._queue
         if queue is None:  # such requests end with an error at once
             return section.concurrency
         pacer = self._pacer = self._pacer or PoolPacer(section.share, section.concurrency)
@@ -111,7 +139,7 @@ class PoolView:
         self._measure(section, runs, now)
         missed, self._missed = self._missed, 0
         reading = self._read(queue, runs, missed, now)
-        return pacer.allow(reading, self._targets, running, now)
+        return pacer.allow(reading, self._targets, running, now, self.schedule.plan.places)
 
     def _read(
         self, queue: PoolQueue, runs: Sequence[LineRun], missed: int, now: float

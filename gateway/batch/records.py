@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from typing import Any
 
 import msgspec
+
+from gateway.batch.usage import TokenUsage
 
 FILE_ID = re.compile(r"file-[0-9a-f]{32}")
 BATCH_ID = re.compile(r"batch_[0-9a-f]{32}")
@@ -100,6 +102,10 @@ class BatchRecord(msgspec.Struct, frozen=True):
     model        the model of its requests; "" before they were validated
     state_times  when the batch entered each state, by the state's name
     result_file_ids  ids under which its owner writes the output file and the errors file
+    schedule     how it stands to the end of its completion window while its requests run, see
+                 gateway/batch/schedule.py; meaningless in other states
+    output_expiry_s  seconds after which the files of results expire, if the client set a time
+    usage        tokens of all answers, once the batch has ended
     """
 
     id: str
@@ -119,6 +125,9 @@ class BatchRecord(msgspec.Struct, frozen=True):
     output_file_id: str | None = None
     error_file_id: str | None = None
     result_file_ids: tuple[str, ...] = ()
+    schedule: str = ""
+    output_expiry_s: int | None = None
+    usage: TokenUsage | None = None
 
     @property
     def is_final(self) -> bool:
@@ -135,17 +144,14 @@ class BatchRecord(msgspec.Struct, frozen=True):
         return msgspec.structs.replace(self, state=state, state_times=times, **changes)
 
     def as_object(self) -> dict[str, Any]:
-        """Return the batch as a JSON object of OpenAI's API."""
+        """Return the batch as a JSON object of OpenAI's API, with the member `schedule` added."""
         times = self.state_times
         names = ("in_progress", "finalizing", "completed", "failed", "expired")
-        errors = None
-        if self.problems:
-            errors = {"object": "list", "data": [msgspec.to_builtins(p) for p in self.problems]}
         return {
             "id": self.id,
             "object": "batch",
             "endpoint": self.endpoint,
-            "errors": errors,
+            "errors": list_of_problems(self.problems),
             "input_file_id": self.input_file_id,
             "completion_window": self.window,
             "status": self.state.value,
@@ -158,7 +164,16 @@ class BatchRecord(msgspec.Struct, frozen=True):
             "cancelled_at": times.get("cancelled"),
             "request_counts": msgspec.to_builtins(self.counts),
             "metadata": self.metadata,
+            "model": self.model or None,
+            "usage": None if self.usage is None else self.usage.as_object(),
+            "schedule": self.schedule if self.state is BatchState.IN_PROGRESS else None,
         }
+
+
+def list_of_problems(problems: Sequence[LineProblem]) -> dict[str, Any] | None:
+    """Return the problems of an input file as a JSON object of OpenAI's API; None without any."""
+    data = [msgspec.to_builtins(problem) for problem in problems]
+    return {"object": "list", "data": data} if data else None
 
 
 def list_object(items: list[dict[str, Any]], *, has_more: bool) -> dict[str, Any]:

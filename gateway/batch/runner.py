@@ -16,14 +16,13 @@ from contextlib import suppress
 from functools import partial
 from time import monotonic, time
 
-import msgspec
-
 from gateway.batch.input_lines import InputChecker
 from gateway.batch.line_run import LineRun, ServeLine
 from gateway.batch.owned_batch import OwnedBatch
 from gateway.batch.pacing import choose_preempted, retry_delay_s
 from gateway.batch.pool_view import PoolView, find_pool, line_headers, refusal
 from gateway.batch.records import BatchState
+from gateway.batch.schedule import TICK_S, Schedule, ScheduleLog
 from gateway.batch.storage import (
     BatchStorage,
     ClaimedBatch,
@@ -36,10 +35,10 @@ from gateway.batch.threads import StorageThreads
 from gateway.config import BatchApi
 from gateway.metrics.catalogue import Metrics
 from gateway.route import Gateway
+from policies.admission.window_reserve import WindowPlan
 
 log = logging.getLogger("penstock")
 
-TICK_S = 0.02
 IDLE_S = 0.25  # between two looks for a batch
 RETRY_S = 1.0
 REOPEN_S = 5.0  # between two attempts to reach a storage that did not answer at the start
@@ -78,10 +77,20 @@ class BatchRunner:
         self._loops: list[asyncio.Task[None]] = []
         self._is_due = asyncio.Event()
         self._turn = 0
+        self._schedule_log = ScheduleLog()
+        self._attach_gauges(metrics)
+
+    def _attach_gauges(self, metrics: Metrics) -> None:
         metrics.batch_backlog.set_function(
             lambda: float(sum(batch.backlog for batch in self._owned.values()))
         )
         metrics.batch_running.set_function(lambda: float(self.running))
+        for schedule in Schedule:
+            gauge = metrics.batches.labels(schedule.value)
+            gauge.set_function(partial(self._count_scheduled, schedule))
+        metrics.batch_reserved_places.set_function(
+            lambda: float(sum(view.schedule.plan.places for view in self._views.values()))
+        )
 
     @property
     def running(self) -> int:
@@ -90,6 +99,9 @@ class BatchRunner:
     @property
     def _section(self) -> BatchApi:
         return self._gateway.snapshot.config.batch or self._first_section
+
+    def _count_scheduled(self, schedule: Schedule) -> float:
+        return float(sum(b.is_open and b.schedule is schedule for b in self._owned.values()))
 
     async def start(self) -> None:
         """Prepare the storage of files and batches, and start to run batches.
@@ -256,7 +268,7 @@ class BatchRunner:
             raise LeaseLostError
         now, missing = time(), batch.backlog
         async with self._finishing:
-            await batch.finish(final, now, int(now + self._section.expiry))
+            await batch.finish(final, now, self._section.expiry)
         if missing:
             self._metrics.batch_requests_total.labels(final.value).inc(missing)
         log.info("batch %s has ended in state %s", batch.record.id, final.value)
@@ -275,11 +287,9 @@ class BatchRunner:
         if problems:
             await batch.fail(batch.record.enter(BatchState.FAILED, now, problems=problems))
             return False
-        await batch.save(
-            batch.record.enter(
-                BatchState.IN_PROGRESS, now, model=checker.model, counts=batch.counts
-            )
-        )
+        changes = {"model": checker.model, "counts": batch.counts}
+        changes |= {"schedule": batch.schedule.value}
+        await batch.save(batch.record.enter(BatchState.IN_PROGRESS, now, **changes))
         return True
 
     async def _until_end(self, batch: OwnedBatch) -> BatchState:
@@ -298,8 +308,7 @@ class BatchRunner:
                 cancelled_at = self.storage.cancelled_at
                 if await self._threads.run(cancelled_at, batch.record) is not None:
                     return BatchState.CANCELLED
-                if batch.counts != batch.record.counts:
-                    await batch.save(msgspec.structs.replace(batch.record, counts=batch.counts))
+                await batch.save_progress()
                 batch.is_open = True
             await asyncio.sleep(0.1)
         return BatchState.COMPLETED
@@ -321,8 +330,12 @@ class BatchRunner:
             if batch.is_open:
                 pool = find_pool(self._gateway.snapshot, batch.record)
                 by_pool.setdefault(pool, []).append(batch)
+        self._schedule_log.keep(self._owned)
         for pool, batches in by_pool.items():
             self._pace(pool, batches)
+        for pool, view in self._views.items():
+            if pool not in by_pool:
+                view.schedule.clear()
 
     def _pace(self, pool: str, batches: list[OwnedBatch]) -> None:
         now = monotonic()
@@ -332,30 +345,53 @@ class BatchRunner:
         view = self._views.get(pool)
         if view is None:
             view = self._views[pool] = PoolView(pool, self._gateway, self._metrics)
+        self._schedule(view, batches, len(runs), now)
         allowed = view.allow(self._section, [run for _, run in runs], running, now)
         if allowed < running:
             able = [(batch, run) for batch, run in runs if not run.is_ending]
-            lost = [run.lost_tokens for _, run in able]
-            for index in choose_preempted(lost, running - allowed):
+            hurried = view.schedule.plan.hurried
+            costs = [(batch.record.id in hurried, run.lost_tokens) for batch, run in able]
+            for index in choose_preempted(costs, running - allowed):
                 self._preempt(*able[index])
             return
-        self._start(batches, allowed - running, now)
+        self._start(batches, view.schedule.plan, allowed - running, now)
 
-    def _start(self, batches: list[OwnedBatch], count: int, now: float) -> None:
+    def _schedule(
+        self, view: PoolView, batches: list[OwnedBatch], running: int, now: float
+    ) -> None:
+        # Compare the batches of one pool with their completion windows.
+        usual_s = view.usual_s(now)
+        demands = [batch.demand(now, usual_s) for batch in batches]
+        view.schedule.update(demands, view.reserve(self._section), running, now)
+        for batch, demand in zip(batches, demands, strict=True):
+            batch.schedule = view.schedule.schedule_of(demand.id)
+            self._schedule_log.update(demand, batch.schedule, now)
+
+    def _start(self, batches: list[OwnedBatch], plan: WindowPlan, count: int, now: float) -> None:
+        # Start up to `count` requests: those of hurried batches in the order of the plan, then
+        # those of tenants in turn.
+        reserved = plan.places - sum(len(batch.reserved) for batch in batches)
+        by_id = {batch.record.id: batch for batch in batches}
+        for batch in map(by_id.__getitem__, plan.hurried):
+            while count > 0 and self._start_one([batch], now, is_reserved=reserved > 0):
+                count, reserved = count - 1, reserved - 1
         queue = deque(group_by_tenant(batches))
         queue.rotate(-self._turn)
         self._turn += 1
         while count > 0 and queue:
             own = queue.popleft()
-            if self._start_one(own, now):
+            if self._start_one(own, now, is_reserved=False):
                 queue.append(own)
                 count -= 1
 
-    def _start_one(self, batches: list[OwnedBatch], now: float) -> bool:
-        # Start the next request of one tenant; return whether there was one.
+    def _start_one(self, batches: list[OwnedBatch], now: float, *, is_reserved: bool) -> bool:
+        # Start the next request of one tenant, perhaps on a reserved place; return whether there
+        # was one.
         for batch in batches:
             number = batch.take_next(now)
             if number is not None:
+                if is_reserved:
+                    batch.reserved.add(number)
                 task = batch.tasks[number] = asyncio.create_task(self._run_one(batch, number))
                 task.add_done_callback(partial(_forget, batch, number))
                 return True
@@ -365,9 +401,10 @@ class BatchRunner:
         number, lost = run.number, run.lost_tokens
         run.preempt()
         kept = run.keep()
-        batch.put_back(number, kept)
+        batch.put_back(run, kept)
         del batch.running[number]
         batch.tasks.pop(number).cancel()
+        batch.reserved.discard(number)
         result = "restarted" if lost else "waiting" if kept is None else "kept"
         self._metrics.batch_preemptions_total.labels(result).inc()
         if kept is not None:
@@ -383,10 +420,12 @@ class BatchRunner:
             batch.retry_at(number, monotonic() + RETRY_S)
 
     async def _attempt(self, batch: OwnedBatch, number: int) -> None:
+        started_at = monotonic()
         line, record, gateway = await batch.read(number), batch.record, self._gateway
-        headers = line_headers(self._section, gateway.snapshot.config)
+        is_reserved = number in batch.reserved
+        headers = line_headers(self._section, gateway.snapshot, is_reserved=is_reserved)
         kept, failures = batch.progress.kept.get(number), batch.failures.get(number, 0)
-        run = LineRun(self._serve, record.tenant, number, line, headers, kept, failures)
+        run = LineRun(self._serve, record.tenant, number, line, headers, kept, failures, started_at)
         error = refusal(gateway.snapshot, record)
         if error is not None:
             batch.add_result(run, run.refused(error))
@@ -408,11 +447,11 @@ class BatchRunner:
         if result.is_retried:
             failures = run.failures + (not result.is_unlimited)
             batch.failures[number] = failures
-            batch.keep(number, run.keep())
+            batch.end_attempt(run, run.keep())
             batch.retry_at(number, monotonic() + retry_delay_s(failures, result.retry_after_s))
             count("retried").inc()
         elif result.status != 200 and run.kept is not None:  # the engine refused the continuation
-            batch.keep(number, None)
+            batch.end_attempt(run, None)
             batch.retry_at(number, monotonic())
             count("retried").inc()
         else:
@@ -436,3 +475,4 @@ def _forget(batch: OwnedBatch, number: int, task: asyncio.Task[None]) -> None:
     if batch.tasks.get(number) is task:
         del batch.tasks[number]
         batch.running.pop(number, None)
+        batch.reserved.discard(number)

@@ -41,6 +41,11 @@ class BatchApi(Section):
         "Share of a pool's capacity (0 to 1) that batch requests and other requests may fill "
         "together. No batch request runs above it.",
     )
+    reserve: Annotated[float, Field(ge=0, le=1), BeforeValidator(number_if_substituted)] = setting(
+        0.25,
+        "Share of a pool's capacity (0 to 1) that batches may take from other requests, once their "
+        "completion windows could not be kept without it. 0: they only use what is free.",
+    )
     window: Duration = setting(
         "7d",
         "Longest completion window that a batch may ask for. A batch with a longer one is refused.",

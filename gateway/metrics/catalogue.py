@@ -42,6 +42,7 @@ VERSION = Label("version", 2)
 HASH = Label("hash", 2)
 ROLE = Label("role", 4)
 OUTCOME = Label("outcome", 16)
+SCHEDULE = Label("schedule", 4)
 DECISION = Label("decision", 4)
 DIRECTION = Label("direction", 2)
 CLASS = Label("class", 33)
@@ -388,6 +389,19 @@ class Metrics:
         ).labels()
         self.batch_running: Gauge = factory.gauge(
             "penstock_batch_running", "Batch requests that are running now."
+        ).labels()
+        self._batch_windows(factory)
+
+    def _batch_windows(self, factory: FamilyFactory) -> None:
+        self.batches: MetricFamily[Gauge] = factory.gauge(
+            "penstock_batches",
+            "Running batches by how they stand to the end of their completion windows: on_time, "
+            "hurried (places are reserved for them), behind (they will probably not end in time).",
+            SCHEDULE,
+        )
+        self.batch_reserved_places: Gauge = factory.gauge(
+            "penstock_batch_reserved_places",
+            "Places of pools that are reserved for batches whose completion windows end soon.",
         ).labels()
 
     def _kv_events(self, factory: FamilyFactory) -> None:

@@ -66,6 +66,7 @@ class RequestPreferences(msgspec.Struct, frozen=True):
     patience_s          seconds that the client waits for the first byte
     has_short_deadline  whether patience_s is so short that it is checked even without overload
     is_default          whether neither a class nor a budget is given
+    skips_queue         whether it enters its pool before all requests that wait; no header says so
     """
 
     slo: Slo | None = None
@@ -81,6 +82,7 @@ class RequestPreferences(msgspec.Struct, frozen=True):
     session_source: str = ""
     session_hints: SessionHints | None = None
     client_request_id: str = ""
+    skips_queue: bool = False
 
     def resolve_slo(self, model_slo: Slo) -> Slo:
         """Return the service level objective of a request; `model_slo` is the model's default."""

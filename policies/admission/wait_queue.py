@@ -297,6 +297,12 @@ class WaitQueue(Generic[T]):
         self.in_flight += 1
         return True
 
+    def take_permit(self) -> bool:
+        """Take a permit before all waiting requests, if one is free; return whether it was."""
+        is_free = self.busy_permits < self.capacity
+        self.in_flight += is_free
+        return is_free
+
     def arrive(
         self,
         query: RoutingQuery,

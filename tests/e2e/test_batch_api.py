@@ -135,6 +135,7 @@ def test_a_batch_answers_each_line_as_the_engine_does(setup: Setup) -> None:
     counts = ended.request_counts
     assert (counts.total, counts.completed, counts.failed) == (23, 22, 1)
     assert None not in (ended.in_progress_at, ended.finalizing_at, ended.completed_at)
+    assert ended.model == MODEL
     good = results(setup.sdk, ended.output_file_id)
     for line in lines[:-1]:
         answer = good[line["custom_id"]]["response"]
@@ -146,6 +147,11 @@ def test_a_batch_answers_each_line_as_the_engine_does(setup: Setup) -> None:
             assert choice["finish_reason"] == expected["finish_reason"]
         assert body["object"] == direct["object"]
         assert body["usage"]["completion_tokens"] == direct["usage"]["completion_tokens"]
+    used = [good[line["custom_id"]]["response"]["body"]["usage"] for line in lines[:-1]]
+    assert ended.usage is not None
+    assert ended.usage.input_tokens == sum(usage["prompt_tokens"] for usage in used) > 0
+    assert ended.usage.output_tokens == sum(usage["completion_tokens"] for usage in used) > 0
+    assert ended.usage.total_tokens == ended.usage.input_tokens + ended.usage.output_tokens
     bad = results(setup.sdk, ended.error_file_id)
     assert list(bad) == ["bad"]
     assert bad["bad"]["response"]["status_code"] == 400
@@ -168,9 +174,25 @@ def test_other_apis_run_in_a_batch(setup: Setup, endpoint: str, body: dict[str, 
     assert answer["body"]["usage"]["prompt_tokens"] > 0
 
 
+def test_the_files_of_results_expire_when_the_client_asks(setup: Setup) -> None:
+    options: Any = {"endpoint": "/v1/chat/completions", "completion_window": "24h"}
+    options["input_file_id"] = upload(setup.sdk, [chat("good", "x"), chat("bad", "x", n=-1)])
+    policy: Any = {"anchor": "created_at", "seconds": 7200}
+    batch_id = setup.sdk.batches.create(**options, output_expires_after=policy).id
+    ended = wait(setup.sdk, batch_id)
+    for file_id in (ended.output_file_id, ended.error_file_id):
+        assert file_id is not None
+        file = setup.sdk.files.retrieve(file_id)
+        assert file.expires_at == file.created_at + 7200
+    for wrong in ({"anchor": "created_at", "seconds": 60}, {"anchor": "x", "seconds": 7200}):
+        with pytest.raises(openai.BadRequestError, match=r"seconds|anchor"):
+            setup.sdk.batches.create(**options, output_expires_after=wrong)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(
     ("lines", "code"),
     [
+        ([], "empty_file"),
         ([chat("a", "x"), chat("a", "y")], "duplicate_custom_id"),
         ([chat("a", "x") | {"url": "/v1/completions"}], "mismatched_endpoint"),
         ([chat("a", "x"), chat("b", "y", model="other")], "mismatched_model"),
@@ -187,7 +209,7 @@ def test_an_invalid_input_file_fails_with_code_and_line(
     assert failed.failed_at
     assert failed.errors is not None
     assert failed.errors.data
-    assert (failed.errors.data[0].code, failed.errors.data[0].line) == (code, len(lines))
+    assert (failed.errors.data[0].code, failed.errors.data[0].line) == (code, len(lines) or None)
 
 
 def test_another_tenants_ids_are_the_same_404_as_unknown_ones(setup: Setup) -> None:

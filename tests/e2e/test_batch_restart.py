@@ -7,7 +7,10 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
@@ -193,6 +196,53 @@ def test_a_cancelled_or_expired_batch_has_one_result_per_request(
         assert ended.request_counts.completed == len(good)
         with pytest.raises(openai.ConflictError):
             sdk.batches.cancel(batch_id)
+
+
+def test_a_batch_near_the_end_of_its_window_gets_places_in_a_pool_that_is_always_full(
+    engine: MockProcess, tmp_path: Path
+) -> None:
+    config = CONFIG.format(engine.url, tmp_path / "store").replace("share: 1", "reserve: 0.5")
+    asked = lines(40, 20)
+    with (
+        gateway_process(tmp_path, config) as running,
+        client(running.url, "none") as sdk,
+        endless_live_requests(running.url, 24),
+    ):
+        until(lambda: total(page(running.admin_url), "penstock_waiting") > 0)
+        options: Any = {"input_file_id": upload(sdk, asked), "completion_window": "12s"}
+        batch_id = sdk.batches.create(endpoint="/v1/chat/completions", **options).id
+        until(lambda: schedule(sdk, batch_id) in ("hurried", "behind"))
+        until(lambda: total(page(running.admin_url), "penstock_batch_reserved_places") >= 1)
+        ended = wait(sdk, batch_id)
+        assert schedule(sdk, batch_id) is None
+        assert len(results(sdk, ended.output_file_id)) >= 4
+        assert total(page(running.admin_url), "penstock_batch_reserved_places") == 0
+
+
+def schedule(sdk: OpenAI, batch_id: str) -> Any:
+    return (sdk.batches.retrieve(batch_id).model_extra or {})["schedule"]
+
+
+@contextmanager
+def endless_live_requests(url: str, clients: int) -> Iterator[None]:
+    over = threading.Event()
+
+    def ask() -> None:
+        with client(url, "none") as sdk:
+            while not over.is_set():
+                sdk.chat.completions.create(
+                    model="demo-8b",
+                    messages=[{"role": "user", "content": "Live?"}],
+                    max_tokens=20,
+                )
+
+    with ThreadPoolExecutor(clients) as threads:
+        asking = [threads.submit(ask) for _ in range(clients)]
+        try:
+            yield
+        finally:
+            over.set()
+        assert not any(future.exception() for future in asking)
 
 
 def test_workers_share_a_batch_folder_and_one_of_them_owns_each_batch(

@@ -318,6 +318,17 @@ ALERTS = (
         _POOL,
     ),
     Alert(
+        "PenstockBatchBehind",
+        f'sum by ({FLEET}) (penstock_batches{{schedule="behind"}})',
+        "> 0",
+        "10m",
+        "ticket",
+        "Batches will probably not end in their completion windows.",
+        (('penstock_batches{instance="g", schedule="behind"}', "0 1x60"),),
+        (('penstock_batches{instance="g", schedule="behind"}', "0 1 1 0x60"),),
+        _FLEET,
+    ),
+    Alert(
         "PenstockSharedViewStale",
         f"max by ({GATEWAY}) (penstock_shared_staleness_seconds)",
         "> 5",

@@ -40,6 +40,8 @@ TITLES: Mapping[str, str] = MappingProxyType(
         "penstock_batch_kept_tokens_total": "Tokens kept of stopped requests of batches",
         "penstock_batch_backlog": "Requests of batches without a result",
         "penstock_batch_running": "Running requests of batches",
+        "penstock_batches": "Running batches by schedule",
+        "penstock_batch_reserved_places": "Places reserved for batches",
         "penstock_split_live": "Split requests in progress",
         "penstock_bytes_out_total": "Bytes sent to clients",
         "penstock_open_streams": "Open streams",

@@ -53,6 +53,43 @@ async def turns(count: int = 5) -> None:
         await asyncio.sleep(0)
 
 
+async def test_a_request_on_a_reserved_place_enters_before_all_that_wait() -> None:
+    queue, _ = room(1)
+    await queue.enter_first()
+    order: list[str] = []
+
+    async def enter(name: str) -> None:
+        await (queue.enter_first() if name.startswith("first") else queue.enter(ask()))
+        order.append(name)
+
+    tasks = []
+    for name in ("usual", "first 1", "first 2"):
+        tasks.append(asyncio.create_task(enter(name)))
+        await turns()
+    assert queue.queue_length == 3
+    for _ in range(3):
+        queue.__exit__()
+        assert not queue.try_take()  # the free permit belongs to the request that waits
+        await turns()
+    assert order == ["first 1", "first 2", "usual"]
+    queue.__exit__()
+    assert (queue.in_flight, queue.queue_length) == (0, 0)
+
+
+async def test_a_cancelled_request_on_a_reserved_place_leaves_its_permit_to_the_next() -> None:
+    queue, _ = room(1)
+    await queue.enter_first()
+    tasks = [asyncio.create_task(queue.enter_first()) for _ in range(3)]
+    await turns()
+    tasks[0].cancel()
+    queue.__exit__()  # before the cancelled one has left
+    tasks[1].cancel()  # in the turn in which it gets the permit
+    await turns()
+    assert [task.cancelled() for task in tasks] == [True, True, False]
+    assert tasks[2].done()
+    assert (queue.in_flight, queue.queue_length) == (1, 0)
+
+
 async def test_permits_are_granted_up_to_the_sum_of_caps_and_returned_on_exit() -> None:
     queue, _ = room(2, 1)
     for _ in range(3):

@@ -84,9 +84,24 @@ def test_latencies_within_the_targets_are_no_pressure() -> None:
     assert pacer.allow(reading, TARGETS, running, now) == running
 
 
+@given(counts, counts, counts, st.integers(0, 64), st.integers(0, 80))
+def test_reserved_places_are_permitted_whatever_the_load(
+    places: int, others: int, waiting: int, running: int, reserved: int
+) -> None:
+    reading = PoolReading(places, others + running, waiting, price=1.0, missed=1)
+    free = PoolPacer(0.9, 64).allow(reading, TARGETS, running, 1.0)
+    allowed = PoolPacer(0.9, 64).allow(reading, TARGETS, running, 1.0, reserved)
+    assert allowed == max(free, min(reserved, 64))
+
+
 def test_requests_that_lose_least_are_preempted_first_and_newer_ones_before_older() -> None:
-    assert choose_preempted([0, 50, 0, 9], 3) == [2, 0, 3]
-    assert choose_preempted([1], 5) == [0]
+    costs = [(False, lost) for lost in (0, 50, 0, 9)]
+    assert choose_preempted(costs, 3) == [2, 0, 3]
+    assert choose_preempted([(False, 1)], 5) == [0]
+
+
+def test_requests_of_hurried_batches_are_preempted_last() -> None:
+    assert choose_preempted([(True, 0), (False, 500), (True, 9)], 3) == [1, 0, 2]
 
 
 def test_the_named_time_counts_and_other_delays_grow() -> None:

@@ -8,8 +8,10 @@ from typing import Any
 from gateway.batch.pool_view import batch_class, line_headers, refusal, scope_digest
 from gateway.batch.records import BatchRecord
 from gateway.config import BatchApi, Config
+from gateway.protocol.service_class import MAX_PRIORITY, ServiceClasses
 
 KEY = b"digest of a key"
+POOLS = {"main": {"endpoints": [{"url": "http://127.0.0.1:9000"}]}}
 RECORD = BatchRecord("batch_1", "acme", "", "/v1/x", "file-1", "24h", 0, 1, model="chat")
 SCOPED = BatchRecord(
     "batch_1", "acme", scope_digest(KEY), "/v1/x", "file-1", "24h", 0, 1, model="chat"
@@ -20,6 +22,10 @@ def snapshot(tenant: str = "acme", models: dict[str, object] | None = None) -> A
     # Return what refusal() reads of a snapshot; `models` are those of the limited key.
     scopes = {} if models is None else {KEY: SimpleNamespace(routes=models)}
     return SimpleNamespace(tenants={KEY: tenant}, scopes=scopes)
+
+
+def running(config: Config) -> Any:
+    return SimpleNamespace(config=config, service_classes=ServiceClasses(config))
 
 
 def status(snapshot: Any, record: BatchRecord) -> int | None:
@@ -44,8 +50,16 @@ def test_what_is_stored_of_a_key_does_not_contain_it() -> None:
 
 
 def test_requests_have_the_class_of_least_weight_unless_one_is_named() -> None:
-    pools = {"main": {"endpoints": [{"url": "http://127.0.0.1:9000"}]}}
-    config = Config.model_validate({"version": 1, "pools": pools})
+    config = Config.model_validate({"version": 1, "pools": POOLS})
     assert batch_class(BatchApi(dir="x"), config) == "batch"
-    headers = line_headers(BatchApi(dir="x", slo="standard"), config)
+    headers = line_headers(BatchApi(dir="x", slo="standard"), running(config), is_reserved=False)
     assert dict(headers) == {"x-slo-class": "standard", "x-priority": "-8"}
+
+
+def test_only_a_request_with_a_reserved_place_enters_before_all_that_wait() -> None:
+    current = running(Config.model_validate({"version": 1, "pools": POOLS}))
+    for is_reserved in (True, False):
+        headers = line_headers(BatchApi(dir="x"), current, is_reserved=is_reserved)
+        read = current.service_classes.read_preferences(headers, "acme")
+        assert read.skips_queue is is_reserved
+        assert (read.effective_priority(0), read.slo and read.slo.name) == (-MAX_PRIORITY, "batch")

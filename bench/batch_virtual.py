@@ -1,0 +1,146 @@
+"""Measures on virtual time how much a batch of background requests slows live requests.
+
+    python -m bench.batch_virtual --lines 2000 --seeds 1 2
+
+The measurement is that of bench/batch.py without kills, but gateway, mock engines and clients share
+one process, whose clock jumps to the next timer as soon as nothing is left to do. So the results do
+not depend on the machine's load, and contain no time for computing. Live requests enter at the
+gateway's request path, without a socket; the gateway talks to the engines over sockets.
+"""
+
+from __future__ import annotations
+
+import time
+
+from bench.virtual_loop import VirtualLoop
+
+CLOCK = VirtualLoop()
+time.monotonic, time.time = CLOCK.time, CLOCK.wall_time  # before other modules import them
+
+import argparse  # noqa: E402
+import asyncio  # noqa: E402
+import tempfile  # noqa: E402
+from pathlib import Path  # noqa: E402
+from typing import Any  # noqa: E402
+
+import aiohttp  # noqa: E402
+import msgspec  # noqa: E402
+
+from bench import batch as bench  # noqa: E402
+from gateway.app import App  # noqa: E402
+from gateway.batch.answers import LineClient  # noqa: E402
+from gateway.config.load import load_config  # noqa: E402
+from gateway.protocol.apis import CHAT  # noqa: E402
+from gateway.protocol.response_clock import ResponseClock  # noqa: E402
+from mockgpu.fleet import run_fleet  # noqa: E402
+from mockgpu.group import GroupSpec  # noqa: E402
+from policies.sizing.gpus import gpu_named  # noqa: E402
+from policies.sizing.model_shapes import model_named  # noqa: E402
+from tests.scraped import total  # noqa: E402
+
+
+class LiveClient(LineClient):
+    """Takes the place of a live client's connection, and notes the times of tokens."""
+
+    def __init__(self, number: int) -> None:
+        request = bench.body(f"Live question {number}?", bench.LIVE_TOKENS) | {"stream": True}
+        super().__init__(msgspec.json.encode(request), {}, ResponseClock(), None)
+        self.first = self.last = 0.0
+        self.tokens, self.is_whole = 0, False
+
+    def write(self, data: bytes) -> None:
+        tokens = data.count(b'"content":"') - data.count(b'"content":""')
+        if tokens:
+            self.last = CLOCK.time()
+            self.first, self.tokens = self.first or self.last, self.tokens + tokens
+        self.is_whole = self.is_whole or b"[DONE]" in data
+
+
+async def ask(app: App, number: int) -> bench.Answer:
+    sent, client = CLOCK.time(), LiveClient(number)
+    _, serving = app._request_factory.serve_for("", client, CHAT)
+    await serving
+    tpot_s = (client.last - client.first) / max(1, client.tokens - 1)
+    return bench.Answer(client.is_whole, client.first - sent, tpot_s, client.tokens)
+
+
+async def live_traffic(
+    app: App, times: list[float], ending: asyncio.Task[Any] | None
+) -> list[bench.Answer]:
+    """Send live requests at the given times until `ending` is done; return their answers."""
+    began, tasks = CLOCK.time(), []
+    for number, at in enumerate(times):
+        if ending is not None and ending.done():
+            break
+        await asyncio.sleep(max(0.0, began + at - CLOCK.time()))
+        tasks.append(asyncio.create_task(ask(app, number)))
+    return await asyncio.gather(*tasks)
+
+
+async def measure(
+    options: argparse.Namespace, times: list[float], window_s: float | None
+) -> bench.Outcome:
+    """Send the live requests to fresh engines, and return the measurements."""
+    spec = GroupSpec("demo-8b", model_named("demo-8b"), gpu_named("h100"), speed=options.speed)
+    async with run_fleet([spec] * bench.GROUPS) as members:
+        with tempfile.TemporaryDirectory() as work:
+            urls = [member.url for member in members]
+            config = Path(work) / "gateway.yaml"
+            config.write_text(bench.config_text(options, urls, 0, 0, work))
+            app = App(load_config(config, {}))
+            await app.start()
+            async with aiohttp.ClientSession() as http:
+                try:
+                    return await _measure(options, http, app, urls, times, window_s, Path(work))
+                finally:
+                    await app.stop()
+
+
+async def _measure(
+    options: argparse.Namespace,
+    http: aiohttp.ClientSession,
+    app: App,
+    urls: list[str],
+    times: list[float],
+    window_s: float | None,
+    work: Path,
+) -> bench.Outcome:
+    began, ending, journal = CLOCK.time(), None, bench.JournalWatch(work / "store")
+    watches = []
+    if window_s is not None:
+        batch_id = await bench.create_batch(http, app.url, options, window_s)
+        ending = asyncio.create_task(bench.wait_for_batch(http, app.url, batch_id))
+        watches.append(asyncio.create_task(journal.open()))
+    answers = await live_traffic(app, times, ending)
+    batch, output = (None, "") if ending is None else await ending
+    batch_s, made = CLOCK.time() - began, 0.0
+    for watch in watches:
+        watch.cancel()
+    for url in urls:
+        async with http.get(f"{url}/metrics") as page:
+            made += total(await page.text(), "vllm:generation_tokens_total")
+    stops = app.metrics.batch_preemptions_total
+    stopped = {name: stops.labels(name).value for name in ("kept", "restarted", "waiting")}
+    kept, long_stops = app.metrics.batch_kept_tokens_total.value, journal.long_stops()
+    return bench.Outcome(answers, made, stopped, kept, batch, batch_s, output, long_stops, 0.0)
+
+
+async def service_time_s(options: argparse.Namespace) -> float:
+    """Return the seconds that a live request takes while all engine slots are in use."""
+    count = bench.GROUPS * options.places
+    answers = await measure(options, [0.0] * count, None)
+    return sum(a.ttft_s + a.tpot_s * (a.tokens - 1) for a in answers.answers) / count
+
+
+def main() -> None:
+    options = bench.parse_options(__doc__)
+    asyncio.set_event_loop(CLOCK)
+    bench.run(
+        options,
+        CLOCK.run_until_complete(service_time_s(options)),
+        lambda times, _, window_s: CLOCK.run_until_complete(measure(options, times, window_s)),
+    )
+
+
+if __name__ == "__main__":
+    main()

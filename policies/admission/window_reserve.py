@@ -1,0 +1,138 @@
+"""Decides when, and how many, places of a pool are reserved for batches whose windows end soon.
+
+Batches run on places that other requests leave free. Whether that will be enough is unknown in
+advance, so batches may take a part of the pool, the reserve, from other requests. They do so at the
+last moment at which the reserve alone still suffices. This is the safety net of Wu et al., "Can't
+Be Late" (NSDI 2024), with free places for spot instances and the reserve for on-demand ones.
+
+Requests with `work_s` seconds of work in total, of which none takes longer than `longest_s`, end
+within (work_s - longest_s) / places + longest_s seconds on that many places, in any order (R. L.
+Graham, "Bounds for Certain Multiprocessing Anomalies", 1966). Batches run in the order in which
+their windows end, so the work before a window's end is that of the batches up to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from math import ceil, inf
+
+import msgspec
+
+HEADROOM = 0.8
+"""Share of the time left that the plan uses, because durations of requests are estimates: they may
+be a quarter longer, and batches still end in time."""
+
+RELEASE = 0.4
+"""Share of the time left in which the reserve must be able to finish the work that is left, before
+places are returned. It is below HEADROOM, so that places do not change hands many times. The last
+requests of a batch, one for each place, keep their places in any case."""
+
+
+class WindowDemand(msgspec.Struct, frozen=True):
+    """What an unfinished batch needs until the end of its completion window.
+
+    id         the batch's id
+    left_s     seconds until its window ends
+    work_s     seconds that all its unfinished requests need together, each alone on one place
+    longest_s  seconds that the longest of them needs
+    """
+
+    id: str
+    left_s: float
+    work_s: float
+    longest_s: float
+
+
+class WindowPlan(msgspec.Struct, frozen=True):
+    """The places that are reserved for batches of one pool, and for which batches.
+
+    places   number of places that other requests cannot take from batches
+    hurried  ids of the batches whose requests run first, in that order
+    behind   ids of the batches that will probably not end in their windows, at the present supply
+    """
+
+    places: int = 0
+    hurried: tuple[str, ...] = ()
+    behind: frozenset[str] = frozenset()
+
+
+class WindowPlanner:
+    """Plans the reserved places of one pool, from the demands of its batches.
+
+    Places stay reserved until batches are clearly ahead again, so that they are not taken and
+    returned many times a second.
+    """
+
+    __slots__ = ("_is_hurried",)
+
+    def __init__(self) -> None:
+        self._is_hurried = False
+
+    def plan(self, demands: Sequence[WindowDemand], reserve: int, supply: float) -> WindowPlan:
+        """Return which places are reserved now.
+
+        reserve  maximum number of reserved places; 0: none is ever reserved
+        supply   number of places on which batches have recently run, a mean over some time
+
+        A batch that cannot end in its window does not delay the ones after it that can. It runs
+        after them, as each of its results has a value of its own.
+        """
+        # Without a reserve, a batch that needs less than one place still has time.
+        feasible, behind = _split(demands, max(supply, float(max(1, reserve))))
+        first, ids = self._critical(feasible, reserve), frozenset(demand.id for demand in behind)
+        self._is_hurried = reserve > 0 and bool(behind or first)
+        if not self._is_hurried:
+            return WindowPlan(behind=ids)
+        most = max(_needed(feasible, HEADROOM), default=0.0)
+        places = reserve if behind or most >= reserve else max(1, ceil(most))
+        return WindowPlan(places, tuple(demand.id for demand in (*first, *behind)), ids)
+
+    def _critical(self, demands: list[WindowDemand], reserve: int) -> list[WindowDemand]:
+        # Return the batches that have no time to wait for free places, and those before them.
+        share = RELEASE if self._is_hurried else HEADROOM
+        count = 0
+        for index, (places, demand) in enumerate(
+            zip(_needed(demands, share), demands, strict=True)
+        ):
+            is_last = 0.0 < demand.work_s <= reserve * demand.longest_s
+            if places >= reserve or (self._is_hurried and is_last):
+                count = index + 1
+        return demands[:count]
+
+
+def _split(
+    demands: Sequence[WindowDemand], supply: float
+) -> tuple[list[WindowDemand], list[WindowDemand]]:
+    # Return the batches that can end in their windows on `supply` places, and the others.
+    #
+    # Both are in the order in which their windows end. The first can use all of the time left.
+    feasible: list[WindowDemand] = []
+    behind: list[WindowDemand] = []
+    for demand in sorted(demands, key=lambda demand: (demand.left_s, demand.id)):
+        is_late = list(_needed([*feasible, demand], 1.0))[-1] > supply
+        (behind if is_late else feasible).append(demand)
+    return feasible, behind
+
+
+def _needed(demands: Sequence[WindowDemand], share: float) -> Iterator[float]:
+    # Yield how many places each batch needs, for itself and all before it, if only `share` of the
+    # time left is used.
+    work_s = longest_s = 0.0
+    for demand in demands:
+        work_s += demand.work_s
+        longest_s = max(longest_s, demand.longest_s)
+        yield places_needed(work_s, longest_s, share * demand.left_s)
+
+
+def places_needed(work_s: float, longest_s: float, left_s: float) -> float:
+    """Return how many places are sure to finish `work_s` seconds of work in `left_s` seconds.
+
+    `longest_s` is the duration of the longest request. The result is fractional: below 1, a place
+    has time left. It is inf if no number of places is enough, and 0 without work.
+    """
+    if work_s <= 0.0:
+        return 0.0
+    others_s, usable_s = work_s - longest_s, left_s - longest_s
+    if usable_s > 0.0:
+        return max(0.0, others_s) / usable_s
+    return 0.0 if usable_s == 0.0 and others_s <= 0.0 else inf

@@ -1,0 +1,37 @@
+"""Tests of batches beside live requests, with a whole gateway and mock engines on virtual time."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def measure(*options: str) -> dict[str, Any]:
+    # It replaces the clock of its process, so it needs one of its own.
+    command = [sys.executable, "-m", "bench.batch_virtual", "--json", *options]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    found: dict[str, Any] = json.loads(result.stdout)
+    return found
+
+
+def test_a_batch_on_the_last_tenth_of_a_pool_slows_no_live_request_and_loses_no_token() -> None:
+    found = measure("--lines", "20", "--load", "0.9", "--seeds", "11")
+    assert found["live_alone"] > 0.98
+    assert found["live_beside"] >= found["live_alone"] - 0.005
+    assert found["long_stops"] >= 50
+    assert (found["status"], found["results"], found["twice"]) == ("completed", 20, 0)
+    assert found["equal"] == 20
+    # No token of an answer was generated twice.
+    assert found["extra_tokens"] == 0
+
+
+def test_a_batch_on_a_pool_that_is_always_full_ends_in_its_window() -> None:
+    found = measure("--lines", "10", "--load", "1.3", "--seeds", "12")
+    assert (found["status"], found["results"], found["equal"]) == ("completed", 10, 10)
+    assert found["live_beside"] >= found["live_alone"] - 0.02
