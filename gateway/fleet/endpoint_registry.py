@@ -48,6 +48,9 @@ class LiveEndpoint:
     lacks_health       whether its engine has no page at `health.path`; its list of models is used
                        instead
     api_paths          paths of the APIs that its engine lists at /openapi.json; empty if unknown
+    has_tried_apis     whether its engine, which has no /openapi.json, was asked which translatable
+                       APIs it has
+    missing_paths      those of them that it answered with 404, 405 or 501
     keeps_responses    whether its engine stores responses for later requests; None if unknown
     kv_received_bytes  KV bytes received from other engines since its start; None if not reported
     is_stalled         whether it was found stalled: /health is not trusted until it generates again
@@ -72,6 +75,7 @@ class LiveEndpoint:
             "encryption",
             "endpoint",
             "has_list",
+            "has_tried_apis",
         ),
         *(
             "health",
@@ -81,6 +85,7 @@ class LiveEndpoint:
             "kv_received_bytes",
             "is_leaving",
             "lacks_health",
+            "missing_paths",
             "load",
             "models",
         ),
@@ -110,8 +115,9 @@ class LiveEndpoint:
         self.reconfigure(endpoint, spec, timeouts, encryption)
         self.health = INITIAL_HEALTH
         self.models: tuple[str, ...] = ()
-        self.has_list = self.lacks_health = False
+        self.has_list = self.lacks_health = self.has_tried_apis = False
         self.api_paths: frozenset[str] = frozenset()
+        self.missing_paths: frozenset[str] = frozenset()
         self.keeps_responses: bool | None = None
         self.models_at: float | None = None
         self.backlog_tokens = self.sent_tokens = self.hit_tokens = 0
@@ -239,6 +245,7 @@ class RegistryPlan(msgspec.Struct, frozen=True, eq=False):
             path not in paths
             if (paths := member.live.api_paths)
             else path in ENGINE_TRAITS[member.endpoint.engine].lacked_paths
+            or path in member.live.missing_paths
             for member in self.members
             if id(member.live.load) in members
         )

@@ -32,6 +32,7 @@ from gateway.http.poll_client import ConnectError, ConnectionLostError, PollClie
 from gateway.protocol.apis import RESPONSES, api_paths
 from gateway.protocol.response_framing import FramingError
 from gateway.protocol.response_store import shows_store, store_request
+from gateway.protocol.translate.translations import TRANSLATIONS
 from kvtransfer.dialects import standalone_members
 from policies.engine_kinds import ENGINE_TRAITS, MODELS_PATH
 from policies.health.health import HealthEvent, is_probe_due
@@ -287,6 +288,7 @@ class HealthChecker:
         if plan.needs_scrape:
             await self._scrape(live)
         await self._list_models_if_due(live)
+        await self._try_apis_if_due(live)
 
     async def _probe(self, live: LiveEndpoint) -> None:
         status, timeout_s = None, self._config.health.timeout
@@ -305,7 +307,7 @@ class HealthChecker:
             status = 200 if await self._keeps_pace(live) else None
         if status == 200 and is_due and live.health.state in OUT_OF_ROTATION:
             # It may have been restarted with other models, or as another version.
-            live.api_paths, live.keeps_responses = frozenset(), None
+            live.api_paths, live.has_tried_apis, live.keeps_responses = frozenset(), False, None
             await self._list_models(live, limit_s=min(CHECK_S, timeout_s))
         self._endpoints.on_probe(live, status)
 
@@ -462,10 +464,34 @@ class HealthChecker:
     async def _list_apis(self, live: LiveEndpoint, limit_s: float) -> None:
         # Read the API paths that /openapi.json of the engine lists.
         #
-        # Without that page they stay unknown.
+        # Without that page, _try_apis_if_due() tries those that can be translated.
         status, text = await self._get(live, "/openapi.json", limit_s)
         if status == 200 and (paths := api_paths(text)):
             live.api_paths = paths
+            self._model_lists.on_changed()
+
+    async def _try_apis_if_due(self, live: LiveEndpoint) -> None:
+        # Find out which translatable APIs an engine lacks, if it does not list its APIs.
+        #
+        # An engine that has an API refuses a request without members, and generates nothing.
+        if live.has_tried_apis or live.api_paths or not live.has_list:
+            return
+        lacked, timeout_s = ENGINE_TRAITS[live.endpoint.engine].lacked_paths, CHECK_S
+        tried = [path for path in TRANSLATIONS if path not in lacked]
+        try:
+            answers = [
+                await self._fetch(live, path, timeout_s, METRICS_LIMIT, {}) for path in tried
+            ]
+        except PROBE_ERRORS:
+            return
+        live.has_tried_apis, missing = (
+            True,
+            frozenset(
+                path for path, (status, _) in zip(tried, answers, strict=True) if status in NO_PAGE
+            ),
+        )
+        if missing != live.missing_paths:
+            live.missing_paths = missing
             self._model_lists.on_changed()
 
     async def _learn_store(self, live: LiveEndpoint, limit_s: float) -> None:

@@ -75,8 +75,22 @@ def test_an_engine_of_each_kind_serves_chats_whole_and_streamed(tmp_path: Path, 
 
         state = endpoint(gateway)
         assert (state["state"], state["cause"]) == ("up", None)
-        sent = [json.loads(body)["model"] for path, body in engine.requests if body]
-        assert set(sent) == {SERVED[kind]}
+        sent = [json.loads(body) for path, body in engine.requests if len(body) > len("{}")]
+        assert {body["model"] for body in sent} == {SERVED[kind]}
+
+
+@pytest.mark.parametrize("kind", ["ollama", "tgi"])
+def test_what_an_engine_of_an_undeclared_kind_lacks_is_found_out_and_translated(
+    tmp_path: Path, kind: str
+) -> None:
+    with recorded_engine(kind) as engine, served(tmp_path, engine, "vllm") as gateway:
+        answer = client(gateway).responses.create(model="chat", input="why water")
+        assert answer.output_text
+        status, message = post(
+            gateway, "/v1/messages", {"model": "chat", "max_tokens": 8, "messages": MESSAGES}
+        )
+        assert (status, message["type"]) == (200, "message")
+        assert message["content"][0]["text"] == answer.output_text
 
 
 def test_a_hundred_streams_without_an_end_mark_are_whole_and_eject_nothing(tmp_path: Path) -> None:

@@ -156,7 +156,11 @@ class ScriptedEngine:
                     for line in head.lower().split(b"\r\n")
                     if line.startswith(b"content-length:")
                 )
-                request = EngineRequest(head, await reader.readexactly(int(length[15:])), writer)
+                body = await reader.readexactly(int(length[15:]))
+                if body == b"{}":  # the gateway tries whether the engine has the API
+                    writer.write(b"HTTP/1.1 400 Bad Request\r\ncontent-length: 0\r\n\r\n")
+                    continue
+                request = EngineRequest(head, body, writer)
                 own_requests.append(request)
                 self.requests.append(request)
                 self.request_arrived.set()

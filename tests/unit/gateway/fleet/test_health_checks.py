@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 
 import pytest
 from aiohttp import web
@@ -135,3 +136,40 @@ async def test_an_engine_that_only_limits_the_rate_of_polls_stays_healthy(
         assert await watcher._health_status(live, 5.0) == 200
         assert live.load.is_available
         await watcher.stop()
+
+
+@pytest.mark.parametrize("page", [None, '{"paths": {"/v1/chat/completions": {}}}'])
+async def test_apis_are_tried_once_on_an_engine_that_does_not_list_them(page: str | None) -> None:
+    tried = list[tuple[str, bytes]]()
+
+    async def refuses(request: web.Request) -> web.Response:
+        tried.append((request.path, await request.read()))
+        return web.json_response({"error": "no model"}, status=400)
+
+    async def lists(request: web.Request) -> web.Response:
+        return web.json_response({"data": [{"id": "m"}]})
+
+    async def describes(request: web.Request) -> web.Response:
+        return web.Response(text=page)
+
+    engine = web.Application()
+    engine.router.add_get("/v1/models", lists)
+    engine.router.add_post("/v1/responses", refuses)
+    if page is not None:
+        engine.router.add_get("/openapi.json", describes)
+    async with TestServer(engine, host="127.0.0.1") as server:
+        table, adoption, config = table_of([str(server.make_url("")).rstrip("/")])
+        watcher = HealthChecker(config, table, lambda: None)
+        await watcher.start()
+        (live,) = table.all()
+        await watcher._poll(live)
+        await watcher.stop()
+        lacks = partial(adoption.lacks, candidates=adoption.pools["engines"])
+        if page is None:
+            assert tried == [("/v1/responses", b"{}")]
+            assert not lacks("/v1/responses")
+        else:  # what it lists counts
+            assert not tried
+            assert lacks("/v1/responses")
+        assert lacks("/v1/messages")
+        assert not lacks("/v1/chat/completions")
