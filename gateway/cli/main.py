@@ -311,7 +311,7 @@ def serve(
         )
     worker_count = None if workers is None else _parse_workers(workers)
     check_engine_key(config, engine_key)
-    from gateway.config import ConfigError, config_from_engines, load_with_warnings
+    from gateway.config import ConfigError, load_with_warnings
 
     try:
         if config is not None:
@@ -323,7 +323,11 @@ def serve(
                 _value_or(port, 8080),
                 _value_or(admin_port, 8081),
             )
-            loaded = config_from_engines(engine or [], *settings, engine_key)
+            from gateway.cli.engine_detection import config_with_kinds
+
+            loaded, notes = config_with_kinds(engine or [], *settings, engine_key)
+            for note in notes:
+                print_line(note, err=True)
     except ConfigError as error:
         _exit_with_problems(error, as_json=False)
     from gateway.workers.worker_count import resolve_worker_count

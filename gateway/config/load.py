@@ -24,6 +24,7 @@ _ENGINES_POOL = "engines"
 _COMMAND_LINE = "command line"
 ENGINE_KEY_VARIABLE = "PENSTOCK_ENGINE_KEY"
 """The environment variable that contains the API key for the engines of `serve --engine`."""
+_NO_KINDS: Mapping[str, str] = MappingProxyType({})
 _NONE_REFUSED: Mapping[Path, str] = MappingProxyType({})
 
 
@@ -85,12 +86,14 @@ def config_from_engines(
     port: int,
     admin_port: int,
     engine_key: str | None = None,
+    kinds: Mapping[str, str] = _NO_KINDS,
 ) -> LoadedConfig:
     """Build the configuration for `penstock serve --engine URL ...`: one pool, with the models that
     the engines list.
 
     `engine_key` is the API key that is sent to every engine. The configuration's text contains only
-    a reference to it, because operators see the text.
+    a reference to it, because operators see the text. `kinds` has the kinds of engines by URL;
+    engines without one are vLLM.
 
     Raises ConfigError.
     """
@@ -100,7 +103,13 @@ def config_from_engines(
         "version": 1,
         "listeners": {"api": {"host": host, "port": port}, "admin": {"port": admin_port}},
         "pools": {
-            _ENGINES_POOL: {"policy": policy, "endpoints": [{"url": url, **key} for url in urls]}
+            _ENGINES_POOL: {
+                "policy": policy,
+                "endpoints": [
+                    {"url": url, **key, **({"engine": kinds[url]} if url in kinds else {})}
+                    for url in urls
+                ],
+            }
         },
     }
     if engine_key is not None:

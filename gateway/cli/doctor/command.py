@@ -36,6 +36,7 @@ from gateway.cli.doctor.kv_events import check_kv_events, description_path
 from gateway.cli.doctor.probe import ProbeResult, listed_models, measure_decode_s, probe_engine
 from gateway.cli.doctor.redis_probe import check_redis
 from gateway.cli.doctor.seed_checklist import seed_findings
+from gateway.cli.engine_detection import config_with_kinds
 from gateway.cli.output import (
     EngineKeyOption,
     JsonOption,
@@ -49,7 +50,6 @@ from gateway.config import (
     ConfigError,
     EndpointSpec,
     LoadedConfig,
-    config_from_engines,
     load_with_warnings,
 )
 from gateway.fleet.endpoint_registry import to_endpoint
@@ -126,7 +126,7 @@ def doctor(
 def _load(file: Path | None, urls: Sequence[str], engine_key: str | None) -> LoadedConfig:
     if file is not None:
         return load_with_warnings(file, os.environ)
-    return config_from_engines(urls, "prefix_aware", "127.0.0.1", 0, 0, engine_key)
+    return config_with_kinds(urls, "prefix_aware", "127.0.0.1", 0, 0, engine_key)[0]
 
 
 def _findings(
