@@ -120,10 +120,10 @@ class Agent:
         self._source = TransferSource(self._card, self._regions, key, self.options, self._stats)
         state = (self._sink, self._source, self._stats)
         self._link_manager = LinkManager(
-            key, self._transports, self._clock, self.options, state, self._lock, self._do
+            key, self._transports, self._clock, self.options, state, self._lock, self._run_commands
         )
         self._invite_registration = InviteRegistration(
-            self._regions, self._clock, self._lock, self._granted, self._uninvited
+            self._regions, self._clock, self._lock, self._send_invite, self._cancel_invite
         )
         self._commands: deque[Command] = deque()
         self._is_executing = False
@@ -211,7 +211,7 @@ class Agent:
             self._closed = True
             self._link_manager.stop_accepting()
             now = self._clock.now()
-            self._do(self._sink.close(now) + self._source.close(now))
+            self._run_commands(self._sink.close(now) + self._source.close(now))
 
     def finish_close(self) -> None:
         """Close all connections to other agents and stop listening; call `begin_close` first.
@@ -225,7 +225,7 @@ class Agent:
         for transport in self._transports.values():
             transport.close()
         with self._lock:
-            self._do(self._sink.on_all_fenced(self._clock.now()))
+            self._run_commands(self._sink.on_all_fenced(self._clock.now()))
         if self._own_clock is not None:
             self._own_clock.close()
 
@@ -267,7 +267,7 @@ class Agent:
             offer = Offer(self, self._number(), name)
             offer.ticket, commands = self._source.offer(offer.number, spec, self._clock.now())
             self._handles[offer.number] = offer
-            self._do(commands)
+            self._run_commands(commands)
         return offer
 
     def fetch(
@@ -308,7 +308,7 @@ class Agent:
             landing = Landing(self, self._number(), name)
             commands = self._sink.fetch(landing.number, request, self._clock.now())
             self._handles[landing.number] = landing
-            self._do(commands)
+            self._run_commands(commands)
         return landing
 
     def join_group(self, addresses: Sequence[str]) -> None:
@@ -319,7 +319,7 @@ class Agent:
         """
         with self._lock:
             self._source.join_group()
-            self._do(self._sink.join_group(addresses))
+            self._run_commands(self._sink.join_group(addresses))
 
     @property
     def name(self) -> str:
@@ -339,7 +339,7 @@ class Agent:
         The report is repeated to agents that ask within the next seconds.
         """
         with self._lock:
-            self._do(self._source.decline(name, detail, self._clock.now()))
+            self._run_commands(self._source.decline(name, detail, self._clock.now()))
 
     def stats(self) -> dict[str, Any]:
         """Return the agent's counters since its start and its current state, by name."""
@@ -358,7 +358,7 @@ class Agent:
 
     def mark_ready(self, number: int, layers: int) -> None:
         with self._lock:
-            self._do(self._source.mark_ready(number, layers, self._clock.now()))
+            self._run_commands(self._source.mark_ready(number, layers, self._clock.now()))
 
     def renew(self, number: int, ttl_s: float) -> str | None:
         with self._lock:
@@ -366,11 +366,15 @@ class Agent:
 
     def revoke(self, number: int, detail: str) -> None:
         with self._lock:
-            self._do(self._source.revoke(number, EndReason.REVOKED, detail, self._clock.now()))
+            self._run_commands(
+                self._source.revoke(number, EndReason.REVOKED, detail, self._clock.now())
+            )
 
     def cancel(self, number: int, detail: str) -> None:
         with self._lock:
-            self._do(self._sink.cancel(number, EndReason.CANCELLED, detail, self._clock.now()))
+            self._run_commands(
+                self._sink.cancel(number, EndReason.CANCELLED, detail, self._clock.now())
+            )
 
     # ---- events of links (LinkOwner)
 
@@ -385,21 +389,21 @@ class Agent:
             try:
                 return self._sink.place_window(link, head)
             except WindowError as error:
-                self._do(
+                self._run_commands(
                     self._sink.on_bad_window(link, head.transfer, str(error), self._clock.now())
                 )
                 return None
 
     def on_landed(self, link: Link, head: WindowHead, verdict: WindowVerdict) -> None:
         with self._lock:
-            self._do(self._sink.on_landed(link, head, verdict, self._clock.now()))
+            self._run_commands(self._sink.on_landed(link, head, verdict, self._clock.now()))
 
     def on_sent(self, link: Link, head: WindowHead) -> None:
         """Do nothing: the send credit of these bytes is returned by messages of the receiver."""
 
     def on_fenced(self, link: Link, transfer: int) -> None:
         with self._lock:
-            self._do(self._sink.on_fenced(link, transfer, self._clock.now()))
+            self._run_commands(self._sink.on_fenced(link, transfer, self._clock.now()))
 
     def on_lost(self, link: Link, reason: str) -> None:
         self._link_manager.drop_link(link, EndReason.LINK_LOST, reason)
@@ -410,7 +414,7 @@ class Agent:
         with self._lock:
             self._next_timer = None
             now = self._clock.now()
-            self._do(self._sink.tick(now) + self._source.tick(now))
+            self._run_commands(self._sink.tick(now) + self._source.tick(now))
 
     def _schedule_tick(self) -> None:
         dues = [
@@ -430,7 +434,7 @@ class Agent:
             raise RuntimeError(f"agent {self._name} is not open; call start() or open() first")
         return next(self._numbers)
 
-    def _do(self, commands: list[Command]) -> None:
+    def _run_commands(self, commands: list[Command]) -> None:
         self._commands.extend(commands)
         if self._is_executing:
             return
@@ -457,7 +461,7 @@ class Agent:
             case FenceTransfer(link, transfer):
                 link.fence(transfer)
             case EndGroup(detail):
-                self._do(self._source.fail_rank(detail, self._clock.now()))
+                self._run_commands(self._source.fail_rank(detail, self._clock.now()))
             case DialPeer(address):
                 self._link_manager.dial(address)
             case ComputePlan(work):
@@ -472,11 +476,11 @@ class Agent:
         if command.link.is_one_sided:
             self._invite_registration.add(command)
             return
-        self._granted(
+        self._send_invite(
             command, command.link.grant(command.invite.transfer, self._regions, command.blocks)
         )
 
-    def _granted(self, command: SendInvite, grant: bytes) -> None:
+    def _send_invite(self, command: SendInvite, grant: bytes) -> None:
         # Send an invitation to write KV, now that the peer has access to the blocks.
         #
         # Nothing is sent if the transfer has ended meanwhile; its fence then revokes the access.
@@ -485,8 +489,8 @@ class Agent:
                 command.link, msgspec.structs.replace(command.invite, grant=grant)
             )
 
-    def _uninvited(self, command: SendInvite, detail: str) -> None:
-        self._do(
+    def _cancel_invite(self, command: SendInvite, detail: str) -> None:
+        self._run_commands(
             self._sink.cancel(
                 command.invite.transfer, EndReason.UNREACHABLE, detail, self._clock.now()
             )
@@ -495,13 +499,13 @@ class Agent:
     def _finish_deferred_plan(self, work: Callable[[], Callable[[float], list[Command]]]) -> None:
         finish = work()
         with self._lock:
-            self._do(finish(self._clock.now()))
+            self._run_commands(finish(self._clock.now()))
 
     def _admit(self, command: AcceptGrant) -> None:
         try:
             command.link.accept(command.transfer, command.grant)
         except TransportError as error:
-            self._do(
+            self._run_commands(
                 self._source.on_bad_grant(
                     command.link, command.transfer, str(error), self._clock.now()
                 )

@@ -316,10 +316,10 @@ class TpGroup:
         A hung engine continues with its interrupted step.
         """
         for group in self._joined:
-            group._revive()
+            group._restart_ranks()
         self._timer.resume()
 
-    def _revive(self) -> None:
+    def _restart_ranks(self) -> None:
         self._ranks_up = [True] * self.spec.layout.gpus
         if self.on_change is not None and not self.is_hanging:
             self.on_change(True)
@@ -330,12 +330,12 @@ class TpGroup:
         for job, live in [*self._live.items(), *self._awaiting_fetch.items()]:
             self._drop(job, live)
 
-    def fail_job(self, job: Job, why: str) -> None:
+    def fail_job(self, job: Job, reason: str) -> None:
         """Fail a job whose KV is lost, as vLLM does with `kv_load_failure_policy=fail`."""
         live = self._live.get(job)
         if live is not None:
             self._drop(job, live)
-            live.sink.on_failure(ApiError(500, why))
+            live.sink.on_failure(ApiError(500, reason))
 
     def on_blocks_taken(self, job: Job, end: TransferOutcome) -> None:
         """End a prefill job whose response waited until its KV was fetched.

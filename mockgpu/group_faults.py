@@ -62,7 +62,7 @@ class GroupFaults:
     def __init__(
         self,
         group: TpGroup,
-        door: FaultyListener,
+        listener: FaultyListener,
         loop: asyncio.AbstractEventLoop,
         rng: Random,
         wires: FaultyConnection | None = None,
@@ -70,7 +70,7 @@ class GroupFaults:
         self.spec = ""
         self._wires = wires
         self._group = group
-        self._listener = door
+        self._listener = listener
         self._loop = loop
         self._rng = rng
         self._set_at = loop.time()

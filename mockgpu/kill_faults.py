@@ -34,8 +34,8 @@ class FaultTarget(Protocol):
 class KillFaults:
     """The faults assigned to single jobs, and the events that trigger them."""
 
-    def __init__(self, victim: FaultTarget, loop: asyncio.AbstractEventLoop) -> None:
-        self._target = victim
+    def __init__(self, target: FaultTarget, loop: asyncio.AbstractEventLoop) -> None:
+        self._target = target
         self._loop = loop
         self._fault_by_job: dict[Job, InjectedFault] = {}
 

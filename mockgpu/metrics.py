@@ -67,15 +67,15 @@ class GroupMetrics:
     def render(
         self,
         scheduler: Scheduler,
-        desk: KvHandoff | None = None,
+        handoff: KvHandoff | None = None,
         engine: EngineFormat = EngineFormat.VLLM,
     ) -> str:
         """Return the text of the metrics page: vLLM's metrics, KV transfers, and another engine's
         metrics.
         """
         lines = [*self._gauges(scheduler), *self._counters(scheduler), *self._latencies()]
-        if desk is not None:
-            lines += [*_fetch_stages(scheduler, self.labels), *desk.lines(self.labels)]
+        if handoff is not None:
+            lines += [*_fetch_stages(scheduler, self.labels), *handoff.lines(self.labels)]
         if self.store_lines is not None:
             lines += self.store_lines(self.labels)
         if engine is not EngineFormat.VLLM:

@@ -168,11 +168,11 @@ class PdRole:
 
     async def stop(self) -> None:
         """Stop the engine's transfer agent, and wait until no transfer uses its KV blocks."""
-        desk, self.group.kv_handoff = self.group.kv_handoff, None
+        handoff, self.group.kv_handoff = self.group.kv_handoff, None
         await self._bootstrap.stop()
         self._relay.stop()
-        if desk is not None:
-            await desk.close()
+        if handoff is not None:
+            await handoff.close()
         elif self.agent is not None:  # the start failed after creating it
             await self.agent.close()
         self.agent = None

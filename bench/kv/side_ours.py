@@ -209,14 +209,14 @@ def _laned(link: Link) -> MultiLaneLink:
 def _transport(
     transport: str, checked: bool = False, sealed: bool = False, lanes: int = 1
 ) -> Transport:
-    manner = LinkOptions(checked=checked, sealed=sealed, lanes=lanes)
+    options = LinkOptions(checked=checked, sealed=sealed, lanes=lanes)
     if transport == "tcp":
         from kvtransfer.transports.tcp import Tcp
 
-        return Tcp(manner=manner)
+        return Tcp(options=options)
     from kvtransfer.transports.shm import Shm
 
-    return Shm(manner=manner)
+    return Shm(options=options)
 
 
 def _blocks(slots: np.ndarray, size: int) -> np.ndarray:

@@ -34,11 +34,11 @@ def add_drift(routes: web.UrlDispatcher, find: Callable[[], DriftMonitor | None]
 def add_records(routes: web.UrlDispatcher, recorder: ShapeRecorder) -> None:
     """Add the page from which the supervisor takes a worker's records of ended requests."""
 
-    async def take(_: web.Request) -> web.Response:
-        body = msgspec.msgpack.encode(recorder.take())
+    async def pop_records(_: web.Request) -> web.Response:
+        body = msgspec.msgpack.encode(recorder.pop_records())
         return web.Response(body=body, content_type="application/msgpack")
 
-    routes.add_get(RECORDS_PATH, take, allow_head=False)
+    routes.add_get(RECORDS_PATH, pop_records, allow_head=False)
 
 
 def decode_records(body: bytes) -> list[ShapeRecord]:

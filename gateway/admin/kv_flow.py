@@ -18,7 +18,7 @@ PairNames = tuple[str, str]
 NO_HANDOFFS = (0, 0, 0)
 
 
-def kv_flow(standing: FleetStatus, now: MetricSample, earlier: MetricSample) -> dict[str, Any]:
+def kv_flow(fleet: FleetStatus, now: MetricSample, earlier: MetricSample) -> dict[str, Any]:
     """Return the handoff rates of every pair of endpoints, and the KV bytes per second by
     transport.
 
@@ -28,7 +28,7 @@ def kv_flow(standing: FleetStatus, now: MetricSample, earlier: MetricSample) -> 
     per_s, moved = rate_function(now, earlier), kv_bytes_by_pair(now, earlier)
     transports: defaultdict[str, float] = defaultdict(float)
     pairs = []
-    for pair, status in sorted(standing.pairs.items()):
+    for pair, status in sorted(fleet.pairs.items()):
         served, failed, _ = earlier.pairs.get(pair, NO_HANDOFFS)
         kv_bytes = moved.get(pair)
         if kv_bytes is not None and status.transport is not None:
@@ -50,7 +50,7 @@ def kv_flow(standing: FleetStatus, now: MetricSample, earlier: MetricSample) -> 
     by_transport = {name: per_s(kv_bytes) for name, kv_bytes in sorted(transports.items())}
     return {
         "pairs": pairs,
-        "under_way": standing.handoffs_in_progress,
+        "under_way": fleet.handoffs_in_progress,
         "kv_bytes_per_s": by_transport,
     }
 

@@ -83,12 +83,12 @@ def add_process_view(target: AdminTarget, server: web.Application) -> None:
         now = monotonic()
         return take_sample(target, now, before), await fleet_status(target, now)
 
-    async def note(_: web.Request) -> web.Response:
+    async def serve_sample(_: web.Request) -> web.Response:
         return web.Response(
             body=msgspec.msgpack.encode(await sample_now(None)), content_type="application/msgpack"
         )
 
-    server.router.add_get("/live/note", note)
+    server.router.add_get("/live/note", serve_sample)
     server.router.add_post("/endpoints/{name}/{what:drain|undrain}", _drain_handler(target))
     add_view(server, sample_now, lambda: target.is_draining)
 
@@ -103,12 +103,12 @@ def add_view(
     """
     hub = LiveStream(sample_now)
 
-    async def noting(_: web.Application) -> AsyncIterator[None]:
+    async def run_hub(_: web.Application) -> AsyncIterator[None]:
         hub.start()
         yield
         hub.stop()
 
-    async def once(_: web.Request) -> web.Response:
+    async def serve_frame(_: web.Request) -> web.Response:
         try:
             return web.Response(body=await hub.current_frame(), content_type="application/json")
         except LookupError as error:
@@ -128,8 +128,8 @@ def add_view(
         finally:
             hub.remove_watcher()
 
-    server.cleanup_ctx.append(noting)
-    server.router.add_get("/live", once)
+    server.cleanup_ctx.append(run_hub)
+    server.router.add_get("/live", serve_frame)
     server.router.add_get("/live/stream", stream, allow_head=False)
     _add_files(server)
 

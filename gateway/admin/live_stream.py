@@ -44,8 +44,8 @@ class LiveStream:
     Call `start` and `stop` with the server. A frame is the view as JSON bytes.
     """
 
-    def __init__(self, look: SampleFunction) -> None:
-        self._take_sample = look
+    def __init__(self, take_sample: SampleFunction) -> None:
+        self._take_sample = take_sample
         self._history = SampleHistory()
         self._watchers = 0
         self._task: asyncio.Task[None] | None = None

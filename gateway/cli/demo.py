@@ -100,11 +100,11 @@ def _run(demo: DemoOptions, console: Console) -> int:
         from gateway import lifecycle
         from gateway.restart import start_options
 
-        def say(line: str, bad: bool) -> None:
-            console.print(line, markup=False, soft_wrap=True, style="red" if bad else None)
+        def print_report(line: str, is_error: bool) -> None:
+            console.print(line, markup=False, soft_wrap=True, style="red" if is_error else None)
 
         return lifecycle.run_gateway(
-            start_options.StartOptions(loaded, file, os.environ, say),
+            start_options.StartOptions(loaded, file, os.environ, print_report),
             ready=lambda _: console.print(_welcome_text(demo, file), markup=False, soft_wrap=True),
             hangup_reloads=False,
         )

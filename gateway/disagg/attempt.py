@@ -188,7 +188,7 @@ class PairAttempt(AttemptState):
         reservation = self.prefill_reservation
         assert reservation is not None
         head, body = self.words.prefill(reservation)
-        inbox = self.inbox = ResponseBuffer(keep=self.dialect.reads_answer)
+        inbox = self.inbox = ResponseBuffer(is_kept=self.dialect.reads_answer)
         relay = Relay(b"", is_http_1_0=True)
         leg = self.prefill = Leg(reservation.upstream, head, body, relay, inbox, self._on_leg_ended)
         self.record.prefill_sent_at = now = monotonic()

@@ -242,7 +242,7 @@ class Handoffs:
         The prefill engine frees KV only if a decode engine fetches or declines it.
         """
         self.metrics.split_leases_given_up_total.labels(reason).inc()
-        leg = Leg(upstream, *words, Relay(b""), ResponseBuffer(keep=False), self._on_released)
+        leg = Leg(upstream, *words, Relay(b""), ResponseBuffer(is_kept=False), self._on_released)
         self._running.add(leg)
         self._releases[upstream] += 1
         leg.start()

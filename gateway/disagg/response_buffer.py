@@ -12,13 +12,13 @@ MAX_BYTES = 16 * 1024 * 1024  # the ids of a million tokens, or of far more bloc
 class ResponseBuffer:
     """Collects the head and the body of an engine's answer that is for the gateway itself.
 
-    With `keep` False, everything is discarded. If the answer is too long, its connection fails.
+    Without `is_kept`, everything is discarded. If the answer is too long, its connection fails.
     """
 
-    __slots__ = ("_answer", "_keep", "source")
+    __slots__ = ("_answer", "_is_kept", "source")
 
-    def __init__(self, *, keep: bool = True) -> None:
-        self._keep = keep
+    def __init__(self, *, is_kept: bool = True) -> None:
+        self._is_kept = is_kept
         self._answer = bytearray()  # not a list, whose items take more memory than a few bytes
         self.source: UpstreamConnection | None = None
 
@@ -32,7 +32,7 @@ class ResponseBuffer:
         return bytes(memoryview(self._answer)[index + 4 :]) if index >= 0 else b""
 
     def write(self, data: bytes) -> None:
-        if not self._keep:
+        if not self._is_kept:
             return
         self._answer += data
         if len(self._answer) > MAX_BYTES and self.source is not None:

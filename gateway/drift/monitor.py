@@ -169,7 +169,7 @@ class LocalDriftWatch:
     def sweep(self, now_s: float) -> None:
         """Count the requests that have ended since the last call; `now_s` is Unix time."""
         if self._monitor is not None and self._monitor.is_watching:
-            self._monitor.feed(self._recorder.take())
+            self._monitor.feed(self._recorder.pop_records())
             self._monitor.advance(now_s)
 
 

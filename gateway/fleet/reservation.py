@@ -189,9 +189,9 @@ class Reservation:
             self._table.speed_monitor.on_dropped(self.live, self._awaited, now)
             self._awaited = 0
         if not self._is_computed:
-            self._unlearn()
+            self._forget_prompt()
 
-    def _unlearn(self) -> None:
+    def _forget_prompt(self) -> None:
         # Remove from the prefix index what the pick added: the prompt was never computed.
         if self._fingerprint is not None:
             cached_tokens, prompt_tokens = self.entry.cached_tokens, self.request.prompt_tokens

@@ -96,7 +96,7 @@ class SpeedMonitor:
         `reviewed` receives the endpoints that were compared. Large pools are divided into cohorts,
         of which one is compared per call, so that no call takes long.
         """
-        self._follow(pools, by_slot)
+        self._update_cohorts(pools, by_slot)
         self.reviewed = []
         is_over = False
         for cohort in self._cohorts:
@@ -107,7 +107,7 @@ class SpeedMonitor:
                 self.reviewed += cohort.lives
                 yield from self._review(cohort, now)
 
-    def _follow(
+    def _update_cohorts(
         self, pools: Mapping[str, Sequence[Candidate]], by_slot: Sequence[LiveEndpoint]
     ) -> None:
         # Form new cohorts (groups of endpoints to compare) after the endpoints have changed.
@@ -156,7 +156,7 @@ class SpeedMonitor:
         elapsed_s, self._checked_at = now - self._checked_at, now
         if elapsed_s > LATE_CHECKS * STALL_CHECK_S or not self.limits.factor:
             return [], []
-        self._follow(pools, by_slot)
+        self._update_cohorts(pools, by_slot)
         late, doubtful = list[LiveEndpoint](), list[LiveEndpoint]()
         for cohort in self._take_turn():
             if any(live.load.in_flight and _may_be_late(live, now) for live in cohort.lives):

@@ -274,7 +274,10 @@ class UpstreamConnection:
         self._outbox.long_reads.add(self, relay, data, transport)
 
     def end_slices(self) -> None:
-        """Resume reading, unless the client reads too slowly: one slice is left to be relayed."""
+        """Read from the engine again, as only the last slice of a long read is left to relay.
+
+        Reading stays paused while the client reads too slowly.
+        """
         self._long_read = LONG_READ
         if self.is_open and self.transport is not None and not self._paused:
             self.transport.resume_reading()

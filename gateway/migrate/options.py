@@ -55,7 +55,7 @@ class CommandOptions:
     def __contains__(self, name: str) -> bool:
         return any(name == other for other, _ in self._occurrences)
 
-    def each(self, name: str) -> list[list[str]]:
+    def values_by_occurrence(self, name: str) -> list[list[str]]:
         """Return the values of every occurrence of an option as separate lists, and mark it as
         read.
         """
@@ -64,7 +64,7 @@ class CommandOptions:
 
     def values(self, name: str) -> list[str]:
         """Return the values of all occurrences of an option together, and mark it as read."""
-        return [value for values in self.each(name) for value in values]
+        return [value for values in self.values_by_occurrence(name) for value in values]
 
     def last(self, name: str) -> str | None:
         """Return the last value of an option, or None if it is absent or has no value."""
@@ -73,10 +73,10 @@ class CommandOptions:
 
     def flag(self, name: str) -> bool:
         """Return whether an option without a value is set; `false` and `0` unset it."""
-        occurrences = self.each(name)
+        occurrences = self.values_by_occurrence(name)
         return bool(occurrences) and occurrences[-1] not in (["false"], ["False"], ["0"])
 
-    def unread(self) -> Iterator[str]:
+    def unread_names(self) -> Iterator[str]:
         """Yield each option of the other router's command line that has not been read, once."""
         names = dict.fromkeys(name for name, _ in self._occurrences)
         yield from (name for name in names if name not in self._read)

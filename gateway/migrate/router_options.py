@@ -89,7 +89,7 @@ def drop_unread(options: CommandOptions, draft: Draft, reasons: Mapping[str, str
 
     The entry in `reasons` with the longest matching prefix says why.
     """
-    for name in options.unread():
+    for name in options.unread_names():
         prefixes = [prefix for prefix in reasons if name.startswith(prefix)]
         reason = reasons[max(prefixes, key=len)] if prefixes else "the option is not known"
         draft.drop(f"--{name}", reason)
@@ -142,7 +142,7 @@ def _engines(options: CommandOptions, draft: Draft, kind: RouterKind) -> None:
 
 def _traits(options: CommandOptions, draft: Draft, kind: RouterKind) -> dict[str, object]:
     backend = options.last("backend") or options.last("runtime") or kind.engine
-    options.each("runtime")
+    options.values_by_occurrence("runtime")
     if backend not in _BACKENDS:
         draft.drop(f"--backend {backend}", "endpoints are engines that speak the OpenAI API")
     traits: dict[str, object] = {}
@@ -179,7 +179,7 @@ def _unset_tls_of_plain_engines(draft: Draft) -> None:
 
 def _pairs(options: CommandOptions, draft: Draft, traits: Mapping[str, object]) -> None:
     endpoints = []
-    for url, *port in options.each("prefill"):
+    for url, *port in options.values_by_occurrence("prefill"):
         if (address := values.engine_url(url, "--prefill", draft)) is not None:
             endpoint = {"url": address, "role": "prefill", **traits}
             if port and port[0].lower() != "none":

@@ -62,7 +62,7 @@ class FrameAuth:
     def __init__(
         self,
         secret: bytes,
-        me: bytes,
+        own_id: bytes,
         other_secret: bytes | None = None,
         stable_secret: bytes | None = None,
     ) -> None:
@@ -73,7 +73,7 @@ class FrameAuth:
         stable_secret  yields the keys of fingerprints and names; None: `secret` and `other_secret`
                        do
         """
-        self.own_id = me
+        self.own_id = own_id
         self.fingerprint_secret = _key(stable_secret or secret, b"ps-fingerprint")
         self._frame_key = _key(secret, b"ps-frames")
         self._name_key = _key(stable_secret or secret, b"ps-names")

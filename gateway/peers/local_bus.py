@@ -93,8 +93,8 @@ class LocalBus:
         self._writer: asyncio.StreamWriter | None = None
         self._lost_at: float | None = monotonic()
 
-    async def start(self, me: bytes, deliver: FrameHandler) -> None:
-        self._task = asyncio.create_task(self._run(me, deliver), name="local bus")
+    async def start(self, own_id: bytes, deliver: FrameHandler) -> None:
+        self._task = asyncio.create_task(self._run(own_id, deliver), name="local bus")
 
     async def stop(self) -> None:
         if self._writer is not None:

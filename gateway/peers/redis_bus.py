@@ -80,8 +80,8 @@ class RedisBus:
         self._problem = ""
         self._logged: set[str] = set()  # problems already logged in this outage
 
-    async def start(self, me: bytes, deliver: FrameHandler) -> None:
-        own = self._direct_stream(me)
+    async def start(self, own_id: bytes, deliver: FrameHandler) -> None:
+        own = self._direct_stream(own_id)
 
         async def read(redis: Any) -> None:
             await self._read(redis, own, deliver)

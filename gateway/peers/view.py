@@ -55,25 +55,25 @@ class PeerView:
 
     def __init__(
         self,
-        seal: FrameAuth,
+        frame_auth: FrameAuth,
         endpoints: EndpointTable,
-        gate: AdmissionController,
+        admission: AdmissionController,
         metrics: Metrics,
         block_bytes: int,
         memory_bytes: int,
     ) -> None:
-        self.updates = OutgoingUpdates(lru_cache(NAMES_CACHED)(seal.digest))
-        self.own_id = seal.own_id
+        self.updates = OutgoingUpdates(lru_cache(NAMES_CACHED)(frame_auth.digest))
+        self.own_id = frame_auth.own_id
         self.on_suspect: Callable[[LiveEndpoint], None] = lambda live: None
         self.tenants: Callable[[], Sequence[Tenant]] = lambda: ()
         self.peers = PeerTable()
         self.new_peers: list[bytes] = []
         self.replay_buffer = ReplayBuffer(memory_bytes)
-        self._auth = seal
+        self._auth = frame_auth
         self._endpoints = endpoints
-        self._admission = gate
-        names = lru_cache(NAMES_CACHED)(seal.digests)
-        self._use = UsageSync(gate, self.updates, self.updates.session_digest, names)
+        self._admission = admission
+        names = lru_cache(NAMES_CACHED)(frame_auth.digests)
+        self._use = UsageSync(admission, self.updates, self.updates.session_digest, names)
         self._metrics = metrics
         self._block_bytes = block_bytes
         self._digests: dict[tuple[str, str], tuple[int, ...]] = {}

@@ -142,7 +142,7 @@ class Ledger:
         self._waiting = [*self.shown_ids[length:], *self._waiting][:waiting]
         del self.shown_ids[length:]
 
-    def note(self, chunk: dict[str, Any]) -> tuple[str, dict[str, Any] | None]:
+    def record_chunk(self, chunk: dict[str, Any]) -> tuple[str, dict[str, Any] | None]:
         """Record the token ids and counts of a chunk; return the chunk's text and its choice.
 
         The choice is None for a chunk without one. Raises UpstreamError if the engine gave up.
@@ -253,7 +253,7 @@ class Ledger:
     def render_first(self, chunk: dict[str, Any]) -> bytes:
         """Record a chunk of the engine that began the answer; return the client's event for it."""
         usage = chunk.get("usage")
-        _, choice = self.note(chunk)
+        _, choice = self.record_chunk(chunk)
         if usage and self._details is None:
             self._details = usage.get("prompt_tokens_details")
         if not self._envelope:
@@ -268,7 +268,7 @@ class Ledger:
         The result is b"" if the client gets no event for it.
         """
         usage = chunk.get("usage")
-        text, choice = self.note(chunk)
+        text, choice = self.record_chunk(chunk)
         if choice is None:
             return self._counts_event(self._envelope | {"choices": [], "usage": self._sums(usage)})
         reason = choice.get("finish_reason")

@@ -64,7 +64,7 @@ class WholePlan:
         exchange.pick = pick
         exchange.picked_at = monotonic()
         if route.notes_picks:
-            self._note(pick)
+            self._record_pick(pick)
         with gateway.endpoints.reserve(
             pick, self.call.request, exchange.fingerprint
         ) as reservation:
@@ -99,7 +99,7 @@ class WholePlan:
                 waiting.pop(exchange, None)
         return None
 
-    def _note(self, pick: Pick) -> None:
+    def _record_pick(self, pick: Pick) -> None:
         # Record the endpoints' load before the reservation, to explain the pick later.
         #
         # Shadow policies use the record too.

@@ -169,7 +169,9 @@ class Predecessor:
         self._writer.write(pack_message(SuccessorReady()))
         with suppress(OSError):
             await self._writer.drain()
-        self._task = asyncio.create_task(self._follow(gateway), name="follow the predecessor")
+        self._task = asyncio.create_task(
+            self._read_remaining_work(gateway), name="follow the predecessor"
+        )
 
     async def stop(self, within_s: float) -> None:
         """Make the predecessor process stop, and wait at most `within_s` seconds for its end."""
@@ -184,7 +186,7 @@ class Predecessor:
         self._channel.setblocking(False)
         self._reader, self._writer = await asyncio.open_unix_connection(sock=self._channel)
 
-    async def _follow(self, gateway: Gateway | None) -> None:
+    async def _read_remaining_work(self, gateway: Gateway | None) -> None:
         # Account for the work that the predecessor still has at the endpoints, until it ends.
         assert self._reader is not None
         try:

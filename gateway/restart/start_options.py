@@ -18,9 +18,9 @@ from gateway.restart.predecessor import Predecessor
 log = logging.getLogger("penstock")
 
 
-def log_reload(line: str, bad: bool) -> None:
-    """Log the outcome of a reload for the operator; if `bad` is true, as an error."""
-    log.log(logging.ERROR if bad else logging.INFO, "%s", line)
+def log_reload(line: str, is_error: bool) -> None:
+    """Log the outcome of a reload for the operator; if `is_error` is true, as an error."""
+    log.log(logging.ERROR if is_error else logging.INFO, "%s", line)
 
 
 class WorkerSettings(msgspec.Struct, frozen=True):

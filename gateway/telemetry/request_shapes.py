@@ -80,7 +80,7 @@ class ShapeRecorder:
         self._records.append(ShapeRecord(pool, at_s, prompt, output, session, blocks))
         self._ids += 1 + len(blocks)
 
-    def take(self) -> list[ShapeRecord]:
+    def pop_records(self) -> list[ShapeRecord]:
         """Return the records that were added since the last call."""
         records, self._records, self._ids = self._records, [], 0
         return records

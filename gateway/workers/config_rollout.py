@@ -242,7 +242,7 @@ class ConfigRollout:
             None,
         )
         if refused is not None and not options.dry_run:
-            self._report(refused, bad=True)
+            self._report(refused, is_error=True)
         if refused is not None or options.dry_run or loaded is None:
             return refused or responses[0]
         if (
@@ -286,7 +286,7 @@ class ConfigRollout:
         for worker, number in numbers.items():
             if number != self.version:
                 self._on_lost(worker)
-        self._report(applied, bad=False)
+        self._report(applied, is_error=False)
         return applied
 
     async def _roll_back(self, by_worker: Mapping[Worker, WorkerResponse]) -> None:
@@ -333,13 +333,13 @@ class ConfigRollout:
         )
         return {worker: by_worker[worker] for worker in workers if worker in by_worker}
 
-    def _report(self, response: WorkerResponse, *, bad: bool) -> None:
+    def _report(self, response: WorkerResponse, *, is_error: bool) -> None:
         # Report the result to the operator in one line; a repeated rejection only once.
         message = response_message(response)
-        if bad and self._last_rejection == message:
+        if is_error and self._last_rejection == message:
             return
-        self._last_rejection = message if bad else ""
-        self._report_line(message, bad)
+        self._last_rejection = message if is_error else ""
+        self._report_line(message, is_error)
 
 
 def response_result(response: WorkerResponse) -> str:

@@ -76,7 +76,7 @@ def _stop_with_supervisor(app: App) -> None:
     loop.add_reader(sys.stdin.fileno(), on_readable)
 
 
-def _no_report(line: str, bad: bool) -> None:
+def _no_report(line: str, is_error: bool) -> None:
     """Report nothing, because the supervisor reports a reload once for all workers."""
 
 

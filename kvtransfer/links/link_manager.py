@@ -429,9 +429,9 @@ class LinkManager:
             first.is_dialling_lane = False  # this was the lane being dialled
         if lane.has_carried_windows:
             self._sink.retire_link(first.link)
-        self._later(self.options.silence_s, decide)
+        self._call_later(self.options.silence_s, decide)
 
-    def _later(self, delay_s: float, call: Callable[[], None]) -> None:
+    def _call_later(self, delay_s: float, call: Callable[[], None]) -> None:
         def locked() -> None:
             with self._lock:
                 call()
@@ -476,7 +476,7 @@ class LinkManager:
         ):
             return self._on_dial_failed(dialling, reason, detail)
         repeated = msgspec.structs.replace(dialling, redials=dialling.redials + 1)
-        self._later(_REDIAL_S * 2**dialling.redials, lambda: self._start_dial(repeated))
+        self._call_later(_REDIAL_S * 2**dialling.redials, lambda: self._start_dial(repeated))
         return []
 
     def _on_dial_failed(
@@ -487,7 +487,7 @@ class LinkManager:
             lane_owner.is_dialling_lane = False
             lane_owner.failed_lanes += 1
             # By then, unproven links that kept the lane out of the source have timed out.
-            self._later(self.options.handshake_s, lambda: self._retry_lane(lane_owner, detail))
+            self._call_later(self.options.handshake_s, lambda: self._retry_lane(lane_owner, detail))
             return []
         if fallback is None:
             return self._sink.on_link_failed(address, reason, detail, self._clock.now())

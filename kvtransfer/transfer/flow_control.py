@@ -47,7 +47,7 @@ class SendCredits:
         self.in_flight_bytes = 0
         self._by_transfer: dict[int, int] = {}
 
-    def take(self, transfer: int, n_bytes: int) -> bool:
+    def try_acquire(self, transfer: int, n_bytes: int) -> bool:
         """Take send credit for `n_bytes` bytes of a transfer, if there is enough.
 
         Returns whether it was taken.

@@ -61,7 +61,7 @@ class ReceiveTracker:
         self._unverified[group, pair, first, count] = n_bytes
         return runs
 
-    def land(self, group: int, pair: int, first: int, count: int) -> bool:
+    def mark_verified(self, group: int, pair: int, first: int, count: int) -> bool:
         """Count a window (piece) of KV as verified, and return whether its layer group is complete.
 
         Raises WindowError if the window was not begun.

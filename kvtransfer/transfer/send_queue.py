@@ -194,15 +194,15 @@ class SendQueue:
         self._turns = TransferOrder()
         self._flow = ThroughputMeter(on_measured)
 
-    def take(self, offer: LeasedOffer, transfer: int) -> None:
+    def assign(self, offer: LeasedOffer, transfer: int) -> None:
         """Assign an offer of KV to a transfer to this peer, before the transfer's plan is
         computed.
         """
         self.claimed[transfer] = offer
         offer.link, offer.transfer = self._link, transfer
 
-    def undo_take(self, offer: LeasedOffer) -> None:
-        """Undo `take` because the transfer could not begin, so that the offer is available
+    def unassign(self, offer: LeasedOffer) -> None:
+        """Undo `assign` because the transfer could not begin, so that the offer is available
         again.
         """
         del self.claimed[offer.transfer]
@@ -249,7 +249,7 @@ class SendQueue:
             head = offer.peek()
             if head is None:
                 self._turns.remove(transfer)
-            elif self.credits.take(transfer, head.n_bytes):
+            elif self.credits.try_acquire(transfer, head.n_bytes):
                 self._flow.start(now)
                 puts.append(self._put(offer, head))
                 runs += head.count

@@ -352,7 +352,7 @@ class TransferSink:
                 reservation, EndReason(verdict.value), f"layer group {head.group}", now
             )
         try:
-            reservation.tracker.land(head.group, head.pair, head.first, head.count)
+            reservation.tracker.mark_verified(head.group, head.pair, head.first, head.count)
         except WindowError:
             self._stats.discarded["repeated"] += 1
             return []

@@ -74,7 +74,7 @@ class TransferSource:
         self._card, self._regions, self._options, self._stats = card, regions, options, stats
         self._offers: dict[int, LeasedOffer] = {}
         self._names: dict[str, LeasedOffer] = {}
-        self._outlets: dict[Link, SendQueue] = {}
+        self._send_queues: dict[Link, SendQueue] = {}
         self._pending_invites = PendingInvites(options)
         self._authorizer = Authorizer(key, card, regions)
         self._sharing = OfferSharing(card, self._add_share)
@@ -97,7 +97,7 @@ class TransferSource:
 
     def in_flight_bytes(self) -> int:
         """Return the number of bytes of KV in flight to all peers."""
-        return sum(outlet.credits.in_flight_bytes for outlet in self._outlets.values())
+        return sum(send_queue.credits.in_flight_bytes for send_queue in self._send_queues.values())
 
     def next_deadline(self) -> float | None:
         """Return a time at or before the next deadline, at which `tick` is due, or None."""
@@ -152,8 +152,8 @@ class TransferSource:
             return [c for share in shares for c in self.mark_ready(share.number, layers, now)]
         if offer.link is None:
             return []
-        self._outlets[offer.link].enqueue(offer, now)
-        return self._pump(self._outlets[offer.link], now)
+        self._send_queues[offer.link].enqueue(offer, now)
+        return self._pump(self._send_queues[offer.link], now)
 
     def renew(self, number: int, ttl_s: float, now: float) -> str | None:
         """Extend an offer's lease and return a new ticket; None if the offer has already ended.
@@ -215,15 +215,17 @@ class TransferSource:
             self.bandwidth.record(*pair, n_bytes, seconds)
             self._stats.count_sent(pair, n_bytes, seconds)
 
-        self._outlets[link] = SendQueue(link, card, budget_bytes, list(self._regions), on_measured)
+        self._send_queues[link] = SendQueue(
+            link, card, budget_bytes, list(self._regions), on_measured
+        )
 
     def on_lost(self, link: Link, reason: EndReason, detail: str, now: float) -> list[Command]:
         """End every KV transfer of a lost connection. Its blocks are free at once."""
-        outlet = self._outlets.pop(link, None)
-        if outlet is None:
+        send_queue = self._send_queues.pop(link, None)
+        if send_queue is None:
             return []
         self._pending_invites.remove_link(link)
-        claimed = list(outlet.claimed.values())
+        claimed = list(send_queue.claimed.values())
         return [
             command
             for offer in claimed
@@ -248,12 +250,12 @@ class TransferSource:
 
         Raises ProtocolError if its transfer number is not new.
         """
-        outlet = self._outlets[link]
-        if invite.transfer <= outlet.newest:
+        send_queue = self._send_queues[link]
+        if invite.transfer <= send_queue.newest:
             raise ProtocolError(
                 f"transfer number {invite.transfer} is not higher than the last one"
             )
-        outlet.newest = invite.transfer
+        send_queue.newest = invite.transfer
         return self._answer_invite(self._names.get(invite.name), link, invite, now)
 
     def _answer_invite(
@@ -261,13 +263,13 @@ class TransferSource:
     ) -> list[Command]:
         ticket: Ticket | None = None
         if invite.ticket is not None:
-            card = self._outlets[link].card
+            card = self._send_queues[link].card
             checked = self._authorizer.check(invite.ticket, offer, invite.name, card, now)
             if isinstance(checked, EndReason):
                 return self._refuse(link, invite.transfer, checked)
             ticket = checked
         if offer is None:
-            rank = self._outlets[link].card.rank
+            rank = self._send_queues[link].card.rank
             refused = self._pending_invites.add(link, invite, rank, now)
             return [] if refused is None else self._refuse(link, invite.transfer, refused)
         return self._match_invite(offer, link, invite, ticket, now)
@@ -281,11 +283,11 @@ class TransferSource:
             raise ProtocolError(
                 f"{message.reason} is not a reason for which a sink may stop a transfer"
             )
-        outlet = self._outlets[link]
-        unwanted_by = outlet.card.agent if message.reason is EndReason.CANCELLED else None
+        send_queue = self._send_queues[link]
+        unwanted_by = send_queue.card.agent if message.reason is EndReason.CANCELLED else None
         if self._pending_invites.withdraw(link, message.transfer, unwanted_by, now):
             return []
-        offer = outlet.claimed.get(message.transfer)
+        offer = send_queue.claimed.get(message.transfer)
         return (
             []
             if offer is None
@@ -297,7 +299,7 @@ class TransferSource:
 
         The message is ignored if that sink may not fetch it.
         """
-        card, offer = self._outlets[link].card, self._names.get(message.name)
+        card, offer = self._send_queues[link].card, self._names.get(message.name)
         agent = card.agent
         if message.ticket is None:
             may_fetch = offer is not None and may_fetch_by_name(offer.spec, agent)
@@ -315,7 +317,7 @@ class TransferSource:
 
     def on_landed(self, link: Link, message: Landed, now: float) -> list[Command]:
         """End a KV transfer that the sink reports complete. Raises ProtocolError if it is not."""
-        offer = self._outlets[link].claimed.get(message.transfer)
+        offer = self._send_queues[link].claimed.get(message.transfer)
         if offer is None:
             return []
         if offer.plan is None or not message.n_bytes == offer.put_bytes == offer.plan.n_bytes:
@@ -329,23 +331,23 @@ class TransferSource:
 
         Raises ProtocolError for more credit than was taken.
         """
-        outlet = self._outlets[link]
-        if message.transfer not in outlet.claimed:
+        send_queue = self._send_queues[link]
+        if message.transfer not in send_queue.claimed:
             return []
         try:
-            outlet.put_back(message.transfer, message.n_bytes, now)
+            send_queue.put_back(message.transfer, message.n_bytes, now)
         except ValueError as error:
             raise ProtocolError(str(error)) from error
-        return self._pump(outlet, now)
+        return self._pump(send_queue, now)
 
     def on_bad_grant(self, link: Link, transfer: int, detail: str, now: float) -> list[Command]:
         """End a KV transfer whose grant of memory access the transport cannot use."""
-        offer = self._outlets[link].claimed.get(transfer)
+        offer = self._send_queues[link].claimed.get(transfer)
         return [] if offer is None else self._end(offer, EndReason.PROTOCOL, detail, now)
 
     def on_beat(self, link: Link, now: float) -> None:
         """Renew the leases that a sink has claimed, because it sent a heartbeat."""
-        for offer in self._outlets[link].claimed.values():
+        for offer in self._send_queues[link].claimed.values():
             self._renew(offer, now + offer.spec.ttl_s, now)
 
     def _check(self, spec: OfferSpec) -> None:
@@ -379,26 +381,26 @@ class TransferSource:
     def _match_invite(
         self, offer: LeasedOffer, link: Link, invite: Invite, ticket: Ticket | None, now: float
     ) -> list[Command]:
-        outlet = self._outlets[link]
-        if ticket is None and not may_fetch_by_name(offer.spec, outlet.card.agent):
+        send_queue = self._send_queues[link]
+        if ticket is None and not may_fetch_by_name(offer.spec, send_queue.card.agent):
             return self._refuse(link, invite.transfer, EndReason.BAD_TICKET)
         if invite.tokens > offer.spec.tokens:
             return self._refuse(
                 link, invite.transfer, EndReason.TOKENS, f"{offer.spec.tokens} are on offer"
             )
-        share = self._sharing.share_for(offer, outlet.card, now)
+        share = self._sharing.share_for(offer, send_queue.card, now)
         if share is None or share.link is not None:
             return self._refuse(link, invite.transfer, EndReason.NAME_TAKEN)
         offer = share
-        outlet.take(offer, invite.transfer)
+        send_queue.assign(offer, invite.transfer)
 
         def work() -> Callable[[float], list[Command]]:
-            plan_or_error = self._plan(offer, outlet.card, invite)
+            plan_or_error = self._plan(offer, send_queue.card, invite)
             return lambda now: self._claim(offer, link, invite, ticket, plan_or_error, now)
 
         layout = self._card.layout
         group_layers = layers_per_group(layout, invite.tokens - invite.skip_tokens)
-        pairs = max_pairs(layout, outlet.card.layout, group_layers)
+        pairs = max_pairs(layout, send_queue.card.layout, group_layers)
         return plan_or_defer(max(offer.spec.blocks.size, len(invite.blocks) // 4), pairs, work, now)
 
     def _add_share(self, share: LeasedOffer) -> None:
@@ -419,27 +421,27 @@ class TransferSource:
         #
         # A mismatch is refused before any byte moves, and the offer stays available. Does nothing
         # if the offer or the link has ended in the meantime.
-        outlet = self._outlets.get(link)
-        if outlet is None or outlet.claimed.get(invite.transfer) is not offer:
+        send_queue = self._send_queues.get(link)
+        if send_queue is None or send_queue.claimed.get(invite.transfer) is not offer:
             return []
-        outlet.undo_take(offer)
+        send_queue.unassign(offer)
         if isinstance(plan_or_error, str):
             return self._refuse(link, invite.transfer, EndReason.LAYOUT, plan_or_error)
         try:
             lease = advance(offer.lease, LeaseEvent.CLAIM, now)
         except LeaseError:
             return self._refuse(link, invite.transfer, EndReason.LEASE_EXPIRED) + self.tick(now)
-        refused = None if ticket is None else self._authorizer.spend(ticket, outlet.card, now)
+        refused = None if ticket is None else self._authorizer.spend(ticket, send_queue.card, now)
         if refused is not None:
             return self._refuse(link, invite.transfer, refused)
         offer.lease = lease
-        outlet.take(offer, invite.transfer)
-        return self._begin(offer, outlet, invite, plan_or_error, now)
+        send_queue.assign(offer, invite.transfer)
+        return self._begin(offer, send_queue, invite, plan_or_error, now)
 
     def _begin(
         self,
         offer: LeasedOffer,
-        outlet: SendQueue,
+        send_queue: SendQueue,
         invite: Invite,
         transfer_plan: TransferPlan,
         now: float,
@@ -451,9 +453,9 @@ class TransferSource:
         window_bytes = max(
             1, min(invite.window_bytes, self._options.window_bytes, link.window_bytes)
         )
-        outlet.claim(offer, transfer_plan, window_bytes)
+        send_queue.claim(offer, transfer_plan, window_bytes)
         offer.priority, offer.urgent_at = Priority(invite.priority), now + invite.slack_s
-        outlet.enqueue(offer, now)
+        send_queue.enqueue(offer, now)
         accept = Accept(
             transfer=invite.transfer,
             blocks=pack_blocks(offer.spec.blocks),
@@ -465,7 +467,7 @@ class TransferSource:
             AcceptGrant(link, invite.transfer, invite.grant),
             SendMessage(link, accept),
         ]
-        return commands + self._pump(outlet, now)
+        return commands + self._pump(send_queue, now)
 
     def _plan(self, offer: LeasedOffer, card: AgentCard, invite: Invite) -> TransferPlan | str:
         # Compute the plan of a transfer, or return as text why there is none.
@@ -492,13 +494,13 @@ class TransferSource:
             transfer_plan.runs(0, 0)
         return transfer_plan
 
-    def _pump(self, outlet: SendQueue, now: float) -> list[Command]:
+    def _pump(self, send_queue: SendQueue, now: float) -> list[Command]:
         # Return the windows of KV to send, and advance the leases that begin to move.
         #
         # An expired lease does not advance, so that no transfer counts as in time later.
-        puts = outlet.next_windows(now)
+        puts = send_queue.next_windows(now)
         for offer in {
-            put.head.transfer: outlet.claimed[put.head.transfer] for put in puts
+            put.head.transfer: send_queue.claimed[put.head.transfer] for put in puts
         }.values():
             if offer.lease.state is LeaseState.CLAIMED and now < offer.lease.deadline:
                 offer.lease = advance(offer.lease, LeaseEvent.START, now)
@@ -568,9 +570,9 @@ class TransferSource:
         transport = ""
         if offer.link is not None:
             transport = offer.link.transport
-            if offer.link in self._outlets:
-                self._outlets[offer.link].release(offer, now, landed=reason is EndReason.LANDED)
-                pumped = self._pump(self._outlets[offer.link], now)
+            if offer.link in self._send_queues:
+                self._send_queues[offer.link].release(offer, now, landed=reason is EndReason.LANDED)
+                pumped = self._pump(self._send_queues[offer.link], now)
             if reason is not EndReason.LANDED:
                 commands.append(DropWindows(offer.link, offer.transfer))
             if tell:

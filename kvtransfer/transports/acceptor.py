@@ -119,7 +119,7 @@ class LinkAcceptor(Generic[L]):
 
     def _accept(self, listener: socket.socket, waiting: WaitingSockets) -> None:
         while self._accept_available(listener, waiting):
-            for sock, peer in waiting.take(monotonic()):
+            for sock, peer in waiting.wait_ready(monotonic()):
                 self._add_logged(sock, peer)
 
     def _accept_available(self, listener: socket.socket, waiting: WaitingSockets) -> bool:

@@ -300,7 +300,7 @@ class InprocLink:
         while self._queue and self._sending is None and not self._closed:
             item = self._queue.popleft()
             if isinstance(item, bytes):
-                self._carry(partial(_deliver, item))
+                self._call_peer(partial(_deliver, item))
             else:
                 self._begin(*item)
 
@@ -311,7 +311,7 @@ class InprocLink:
         if self._sending is not None and self._sending.head.transfer == transfer:
             self._sending.verdict = WindowVerdict.STALE
 
-    def _carry(self, call: Callable[[InprocLink], None], delay_s: float = 0.0) -> None:
+    def _call_peer(self, call: Callable[[InprocLink], None], delay_s: float = 0.0) -> None:
         far = self.far
         self._wire.deliver(self._end.address, self.peer, lambda: call(far), delay_s)
 
@@ -330,7 +330,7 @@ class InprocLink:
             if conditions.delay and rng.random() < conditions.delay
             else 0.0
         )
-        self._carry(lambda far: far._arrive(arrival), late_s)
+        self._call_peer(lambda far: far._arrive(arrival), late_s)
         seconds = head.n_bytes / conditions.bytes_per_s if conditions.bytes_per_s else 0.0
         self._flow(seconds, lambda: self._finish(arrival, window, (half, offset), late_s))
         return None
@@ -340,7 +340,7 @@ class InprocLink:
         #
         # Meanwhile, signs of life go to the far end.
         if seconds > _TRICKLE_S:
-            self._carry(lambda far: far.notify_owner(lambda owner: None))
+            self._call_peer(lambda far: far.notify_owner(lambda owner: None))
             self._wire.run_at(
                 self._end.address, lambda: self._flow(seconds - _TRICKLE_S, finish), _TRICKLE_S
             )
@@ -357,15 +357,15 @@ class InprocLink:
         self._sending = None
         self.notify_owner(lambda owner: owner.on_sent(self, arrival.head))
         self._inject_faults(arrival)
-        self._carry(lambda far: far._complete(arrival), late_s)
+        self._call_peer(lambda far: far._complete(arrival), late_s)
         rng, conditions = self._wire.rng, self._wire.conditions
         if conditions.duplicate and rng.random() < conditions.duplicate:
             duplicate = _Arrival(arrival.head)
             duplicate.data = arrival.data
             duplicate.digest = arrival.digest
             duplicate.verdict = arrival.verdict
-            self._carry(lambda far: far._arrive(duplicate), rng.random() * conditions.delay_s)
-            self._carry(lambda far: far._complete(duplicate), conditions.delay_s)
+            self._call_peer(lambda far: far._arrive(duplicate), rng.random() * conditions.delay_s)
+            self._call_peer(lambda far: far._complete(duplicate), conditions.delay_s)
         self._pump()
 
     def _inject_faults(self, arrival: _Arrival) -> None:
@@ -377,7 +377,7 @@ class InprocLink:
 
     def _break(self) -> None:
         self.on_far_closed("the link broke")
-        self._carry(lambda far: far.on_far_closed("the link broke"))
+        self._call_peer(lambda far: far.on_far_closed("the link broke"))
 
     def _arrive(self, arrival: _Arrival) -> None:
         # Ask the owner for the destination of a window of KV, and start to write it.

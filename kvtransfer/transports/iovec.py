@@ -88,7 +88,7 @@ class Iovecs:
         self.words = self._rows.data.cast("B").cast("q")
         self.address = int(self._rows.__array_interface__["data"][0])
 
-    def lay(self, address: int, offsets: Offsets, lengths: Offsets) -> None:
+    def fill(self, address: int, offsets: Offsets, lengths: Offsets) -> None:
         """Fill rows 1 to n of the table of iovecs with these n pieces of memory.
 
         Rows 0 and n + 1 stay free for a prefix and a suffix.
@@ -144,7 +144,7 @@ class MemoryPieces:
         else:
             self._ends = np.add.accumulate(lengths).tolist()
             self.size = self._ends[-1] if self._ends else 0
-            iovecs.lay(address, offsets, lengths)
+            iovecs.fill(address, offsets, lengths)
 
     @classmethod
     def of_window(
@@ -280,11 +280,11 @@ class MemoryPieces:
             words[index + 1] = left
         self._row = row + 1
 
-    def feed(self, update: Callable[[memoryview], object], upto: int) -> None:
+    def feed(self, update: Callable[[memoryview], object], end: int) -> None:
         """Pass pieces of memory to a digest in order: those not yet consumed that end at byte
-        `upto` or before.
+        `end` or before.
         """
-        last = bisect_right(self._ends, upto)
+        last = bisect_right(self._ends, end)
         if last > self.fed_count:
             for part in self.parts(self.fed_count, last):
                 update(part)

@@ -102,11 +102,11 @@ class ShmLink(StreamLink):
         sock: socket.socket,
         owner: LinkOwner,
         peer: str,
-        manner: LinkOptions,
+        options: LinkOptions,
         ended: Callable[[Any], None],
         regions: Sequence[Region],
     ) -> None:
-        super().__init__(sock, owner, peer, manner, ended)
+        super().__init__(sock, owner, peer, options, ended)
         self._shared_out = SharedOutbound(sock, self._sent)
         self._out = self._shared_out
         self._regions = regions
@@ -251,8 +251,8 @@ class Shm:
     name = "shm"
     is_sealed: bool | None = None
 
-    def __init__(self, manner: LinkOptions | None = None) -> None:
-        self._manner = manner or LinkOptions()
+    def __init__(self, options: LinkOptions | None = None) -> None:
+        self._options = options or LinkOptions()
         self._regions: Sequence[Region] = ()
         self._listening: LinkAcceptor[ShmLink] = LinkAcceptor(self._link)
 
@@ -317,7 +317,7 @@ class Shm:
             sock,
             owner,
             peer or "a process of this host",
-            self._manner,
+            self._options,
             self._listening.forget,
             self._regions,
         )

@@ -45,7 +45,7 @@ class Tcp:
         self,
         host: str = "127.0.0.1",
         port: int = 0,
-        manner: LinkOptions | None = None,
+        options: LinkOptions | None = None,
         *,
         advertise: str | None = None,
         tls: TlsFiles | None = None,
@@ -53,10 +53,10 @@ class Tcp:
         # Initialize without listening. Raises TransportError for unusable TLS files.
         self._host = host
         self._port = port
-        self._manner = manner or LinkOptions()
+        self._options = options or LinkOptions()
         self._advertise = advertise
         self._tls = None if tls is None else TlsContexts(tls)
-        self.is_sealed: bool | None = self._manner.sealed or tls is not None
+        self.is_sealed: bool | None = self._options.sealed or tls is not None
         self._listening: LinkAcceptor[StreamLink] = LinkAcceptor(self._link)
 
     def start(self, owner: LinkOwner, regions: Sequence[Region]) -> str:
@@ -114,8 +114,8 @@ class Tcp:
                 wrapped,
                 owner,
                 peer,
-                self._manner,
+                self._options,
                 self._listening.forget,
                 self._tls.files.peer_name,
             )
-        return TcpLink(sock, owner, peer, self._manner, self._listening.forget)
+        return TcpLink(sock, owner, peer, self._options, self._listening.forget)

@@ -116,13 +116,13 @@ class TlsLink(LanedLink):
         sock: ssl.SSLSocket,
         owner: LinkOwner,
         peer: str,
-        manner: LinkOptions,
+        options: LinkOptions,
         ended: Callable[[Any], None],
         peer_name: str,
     ) -> None:
-        super().__init__(sock, owner, peer, manner, ended)
+        super().__init__(sock, owner, peer, options, ended)
         self._tls, self._peer_name = sock, peer_name
-        self._out = _TlsOutbound(sock, self._sent, checked=manner.checked)
+        self._out = _TlsOutbound(sock, self._sent, checked=options.checked)
         self._in = _TlsInbound(sock, self._receive, self, self._in.limits)
         self._handshake_over = threading.Event()
 

@@ -63,7 +63,7 @@ class WaitingSockets:
         self._address_of[sock.fileno()] = address
         self._count_of[address] += 1
 
-    def take(self, now: float) -> list[tuple[socket.socket, str]]:
+    def wait_ready(self, now: float) -> list[tuple[socket.socket, str]]:
         """Wait until a socket may become a link, the listener has further sockets, or wake() was
         called.
 

@@ -32,9 +32,9 @@ class BootstrapServer:
         self._runner: web.AppRunner | None = None
         self._identity: EngineIdentity | None = None
 
-    async def start(self, here: EngineIdentity) -> None:
-        """Start to serve the identity of the engine `here`. Raises OSError if the port is taken."""
-        self._identity = here
+    async def start(self, identity: EngineIdentity) -> None:
+        """Start to serve the identity of this engine. Raises OSError if the port is taken."""
+        self._identity = identity
         app = web.Application()
         app.add_routes(
             [web.get(PAGES[self._dialect], self._page), web.get("/health", self._health)]
@@ -61,24 +61,24 @@ class BootstrapServer:
         return web.Response(text="OK")
 
 
-def _query(here: EngineIdentity) -> dict[str, Any]:
+def _query(identity: EngineIdentity) -> dict[str, Any]:
     # Return Mooncake's /query response: engine and worker addresses by data-parallel rank.
-    workers = {str(rank): {"0": here.address} for rank in range(here.tp)}
-    return {"0": {"engine_id": here.engine_id, "worker_addr": workers}}
+    workers = {str(rank): {"0": identity.address} for rank in range(identity.tp)}
+    return {"0": {"engine_id": identity.engine_id, "worker_addr": workers}}
 
 
-def _route(here: EngineIdentity) -> dict[str, Any]:
+def _route(identity: EngineIdentity) -> dict[str, Any]:
     # Return SGLang's /route response: the parallelism, and this rank's KV manager address.
     return {
-        "attn_tp_size": here.tp,
+        "attn_tp_size": identity.tp,
         "attn_cp_size": 1,
         "dp_size": 1,
         "pp_size": 1,
         "page_size": BLOCK_TOKENS,
         "kv_cache_dtype": "auto",
         "follow_bootstrap_room": True,
-        "rank_ip": here.host,
-        "rank_port": here.port,
+        "rank_ip": identity.host,
+        "rank_port": identity.port,
     }
 
 

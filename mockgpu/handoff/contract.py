@@ -59,7 +59,7 @@ class EngineDialect(Protocol):
         body: RequestBody,
         headers: Mapping[str, str],
         request_id: str,
-        here: EngineIdentity,
+        identity: EngineIdentity,
     ) -> ParsedHandoff:
         """Parse the handoff fields of a request: which half of a split request it is, if any.
 
@@ -72,7 +72,7 @@ class EngineDialect(Protocol):
         parsed: ParsedRequest,
         leg: PrefillLeg,
         offered: OfferedKv | None,
-        here: EngineIdentity,
+        identity: EngineIdentity,
     ) -> dict[str, Any]:
         """Return the handoff fields to add to a prefill response at its top level.
 
@@ -81,7 +81,11 @@ class EngineDialect(Protocol):
         ...
 
     def choice_members(
-        self, parsed: ParsedRequest, offered: OfferedKv | None, first: bytes, here: EngineIdentity
+        self,
+        parsed: ParsedRequest,
+        offered: OfferedKv | None,
+        first: bytes,
+        identity: EngineIdentity,
     ) -> dict[str, Any]:
         """Return the handoff fields to add to the choice object of a prefill response.
 

@@ -36,7 +36,7 @@ class HandoffOwner(Protocol):
         """Resume the computation of steps, because jobs or blocks may have become available."""
         ...
 
-    def fail_job(self, job: Job, why: str) -> None:
+    def fail_job(self, job: Job, reason: str) -> None:
         """Fail a job whose KV is lost and will not be computed again."""
         ...
 

@@ -37,7 +37,7 @@ class MooncakeDialect:
         body: RequestBody,
         headers: Mapping[str, str],
         request_id: str,
-        here: EngineIdentity,
+        identity: EngineIdentity,
     ) -> ParsedHandoff:
         """Parse the handoff fields of a request in Mooncake's protocol.
 
@@ -47,21 +47,23 @@ class MooncakeDialect:
         if params is None:
             return NO_LEG
         if params.get("do_remote_decode"):
-            if here.role == "decode":
+            if identity.role == "decode":
                 raise MalformedHandoffError(f"{FIELD}.do_remote_decode", fatal=True)
             name = params.get("transfer_id")
             if name is None:
                 raise MalformedHandoffError(f"{FIELD}.transfer_id", fatal=True)
-            return ParsedHandoff(PrefillLeg(str(name), here.wait_s, is_public=True, if_ended=False))
+            return ParsedHandoff(
+                PrefillLeg(str(name), identity.wait_s, is_public=True, if_ended=False)
+            )
         if not params.get("do_remote_prefill"):
             return NO_LEG
-        if here.role == "prefill":
+        if identity.role == "prefill":
             raise MalformedHandoffError(f"{FIELD}.do_remote_prefill", fatal=True)
         parked = any(params.get(field) is None for field in NEEDED)
         peer = BootstrapPeer(
             str(params.get("remote_bootstrap_addr")), str(params.get("remote_engine_id"))
         )
-        leg = DecodeLeg(str(params.get("transfer_id")), peer, here.wait_s, is_parked=parked)
+        leg = DecodeLeg(str(params.get("transfer_id")), peer, identity.wait_s, is_parked=parked)
         return ParsedHandoff(leg, given_prompt(params, body))
 
     def response_members(
@@ -69,7 +71,7 @@ class MooncakeDialect:
         parsed: ParsedRequest,
         leg: PrefillLeg,
         offered: OfferedKv | None,
-        here: EngineIdentity,
+        identity: EngineIdentity,
     ) -> dict[str, Any]:
         """Return no fields, because a Mooncake decode engine needs nothing from the prefill
         response.
@@ -77,7 +79,11 @@ class MooncakeDialect:
         return {}
 
     def choice_members(
-        self, parsed: ParsedRequest, offered: OfferedKv | None, first: bytes, here: EngineIdentity
+        self,
+        parsed: ParsedRequest,
+        offered: OfferedKv | None,
+        first: bytes,
+        identity: EngineIdentity,
     ) -> dict[str, Any]:
         """Return no fields, because Mooncake adds nothing to a choice of the response."""
         return {}

@@ -45,7 +45,7 @@ class SglangDialect:
         body: RequestBody,
         headers: Mapping[str, str],
         request_id: str,
-        here: EngineIdentity,
+        identity: EngineIdentity,
     ) -> ParsedHandoff:
         """Parse the handoff fields of a request; the server's role decides whether it prefills or
         decodes.
@@ -53,16 +53,16 @@ class SglangDialect:
         for field in ("kv_transfer_params", "disaggregated_params"):
             if getattr(body, field) is not None:
                 raise MalformedHandoffError(field)
-        if here.role == "both":
+        if identity.role == "both":
             if body.bootstrap_room is not None:
                 raise MalformedHandoffError("bootstrap_room")
             return NO_LEG
         if body.bootstrap_host == PROBE_HOST and body.bootstrap_room is not None:
-            return ParsedHandoff(one_token=here.role == "prefill")
+            return ParsedHandoff(one_token=identity.role == "prefill")
         room = self._room(body)
-        if here.role == "prefill":
+        if identity.role == "prefill":
             leg = PrefillLeg(
-                str(room), here.wait_s, is_public=True, answering=AnswerTime.WHEN_TAKEN
+                str(room), identity.wait_s, is_public=True, answering=AnswerTime.WHEN_TAKEN
             )
             return ParsedHandoff(leg, one_token=True)
         if not isinstance(body.bootstrap_host, str) or not body.bootstrap_host:
@@ -70,7 +70,7 @@ class SglangDialect:
         host, port = body.bootstrap_host, body.bootstrap_port
         host = f"[{host}]" if ":" in host and not host.startswith("[") else host
         peer = BootstrapPeer(f"http://{host}:{8998 if port is None else port}")
-        return ParsedHandoff(DecodeLeg(str(room), peer, here.wait_s))
+        return ParsedHandoff(DecodeLeg(str(room), peer, identity.wait_s))
 
     def _room(self, body: RequestBody) -> int:
         room = body.bootstrap_room
@@ -90,13 +90,17 @@ class SglangDialect:
         parsed: ParsedRequest,
         leg: PrefillLeg,
         offered: OfferedKv | None,
-        here: EngineIdentity,
+        identity: EngineIdentity,
     ) -> dict[str, Any]:
         """Return no fields, because both SGLang engines know the room number from the request."""
         return {}
 
     def choice_members(
-        self, parsed: ParsedRequest, offered: OfferedKv | None, first: bytes, here: EngineIdentity
+        self,
+        parsed: ParsedRequest,
+        offered: OfferedKv | None,
+        first: bytes,
+        identity: EngineIdentity,
     ) -> dict[str, Any]:
         """Return no fields, because SGLang adds nothing to a choice of the response."""
         return {}

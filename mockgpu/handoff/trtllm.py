@@ -161,7 +161,7 @@ class TrtllmDialect:
         body: RequestBody,
         headers: Mapping[str, str],
         request_id: str,
-        here: EngineIdentity,
+        identity: EngineIdentity,
     ) -> ParsedHandoff:
         """Parse the handoff fields of a TensorRT-LLM request.
 
@@ -180,10 +180,11 @@ class TrtllmDialect:
             return NO_LEG
         if params.request_type == "context_only":
             return ParsedHandoff(
-                PrefillLeg(str(self._new_id(params)), here.wait_s, if_ended=False), one_token=True
+                PrefillLeg(str(self._new_id(params)), identity.wait_s, if_ended=False),
+                one_token=True,
             )
         return ParsedHandoff(
-            self._take(params, here),
+            self._take(params, identity),
             token_bytes(body.prompt_token_ids) if body.prompt_token_ids else None,
         )
 
@@ -215,7 +216,7 @@ class TrtllmDialect:
             self._used_ids.popitem(last=False)
         return number
 
-    def _take(self, params: Params, here: EngineIdentity) -> DecodeLeg:
+    def _take(self, params: Params, identity: EngineIdentity) -> DecodeLeg:
         self._new_id(params)
         first = token_bytes(params.first_gen_tokens or ())
         if params.ctx_request_id is None or not first or not is_generated(first):
@@ -226,13 +227,13 @@ class TrtllmDialect:
             )
         except (ValueError, msgspec.DecodeError):
             raise MalformedHandoffError(f"{FIELD}.encoded_opaque_state", status=400) from None
-        if state.address == here.address:
+        if state.address == identity.address:
             raise MalformedHandoffError("context and generation on one server", status=400)
         details = params.ctx_usage.prompt_tokens_details if params.ctx_usage is not None else None
         return DecodeLeg(
             name=state.name,
             peer=AgentPeer(state.address),
-            wait_s=here.wait_s,
+            wait_s=identity.wait_s,
             ticket=state.ticket,
             first=first,
             cached=details.cached_tokens if details is not None else None,
@@ -243,7 +244,7 @@ class TrtllmDialect:
         parsed: ParsedRequest,
         leg: PrefillLeg,
         offered: OfferedKv | None,
-        here: EngineIdentity,
+        identity: EngineIdentity,
     ) -> dict[str, Any]:
         """Return the prompt's token ids as TensorRT-LLM's context (prefill) server rendered
         them.
@@ -251,14 +252,18 @@ class TrtllmDialect:
         return {"prompt_token_ids": token_ids(parsed.prompts[0])}
 
     def choice_members(
-        self, parsed: ParsedRequest, offered: OfferedKv | None, first: bytes, here: EngineIdentity
+        self,
+        parsed: ParsedRequest,
+        offered: OfferedKv | None,
+        first: bytes,
+        identity: EngineIdentity,
     ) -> dict[str, Any]:
         """Return the parameters for the generation (decode) server; null if the first token ended
         the answer.
         """
         if offered is None:
             return {FIELD: None}
-        state = OpaqueState(here.address, offered.name, offered.ticket)
+        state = OpaqueState(identity.address, offered.name, offered.ticket)
         cut = parsed.body.max_tokens == 1 or parsed.body.max_completion_tokens == 1
         return {
             "finish_reason": "length" if cut else "not_finished",

@@ -45,7 +45,7 @@ class VllmNixlDialect:
         body: RequestBody,
         headers: Mapping[str, str],
         request_id: str,
-        here: EngineIdentity,
+        identity: EngineIdentity,
     ) -> ParsedHandoff:
         """Parse the handoff object of a request.
 
@@ -55,23 +55,27 @@ class VllmNixlDialect:
         if params is None:
             return NO_LEG
         if params.get("do_remote_decode"):
-            return ParsedHandoff(prefill_leg(request_id, here))
+            return ParsedHandoff(prefill_leg(request_id, identity))
         if not params.get("do_remote_prefill"):
             return NO_LEG
-        return ParsedHandoff(_take(params, here), given_prompt(params, body))
+        return ParsedHandoff(_take(params, identity), given_prompt(params, body))
 
     def response_members(
         self,
         parsed: ParsedRequest,
         leg: PrefillLeg,
         offered: OfferedKv | None,
-        here: EngineIdentity,
+        identity: EngineIdentity,
     ) -> dict[str, Any]:
         """Return the object `kv_transfer_params` of a prefill response; null if no KV is kept."""
-        return {FIELD: None if offered is None else build_object(offered, here, "pull")}
+        return {FIELD: None if offered is None else build_object(offered, identity, "pull")}
 
     def choice_members(
-        self, parsed: ParsedRequest, offered: OfferedKv | None, first: bytes, here: EngineIdentity
+        self,
+        parsed: ParsedRequest,
+        offered: OfferedKv | None,
+        first: bytes,
+        identity: EngineIdentity,
     ) -> dict[str, Any]:
         """Return no fields, because vLLM's handoff object is at the top level of the response."""
         return {}
@@ -96,20 +100,20 @@ def checked_object(body: RequestBody) -> dict[str, Any] | None:
     return params
 
 
-def prefill_leg(request_id: str, here: EngineIdentity) -> PrefillLeg:
+def prefill_leg(request_id: str, identity: EngineIdentity) -> PrefillLeg:
     """Return a prefill request's handoff in pull mode, whose KV is kept for a lease.
 
     Old versions of vLLM keep the KV for a fixed time instead.
     """
-    leases = here.version >= LEASES_SINCE
+    leases = identity.version >= LEASES_SINCE
     return PrefillLeg(
         f"{request_id}-{secrets.token_hex(4)}",
-        here.lease_s if leases else OLD_HOLD_S,
+        identity.lease_s if leases else OLD_HOLD_S,
         if_ended=leases,
     )
 
 
-def _take(params: dict[str, Any], here: EngineIdentity) -> DecodeLeg:
+def _take(params: dict[str, Any], identity: EngineIdentity) -> DecodeLeg:
     blocks = params.get("remote_block_ids")
     if not isinstance(blocks, list) or not blocks or blocks[0] == []:
         raise MalformedHandoffError(f"{FIELD}.remote_block_ids", fatal=True)
@@ -121,10 +125,10 @@ def _take(params: dict[str, Any], here: EngineIdentity) -> DecodeLeg:
         peer=AgentPeer(
             agent_address(str(params.get("remote_host")), params.get("remote_port") or 0)
         ),
-        wait_s=here.wait_s,
+        wait_s=identity.wait_s,
         ticket=str(ticket.get("ticket", "")),
         renew=str(ticket.get("renew", "")),
-        cached=_cached_tokens(params) if here.version >= (0, 33) else None,
+        cached=_cached_tokens(params) if identity.version >= (0, 33) else None,
         is_parked=parked,
     )
 
@@ -155,29 +159,29 @@ def given_prompt(params: dict[str, Any], body: RequestBody) -> bytes | None:
     return token_bytes(ids)
 
 
-def build_object(offered: OfferedKv, here: EngineIdentity, mode: str) -> dict[str, Any]:
+def build_object(offered: OfferedKv, identity: EngineIdentity, mode: str) -> dict[str, Any]:
     """Return a prefill engine's `kv_transfer_params` in the format of its version."""
-    blocks: list[Any] = offered.blocks if here.version < (0, 18) else [offered.blocks]
+    blocks: list[Any] = offered.blocks if identity.version < (0, 18) else [offered.blocks]
     params: dict[str, Any] = {
         "do_remote_prefill": True,
         "do_remote_decode": False,
         "remote_block_ids": blocks,
-        "remote_engine_id": here.engine_id,
+        "remote_engine_id": identity.engine_id,
         "remote_request_id": offered.name,
-        "remote_host": here.host,
-        "remote_port": here.port,
-        "tp_size": here.tp,
+        "remote_host": identity.host,
+        "remote_port": identity.port,
+        "tp_size": identity.tp,
     }
-    if here.version >= LEASES_SINCE:
+    if identity.version >= LEASES_SINCE:
         params["remote_num_tokens"] = offered.tokens
-    if here.version >= (0, 28):
+    if identity.version >= (0, 28):
         params |= {"remote_blocks_expiry_time": None, "transfer_mode": mode}
-    if here.version >= (0, 30):
+    if identity.version >= (0, 30):
         params |= {"dcp_size": 1, "pp_size": 1}
-    if here.version >= (0, 33):
-        params["remote_registration_generation"] = here.generation
+    if identity.version >= (0, 33):
+        params["remote_registration_generation"] = identity.generation
         params["remote_prefill_cached_tokens"] = offered.cached
     if mode == "pull":
-        params[TICKET] = {"ticket": offered.ticket, "renew": f"{here.url}/mock/renew"}
-    params["transport"] = here.transport
+        params[TICKET] = {"ticket": offered.ticket, "renew": f"{identity.url}/mock/renew"}
+    params["transport"] = identity.transport
     return params

@@ -38,7 +38,7 @@ class VllmPushDialect:
         body: RequestBody,
         headers: Mapping[str, str],
         request_id: str,
-        here: EngineIdentity,
+        identity: EngineIdentity,
     ) -> ParsedHandoff:
         """Parse the handoff fields of a request; prefill and decode request have the same
         X-Request-Id.
@@ -48,7 +48,7 @@ class VllmPushDialect:
             return NO_LEG
         name = client_request_id(headers)
         if params.get("do_remote_decode"):
-            return ParsedHandoff(PrefillLeg(name or request_id, here.lease_s, is_public=True))
+            return ParsedHandoff(PrefillLeg(name or request_id, identity.lease_s, is_public=True))
         if not params.get("do_remote_prefill"):
             return NO_LEG
         for field in NEEDED:
@@ -58,7 +58,7 @@ class VllmPushDialect:
         peer = AgentPeer(agent_address(str(params["remote_host"]), params["remote_port"]))
         # If the ids of prefill and decode request differ, they never match: the request times out.
         leg = DecodeLeg(
-            str(wanted or name), peer, here.wait_s, is_parked=not wanted or wanted != name
+            str(wanted or name), peer, identity.wait_s, is_parked=not wanted or wanted != name
         )
         return ParsedHandoff(leg, given_prompt(params, body))
 
@@ -67,15 +67,19 @@ class VllmPushDialect:
         parsed: ParsedRequest,
         leg: PrefillLeg,
         offered: OfferedKv | None,
-        here: EngineIdentity,
+        identity: EngineIdentity,
     ) -> dict[str, Any]:
         """Return the handoff object `kv_transfer_params` that names this engine, in push mode
         without a ticket.
         """
-        return {FIELD: None if offered is None else build_object(offered, here, "push")}
+        return {FIELD: None if offered is None else build_object(offered, identity, "push")}
 
     def choice_members(
-        self, parsed: ParsedRequest, offered: OfferedKv | None, first: bytes, here: EngineIdentity
+        self,
+        parsed: ParsedRequest,
+        offered: OfferedKv | None,
+        first: bytes,
+        identity: EngineIdentity,
     ) -> dict[str, Any]:
         """Return no fields, because vLLM's handoff object is at the top level of the response."""
         return {}

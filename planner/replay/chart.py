@@ -90,15 +90,15 @@ def chart(
     points = [point for line in lines for point in line.points]
     if not points:
         return ""
-    across = _Scale(x, [point[0] for point in points], LEFT, WIDTH - RIGHT)
-    up = _Scale(
+    x_scale = _Scale(x, [point[0] for point in points], LEFT, WIDTH - RIGHT)
+    y_scale = _Scale(
         y, [point[1] for point in points] + [level for level, _ in rules], HEIGHT - BOTTOM, TOP
     )
     parts = [
         f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(title)}">',
-        *_grid(across, up),
-        *(_rule(up.at(level), name) for level, name in rules),
-        *(_line(line, across, up) for line in lines if line.points),
+        *_grid(x_scale, y_scale),
+        *(_rule(y_scale.at(level), name) for level, name in rules),
+        *(_line(line, x_scale, y_scale) for line in lines if line.points),
         "</svg>",
     ]
     return f"<figure><figcaption>{escape(title)}</figcaption>{''.join(parts)}</figure>"
@@ -138,16 +138,16 @@ def legend(names: Sequence[str]) -> str:
     return f'<p class="legend">{"".join(keys)}</p>'
 
 
-def _grid(across: _Scale, up: _Scale) -> list[str]:
+def _grid(x_scale: _Scale, y_scale: _Scale) -> list[str]:
     parts = []
-    for mark in up.ticks():
-        pixel = up.at(mark)
+    for mark in y_scale.ticks():
+        pixel = y_scale.at(mark)
         parts.append(
             f'<line class="grid" x1="{LEFT}" y1="{pixel:.1f}" x2="{WIDTH - RIGHT}" y2="{pixel:.1f}"/>'
-            f'<text x="{LEFT - 7}" y="{pixel + 4:.1f}" text-anchor="end">{escape(up.axis.write(mark))}</text>'
+            f'<text x="{LEFT - 7}" y="{pixel + 4:.1f}" text-anchor="end">{escape(y_scale.axis.write(mark))}</text>'
         )
-    for mark in across.ticks():
-        pixel, label = across.at(mark), escape(across.axis.write(mark))
+    for mark in x_scale.ticks():
+        pixel, label = x_scale.at(mark), escape(x_scale.axis.write(mark))
         parts.append(
             f'<line class="grid" x1="{pixel:.1f}" y1="{TOP}" x2="{pixel:.1f}" y2="{HEIGHT - BOTTOM}"/>'
             f'<text x="{pixel:.1f}" y="{HEIGHT - BOTTOM + 16}" text-anchor="middle">{label}</text>'
@@ -155,9 +155,9 @@ def _grid(across: _Scale, up: _Scale) -> list[str]:
     middle = (TOP + HEIGHT - BOTTOM) / 2
     parts.append(
         f'<text class="axis" x="{(LEFT + WIDTH - RIGHT) / 2}" y="{HEIGHT - 8}" text-anchor="middle">'
-        f"{escape(across.axis.label)}</text>"
+        f"{escape(x_scale.axis.label)}</text>"
         f'<text class="axis" x="13" y="{middle}" text-anchor="middle" transform="rotate(-90 13 {middle})">'
-        f"{escape(up.axis.label)}</text>"
+        f"{escape(y_scale.axis.label)}</text>"
     )
     return parts
 
@@ -169,9 +169,9 @@ def _rule(pixel: float, name: str) -> str:
     )
 
 
-def _line(line: Series, across: _Scale, up: _Scale) -> str:
+def _line(line: Series, x_scale: _Scale, y_scale: _Scale) -> str:
     colour, dash = ink(line.index)
-    places = [(across.at(x), up.at(y)) for x, y in line.points]
+    places = [(x_scale.at(x), y_scale.at(y)) for x, y in line.points]
     path = "M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in places)
     stroke = f'fill="none" stroke="{colour}" stroke-width="2" stroke-dasharray="{dash}" stroke-linejoin="round"'
     drawn = f'<path d="{path}" {stroke}><title>{escape(line.name)}</title></path>'
@@ -179,7 +179,7 @@ def _line(line: Series, across: _Scale, up: _Scale) -> str:
         return drawn
     dots = []
     for (x, y), (left, above) in zip(places, line.points, strict=True):
-        label = f"{escape(line.name)}: {escape(across.axis.write(left))}, {escape(up.axis.write(above))}"
+        label = f"{escape(line.name)}: {escape(x_scale.axis.write(left))}, {escape(y_scale.axis.write(above))}"
         dots.append(
             f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{colour}"><title>{label}</title></circle>'
         )

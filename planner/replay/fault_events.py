@@ -53,13 +53,13 @@ class FaultEvents:
             self._fleet.admission.refresh(now)
         elif ranks[0].is_alive:
             after = self._start
-            self._kill(now, ranks)
+            self._fail_ranks(now, ranks)
         else:
             return
         if fault.duration_s is not None:
             self._fleet.schedule(now + fault.duration_s, after, ranks)
 
-    def _kill(self, now: float, ranks: Sequence[ReplayGroup]) -> None:
+    def _fail_ranks(self, now: float, ranks: Sequence[ReplayGroup]) -> None:
         # Let a whole engine fail, as when one of its ranks fails.
         #
         # Its requests without a first token are retried elsewhere.

@@ -108,20 +108,22 @@ class Fleet:
         self._prepare()
         heap, horizon_s = self._heap, self.options.horizon_s
         while heap:
-            now, _, act, what = heappop(heap)
+            now, _, callback, what = heappop(heap)
             if horizon_s is not None and now > horizon_s:
                 break
-            act(now, what)
+            callback(now, what)
         return self._report(perf_counter() - began)
 
-    def schedule(self, when_s: float, act: Callable[[float, Any], None], what: Any = None) -> None:
-        """Schedule a call of `act` at the virtual time `when_s`, with that time and `what` as
+    def schedule(
+        self, when_s: float, callback: Callable[[float, Any], None], what: Any = None
+    ) -> None:
+        """Schedule a call of `callback` at the virtual time `when_s`, with that time and `what` as
         arguments.
 
         Events of the same moment run in the order in which they were scheduled.
         """
         self._order += 1
-        heappush(self._heap, (when_s, self._order, act, what))
+        heappush(self._heap, (when_s, self._order, callback, what))
 
     def _prepare(self) -> None:
         for request in sorted(self._traffic.arrivals, key=lambda request: request.arrival_s):

@@ -86,8 +86,10 @@ class FleetPort(Protocol):
     def arrived(self) -> int:
         """Return the number of requests that have arrived so far."""
 
-    def schedule(self, when_s: float, act: Callable[[float, Any], None], what: Any = None) -> None:
-        """Schedule a call of `act` at the virtual time `when_s`, with that time and `what` as
+    def schedule(
+        self, when_s: float, callback: Callable[[float, Any], None], what: Any = None
+    ) -> None:
+        """Schedule a call of `callback` at the virtual time `when_s`, with that time and `what` as
         arguments.
 
         Events of the same moment run in the order in which they were scheduled.

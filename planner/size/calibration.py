@@ -207,10 +207,10 @@ def least_squares(residuals: Residuals, start: Sequence[float], bound: float) ->
             ]
             step = solve(damped, slope)
             tried = [min(bound, max(-bound, a + b)) for a, b in zip(values, step, strict=True)]
-            residue = residuals(tried)
-            gain = loss - _squares(residue)
+            errors = residuals(tried)
+            gain = loss - _squares(errors)
             if gain > 0:
-                values, found, loss, damping = tried, residue, loss - gain, damping / 5
+                values, found, loss, damping = tried, errors, loss - gain, damping / 5
                 break
             damping *= 5
         if gain <= 1e-6 * loss:
@@ -218,8 +218,8 @@ def least_squares(residuals: Residuals, start: Sequence[float], bound: float) ->
     return values
 
 
-def _squares(residue: Sequence[float]) -> float:
-    return sum(value * value for value in residue)
+def _squares(residuals: Sequence[float]) -> float:
+    return sum(value * value for value in residuals)
 
 
 def solve(matrix: Sequence[Sequence[float]], right: Sequence[float]) -> list[float]:

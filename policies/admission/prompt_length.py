@@ -50,24 +50,24 @@ class PromptLengths:
         prompt_tokens     sum of the prompt tokens that the engines counted
         """
         key = model, has_media
-        seen = self._sums.get(key)
-        if seen is None:
-            seen = self._sums[key] = [0.0, 0.0, 0.0]
-        seen[0] += answers
-        seen[1] += estimated_tokens
-        seen[2] += prompt_tokens
-        if seen[0] >= LEAST_ANSWERS:
-            self._update(key, seen)
+        sums = self._sums.get(key)
+        if sums is None:
+            sums = self._sums[key] = [0.0, 0.0, 0.0]
+        sums[0] += answers
+        sums[1] += estimated_tokens
+        sums[2] += prompt_tokens
+        if sums[0] >= LEAST_ANSWERS:
+            self._update(key, sums)
 
-    def _update(self, key: tuple[str, bool], seen: list[float]) -> None:
-        _, estimated, counted = seen
+    def _update(self, key: tuple[str, bool], sums: list[float]) -> None:
+        _, estimated, counted = sums
         ratio = counted / estimated if estimated > 0 else 1.0
         if abs(ratio - 1.0) > CLOSE_ENOUGH:
             self.ratios[key] = min(HIGHEST, max(LOWEST, ratio))
         else:
             self.ratios.pop(key, None)
         decay = 0.5 if estimated > MEMORY_TOKENS else 1.0
-        seen[:] = 0.0, estimated * decay, counted * decay
+        sums[:] = 0.0, estimated * decay, counted * decay
 
     def correct(self, model: str, has_media: bool, estimated_tokens: int) -> int:
         """Return the estimated number of prompt tokens, multiplied by the model's learned ratio

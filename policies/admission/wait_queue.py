@@ -425,10 +425,10 @@ class WaitQueue(Generic[T]):
             self._remove(waiter)
             verdicts_due.append((waiter.ticket, self._shed_late(waiter, now)))
         while self._tickets and (turn := self._next(now)) is not None:
-            waiter, verdict, starved = turn
+            waiter, verdict, is_starved = turn
             self._remove(waiter)
             if isinstance(verdict, Admit):
-                self._admit(waiter, starved)
+                self._admit(waiter, is_starved)
             verdicts_due.append((waiter.ticket, verdict))
         return verdicts_due
 
@@ -477,10 +477,10 @@ class WaitQueue(Generic[T]):
         #
         # Return None if all must keep waiting. An admission may hold one tenant back and admit
         # another, so several tenants are tried.
-        head, starved = self._head(now)
+        head, is_starved = self._head(now)
         verdict = self._verdict(head, now)
         if not isinstance(verdict, Wait):
-            return head, verdict, starved
+            return head, verdict, is_starved
         if len(self._queues) > 1:
             for name in nsmallest(
                 MAX_TENANTS_TRIED, self._queues, key=lambda name: self._queues[name].counter
@@ -516,10 +516,10 @@ class WaitQueue(Generic[T]):
                 return queue.first(), False
             heappop(self._ranks)
 
-    def _admit(self, waiter: WaitingRequest[T], starved: bool) -> None:
+    def _admit(self, waiter: WaitingRequest[T], is_starved: bool) -> None:
         request = waiter.query.request
         self.in_flight += 1
-        self._turns_since_starved = 0 if starved else self._turns_since_starved + 1
+        self._turns_since_starved = 0 if is_starved else self._turns_since_starved + 1
         counter = self._counters.counter_of(request.tenant)
         if all(queue.counter >= counter for queue in self._queues.values()):
             self._counters.advance_to(counter)

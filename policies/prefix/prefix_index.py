@@ -111,11 +111,11 @@ class _Holder:
         self.evicted = self.missed = 0.0
         self.reborn = self.stamp
 
-    def gain(self, tokens: float) -> None:
+    def add_tokens(self, tokens: float) -> None:
         self.tokens[self.stamp] += tokens
         self.held += tokens
 
-    def lose(self, stamp: int, tokens: float) -> None:
+    def remove_tokens(self, stamp: int, tokens: float) -> None:
         # Subtract tokens from a generation, and delete it when empty.
         #
         # The newest and the oldest generation are not deleted.
@@ -429,11 +429,11 @@ class PrefixIndex:
         # Blocks that no slot held any more also count as missed by the slots that evicted them.
         lengths, oldest = SAMPLE_LENGTHS, self._oldest_alive[holder.stamp & _SLOT]
         low, covered = fresh, lengths[fresh - 1] if fresh else 0
-        holder.gain((lengths[runs[0][0] - 1] - covered) * tokens_per_block)
+        holder.add_tokens((lengths[runs[0][0] - 1] - covered) * tokens_per_block)
         for end, holders, others, previous in reversed(runs):
             if holders:
                 tokens = (lengths[end - 1] - covered) * tokens_per_block
-                holder.lose(previous, tokens)
+                holder.remove_tokens(previous, tokens)
                 if not others and previous < oldest:
                     self._count_missed(holders, tokens)
                 if holders > _ROOM_FOR_ONE:
@@ -485,7 +485,7 @@ class PrefixIndex:
             if key in shard:
                 holders = shard[key]
                 others, previous = self._without(holders, slot)
-                self._holders[slot].lose(previous, self._stride(rung) * tokens_per_block)
+                self._holders[slot].remove_tokens(previous, self._stride(rung) * tokens_per_block)
                 self._extra_holders += _count_extra(others) - _count_extra(holders)
                 if others:
                     shard[key] = others

@@ -99,7 +99,7 @@ def test_fenced_blocks_are_not_written_over_any_lane() -> None:
 
 def test_a_fence_that_ignores_lanes_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        LanedLink, "_fenced", lambda link, transfer: link._owner.on_fenced(link, transfer)
+        LanedLink, "_report_fenced", lambda link, transfer: link._owner.on_fenced(link, transfer)
     )
     with linked_pair("lanes", BLOCK_BYTES) as pair:
         assert any(islice(late_writes(pair, seed=2), 3000))

@@ -51,14 +51,14 @@ def top(
 
         TopApp(server).run()
     else:
-        _follow(server)
+        _run_live_view(server)
 
 
 def _console() -> Console:
     return Console(highlight=False, width=None if sys.stdout.isatty() else PIPE_WIDTH)
 
 
-def _follow(server: AdminClient) -> None:
+def _run_live_view(server: AdminClient) -> None:
     console = _console()
     try:
         with Live(console=console, screen=True, auto_refresh=False) as live:

@@ -55,16 +55,16 @@ class Discovery:
         found: dict[str, DiscoveredEndpoints],
         changed: Callable[[], None],
         rng: Random,
-        make: SourceFactory,
+        create_source: SourceFactory,
     ) -> None:
         """Initialize the discovery.
 
-        found    the dict that becomes `discovered`: endpoints by pool
-        changed  called after a change of endpoints; raises ValueError to reject it
-        make     function that creates a source
+        found          the dict that becomes `discovered`: endpoints by pool
+        changed        called after a change of endpoints; raises ValueError to reject it
+        create_source  function that creates a source
         """
         self.discovered = found
-        self._on_change, self._rng, self._create_source = changed, rng, make
+        self._on_change, self._rng, self._create_source = changed, rng, create_source
         self._tasks: dict[str, tuple[Discover, asyncio.Task[None]]] = {}
         self._has_result: dict[str, asyncio.Event] = {}
         self._is_running = False

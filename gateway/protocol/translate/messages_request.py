@@ -13,12 +13,12 @@ from gateway.protocol.translate.messages_content import chat_messages, system_te
 from gateway.protocol.translate.request_reader import (
     SAMPLING,
     MemberHandler,
+    check_members,
     copy_member,
     encode,
     limit_output,
     list_of,
     mapping_of,
-    only,
     read_object,
     refuse_member,
     request_stream,
@@ -129,7 +129,7 @@ def _tool(tool: Mapping[str, Any], path: str) -> dict[str, Any]:
     kind = tool.get("type")
     if kind not in (None, "custom"):
         raise untranslatable(f"{path}.type", str(kind))
-    only(tool, _TOOL_MEMBERS, path)
+    check_members(tool, _TOOL_MEMBERS, path)
     function: dict[str, Any] = {"name": text_of(tool.get("name"), f"{path}.name")}
     if tool.get("description") is not None:
         function["description"] = text_of(tool["description"], f"{path}.description")
@@ -156,7 +156,7 @@ def _tool_choice(value: Any, name: str, chat: dict[str, Any]) -> None:
 
 def _output_config(value: Any, name: str, chat: dict[str, Any]) -> None:
     config = mapping_of(value, name)
-    only(config, frozenset({"format", "effort"}), name)
+    check_members(config, frozenset({"format", "effort"}), name)
     if config.get("format") is not None:
         _output_format(config["format"], f"{name}.format", chat)
     if config.get("effort") is not None:

@@ -98,7 +98,7 @@ def require(members: Mapping[str, Any], *names: str) -> None:
             raise GatewayError(Failure.BAD_REQUEST, message, param=name)
 
 
-def only(members: Mapping[str, Any], known: frozenset[str], path: str) -> None:
+def check_members(members: Mapping[str, Any], known: frozenset[str], path: str) -> None:
     """Raise GatewayError for the first request member that is not in `known` and whose value is not
     null.
     """

@@ -9,12 +9,12 @@ from typing import Any
 from gateway.protocol.translate.request_reader import (
     SAMPLING,
     MemberHandler,
+    check_members,
     copy_member,
     encode,
     limit_output,
     list_of,
     mapping_of,
-    only,
     read_object,
     refuse_member,
     request_stream,
@@ -95,7 +95,7 @@ def _tools(value: Any, name: str, chat: dict[str, Any]) -> None:
 
 def _namespace(group: Mapping[str, Any], path: str) -> list[dict[str, Any]]:
     # Return the functions of a namespace as chat functions, with the namespace in their names.
-    only(group, _NAMESPACE_MEMBERS, path)
+    check_members(group, _NAMESPACE_MEMBERS, path)
     namespace, functions = text_of(group.get("name"), f"{path}.name"), list[dict[str, Any]]()
     for index, tool in enumerate(list_of(group.get("tools"), f"{path}.tools")):
         where = f"{path}.tools[{index}]"
@@ -106,7 +106,7 @@ def _namespace(group: Mapping[str, Any], path: str) -> list[dict[str, Any]]:
 
 
 def _function(tool: Mapping[str, Any], path: str, namespace: str = "") -> dict[str, Any]:
-    only(tool, _TOOL_MEMBERS, path)
+    check_members(tool, _TOOL_MEMBERS, path)
     function = {"name": flat_name(namespace, text_of(tool.get("name"), f"{path}.name"))} | {
         key: tool[key]
         for key in ("description", "parameters", "strict")
@@ -128,7 +128,7 @@ def _tool_choice(value: Any, name: str, chat: dict[str, Any]) -> None:
 
 def _text(value: Any, name: str, chat: dict[str, Any]) -> None:
     config = mapping_of(value, name)
-    only(config, frozenset({"format", "verbosity"}), name)
+    check_members(config, frozenset({"format", "verbosity"}), name)
     output = mapping_of(config.get("format") or {"type": "text"}, f"{name}.format")
     kind = output.get("type")
     if kind == "json_schema":

@@ -83,22 +83,22 @@ class RdmaLink:
 
     def __init__(
         self,
-        side: socket.socket,
+        sock: socket.socket,
         domain: ProtectionDomain,
         owner: LinkOwner,
         options: RdmaOptions,
         gone: Callable[[RdmaLink], None],
     ) -> None:
-        """Initialize an RDMA connection with the connected socket `side`, which it then owns.
+        """Initialize an RDMA connection with the connected socket `sock`, which it then owns.
 
         `gone` is called at the very end, after all use of the protection domain. Raises
         TransportError, and OSError if the peer has already gone.
         """
-        self.peer = "{}:{}".format(*side.getpeername()[:2])
+        self.peer = "{}:{}".format(*sock.getpeername()[:2])
         self.received_bytes = 0
         self.window_bytes = _WINDOW_BYTES
         self.refused_writes = 0
-        self._side, self._owner, self._options, self._on_gone = side, owner, options, gone
+        self._sock, self._owner, self._options, self._on_gone = sock, owner, options, gone
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         try:
             self._pairs = QueuePairEpochs(domain)
@@ -108,7 +108,7 @@ class RdmaLink:
         self._receiver = RdmaReceiver(domain, options.most_keys)
         gather = domain.device.gather
         self._sender = RdmaSender(
-            domain.key_of, self._departed, gather=gather, checksums=options.checksums
+            domain.key_of, self._on_sent, gather=gather, checksums=options.checksums
         )
         self._ordered_output: deque[bytes | OutgoingWindow] = deque()
         self._decoder, self._out = ControlDecoder(), bytearray()
@@ -120,7 +120,7 @@ class RdmaLink:
         self._gate = threading.Lock()
         self._closing = self._gone = False
         self._poll = select.poll()
-        for fd in (side.fileno(), self._wake, self._pairs.completions.fd):
+        for fd in (sock.fileno(), self._wake, self._pairs.completions.fd):
             self._poll.register(fd, select.POLLIN)
         self._settled = threading.Event()
         self._dialled = True
@@ -221,7 +221,7 @@ class RdmaLink:
     def _run(self) -> None:
         reason = "the transport failed"  # if the reason is not an error of the link
         try:
-            self._side.setblocking(False)
+            self._sock.setblocking(False)
             if not self._dialled:
                 self._owner.on_linked(
                     self
@@ -231,7 +231,7 @@ class RdmaLink:
             if not self._closing:
                 self._renew()
             while not self._closing:
-                worked = self._turn()
+                worked = self._run_once()
                 self._check_deadline()
                 if not worked:
                     self._wait()
@@ -242,7 +242,7 @@ class RdmaLink:
         finally:
             self._finish(reason)
 
-    def _turn(self) -> bool:
+    def _run_once(self) -> bool:
         # Do all work that is possible without waiting; return whether there was any.
         worked = self._run_commands()
         worked = self._handle_completions() or worked
@@ -259,7 +259,7 @@ class RdmaLink:
         self._pairs.completions.arm()
         if self._handle_completions():
             return
-        self._poll.modify(self._side, select.POLLIN | (select.POLLOUT if self._out else 0))
+        self._poll.modify(self._sock, select.POLLIN | (select.POLLOUT if self._out else 0))
         limit_ms = (
             None if self._deadline is None else max(1, 1 + int(1000 * (self._deadline - now)))
         )
@@ -350,7 +350,7 @@ class RdmaLink:
             # The deadline stays: asking for another pair before one was usable gains no time.
             self._deadline = time.perf_counter() + self._options.setup_s
 
-    def _departed(self, departure: OutgoingWindow) -> None:
+    def _on_sent(self, departure: OutgoingWindow) -> None:
         self._owner.on_sent(self, departure.head)
 
     def _on_trailer(self, trailer: RdmaTrailer | None) -> None:
@@ -363,7 +363,7 @@ class RdmaLink:
     def _read_control(self) -> bool:
         # Read and handle the peer's control messages; return whether there were any.
         try:
-            data = self._side.recv(min(_READ_BYTES, self._decoder.room_bytes))
+            data = self._sock.recv(min(_READ_BYTES, self._decoder.room_bytes))
         except BlockingIOError:
             return False
         if not data:
@@ -423,7 +423,7 @@ class RdmaLink:
         if not self._out:
             return False
         try:
-            del self._out[: self._side.send(self._out)]
+            del self._out[: self._sock.send(self._out)]
         except BlockingIOError:
             return False
         return True
@@ -439,8 +439,8 @@ class RdmaLink:
                 # It stays pinned, but no peer can write there.
                 _log.error("kv: an error followed the end of the link to %s: %s", self.peer, error)
         with suppress(OSError):
-            self._side.shutdown(socket.SHUT_RDWR)
-        self._side.close()
+            self._sock.shutdown(socket.SHUT_RDWR)
+        self._sock.close()
         known = self._settled.is_set() or not self._dialled
         self._reason = reason
         self._settled.set()

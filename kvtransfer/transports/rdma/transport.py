@@ -86,12 +86,12 @@ class Rdma:
         with self._dialling():
             host, _, port = address.rpartition(":")
             try:
-                side = socket.create_connection((host, int(port)), timeout=_DIAL_S)
+                sock = socket.create_connection((host, int(port)), timeout=_DIAL_S)
             except (OSError, ValueError, OverflowError) as error:
                 raise TransportError(
                     f"the agent at {address} cannot be reached by RDMA: {error}"
                 ) from error
-            link = self._link(side, None)
+            link = self._link(sock, None)
             link.wait_connected()
             return link
 
@@ -140,15 +140,15 @@ class Rdma:
 
     def _listen(self) -> None:
         assert self._listener is not None
-        for side, (host, *_) in accepted_sockets(self._listener, self._closed):
+        for sock, (host, *_) in accepted_sockets(self._listener, self._closed):
             try:
-                self._link(side, self._domain)
+                self._link(sock, self._domain)
             except TransportError as error:
                 # The device has no resources left, or the peer has already gone.
                 _log.warning("kv: an RDMA connection from %s was refused: %s", host, error)
 
-    def _link(self, side: socket.socket, domain: ProtectionDomain | None) -> RdmaLink:
-        # Create a link over the socket `side`, and start it.
+    def _link(self, sock: socket.socket, domain: ProtectionDomain | None) -> RdmaLink:
+        # Create a link over the socket `sock`, and start it.
         #
         # Without a domain this end has dialled, and gets its own domain. Raises TransportError,
         # after releasing everything, if the link cannot start.
@@ -156,14 +156,14 @@ class Rdma:
         assert owner is not None
         assert self._device is not None
         try:
-            side.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             if domain is None:
                 own = domain = ProtectionDomain(self._device)
             link = RdmaLink(
-                side, domain, owner, self._options, lambda link_gone: self._forget(link_gone, own)
+                sock, domain, owner, self._options, lambda link_gone: self._forget(link_gone, own)
             )
         except (TransportError, OSError) as error:
-            _release(side, own)
+            _release(sock, own)
             raise TransportError(str(error)) from error
         reason = "the transport is closing, or has too many links"
         with self._gate:
@@ -175,7 +175,7 @@ class Rdma:
                 except RuntimeError as error:
                     reason = f"no thread for it: {error}"
         link.abandon()
-        _release(side, own)
+        _release(sock, own)
         raise TransportError(reason)
 
     def _forget(self, link: RdmaLink, domain: ProtectionDomain | None) -> None:
@@ -190,8 +190,8 @@ class Rdma:
                 self._links.discard(link)
 
 
-def _release(side: socket.socket | None, domain: ProtectionDomain | None) -> None:
-    if side is not None:
-        side.close()
+def _release(sock: socket.socket | None, domain: ProtectionDomain | None) -> None:
+    if sock is not None:
+        sock.close()
     if domain is not None:
         domain.close()

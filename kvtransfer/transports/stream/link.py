@@ -105,23 +105,23 @@ class StreamLink:
         sock: socket.socket,
         owner: LinkOwner,
         peer: str,
-        manner: LinkOptions,
+        options: LinkOptions,
         ended: Callable[[Any], None],
     ) -> None:
         self.peer = peer
         self.received_bytes = 0
-        self.window_bytes = manner.window_bytes
-        self._sock, self._owner, self._manner, self._ended_hook = sock, owner, manner, ended
+        self.window_bytes = options.window_bytes
+        self._sock, self._owner, self._options, self._ended_hook = sock, owner, options, ended
         sock.setblocking(False)
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._pump = PUMP if manner.native else None
+        self._pump = PUMP if options.native else None
         fd, reading, writing = sock.fileno(), self._pump_calls(sock), self._pump_calls(sock)
         if reading is not None:
-            reading.spin_us = int(manner.spin_s * 1e6)
+            reading.spin_us = int(options.spin_s * 1e6)
         if writing is not None:
             # A message of the peer, or an order for this link, ends the wait for room.
             writing.is_writing, writing.patience_ms = True, PUMP_MS
-        self._out: Outbound = Outbound(fd, self._sent, checked=manner.checked, calls=writing)
+        self._out: Outbound = Outbound(fd, self._sent, checked=options.checked, calls=writing)
         self._in = Inbound(fd, self._receive, self, _UNPROVEN_LIMITS, reading)
         self._orders: deque[Callable[[], None]] = deque()
         self._driver_lock = threading.Lock()
@@ -131,7 +131,7 @@ class StreamLink:
         # Another link has work for this one (kvtransfer/transports/stream/parallel_links.py).
         self._has_lane_work = False
         self._drivers, self._last_driven_s = 0, -_NEVER
-        self._spin_s = manner.spin_s
+        self._spin_s = options.spin_s
         self._broken: str | None = None
         self._poll = select.poll()
         self._poll.register(sock, select.POLLIN)
@@ -189,7 +189,7 @@ class StreamLink:
         pass
 
     def secure(self, window_key: bytes) -> None:
-        if self._manner.sealed and self._in.seal is None:
+        if self._options.sealed and self._in.seal is None:
             dialled_key, answered_key = (
                 hmac.digest(window_key, label, "sha256") for label in (b"dialled", b"answered")
             )
@@ -265,7 +265,7 @@ class StreamLink:
 
     def _fenced_late(self, transfer: int) -> None:
         with self._report_lock:
-            self._fenced(transfer)
+            self._report_fenced(transfer)
 
     # ---- on the link's thread ----
 
@@ -275,7 +275,7 @@ class StreamLink:
     def _run(self) -> None:
         self._prepare()
         while self._broken is None and not self._closing:
-            if self._driven() and not (self._orders and not self._drivers):
+            if self._is_driven() and not (self._orders and not self._drivers):
                 self._wake_poll.poll(self._HOLD_MS)
                 continue
             with self._driver_lock:
@@ -283,14 +283,14 @@ class StreamLink:
                     self._step()
         self._end()
 
-    def _driven(self) -> bool:
+    def _is_driven(self) -> bool:
         # Return whether another thread moves this link's bytes by `drive`, or recently did so.
         return self._drivers > 0 or time.perf_counter() - self._last_driven_s < self._HOLD_MS / 1e3
 
     def _step(self, done: Callable[[], bool] | None = None) -> None:
         try:
-            if not self._turn():
-                self._rest(done)
+            if not self._move_bytes():
+                self._await_event(done)
         except (EOFError, FrameError, WindowSealError, TransportError) as error:
             self._broken = str(error)
         except OSError as error:
@@ -299,7 +299,7 @@ class StreamLink:
             _log.exception("kv: handling an event of the link to %s failed", self.peer)
             self._broken = "the owner of the link failed"
 
-    def _turn(self) -> bool:
+    def _move_bytes(self) -> bool:
         if self._orders:
             self._run_orders()
         out = self._out
@@ -347,10 +347,10 @@ class StreamLink:
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._wake_fd)
 
-    def _rest(self, done: Callable[[], bool] | None) -> None:
+    def _await_event(self, done: Callable[[], bool] | None) -> None:
         self._want_in(self._in.wanted_bytes)
         may_spin = not self._out.is_blocked and not self._in.is_in_large_payload
-        if may_spin and self._pump is None and self._spin(done):
+        if may_spin and self._pump is None and self._busy_poll(done):
             return
         self._asleep = True
         try:
@@ -375,8 +375,8 @@ class StreamLink:
                 self._sleep_natively(self._pump, self._spin_s if may_spin else 0.0, timeout_ms)
             # A sleep and a wake-up cost both ends more than this took, and would keep a short
             # exchange slow.
-            was_short = time.perf_counter() - since_s < _LONG_SPIN_FACTOR * self._manner.spin_s
-            self._spin_s = self._manner.spin_s * (_LONG_SPIN_FACTOR if was_short else 1)
+            was_short = time.perf_counter() - since_s < _LONG_SPIN_FACTOR * self._options.spin_s
+            self._spin_s = self._options.spin_s * (_LONG_SPIN_FACTOR if was_short else 1)
         finally:
             self._asleep = False
 
@@ -397,7 +397,7 @@ class StreamLink:
         if was_stopped:
             self._clear_wake_fd()
 
-    def _spin(self, done: Callable[[], bool] | None) -> bool:
+    def _busy_poll(self, done: Callable[[], bool] | None) -> bool:
         # Poll for a while; return True if bytes were moved or are waiting.
         #
         # Polling costs a third of a read that finds nothing.
@@ -408,7 +408,7 @@ class StreamLink:
             # The peer may have been woken on this very core.
             os.sched_yield()
             if look(0):
-                return self._turn()
+                return self._move_bytes()
             if (
                 not out.is_idle
                 or self._has_lane_work
@@ -463,9 +463,9 @@ class StreamLink:
 
     def _fence(self, transfer: int) -> None:
         self._in.discard_transfer(transfer)
-        self._fenced(transfer)
+        self._report_fenced(transfer)
 
-    def _fenced(self, transfer: int) -> None:
+    def _report_fenced(self, transfer: int) -> None:
         self._owner.on_fenced(self, transfer)
 
     # ---- events of Inbound and Outbound ----

@@ -35,11 +35,11 @@ class LanedLink(StreamLink):
         sock: socket.socket,
         owner: LinkOwner,
         peer: str,
-        manner: LinkOptions,
+        options: LinkOptions,
         ended: Callable[[Any], None],
     ) -> None:
-        super().__init__(sock, owner, peer, manner, ended)
-        self.lanes = manner.lanes
+        super().__init__(sock, owner, peer, options, ended)
+        self.lanes = options.lanes
         self.has_carried_windows = False
         self._lane_owner = self  # the link whose windows it carries
         self._lane_links: tuple[LanedLink, ...] = ()
@@ -73,14 +73,14 @@ class LanedLink(StreamLink):
 
     # ---- on the link's thread ----
 
-    def _turn(self) -> bool:
+    def _move_bytes(self) -> bool:
         self._has_lane_work = False
         if self._lane_owner is not self and self._out.is_idle:
             item = self._lane_owner._out.take_spare()
             if item is not None:
                 self.has_carried_windows = True
                 self._out.enqueue(item)
-        return super()._turn()
+        return super()._move_bytes()
 
     def on_frame(self, kind: FrameKind, header: bytes) -> None:
         if kind is not FrameKind.SPREAD:
@@ -95,7 +95,7 @@ class LanedLink(StreamLink):
         self._spread.discard(transfer)
         super()._fence(transfer)
 
-    def _fenced(self, transfer: int) -> None:
+    def _report_fenced(self, transfer: int) -> None:
         self._fence_lanes(transfer, self._lane_links)
 
     def _fence_lanes(self, transfer: int, lanes: tuple[LanedLink, ...]) -> None:

@@ -75,7 +75,7 @@ def make(name: str, wire: InprocWire, pace: float = 1.0) -> Transport:
 
         files = tls_files() if name.startswith("tls") else None
         lanes = LANES if name.endswith("lanes") else 1
-        return Tcp(manner=LinkOptions(lanes=lanes, native=name != "tcp-python"), tls=files)
+        return Tcp(options=LinkOptions(lanes=lanes, native=name != "tcp-python"), tls=files)
     if name == "shm":
         from kvtransfer.transports.shm import Shm
 

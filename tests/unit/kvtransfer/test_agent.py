@@ -70,7 +70,7 @@ def test_without_an_event_loop_a_listener_gets_every_change() -> None:
 
 @pytest.mark.parametrize(("sealed", "fits"), [(True, False), (False, True), (None, True)])
 def test_sealed_and_plain_transports_cannot_be_combined(sealed: bool | None, fits: bool) -> None:
-    ways = [Tcp(manner=LinkOptions(sealed=True)), Inproc(InprocWire(VirtualClock()))]
+    ways = [Tcp(options=LinkOptions(sealed=True)), Inproc(InprocWire(VirtualClock()))]
     ways[1].is_sealed, ways[1].name = None if sealed is None else not sealed, "rdma"
     if fits:
         Agent("p", SMALL, regions(), key=KEY, transports=ways)
@@ -124,7 +124,7 @@ def test_a_source_that_plans_from_another_layout_is_refused_before_a_byte_moves(
     assert clock.run(1, lambda: bool(sink.stats()["reservations"]["invited"]))
     (link,) = sink._link_manager._peer_links
     other = pair_fingerprint(replace(SMALL, block_tokens=8), SMALL)
-    sink._do(sink._sink.on_accept(link, Accept(1, pack_blocks([1]), 1, 100, other), 0.0))
+    sink._run_commands(sink._sink.on_accept(link, Accept(1, pack_blocks([1]), 1, 100, other), 0.0))
     assert clock.run(1, lambda: landing.outcome is not None)
     assert landing.outcome is not None
     assert (landing.outcome.reason, landing.outcome.n_bytes) == (EndReason.LAYOUT, 0)

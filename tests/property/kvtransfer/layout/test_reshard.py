@@ -137,7 +137,7 @@ def carry_out(
             for src, dst, length in zip(runs.src, runs.dst, runs.length, strict=True):
                 new[dst : dst + length] = old[src : src + length]
             written += n_bytes
-            arrivals.land(group, pair, first, count)
+            arrivals.mark_verified(group, pair, first, count)
     assert arrivals.is_complete
     assert arrivals.n_bytes == transfer_plan.n_bytes == written
     return written

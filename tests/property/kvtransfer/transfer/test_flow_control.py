@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 from kvtransfer.transfer.flow_control import Priority, SendCredits, TransferOrder
 
 events = st.lists(
-    st.tuples(st.sampled_from(["take", "give", "forget"]), st.integers(0, 4), st.integers(1, 80)),
+    st.tuples(
+        st.sampled_from(["try_acquire", "give", "forget"]), st.integers(0, 4), st.integers(1, 80)
+    ),
     max_size=80,
 )
 
@@ -21,7 +23,7 @@ def test_bytes_in_flight_are_what_was_taken_and_not_returned(
 ) -> None:
     credits, outstanding = SendCredits(budget), dict.fromkeys(range(5), 0)
     for event, transfer, n_bytes in events:
-        if event == "take" and credits.take(transfer, n_bytes):
+        if event == "try_acquire" and credits.try_acquire(transfer, n_bytes):
             outstanding[transfer] += n_bytes
         elif event == "give" and n_bytes <= outstanding[transfer]:
             credits.put_back(transfer, n_bytes)
@@ -34,7 +36,7 @@ def test_bytes_in_flight_are_what_was_taken_and_not_returned(
     for transfer in outstanding:
         credits.forget(transfer)
     assert credits.in_flight_bytes == 0
-    assert credits.take(9, 10**9), "an idle link always takes one window"
+    assert credits.try_acquire(9, 10**9), "an idle link always takes one window"
 
 
 @given(klass=st.sampled_from(Priority), deadline=st.floats(0, 5), rivals_per_s=st.integers(1, 20))

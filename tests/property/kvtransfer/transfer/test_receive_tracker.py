@@ -30,7 +30,7 @@ def test_a_group_is_complete_exactly_when_each_of_its_runs_has_come_once(
             arrivals.begin(group, pair, first, count, n_bytes)
             assert fits
             came |= runs
-            complete = arrivals.land(group, pair, first, count)
+            complete = arrivals.mark_verified(group, pair, first, count)
             assert complete == all(
                 (group, part, run) in came for part in (0, 1) for run in range(6)
             )

@@ -112,9 +112,9 @@ class World:
                     self.over.add((link, transfer))
                 case SendMessage(link, Accept(transfer)):
                     assert (link, transfer) not in self.accepted
-                    outlet = self.book._outlets[link]
-                    ware = outlet.claimed[transfer].spec
-                    assert ware.sink in (None, outlet.card.agent)
+                    send_queue = self.book._send_queues[link]
+                    ware = send_queue.claimed[transfer].spec
+                    assert ware.sink in (None, send_queue.card.agent)
                     assert self.shown.get((link, transfer)) or ware.sink or ware.public
                     self.accepted[link, transfer] = transfer
                 case SendMessage(_, StopTransfer(_, reason)):

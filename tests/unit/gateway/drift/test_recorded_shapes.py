@@ -123,5 +123,5 @@ def test_records_beyond_the_limit_are_dropped_and_counted(monkeypatch: pytest.Mo
         fake = SimpleNamespace(pick=pick, status=status, body_bytes=400)
         exchange = stand_in(Exchange, fake)
         recorder.add(exchange, Relay(b""), TokenUsage(), float(n), list(range(15)), 0)
-    assert [record.at_s for record in recorder.take()] == [0.0, 1.0]
+    assert [record.at_s for record in recorder.pop_records()] == [0.0, 1.0]
     assert recorder.dropped == 1

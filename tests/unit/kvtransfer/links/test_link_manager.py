@@ -401,7 +401,9 @@ async def test_a_link_that_is_lost_while_its_peer_proves_itself_does_not_come_up
         source.agent.offer("s", [1], 16, public=True)
         landing = sink.agent.fetch(source.agent.address, "s", [1], 16)
         assert (await asyncio.wait_for(landing.wait_ended(), PATIENCE_S)).has_landed
-        assert list(source.agent._source._outlets) == list(source.agent._link_manager._peer_links)
+        assert list(source.agent._source._send_queues) == list(
+            source.agent._link_manager._peer_links
+        )
 
 
 async def test_dialled_links_do_not_count_as_unproven() -> None:

@@ -28,8 +28,8 @@ from tests.unit.kvtransfer.transports.stream.lane_access import laned, lanes_of,
 
 @pytest.fixture
 def shorten_retry_times(monkeypatch: pytest.MonkeyPatch) -> None:
-    later = LinkManager._later
-    monkeypatch.setattr(LinkManager, "_later", lambda self, _, call: later(self, 0.05, call))
+    later = LinkManager._call_later
+    monkeypatch.setattr(LinkManager, "_call_later", lambda self, _, call: later(self, 0.05, call))
 
 
 async def transfer_one(source: Group, sink: Group, name: str) -> None:

@@ -20,7 +20,7 @@ def test_groups_complete_in_any_order_and_layers_are_counted_in_order() -> None:
     for group in (2, 0, 1):
         for window in reversed(list(PLAN.windows(group, 1))):
             arrivals.begin(group, *window)
-            reports.append((arrivals.land(group, *window[:3]), arrivals.complete_layers))
+            reports.append((arrivals.mark_verified(group, *window[:3]), arrivals.complete_layers))
     assert reports == [(False, 0)] * 7 + [(True, 0)] + [(False, 0)] * 7 + [(True, 2)] + [
         (False, 2)
     ] * 7 + [(True, 5)]
@@ -44,7 +44,7 @@ def test_the_runs_of_a_window_are_the_plans() -> None:
 def test_no_run_is_written_twice(again: tuple[int, int]) -> None:
     arrivals = ReceiveTracker(PLAN)
     arrivals.begin(0, 0, 0, 2, 2 * RUN)
-    arrivals.land(0, 0, 0, 2)
+    arrivals.mark_verified(0, 0, 0, 2)
     with pytest.raises(WindowError, match="arrived before"):
         arrivals.begin(0, 0, *again, again[1] * RUN)
     arrivals.begin(0, 0, 2, 2, 2 * RUN)
@@ -76,9 +76,9 @@ def test_a_window_of_another_size_is_refused() -> None:
 def test_only_what_has_begun_can_land_and_only_once() -> None:
     arrivals = ReceiveTracker(PLAN)
     with pytest.raises(WindowError, match="were not begun"):
-        arrivals.land(0, 0, 0, 1)
+        arrivals.mark_verified(0, 0, 0, 1)
     arrivals.begin(0, 0, 0, 1, RUN)
-    arrivals.land(0, 0, 0, 1)
+    arrivals.mark_verified(0, 0, 0, 1)
     with pytest.raises(WindowError, match="were not begun"):
-        arrivals.land(0, 0, 0, 1)
+        arrivals.mark_verified(0, 0, 0, 1)
     assert arrivals.n_bytes == RUN

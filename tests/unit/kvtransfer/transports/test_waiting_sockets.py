@@ -37,7 +37,7 @@ class Sockets:
         return client
 
     def peers(self, now: float) -> list[str]:
-        taken = self.waiting.take(now)
+        taken = self.waiting.wait_ready(now)
         for sock, _ in taken:
             sock.close()
         return [peer for _, peer in taken]
@@ -94,7 +94,7 @@ def test_a_client_that_sends_one_byte_at_a_time_stays_silent_until_a_preamble_is
 def test_a_taken_socket_is_readable_from_its_first_byte_again() -> None:
     with new_sockets() as sockets:
         sockets.connect().sendall(GREETING)
-        ((taken, _),) = sockets.waiting.take(LATER_S)
+        ((taken, _),) = sockets.waiting.wait_ready(LATER_S)
         assert taken.getsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT) == 1
         with taken:
             assert taken.recv(100) == GREETING

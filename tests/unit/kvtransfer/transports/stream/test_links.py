@@ -259,7 +259,7 @@ def test_a_port_that_is_taken_is_a_transport_error() -> None:
 def test_the_two_directions_of_a_link_are_sealed_under_two_keys() -> None:
     pytest.importorskip("cryptography")
     sink_owner, source_owner = Owner(), Owner()
-    one, other = Tcp(manner=LinkOptions(sealed=True)), Tcp(manner=LinkOptions(sealed=True))
+    one, other = Tcp(options=LinkOptions(sealed=True)), Tcp(options=LinkOptions(sealed=True))
     one.start(sink_owner, [])
     link = one.dial(other.start(source_owner, []))
     source_owner.wait("linked")
@@ -274,7 +274,7 @@ def test_the_two_directions_of_a_link_are_sealed_under_two_keys() -> None:
 
 
 @pytest.mark.parametrize(
-    "manner",
+    "options",
     [
         LinkOptions(checked=False),
         LinkOptions(checked=True),
@@ -282,15 +282,15 @@ def test_the_two_directions_of_a_link_are_sealed_under_two_keys() -> None:
         LinkOptions(spin_s=0),
     ],
 )
-def test_windows_arrive_in_every_manner(manner: LinkOptions) -> None:
-    if manner.sealed:
+def test_windows_arrive_in_every_manner(options: LinkOptions) -> None:
+    if options.sealed:
         pytest.importorskip("cryptography")
     sink_region, source_region = (
         MemoryFileRegion.create(BLOCKS, BLOCK_BYTES, name=name) for name in ("into", "out")
     )
     source_region.bytes[:] = np.random.default_rng(1).integers(0, 256, SIZE, dtype=np.uint8)
     sink_owner, source_owner = Owner(), Owner()
-    one, other = Tcp(manner=manner), Tcp(manner=manner)
+    one, other = Tcp(options=options), Tcp(options=options)
     one.start(sink_owner, [sink_region])
     link = one.dial(other.start(source_owner, [source_region]))
     source_owner.wait("linked")

@@ -135,9 +135,9 @@ def test_a_woken_lane_does_not_go_to_sleep(pair: Pair, spins: bool) -> None:
         lane._poll = Mock(poll=Mock(return_value=[]))
         lane._has_lane_work, lane._spin_s = True, 0.5 if spins else 0.0
         if spins:
-            assert lane._spin(lambda: False)
+            assert lane._busy_poll(lambda: False)
         else:
-            lane._rest(lambda: False)
+            lane._await_event(lambda: False)
             lane._poll.poll.assert_not_called()
 
 
