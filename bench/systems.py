@@ -175,6 +175,12 @@ def nginx_command(
 ) -> list[str]:
     work = work / f"nginx-{port}"
     work.mkdir(exist_ok=True)
+    config = work / "nginx.conf"
+    config.write_text(_nginx_config(urls, work, port, tls))
+    return [nginx_binary(), "-c", str(config), "-e", str(work / "nginx.err"), "-p", str(work)]
+
+
+def _nginx_config(urls: list[str], work: Path, port: int, tls: Certificate | None) -> str:
     encrypt = ""
     if tls is not None:
         encrypt = (
@@ -182,12 +188,11 @@ def nginx_command(
             "ssl_protocols TLSv1.2 TLSv1.3;"
         )
     servers = "\n".join(f"    server {url.removeprefix('http://')};" for url in urls)
-    config = work / "nginx.conf"
     temp = "\n".join(
         f"  {kind}_temp_path {work / kind};"
         for kind in ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
     )
-    config.write_text(f"""
+    return f"""
 worker_processes 1;
 daemon off;
 pid {work / "nginx.pid"};
@@ -217,8 +222,7 @@ http {{
     }}
   }}
 }}
-""")
-    return [nginx_binary(), "-c", str(config), "-e", str(work / "nginx.err"), "-p", str(work)]
+"""
 
 
 def all_systems(base: int) -> list[System]:

@@ -122,13 +122,24 @@ def markdown(results: Results) -> str:
             for row in results.rows
         ],
     )
+    lines += _goal_lines(results)
+    lines += _doubt_lines(results)
+    return "\n".join(lines)
+
+
+def _goal_lines(results: Results) -> list[str]:
     judgements = verdicts(results)
-    if judgements:
-        lines += ["", "| goal | required | measured | |", "|---|---|--:|---|"]
-        lines += [
-            f"| {v.row} | {v.goal} | {v.value:.2f} | {'met' if v.met else '**missed**'} |"
-            for v in judgements
-        ]
+    if not judgements:
+        return []
+    return ["", "| goal | required | measured | |", "|---|---|--:|---|"] + [
+        f"| {v.row} | {v.goal} | {v.value:.2f} | {'met' if v.met else '**missed**'} |"
+        for v in judgements
+    ]
+
+
+def _doubt_lines(results: Results) -> list[str]:
+    # Return how busy the machine was otherwise, and what could not be measured.
+    lines = []
     if results.others:
         usual, worst = median(results.others), max(results.others)
         lines.append(
@@ -143,7 +154,7 @@ def markdown(results: Results) -> str:
     lines += [
         f"\nNot measured: {name}: {reason}" for name, reason in sorted(results.problems.items())
     ]
-    return "\n".join(lines)
+    return lines
 
 
 def _table(head: list[str], rows: list[list[str]]) -> list[str]:

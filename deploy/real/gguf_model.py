@@ -36,13 +36,18 @@ def vocabulary() -> tuple[list[str], list[float], list[int]]:
 
 def write(path: Path) -> None:
     """Write the GGUF file of the model. Its random weights are the same in every run."""
-    rng = np.random.default_rng(7)
-
-    def weights(*shape: int) -> np.ndarray:
-        return rng.normal(0.0, 0.3, shape).astype(np.float32)
-
-    texts, scores, types = vocabulary()
     writer = gguf.GGUFWriter(path, "llama")
+    _add_description(writer)
+    _add_tensors(writer)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def _add_description(writer: gguf.GGUFWriter) -> None:
+    # Add the model's sizes, its tokenizer and its chat template.
+    texts, scores, types = vocabulary()
     writer.add_context_length(CONTEXT)
     writer.add_embedding_length(WIDTH)
     writer.add_block_count(LAYERS)
@@ -59,6 +64,15 @@ def write(path: Path) -> None:
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
     writer.add_chat_template(CHAT_TEMPLATE)
+
+
+def _add_tensors(writer: gguf.GGUFWriter) -> None:
+    rng = np.random.default_rng(7)
+
+    def weights(*shape: int) -> np.ndarray:
+        return rng.normal(0.0, 0.3, shape).astype(np.float32)
+
+    texts, _, _ = vocabulary()
     writer.add_tensor("token_embd.weight", weights(len(texts), WIDTH))
     writer.add_tensor("output.weight", weights(len(texts), WIDTH))
     writer.add_tensor("output_norm.weight", np.ones(WIDTH, np.float32))
@@ -74,10 +88,6 @@ def write(path: Path) -> None:
         writer.add_tensor(name + "ffn_gate.weight", weights(HIDDEN, WIDTH))
         writer.add_tensor(name + "ffn_up.weight", weights(HIDDEN, WIDTH))
         writer.add_tensor(name + "ffn_down.weight", weights(WIDTH, HIDDEN))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
 
 
 if __name__ == "__main__":

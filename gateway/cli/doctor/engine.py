@@ -261,37 +261,43 @@ def _token(responses: ProbeResult, name: str) -> Iterator[CheckFinding]:
         )
         return
     yield pass_finding(name, "one token", f"generated in {response.took_s * 1000:.0f} ms")
-    usage = response.json.get("usage")
+    yield _usage_details(response.json, name)
+    yield _token_ids(response.json, name)
+
+
+def _usage_details(body: Mapping[str, Any], name: str) -> CheckFinding:
+    usage = body.get("usage")
     details = usage.get("prompt_tokens_details") if isinstance(usage, dict) else None
     if isinstance(details, dict) and "cached_tokens" in details:
-        yield pass_finding(
+        return pass_finding(
             name,
             "usage details",
             "the engine reports cached tokens, which correct the prefix index",
         )
-    else:
-        fix = "vLLM: --enable-prompt-tokens-details; SGLang: --enable-cache-report"
-        seen = "the engine does not report cached tokens, so the prefix index stays a prediction"
-        yield warn_finding(name, "usage details", seen, fix)
-    choices = response.json.get("choices")
+    fix = "vLLM: --enable-prompt-tokens-details; SGLang: --enable-cache-report"
+    seen = "the engine does not report cached tokens, so the prefix index stays a prediction"
+    return warn_finding(name, "usage details", seen, fix)
+
+
+def _token_ids(body: Mapping[str, Any], name: str) -> CheckFinding:
+    choices = body.get("choices")
     ids: Any = (
         choices[0].get("token_ids")
         if isinstance(choices, list) and choices and isinstance(choices[0], dict)
         else None
     )
     if ids:
-        yield pass_finding(
+        return pass_finding(
             name,
             "token ids",
             "the engine returns token ids, so a broken stream can be continued exactly",
         )
-    else:
-        yield unknown_finding(
-            name,
-            "token ids",
-            "the engine does not return token ids",
-            "vLLM returns token ids since version 0.11",
-        )
+    return unknown_finding(
+        name,
+        "token ids",
+        "the engine does not return token ids",
+        "vLLM returns token ids since version 0.11",
+    )
 
 
 def _connection(responses: ProbeResult, name: str) -> Iterator[CheckFinding]:
