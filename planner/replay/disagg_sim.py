@@ -20,8 +20,8 @@ from planner.traces.shape import TraceRequest
 from policies import ledger
 from policies.contract import Policy
 from policies.model import Role, RoutingQuery
-from policies.pricing.split import PairGroup as Fits
 from policies.pricing.split import (
+    EndpointPair,
     SplitPools,
     SplitRule,
     SplitShape,
@@ -31,6 +31,7 @@ from policies.pricing.split import (
     record_transfer,
     transfer_s,
 )
+from policies.pricing.split import PairGroup as Fits
 from policies.pricing.transfer_time import TransferTimes
 
 _WHOLE = SplitShape()
@@ -83,28 +84,37 @@ class DisaggSim:
 
         Returns False if a single group should serve it.
         """
-        front, groups = self._fleet.gateway, self._fleet.groups
+        front = self._fleet.gateway
         pools = self.fitting(inflight.trace_request)
         began = front.clock()
-        transfers, rule = self._transfers, self._splitter.rule
-        decision = self._splitter.decide(pools, query, _WHOLE, self._splitting, transfers)
+        decision = self._splitter.decide(pools, query, _WHOLE, self._splitting, self._transfers)
         front.pick_s += front.clock() - began
         front.picks += 1
         self._splitting = decision.splitting
         if decision.pair is None:
             return False
-        prefill, decode = decision.pair.prefill, decision.pair.decode
-        prefill_group, decode_group = (
-            groups[prefill.candidate.load.slot],
-            groups[decode.candidate.load.slot],
-        )
+        self._reserve(now, inflight, query, decision.pair)
+        request, prefill = inflight.request, decision.pair.prefill
+        front.learn(inflight.fingerprint, decision.pair.decode, request.prompt_tokens)
+        inflight.prefill_job = Job(request.prompt_tokens, 1, inflight.keys, keeps_blocks=True)
+        prefill_group = self._fleet.groups[prefill.candidate.load.slot]
+        self._fleet.send(now, inflight, prefill_group, prefill, inflight.prefill_job)
+        return True
+
+    def _reserve(
+        self, now: float, inflight: InflightRequest, query: RoutingQuery, pair: EndpointPair
+    ) -> None:
+        # Reserve capacity at both groups of a split request, and predict its latencies.
+        prefill, decode, groups = pair.prefill, pair.decode, self._fleet.groups
+        prefill_group = groups[prefill.candidate.load.slot]
+        decode_group = groups[decode.candidate.load.slot]
         request, record = inflight.request, inflight.record
         self._fleet.admission.on_reserved(query, prefill)
         short = msgspec.structs.replace(request, output_tokens=1)
         inflight.prefill_reservation = ledger.reserve(
             prefill_group.load, short, prefill.cached_tokens, now
         )
-        after_s = transfer_s(rule, query, prefill.candidate, decode, transfers)
+        after_s = transfer_s(self._splitter.rule, query, prefill.candidate, decode, self._transfers)
         after_s += decode_wait_s(query, decode)
         inflight.reservation = ledger.reserve_decode(
             decode_group.load, request, decode.cached_tokens, now
@@ -114,15 +124,8 @@ class DisaggSim:
         record.predicted_tpot_s = inflight.reservation.predicted_tpot_s
         record.group, record.prefilled_by = decode_group.name, prefill_group.name
         inflight.believed_tokens = prefill.cached_tokens
-        inflight.pair, inflight.prefill_group, inflight.decode_group = (
-            decision.pair,
-            prefill_group,
-            decode_group,
-        )
-        front.learn(inflight.fingerprint, decode, request.prompt_tokens)
-        inflight.prefill_job = Job(request.prompt_tokens, 1, inflight.keys, keeps_blocks=True)
-        self._fleet.send(now, inflight, prefill_group, prefill, inflight.prefill_job)
-        return True
+        inflight.pair = pair
+        inflight.prefill_group, inflight.decode_group = prefill_group, decode_group
 
     def on_prefilled(
         self, now: float, inflight: InflightRequest, prefill_group: ReplayGroup, given: Job
