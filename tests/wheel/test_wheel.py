@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[2]
 
 ANSWERS_WITHIN_S = 15.0
 MOST_PACKAGES = 27
-MOST_BYTES_OF_OTHERS, MOST_BYTES_OF_OURS = 48_000_000, 26_000_000
+MOST_BYTES_OF_OTHERS, MOST_BYTES_OF_OURS = 50_000_000, 26_000_000  # 3.12 and 3.13: 49.8 and 24.6
 MOST_BYTES_UNOPTIMIZED = 41_000_000
 """Maximum bytes of a wheel that was built with -O0, instead of MOST_BYTES_OF_OURS."""
 VERSION_CPU_S = 0.3
@@ -66,7 +66,7 @@ def _without_the_sources() -> Iterator[None]:
 def place(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Command:
     # Install the wheel; return a function that builds the command line of an installed program.
     if request.param == DEBIAN:
-        return _in_debian(Path(request.param))
+        return _in_debian(Path(request.param).resolve())  # programs run in other folders
     venv = tmp_path_factory.mktemp("venv")
     _run([request.param, "-m", "venv", str(venv)])
     (wheel,) = _wheels(request.param)
