@@ -165,6 +165,8 @@ class TransferPlan:
         """Return the number of bytes of every layer group, in order; there may be tens of thousands
         of groups.
         """
+        if self.groups == 1:
+            return [self.n_bytes]
         return np.multiply.outer(self._token_bytes(), self._chunk_tokens).ravel().tolist()
 
     @property
@@ -190,7 +192,11 @@ class TransferPlan:
         A single longer run is a window by itself.
         """
         for pair in range(len(self._shares[self._band(group)])):
-            ends = np.cumsum(self.runs(group, pair).length)
+            runs = self.runs(group, pair)
+            if runs.count == 1:
+                yield PlannedWindow(pair, 0, 1, int(runs.length[0]))
+                continue
+            ends = np.cumsum(runs.length)
             first, begin = 0, 0
             while first < ends.size:
                 end = max(int(np.searchsorted(ends, begin + window_bytes, "right")), first + 1)

@@ -282,6 +282,9 @@ def blocks_of(runs: ByteRuns, block_bytes: int) -> NDArray[np.int64]:
     Valid only where blocks are outermost in memory. Otherwise a run's offset does not give its
     block, and a window depends on all blocks of its offer.
     """
+    if runs.count == 1:
+        begin, size = int(runs.src[0]), int(runs.length[0])
+        return np.arange(begin // block_bytes, (begin + size - 1) // block_bytes + 1)
     first, last = runs.src // block_bytes, (runs.src + runs.length - 1) // block_bytes
     longest = int((last - first).max())
     if longest:
