@@ -49,6 +49,8 @@ class CopyThread:
         self._store, self._parts_of, self._rank = store, parts_of, rank
         self._copy, self._on_change, self._clock = copy, on_change, clock
         self._thread = ThreadPoolExecutor(1, name)
+        # Connect now: the first copy would otherwise be measured with it.
+        self._thread.submit(store.call, lambda client: 0, 0)
         self._results: dict[str, Future[CopyResult]] = {}
 
     def __contains__(self, request: str) -> bool:
