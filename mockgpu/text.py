@@ -17,6 +17,7 @@ import msgspec
 from xxhash import xxh3_64_intdigest
 
 from mockgpu.blocks import BLOCK_TOKENS
+from mockgpu.media import render_parts
 
 TOKEN_BYTES = 4
 BLOCK_BYTES = BLOCK_TOKENS * TOKEN_BYTES
@@ -82,6 +83,9 @@ def render_chat(body: Mapping[str, Any]) -> bytes:
 def _content(content: object) -> bytes:
     if content is None:
         return b""
+    parts = render_parts(content) if isinstance(content, list) else None
+    if parts is not None:
+        return b"".join(map(pad_to_tokens, parts))
     if isinstance(content, list) and all(_is_text(part) for part in content):
         content = "\n".join(str(part["text"]) for part in content)
     return (

@@ -1,14 +1,18 @@
-"""Tests of images through a real gateway, whose large base64 text must cause no refusal or wait."""
+"""Tests of images through a real gateway, whose large base64 text must cause no refusal or wait,
+and which must find their prefix cache again.
+"""
 
 from __future__ import annotations
 
 import base64
 from pathlib import Path
 from random import Random
+from typing import Any, cast
 
 import pytest
+from openai import OpenAI
 
-from tests.e2e.processes import gateway_process
+from tests.e2e.processes import gateway_process, mock_fleet
 from tests.e2e.raw_connection import RawConnection, post
 from tests.e2e.recording_engine import recording_engine
 from tests.fair_time import Stopwatch, pace
@@ -42,3 +46,44 @@ def test_a_large_image_on_an_idle_gateway_is_answered_at_once(
         assert answer.status == 200
         assert took.fair_s < 2 * pace()
         assert engine.requests[-1].json == body
+
+
+POOL = """
+models: [{{name: demo-8b, pool: main}}]
+pools: {{main: {{endpoints: [{{url: '{0}'}}, {{url: '{1}'}}]}}}}
+"""
+
+
+def base64_image(seed: int) -> str:
+    return base64.b64encode(Random(seed).randbytes(300_000)).decode()
+
+
+def test_the_second_request_with_an_image_hits_its_cache(tmp_path: Path) -> None:
+    with (
+        mock_fleet() as engines,
+        gateway_process(tmp_path, POOL.format(*engines)) as running,
+        OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0) as chat,
+    ):
+
+        def ask_chat(seed: int, question: str) -> int:
+            url = f"data:image/png;base64,{base64_image(seed)}"
+            part = {"type": "image_url", "image_url": {"url": url}}
+            content = [part, {"type": "text", "text": question}]
+            message: Any = {"role": "user", "content": content}
+            answer = chat.chat.completions.create(model="demo-8b", max_tokens=4, messages=[message])
+            assert answer.usage is not None
+            assert answer.usage.prompt_tokens_details is not None
+            return answer.usage.prompt_tokens_details.cached_tokens or 0
+
+        def ask_messages(seed: int, question: str) -> int:
+            source = {"type": "base64", "media_type": "image/png", "data": base64_image(seed)}
+            content = [{"type": "image", "source": source}, {"type": "text", "text": question}]
+            message: Any = {"role": "user", "content": content}
+            body = {"model": "demo-8b", "max_tokens": 4, "messages": [message]}
+            answer = chat.post("/messages", cast_to=object, body=body)
+            used: int = cast(Any, answer)["usage"]["cache_read_input_tokens"]
+            return used
+
+        for ask, seeds in ((ask_chat, range(4)), (ask_messages, range(4, 8))):
+            assert [ask(seed, "What is it?") for seed in seeds] == [0] * 4
+            assert all(ask(seed, "And where?") >= 850 for seed in seeds)
