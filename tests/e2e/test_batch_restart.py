@@ -22,7 +22,7 @@ from openai import OpenAI
 from mockgpu.text import expected_text
 from tests.chaos.fleet_processes import MockProcess
 from tests.e2e.processes import GatewayProcess, gateway_process
-from tests.e2e.test_batch_api import chat, client, create, results, until, upload, wait
+from tests.e2e.test_batch_api import TOOL, chat, client, create, results, until, upload, wait
 from tests.scraped import total
 
 LINES, TOKENS = 24, 60
@@ -149,11 +149,12 @@ def burst(running: GatewayProcess, number: int) -> int:
     return asyncio.run(ask())
 
 
+@pytest.mark.parametrize("members", [{"n": 2}, {"logprobs": True}, {"tools": [TOOL]}])
 def test_requests_that_cannot_be_continued_start_again_and_are_counted(
-    engine: MockProcess, tmp_path: Path
+    engine: MockProcess, tmp_path: Path, members: dict[str, Any]
 ) -> None:
     config = CONFIG.format(engine.url, tmp_path / "store")
-    asked = [chat(f"line-{at}", f"Question {at}?", max_tokens=200, n=2) for at in range(8)]
+    asked = [chat(f"line-{at}", f"Question {at}?", max_tokens=200, **members) for at in range(8)]
     with gateway_process(tmp_path, config) as running, client(running.url, "none") as sdk:
         batch_id = create(sdk, upload(sdk, asked)).id
         until(lambda: total(page(running.admin_url), "penstock_batch_running") == 8)
@@ -166,7 +167,8 @@ def test_requests_that_cannot_be_continued_start_again_and_are_counted(
     for line in asked:
         choices = found[line["custom_id"]]["response"]["body"]["choices"]
         texts = [choice["message"]["content"] for choice in choices]
-        assert texts == [expected_text(line["body"], 200, choice) for choice in range(2)]
+        count = members.get("n", 1)
+        assert texts == [expected_text(line["body"], 200, choice) for choice in range(count)]
 
 
 @pytest.mark.parametrize("is_cancelled", [True, False])
