@@ -17,6 +17,7 @@ from gateway.protocol.json_members import read_members
 
 MAX_CUSTOM_ID_CHARS = 512
 MAX_PROBLEMS = 20  # problems that are reported of one file
+LINE_OVERHEAD = 4096  # bytes of a line beside its body, at most
 
 BATCH_APIS: Mapping[str, Api] = {
     path: api
@@ -94,6 +95,8 @@ class InputChecker:
 
     def _problem(self, raw: bytes) -> tuple[str, str, str | None] | None:
         # Return (code, message, member) of the first problem of a line, or None if it is valid.
+        if len(raw) > self._max_body + LINE_OVERHEAD:  # it is not whole then
+            return self._too_large()
         try:
             line = _decode(raw)
         except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
@@ -113,9 +116,12 @@ class InputChecker:
             return "mismatched_endpoint", message, "url"
         return self._body_problem(bytes(line.body))
 
+    def _too_large(self) -> tuple[str, str, str]:
+        return "body_too_large", f"The body is larger than {self._max_body} bytes.", "body"
+
     def _body_problem(self, body: bytes) -> tuple[str, str, str | None] | None:
         if len(body) > self._max_body:
-            return "body_too_large", f"The body is larger than {self._max_body} bytes.", "body"
+            return self._too_large()
         try:
             members = read_members(body)
         except GatewayError as error:

@@ -16,7 +16,7 @@ from contextlib import suppress
 from functools import partial
 from time import monotonic, time
 
-from gateway.batch.input_lines import InputChecker
+from gateway.batch.input_lines import LINE_OVERHEAD, InputChecker
 from gateway.batch.line_run import LineRun, ServeLine
 from gateway.batch.owned_batch import OwnedBatch
 from gateway.batch.pacing import choose_preempted, retry_delay_s
@@ -45,7 +45,6 @@ REOPEN_S = 5.0  # between two attempts to reach a storage that did not answer at
 CALL_THREADS, LEASE_THREADS = 16, 4
 MAX_FINISHING = 4  # batches whose results are written at once
 MAX_OWNED = 16  # batches that one process runs at once
-LINE_OVERHEAD = 4096  # bytes of an input line beside its body
 
 
 class BatchRunner:

@@ -16,6 +16,7 @@ from openai import OpenAI
 from openai.types import Batch
 
 from tests.e2e.processes import GatewayProcess, gateway_process, mock_fleet
+from tests.ports import free_port
 
 MODEL = "demo-8b"
 WITHIN_S = 60.0
@@ -339,3 +340,36 @@ def test_the_folder_shows_no_tenant_name_and_no_key(setup: Setup) -> None:
     assert paths
     assert not [path for path in paths if "acme" in str(path.relative_to(setup.folder))]
     assert not [path for path in paths if b"sk-acme" in path.read_bytes()]
+
+
+LIMITED = """
+models: [{{name: demo-8b, pool: main}}]
+pools: {{main: {{endpoints: [{{url: '{0}'}}]}}}}
+batch: {{dir: '{1}', batches: 1, lines: 2}}
+limits: {{body: 64KiB}}
+"""
+
+
+def test_a_tenant_has_few_unfinished_batches_and_a_batch_few_requests_of_some_size(
+    tmp_path: Path,
+) -> None:
+    config = LIMITED.format(f"http://127.0.0.1:{free_port()}", tmp_path / "store")  # no engine
+    with gateway_process(tmp_path, config) as running, client(running.url, "none") as sdk:
+        lines = [chat("a", "x"), chat("b", "y")]
+        for asked, code in (
+            ([*lines, chat("c", "z")], "too_many_tasks"),
+            ([chat("a", "x" * 90_000)], "body_too_large"),
+        ):
+            failed = wait(sdk, create(sdk, upload(sdk, asked)).id)
+            assert failed.status == "failed"
+            assert failed.errors is not None
+            assert failed.errors.data
+            assert failed.errors.data[0].code == code
+        batch = create(sdk, upload(sdk, lines))
+        with pytest.raises(openai.RateLimitError, match="1 unfinished batches"):
+            create(sdk, upload(sdk, lines))
+        sdk.batches.cancel(batch.id)
+        cancelled = wait(sdk, batch.id)
+        assert (cancelled.status, cancelled.output_file_id) == ("cancelled", None)
+        assert results(sdk, cancelled.error_file_id).keys() == {"a", "b"}
+        assert sdk.batches.cancel(create(sdk, upload(sdk, lines)).id).id
