@@ -77,7 +77,7 @@ class OwnedBatch:
         self._ready: deque[int] = deque()
         self._retries: list[tuple[float, int]] = []
         self.failures: dict[int, int] = {}
-        self._times = RequestTimes()
+        self._times = RequestTimes(claimed.record.request_times_s)
 
     @property
     def record(self) -> BatchRecord:
@@ -160,7 +160,8 @@ class OwnedBatch:
         running = {number: now - run.started_at for number, run in self.running.items()}
         work_s, longest_s = self._times.estimate(self.backlog, running, usual_s)
         left_s = self.record.expires_at - time()
-        return WindowDemand(self.record.id, left_s, work_s, longest_s)
+        is_known = self._times.measured is not None
+        return WindowDemand(self.record.id, left_s, work_s, longest_s, is_known)
 
     def take_next(self, now: float) -> int | None:
         """Return the index of the batch's next request to run at `now` (monotonic seconds), or
@@ -285,7 +286,9 @@ class OwnedBatch:
         """
         record, schedule = self.record, self.schedule.value
         if (self.counts, schedule) != (record.counts, record.schedule):
-            await self.save(msgspec.structs.replace(record, counts=self.counts, schedule=schedule))
+            changes = {"counts": self.counts, "schedule": schedule}
+            times_s = self._times.measured  # for the next owner
+            await self.save(msgspec.structs.replace(record, **changes, request_times_s=times_s))
 
     async def fail(self, record: BatchRecord) -> None:
         """Store the record of a batch that was refused, and delete its copy of the input file."""

@@ -106,6 +106,7 @@ class BatchRecord(msgspec.Struct, frozen=True):
                  gateway/batch/schedule.py; meaningless in other states
     output_expiry_s  seconds after which the files of results expire, if the client set a time
     usage        tokens of all answers, once the batch has ended
+    request_times_s  seconds that its requests have taken: the mean and the longest; None: unknown
     """
 
     id: str
@@ -128,6 +129,7 @@ class BatchRecord(msgspec.Struct, frozen=True):
     schedule: str = ""
     output_expiry_s: int | None = None
     usage: TokenUsage | None = None
+    request_times_s: tuple[float, float] | None = None
 
     @property
     def is_final(self) -> bool:

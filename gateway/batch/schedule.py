@@ -43,10 +43,20 @@ class RequestTimes:
     counts with all its attempts, one that begins again only with the last.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, known: tuple[float, float] | None = None) -> None:
+        # Initialize; `known` has the mean and the longest time that an earlier owner measured.
         self._spent: dict[int, float] = {}
-        self._ended_s = self._longest_s = 0.0
-        self._ended = 0
+        self._ended_s, self._longest_s = known or (0.0, 0.0)
+        self._ended = int(known is not None)
+
+    @property
+    def measured(self) -> tuple[float, float] | None:
+        """Return the mean and the longest time of the requests that have ended; None before the
+        first one.
+        """
+        if not self._ended:
+            return None
+        return round(self._ended_s / self._ended, 3), round(self._longest_s, 3)
 
     def add_attempt(self, number: int, seconds: float, *, is_kept: bool) -> None:
         """Record an attempt at the request with this index that gave no result.

@@ -35,12 +35,14 @@ class WindowDemand(msgspec.Struct, frozen=True):
     left_s     seconds until its window ends
     work_s     seconds that all its unfinished requests need together, each alone on one place
     longest_s  seconds that the longest of them needs
+    is_known   whether one of its requests was measured; if none was, one place is enough
     """
 
     id: str
     left_s: float
     work_s: float
     longest_s: float
+    is_known: bool = True
 
 
 class WindowPlan(msgspec.Struct, frozen=True):
@@ -79,13 +81,17 @@ class WindowPlanner:
         """
         # Without a reserve, a batch that needs less than one place still has time.
         feasible, behind = _split(demands, max(supply, float(max(1, reserve))))
-        first, ids = self._critical(feasible, reserve), frozenset(demand.id for demand in behind)
+        first = self._critical(feasible, reserve)
+        ids = frozenset(demand.id for demand in behind if demand.is_known)
         self._is_hurried = reserve > 0 and bool(behind or first)
         if not self._is_hurried:
             return WindowPlan(behind=ids)
+        hurried = (*first, *behind)
         most = max(_needed(feasible, HEADROOM), default=0.0)
         places = reserve if behind or most >= reserve else max(1, ceil(most))
-        return WindowPlan(places, tuple(demand.id for demand in (*first, *behind)), ids)
+        if not any(demand.is_known for demand in hurried):
+            places = 1
+        return WindowPlan(places, tuple(demand.id for demand in hurried), ids)
 
     def _critical(self, demands: list[WindowDemand], reserve: int) -> list[WindowDemand]:
         # Return the batches that have no time to wait for free places, and those before them.

@@ -32,6 +32,6 @@ def test_a_batch_on_the_last_tenth_of_a_pool_slows_no_live_request_and_loses_no_
 
 
 def test_a_batch_on_a_pool_that_is_always_full_ends_in_its_window() -> None:
-    found = measure("--lines", "10", "--load", "1.3", "--seeds", "12")
-    assert (found["status"], found["results"], found["equal"]) == ("completed", 10, 10)
+    found = measure("--lines", "20", "--load", "1.3", "--seeds", "12")
+    assert (found["status"], found["results"], found["equal"]) == ("completed", 20, 20)
     assert found["live_beside"] >= found["live_alone"] - 0.02

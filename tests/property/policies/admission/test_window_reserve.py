@@ -201,6 +201,14 @@ def test_places_that_batches_have_had_recently_count_for_whether_one_is_behind(
     assert (plan.places, plan.hurried, bool(plan.behind)) == (4, ("a",), is_behind)
 
 
+def test_a_batch_without_a_measured_request_gets_one_place_and_is_not_called_late() -> None:
+    unknown = WindowDemand("a", 10.0, 1000.0, 5.0, is_known=False)
+    assert WindowPlanner().plan([unknown], 4, 0.0) == WindowPlan(1, ("a",))
+    known = WindowDemand("b", 11.0, 1000.0, 5.0)
+    plan = WindowPlanner().plan([unknown, known], 4, 0.0)
+    assert plan == WindowPlan(4, ("a", "b"), frozenset("b"))
+
+
 def test_without_a_reserve_a_batch_is_behind_once_it_needs_a_whole_place() -> None:
     planner = WindowPlanner()
     plans = [planner.plan([WindowDemand("a", 100.0, w_s, 5.0)], 0, 0.0) for w_s in (99.0, 101.0)]

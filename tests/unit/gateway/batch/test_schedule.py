@@ -72,6 +72,15 @@ def test_before_a_request_has_ended_it_is_expected_to_take_longer_than_those_of_
     assert RequestTimes().estimate(4, running, usual_s) == expected
 
 
+def test_the_next_owner_continues_with_the_mean_and_the_longest_time() -> None:
+    times = RequestTimes()
+    assert times.measured is None
+    times.add_result(0, 10.0 - TICK_S)
+    times.add_result(1, 20.0 - TICK_S)
+    assert times.measured == (15.0, 20.0)
+    assert RequestTimes(times.measured).estimate(4, {}, 99.0) == (60.0, 20.0)
+
+
 def test_the_places_of_the_last_half_minute_decide_whether_a_batch_is_behind() -> None:
     schedule, now = PoolSchedule(), 0.0
     while now < 5.0:  # free places are enough from the start
