@@ -63,17 +63,17 @@ def _detect(spec: EndpointSpec, contexts: ClientContexts) -> tuple[EngineKind, s
     encryption = contexts.encryption_for(spec)
     connection = EngineConnection(spec.url, key, timeout_s=TIMEOUT_S, encryption=encryption)
     try:
-        for kind in _signs(connection, is_https=encryption is not None):
+        for kind in _signs(connection):
             if kind is not None:
                 return kind, ""
     except (OSError, http.client.HTTPException) as error:
         return EngineKind.VLLM, f"does not answer ({error or type(error).__name__})"
     finally:
         connection.close()
-    return EngineKind.VLLM, "is an engine of an unknown kind"
+    return EngineKind.VLLM, "has no list of models"
 
 
-def _signs(connection: EngineConnection, *, is_https: bool) -> Iterator[EngineKind | None]:
+def _signs(connection: EngineConnection) -> Iterator[EngineKind | None]:
     # Yield the kind that each response points to, the surest first; None if it shows nothing.
     for path in METRICS_PATHS:
         metrics = connection.request("GET", path)
@@ -82,10 +82,7 @@ def _signs(connection: EngineConnection, *, is_https: bool) -> Iterator[EngineKi
     yield _KINDS_BY_OWNER.get(_owner(models))
     version = connection.request("GET", "/api/version")
     yield EngineKind.OLLAMA if _has_version(version) else None
-    # A provider on the internet counts requests; engines in a private network rarely use TLS.
-    health = connection.request("GET", "/health")
-    if is_https and models.status == 200 and health.status != 200:
-        yield EngineKind.OPENAI
+    yield EngineKind.OPENAI if models.status == 200 else None  # any other engine, or a provider
 
 
 def _owner(models: ProbeResponse) -> str:

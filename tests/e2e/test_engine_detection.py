@@ -22,9 +22,17 @@ def kinds(loaded: LoadedConfig) -> list[str]:
     return [spec.engine for pool in loaded.config.pools.values() for spec in pool.endpoints]
 
 
-@pytest.mark.parametrize("kind", ["llamacpp", "ollama", "tgi"])
-def test_an_engine_is_known_by_its_answers(kind: str) -> None:
-    with recorded_engine(kind) as engine:
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("llamacpp", "llamacpp"),
+        ("ollama", "ollama"),
+        ("tgi", "tgi"),
+        ("transformers", "openai"),  # it shows nothing of its own
+    ],
+)
+def test_an_engine_is_known_by_its_answers(name: str, kind: str) -> None:
+    with recorded_engine(name) as engine:
         loaded, notes = config_with_kinds([engine.url], *SETTINGS)
     assert kinds(loaded) == [kind]
     assert notes == [f"{engine.url} is an engine of the kind {kind}"]
