@@ -473,25 +473,19 @@ class HealthChecker:
     async def _try_apis_if_due(self, live: LiveEndpoint) -> None:
         # Find out which translatable APIs an engine lacks, if it does not list its APIs.
         #
-        # An engine that has an API refuses a request without members, and generates nothing.
+        # An engine that has an API refuses a request without members, and generates nothing. One
+        # that fails instead is not asked again until it returns from an ejection.
         if live.has_tried_apis or live.api_paths or not live.has_list:
             return
-        lacked, timeout_s = ENGINE_TRAITS[live.endpoint.engine].lacked_paths, CHECK_S
-        tried = [path for path in TRANSLATIONS if path not in lacked]
-        try:
-            answers = [
-                await self._fetch(live, path, timeout_s, METRICS_LIMIT, {}) for path in tried
-            ]
-        except PROBE_ERRORS:
-            return
-        live.has_tried_apis, missing = (
-            True,
-            frozenset(
-                path for path, (status, _) in zip(tried, answers, strict=True) if status in NO_PAGE
-            ),
-        )
+        live.has_tried_apis = True
+        lacked, missing = ENGINE_TRAITS[live.endpoint.engine].lacked_paths, set[str]()
+        for path in TRANSLATIONS.keys() - lacked:
+            with suppress(*PROBE_ERRORS):
+                status, _ = await self._fetch(live, path, CHECK_S, METRICS_LIMIT, {})
+                if status in NO_PAGE:
+                    missing.add(path)
         if missing != live.missing_paths:
-            live.missing_paths = missing
+            live.missing_paths = frozenset(missing)
             self._model_lists.on_changed()
 
     async def _learn_store(self, live: LiveEndpoint, limit_s: float) -> None:
