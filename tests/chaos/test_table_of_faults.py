@@ -151,7 +151,7 @@ async def test_over_capacity_requests_wait_in_turn_and_the_rest_is_shed_with_adv
                     await asyncio.sleep(0.005)
         shed = await fleet.ask()
         assert (shed.status, shed.error["code"]) == (429, "overloaded")
-        assert "2 of 2 places" in shed.error["message"]
+        assert "2 of at most 2 requests running" in shed.error["message"]
         fleet.groups[0].group.restore()
         assert await asyncio.gather(*tasks) == ["ok"] * 5
         assert ended == sorted(ended)

@@ -100,6 +100,7 @@ async def test_every_series_of_a_query_is_in_a_scrape() -> None:
         await cause_every_event(fleet)
         watch_a_window_of_drift(fleet)
         fleet.app.metrics.mirror_metrics.worse.labels("engines").set(0.0)  # a block has ended
+        fleet.app.metrics.batches.labels("behind").set(0.0)  # with a section `batch`
         await scrape(fleet, seen)
     async with split_fleet("vllm_nixl", groups=(1, 1)) as halves:
         await halves.assert_right_answer({"prompt": SENTENCE * 30, "max_tokens": 8, "stream": True})
