@@ -16,10 +16,10 @@ TOKEN_BYTES = 4
 
 
 def chain_root(compatibility: str, tenant: str) -> Key:
-    """Return the key that the chain of one tenant's blocks begins with.
+    """Return the key from which the keys of one tenant's blocks are derived.
 
-    compatibility   what else the bytes depend on: weights, layout, quantisation
-    tenant          the cache salt; blocks of another tenant have other keys
+    compatibility  text with everything else that the bytes depend on: weights, layout, quantisation
+    tenant         the cache salt; blocks of another tenant have other keys
     """
     fields = (compatibility.encode(), tenant.encode())
     sized = b"".join(len(field).to_bytes(8, "little") + field for field in fields)
@@ -36,7 +36,10 @@ def block_keys(root: Key, tokens: bytes | memoryview, block_tokens: int) -> list
 
 
 def rank_keys(keys: Sequence[Key], rank: int) -> list[Key]:
-    """Return the keys under which a rank in a process of its own stores its part of each block."""
+    """Return the keys under which a rank stores its part of each block.
+
+    Needed where every rank is a process of its own and stores separately.
+    """
     salt = rank.to_bytes(4, "little")
     return [
         hashlib.blake2b(key, digest_size=KEY_BYTES, salt=salt, person=b"kv-rank").digest()

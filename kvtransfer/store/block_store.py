@@ -25,9 +25,9 @@ log = logging.getLogger("penstock")
 
 
 class BlockStore:
-    """The two tiers of one store. All methods may be called from any thread.
+    """A store with its two tiers, memory and disk. All methods may be called from any thread.
 
-    Raises SlotFileError if another store owns the directory, and OSError if the disk fails.
+    Raises SlotFileError if another store uses the directory, and OSError if the disk fails.
     """
 
     def __init__(self, options: StoreOptions, now: Callable[[], float] = time.monotonic) -> None:
@@ -50,14 +50,17 @@ class BlockStore:
     # Writers
 
     def wanted(self, keys: Sequence[Key]) -> list[int]:
-        """Return the indexes of the blocks that a writer should send."""
+        """Return the indexes in `keys` of the blocks that a writer should send, because none is
+        stored.
+        """
         with self._lock:
             return [index for index, key in enumerate(keys) if self._index.wants(key)]
 
     def begin_write(self, key: Key, length: int) -> memoryview | None:
-        """Return the memory to write a block into; None if the store does not take it now.
+        """Return the memory to write a block of `length` bytes into.
 
-        `end_write()` must follow.
+        Returns None if the store does not take the block now: it is too long, stored already, or
+        there is no room. After memory was returned, `end_write()` must follow.
         """
         if length > self.options.slot_bytes:
             return None
@@ -69,7 +72,7 @@ class BlockStore:
         return self.memory.data(slot, length)
 
     def end_write(self, key: Key, length: int, digest: bytes | None) -> None:
-        """Make a written block readable, or with `digest` None give it up."""
+        """End a write: make the block readable, or discard it if `digest` is None."""
         with self._lock:
             if digest is not None:
                 slot = self._index.memory.slot_in_writing(key)
@@ -84,14 +87,16 @@ class BlockStore:
             return self._index.count_prefix(keys)
 
     def places(self, keys: Sequence[Key]) -> bytes:
-        """Return for each block the bits of the tiers that have it."""
+        """Return one byte per block: the bits of the tiers that have it (IN_MEMORY, ON_DISK)."""
         with self._lock:
             return bytes(map(self._index.places, keys))
 
     def acquire(self, owner: int, keys: Sequence[Key]) -> tuple[int, list[int]]:
-        """Pin the longest stored prefix of these blocks in memory; return the lease, its slots.
+        """Lease the longest stored prefix of these blocks in memory; return the lease's number and
+        slots.
 
-        Blocks that are on disk alone are loaded first, as far as memory has room.
+        Blocks that are only on disk are loaded first, as long as memory has room for them. `owner`
+        is the connection with which the lease ends.
         """
         # A lease for the part in memory keeps it there while the rest is loaded.
         number, slots = self._acquire(owner, keys)
@@ -109,7 +114,7 @@ class BlockStore:
             return self._index.acquire(owner, keys, self._now())
 
     def use(self, keys: Sequence[Key]) -> None:
-        """Count consecutive blocks of a prompt as used now."""
+        """Mark consecutive blocks of a prompt as used now, for the order of eviction."""
         with self._lock:
             self._index.use(keys)
 
@@ -118,7 +123,7 @@ class BlockStore:
             self._index.release(owner, number)
 
     def end_owner(self, owner: int) -> None:
-        """End the leases of a connection that is lost."""
+        """End the leases of a connection that has ended."""
         with self._lock:
             self._index.end_owner(owner)
 
@@ -159,7 +164,9 @@ class BlockStore:
     # From memory to disk
 
     def save_step(self) -> int:
-        """Copy blocks to disk, up to `save_bytes`; return how many were copied."""
+        """Copy blocks from memory to disk, up to `save_bytes` bytes; return how many blocks were
+        copied.
+        """
         if self._disk is None:
             return 0
         saved = 0
@@ -195,7 +202,9 @@ class BlockStore:
         return True
 
     def stats(self) -> dict[str, int]:
-        """Return the counters, and how full the tiers are, in slots."""
+        """Return by name the counters, the blocks and slots of each tier, unsaved blocks, and
+        leases.
+        """
         with self._lock:
             index = self._index
             counters: dict[str, int] = msgspec.structs.asdict(index.counters)

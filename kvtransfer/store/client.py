@@ -46,22 +46,26 @@ from kvtransfer.store.wire import (
 )
 
 LEASE_BLOCKS = 64
-"""Blocks that one lease covers, so that a reader pins a bounded part of the store's memory."""
+"""Number of blocks that one lease covers.
+
+A reader of more blocks takes one lease after another, so it pins a bounded part of the store's
+memory.
+"""
 
 Answer = TypeVar("Answer")
 
 
 class StoreLostError(Exception):
-    """Raised when the store cannot be reached, or has ended. Its blocks count as missing."""
+    """Raised when the store cannot be reached, or has ended. Its blocks then count as missing."""
 
 
 class StoreClient:
     """Reads and writes blocks of one store. Methods block, and may be called from any thread.
 
-    path        the store's Unix socket
-    timeout_s   seconds that the store may be silent
+    path       path of the store's Unix socket
+    timeout_s  maximum seconds without a response
 
-    Every method but `close` raises StoreLostError once the store is lost.
+    After the connection has failed, every method but `close` raises StoreLostError.
     """
 
     def __init__(self, path: Path, timeout_s: float = 10.0) -> None:
@@ -110,14 +114,18 @@ class StoreClient:
         return count
 
     def places(self, keys: Sequence[Key]) -> bytes:
-        """Return for each block the bits of its tiers (IN_MEMORY, ON_DISK); 0: it is missing."""
+        """Return one byte per block: the bits of the tiers that have it (IN_MEMORY, ON_DISK).
+
+        0 means that the block is missing.
+        """
         batches = [keys[first : first + MAX_KEYS] for first in range(0, len(keys), MAX_KEYS)]
         return b"".join(self._ask(FindPlaces(list(batch)), Places).bits for batch in batches)
 
     def put(self, keys: Sequence[Key], blocks: Sequence[Parts]) -> int:
-        """Send those of these blocks that the store lacks; return how many of them it stored.
+        """Send the blocks that the store does not have; return how many of them it stored.
 
-        A block may be shorter than a slot. The bytes must not change during the call.
+        `blocks` are the bytes of each key's block, in pieces. A block may be shorter than a slot.
+        The bytes must not change during the call.
         """
         stored = 0
         for first in range(0, len(keys), MAX_PUT_KEYS):
@@ -175,7 +183,9 @@ class StoreClient:
         return copied
 
     def stats(self) -> dict[str, int]:
-        """Return the store's counters and fill."""
+        """Return what BlockStore.stats() returns: the store's counters, and its blocks and
+        slots.
+        """
         return self._ask(GetStats(), StatsReport).values
 
     def close(self) -> None:

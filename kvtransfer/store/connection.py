@@ -1,4 +1,4 @@
-"""StoreConnection: an engine's way to a store that may be lost and come back."""
+"""StoreConnection: an engine's connection to a store that may end and be started again."""
 
 from __future__ import annotations
 
@@ -10,19 +10,22 @@ from typing import TypeVar
 from kvtransfer.store.client import StoreClient, StoreLostError
 
 FIRST_RETRY_S, LAST_RETRY_S = 1.0, 30.0
-"""Seconds from one attempt to reach a lost store to the next, which double up to the last value."""
+"""Seconds between attempts to reconnect to a lost store.
+
+The first pause is FIRST_RETRY_S. Each further one is twice as long, up to LAST_RETRY_S.
+"""
 
 Result = TypeVar("Result")
 
 
 class StoreConnection:
-    """Calls a store, and connects again after it was lost. Calls block; one thread at a time.
+    """Calls a store, and reconnects after the connection was lost. Calls block; use one thread.
 
-    path          the store's Unix socket
-    block_bytes   bytes of the largest block; a store with smaller slots counts as lost
-    timeout_s     seconds that the store may be silent
-    warn          function that is called with one sentence when the store is lost
-    lost_calls    number of calls that found no store
+    path         path of the store's Unix socket
+    block_bytes  bytes of the largest block; a store with smaller slots counts as lost
+    timeout_s    maximum seconds without a response
+    warn         function that is called with one sentence when the store is lost
+    lost_calls   number of calls that were answered with `if_lost`, because there was no store
     """
 
     def __init__(
@@ -53,7 +56,9 @@ class StoreConnection:
         self._client = client
 
     def call(self, use: Callable[[StoreClient], Result], if_lost: Result) -> Result:
-        """Return `use(client)`, or `if_lost` if the store is lost or gets lost."""
+        """Return `use(client)`; return `if_lost` if there is no connection, or if it fails
+        meanwhile.
+        """
         try:
             if self._client is None:
                 self._reopen()
@@ -77,7 +82,7 @@ class StoreConnection:
             self.open()
 
     def close(self) -> None:
-        """Leave the store. May be called twice."""
+        """Close the connection. May be called twice."""
         client, self._client = self._client, None
         if client is not None:
             client.close()

@@ -10,7 +10,10 @@ from collections.abc import Sequence
 from itertools import combinations
 
 DECAY = 0.9
-"""Weight of the earlier measurements at a new one, so that some ten measurements count."""
+"""Factor on the weight of all earlier measurements when a new one is added.
+
+About the last ten measurements decide the result.
+"""
 
 _LEAST_S = 1e-6
 # Where measurements cannot tell two amounts apart, this divides the cost between them.
@@ -18,10 +21,10 @@ _RIDGE = 1e-9
 
 
 class CostFit:
-    """A least-squares fit of relative errors, in which old measurements fade.
+    """A least-squares fit of relative errors, in which old measurements lose weight (DECAY).
 
-    amounts   number of amounts of which a cost is the sum
-    samples   number of measurements so far
+    amounts  number of amounts whose costs add up to a total
+    samples  number of measurements so far
     """
 
     def __init__(self, amounts: int) -> None:
@@ -32,9 +35,10 @@ class CostFit:
         self._rates: list[float] | None = None
 
     def add(self, amounts: Sequence[float], seconds: float, measured_s: float) -> None:
-        """Add a measurement: the total `seconds` that these amounts took.
+        """Add a measurement: the given amounts together took `seconds`.
 
-        measured_s   duration of which `seconds` is a part; errors are relative to it
+        amounts     one number per amount, such as (1 read, 12 blocks)
+        measured_s  duration of which `seconds` is a part; errors are relative to it
         """
         weight = 1 / max(measured_s, _LEAST_S) ** 2
         for i, amount in enumerate(amounts):

@@ -1,8 +1,9 @@
-"""DiskSlots: the slots of a store in a file on disk, which a restarted store finds again.
+"""DiskSlots: the slots of a store in a file on disk, which a restarted store can read.
 
-A killed process leaves the kernel's copy of the file whole, so the order of writes is enough: the
-header is void before the first byte, and written after the last one. A power failure can reorder
-writes; the digest then finds the wrong bytes. Nothing is synchronised to the disk.
+If the process is killed, the kernel still writes what it has cached of the file. So the order of
+writes is enough: a slot's header is cleared before the first byte of a block and written after the
+last one. A power failure can reorder writes; the digest then reveals the wrong bytes. The file is
+never synchronised (fsync).
 """
 
 from __future__ import annotations
@@ -28,10 +29,10 @@ FILE_NAME = "slots.kv"
 
 
 class DiskSlots:
-    """Slots in a file of one directory, which one process may own at a time.
+    """Slots in a file of one directory, which only one process may use at a time.
 
-    A file of another geometry is emptied. Raises SlotFileError if another process owns the
-    directory.
+    A file with another number or size of slots is emptied. Raises SlotFileError if another process
+    uses the directory.
     """
 
     def __init__(self, directory: Path, geometry: SlotGeometry) -> None:
@@ -57,9 +58,9 @@ class DiskSlots:
             raise SlotFileError(f"another store uses the directory {directory}") from None
 
     def restored(self) -> Iterator[tuple[int, Key]]:
-        """Yield the slots and keys of all blocks in the file, in order of their generations.
+        """Yield (slot, key) of all blocks in the file, in the order in which they were written.
 
-        A block that is there twice is yielded once, with its newest slot. Reads the headers only.
+        A block that is there twice is yielded once, with its newest slot. Only headers are read.
         """
         newest: dict[Key, tuple[int, int]] = {}
         for slot, header in self._reader.headers():

@@ -20,37 +20,54 @@ from kvtransfer.store.cost_fit import DECAY, CostFit
 from kvtransfer.store.store_index import IN_MEMORY
 
 FIRST_READS = (1 / 64, 1 / 16, 1 / 4)
-"""Shares of a prompt's stored blocks in the first reads of a disk, whose speed is not known yet."""
+"""Sizes of the first reads from a disk, as shares of a prompt's stored blocks.
+
+The disk's speed is not known yet, so these reads are small and grow.
+"""
 
 FIRST_READ_COST = 0.25
-"""Largest expected cost of these reads but the first one, as a share of computing the prompt."""
+"""Limit of the second and later first reads: their expected seconds, divided by those of computing
+the whole prompt.
+"""
 
 STALE_S = 30.0
-"""Seconds after the last read of a tier until it is measured again, although it seems slow."""
+"""Age in seconds of a tier's last read from which on the tier is measured again.
+
+Without this, a tier that seemed slow once would never be read again.
+"""
 
 STALE_READ_COST = 0.05
-"""Largest expected cost of that measurement after STALE_S, as a share of computing the prompt. It
-grows with the time since the last read."""
+"""Limit of such a repeated measurement: its expected seconds, divided by those of computing the
+prompt.
+
+The limit applies at the age STALE_S, and grows in proportion to the age, up to 1.
+"""
 
 CHANGE = 0.5
-"""Error of an expected duration, as a share of the measured one, at which a tier has changed: its
-earlier measurements are forgotten."""
+"""Relative error of a predicted read time above which a tier's earlier measurements are dropped.
+
+The error is divided by the measured time. One this large means that the tier's speed has changed.
+"""
 
 _MEMORY, _DISK = 1, 2
 _TIER_OF_BITS = bytes(_MEMORY if bits & IN_MEMORY else _DISK * (bits > 0) for bits in range(256))
 _MAX_RUNS = 64
-"""Runs of blocks in one tier that a choice looks at; blocks behind them are computed."""
+"""Number of runs (consecutive blocks in one tier) that a choice considers; blocks after them are
+computed.
+"""
 _RUN = re.compile(rb"\x01+|\x02+")
 
 
 class StoredPrefix(msgspec.Struct, frozen=True):
-    """A prompt, and where the stored blocks are that follow those in the engine's own cache.
+    """A prompt, and the tiers in which its next blocks are stored.
 
-    start    tokens whose KV the engine has
-    tokens   tokens of the prompt
-    places   for each further block the bits of its tiers; blocks after a missing one (0) are not
-             used
-    busy_s   seconds for which the engine computes other prompts first
+    The next blocks are those after the blocks in the engine's own cache.
+
+    start   number of tokens whose KV the engine has
+    tokens  number of tokens of the prompt
+    places  one byte per further block: the bits of the tiers that have it (IN_MEMORY, ON_DISK). 0
+            means missing; blocks after a missing one are not used
+    busy_s  seconds that the engine first spends on other prompts
     """
 
     start: int
@@ -60,7 +77,13 @@ class StoredPrefix(msgspec.Struct, frozen=True):
 
 
 class PendingFetch(msgspec.Struct, eq=False):
-    """A fetch that has begun: its blocks, its expected duration, and the time of its beginning."""
+    """A fetch that has begun and not ended.
+
+    blocks       number of blocks that are fetched
+    disk_blocks  number of these blocks that are on disk only
+    expected_s   predicted duration in seconds
+    began_s      time of the beginning, on the caller's clock
+    """
 
     blocks: int
     disk_blocks: int
@@ -69,7 +92,10 @@ class PendingFetch(msgspec.Struct, eq=False):
 
 
 class TierRun(NamedTuple):
-    """Consecutive blocks [first, last) of a prompt in one tier, after `disk_blocks` on disk."""
+    """Consecutive blocks [first, last) of a prompt that are stored in one tier.
+
+    disk_blocks  number of the prompt's earlier blocks that are on disk
+    """
 
     first: int
     last: int
@@ -77,16 +103,19 @@ class TierRun(NamedTuple):
     disk_blocks: int
 
     def disk_blocks_before(self, count: int) -> int:
-        """Return how many of the prompt's first `count` blocks are on disk; count is in the run."""
+        """Return how many of the prompt's first `count` blocks are on disk.
+
+        `count` must lie in this run, from `first` to `last`.
+        """
         return self.disk_blocks + (count - self.first) * self.is_on_disk
 
 
 class TierSpeed:
     """The measured speed of a tier: a latency, and seconds per block.
 
-    reads       number of measured reads
-    largest     blocks of the largest read that still counts
-    last_s      when the last read ended
+    reads    number of measured reads
+    largest  blocks of the largest read, which decays by DECAY with every later read
+    last_s   time at which the last read ended
     """
 
     def __init__(self) -> None:
@@ -96,7 +125,11 @@ class TierSpeed:
         self.last_s = -inf
 
     def add(self, blocks: int, seconds: float, measured_s: float, now: float) -> None:
-        """Add a read that ended at `now`, and took `seconds` of `measured_s`."""
+        """Add a read of `blocks` blocks that ended at `now`.
+
+        seconds     duration of this tier's part of the read
+        measured_s  measured duration of the whole read; errors are relative to it
+        """
         error_s = abs(seconds - self.read_s(blocks))
         if blocks <= self.largest and error_s > CHANGE * measured_s:
             self._fit, self.largest = CostFit(2), 0.0
@@ -119,14 +152,17 @@ class TierSpeed:
 
 
 class FetchRule:
-    """The learned costs of one engine, and the choice between fetching and computing.
+    """Learns one engine's costs, and chooses how many stored blocks to fetch instead of compute.
 
-    block_tokens   tokens of a block
-    step_tokens    prompt tokens that a step of the engine computes at most
+    block_tokens  tokens of a block
+    step_tokens   maximum number of prompt tokens that one step of the engine computes
 
-    A fetch costs a read of all its blocks from memory, and another read of those on disk before it.
-    Computing costs a share of each step, tokens, and pairs of tokens (attention). Fetches are
-    served one after another. Memory counts as fast until it is measured.
+    The rule predicts durations by these models:
+
+    fetch    a read of all blocks from memory, preceded by a read from disk of those that are only
+             there. Fetches are served one after another. Memory counts as infinitely fast until
+             measured
+    compute  a cost per step, plus one per token, plus one per pair of tokens (attention)
     """
 
     def __init__(self, block_tokens: int, step_tokens: int) -> None:
@@ -141,12 +177,17 @@ class FetchRule:
     def on_step(self, tokens: int, pairs: float, seconds: float) -> None:
         """Add a measured step of the engine that computed prompts.
 
-        pairs   sum over the computed tokens of their positions: what attention reads
+        tokens   number of prompt tokens that the step computed
+        pairs    sum of these tokens' positions in their prompts, which is what attention reads
+        seconds  duration of the step
         """
         self._computing.add((1.0, tokens, pairs), seconds, seconds)
 
     def begin(self, places: bytes, now: float) -> PendingFetch:
-        """Return a fetch of the blocks at these places, which begins now. `end` must follow."""
+        """Record that a fetch of the blocks at these places begins now, and return it.
+
+        `places` has one byte per block, as in StoredPrefix. A call of `end` must follow.
+        """
         disk_blocks = places.translate(_TIER_OF_BITS).count(_DISK)
         expected_s = self.fetch_s(len(places), disk_blocks)
         pending = PendingFetch(len(places), disk_blocks, expected_s, now)
@@ -156,10 +197,10 @@ class FetchRule:
     def end(
         self, pending: PendingFetch, now: float, *, is_complete: bool, seconds: float | None = None
     ) -> None:
-        """End a fetch, and learn from it if it got all of its blocks.
+        """End a fetch, and learn from it if all of its blocks arrived (`is_complete`).
 
-        seconds   its measured duration, without waiting for others; None: from the end of the one
-                  before
+        seconds  its measured duration, without waiting for other fetches; None: the time since it
+                 began, or since the fetch before it ended
         """
         del self._queue[pending]
         if seconds is None:
@@ -182,7 +223,10 @@ class FetchRule:
         return tokens * (token + step / self._step_tokens) + pair * tokens * (start + end) / 2
 
     def fetch_s(self, blocks: int, disk_blocks: int) -> float:
-        """Return the expected seconds of fetching blocks of which some are on disk alone."""
+        """Return the expected seconds of fetching `blocks` blocks.
+
+        `disk_blocks` of them are on disk but not in memory.
+        """
         return self._memory.read_s(blocks) + self._disk.read_s(disk_blocks)
 
     def _queue_s(self, now: float) -> float:
@@ -199,8 +243,9 @@ class FetchRule:
     def choose(self, prefix: StoredPrefix, now: float) -> int:
         """Return how many of the stored blocks to fetch; the rest of the prompt is computed.
 
-        No other number has a smaller expected time, apart from small reads that measure a tier. Of
-        equal choices the larger one is taken: it leaves more of the engine to other prompts.
+        The result minimises the expected time to the end of the prompt. Small reads that measure a
+        tier are the exception. Of equal choices the larger one is taken, because it leaves more of
+        the engine's time to other prompts.
         """
         runs = _runs(prefix.places)
         usable = 0

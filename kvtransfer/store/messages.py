@@ -32,14 +32,14 @@ class Greeting(msgspec.Struct, frozen=True, tag=True):
 
 
 class StoreDescription(msgspec.Struct, frozen=True, tag=True):
-    """The store's first answer, which comes with the descriptor of its memory file."""
+    """The store's response to Greeting. The descriptor of the store's memory file comes with it."""
 
     version: int
     geometry: SlotGeometry
 
 
 class CountPrefix(msgspec.Struct, frozen=True, tag=True):
-    """Asks how many of these blocks are stored, up to the first missing one."""
+    """Asks how many of these blocks are stored, counted up to the first missing one."""
 
     keys: list[Key]
 
@@ -49,51 +49,59 @@ class PrefixCount(msgspec.Struct, frozen=True, tag=True):
 
 
 class FindPlaces(msgspec.Struct, frozen=True, tag=True):
-    """Asks which tiers have each of these blocks."""
+    """Asks which tiers have each of these blocks. The response is Places."""
 
     keys: list[Key]
 
 
 class Places(msgspec.Struct, frozen=True, tag=True):
-    """One byte per block: the bits of its tiers."""
+    """The response to FindPlaces: one byte per block, with the bits of the tiers that have it."""
 
     bits: bytes
 
 
 class AcquireBlocks(msgspec.Struct, frozen=True, tag=True):
-    """Asks for a lease of the longest stored prefix of these blocks."""
+    """Asks for a lease of the longest stored prefix of these blocks. The response is
+    LeasedSlots.
+    """
 
     keys: list[Key]
 
 
 class LeasedSlots(msgspec.Struct, frozen=True, tag=True):
-    """A lease: the slots in the memory file of consecutive blocks."""
+    """The response to AcquireBlocks: the lease's number, and the slots of its blocks.
+
+    The slots are in the memory file, in the order of the keys. They are not reused before the lease
+    ends.
+    """
 
     lease: int
     slots: list[int]
 
 
 class ReleaseLease(msgspec.Struct, frozen=True, tag=True):
-    """Ends a lease. It has no answer."""
+    """Ends a lease. There is no response."""
 
     lease: int
 
 
 class UseBlocks(msgspec.Struct, frozen=True, tag=True):
-    """Says that consecutive blocks of a prompt were used. It has no answer."""
+    """Reports that consecutive blocks of a prompt were used. There is no response."""
 
     keys: list[Key]
 
 
 class PutBlocks(msgspec.Struct, frozen=True, tag=True):
-    """Offers blocks with their lengths in bytes."""
+    """Offers blocks to the store, with their lengths in bytes. The response is Wanted."""
 
     keys: list[Key]
     lengths: list[int]
 
 
 class Wanted(msgspec.Struct, frozen=True, tag=True):
-    """The indexes of the offered blocks that the writer sends now."""
+    """The response to PutBlocks: the indexes of the offered blocks that the writer must send
+    now.
+    """
 
     indexes: list[int]
 

@@ -9,19 +9,22 @@ from kvtransfer.store.tier_index import INDEX_BYTES
 
 
 class StoreOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """The bounds of a store.
+    """The options of a store, with its limits.
 
-    slot_bytes    bytes of the largest block; a smaller one takes as much
-    memory_bytes  bound of the memory for blocks and for the index of both tiers
-    disk_bytes    bound of the file on disk; 0: no disk tier
+    slot_bytes    bytes of the largest block; a smaller one takes as much memory
+    memory_bytes  limit of the memory for blocks and for the index of both tiers
+    disk_bytes    limit of the file on disk; 0: no disk tier
     directory     directory of that file; "": no disk tier
-    lease_s       seconds for which a reader's blocks stay in place
-    io_s          seconds of silence after which a writer, or a client that reads nothing, is cut
+    lease_s       maximum seconds for which a reader may keep blocks from being evicted; the store
+                  then may reuse their memory
+    io_s          seconds without progress after which the store closes a client's connection: a
+                  writer that sends nothing, or a client that reads no response
     save_s        seconds between steps that copy blocks to disk
     save_bytes    bytes that one such step copies, at least one block
-    max_clients   connections at once
+    max_clients   maximum number of connections at the same time
 
-    Raises ValueError if no block fits.
+    Raises ValueError if not a single block fits, for a disk without a directory (or the reverse),
+    for times that are not positive, and for less than one client.
     """
 
     slot_bytes: int
@@ -43,14 +46,20 @@ class StoreOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def disk_geometry(self) -> SlotGeometry | None:
-        """The slots of the disk tier; None without one."""
+        """The number and size of the disk tier's slots; None without a disk tier.
+
+        A slot is the space of one block.
+        """
         if not self.disk_bytes:
             return None
         return _fit(self.disk_bytes, self.slot_bytes, 0, "disk")
 
     @property
     def memory_geometry(self) -> SlotGeometry:
-        """The slots of the memory tier: what is left when both indexes have their memory."""
+        """The number and size of the memory tier's slots.
+
+        They take what `memory_bytes` leaves after the indexes of both tiers.
+        """
         disk = self.disk_geometry
         index_bytes = disk.slots * INDEX_BYTES if disk is not None else 0
         return _fit(self.memory_bytes - index_bytes, self.slot_bytes, INDEX_BYTES, "memory")

@@ -1,7 +1,7 @@
 """StoreService: a store for the processes of one host, on a Unix socket.
 
-Each client has a thread of its own. What a client holds ends with its connection: its leases, and a
-block that it has not sent completely. So a client that is killed leaves nothing behind.
+Each client has a thread of its own. When a connection ends, its leases end, and a block that was
+not sent completely is discarded. So a client that is killed leaves nothing behind.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The file format of both tiers of a store, and verified reads of it.
 
-A file has one page that describes it, then a table of headers, then slots of equal size. A slot's
-header says which block it holds. It is void while the slot is written, so a writer that is killed
-leaves nothing readable.
+A slot is the space of one block. A file has one page that describes it, then a table of headers,
+then slots of equal size. A slot's header says which block it holds. The header is void (names no
+block) while the slot is written, so a writer that is killed leaves nothing readable.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from xxhash import xxh3_64_digest, xxh3_128
 from kvtransfer.store.block_keys import KEY_BYTES, Key
 
 Parts = Sequence[memoryview]
-"""The memory of one block in pieces, for example one per rank. All are contiguous bytes."""
+"""The memory of one block in pieces, for example one per rank. Every piece is contiguous bytes."""
 
 PAGE_BYTES = 4096
 HEADER_BYTES = 128
@@ -34,14 +34,17 @@ _SCAN_BYTES = 1 << 20
 
 
 class SlotFileError(Exception):
-    """Raised for a slot file that cannot be used: a wrong size or form, or another owner."""
+    """Raised for an unusable slot file: it has a wrong size or format, or another process uses
+    it.
+    """
 
 
 class ReadOutcome(msgspec.Struct, frozen=True):
-    """How the read of a slot ended. The bytes may be used only if `is_intact`.
+    """The result of reading a slot. The bytes may be used only if `is_intact`.
 
-    is_current   whether the slot held the wanted block, of the wanted length, before and after
-    is_intact    whether the bytes that were read also fit the block's digest
+    is_current  whether the slot held the wanted block, of the wanted length, both before and after
+                the read
+    is_intact   whether, in addition, the bytes match the block's digest
     """
 
     is_current: bool
@@ -49,7 +52,10 @@ class ReadOutcome(msgspec.Struct, frozen=True):
 
 
 class SlotHeader(msgspec.Struct, frozen=True):
-    """What a slot holds. `generation` is another one for each block that is ever written."""
+    """The description of a slot's content.
+
+    `generation` differs for every block that is ever written to the file.
+    """
 
     generation: int
     length: int
@@ -103,7 +109,7 @@ class SlotGeometry(msgspec.Struct, frozen=True):
 
 
 class SlotFile(Protocol):
-    """The interface of a tier's slots to their owner, who alone writes to them."""
+    """The interface of a tier's slots for the store, which is the only writer."""
 
     geometry: SlotGeometry
 
@@ -120,7 +126,9 @@ class SlotFile(Protocol):
         ...
 
     def read(self, slot: int, key: Key, parts: Parts) -> ReadOutcome:
-        """Copy a block into `parts`, whose sizes add up to its length, and verify the copy."""
+        """Copy a block into `parts` and verify the copy. The sizes of `parts` add up to its
+        length.
+        """
         ...
 
     def header(self, slot: int) -> SlotHeader | None: ...
@@ -140,7 +148,9 @@ class SlotReader:
         self.geometry = geometry
 
     def header(self, slot: int) -> SlotHeader | None:
-        """Return what a slot holds; None if it is void. Raises OSError if the disk fails."""
+        """Return the header of a slot; None if it names no block. Raises OSError if the disk
+        fails.
+        """
         return SlotHeader.unpack(os.pread(self.fd, HEADER_BYTES, self.geometry.header_offset(slot)))
 
     def read(self, slot: int, key: Key, parts: Parts) -> ReadOutcome:

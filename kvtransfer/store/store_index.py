@@ -1,7 +1,8 @@
 """StoreIndex: the two tiers of a store, the leases of its readers, and what moves between tiers.
 
-Every decision of a store is made here, under one lock of its owner: time and events in, slots out.
-The owner moves the bytes (block_store.py). A lease pins the slots of a reader until the reader
+Each tier (memory, disk) is divided into slots, which hold one block each. Every decision of a store
+is made here, under one lock of its owner: time and events in, slots out. The owner moves the bytes
+(block_store.py). A lease pins the slots of a reader, so that they are not reused, until the reader
 releases them, its connection ends, or the lease expires.
 """
 
@@ -20,20 +21,20 @@ IN_MEMORY, ON_DISK = 1, 2
 
 
 class StoreCounters(msgspec.Struct):
-    """Counts of a store since its start.
+    """Counts of events since the store started; of blocks unless stated otherwise.
 
-    stored      blocks that writers have stored
-    refused     blocks that found no slot, because all were pinned or in writing
-    aborted     blocks whose writer ended or failed before the last byte
-    hits        blocks that readers got
-    saved       blocks that were copied to disk
-    loaded      blocks that were copied back to memory
-    failed      copies between the tiers that failed, from disk errors
-    corrupt     blocks on disk whose bytes no longer fit their digest
-    evicted     blocks that left memory, but are on disk
-    lost        blocks that left memory before they were on disk
-    dropped     blocks that were evicted from disk
-    expired     leases that ended by their time
+    stored   blocks that writers have stored
+    refused  blocks for which there was no slot, because readers or writers used all of them
+    aborted  blocks whose writer ended or failed before the last byte
+    hits     blocks that readers got
+    saved    blocks that were copied to disk
+    loaded   blocks that were copied back to memory
+    failed   copies between the tiers that failed because of disk errors
+    corrupt  blocks on disk whose bytes no longer match their digest
+    evicted  blocks that left memory and are still on disk
+    lost     blocks that left memory before they were copied to disk, so that the store has none
+    dropped  blocks that were evicted from disk
+    expired  leases that reached their time limit
     """
 
     stored: int = 0
@@ -51,7 +52,10 @@ class StoreCounters(msgspec.Struct):
 
 
 class ReadLease(msgspec.Struct):
-    """Pinned slots of one reader: the slots in memory of consecutive blocks of a prompt."""
+    """A reader's right to read some slots in memory, which are not reused until the lease ends.
+
+    The slots hold consecutive blocks of a prompt.
+    """
 
     owner: int
     slots: list[int]
@@ -67,7 +71,12 @@ class TierCopy(msgspec.Struct, frozen=True):
 
 
 class StoreIndex:
-    """The slots, leases and pending copies of one store. `disk_slots` 0: no disk tier."""
+    """The slots, leases and pending copies of one store.
+
+    memory_slots  number of slots in memory
+    disk_slots    number of slots on disk; 0: no disk tier
+    lease_s       seconds after which a lease expires
+    """
 
     def __init__(self, memory_slots: int, disk_slots: int = 0, lease_s: float = 30.0) -> None:
         if memory_slots < 1:
@@ -95,20 +104,27 @@ class StoreIndex:
         return IN_MEMORY * (key in self.memory) | ON_DISK * (key in self.disk)
 
     def count_prefix(self, keys: Sequence[Key]) -> int:
-        """Return how many of these blocks are ready in some tier, up to the first missing one."""
+        """Return how many of these blocks can be read from some tier, counted up to the first
+        missing one.
+        """
         for count, key in enumerate(keys):
             if key not in self.memory and key not in self.disk:
                 return count
         return len(keys)
 
     def wants(self, key: Key) -> bool:
-        """Return whether a writer should send this block: it is in no tier, and not in writing."""
+        """Return whether a writer should send this block: no tier has it, and no writer is sending
+        it.
+        """
         return not self.places(key) and not self.memory.is_writing(key)
 
     # Writers
 
     def begin_write(self, key: Key, now: float) -> int | None:
-        """Take a slot in memory for a writer's block; None: it is known, or there is no room."""
+        """Take a slot in memory for a block that a writer sends, and return its number.
+
+        Returns None if the block is known already, or if no slot can be reused.
+        """
         if not self.wants(key):
             return None
         slot = self._take_memory(key, now)
@@ -127,9 +143,10 @@ class StoreIndex:
     # Readers
 
     def acquire(self, owner: int, keys: Sequence[Key], now: float) -> tuple[int, list[int]]:
-        """Pin the longest prefix of these blocks that is in memory; return the lease, its slots.
+        """Pin the longest prefix of these blocks that is in memory.
 
-        `owner` is the connection with which the lease ends.
+        Returns the lease's number and the slots. The lease ends with the connection `owner` at the
+        latest.
         """
         self.expire(now)
         slots: list[int] = []
@@ -143,7 +160,7 @@ class StoreIndex:
         return self._last_lease, slots
 
     def use(self, keys: Sequence[Key]) -> None:
-        """Count consecutive blocks of a prompt as used now.
+        """Mark consecutive blocks of a prompt as used now, for the order of eviction.
 
         Later blocks are evicted first, because they are of no use without the earlier ones.
         """
@@ -151,7 +168,7 @@ class StoreIndex:
         self.disk.touch(reversed(keys))
 
     def join(self, owner: int, earlier: int, later: int) -> int:
-        """Let the later one of two leases have the slots of both, and return its number."""
+        """Merge two leases: the later one gets the slots of both. Returns its number."""
         first, second = self._leases.pop(earlier, None), self._leases[later]
         if first is not None and first.owner == owner == second.owner:
             second.slots = first.slots + second.slots
@@ -169,7 +186,10 @@ class StoreIndex:
             self._end_lease(number)
 
     def expire(self, now: float) -> None:
-        """End the leases whose time is over. A slow reader then finds another generation."""
+        """End the leases whose time is over.
+
+        A reader that still reads such a slot notices that the slot's generation has changed.
+        """
         while self._leases:
             number, lease = next(iter(self._leases.items()))
             if lease.expires_s > now:
@@ -180,9 +200,9 @@ class StoreIndex:
     # From memory to disk
 
     def begin_save(self) -> TierCopy | None:
-        """Choose the next block to copy to disk, and pin it in memory.
+        """Choose the next block to copy to disk, pin it in memory, and return the copy.
 
-        Returns None if all are saved, or if the disk has no free slot now.
+        Returns None if all blocks are saved, or if no slot on disk can be reused now.
         """
         while self._unsaved:
             key, _ = self._unsaved.popitem(last=False)
@@ -197,7 +217,10 @@ class StoreIndex:
         return None
 
     def end_save(self, copy: TierCopy, *, is_complete: bool) -> None:
-        """Make the copy on disk ready, or give it up; the block stays in memory."""
+        """Make the copy on disk readable if it `is_complete`, otherwise free its slot.
+
+        The block stays in memory.
+        """
         if is_complete:
             self.disk.commit(copy.key)
             self.counters.saved += 1
@@ -209,17 +232,21 @@ class StoreIndex:
     # From disk to memory
 
     def begin_load(self, key: Key, now: float) -> TierCopy | None:
-        """Pin a block on disk and take a slot in memory for it; None: impossible, or not needed."""
+        """Begin to copy a block from disk to memory, and return the copy.
+
+        The block's slot on disk is pinned and a slot in memory is taken. Returns None if the block
+        is not on disk, is in memory already, or if no slot in memory can be reused.
+        """
         if key not in self.disk:
             return None
         slot = self._take_memory(key, now)
         return None if slot is None else TierCopy(key, slot, self.disk.pin(key))
 
     def end_load(self, copy: TierCopy, *, is_intact: bool, is_readable: bool = True) -> None:
-        """Make the block ready in memory. If its bytes on disk are wrong, forget them.
+        """End a load: make the block readable in memory if it was copied.
 
-        is_intact     whether the bytes fit their digest
-        is_readable   False: the disk failed, which says nothing about the bytes
+        is_intact    whether the bytes match their digest; otherwise the block on disk is dropped
+        is_readable  False: the disk failed, which says nothing about the bytes; the block is kept
         """
         if is_intact:
             self._commit_memory(copy.key, is_saved=True)

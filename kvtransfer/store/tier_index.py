@@ -1,7 +1,8 @@
 """TierIndex: which block is in which slot of one tier (memory or disk), and which to evict.
 
-A slot is free, in writing, or ready. A ready slot without pins is evicted when a slot is needed,
-the longest unused first. A pinned slot is never reused. There is no I/O.
+A slot is the space of one block. It has one of three states: free, being written, or ready (its
+block can be read). When a slot is needed, the least recently used ready slot without pins is
+evicted. A pinned slot is never reused. There is no I/O.
 """
 
 from __future__ import annotations
@@ -13,7 +14,10 @@ from collections.abc import Iterable, Iterator
 from kvtransfer.store.block_keys import Key
 
 INDEX_BYTES = 512
-"""Memory that the index takes per slot, at most; tests/unit/kvtransfer/store measures it."""
+"""Maximum bytes of memory that the index takes per slot.
+
+tests/unit/kvtransfer/store measures them.
+"""
 
 
 class TierIndex:
@@ -39,7 +43,9 @@ class TierIndex:
 
     @property
     def taken(self) -> int:
-        """The number of slots that are not free: ready, in writing, or dropped but pinned."""
+        """The number of slots that are not free: being written, ready, or dropped but still
+        pinned.
+        """
         return self._fresh - len(self._freed)
 
     def keys(self) -> Iterator[Key]:
@@ -57,10 +63,11 @@ class TierIndex:
         return self._writing[key]
 
     def begin(self, key: Key) -> tuple[int, Key | None] | None:
-        """Take a slot for a new block, and return it with the key that was evicted from it.
+        """Take a slot for a new block, and return it with the key of the block that was evicted for
+        it.
 
-        Returns None if the block is ready or in writing already, or if every slot is pinned or in
-        writing.
+        Returns None if the block is ready or being written already, or if every slot is pinned or
+        being written.
         """
         if key in self._ready or key in self._writing:
             return None
@@ -81,18 +88,24 @@ class TierIndex:
         return slot, evicted
 
     def commit(self, key: Key) -> int:
-        """Make a block in writing ready, and return its slot. It is the most recently used one."""
+        """Make a block that was being written ready, and return its slot.
+
+        It then counts as the most recently used block.
+        """
         slot = self._writing.pop(key)
         self._ready[key] = slot
         self._idle[slot] = None
         return slot
 
     def abort(self, key: Key) -> None:
-        """Free the slot of a block in writing."""
+        """Free the slot of a block that is being written."""
         self._free(self._writing.pop(key))
 
     def pin(self, key: Key) -> int:
-        """Pin a ready block, and return its slot. A block may have many pins."""
+        """Pin a ready block, so that its slot is not reused, and return the slot.
+
+        A block may have any number of pins.
+        """
         slot = self._ready[key]
         if not self._pins[slot]:
             del self._idle[slot]
@@ -100,7 +113,7 @@ class TierIndex:
         return slot
 
     def unpin(self, slot: int) -> None:
-        """Remove one pin. A slot without pins is the most recently used one.
+        """Remove one pin of a slot. Without pins, its block counts as the most recently used one.
 
         Raises ValueError if the slot has no pin.
         """
@@ -116,14 +129,16 @@ class TierIndex:
             self._idle[slot] = None
 
     def touch(self, keys: Iterable[Key]) -> None:
-        """Count these blocks as used now, in this order. Blocks that are not ready are skipped."""
+        """Mark these blocks as used now, in this order. Blocks that are not ready are skipped."""
         for key in keys:
             slot = self._ready.get(key)
             if slot is not None and slot in self._idle:
                 self._idle.move_to_end(slot)
 
     def drop(self, key: Key) -> None:
-        """Forget a ready block. Its slot is free when its last pin is removed."""
+        """Remove a ready block from the index. Its slot becomes free when its last pin is
+        removed.
+        """
         slot = self._ready.pop(key)
         if self._pins[slot]:
             self._keys[slot] = None

@@ -20,18 +20,25 @@ from kvtransfer.store.fetch_rule import FetchRule, PendingFetch, StoredPrefix
 from kvtransfer.store.store_index import IN_MEMORY, ON_DISK
 
 LOOKUP_S = 0.5
-"""Seconds for which the lookup of a request is used again, while it waits for free blocks."""
+"""Seconds for which the result of a request's lookup in the store is reused.
+
+vLLM asks again in every step while the request waits for free blocks.
+"""
 
 SAVING_SHARE = 1 / 8
-"""Largest share of the engine's blocks that ended requests keep while they are saved."""
+"""Maximum share (0 to 1) of the engine's blocks that may be occupied by saves.
+
+A save keeps the blocks of an ended request until they are copied to the store.
+"""
 
 
 class StoredRequest(msgspec.Struct, frozen=True):
-    """A request as a store of KV sees it.
+    """A request as the store's scheduler sees it.
 
-    tokens    ids of all its tokens so far, four bytes each, little-endian
-    salt      its cache salt, which separates tenants
-    variant   what else changes its KV: the adapter's name, the identities of images
+    tokens   ids of all its tokens so far, four bytes each, little-endian
+    salt     its cache salt, which separates tenants
+    variant  text with everything else that changes its KV: the adapter's name, the identities of
+             images
     """
 
     id: str
@@ -53,7 +60,11 @@ class BlockOrder(msgspec.Struct, frozen=True):
 
 
 class StepWork(msgspec.Struct, frozen=True):
-    """The prompts that one step of the engine computes: tokens, and the sum of their positions."""
+    """The prompts that one step of the engine computes.
+
+    tokens  number of prompt tokens
+    pairs   sum of their positions in their prompts, which is what attention reads
+    """
 
     tokens: int = 0
     pairs: float = 0.0
@@ -68,10 +79,11 @@ class StoreOrders(msgspec.Struct):
 
 
 class StoreReport(msgspec.Struct):
-    """What a worker, or the slowest of several, measured: seconds of loads and of a step.
+    """A worker's measurements of its loads and of one step; merged, those of the slowest worker.
 
-    loads    seconds by request, without waiting
-    work     what the measured step computed; None: no step was measured
+    loads   seconds of each load by request, without time in which it waited for others
+    work    what the measured step computed; None: no step was measured
+    step_s  duration of that step
     """
 
     loads: dict[str, float] = {}
@@ -88,7 +100,14 @@ class StoreReport(msgspec.Struct):
 
 
 class ChosenLoad(msgspec.Struct, frozen=True):
-    """A lookup's result: the blocks from `first` on that are in the store, and how many to load."""
+    """The result of a lookup: which blocks of a request to load from the store.
+
+    at_s      time of the lookup
+    computed  tokens that the engine had when it asked
+    keys      keys of the request's further blocks
+    places    one byte per key: the bits of the tiers that have the block
+    count     number of blocks to load
+    """
 
     at_s: float
     computed: int
@@ -100,11 +119,12 @@ class ChosenLoad(msgspec.Struct, frozen=True):
 class StoreScheduler:
     """Manages one engine's use of its host's store, in vLLM's scheduler process.
 
-    store           connection to the store, for lookups
-    compatibility   what KV depends on but the layout: model, weights, quantisation, version
-    layout          layout of the engine's cache
-    step_tokens     prompt tokens that a step of the engine computes at most
-    clock           the monotonic clock of this host
+    store          connection to the store, for lookups
+    compatibility  text with what KV depends on besides the layout: model, weights, quantisation,
+                   version
+    layout         layout of the engine's cache
+    step_tokens    maximum number of prompt tokens that a step of the engine computes
+    clock          the monotonic clock of this host
     """
 
     def __init__(
@@ -177,9 +197,9 @@ class StoreScheduler:
         return chain_root(f"{self._compatibility}/{request.variant}", request.salt)
 
     def begin_load(self, request: str, blocks: Sequence[int], tokens: int) -> None:
-        """Order the workers to load the blocks behind the computed ones, `tokens` tokens.
+        """Order the workers to load the request's next `tokens` tokens from the store.
 
-        blocks   numbers of all the request's blocks
+        blocks  numbers of all the request's blocks; those that are loaded follow the computed ones
 
         Does nothing for a request that has nothing to load.
         """
@@ -197,10 +217,11 @@ class StoreScheduler:
         self._orders.loads.append(order)
 
     def save(self, request: StoredRequest, blocks: Sequence[int]) -> bool:
-        """Order the workers to save an ended request's full blocks; return whether there are any.
+        """Order the workers to save the full blocks of an ended request; return whether there are
+        any.
 
-        The blocks belong to the save until every worker reports its end. The KV of the last token
-        is not computed, so a block that ends with it is not full.
+        The blocks must not be reused until every worker reports the end of its save. The KV of the
+        last token is not computed, so a block that ends with that token is not full.
         """
         tokens = len(request.tokens) // TOKEN_BYTES
         count = min((tokens - 1) // self._layout.block_tokens, len(blocks))

@@ -26,7 +26,12 @@ Copy: TypeAlias = Callable[[StoreClient, list[Key], list[Parts]], int]
 
 
 class CopyResult(msgspec.Struct, frozen=True):
-    """How a load or a save ended: blocks that were copied, seconds, and whether it was lost."""
+    """The result of a load or a save.
+
+    blocks   number of blocks that were copied
+    seconds  duration of the copy
+    is_lost  whether the connection to the store failed
+    """
 
     blocks: int
     seconds: float
@@ -78,7 +83,9 @@ class CopyThread:
         return {request: self._results.pop(request).result() for request in ended}
 
     def close(self) -> None:
-        """Wait for the copy that has begun, drop the others, and leave the store."""
+        """Wait for the running copy, drop the orders that have not begun, and disconnect from the
+        store.
+        """
         self._thread.shutdown(cancel_futures=True)
         self._store.close()
 
@@ -120,7 +127,7 @@ class StoreWorker:
         return self._loads.is_idle and self._saves.is_idle
 
     def is_saving(self, request: str) -> bool:
-        """Return whether the blocks of an ended request are still read."""
+        """Return whether the blocks of an ended request are still being read for a save."""
         return request in self._saves
 
     def execute(self, orders: StoreOrders, step_s: float) -> None:
@@ -154,11 +161,11 @@ class StoreWorker:
         return finished
 
     def take_report(self) -> StoreReport:
-        """Return what was measured since the last call."""
+        """Return what was measured since the last call: seconds of loads and of a step."""
         report, self._report = self._report, StoreReport()
         return report
 
     def close(self) -> None:
-        """Wait until nothing reads or writes the engine's memory, and leave the store."""
+        """Wait until nothing reads or writes the engine's memory, and disconnect from the store."""
         self._loads.close()
         self._saves.close()
