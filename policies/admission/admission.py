@@ -19,9 +19,9 @@ from policies.admission.retry_after import ReturnSchedule, request_key
 from policies.model import Candidate, Pick, Request, RoutingQuery
 
 KEPT = 0.25
-"""Share of the wait queue, 0 to 1, that is kept free for refused clients that retry on time.
+"""The share of the wait queue, 0 to 1, that new requests may not fill.
 
-On time is when their Retry-After header said.
+It is kept free for refused clients that retry at the time that their Retry-After header gave.
 """
 
 
@@ -46,7 +46,7 @@ class Shed(msgspec.Struct, frozen=True):
     reason         short label for logs and metrics, listed in docs/admission.md
     retry_after_s  seconds after which the client should retry; None before anything was measured
     detail         the figures that led to the refusal, for the client's error message
-    may_return     False if another try cannot help; `retry_after_s` is None then
+    may_return     False if a retry cannot help; `retry_after_s` is None then
     """
 
     reason: str
@@ -62,9 +62,10 @@ ADMIT = Admit()
 class RequestOutcome(msgspec.Struct, frozen=True):
     """How an admitted request ended, as input for admissions and policies with state.
 
-    now            when it ended, in seconds on the policy clock
+    now            when the request ended, in seconds on the policy clock
     ttft_s         seconds from arrival at the gateway to the first token; None if there was none
-    tpot_s         mean seconds per further output token; None for fewer than two tokens
+    tpot_s         mean seconds per output token after the first; None for fewer than two tokens
+    output_tokens  number of generated tokens
     cached_tokens  prompt tokens that the engine reported as cached; None if it reported none
     status         served, dropped (it failed or timed out) or ignored (the client disconnected)
     """
@@ -164,8 +165,11 @@ class AdmissionParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class WaitQueueView(Protocol):
     """The read-only view of a wait queue that an Admission receives.
 
-    busy_permits    permits held by requests on available endpoints; a permit allows one request
-    capacity        concurrent requests of all available endpoints: the sum of their caps
+    A permit allows one request to run in the pool. A request holds it from its admission to its
+    end.
+
+    busy_permits    permits held by requests on available endpoints
+    capacity        number of permits: the sum of the concurrency caps of all available endpoints
     waiting         number of requests in the queue
     waiting_s       seconds of prefill that the waiting requests need together
     is_new_arrival  True if the request has just arrived, False if it is at the head of the queue
@@ -189,8 +193,9 @@ class WaitQueueView(Protocol):
     def limits(self) -> WaitQueueLimits: ...
 
     def full_rate(self, now: float) -> float | None:
-        """Return how many requests per second end while the pool is full, or None if that is
-        unknown.
+        """Return how many requests per second end while all permits are in use.
+
+        Returns None if that was not measured yet.
         """
         ...
 
@@ -230,16 +235,21 @@ class Admission(Protocol):
     def decide(
         self, query: RoutingQuery, candidates: Sequence[Candidate], queue: WaitQueueView
     ) -> Verdict:
-        """Return the verdict on a new request, or on the request at the head of the wait queue."""
+        """Return the verdict on a new request, or on the request at the head of the wait queue.
+
+        query       the request, with the time and the random generator
+        candidates  the pool's endpoints with their loads
+        queue       the wait queue; `queue.is_new_arrival` says which of the two cases it is
+        """
         ...
 
     def retry_after_s(
         self, query: RoutingQuery, candidates: Sequence[Candidate], queue: WaitQueueView
     ) -> float | None:
-        """Return the Retry-After in seconds for a request that the wait queue refuses.
+        """Reserve capacity for the retry of a request that the wait queue refuses.
 
-        Capacity is reserved for its retry. The result is inf if the client should not retry, and
-        None if nothing was measured yet.
+        Returns the Retry-After in seconds, inf if the client should not retry, or None if nothing
+        was measured yet.
         """
         ...
 
@@ -248,9 +258,7 @@ class Admission(Protocol):
         ...
 
     def on_ended(self, request: Request, outcome: RequestOutcome) -> None:
-        """Record how a request ended. `on_reserved` was called for the same request when it was
-        assigned to an endpoint.
-        """
+        """Record how a request ended, for which `on_reserved` was called before."""
         ...
 
     def tick(self, now: float, candidates: Sequence[Candidate]) -> None:
@@ -264,8 +272,9 @@ class Admission(Protocol):
 def total_capacity(candidates: Iterable[Candidate]) -> int:
     """Return how many requests this gateway may run at once on the available endpoints.
 
-    This is the sum of the endpoints' concurrency caps minus the requests of other gateways. It is
-    at least an equal share of each cap, so that a gateway that starts late also gets capacity.
+    Each endpoint adds its concurrency cap, minus the requests that other gateways run there. It
+    adds at least the cap divided by the number of gateways, so that a gateway that starts late also
+    gets capacity.
     """
     total = 0
     for candidate in candidates:
@@ -336,9 +345,10 @@ class CapAdmission:
     """An admission policy with concurrency caps alone: a request enters while a permit is free,
     else it waits.
 
-    A new request that, at the measured drain rate, would time out or miss its client's deadline is
-    refused at once. An early refusal is better for the client than a late one. A refused client
-    gets a time at which a part of the queue is kept free for it.
+    A permit allows one request to run in the pool. A new request is refused at once if, at the
+    measured drain rate, it would wait longer than its timeout or its client's deadline. An early
+    refusal is better for the client than a late one. A refused client gets a Retry-After time at
+    which a part of the queue is kept free for it.
     """
 
     __slots__ = ("_schedule", "is_calm", "name", "reads_forecast", "reads_sessions")
@@ -421,7 +431,7 @@ class CapAdmission:
         """Reserve the next free time for a refused request's retry, and return the seconds until
         then.
 
-        Every request counts the same.
+        Every request counts as the same amount of work. The special results are those of Admission.
         """
         if not query.can_return:
             return None

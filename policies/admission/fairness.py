@@ -16,8 +16,10 @@ from policies.model import Request
 from policies.param_types import Positive, PositiveCount
 
 FORGIVEN = 1e-3
-"""Tokens of past usage below which a tenant counts as having used nothing, so that its counter can
-be dropped."""
+"""A tenant with fewer tokens of past usage than this counts as having used nothing.
+
+Its counter can then be dropped.
+"""
 
 FADE_EVERY_S = 1.0
 
@@ -26,8 +28,8 @@ class FairShares(msgspec.Struct, frozen=True):
     """Parameters for sharing a contended pool between tenants.
 
     weights     relative weight by tenant; 1 for tenants that are not listed
-    calm_s      time constant in seconds with which past usage decays while no request waits
-    remembered  maximum number of tenants whose usage above `floor` is stored
+    calm_s      while no request waits, past usage decays with this time constant, in seconds
+    remembered  maximum number of tenants whose usage is stored
     """
 
     weights: Mapping[str, Positive] = {}
@@ -38,9 +40,11 @@ class FairShares(msgspec.Struct, frozen=True):
 class TenantCounters:
     """Counts the usage of all tenants, in tokens per unit of the tenant's weight.
 
-    floor  the pool's virtual time: the counter of the tenant served last, which never goes back. An
-           idle tenant restarts at `floor`, so it gains no credit. Its usage above `floor` is its
-           debt
+    The tenant with the lowest counter is served next. A tenant that has been idle does not restart
+    at its old, low counter, because that would let it displace all others. It restarts at `floor`.
+
+    floor  the counter of the tenant served last, which never goes back (the virtual time of fair
+           queueing). The part of a tenant's counter above `floor` is its debt
     """
 
     __slots__ = ("_ahead", "_faded_at", "_shares", "floor")
@@ -55,7 +59,10 @@ class TenantCounters:
         return len(self._ahead)
 
     def set_shares(self, shares: FairShares) -> None:
-        """Replace the tenants' weights and parameters. The usage recorded so far is kept."""
+        """Replace the tenants' weights and parameters.
+
+        The usage recorded so far is kept.
+        """
         self._shares = shares
 
     def weight(self, tenant: str) -> float:
@@ -65,8 +72,9 @@ class TenantCounters:
         return max(self.floor, self._ahead.get(tenant, 0.0))
 
     def charge(self, tenant: str, tokens: float) -> float:
-        """Charge the tenant for `tokens` tokens of work (negative: a refund), and return its usage
-        counter.
+        """Add `tokens` tokens of work to the tenant's usage, and return its usage counter.
+
+        A negative number is a refund.
         """
         counter = max(self.floor, self.counter_of(tenant) + tokens / self.weight(tenant))
         if counter <= self.floor + FORGIVEN:
@@ -78,10 +86,10 @@ class TenantCounters:
         return counter
 
     def advance_to(self, counter: float) -> None:
-        """Advance the pool's virtual time to `counter`, because a request of the tenant with that
-        counter is served now.
+        """Advance the pool's virtual time, `floor`, to `counter`.
 
-        `counter` is the lowest usage counter of all tenants with waiting requests.
+        Call it when a request is served. `counter` is the usage counter of that request's tenant,
+        which is the lowest of all tenants with waiting requests.
         """
         self.floor = max(self.floor, counter)
 

@@ -10,22 +10,28 @@ from __future__ import annotations
 from math import exp
 
 GAP_S = 5.0
-"""An overload counts as over when no measurement has found the pool full for this many seconds."""
+"""An overload counts as over when the pool was not full for this many seconds."""
 
 SETTLED_S = 20.0
-"""Seconds of overload after which the measured rate no longer includes requests from before the
-overload."""
+"""Seconds of overload before its completion rate is learned.
+
+Earlier, the measured rate still includes requests from before the overload.
+"""
 
 MEMORY_S = 30.0
-"""Time constant, in seconds of overload, with which older measurements of the completion rate lose
-weight."""
+"""Time constant of the learned rate, in seconds of overload.
+
+After this time, older measurements have lost 63 % of their weight.
+"""
 
 
 class FullLoadRate:
-    """The learned completion rate of a full pool, per endpoint or per permit.
+    """The learned rate at which a full pool completes work, per endpoint or per permit.
 
-    per_unit  work per second of one endpoint or permit; None until the pool was full for
-              `SETTLED_S`
+    The caller chooses the unit: it divides the measured rate by its number of endpoints or permits.
+    The rate then stays valid when endpoints are added or removed.
+
+    per_unit  work per second of one unit; None until the pool was full for `SETTLED_S` seconds
     """
 
     __slots__ = ("_last", "_since", "per_unit")

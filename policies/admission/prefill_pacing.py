@@ -15,13 +15,20 @@ from policies.load import EndpointLoad
 from policies.model import Candidate
 
 LEAST_SHARE = 0.2
-"""Prefill always gets this share of the time: a budget may be impossible to meet."""
+"""Prefill may always take this share of the time, 0 to 1.
+
+Otherwise a TPOT budget that cannot be met would stop prefill altogether.
+"""
 
 
 class PrefillPace:
-    """Measures the seconds of prefill sent to each endpoint in excess of the allowed pace.
+    """Measures by how much the prompts sent to each endpoint exceed the pace that its TPOT budget
+    allows.
 
-    share  fraction of the TPOT budget to plan with; the rest is a margin
+    The unit is seconds of prefill. See the module's docstring for the allowed pace.
+
+    share  the part of the TPOT budget, 0 to 1, that decoding and prefill may use; the rest is a
+           margin
     """
 
     __slots__ = ("_at", "_level", "_share")
@@ -32,8 +39,9 @@ class PrefillPace:
         self._at: dict[int, float] = {}
 
     def ahead_s(self, load: EndpointLoad, tpot_s: float, now: float) -> float:
-        """Return by how many seconds of prefill the endpoint exceeds its allowed pace, for the TPOT
-        budget `tpot_s`.
+        """Return the seconds of prefill by which the endpoint exceeds its allowed pace at `now`.
+
+        tpot_s  the TPOT budget of the endpoint's answers, in seconds per token
         """
         level = self._level.get(load.slot, 0.0)
         return (
@@ -43,19 +51,20 @@ class PrefillPace:
         )
 
     def record(self, load: EndpointLoad, prefill_s: float, tpot_s: float, now: float) -> float:
-        """Record a prompt of `prefill_s` seconds sent to the endpoint.
+        """Record that a prompt of `prefill_s` seconds was sent to the endpoint.
 
-        Returns by how many seconds of prefill the endpoint now exceeds its allowed pace.
+        Returns the seconds of prefill by which the endpoint now exceeds its allowed pace. `tpot_s`
+        is the TPOT budget of its answers, in seconds per token.
         """
         level = self._level[load.slot] = self.ahead_s(load, tpot_s, now) + prefill_s
         self._at[load.slot] = now
         return level
 
     def mean_share(self, candidates: Sequence[Candidate], tpot_s: float) -> float:
-        """Return the mean share of the time, 0 to 1, that prefill may take at the available
+        """Return the share of the time, 0 to 1, that prefill may take, as the mean of available
         candidates.
 
-        Returns 1 if no candidate is available.
+        Returns 1 if no candidate is available. `tpot_s` is the TPOT budget in seconds per token.
         """
         paces = [
             self._pace(candidate.load, tpot_s)

@@ -43,22 +43,24 @@ from policies.pricing.cost_estimate import (
 )
 
 LEARN = 0.02
-"""Weight of one new request in the exponential running means of admitted requests, 0 to 1."""
+"""Weight of a new request in the exponential running means over admitted requests, 0 to 1."""
 
 PASSING = 4.0
-"""Limit of how far the endpoints may be ahead of their prefill pace on average, as a multiple of
+"""While there is no overload, endpoints may exceed their prefill pace by this multiple of
 `burst_s`.
 
-Beyond it requests wait. Under full overload the limit is 1 instead, because only a burst drains by
-itself.
+The excess is the mean over the endpoints (PrefillPace). Beyond the limit, requests wait. Under full
+overload the multiple is 1, because only a burst drains by itself.
 """
 
 EFFICIENCY = 1.0
-"""Seconds of predicted work that an endpoint completes per second, assumed until an overload has
-shown the real value."""
+"""Seconds of predicted work that one endpoint completes per second.
+
+The value is assumed until an overload has shown the real one.
+"""
 
 TIGHTER = 10.0
-"""Limit of how much tighter than the typical budget one request's own latency budget may count.
+"""A request's latency budget counts as at most this many times tighter than the typical one.
 
 Clients choose their budgets, and an impossible one must not raise the price for others.
 """
@@ -73,25 +75,26 @@ class PricedAdmissionParams(AdmissionParams, frozen=True):
 
     full_load      requested work, as a multiple of the endpoints' capacity, up to which the pool
                    does not count as overloaded
-    overload       the same multiple from which the pool counts as fully overloaded; in between, the
+    overload       the multiple from which on the pool counts as fully overloaded; in between, the
                    limits change gradually
-    burst_share    share of the TTFT budget up to which the mean queue costs nothing in a pool that
-                   is not overloaded
+    burst_share    in a pool that is not overloaded, admission is free while the mean queue is
+                   shorter than this share of the TTFT budget
     queue_share    the same share in a fully overloaded pool
-    doubt          number of standard deviations that are subtracted from the requested work,
-                   because a few long prompts by chance are not an overload
+    doubt          number of standard deviations that are subtracted from the requested work before
+                   it is compared, because a few long prompts by chance are not an overload
     steepness      how fast the price grows when the queue exceeds the share that costs nothing
     bend           exponent of a request's work in its price, from 0 to 1. Below 1, long prompts pay
                    less than in proportion to their work; at 0, all requests pay the same
     hold_share     a request leaves the wait queue only while some candidate's queue is shorter than
                    this share of its TTFT budget
     hold_least_s   minimum of that queue limit, in seconds
-    step_share     share of the TPOT budget within which prefill must leave the running answers of
-                   that candidate
-    burst_s        seconds of prefill by which a candidate may be ahead of the pace that follows
-                   from step_share
-    immodest       factor on the queue limit and burst_s for a tenant that is above its fair share
-    modest         how much greater that factor is for a tenant that is below its fair share
+    step_share     the part of the TPOT budget that running answers may need while prompts are
+                   computed beside them; the rest is a margin
+    burst_s        seconds of prefill by which a candidate may exceed the pace that step_share
+                   allows
+    immodest       factor on the queue limit (hold_share, hold_least_s) and on burst_s, for a tenant
+                   that is above its fair share
+    modest         what is added to that factor for a tenant that is below its fair share
     kv_share       share of the fleet's KV that may be reserved before requests pay a price
     late_value     value of a request whose first token is expected too late, relative to one in
                    time
@@ -136,7 +139,7 @@ class PricedAdmission:
 
     is_calm  True while every request may enter as long as a permit is free: no queue, no sessions,
              no reservations for retries
-    price    current price in units of typical requests: at 1, half of those are refused
+    price    the current price; at 1, half of the requests of typical value and work are refused
     """
 
     __slots__ = (
@@ -389,8 +392,9 @@ class PricedAdmission:
     def retry_after_s(
         self, query: RoutingQuery, candidates: Sequence[Candidate], queue: WaitQueueView
     ) -> float | None:
-        """Reserve time for the retry of a refused request in the schedule of retries, and return
-        the seconds until then.
+        """Reserve capacity for the retry of a refused request, and return the seconds until then.
+
+        The special results are those of Admission.
         """
         return self._retry_after(query, estimate_cost(query, candidates), queue, 0.0)
 

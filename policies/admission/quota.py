@@ -19,8 +19,8 @@ DRIFT = 0.05
 """Share of the difference between two gateways' bucket levels that one message corrects, 0 to 1.
 
 All levels fall and refill equally. Without this correction, a gateway that started later or was
-disconnected would never converge to the others. When two messages cross, this share of the usage
-that they report is given back.
+disconnected would never reach the level of the others. If two gateways send at the same time, each
+compares a level that lacks the other's newest usage, so this share of that usage is not counted.
 """
 
 SignedCount = Annotated[int, msgspec.Meta(ge=-(1 << 50), le=1 << 50)]
@@ -52,11 +52,14 @@ class QuotaRefusal(msgspec.Struct, frozen=True):
 
 
 class QuotaUsage(msgspec.Struct, frozen=True, array_like=True):
-    """A tenant's usage at one gateway since that gateway's previous message; negative where refunds
-    prevail.
+    """A tenant's usage at one gateway since that gateway's previous message.
 
-    requests_left, tokens_left  levels of the gateway's token buckets before this usage; None for a
-                                bucket without a limit
+    A number is negative if more was refunded than used. A level is None if the bucket has no limit.
+
+    requests       requests used
+    tokens         tokens used
+    requests_left  level of the gateway's bucket of requests before this usage
+    tokens_left    level of its bucket of tokens before this usage
     """
 
     requests: SignedCount
@@ -92,8 +95,9 @@ class TokenBucket:
         return self._level
 
     def take(self, amount: float) -> None:
-        """Subtract `amount` from the bucket's level. A negative amount is added to the level, up to
-        the bucket's limit.
+        """Subtract `amount` from the bucket's level.
+
+        A negative amount is added, up to the bucket's limit.
         """
         self._level = min(float(self.limit), self._level - amount)
 
@@ -125,11 +129,10 @@ class Quota:
         )
 
     def take(self, tokens: int, now: float, requests: int = 1) -> QuotaRefusal | None:
-        """Take requests and tokens (prompt plus expected answer) from the quota, or return the
-        refusal.
+        """Take requests and tokens (prompt plus expected answer) from the quota.
 
-        Returns None on success. A refused request takes nothing. Each prompt of a list counts as
-        one request.
+        Returns None on success, else the refusal; a refused request takes nothing. Each prompt of a
+        list counts as one request.
         """
         refusal = None
         for unit, bucket, amount in (
@@ -150,29 +153,33 @@ class Quota:
         return refusal
 
     def correct(self, tokens: int) -> None:
-        """Charge a tenant's quota with actual minus expected tokens; a negative value is a
-        refund.
+        """Charge the quota for the difference between actual and expected tokens of a finished
+        request.
+
+        A negative difference is a refund.
         """
         self._count(0, tokens)
 
     def refund(self, tokens: int, requests: int = 1) -> None:
-        """Return requests and tokens to a tenant's quota, because the request was refused for
-        another reason.
-        """
+        """Return the requests and tokens of a request that was refused for another reason."""
         self._count(-requests, -tokens)
 
     def usage_message(self, requests: int, tokens: int, now: float) -> QuotaUsage:
-        """Return the message that reports a tenant's usage since the previous message to the other
-        gateways.
+        """Return the message that reports a tenant's usage to the other gateways.
+
+        requests  requests used since the previous message
+        tokens    tokens used since then
         """
         return QuotaUsage(
             requests, tokens, _left(self._requests, requests, now), _left(self._tokens, tokens, now)
         )
 
     def apply_peer_usage(self, theirs: QuotaUsage, ours: QuotaUsage) -> None:
-        """Apply a message in which another gateway reports a tenant's usage (`theirs`).
+        """Subtract the usage that another gateway reports, and move the levels towards that
+        gateway's.
 
-        `ours` is this gateway's usage that the other gateway has not received yet.
+        theirs  the other gateway's message
+        ours    this gateway's usage that the other gateway has not received yet
         """
         if self._requests is not None:
             self._requests.take(

@@ -21,19 +21,24 @@ from policies.param_types import NonNegative, Positive, PositiveCount
 Key = tuple[int, int]
 
 SAME_RATE = 0.05
-"""Relative difference up to which two measured capacities count as the same, 0 to 1."""
+"""Two measured capacities count as the same up to this relative difference, 0 to 1.
+
+The schedule stores one entry per different capacity, so noise must not create new ones.
+"""
 
 
 class ReturnTimes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The parameters of the schedule of refused clients' retries.
 
-    share            share of the measured capacity that is reserved for scheduled retries
-    soonest_s        minimum Retry-After in seconds
-    latest_s         maximum Retry-After in seconds; a client that would have to wait longer should
-                     not retry
-    calm_s           maximum seconds by which the first retry is delayed until the queue is short
-    early_s, late_s  accepted seconds before and after the scheduled time
-    remembered       maximum number of reservations
+    share       share of the measured capacity that is reserved for scheduled retries
+    soonest_s   minimum Retry-After in seconds
+    latest_s    maximum Retry-After in seconds; a client that would have to wait longer should not
+                retry
+    calm_s      the first retry is delayed until the queue is short, but by at most this many
+                seconds
+    early_s     a retry may come this many seconds before its scheduled time
+    late_s      ... and this many seconds after it
+    remembered  maximum number of reservations
     """
 
     share: Positive = 0.45
@@ -54,10 +59,10 @@ class ReturnTimes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class ReturnSchedule:
     """Reserves capacity at later times for the retries of refused requests.
 
-    Requests that are equal (the same key) have one reservation each.
+    Reservations are found by a key that identifies equal requests (`request_key`). If several equal
+    requests were refused, each has a reservation.
 
-    scheduled_until_s  time up to which the last retry uses the reserved share of the capacity, in
-                       seconds on the policy clock
+    scheduled_until_s  end of the last reservation, in seconds on the policy clock
     """
 
     # _levels  reserved work per second of the moments to come, as stairs that go down: the rate of
@@ -78,23 +83,23 @@ class ReturnSchedule:
 
     @property
     def share(self) -> float:
-        """Return the share of the measured capacity that is reserved for scheduled retries, 0 to
-        1.
+        """Return the share of the measured capacity, 0 to 1, that is reserved for scheduled
+        retries.
         """
         return self._times.share
 
     def seconds_early(self, key: Key | None, now: float) -> float | None:
         """Return the seconds by which a retry comes before its scheduled time.
 
-        Returns None if the retry is on time or was not scheduled. Prompts too short to be
-        recognised with certainty also give None.
+        Returns None if the retry is on time or was not scheduled. A prompt too short to be
+        recognised with certainty (see `request_key`) also gives None.
         """
         due = self._due.get(key) if key is not None and key[0] >= 0 else None
         return due[0] - now if due and due[0] - now > self._times.early_s else None
 
     def is_due(self, key: Key | None, now: float) -> bool:
-        """Return whether the request has a reserved retry time that matches `now` within the
-        tolerance.
+        """Return whether the request has a reservation whose time, with its tolerance, includes
+        `now`.
         """
         times = self._times
         due = self._due.get(key) if key is not None else None
@@ -128,7 +133,7 @@ class ReturnSchedule:
         The result is inf if the schedule is full until `latest_s`, and None if no capacity was
         measured. Reservations follow one another without gaps.
 
-        key        what identifies the request when it is retried; None: it gets a time but no
+        key        identifies the request when it is retried; None: it gets a time but no
                    reservation
         work_s     work of the request in seconds
         per_s      seconds of work that the pool completes per second; None if unknown

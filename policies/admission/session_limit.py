@@ -22,10 +22,10 @@ from policies.model import Candidate, Pick, Request, RoutingQuery
 from policies.prefix.prefix_match import longest_match
 
 ON_EVIDENCE = SessionGate(start=None, memory_s=60.0, shortest_s=20.0)
-"""Parameters of a limit on sessions that begins only when returning sessions have lost cached
-context.
+"""Parameters of a limit on sessions that begins only once evicted contexts do harm.
 
-An idle session then counts for a shorter time than under a limit that holds from the start.
+The harm is that returning sessions find their cached context evicted while prompts wait. An idle
+session then counts for a shorter time than under a limit that holds from the start.
 """
 
 
@@ -44,8 +44,8 @@ class SessionLimit:
     def refusal(
         self, query: RoutingQuery, candidates: Sequence[Candidate], cached_tokens: int
     ) -> Shed | None:
-        """Return the refusal of a request that would begin a session which does not fit, or None if
-        it may enter.
+        """Return the refusal of a request that would begin a session which does not fit; None if it
+        may enter.
 
         cached_tokens  the largest number of prompt tokens that any candidate has cached
         """
@@ -84,7 +84,7 @@ class SessionLimit:
             )
 
     def on_ended(self, request: Request, outcome: RequestOutcome) -> None:
-        """Record how a request of a session ended that was assigned to an endpoint before."""
+        """Record how a request of a session ended, for which `on_reserved` was called before."""
         if not request.session:
             return
         has_answer = outcome.ttft_s is not None

@@ -20,50 +20,55 @@ from policies.model import Candidate, SessionHints
 from policies.param_types import Fraction, Positive, PositiveCount
 
 CONTINUING_SHARE = 0.5
-"""A request without a session key that finds this share of its prompt cached counts as continuing
-one.
+"""A request that names no session counts as a continued one if this share of its prompt is cached.
 """
 
 QUEUED = 2.0
-"""Mean number of waiting prompts per endpoint from which on evicted session contexts count as
-harmful."""
+"""Evicted session contexts count as harmful while at least this many prompts wait per endpoint.
 
-FIRST_SHARE = 0.7
-"""Share of the fleet's KV memory (0 to 1) that sessions may fill when a limit on sessions
-begins.
+The number is a mean over time. Without queues, recomputing a context delays no other request.
 """
 
+FIRST_SHARE = 0.7
+"""Share of the fleet's KV memory, 0 to 1, that sessions may fill at the beginning of a limit."""
+
 RELAX = 1.05
-"""Factor by which the limit on sessions rises after a period in which it refused a session although
-no prompt waited."""
+"""Factor by which the limit on sessions rises if it refused a session although no prompt waited.
+
+The factor is applied once per period (`SessionGate.period_s`).
+"""
 
 
 CALM = 0.5
-"""Mean number of waiting prompts per endpoint below which a session may enter although the limit is
-reached."""
+"""A session may exceed the limit while fewer prompts than this wait per endpoint, on average."""
 
 EXTRA_S = 2.0
-"""Minimum seconds between two sessions admitted beyond the limit, divided by the number of
-endpoints."""
+"""Minimum seconds between two sessions admitted beyond the limit, in a pool of one endpoint.
+
+A pool of n endpoints admits n times as many.
+"""
 
 
 class SessionGate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The parameters of the limit on sessions, which keeps the contexts of active sessions cached.
 
-    start, least, most     initial, smallest and largest value of memory_share, the share of the
-                           fleet's KV that sessions may fill. If start is None, there is no limit at
-                           first: it begins when returning sessions find more than lost_most of
-                           their contexts evicted while prompts queue at the engines. It ends when
-                           nothing queues and no session was refused for period_s
-    memory_s               seconds for which an idle session counts as active, until return times
-                           were measured
-    shortest_s, longest_s  bounds of memory_s once it is learned
-    returning              share of returning sessions that should still count as active when they
-                           return
-    lost_most, lost_least  shares of the tokens expected to be cached that were evicted. Above
-                           lost_most memory_share is reduced; below lost_least it is increased
-    period_s               minimum seconds between changes of memory_share
-    remembered             maximum number of sessions stored, including expired ones
+    The limit is `memory_share`, the share of the fleet's KV memory that sessions may fill. It is
+    adapted to the share of tokens that were expected to be cached and were evicted ("lost").
+
+    start       initial memory_share. None: there is no limit at first. It begins when returning
+                sessions lose more than lost_most while prompts queue at the engines. It ends when
+                nothing queues and no session was refused for period_s
+    least       smallest memory_share
+    most        largest memory_share
+    memory_s    seconds for which an idle session counts as active, until return times were measured
+    shortest_s  smallest value of memory_s once it is learned
+    longest_s   largest value of memory_s
+    returning   memory_s is learned so that this share of the returning sessions still counts as
+                active
+    lost_most   lost share above which memory_share is reduced
+    lost_least  lost share below which memory_share is increased
+    period_s    minimum seconds between changes of memory_share
+    remembered  maximum number of sessions stored, including expired ones
     """
 
     start: Positive | None = FIRST_SHARE
@@ -93,8 +98,10 @@ class SessionGate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 SessionKey = str | int
-"""The key of a session: its own name or, where several gateways share state, a digest that all of
-them compute equally."""
+"""The key of a session: its name or, where gateways share sessions, a hash of the name.
+
+All gateways compute the same hash.
+"""
 
 
 class SessionUpdate(msgspec.Struct, frozen=True, array_like=True):
@@ -114,7 +121,7 @@ class ActiveSession:
     """A session whose context counts against the fleet's KV memory.
 
     tokens                  tokens of its context, as far as known
-    expected_cached_tokens  cached prompt tokens that were expected for its last request
+    expected_cached_tokens  prompt tokens of its last request that were expected to be cached
     in_flight               number of its running requests
     last_used_s             time of its last request, on the policy clock
     keep_s                  seconds that its client asked to keep it while idle; None: `memory_s`
@@ -199,11 +206,12 @@ class WorkingSet:
         return self._key(session) in self._active
 
     def can_admit(self, session: str, tokens: int, kv_tokens: float | None) -> bool:
-        """Return whether a session is active already, or may become active with a context of
-        `tokens` tokens.
+        """Return whether a session is active already, or may become active with `tokens` tokens of
+        context.
 
-        Every session may enter while `kv_tokens`, the fleet's KV capacity, is None (unknown). A
-        session may also enter while no other is active, even if its context exceeds the limit.
+        Every session may enter while `kv_tokens`, the fleet's KV capacity in tokens, is None
+        (unknown). A session may also enter while no other is active, even if its context exceeds
+        the limit.
         """
         if not session or kv_tokens is None or not self._active or self.contains(session):
             return True
@@ -228,11 +236,10 @@ class WorkingSet:
         return True
 
     def seconds_until_room(self, tokens: int, kv_tokens: float, now: float) -> float | None:
-        """Return the seconds until sessions have expired that make room for a context of `tokens`
-        tokens.
+        """Return the seconds until enough sessions have expired for a context of `tokens` tokens.
 
         The estimate uses the measured rate at which sessions expire. Returns None if that rate is
-        unknown.
+        unknown. `kv_tokens` is the fleet's KV capacity in tokens.
         """
         return self._drain.seconds_for(
             max(1.0, self.tokens + tokens - self.memory_share * kv_tokens), now
@@ -318,10 +325,10 @@ class WorkingSet:
     # Several gateways
 
     def set_key_function(self, named: Callable[[str], SessionKey]) -> None:
-        """Identify sessions from now on by the result of `named`, a hash that all gateways compute
-        equally.
+        """Identify sessions by the result of `named` from now on.
 
-        Call this before any session enters.
+        `named` maps a session's name to a hash that all gateways compute equally. Call this before
+        any session enters.
         """
         self._key_of = named
 
@@ -349,9 +356,7 @@ class WorkingSet:
             self._resize(one, member.tokens)
 
     def take_updates(self, now: float) -> list[SessionUpdate]:
-        """Return the sessions that this gateway served or ended since the last call, and clear
-        the list of them.
-        """
+        """Return the sessions that this gateway has served or ended since the last call."""
         names, self._updates = self._updates, {}
         ended, self._ended = self._ended, {}
         return [
@@ -366,9 +371,9 @@ class WorkingSet:
     # Time
 
     def tick(self, now: float, candidates: Sequence[Candidate] = ()) -> None:
-        """Expire idle sessions, and adapt memory_share to the share of cached tokens that were
-        lost.
+        """Expire idle sessions, and adapt memory_share.
 
+        It is adapted to the share of tokens that were expected to be cached and were evicted.
         `candidates` are the pool's endpoints; they are needed for a limit that begins on evidence
         (`start` None).
         """

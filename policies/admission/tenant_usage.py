@@ -11,16 +11,20 @@ from math import exp, inf, sqrt
 
 MOST_TENANTS = 1024
 NEARLY = 0.9
-"""Factor slightly below 1 on the admitted work from which the fair-share level is computed.
+"""Fair shares divide this part of the admitted work, instead of all of it.
 
-Because of it a rising price always affects some tenant.
+With all of it, the shares could just suffice for every tenant, and a rising price would affect
+none.
 """
 
 
 class TenantUsage:
     """Measures the work that each tenant requests and is admitted, in seconds of one TP group.
 
-    level     decayed work per unit of tenant weight up to which all requested work may be admitted
+    Past work counts less the older it is.
+
+    level     the fair share: seconds of work per unit of tenant weight. A tenant that requests more
+              pays a price for admission; inf if no tenant does
     _squares  decayed sum of the squared works of requests, an estimate of the variance of their sum
     """
 
@@ -37,7 +41,7 @@ class TenantUsage:
     def record(self, tenant: str, work_s: float, admitted: bool) -> None:
         """Record a request of `work_s` seconds and whether it was admitted.
 
-        Call this once per request.
+        Call this once per request, also if it is refused.
         """
         if tenant not in self._offered and len(self._offered) >= MOST_TENANTS:
             del self._offered[min(self._offered, key=lambda name: self._offered[name])]
@@ -47,9 +51,7 @@ class TenantUsage:
             self._admitted += work_s
 
     def tick(self, now: float) -> None:
-        """Let the past usage of tenants decay to `now`, and compute the fair level of work per unit
-        of weight.
-        """
+        """Let the past usage of tenants decay to `now`, and compute the fair share `level`."""
         fade = exp(min(0.0, self._at - now) / self._tau_s) if self._at is not None else 1.0
         self._at = now
         self._admitted *= fade
@@ -81,9 +83,9 @@ class TenantUsage:
         """Return the recently requested work, in TP-group seconds per second, minus a margin for
         chance.
 
-        The margin is `doubt` standard deviations, because requests of different sizes add up to
-        that much by chance. `waiting_s` is the work of waiting requests in seconds, which is added
-        to the recent work.
+        waiting_s  seconds of work of the waiting requests, which are added to the recent ones
+        doubt      the margin in standard deviations, because requests of different sizes add up to
+                   that much by chance
         """
         return (
             max(0.0, sum(self._offered.values()) + waiting_s - doubt * sqrt(self._squares))
@@ -93,8 +95,9 @@ class TenantUsage:
     def price_share(self, tenant: str) -> float:
         """Return the share of the full price that a tenant pays, 0 to 1.
 
-        The share is 0 at the tenant's fair share of the pool and rises linearly to 1 well above it.
-        A tenant without competition pays the full price.
+        A tenant at or below its fair share of the pool pays nothing. The share rises linearly, to 1
+        for a tenant that requests 1.2 times its fair share. A tenant without competition pays the
+        full price.
         """
         if len(self._offered) <= 1:
             return 1.0

@@ -44,8 +44,10 @@ MAX_TENANTS_TRIED = 4
 CHARGES_REMEMBERED = 4096
 
 BUSY_PER_TICK = 0.01
-"""Weight of one tick in the running mean of requests in flight: a time constant of 10 s at ten
-ticks per second."""
+"""Weight of one tick in the running mean of requests in flight.
+
+At ten ticks per second this is a time constant of 10 s.
+"""
 
 LOOK_AGAIN_S = 0.1
 """Minimum seconds between two prefix-cache lookups for the same waiting request."""
@@ -54,9 +56,10 @@ LOOK_AGAIN_S = 0.1
 class WaitingRequest(Generic[T]):
     """A request in the wait queue of a pool.
 
-    due_s         time until which it may wait: until its timeout, or until prefill would miss the
+    due_s         when its wait ends: at its timeout, or when prefill would begin too late for the
                   client's deadline
-    must_begin_s  time at which prefill must begin to meet the TTFT budget; -inf with a reservation
+    must_begin_s  when prefill must begin to meet the TTFT budget; -inf for a retry with a
+                  reservation
     requery       function that rebuilds its query at a later time; None to keep the query
     """
 
@@ -298,7 +301,10 @@ class WaitQueue(Generic[T]):
         return True
 
     def take_permit(self) -> bool:
-        """Take a permit before all waiting requests, if one is free; return whether it was."""
+        """Take a permit before all waiting requests, if one is free.
+
+        Returns whether a permit was taken.
+        """
         is_free = self.busy_permits < self.capacity
         self.in_flight += is_free
         return is_free
@@ -350,8 +356,7 @@ class WaitQueue(Generic[T]):
         self.on_ended(request, outcome)
 
     def free_place(self, now: float) -> bool:
-        """Release the permit of a request that has ended, and return whether requests wait for a
-        permit.
+        """Release the permit of a request that has ended, and return whether requests wait for one.
 
         The caller reports the request's outcome separately, by `on_ended`.
         """
@@ -367,8 +372,8 @@ class WaitQueue(Generic[T]):
         self.in_flight -= 1
 
     def on_not_routed(self, request: Request) -> None:
-        """Refund the tenant's charge for a request that left the queue with a permit but was sent
-        to no endpoint.
+        """Refund the tenant's charge for a request that got a permit but was not sent to an
+        endpoint.
         """
         tokens = self._charged.pop(request.id, 0)
         if tokens:
@@ -376,15 +381,13 @@ class WaitQueue(Generic[T]):
 
     def on_ended(self, request: Request, outcome: RequestOutcome) -> None:
         """Correct the tenant's charge by the real answer length, and report the outcome to the
-        admission policy.
+        policy.
         """
         self._charge(request.tenant, outcome.output_tokens - request.output_tokens)
         self.admission.on_ended(request, outcome)
 
     def cancel(self, ticket: T) -> bool:
-        """Remove a waiting request from the queue by its ticket; return False if it was not
-        waiting.
-        """
+        """Remove a waiting request by its ticket; return False if it was not waiting."""
         waiter = self._tickets.get(ticket)
         if waiter is not None:
             self._remove(waiter)
@@ -414,8 +417,8 @@ class WaitQueue(Generic[T]):
         return self._due[0][0] if self._due else None
 
     def take_verdicts(self, now: float) -> list[tuple[T, Verdict]]:
-        """Remove the waiting requests about which a decision is due at `now`, and return their
-        tickets and verdicts.
+        """Remove the requests about which a decision is due at `now`; return their tickets and
+        verdicts.
 
         They are returned in order. Each request with the verdict Admit holds a permit.
         """

@@ -1,9 +1,11 @@
-"""Decides when, and how many, places of a pool are reserved for batches whose windows end soon.
+"""Decides when, and how much of, a pool's capacity is reserved for batches that must end soon.
 
-Batches run on places that other requests leave free. Whether that will be enough is unknown in
-advance, so batches may take a part of the pool, the reserve, from other requests. They do so at the
-last moment at which the reserve alone still suffices. This is the safety net of Wu et al., "Can't
-Be Late" (NSDI 2024), with free places for spot instances and the reserve for on-demand ones.
+A batch has a completion window: the time within which its requests must be answered. A place is
+capacity for one running request. Batches run on places that other requests leave free. Whether that
+will be enough is unknown in advance, so batches may take a part of the pool, the reserve, from
+other requests. They do so at the last moment at which the reserve alone still suffices. This is the
+safety net of Wu et al., "Can't Be Late" (NSDI 2024), with free places for spot instances and the
+reserve for on-demand ones.
 
 Requests with `work_s` seconds of work in total, of which none takes longer than `longest_s`, end
 within (work_s - longest_s) / places + longest_s seconds on that many places, in any order (R. L.
@@ -19,21 +21,29 @@ from math import ceil, inf
 import msgspec
 
 HEADROOM = 0.8
-"""Share of the time left that the plan uses, because durations of requests are estimates: they may
-be a quarter longer, and batches still end in time."""
+"""Share of the time left that the plan uses, 0 to 1.
+
+Durations of requests are estimates: they may be a quarter longer, and batches still end in time.
+"""
 
 RELEASE = 0.4
-"""Share of the time left in which the reserve must be able to finish the work that is left, before
-places are returned. It is below HEADROOM, so that places do not change hands many times. The last
-requests of a batch, one for each place, keep their places in any case."""
+"""Reserved places are returned once the reserve could finish the work in this share of the time
+left.
+
+It is below HEADROOM, so that places are not taken and returned many times. The last requests of a
+batch, one for each place, keep their places in any case.
+"""
 
 
 class WindowDemand(msgspec.Struct, frozen=True):
     """What an unfinished batch needs until the end of its completion window.
 
+    A place is capacity for one running request.
+
     id         the batch's id
     left_s     seconds until its window ends
-    work_s     seconds that all its unfinished requests need together, each alone on one place
+    work_s     seconds that all its unfinished requests need together, one after another on one
+               place
     longest_s  seconds that the longest of them needs
     is_known   whether one of its requests was measured; if none was, one place is enough
     """
@@ -46,11 +56,12 @@ class WindowDemand(msgspec.Struct, frozen=True):
 
 
 class WindowPlan(msgspec.Struct, frozen=True):
-    """The places that are reserved for batches of one pool, and for which batches.
+    """The places, each for one running request, that are reserved for batches of one pool.
 
     places   number of places that other requests cannot take from batches
     hurried  ids of the batches whose requests run first, in that order
-    behind   ids of the batches that will probably not end in their windows, at the present supply
+    behind   ids of the batches that will probably miss the end of their windows if the free places
+             stay as many as now
     """
 
     places: int = 0
@@ -73,6 +84,7 @@ class WindowPlanner:
     def plan(self, demands: Sequence[WindowDemand], reserve: int, supply: float) -> WindowPlan:
         """Return which places are reserved now.
 
+        demands  the unfinished batches
         reserve  maximum number of reserved places; 0: none is ever reserved
         supply   number of places on which batches have recently run, a mean over some time
 
@@ -131,10 +143,14 @@ def _needed(demands: Sequence[WindowDemand], share: float) -> Iterator[float]:
 
 
 def places_needed(work_s: float, longest_s: float, left_s: float) -> float:
-    """Return how many places are sure to finish `work_s` seconds of work in `left_s` seconds.
+    """Return how many places, each for one running request, finish the work in time for sure.
 
-    `longest_s` is the duration of the longest request. The result is fractional: below 1, a place
-    has time left. It is inf if no number of places is enough, and 0 without work.
+    work_s     seconds of work in total
+    longest_s  seconds of the longest request
+    left_s     seconds left
+
+    The result is fractional: below 1, one place has time left. It is inf if no number of places is
+    enough, and 0 without work.
     """
     if work_s <= 0.0:
         return 0.0
