@@ -89,8 +89,9 @@ FLUSH_S, MEMORY_BYTES = 0.05, 16 << 20  # state exchange between workers of one 
 class App:
     """One gateway in one event loop, from start() to stop().
 
-    url, admin_url  the addresses of both servers; set once they listen
-    request_end     function that requests the end of the process
+    url          the address of the API; set once it listens
+    admin_url    the address of the admin server; set once it listens
+    request_end  function that requests the end of the process
     """
 
     _tick_timer: asyncio.TimerHandle | None = None

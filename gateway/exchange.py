@@ -72,7 +72,8 @@ class SplitRecord:
     Times are monotonic seconds; None means that the stage was not reached.
 
     reason            why the request was split or not, one of policies.pricing.split.SplitReason
-    prefill, dialect  name of the prefill endpoint, and the handoff's dialect; "" when not split
+    prefill           name of the prefill endpoint; "" when not split
+    dialect           name of the engines' protocol for the KV handoff; "" when not split
     prefill_sent_at   when the prefill request was sent
     prefilled_at      when the prefill answer was complete
     handed_over_at    when the decode request was sent
@@ -115,8 +116,8 @@ class Exchange:
     accepted_at         the head was parsed
     received_at         the body was complete
     parsed_at           the body was parsed
-    admitted_at         admission control gave a permit; the time since parsed_at is the wait in the
-                        queue
+    admitted_at         admission control let the request proceed; the time since parsed_at is the
+                        wait in the queue
     picked_at           an endpoint was picked
     sent_at             the first request to an engine was sent
     outcome             served | refused | client_gone | preempted | interrupted | internal_error
@@ -125,7 +126,8 @@ class Exchange:
     retries             names of the endpoints that failed this request, in order
     unsent_attempts     number of the retries whose request was never sent, so that they do not
                         count as attempts
-    holds_retry_turn    whether the request holds a turn of the retry budget that all requests share
+    holds_retry_turn    whether the request uses one of the retries that the gateway permits at the
+                        same time (the retry budget)
     body_bytes          bytes of memory reserved for the body
     memory_gate         the admission controller from which the memory was reserved; None after its
                         release
@@ -136,7 +138,10 @@ class Exchange:
                         requested; "" usually
     fingerprint         fingerprint of the prompt; None if the policy does not read prefixes
     slo_outcome         whether the request's SLO was met (telemetry/slo_outcomes.py); "" if unknown
-    ttft_s, tpot_s      latencies as the client saw them; predicted_*: as expected at the pick
+    ttft_s              seconds to the first token, as the client saw it
+    tpot_s              seconds per output token after the first, as the client saw it
+    predicted_ttft_s    ttft_s as expected at the pick
+    predicted_tpot_s    tpot_s as expected at the pick
     response_ids        creates the id of the response, if its engine may store it; else None
     stored_at           the stored response to which the request refers
     pick_snapshot       the best two candidates as they were at the pick; None if the policy has no
@@ -296,7 +301,7 @@ class Exchange:
             holder.release_body(self.body_bytes)
 
     def give_back_retry_turn(self, gate: AdmissionController) -> None:
-        """Release the request's turn in the gateway's retry budget, if it holds one."""
+        """Return the request's retry to the gateway's retry budget, if it holds one."""
         if self.holds_retry_turn:
             self.holds_retry_turn = False
             gate.release_retry()

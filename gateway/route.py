@@ -57,12 +57,13 @@ class Route(msgspec.Struct, frozen=True):
     notes_picks   whether every pick is recorded, because predictions for these endpoints are in use
     slo           the service class of requests that name none
     is_low_first  whether the engines treat a low number in a body's `priority` as urgent
-    overflow      names and penalties of the smaller models that may serve instead of a refusal
+    overflow      smaller models that may serve a request instead of a refusal, each with the
+                  penalty that its choice costs
     split         how requests are split between prefill and decode; None: never
     shadows       policies that are queried as well, without effect; None: there are none
     canary        the route that serves a part of the requests; None: there is none
     resume        how broken streams are continued on another endpoint; None: they are not
-    sequences     the largest product of prompts and choices in one request
+    sequences     maximum number of sequences in one request: its prompts times its choices (`n`)
     engine_name   the engines' name of the model; "" if each endpoint has its own
     translated    paths of the APIs that are served through another API, which its engines have
     unserved      paths of APIs that one of its engines does not serve, even in translation
@@ -162,15 +163,16 @@ class Snapshot(msgspec.Struct, frozen=True, weakref=True):
     routes            routes by every name that a client may use, including aliases; routes[name]
                       also resolves patterns of names
     tenants           tenants by SHA-256 of the API key; empty when no key is required
-    policies, trials  policies and trials by pool
+    policies          routing policies by pool
+    trials            by pool, the policies that are tried beside the one that serves
     unlisted          error message for each model name without a route, because no endpoint of its
                       pool lists the model
     scopes            permitted models by SHA-256 of the API key, for keys that are not valid for
                       all models
-    translated        by model, as in Route
+    translated        by model, paths of the APIs that are served through another API
     shapes            cached shapes of recent chat requests, which refer to its routes
-    slots_by_model    by model, the slots of the endpoints that may serve it, including prefill
-                      endpoints
+    slots_by_model    by model, the slots (indices in the endpoint table) of the endpoints that may
+                      serve it, including prefill endpoints
 
     Only requests may hold a snapshot. One that is not referenced is therefore known to be out of
     use.

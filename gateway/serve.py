@@ -3,9 +3,10 @@
     authenticate -> read -> parse -> admit (a permit until the last byte)
         -> attempts: pick AND reserve capacity in one turn of the event loop, send, relay -> account
 
-While a pool's queue is empty, the permit costs one check, and the prompt is fingerprinted for the
-pick. Otherwise admission control decides by how much of the prompt is cached, so the fingerprint
-comes first.
+A permit lets one request proceed; a pool has as many as its endpoints can run requests. While a
+pool's queue is empty, the permit costs one check, and the prompt is fingerprinted for the pick.
+Otherwise admission control decides by how much of the prompt is cached, so the fingerprint comes
+first.
 
 Stages are plain calls, in order. A retry is possible until the first byte reaches the client. After
 that, an answer can only be continued by another endpoint (resume/) or be ended with an error.

@@ -101,9 +101,11 @@ class DiagnosisLine(msgspec.Struct, frozen=True):
 class MinuteCounts(msgspec.Struct, frozen=True):
     """Counts of events in the last minute, from which the live view's diagnosis is made.
 
-    `endpoints` are the endpoint rows of the live view. `config_problem` is the first problem of the
-    last rejected configuration, or None. `drift` has a sentence for each pool whose requests have
-    drifted from what it was sized for.
+    endpoints       the endpoint rows of the live view
+    span_s          seconds that the counts cover, at most a minute
+    config_problem  first problem of the last rejected configuration, or None
+    drift           a sentence for each pool whose requests no longer resemble the workload that it
+                    was sized for
     """
 
     endpoints: Sequence[Mapping[str, Any]]

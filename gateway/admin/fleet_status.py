@@ -79,7 +79,8 @@ class FleetStatus(msgspec.Struct, frozen=True):
     config_problem        first problem of the last configuration; None if it was accepted
     shared_state          status of state sharing with other gateways; None without it
     unlisted              by model name, why a configured model is not served: no endpoint lists it
-    drift                 a sentence for each pool whose requests have drifted; a supervisor adds it
+    drift                 a sentence for each pool whose requests no longer resemble the workload
+                          that it was sized for; with workers, the supervisor adds it
     """
 
     config: dict[str, Any]

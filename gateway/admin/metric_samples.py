@@ -37,10 +37,12 @@ class MetricSample(msgspec.Struct, frozen=True, eq=False):
     split_decisions   decisions by (split or whole, reason)
     tokens            output tokens of finished responses
     engine            prompt tokens of finished responses, and those reported as cached
-    ttft, tpot        counts of the latency sketches by endpoint
+    ttft              bucket counts of the quantile sketch of TTFT, by endpoint
+    tpot              bucket counts of the quantile sketch of TPOT, by endpoint
     in_flight         requests in flight now, by endpoint
     predicted_tokens  by endpoint: prompt tokens sent, and those predicted to be cached
-    pairs             by (prefill, decode): handoffs served and failed, prompt tokens transferred
+    pairs             by (prefill, decode) endpoint: handoffs served, handoffs failed, and prompt
+                      tokens transferred
     costs             dollars of requests by ("tenant", tenant), and of idle time by ("idle", pool)
     received          KV bytes received by each decode endpoint, if its engine reports them
     """

@@ -63,10 +63,11 @@ WaiterFuture = asyncio.Future[Verdict]
 class PoolQueue:
     """The wait queue of one pool: permits to be served, and the requests that wait for a permit.
 
-    The object is a context manager that releases a permit when its block ends.
+    Each request in progress holds one permit, so their number limits the pool's concurrency. The
+    object is a context manager that releases a permit when its block ends.
 
-    wants_feedback  whether the admission policy learns from all requests, not only from those of
-                    sessions
+    wants_feedback  whether the outcomes of all requests are reported to the admission policy; if
+                    not, only those of requests with a session are
     reads_sessions  whether the admission policy reads the sessions of requests
     """
 
@@ -265,7 +266,8 @@ class PoolQueue:
     async def enter_first(self) -> PoolQueue:
         """Take a permit before all requests that wait, without asking the admission policy.
 
-        It is for requests of batches on reserved places, whose number is limited already.
+        It is for batch requests that run on capacity reserved for their batch: the batch runner
+        limits their number already.
         """
         if not self._first and self._queue.take_permit():
             return self

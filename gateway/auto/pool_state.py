@@ -27,12 +27,12 @@ class PoolState:
     policy            name of the current policy
     due_at            monotonic time of the next comparison
     counts_from_s     requests that arrived before this time do not count in comparisons
-    in_force_since_s  time since which the policy serves the pool
-    held              reason why no change is made until an operator permits it; empty if changes
+    in_force_since_s  time at which the current policy began to serve the pool
+    held              why the policy is kept until an operator permits changes; empty if changes
                       are permitted
-    trouble           reason why no comparison can be made now; empty if one can
-    failures          number of comparisons in a row without an estimate, and the reason of the last
-                      one
+    trouble           why policies cannot be compared now; empty if they can
+    failures          number of comparisons in a row that gave no estimate
+    failure           reason why the last of them gave none; empty if it gave one
     """
 
     def __init__(self, policy: PolicyMember, due_at: float, now_s: float) -> None:

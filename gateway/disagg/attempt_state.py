@@ -26,16 +26,15 @@ _RESERVED = State.RESERVED
 class AttemptState:
     """The state of one attempt to serve a split request; both reservations are made on creation.
 
-    prefill, prefill_reservation, inbox   the request to the prefill engine, its reservation until
-                                          the prompt is computed, and the buffer for the engine's
-                                          answer
-    decode, decode_reservation, handover  the request to the decode engine, its reservation, and the
-                                          handoff that it carries
-    problem                               the error that broke the attempt
-    suspects                              names of the endpoints that this request must not try
-                                          again
-    recompute                             whether the whole request should be computed at one
-                                          endpoint next
+    prefill              the request to the prefill engine
+    prefill_reservation  its capacity reservation, held until the prompt is computed
+    inbox                the buffer for the prefill engine's answer
+    decode               the request to the decode engine
+    decode_reservation   its capacity reservation
+    handover             the handoff that the decode request carries: where its KV cache is
+    problem              the error that broke the attempt
+    suspects             names of the endpoints that this request must not try again
+    recompute            whether the next attempt should compute the whole request at one endpoint
     """
 
     __slots__ = (

@@ -53,8 +53,8 @@ class PairFigures:
     handoff_s  moving mean of the seconds from that answer to the first token; None before the first
                handoff
     newest_s   durations of the newest handoffs in seconds
-    tokens     prompt tokens whose KV was transferred: those that the decode engine was believed not
-               to have cached
+    tokens     prompt tokens whose KV was transferred so far. Tokens that the decode engine
+               probably had in its cache are left out
     counter    the metric that counts served handoffs; None before the first one
     """
 
@@ -249,8 +249,10 @@ class Handoffs:
         self.outbox.loop.call_later(RELEASE_TIMEOUT_S, self._close_release, leg)
 
     def release_load(self, live: LiveEndpoint) -> float:
-        """Return the number of requests and release requests at an endpoint, divided by its
+        """Return the load of an endpoint: its requests and release requests, divided by its
         concurrency limit.
+
+        A release request only makes a prefill engine free KV (see send_release_request).
         """
         busy = live.load.in_flight + self._releases[live.upstream]
         return busy / live.endpoint.max_concurrency

@@ -18,13 +18,14 @@ Ended = Callable[["Leg", UpstreamError | None], None]
 
 
 class Leg(EagerTask):
-    """A request to one engine, half of a split request; it calls `ended` once, with an error or
-    None.
+    """A request to one engine, half of a split request.
 
-    A leg that is closed before its end does not call `ended`. The leg is also its own payload, so
-    that it notices when its bytes are written. On a connection it acts as a task without a
-    coroutine: the end of the answer calls step(), which ends the leg. Only connecting needs a
-    coroutine.
+    At its end it calls `ended` once: with an error, or with None after success. A leg that is
+    closed before its end does not call `ended`.
+
+    The leg is also its own payload, so that it notices when its bytes are written. The connection
+    treats it as a task: it calls step() at the end of the answer, which ends the leg. No coroutine
+    runs for this; only connecting needs one.
 
     sent_at  when the leg's bytes were written; None: no engine has received any of them
     """

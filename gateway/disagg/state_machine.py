@@ -93,8 +93,9 @@ class Act(_Word):
 
 
 class Owner(StrEnum):
-    """The part of a split request that ends a state: one engine's answer, both answers, or the
-    request itself.
+    """What an attempt waits for in a state: one engine's answer, both, or the request itself.
+
+    The event that ends the state comes from there.
     """
 
     PREFILL = "prefill leg"
@@ -104,11 +105,15 @@ class Owner(StrEnum):
 
 
 class Deadline(StrEnum):
-    """The deadlines of states of a split request; the value is the name of the setting, where there
-    is one.
+    """The deadlines of a split request's states; a value is the setting's name, if there is one.
 
-    CONNECT is enforced while connecting, FIRST_BYTE, STALL and TRANSFER by the gateway's sweep,
-    BOOTSTRAP by the bootstrap query.
+    They are enforced at different places:
+
+    CONNECT     by the code that connects
+    FIRST_BYTE  by the periodic check of all connections
+    STALL       by the periodic check of all connections
+    TRANSFER    by the periodic check of all KV transfers
+    BOOTSTRAP   by the query of the bootstrap server
     """
 
     TURN = "the turn of the event loop in which it began"

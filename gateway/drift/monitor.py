@@ -1,4 +1,6 @@
-"""Compares the requests of each pool with its `sized_for`, in windows of ten minutes.
+"""Compares the requests of each pool with the workload it was sized for, every ten minutes.
+
+The section `sized_for` of the configuration describes that workload.
 
 The windows, indices and alarms are those of `penstock drift` (policies/sizing/drift.py). The object
 is in the gateway process or, with workers, in their supervisor, which sees all requests.
@@ -24,8 +26,9 @@ log = logging.getLogger("penstock")
 
 
 class WatchedPool:
-    """One pool whose requests are watched for drift, and its last window; `since_s` is when the
-    alarm began.
+    """One pool whose requests are watched for drift, with its last window of ten minutes.
+
+    `since_s` is the Unix time at which its alarm began.
     """
 
     __slots__ = ("last", "since_s", "sized_for", "watch")

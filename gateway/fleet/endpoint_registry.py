@@ -39,8 +39,8 @@ INITIAL_HEALTH = Health()
 class LiveEndpoint:
     """One endpoint (a TP group) with all of its live state.
 
-    backlog_tokens     prefill_tokens when the engine last sent a byte: work that may explain
-                       silence
+    backlog_tokens     prompt tokens still to be computed when the engine last sent a byte; a large
+                       number explains why it is silent
     generated_tokens   output tokens since the engine's start, from its last scrape
     models             the names that its engine lists; valid only if has_list is set
     models_at          when its engine last sent its list, or reported that it has none (monotonic)
@@ -50,7 +50,7 @@ class LiveEndpoint:
     api_paths          paths of the APIs that its engine lists at /openapi.json; empty if unknown
     has_tried_apis     whether its engine, which has no /openapi.json, was asked which translatable
                        APIs it has
-    missing_paths      those of them that it answered with 404, 405 or 501
+    missing_paths      paths of these APIs to which it answered 404, 405 or 501
     keeps_responses    whether its engine stores responses for later requests; None if unknown
     kv_received_bytes  KV bytes received from other engines since its start; None if not reported
     is_stalled         whether it was found stalled: /health is not trusted until it generates again
@@ -63,7 +63,7 @@ class LiveEndpoint:
     slow_start_at      when it (re)entered rotation, while its concurrency still increases; else
                        None
     sent_tokens        total prompt tokens sent to it
-    hit_tokens         those of sent_tokens that the prefix index believed to be cached there
+    hit_tokens         part of sent_tokens that the prefix index predicted to be cached there
     """
 
     __slots__ = (
@@ -274,7 +274,8 @@ class RegistryChanges(msgspec.Struct, frozen=True, eq=False):
 class EndpointRegistry:
     """The registry of all live endpoints of the gateway, by slot number.
 
-    `by_slot` is always the same list; a free slot keeps its last endpoint as a placeholder.
+    A slot is an endpoint's index in arrays such as cached tokens per endpoint. `by_slot` is always
+    the same list; a free slot keeps its last endpoint as a placeholder.
 
     discovered  discovered endpoints by pool; only Discovery writes it
     """

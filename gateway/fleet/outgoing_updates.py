@@ -15,8 +15,8 @@ class OutgoingUpdates:
     """Updates for other gateways, collected since they were last sent.
 
     prompts         (fingerprint, endpoint, prompt tokens, cached tokens). Cached tokens are None
-                    for a picked request; else the prompt was not computed, and at most so many of
-                    its tokens are cached
+                    for a prompt sent to the endpoint. A number corrects that: the prompt was not
+                    computed, and at most so many of its tokens are cached there
     cache_reports   (endpoint, believed cached share, reported share)
     health_changes  (endpoint, state, cause)
     charges         (pool, tenant) -> tokens

@@ -21,17 +21,23 @@ request finds that out as well, and is sent elsewhere.
 """
 
 UNPROBED_POLLS = 4
-"""Maximum number of consecutive polls in which answers to requests replace a health probe."""
+"""Maximum number of consecutive polls without a health probe.
+
+A poll needs none if the engine has answered requests since the last poll."""
 
 IDLE_SCRAPE = 3.0
 """Number of poll intervals between two scrapes of an endpoint without requests."""
 
 FRESH_SHARE = 0.6
-"""Share of `scrape.stale` after which an idle endpoint is scraped, if that is sooner than
-IDLE_SCRAPE."""
+"""Share of `scrape.stale` (0 to 1) after which an idle endpoint is scraped again at the latest.
+
+Its load is thus read before it counts as outdated, even where IDLE_SCRAPE would allow more time."""
 
 TOLERANCE = 0.8
-"""Share of an interval after which a request counts as due, because polls have random pauses."""
+"""Share of an interval (0 to 1) after which a page is due again.
+
+It is below 1 because the pauses between polls are random: a poll that comes slightly too early
+would otherwise leave the page to the next one."""
 
 
 def least_probe_s(live: LiveEndpoint) -> float:

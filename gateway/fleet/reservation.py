@@ -53,14 +53,14 @@ class EvidenceSink(Protocol):
 class Reservation:
     """Capacity reserved at an endpoint for one request; leaving the context releases it.
 
-    entry           the entry in policies/ledger.py: what is reserved, and what was predicted
-    expected_cache  number of cached tokens that the answer must report; None without KV events
-    queued_tokens   prompt tokens that the endpoint had to compute when the reservation was made,
-                    its own included
-    _tells          whether the first token is visible when it comes: the answer is a stream or one
-                    token
-    _awaited        tokens to compute before the first token, until that comes; 0 afterwards
-    _is_reported    whether the end of the answer was reported to the endpoint's health
+    entry              the entry in policies/ledger.py: what is reserved, and what was predicted
+    expected_cache     number of cached tokens that the answer must report; None without KV events
+    queued_tokens      prompt tokens that the endpoint had to compute when the reservation was
+                       made, its own included
+    _sees_first_token  whether the gateway sees when the first token is generated. It does if the
+                       answer is a stream or a single token
+    _awaited           prompt tokens to compute before the first token; 0 once that has come
+    _is_reported       whether the end of the answer was reported to the endpoint's health
     """
 
     __slots__ = (

@@ -91,7 +91,8 @@ class ScrapedLoad(msgspec.Struct, frozen=True):
     """The load that an engine reports in its metrics; a value is None if the engine does not report
     it.
 
-    running, waiting   numbers of requests in its batch and in its queue
+    running            number of requests in its batch
+    waiting            number of requests in its queue
     kv_usage           share of its KV memory in use, 0 to 1
     kv_tokens          KV capacity in tokens
     generated_tokens   output tokens since its start

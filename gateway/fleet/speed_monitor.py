@@ -145,13 +145,15 @@ class SpeedMonitor:
     def stalled(
         self, pools: Mapping[str, Sequence[Candidate]], by_slot: Sequence[LiveEndpoint], now: float
     ) -> tuple[list[LiveEndpoint], list[LiveEndpoint]]:
-        """Return the endpoints at which requests may be late, and those that should get fewer
-        requests.
+        """Return two lists: endpoints at which requests may be late, and endpoints that should get
+        fewer requests.
 
-        Requests may be late at endpoints whose current prefill step takes much longer than at
-        peers, and at endpoints in doubt. Call it every STALL_CHECK_S; each call looks at the next
-        COHORTS_AT_ONCE cohorts. After a long gap between two calls, the gateway itself was delayed,
-        so the age of a step shows nothing and both results are empty.
+        Requests may be late where the current prefill step takes much longer than at peers, and at
+        endpoints in doubt (late before, or suspected of slowness). Call it every STALL_CHECK_S
+        seconds; each call looks at the next COHORTS_AT_ONCE cohorts.
+
+        After a long gap between two calls both lists are empty: the gateway itself was delayed, so
+        the age of a step shows nothing.
         """
         elapsed_s, self._checked_at = now - self._checked_at, now
         if elapsed_s > LATE_CHECKS * STALL_CHECK_S or not self.limits.factor:

@@ -73,7 +73,7 @@ class ClientConnection(ABC):
     """The abstract base of client connections; subclasses read requests and declare slots.
 
     phase            what the connection is waiting for
-    phase_since      when it began to wait for that (monotonic seconds)
+    phase_since      when the phase began (monotonic seconds)
     paused_at        when the client began to read too slowly; None while it keeps up
     is_draining      whether another process accepts new connections; the next response is the last
                      one here

@@ -39,8 +39,8 @@ class FastConnection(ClientConnection, asyncio.Protocol):
     """A client connection that serves ordinary POST requests one after another, without aiohttp.
 
     headers          the headers of the request being served
-    _unread          bytes that belong to no started request yet, from offset `_offset` on
-    _unread_counted  number of these bytes that are counted in the budget shared by all connections
+    _unread          received bytes; those from offset `_offset` on belong to no started request yet
+    _unread_counted  number of such bytes that count towards the memory budget of all connections
     _kernel_bytes    bytes that the kernel may buffer while reading is paused
     _is_turn_due     whether the first request in `_unread` is scheduled for the next loop iteration
     _head            the newest request head; the next one usually differs only in its length

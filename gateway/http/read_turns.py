@@ -47,8 +47,8 @@ class ReadTurns:
     def wait(self, reader: TurnReader, transport: asyncio.Transport) -> bool:
         """Pause reading from `transport`, and call `reader.take_turn()` when its turn comes.
 
-        Returns whether what was read may be processed now; otherwise so many connections were read
-        in this event loop iteration already that it should be processed in the turn.
+        Returns whether the data just read may be processed now. If False, this event loop iteration
+        has read from enough connections already: process the data when the turn comes.
         """
         transport.pause_reading()
         self._waiting.append(reader)

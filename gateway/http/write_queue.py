@@ -42,11 +42,11 @@ class WriteQueue:
     """The queued socket writes of one event loop, in order. Call flush() before closing a
     transport.
 
-    budget_spent  whether this iteration has written enough, so that chunks from engines must be
-                  deferred
-    read_turns    the turns in which clients' connections continue to read after a long read
+    budget_spent  whether this iteration has written enough; further chunks from engines must then
+                  be deferred to a later one
+    read_turns    clients' connections that wait to read again after a long read
     long_reads    the long reads from engines, which are relayed in slices
-    piece_turns   the turns in which connections continue to read a request in pieces
+    piece_turns   connections that wait to read the next piece of a request
     close_queue   closes the connections of clients that have left
     """
 

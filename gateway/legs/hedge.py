@@ -1,18 +1,25 @@
 """Hedging: sends late requests to a second endpoint too, or moves them away from slow endpoints.
 
 A request costs an insertion into a dict and its removal. Four times a second, sweep() looks at the
-requests without a first byte; 20 times a second, hedge_stalled() looks at those at endpoints in
-doubt or whose prefill is stalled. A request is late when it has waited longer than twice what the
-peers of its endpoint need for the prompts ahead of it. It is hedged when another endpoint is
-expected to answer sooner, by more than the work there costs. The first endpoint to send a byte of
-the answer serves the request; the other connection is closed, which engines treat as an abort. Late
-requests at an endpoint that is suspected to be slow, those behind others at one in doubt, and all
-that wait at one ejected as slow, are moved instead.
+requests without a first byte. 20 times a second, hedge_stalled() looks at those whose endpoint is
+in doubt (it was late or may be slow) or stalled in its prefill.
 
-Hedges and moves take a turn of the gateway's retry budget; hedges are also limited to a share of
-all requests. The turn is released when the answer begins: it limits duplicate work, not the length
-of answers. gateway/fleet/speed_monitor.py predicts times; gateway/proxy/attempts.py handles failed
-attempts.
+A request is late when it has waited longer than twice what the peers of its endpoint need for the
+prompts ahead of it. It is hedged when another endpoint is expected to answer sooner, by more than
+the work there costs. The first endpoint to send a byte of the answer serves the request; the other
+connection is closed, which engines treat as an abort.
+
+Some requests are moved instead:
+
+- late requests at an endpoint that is suspected to be slow
+- late requests behind others at an endpoint in doubt
+- all requests that wait at an endpoint ejected as slow
+
+The gateway permits a limited number of retries at the same time (the retry budget). A hedge or a
+move takes one of them; hedges are also limited to a share of all requests. The retry is given back
+when the answer begins: the budget limits duplicate work, not the length of answers.
+
+gateway/fleet/speed_monitor.py predicts times; gateway/proxy/attempts.py handles failed attempts.
 """
 
 from __future__ import annotations
@@ -227,12 +234,13 @@ class Race:
 class Hedger:
     """Starts second attempts (hedges) for late requests, and moves requests from slow endpoints.
 
-    waiting      attempts in progress, which gateway/proxy/whole.py adds and removes; sweep()
-                 removes those whose answer has begun
-    retrying     requests that may hold a turn of the retry budget, added by
-                 gateway/proxy/attempts.py
-    allowed      hedges that the share of requests permits now
-    sent, moved  counters
+    waiting   attempts in progress, which gateway/proxy/whole.py adds and removes; sweep() removes
+              those whose answer has begun
+    retrying  requests that may hold a retry of the retry budget, added by gateway/proxy/attempts.py
+    allowed   number of hedges that may start now, so that they stay within their configured share
+              of all requests
+    sent      number of hedges started so far
+    moved     number of requests moved to another endpoint so far
     """
 
     __slots__ = (

@@ -32,7 +32,7 @@ _FAMILIES: Mapping[str, Callable[..., Metric]] = {
 
 
 PART_SERIES, PART_HISTOGRAMS = 128, 16
-"""Number of series, or of histograms, that are rendered before other work may run."""
+"""How much is rendered at once before other work may run: number of series, or of histograms."""
 
 _HEADER = re.compile(rb"\A(?:# [^\n]*\n)*")
 

@@ -26,8 +26,9 @@ values.
 
 
 class Label(msgspec.Struct, frozen=True):
-    """A metric label. It has at most `max_values` different values; further ones are counted as
-    OTHER_VALUES.
+    """A metric label, with at most `max_values` different values.
+
+    Further values share one series, whose label value is OTHER_VALUES.
     """
 
     name: str

@@ -24,10 +24,11 @@ ShortText = Annotated[str, msgspec.Meta(max_length=64)]
 class SentPrompt(msgspec.Struct, frozen=True, array_like=True):
     """A message between gateways: a prompt was sent to an endpoint, which will cache it.
 
-    blocks, n_bytes  number of blocks and bytes of the prompt's fingerprint
-    keys             the block keys that an index samples (policies/prefix/sampled_keys.py)
-    cached_tokens    if given, the prompt was not computed, and at most so many of its tokens are
-                     cached
+    blocks         number of blocks in the prompt's fingerprint
+    n_bytes        number of bytes that these blocks cover
+    keys           the block keys that an index samples (policies/prefix/sampled_keys.py)
+    cached_tokens  None for a prompt that was sent. A number corrects an earlier message: the prompt
+                   was not computed, and at most so many of its tokens are cached
     """
 
     endpoint: NameDigest
@@ -117,7 +118,7 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
     """The message of a gateway that has started or reconnected and requests the state of the
     others.
 
-    attempt  number of gateways that should have answered before and did not, counted from 0
+    attempt  number of earlier Hello messages that no gateway answered; 0 for the first
     """
 
     attempt: Annotated[int, msgspec.Meta(ge=0, le=16)]

@@ -22,7 +22,8 @@ _LABEL = b"penstock cache salt 1"
 class CacheSalts:
     """Computes the cache salts of one configuration. Immutable.
 
-    defaults  salt (hex) by tenant, for requests without a salt of their own; isolated tenants only
+    defaults  salt (hex) by tenant, for requests that bring none; only tenants whose cache is
+              isolated have one
     """
 
     __slots__ = ("_keys", "_open_key", "defaults")

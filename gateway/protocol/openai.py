@@ -122,8 +122,8 @@ class Call(msgspec.Struct):
     prompt            the raw values that the engine renders first, with media replaced by
                       placeholders
     members           all members of the body as raw values, by name
-    salt              requests share cached prompts only if their salts (hex) are equal; b"": no
-                      salt
+    salt              cache salt (hex); requests share cached prompts only if their salts are equal.
+                      b"": no salt
     estimated_tokens  prompt tokens as estimated from the number of bytes; 0 if they were counted
     media_size        number and estimated tokens of the images, recordings and files in the prompt
     """

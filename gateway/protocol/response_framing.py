@@ -164,12 +164,13 @@ class ResponseBody(Protocol):
     """A response body that is being received; feed() returns the payload in the received bytes.
 
     is_complete        whether the end of the body has been received
-    at_chunk_boundary  whether a new chunk could be inserted here, in place of `partial`
-    was_at_boundary    at_chunk_boundary before the bytes that raised FramingError
+    at_chunk_boundary  whether the gateway could insert a chunk of its own here; it would replace
+                       the bytes in `partial`
+    was_at_boundary    value of at_chunk_boundary before the bytes that raised FramingError
     partial            an incomplete size line or CRLF, kept until the rest of it arrives
     surplus_bytes      number of bytes received after the end
-    last_chunk_offset  offset at which the last chunk begins, in the previous `partial` plus the
-                       newest data
+    last_chunk_offset  where the last chunk begins: an offset in the previous `partial` followed by
+                       the newest data
     has_trailers       whether the last chunk has trailer fields
     """
 

@@ -82,11 +82,10 @@ class ModelNameRewriter:
 
 
 class CachedTokensRewriter(ModelNameRewriter):
-    """Replaces the model's name in a response, and its number of cached tokens by the prefill
-    engine's.
+    """Replaces two values in a response: the model's name, and the number of cached tokens.
 
     A decode engine that received the KV cache from a prefill engine reports the whole prompt as a
-    cache hit.
+    cache hit. The client gets the prefill engine's number instead.
 
     cached_tokens  the prefill engine's number, set when its response arrives; None keeps the decode
                    engine's number

@@ -57,16 +57,20 @@ class RequestPreferences(msgspec.Struct, frozen=True):
     """The service level that a request's headers and its tenant specify; None means the model's
     default.
 
-    slo                 the service class; ttft_s and tpot_s override its latency budgets
+    slo                 the service class
+    ttft_s              budget for the first token in seconds, which overrides that of the class
+    tpot_s              budget per further token in seconds, which overrides that of the class
     header_priority     priority from the header, at most `max_priority` for this tenant
     default_priority    the effective priority when the body does not give one
-    session             key of the session, "" without one; session_source: the header that names it
+    session             key of the session; "" without one
+    session_source      name of the header that names the session
     session_hints       what the headers state about the session's future; None: nothing
     client_request_id   the client's own id of the request, for the access log
     patience_s          seconds that the client waits for the first byte
     has_short_deadline  whether patience_s is so short that it is checked even without overload
     is_default          whether neither a class nor a budget is given
-    skips_queue         whether it enters its pool before all requests that wait; no header says so
+    skips_queue         whether the request enters its pool before all that wait. No header sets it:
+                        only the gateway's own batch runner does
     """
 
     slo: Slo | None = None

@@ -24,20 +24,20 @@ _DONE_MARKERS = tuple(
     DONE_MARKER + end for end in EVENT_ENDS
 )  # JSON strings have no raw line breaks
 MAX_FIRST_EVENT, MAX_LEADING_ERROR = 256, 1024 * 1024
-"""Maximum bytes of a stream to wait for: until it shows whether it begins with an error, and until
-such an error is complete.
+"""Limits on the first bytes of a stream that are held back.
 
-The second is larger because engines repeat a bad request in the error.
+MAX_FIRST_EVENT    bytes until the stream must show whether it begins with an error
+MAX_LEADING_ERROR  bytes of such an error; larger because engines repeat a bad request in it
 """
 MAX_REFUSAL_BYTES = 64 * 1024
 """Maximum number of bytes of an engine's error response that are kept."""
 MAX_HELD_BYTES, MAX_HELD_EVENTS = 64 * 1024, 3
-"""Maximum bytes and events of a stream that are held back before its first recognised token."""
+"""How much of a stream is held back while no token has been recognised: bytes, and events."""
 HELD_IDS_BYTES, PROMPT_IDS = 1024 * 1024, b'"prompt_token_ids"'
-"""The maximum bytes held back of a stream that begins with the ids of its prompt (about 150,000
-tokens), and the marker of such ids.
+"""For a stream that begins with the token ids of its prompt, as those of models with `resume` do.
 
-A stream of a model with `resume` begins with them.
+HELD_IDS_BYTES  maximum bytes that are held back; enough for about 150,000 ids
+PROMPT_IDS      the name by which such a stream is recognised
 """
 
 # Blanks are limited, so that no match is longer than LONGEST_MATCH bytes: text that arrives in many

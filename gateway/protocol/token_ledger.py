@@ -33,8 +33,10 @@ client has.
 """
 
 MOST_REPEATED_TOKENS = 512
-"""Maximum number of tokens that are generated again, counted from the last point at which ids and
-text agreed.
+"""Maximum number of tokens that a second engine generates again.
+
+They are those since the last point at which token ids and text certainly agreed. If there are more,
+the answer cannot be continued.
 """
 
 _PLAIN_DELTA = frozenset(("role", "content"))
@@ -60,16 +62,18 @@ class Ledger:
     resumes           number of times that the answer was continued
 
     An id may arrive before its text does: for a part of a character, or a special token. Such ids
-    are kept apart and are not part of the prompt for the rest: their text was not shown, so they
-    may be sampled again. If one piece of text comes with several ids, it is unknown which of them
-    it shows, until a piece comes with one id. Ids and text agree there for certain, and a
-    continuation goes back to the last such point.
+    are kept apart. Their text was not shown, so the next engine may sample them again, and they are
+    not part of the prompt that it continues.
+
+    If one piece of text comes with several ids, it is unknown which of them the text shows. A piece
+    with one id settles that: ids and text agree there. A continuation goes back to the last such
+    point.
 
     _agreed      number of `shown_ids` at that point
     _unsure      text of the pieces since that point
-    _repeated    text that the client has beyond that of `shown_ids`, which an engine generates
-                 again
-    _before      number of tokens that earlier engines generated, which this engine does not count
+    _repeated    text that the client has already but that the next engine generates again, because
+                 it comes after that of `shown_ids`
+    _before      number of tokens that earlier engines generated; this engine's count excludes them
     _details     `prompt_tokens_details` of the engine that began the answer
     _envelope    members of the first chunk, which all chunks of the rest repeat
     """

@@ -40,7 +40,7 @@ class ParentSpan(msgspec.Struct, frozen=True):
 class LegSpan(msgspec.Struct, frozen=True):
     """The trace span of one request to an engine.
 
-    role        whole, prefill or decode
+    role        whole (the engine does prefill and decode), prefill, or decode
     endpoint    name of the endpoint
     started_at  monotonic seconds
     """

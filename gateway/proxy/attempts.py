@@ -178,8 +178,10 @@ def _candidates(choice: Pick | EndpointPair) -> Sequence[Candidate]:
 async def permit_retry(gateway: Gateway, exchange: Exchange, problem: UpstreamError) -> None:
     """Wait until the request may be attempted again at another endpoint.
 
-    A turn of the retry budget is then held until the answer begins (gateway/legs/hedge.py). A retry
-    after an attempt whose request was never sent needs no turn, because it cost no engine anything.
+    The gateway's retry budget limits how many retries may be in progress. The request takes one of
+    them and holds it until its answer begins (gateway/legs/hedge.py). If the failed attempt was
+    never sent, none is taken, because it cost no engine anything.
+
     The failed endpoints must be in `exchange.retries`. Raises GatewayError with the client's error
     if no retry is permitted.
     """
@@ -200,8 +202,8 @@ async def permit_retry(gateway: Gateway, exchange: Exchange, problem: UpstreamEr
 
 
 def end_retries(gateway: Gateway, exchange: Exchange) -> None:
-    """Cancel the request's second attempt, if one is in progress, and release its turn of the retry
-    budget.
+    """Cancel the request's second attempt, if one is in progress, and return its retry to the
+    retry budget.
     """
     if exchange.hedge is not None:
         exchange.hedge.close()

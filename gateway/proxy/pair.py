@@ -44,7 +44,8 @@ class SplitPlan:
     answer begins.
 
     _whole             the plan that attempts the whole request at one endpoint
-    _query, _decision  the routing query and the decision of the newest choice
+    _query             the routing query of the newest choice
+    _decision          whether and why the newest choice splits the request
     _recompute         whether the next attempt should compute the whole request at one endpoint,
                        because a handoff failed
     """

@@ -123,8 +123,9 @@ class WholePlan:
 
 
 class UncountedPlan(WholePlan):
-    """The plan for a request that computes no tokens, such as /tokenize: it needs no permit and no
-    capacity.
+    """The plan for a request that computes no tokens, such as /tokenize.
+
+    It bypasses the admission queue and reserves no capacity.
     """
 
     __slots__ = ()
@@ -142,10 +143,15 @@ def pick_over_cap(route: Route, query: RoutingQuery, call: Call) -> Pick | None:
     """Pick an endpoint above its concurrency limit if no endpoint below its limit can serve the
     request.
 
-    The request has been admitted, so the engine queues it. Admission does not guarantee free
-    capacity at one of the candidates: it counts permits per pool, the admission `none` counts none,
-    and hedges use capacity without a permit. pick_longest() handles a prompt that is too long only
-    by an estimate. Returns None if another filter left no candidate.
+    The request has been admitted, so the engine queues it. Admission does not guarantee that one of
+    the candidates has free capacity:
+
+    - it counts the requests in progress per pool, not per endpoint
+    - the admission policy `none` counts nothing
+    - hedges use capacity without being admitted
+
+    pick_longest() handles a prompt that is too long only by an estimate. Returns None if another
+    filter left no candidate.
     """
     policy, candidates = route.policy, route.candidates
     if run.rejecting_filter(policy, query, candidates) not in _OVERRULED:

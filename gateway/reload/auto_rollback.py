@@ -28,8 +28,10 @@ TRIGGER = "auto_rollback"
 
 
 class FailureCount(msgspec.Struct, frozen=True):
-    """The number of requests that have ended, and of those that failed without a mistake of the
-    client.
+    """Counts of requests since the start of the process, or since an earlier count.
+
+    ended   requests that have ended
+    failed  requests among them that failed through no fault of their clients (see is_failure)
     """
 
     ended: int = 0
@@ -89,7 +91,8 @@ class RollbackTarget(Protocol):
     async def roll_back(self) -> tuple[str, str]:
         """Apply the previous configuration version again.
 
-        Returns (result, message), where the result is "applied" on success.
+        Returns (result, message): the result is "applied" on success, else for example "rejected";
+        the message says what happened, for the operator.
         """
         ...
 

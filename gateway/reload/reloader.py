@@ -85,7 +85,7 @@ class ReloadOutcome(msgspec.Struct, frozen=True):
     result         applied, unchanged, rejected, dry_run, conflict (If-Match), or nothing (no such
                    version, or no file)
     needs_restart  changed settings that take effect at the next start
-    affected       number of requests at endpoints or in pools that are removed
+    affected       number of requests in progress at endpoints or in pools that the change removes
     took_s         duration in seconds
     """
 

@@ -111,7 +111,7 @@ class EndpointState(msgspec.Struct, frozen=True, array_like=True, tag="endpoint"
 
 
 class SlotMap(msgspec.Struct, frozen=True, array_like=True, tag="slots"):
-    """A message that maps the slot numbers in the index blocks that follow to these endpoints."""
+    """A message that says which endpoint each slot number means in the index blocks that follow."""
 
     places: list[tuple[int, EndpointKey]]
 

@@ -42,7 +42,8 @@ StageTimes = tuple[
 class AccessLine(msgspec.Struct, omit_defaults=True):
     """One request in the access log; times in us are microseconds since its head was parsed.
 
-    slo, slo_outcome   its service class and SLO outcome
+    slo                its service class
+    slo_outcome        whether its service level objective was met, or which part was missed
     predicted_ttft_us  predicted TTFT, counted from the pick of an endpoint
     requested_model    the requested model, if another one served the request
     blocks             chained ids of the prompt's 2 KiB blocks; see `access_blocks`

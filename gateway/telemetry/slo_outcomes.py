@@ -26,13 +26,14 @@ TRUNCATED_REASONS = frozenset(
 )
 """Finish reasons of responses that were cut off, so that their natural length is unknown."""
 LEARN_SINGLY, LEARN_BATCH = 16, 8
-"""Number of responses of a kind that are learned from one by one, and the size of the batches in
-which later ones are learned from.
+"""How estimates of a kind of request are updated: LEARN_SINGLY, then LEARN_BATCH.
+
+The first LEARN_SINGLY responses are learned from one by one. Later ones are learned from in batches
+of LEARN_BATCH, which costs less.
 """
 MAX_KINDS = 8192
 REGRET_SAMPLE_EVERY = 32
-"""Number of picks of which one is compared with the fastest candidate, because the comparison is
-slow."""
+"""Every 32nd pick is compared with the fastest candidate; the comparison is too slow for each."""
 
 
 WITHDRAWN = frozenset(("client_gone", "preempted"))
@@ -119,13 +120,20 @@ KindKey = tuple[str, str, str, bool]
 class _Kind:
     """Counters and samples of the requests of one kind (model, tenant, service class, media).
 
-    goodput  counters by SLO outcome
-    pending  number of responses that were not yet learned from; this is done once there are `batch`
-             of them
+    Lengths of responses are learned from in batches. Until a batch is full, only sums are kept.
 
-    The other fields are sums over the pending responses. `outputs` of them have a known natural
-    length, in total `output_tokens` per choice; `prompts` have a prompt of estimated and reported
-    length.
+    goodput           counters by SLO outcome
+    learned           number of responses that were learned from
+    batch             number of pending responses at which they are learned from
+    pending           number of responses that were not yet learned from
+
+    Sums over the pending responses:
+
+    outputs           number of responses that ended by themselves, not at a token limit
+    output_tokens     their tokens, per choice
+    prompts           number of prompts whose length was both estimated and reported
+    estimated_tokens  tokens of these prompts as estimated
+    prompt_tokens     tokens of these prompts as the engines reported them
     """
 
     __slots__ = (
@@ -140,9 +148,7 @@ class _Kind:
         self.clear()
 
     def clear(self) -> None:
-        """Reset the sums over responses that were not yet learned from, after they were learned
-        from.
-        """
+        """Set the sums over pending responses to 0, once these have been learned from."""
         self.pending = self.outputs = self.prompts = 0
         self.output_tokens = self.estimated_tokens = self.prompt_tokens = 0
 
@@ -179,8 +185,8 @@ class SloTracker:
         self._kinds = {}
 
     def observe_pick_regret(self, query: RoutingQuery, pick: Pick) -> None:
-        """Observe by how many seconds the fastest candidate's first token is expected earlier than
-        the pick's.
+        """Observe the regret of a pick in seconds: its expected TTFT minus the lowest expected TTFT
+        of all candidates.
 
         Call it before capacity is reserved for the pick.
         """

@@ -24,11 +24,11 @@ MET = "met"
 
 
 class CanarySampler(msgspec.Struct, frozen=True):
-    """Selects the requests that the canary policy serves: by tenant, or by a hash of the session
-    below `below`.
+    """Selects the requests that the canary policy serves: by tenant, or by a hash of the session.
 
-    The hash is the same in every gateway and after every restart, so a session keeps its policy. It
-    includes the pool's name. A larger percentage contains the sessions that a smaller one selected.
+    A session is selected if its hash is below `below`. The hash is the same in every gateway and
+    after every restart, so a session keeps its policy. It includes the pool's name. If the
+    percentage is raised, the sessions selected before stay selected.
     """
 
     pool: str

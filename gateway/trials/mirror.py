@@ -1,11 +1,13 @@
 """Mirrors: a share of live requests is also sent to candidate engines, and the answers are
 compared.
 
-Once the client of a sampled request has its whole answer, three copies are sent one after another
-at temperature 0: to its own engine, to a candidate, and to its own engine again. The difference
-between the two answers of its own engine is the noise floor. The comparison is that of `penstock
-golden run` (policies/golden). Copies take no permit and no reservation, and count towards no usage,
-quota or SLO. Prompts and answers are dropped after their comparison.
+Once the client of a sampled request has its whole answer, three copies are sent at temperature 0,
+one after another: to the engine that served it, to a candidate, and to the first engine again. The
+difference between the first engine's two answers is the noise floor. The comparison is that of
+`penstock golden run` (policies/golden).
+
+Copies bypass admission control and reserve no capacity, and count towards no usage, quota or SLO.
+Prompts and answers are dropped after their comparison.
 """
 
 from __future__ import annotations
@@ -32,8 +34,9 @@ from policies.golden.compare import AnswerPair, GoldenReport, compare, judge
 log = logging.getLogger("penstock")
 
 BLOCK = 200
-"""Number of compared requests per verdict. With so many, at most one of 100 equal candidates is
-found to be worse.
+"""Number of compared requests per verdict.
+
+With so many, at most one of 100 candidates that are no worse is wrongly found to be worse.
 """
 
 MAX_BODY_BYTES = 1 << 18

@@ -31,9 +31,10 @@ from policies.model import Candidate, Pick, RoutingQuery
 log = logging.getLogger("penstock")
 
 CPU_SHARE = 0.1
-"""CPU budget of a pool's shadows, as a multiple of the CPU time of its own picks.
+"""CPU time that a pool's shadows may use, as a multiple of the CPU time of the pool's own picks.
 
-Picks over budget are not evaluated. Recording picks may take as much time again.
+With 0.1, shadows may take 0.1 s for each second of picks. Picks over budget are not evaluated.
+Recording picks may take as much time again.
 """
 
 RESULTS = ("agreed", "differed", "no_endpoint", "failed")
@@ -62,8 +63,8 @@ class NamedPolicy(msgspec.Struct, frozen=True):
 class PickRecord(msgspec.Struct, frozen=True):
     """A pick of the serving policy, recorded for a later evaluation by shadow policies.
 
-    load_values  the picked endpoint's load before the capacity reservation, which changes no other
-                 endpoint; None if the pick is not evaluated and only updates the prefix index
+    load_values  the picked endpoint's load before its capacity was reserved (no other endpoint's
+                 load changes). None: the pick is not evaluated and only updates the prefix index
     """
 
     query: RoutingQuery

@@ -19,11 +19,14 @@ INTERVAL_S = 60.0
 MAX_INTERVAL_S = 600.0  # collect after this time even under load
 
 THRESHOLDS = 2000, 2, 1_000_000
-"""Number of allocations until the youngest objects are collected, and of such collections until
-those of the middle generation are; the oldest are only collected on this schedule.
+"""The thresholds for gc.set_threshold(), by generation of objects.
 
-Most objects of connections, pages and configurations survive, so the values keep a collection
-within a few milliseconds.
+1. Allocations (less deallocations) until the youngest objects are collected.
+2. Such collections until the middle generation is collected too.
+3. Never reached: the oldest objects are only collected by the schedule of this module.
+
+Most objects of connections, pages and configurations survive a collection. The values keep each
+collection within a few milliseconds.
 """
 
 MIDDLE_EVERY = 4

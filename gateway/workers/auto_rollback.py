@@ -62,7 +62,8 @@ class WorkersRollbackTarget:
     async def roll_back(self) -> tuple[str, str]:
         """Make all workers return to the previous configuration version.
 
-        Returns (result, message).
+        Returns (result, message): the result is "applied" on success, else for example "rejected";
+        the message says what happened, for the operator.
         """
         response = await self._configured.rollback(None, ChangeOptions(force=True))
         return response_result(response), response_message(response)

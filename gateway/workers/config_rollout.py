@@ -343,7 +343,7 @@ class ConfigRollout:
 
 
 def response_result(response: WorkerResponse) -> str:
-    """Return the `result` member of a worker's response, or "" without one."""
+    """Return the `result` member of a worker's response, such as "applied"; "" without one."""
     return str(_json(response).get("result", ""))
 
 

@@ -18,9 +18,11 @@ class WorkerLaunchSettings(msgspec.Struct, frozen=True):
     """The settings with which a supervisor starts a worker.
 
     number       number of the worker among all workers
-    file, text   the configuration's text, and the file name that its problems are reported with
+    file         name of the configuration file, as its problems are reported
+    text         the configuration's text
     listener     file descriptor of the inherited API socket
-    hub, admin   paths of sockets in the supervisor's folder
+    hub          path of the unix socket over which the workers exchange state
+    admin        path of the unix socket of the worker's admin server
     secret       secret key that all workers share
     reload_file  the file that a reload reads; None without one
     version      number of the configuration version; None for the first worker, which determines it

@@ -80,7 +80,8 @@ class WorkerSlot:
 class Supervisor:
     """Runs the workers and their admin server; call `start`, then `stop`.
 
-    url, admin_url  addresses of both servers, set once all workers serve
+    url        address of the API, set once all workers serve
+    admin_url  address of the admin server, set once all workers serve
     """
 
     def __init__(

@@ -79,9 +79,10 @@ class CheckedEndpoint(msgspec.Struct, frozen=True):
 class CheckedFleet(msgspec.Struct, frozen=True):
     """The input of the checklist: the endpoints, the configuration, and measured speeds.
 
-    `config` is None for engines without a file. `pace_s` maps an endpoint's name to its seconds per
-    token at batch 1 and at batch 16, if measured. `collectives` maps it to the share (0 to 1) of a
-    decode step at batch 1 that collective operations take, as computed for known models and GPUs.
+    config       the configuration; None for engines that were given without a file
+    pace_s       by endpoint name: seconds per token at batch 1 and at batch 16, if measured
+    collectives  by endpoint name: the share (0 to 1) of a decode step at batch 1 that collective
+                 operations such as all-reduce take; computed, for known models and GPUs only
     """
 
     members: Sequence[CheckedEndpoint]

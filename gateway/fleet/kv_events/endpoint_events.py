@@ -13,7 +13,9 @@ import msgspec
 from gateway.fleet.kv_events.source import EventSource
 
 SILENT_S = 3.0
-"""Seconds after a complete answer within which KV events must have reported the answer's blocks."""
+"""Seconds to wait for the KV events that report the blocks of a complete answer.
+
+Without any event by then, the endpoint's events are not trusted until one arrives."""
 
 AUDITS_KEPT, LEAST_AUDITS = 32, 8
 MAX_ERROR_SHARE = 0.25
@@ -23,9 +25,11 @@ FIRST_DISTRUST_S, MAX_DISTRUST_S = 30.0, 3600.0
 class CacheExpectation(msgspec.Struct, frozen=True):
     """The number of cached tokens that an answer must report if the KV events are right.
 
-    booked_at    monotonic seconds at which the endpoint was picked
-    least, most  bounds of the prompt's cached tokens, as the engine counts them; None if the index
-                 cannot predict them
+    The engine may report any number from `least` to `most`.
+
+    reserved_at  monotonic seconds at which capacity at the endpoint was reserved
+    least        lower bound, as the engine counts; None if the index cannot predict it
+    most         upper bound, as the engine counts; None if the index cannot predict it
     """
 
     reserved_at: float
@@ -36,8 +40,9 @@ class CacheExpectation(msgspec.Struct, frozen=True):
 class EndpointEvents:
     """The KV event sources of one endpoint, in the order of its data-parallel ranks.
 
-    problem         why there are no sources; "" if there are some
-    audits, errors  number of answers that were compared with the index, and of those that disagreed
+    problem  why there are no sources; "" if there are some
+    audits   number of answers whose cached tokens were compared with the index
+    errors   number of these comparisons in which the counts disagreed
     """
 
     __slots__ = (
@@ -88,7 +93,8 @@ class EndpointEvents:
     ) -> None:
         """Compare the cached tokens of a complete answer with the KV events.
 
-        prompt_tokens, cached_tokens  as the engine reports them
+        prompt_tokens  number of the prompt's tokens, as the engine reports it
+        cached_tokens  number of them that were cached, as the engine reports it
         """
         size = self.block_tokens
         computes = prompt_tokens - cached_tokens >= 2 * (size or 128)

@@ -24,11 +24,13 @@ from policies.prefix.prefix_match import PrefixMatch
 from policies.prefix.sampled_keys import SAMPLE_LENGTHS
 
 LEARNED_SHARE = 0.25
-"""Share of the memory for KV events (0 to 1) that holds prompts whose tokens are known."""
+"""Share of the memory for KV events (0 to 1) that is reserved for prompts whose tokens are known.
+
+The rest holds the blocks that engines report."""
 
 RECENT_S = 2.0
 RECENT_BYTES = 4 * 1024 * 1024
-"""Bytes of memory of each of the two indexes of recently sent prompts.
+"""Memory of each of the two indexes of recently sent prompts, in bytes.
 
 A prompt that was sent less than RECENT_S to 2 * RECENT_S seconds ago may not have been computed
 yet, so that no event can report it. It is then treated as cached.

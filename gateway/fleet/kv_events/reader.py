@@ -36,11 +36,16 @@ from policies.model import EngineKind
 log = logging.getLogger("penstock")
 
 DRAIN_S, BUSY_DRAIN_S = 0.02, 0.002
-"""Seconds between two reads of the sockets: while they are empty, and while messages are left."""
+"""Seconds between two reads of the sockets.
+
+DRAIN_S       while the sockets are empty
+BUSY_DRAIN_S  after a read that found messages
+"""
 
 IDLE_SHARE = 0.03
-"""Largest share of the event loop's time (0 to 1) for reading sockets that turn out to be empty;
-large fleets have many.
+"""Largest share of the event loop's time (0 to 1) for reading sockets that turn out to be empty.
+
+With many endpoints, one pass over their sockets takes long; the pause after it is then extended.
 """
 
 SLICE_S = 0.001

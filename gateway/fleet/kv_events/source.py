@@ -22,8 +22,10 @@ from gateway.fleet.kv_events.messages import (
 from policies.prefix.cached_blocks import CachedBlocks, SourceBlocks, scope_seed
 
 MAX_HELD_MESSAGES, MAX_HELD_BYTES = 4096, 32 * 1024 * 1024
-"""Maximum number and bytes of messages that wait for the end of a replay; beyond that the rank
-starts over."""
+"""Limits on the messages that arrive during a replay and wait for its end: number, and bytes.
+
+Beyond either, the rank's blocks are discarded, and its events are read from the next message on.
+"""
 
 REPLAY_TIMEOUT_S = 5.0
 CHECK_S = 1.0
@@ -57,7 +59,10 @@ class EventSource:
     problem                              why the events cannot be used at all; "" if they can
     replay_from                          the message number from which a replay is needed; None: no
                                          replay is needed. The reader takes it
-    batches, gaps, duplicates, restarts  counts since the beginning
+    batches                              messages received since the beginning
+    gaps                                 times that messages were missing
+    duplicates                           messages that had been received before
+    restarts                             times that the engine's numbering began again
     """
 
     __slots__ = (

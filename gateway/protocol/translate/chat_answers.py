@@ -47,8 +47,8 @@ class ChatMessage(msgspec.Struct, frozen=True):
 class ChatChoice(msgspec.Struct, frozen=True):
     """One choice of a chat completion: `message` in an answer, `delta` in a stream.
 
-    stop_reason, matched_stop  the stop string or token that ended the choice: vLLM's name, and
-                               SGLang's
+    stop_reason   the stop string or token that ended the choice, as vLLM reports it
+    matched_stop  the same, as SGLang reports it
     """
 
     message: ChatMessage = ChatMessage()

@@ -31,8 +31,8 @@ class Translation(msgspec.Struct, frozen=True):
 
     target       the API by which engines are called
     request      translates the body; raises GatewayError (400) that names a member
-    answers      takes a body and the client's name of the model; returns a function that creates a
-                 translator
+    answers      called with a request body and the client's name of the model; returns a factory
+                 that creates one translator per attempt
     lost_member  returns the member of a body that is lost in translation, "" if there is none;
                  raises GatewayError for an invalid body
     """
