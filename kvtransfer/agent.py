@@ -69,19 +69,18 @@ _FENCES_S = 5.0
 
 
 class Agent:
-    """The agent that performs all KV transfers of one tensor-parallel group of an engine, or of one
+    """The agent that performs all KV transfers of one engine's tensor-parallel group, or of one
     rank.
 
-    layout, regions  the group's KV layout, and the KV memory of each rank. The memory must exist
-                     for longer than the agent
-    key              the fleet's shared secret, at least 16 bytes; peers without it are refused
-    transports       the first transport defines `address` and connects to peers; two agents then
-                     switch to the best transport that both have
-    clock            the source of time and timers; None: the agent starts a thread for them
-    rank             the only rank that this agent serves, with one region; None: it serves all
-                     ranks
-    group            only if `rank` is set: a name that is equal at the agents of all ranks of the
-                     group, and at no other agent
+    layout      the group's KV layout
+    regions     the KV memory of each rank; it must exist for longer than the agent
+    key         the fleet's shared secret, at least 16 bytes; peers without it are refused
+    transports  the first transport defines `address` and connects to peers; two agents then switch
+                to the best transport that both have
+    clock       the source of time and timers; None: the agent starts a thread for them
+    rank        the only rank that this agent serves, with one region; None: it serves all ranks
+    group       only if `rank` is set: a name that is equal at the agents of all ranks of the group,
+                and at no other agent
     """
 
     def __init__(

@@ -44,13 +44,14 @@ class WindowHead(msgspec.Struct, frozen=True, array_like=True):
     """The header of a window (piece of a KV transfer), which names the byte ranges in the window.
 
     transfer  number of the transfer
-    group     number of the layer group
-    pair      number of the pair of source and sink rank
-    first     number of the first run (byte range), in the plan of that group and pair
-    count     number of runs
-    n_bytes   sum of the runs' bytes
+    group     number of the layer group (some layers that are sent together)
+    pair      number of the pair of source rank and sink rank
+    first     number of the first byte range (run) in the plan of that group and pair
+    count     number of byte ranges
+    n_bytes   sum of their lengths
 
-    The header contains no addresses: both ends have the same plan and look up their own offsets.
+    The header contains no addresses: both ends have computed the same plan, and look up their own
+    offsets in it.
     """
 
     transfer: int
@@ -91,14 +92,18 @@ class Link(Protocol):
     transport: str
     peer: str
     received_bytes: int
-    """Total bytes received from the peer. While this number grows, the peer is alive."""
+    """Total bytes received from the peer. While this number grows, the peer counts as alive."""
     window_bytes: int
-    """The preferred maximum size of a window: larger ones cost less, smaller ones are fairer."""
+    """The preferred maximum size in bytes of a window (a piece of a KV transfer).
+
+    Larger windows cost less CPU per byte. Smaller ones let other transfers take their turn sooner.
+    """
     is_one_sided: bool
     """Whether the source's device writes the sink's memory directly, once `grant` has registered
     it.
 
-    `grant` then blocks, and is called without any lock. Landed bytes may change until the fence.
+    `grant` then blocks, and is called without any lock. Bytes that have arrived may be overwritten
+    until the fence.
     """
 
     def send(self, message: bytes) -> None:
@@ -173,8 +178,9 @@ class MultiLaneLink(Protocol):
     """The number of parallel links wanted, including this one. The end that opened the connection
     decides."""
     has_carried_windows: bool
-    """Whether this lane has carried windows of its owner, which may be lost together with the
-    lane.
+    """Whether this lane has carried windows of the link that owns it.
+
+    If the lane fails, these windows may be lost with it.
     """
 
     def add_lane(self, lane: Link) -> None:

@@ -63,8 +63,8 @@ class BlockPool:
         return 1 - len(self._free) / self.total
 
     def count_hits(self, keys: Sequence[int], limit: int) -> int:
-        """Return how many of the first `limit` block keys are cached, up to the first
-        missing key.
+        """Return how many of the first `limit` block keys are cached, counted up to the first
+        missing one.
         """
         by_key = self._by_key
         for i in range(min(limit, len(keys))):
@@ -73,9 +73,9 @@ class BlockPool:
         return min(limit, len(keys))
 
     def count_free_hits(self, keys: Sequence[int], hits: int) -> int:
-        """Return how many of the first `hits` cached KV blocks are in use by no request.
+        """Return how many of the first `hits` cached blocks no request uses now.
 
-        Using these reduces `free`.
+        These blocks count as free. Using them for a request reduces `free` by that number.
         """
         return sum(self._references[self._by_key[keys[i]]] == 0 for i in range(hits))
 

@@ -13,26 +13,28 @@ from collections.abc import Callable
 
 MOST_STEPS = 4096
 _GROWTH = 0.2
-"""A run ends when the mean context has grown by this share.
+"""Growth of a batch's mean context, as a share, at which a run of steps ends.
 
-Up to there the parabola is within 0.1 %, and 0.2 % where the measured grid has a kink.
+Within that growth, the parabola is exact to 0.1 %, and to 0.2 % where the measured grid has a kink.
 """
 
 
 def most_steps(seqs: int, context: int, most: int) -> int:
-    """Return how many of `most` decode-only steps one run may have for a batch, at least 1.
+    """Return the largest number of decode-only steps, from 1 to `most`, that one run may have.
 
-    `context` is the sum over its `seqs` sequences, in tokens.
+    seqs     number of sequences in the batch
+    context  sum of their contexts, in tokens
+    most     upper limit of the result
     """
     return max(1, min(most, int(context * _GROWTH / seqs)))
 
 
 class DecodeRun:
-    """A run of `steps` consecutive engine steps that only decode, of one batch or of ranks in
-    lockstep.
+    """A run of `steps` consecutive engine steps that only decode.
 
-    Times are in seconds from the start of the first step. The argument `step_s` returns the
-    duration of a step by its number, which counts from 0.
+    It belongs to one batch, or to ranks whose steps begin and end together. Times are in seconds
+    from the start of the first step. The argument `step_s` returns the duration of a step by its
+    number, which counts from 0.
     """
 
     __slots__ = ("_base", "_bend", "_slope", "steps")

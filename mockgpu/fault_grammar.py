@@ -55,9 +55,17 @@ class FaultKind(StrEnum):
 class InjectedFault(msgspec.Struct, frozen=True):
     """One injected fault: its kind and options, its probability per request, and its period.
 
-    start_s, end_s  the period in which the fault is active, in seconds since it was injected
-    only            which steps the fault `slow` affects: "prefill" (steps with prompt tokens),
-                    "decode" (other steps), or "" (all steps)
+    after    amount after which the fault strikes: tokens of the answer, or bytes between transfer
+             agents for faults of the wire
+    status   HTTP status of the answer
+    factor   factor on the duration of steps
+    only     which steps the fault `slow` affects: "prefill" (steps with prompt tokens), "decode"
+             (other steps), or "" (all steps)
+    rank     number of the lost rank
+    hang     whether the jobs of a lost rank stop without an error instead of failing
+    chance   probability (0 to 1) that the fault strikes a request
+    start_s  seconds from the injection to the begin of the fault
+    end_s    seconds from the injection to the end of the fault; inf: no end
     """
 
     kind: FaultKind
@@ -72,8 +80,10 @@ class InjectedFault(msgspec.Struct, frozen=True):
     end_s: float = inf
 
     def should_strike(self, elapsed_s: float, rng: Random) -> bool:
-        """Return whether the fault affects this request, which is decided at random while it is
-        active.
+        """Return whether the fault strikes this request.
+
+        It does so only in its period, at random with the probability `chance`. `elapsed_s` is in
+        seconds since the injection.
         """
         return self.start_s <= elapsed_s < self.end_s and (
             self.chance >= 1 or rng.random() < self.chance

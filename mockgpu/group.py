@@ -53,15 +53,19 @@ class GroupSpec(msgspec.Struct, frozen=True):
     stores_responses  whether to keep responses for later requests (Responses API)
     transfer          options of KV transfer in split requests; None: whole requests only
     lacks             names of APIs that it does not serve, unlike the imitated engine
-    may_end_from      smallest token limit at which answers may end before the limit; None: every
-                      answer reaches its limit
-    answer_noise      share of prompts that it answers otherwise than other engines, 0 to 1
+    may_end_from      smallest token limit with which an answer may end before the limit; None:
+                      every answer reaches its limit
+    answer_noise      share (0 to 1) of prompts to which it gives another answer than other engines
     kv_events         how it publishes KV events; None: it does not
-    pp, ep, dp, cp    the sizes of its layout beside TP
-    ep_skew           load of the busiest expert rank over the mean load, 1 and more
-    ranks             addressable data-parallel ranks, each with a scheduler and KV of its own
-    lockstep          whether the steps of these ranks begin and end together; None: if they share
-                      their experts
+    pp                number of pipeline stages
+    ep                number of expert-parallel ranks
+    dp                number of data-parallel ranks within the engine
+    cp                number of context-parallel ranks
+    ep_skew           load of the busiest expert rank divided by the mean load, at least 1
+    ranks             number of data-parallel ranks that requests can address, each with a scheduler
+                      and KV of its own
+    lockstep          whether the steps of these ranks begin and end together; None: yes if they
+                      share their experts
     kv_store          how it uses its host's store of KV blocks; None: it does not
     """
 

@@ -17,19 +17,21 @@ TRANSPORTS = ("auto", "tcp", "shm", "inproc")
 class TransferSpec(msgspec.Struct, frozen=True):
     """The KV transfer options of one mock engine.
 
-    port             port of its KV transfer agent; 0: any free one
-    key              secret that the agents of a fleet share
-    scale            stored bytes per byte of the real model's KV
-    gbps             simulated link speed in gigabits per second, for the real model's KV; inf: no
-                     limit
-    lease_s          seconds that KV is kept for a pull without a heartbeat
-    wait_s           seconds that both sides of a push wait; None: as the engine does
-    recompute        whether a decode engine computes KV that fails to arrive; False: the request
-                     fails
-    version          version of the engine, which decides format and compatibility
-    wire_faults      whether peers connect through a relay that can inject faults (tcp only)
-    bootstrap_port   port of a prefill engine's bootstrap server (Mooncake, SGLang); 0: any free one
-    tls              certificates for its TCP links; None: no TLS
+    port            port of its KV transfer agent; 0: any free one
+    key             secret that the agents of a fleet share
+    scale           stored bytes per byte of the real model's KV, in (0, 1]
+    gbps            simulated link speed in gigabits per second, for the real model's KV; inf: no
+                    limit
+    lease_s         seconds for which a prefill engine keeps KV that a decode engine will fetch,
+                    unless a heartbeat extends them
+    wait_s          maximum seconds that both engines wait in protocols where the prefill engine
+                    writes the KV (push); None: as the real engine does
+    recompute       whether a decode engine computes KV that fails to arrive; False: the request
+                    fails
+    version         version of the engine, which decides format and compatibility
+    wire_faults     whether peers connect through a relay that can inject faults (tcp only)
+    bootstrap_port  port of a prefill engine's bootstrap server (Mooncake, SGLang); 0: any free one
+    tls             certificates for its TCP links; None: no TLS
     """
 
     dialect: str = "vllm_nixl"
@@ -72,11 +74,11 @@ class TransferSpec(msgspec.Struct, frozen=True):
 class StoreSpec(msgspec.Struct, frozen=True):
     """How a mock engine uses its host's store of KV blocks.
 
-    path        the store's Unix socket
-    gbps        simulated speed between host memory and the GPUs of the group, in gigabits per
-                second for the real model's KV; inf: no limit
-    disk_gbps   simulated speed from disk to host memory
-    scale       stored bytes per byte of the real model's KV
+    path       path of the store's Unix socket
+    gbps       simulated speed between host memory and the group's GPUs, in gigabits per second for
+               the real model's KV; inf: no limit
+    disk_gbps  simulated speed from disk to host memory, likewise
+    scale      stored bytes per byte of the real model's KV, in (0, 1]
     """
 
     path: str

@@ -50,21 +50,22 @@ class Content(Protocol):
 class Job:
     """One sequence (prompt and answer) to compute. The scheduler owns it once it is added.
 
-    keys             keys of the full blocks of prompt and output; short or empty: the rest is not
+    keys             keys of the full blocks of prompt and output; blocks without a key are not
                      cached
-    computed         tokens of the prompt (after preemption, also of the output) whose KV is present
-                     or planned
+    computed         number of its tokens (of the prompt; after a preemption, also of the output)
+                     whose KV is present or planned
     cached           prompt tokens found in the prefix cache when first admitted; -1 before that
     generated_count  output tokens so far, current only while not decoding; see
                      `Scheduler.count_output()`
-    origin           while decoding: the scheduler's tick minus the output tokens
-    leg              PrefillLeg: another engine fetches its KV at its end; DecodeLeg: its KV comes
-                     from another engine; None: neither
+    origin           while decoding: the scheduler's tick (step counter) minus the output tokens
+    leg              its half of a split request. PrefillLeg: another engine fetches its KV at its
+                     end; DecodeLeg: its KV comes from another engine; None: it is not split
     content          content of its KV; None in an engine that stores no KV bytes
     keeps_blocks     whether its blocks stay allocated at its end, until `Scheduler.release_kept()`
     offered          set at its end: the description of its KV for the other engine
-    tokens, salt     tokens of prompt and output, four bytes each, and the cache salt; set only in
-                     an engine that publishes KV events or uses a store of KV
+    tokens           tokens of prompt and output, four bytes each; only if the engine publishes KV
+                     events or uses a store of KV
+    salt             cache salt, under the same condition
     restores         whether the beginning of its prompt is looked up in the store of KV
     """
 

@@ -29,10 +29,11 @@ _FORMATS: Mapping[str, str] = {
 
 
 class JsonFrame(msgspec.Struct, frozen=True):
-    """The JSON before and after the generated words.
+    """The JSON around the generated words.
 
-    before, after  JSON text around the words
-    has_words      whether the JSON contains the words; False: they are left out
+    before     JSON text before the words
+    after      JSON text after the words
+    has_words  whether the JSON contains the words; False: they are left out
     """
 
     before: str
@@ -45,7 +46,7 @@ ANY_OBJECT: Mapping[str, Any] = {
     "properties": {"words": {"type": "string"}},
     "required": ["words"],
 }
-"""The JSON written for an object without a schema."""
+"""The schema that is used for a JSON object if the request gives none."""
 
 
 def fixed_frame(text: str) -> JsonFrame:
@@ -54,7 +55,10 @@ def fixed_frame(text: str) -> JsonFrame:
 
 
 def frame_of(schema: object) -> JsonFrame:
-    """Return the JSON around generated words for the smallest value that fits a JSON Schema."""
+    """Return the JSON around generated words, for the smallest value that fits a JSON Schema.
+
+    The words become the first string of the value that may hold any text.
+    """
     value = _Sample(schema if isinstance(schema, dict) else {}).value(schema, 0)
     text = msgspec.json.encode(value).decode()
     before, mark, after = text.partition(_WORDS)

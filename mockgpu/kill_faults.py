@@ -74,8 +74,8 @@ class KillFaults:
     def on_transfer(self, job: Job, under_way: Callable[[Job], bool | None]) -> None:
         """Kill the engine while a job's KV is being transferred, if the job is marked for it.
 
-        `under_way` returns True during the transfer, False before it, and None after it. A transfer
-        that ends unnoticed between two checks kills nothing.
+        `under_way` is polled: it returns False before the transfer, True during it, and None after
+        it. If the transfer both begins and ends between two polls, the engine is not killed.
         """
         if self._kind(job) in (FaultKind.DIE_IN_TRANSFER, FaultKind.DIE_IN_PULL):
             self._watch(job, under_way)

@@ -29,7 +29,10 @@ from mockgpu.scheduler import Scheduler
 from mockgpu.store_announcer import StoreAnnouncer
 
 MAX_SAVES = 64
-"""Ended requests whose blocks are being saved; those of further ones are not saved."""
+"""Maximum number of ended requests whose blocks are being saved at the same time.
+
+Blocks of further requests are not saved.
+"""
 
 Result = TypeVar("Result")
 Runner = Callable[[Callable[[], Any]], Awaitable[Any]]
@@ -48,10 +51,13 @@ class StoreOwner(Protocol):
 class StoreTier:
     """Saves blocks of one mock engine in the store of its host, and gets them back.
 
-    token_bytes     KV bytes per token of the real model
-    compatibility   what else the bytes of a block depend on: model, layout
-    run             how blocking calls run; None: in a thread of this object
-    store           the connection to the store
+    owner          the engine
+    spec           path and simulated speeds of the store
+    token_bytes    KV bytes per token of the real model
+    compatibility  text with what else the bytes of a block depend on: model, layout
+    speed          speed-up of the simulated clock
+    run            function that runs blocking calls; None: they run in a thread of this object
+    store          the connection to the store
 
     Raises ValueError if there is no store, or if its slots are too small.
     """
@@ -97,10 +103,12 @@ class StoreTier:
         self._announcer = StoreAnnouncer(stream, self.places)
 
     def fetch(self, job: Job, chunks: Sequence[PrefillChunk]) -> None:
-        """Get the stored beginning of a FETCHING job's prompt, as far as that is faster than to
-        compute it, then let the job go on.
+        """Get the stored beginning of a FETCHING job's prompt, then let the job continue.
 
-        chunks   what the engine computes in the step that begins now
+        Blocks are fetched as far as that is faster than to compute them.
+
+        chunks  parts of prompts that the engine computes in the step that begins now; the fetch
+                runs at the same time
         """
         step_s = sum(self._rule.compute_s(part.start, part.start + part.tokens) for part in chunks)
         self._spawn(self._fetch(job, step_s))
@@ -209,7 +217,10 @@ class StoreTier:
         return result
 
     async def places(self, keys: Sequence[Key]) -> bytes:
-        """Return for each block the bits of the tiers that have it; 0 for all if it is lost."""
+        """Return one byte per block: the bits of the store's tiers that have it.
+
+        All are 0 if the connection to the store has failed.
+        """
         return await self._call(lambda client: client.places(keys), bytes(len(keys)))
 
     async def _run_in_thread(self, call: Callable[[], Result]) -> Result:
@@ -240,7 +251,7 @@ class StoreTier:
             yield f"{name}_total{{{labels}}} {value}"
 
     async def close(self) -> None:
-        """Wait until no call uses the engine's blocks, and leave the store."""
+        """Wait until no call uses the engine's blocks, and disconnect from the store."""
         if self._announcer is not None:
             self._announcer.close()
         for task in list(self._tasks):

@@ -27,10 +27,10 @@ DISPATCH_BYTES, COMBINE_BYTES = 1, 2
 
 
 def rank_model(model: Llm, layout: Layout) -> Llm:
-    """Return the part of the model of which one TP group of the layout computes a step.
+    """Return the part of the model that one TP group of the layout computes in a step.
 
-    With EP over more ranks than TP has, each TP group reads only its part of the experts. The
-    measured grid of the whole model then says nothing.
+    If the experts are spread over more ranks (EP) than TP has, each TP group reads only its part of
+    them. The measured grid of the whole model does not apply to such a part.
     """
     if layout.ep <= layout.tp:
         return model
@@ -43,10 +43,11 @@ def rank_model(model: Llm, layout: Layout) -> Llm:
 
 
 def travel_s(model: Llm, gpu: Gpu, layout: Layout, tokens: float, skew: float = 1.0) -> float:
-    """Return the seconds that one step's tokens take to move between pipeline stages and to
-    experts.
+    """Return the seconds for which a step's tokens travel between pipeline stages and to experts.
 
-    skew   load of the busiest expert rank over the mean load: it receives this many times more
+    tokens  number of tokens of the step
+    skew    load of the busiest expert rank divided by the mean load; the busiest rank receives this
+            many times the mean
     """
     seconds = (layout.pp - 1) * (HOP_S + tokens * model.activation_bytes / gpu.nic_bytes_s)
     ranks = layout.ep
@@ -62,9 +63,10 @@ def travel_s(model: Llm, gpu: Gpu, layout: Layout, tokens: float, skew: float = 
 class LayoutTimes:
     """Computes the step times of one engine whose layout has more axes than TP.
 
-    A step advances every decoding sequence by one token. Sequences are divided over the ranks of DP
-    and the micro-batches of PP. Prompts fill micro-batches of `budget_tokens`. The pipeline is full
-    while sequences decode; a step of prompts alone also pays for filling it, pp - 1 stage times.
+    A step advances every decoding sequence by one token. The sequences are divided over the
+    data-parallel ranks and over the micro-batches of the pipeline. A prompt fills micro-batches of
+    `budget_tokens` tokens. While sequences decode, the pipeline is always full. A step of prompts
+    alone also pays for filling it: pp - 1 times the duration of a stage.
     """
 
     def __init__(
@@ -154,9 +156,10 @@ class SlowestRank:
 class SharedExperts:
     """Durations of joint steps of data-parallel ranks over which the experts of an MoE are spread.
 
-    Every layer of experts waits for the tokens of all ranks. So the attention and the dense layers
-    of the slowest rank decide, and the experts compute the mean of all ranks' tokens, or `skew`
-    times as many on the busiest rank. With equal work on all ranks this is the time of LayoutTimes.
+    Every layer of experts waits for the tokens of all ranks. So attention and dense layers take as
+    long as on the slowest rank. The experts compute the mean of all ranks' tokens; on the busiest
+    expert rank, `skew` times the mean. With equal work on all ranks, the result is that of
+    LayoutTimes.
     """
 
     def __init__(
@@ -205,8 +208,10 @@ def step_times_for(
 ) -> Roofline | LayoutTimes:
     """Return the step times of an engine: of a TP group, or of a larger layout.
 
+    profile        generation of engine software
     budget_tokens  prompt tokens of one micro-batch (max_num_batched_tokens)
-    skew           load of the busiest expert rank over the mean load, 1 and more
+    skew           load of the busiest expert rank divided by the mean load, at least 1
+    grids          measured step times
     """
     ranks = rank_model(model, layout)
     line = roofline_for(ranks, gpu, layout.tp, profile, grids)

@@ -21,10 +21,10 @@ class AnswerTime(Enum):
 class PrefillLeg(msgspec.Struct, frozen=True):
     """The prefill half of a split request: its KV is offered as `name` for `hold_s` seconds.
 
-    is_public   True: any engine that knows the name may fetch the KV (push protocols); False: a
-                ticket is required
-    if_ended    whether to offer it also if the answer ended by itself at the first token
-    answering   when the request is answered
+    is_public  True: any engine that knows the name may fetch the KV, as in protocols where the
+               prefill engine writes it (push); False: a ticket is required
+    if_ended   whether to offer the KV even if the answer already ended at the first token
+    answering  when the request is answered
     """
 
     name: str
@@ -51,13 +51,14 @@ class BootstrapPeer(msgspec.Struct, frozen=True):
 
 
 class DecodeLeg(msgspec.Struct, frozen=True):
-    """The decode half of a split request: KV `name` is fetched from `peer` within `wait_s` seconds.
+    """The decode half of a split request: it fetches the KV `name` from `peer` within `wait_s`
+    seconds.
 
-    ticket      permission to fetch the KV; None if it is public
-    first       tokens that the prefill engine already generated (TensorRT-LLM)
-    renew       URL for renewing the lease while the request is queued; "": none
-    cached      number of cached tokens to report; None: those that were transferred
-    is_parked   True: the handoff object was incomplete, so that the engine waits for ever for KV
+    ticket     permission to fetch the KV; None if it is public
+    first      tokens that the prefill engine already generated (TensorRT-LLM)
+    renew      URL that extends the lease on the KV while the request is queued; "": none
+    cached     number of cached tokens to report in the usage; None: all transferred tokens
+    is_parked  True: the handoff object was incomplete, so that the engine waits for KV for ever
     """
 
     name: str

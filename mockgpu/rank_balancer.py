@@ -17,7 +17,8 @@ WAITING_WEIGHT = 4
 class RankBalancer:
     """Chooses ranks by counts of requests that are up to STATISTICS_S seconds old.
 
-    Ties go round, so that an idle engine does not give all requests to its first rank.
+    Of ranks with equal scores, each is chosen in turn, so that an idle engine does not give all
+    requests to its first rank.
     """
 
     def __init__(self, ranks: int) -> None:

@@ -155,7 +155,8 @@ class FaultySink(StreamSink):
 def break_off(transport: asyncio.Transport, kind: FaultKind, last: bytes = b"") -> None:
     """Leave a response unfinished in the way of this fault kind.
 
-    The connection is reset, closed cleanly after the bytes `last`, or (stall) left open.
+    The connection is reset, closed after the bytes `last` as if the response had ended, or left
+    open without further bytes (stall).
     """
     if kind is FaultKind.CUT and not transport.is_closing():
         transport.write(last)

@@ -36,11 +36,12 @@ class StepWork(NamedTuple):
 class Profile(msgspec.Struct, frozen=True):
     """A generation of engine software, with its overheads.
 
-    layer_us    microseconds of overhead per layer; None: the GPU's fitted value
-    fabric_us   microseconds added per all-reduce in groups of more than `fabric_above_tp` ranks,
-                whose collectives leave the fast links
-    exact       whether a measured grid may correct the equation
-    request_s   seconds of the API server per request before the engine (BLIS: 15.6 ms)
+    layer_us   microseconds of overhead per layer; None: the GPU's fitted value
+    fabric_us  microseconds added per all-reduce in groups of more than `fabric_above_tp` ranks.
+               Such groups extend beyond the fast links between GPUs
+    exact      whether a measured grid may correct the equation
+    request_s  seconds that the API server spends on a request before the engine gets it (BLIS: 15.6
+               ms)
     """
 
     name: str
@@ -190,8 +191,9 @@ class Roofline:
     def step_s(self, work: StepWork) -> float:
         """Return one engine step's duration in seconds, which is exact at every measured point.
 
-        A chunk that starts late (cached prefix, second chunk) gets the factor of its token count. A
-        step with prefill and decode gets both factors, weighted by the time of each part alone.
+        The correction factor of a part of a prompt is that of a prompt of as many tokens, even if
+        earlier tokens are cached. A step with prefill and decode gets both factors, weighted by the
+        time of each part alone.
         """
         seconds = self.equation_s(work)
         if self._correction is None:

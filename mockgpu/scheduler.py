@@ -133,7 +133,11 @@ class Scheduler:
         self._mark_fetched(job)
 
     def on_restored(self, job: Job, blocks: int) -> None:
-        """Continue a FETCHING job with `blocks` more blocks of its prompt; the rest is computed."""
+        """Continue a FETCHING job, of whose prompt `blocks` more blocks have arrived from the
+        store.
+
+        The rest of the prompt is computed.
+        """
         start = job.computed
         job.computed += blocks * self.pool.block_tokens
         job.cached = job.computed

@@ -23,7 +23,8 @@ _NO_WORK = StepWork()
 class SteppingRank(Protocol):
     """The interface of an engine's rank (GPU group) whose steps a StepTimer times.
 
-    slow_prefill, slow_decode  factors on the times of steps with and without prompt tokens
+    slow_prefill  factor on the duration of steps with prompt tokens
+    slow_decode   factor on the duration of steps without prompt tokens
     """
 
     slow_prefill: float
@@ -73,7 +74,7 @@ class StepTimer:
             self._timer = self._loop.call_soon(self._begin_step)
 
     def stop(self) -> None:
-        """Stop the engine in the middle of its current step, which `resume()` can end."""
+        """Stop the engine in the middle of its current step; `resume()` continues the step."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

@@ -28,10 +28,12 @@ class _Tracked(NamedTuple):
 
 
 class StoreAnnouncer:
-    """Publishes where the store has the blocks that this engine has saved or fetched.
+    """Publishes in which tiers the store has the blocks that this engine has saved or fetched.
 
-    places   returns the tiers of blocks by key
-    The oldest of more than MAX_BLOCKS blocks are announced as removed.
+    stream  the engine's KV events
+    places  function: keys of blocks -> one byte per block, the bits of its tiers
+
+    It tracks at most MAX_BLOCKS blocks; older ones are announced as removed.
     """
 
     def __init__(

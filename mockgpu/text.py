@@ -158,11 +158,11 @@ def generate(
     vary: int = 0,
     at_least: int = 1,
 ) -> GeneratedText:
-    """Generate `limit` tokens after a prompt, or fewer if `may_end` and the answer ends.
+    """Generate `limit` tokens after a prompt, or fewer if `may_end` and the answer ends before.
 
     prompt_keys  `block_keys(prompt)`
-    vary         selects among different answers, see `variation()`
-    at_least     fewest tokens before the answer may end
+    vary         number that selects one of several possible answers, see `variation()`
+    at_least     minimum number of tokens before the answer may end
     """
     keys = list(prompt_keys)
     key = keys[-1] if keys else 0

@@ -63,7 +63,7 @@ class RankPair(NamedTuple):
 
 
 class PairShare(NamedTuple):
-    """The layers and heads that one pair of ranks moves in one layer group, by number in the
+    """What one pair of ranks moves in one layer group: layers and heads, by their numbers in the
     model.
     """
 
@@ -73,8 +73,9 @@ class PairShare(NamedTuple):
 
 
 class Segments(NamedTuple):
-    """Token ranges that each lie within one KV block at both ends of a transfer: start tokens, and
-    lengths in tokens.
+    """Token ranges that each lie within one KV block at both ends of a transfer.
+
+    They are stored as two arrays: the first tokens, and the lengths in tokens.
     """
 
     src_block: Offsets
@@ -122,7 +123,10 @@ def split_segments(
 def max_runs(
     src: KvLayout, dst: KvLayout, share: PairShare, tokens: int, most_run_bytes: int
 ) -> int:
-    """Return an upper bound of the number of byte ranges (runs) of a segment of `tokens` tokens."""
+    """Return an upper bound of the number of runs (contiguous byte ranges) of a token range.
+
+    The range has `tokens` tokens and lies within one block at both ends.
+    """
     axes, n_bytes = _axes(src, dst, share, tokens)
     return prod(axis.size for axis in axes) * -(-n_bytes // most_run_bytes)
 

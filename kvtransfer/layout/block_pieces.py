@@ -14,10 +14,10 @@ from kvtransfer.layout.layout import KvLayout
 
 
 class BlockPieces:
-    """The pieces of the blocks of one rank of a group.
+    """Where the bytes of a block lie in the memory of one rank of a group.
 
-    piece_bytes   bytes of each piece
-    offsets       bytes from a block's place to the place of each of its pieces
+    piece_bytes  bytes of each contiguous piece
+    offsets      bytes from the start of a block to the start of each of its pieces
     """
 
     def __init__(self, layout: KvLayout, rank: int) -> None:

@@ -96,25 +96,26 @@ class KvSteps(NamedTuple):
 
 
 class KvLayout(msgspec.Struct, frozen=True):
-    """The shape of a group's KV cache, and the place of each scalar in it.
+    """The shape of a group's KV cache, and the position of each scalar in its memory.
 
     layers        number of transformer layers with a cache
     kv_heads      key/value heads of the model (not of a rank); 1 with MLA
-    head_dim      scalars per head; with MLA the latent of one token and layer (kv_lora_rank + rope
+    head_dim      scalars per head. With MLA: of one token and layer (kv_lora_rank + rope
                   dimensions)
     dtype         type of one scalar
     block_tokens  tokens per block of the paged cache
-    tp            number of tensor-parallel ranks; heads are split until each rank has one, then
-                  repeated
-    mla           whether there is one latent per token instead of keys and values, on every
-                  tensor-parallel rank
+    tp            number of tensor-parallel ranks. The heads are divided among them; with more ranks
+                  than heads, several ranks hold the same head
+    mla           whether every tensor-parallel rank holds one latent vector per token instead of
+                  keys and values (multi-head latent attention)
     order         order of layers, blocks, heads and tokens in a rank's memory
     pp            number of pipeline stages; stage s holds the layers from s * layers // pp on
-    content       where keys and values lie; with MLA there is only one place
-    blocks        number of blocks of every rank's memory; 0: unknown, if `order` begins with the
-                  blocks
-    scale_bytes   bytes of a row's own quantisation scale, which follow its scalars
-    page_format   with PAGES: the name of the pages' format
+    content       where keys and values lie; with MLA there is only one possibility
+    blocks        number of blocks of every rank's memory; 0: unknown, allowed if blocks are the
+                  first axis of `order`
+    scale_bytes   bytes of the quantisation scale that follows the scalars of each row (one head of
+                  one token's keys or values); 0: none
+    page_format   name of the pages' format if `content` is PAGES
 
     The rank (stage, tp rank) has the number stage * tp + tp rank. Its memory has no gaps. Raises
     ValueError for an impossible shape. The upper bounds ensure that plans for a peer's layout can

@@ -229,18 +229,21 @@ def plan_transfer(
 ) -> TransferPlan:
     """Plan how the KV of a request's tokens [skip_tokens, tokens) is copied from `src` to `dst`.
 
-    src_blocks, dst_blocks   the request's blocks in token order, from token 0 on;
-                             the same on every rank
-    group_layers             layers per group; None: by `layers_per_group`
-    max_run_bytes            bytes of the longest run
-    max_runs                 runs of a pair in a group, exceeded by up to one segment
-    ranks                    plan only what these ranks move
+    src_blocks     the request's blocks at the source, in token order from token 0 on; the same on
+                   every rank
+    dst_blocks     the same at the sink
+    group_layers   layers per group; None: by `layers_per_group`
+    max_run_bytes  maximum bytes of a run (contiguous byte range)
+    max_runs       maximum number of runs of a rank pair in a group; one segment may exceed it
+    ranks          plan only what these ranks move
 
     Every byte of these tokens is covered exactly once on every destination rank. So is the rest of
     the last block, up to the nearest block end on either side: a whole block is one run, a partial
-    one has a run per layer and head. Nothing before `skip_tokens` is written. Heads that several
-    source ranks hold are read from each of them in turn, over groups and destination ranks; if one
-    rank of the source is given, always from the same one (`source_ranks`).
+    one has a run per layer and head. Nothing before `skip_tokens` is written.
+
+    Several source ranks may hold the same heads. These are read from each of them in turn, over
+    groups and destination ranks. If `ranks` names one source rank, they are always read from the
+    same one (`source_ranks`).
 
     Raises LayoutMismatch, or ValueError if the blocks cannot hold the tokens or these ranks have
     nothing in common.

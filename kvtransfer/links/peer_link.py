@@ -114,12 +114,11 @@ class PeerLink:
             self.link.send(self.session.seal(message))
 
     def is_silent(self, now: float, late_s: float, options: AgentOptions) -> bool:
-        """Return whether the agent at the other end has been silent for too long; call this twice
-        per heartbeat.
+        """Return whether the agent at the other end has been silent for too long.
 
-        The peer is not blamed for `late_s`, the seconds by which the caller itself is late, nor for
-        messages that wait to be handled here. Before its proof of identity, received bytes do not
-        extend its time.
+        Call this twice per heartbeat. Two things are not counted as the peer's silence: `late_s`,
+        the seconds by which the caller itself is late, and messages that wait to be handled here.
+        Before the peer's proof of identity, received bytes do not extend its time.
         """
         received = self.link.received_bytes
         if self.is_proven and (received != self._received or self.is_handling):

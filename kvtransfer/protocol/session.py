@@ -61,10 +61,11 @@ class LinkSession:
     """The session at one end of a connection between two agents: handshake, keys and message
     counters.
 
-    peer      the other agent's card; None until its identity is proven
+    peer      the other agent's card (identity); None until its identity is proven
     version   the protocol version that the peer uses
-    greeting  the nonce of the Hello, which identifies the link at both ends
-    lane_of   the greeting of the link to which this lane belongs; empty: the link is no lane
+    greeting  the nonce of the first message, which identifies the link at both ends
+    lane_of   if the link is a lane (parallel connection): the greeting of the link to which it
+              belongs; otherwise empty
     """
 
     def __init__(

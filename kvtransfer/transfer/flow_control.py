@@ -34,10 +34,10 @@ class Priority(IntEnum):
 
 
 class SendCredits:
-    """A limit on the bytes of KV in flight to one peer.
+    """A limit on the bytes of KV that are in flight to one peer.
 
-    Credit is taken when a window (piece of KV) is queued, and returned when it has landed. A window
-    larger than the budget is sent when nothing else is in flight. Not thread-safe.
+    Sending a window (piece of KV) takes credit for its bytes; their arrival returns it. A window
+    larger than the whole limit is sent when nothing else is in flight. Not thread-safe.
     """
 
     def __init__(self, budget_bytes: int) -> None:
@@ -98,10 +98,10 @@ class QueuedTransfer(msgspec.Struct, frozen=True):
 
 
 class TransferOrder:
-    """Queue of KV transfers: by priority, then earliest deadline, then longest wait.
+    """A queue of KV transfers, ordered by priority, then earliest deadline, then longest wait.
 
-    A transfer gains one priority level for every `promote_s` seconds it waits, so that none
-    starves.
+    Every `promote_s` seconds of waiting raise a transfer's priority by one level. So every transfer
+    is sent at some time.
     """
 
     def __init__(self, promote_s: float = 0.5) -> None:
@@ -136,11 +136,11 @@ class TransferOrder:
 
 
 class BandwidthMeter:
-    """Measured bytes per second by (peer, transport), as exponentially decaying means.
+    """Measures bytes per second by (peer, transport); recent measurements count more.
 
-    Weights halve with every `half_life_s` seconds of sending. Bytes and seconds decay separately,
-    so that many small transfers do not outweigh a large one. At most `max_entries` are stored; the
-    least recently used is dropped first.
+    Every `half_life_s` seconds of sending halve the weight of earlier measurements. Bytes and
+    seconds are summed separately, so that many small transfers do not outweigh a large one. At most
+    `max_entries` pairs are stored; the least recently used is dropped first.
     """
 
     def __init__(self, half_life_s: float = 1.0, max_entries: int = 1024) -> None:

@@ -60,15 +60,17 @@ class OfferSpec(msgspec.Struct, frozen=True):
 class LeasedOffer:
     """An offer of KV and the lease that protects its blocks.
 
-    generations     generations of its blocks, per rank, as promised when it was made
-    sorted_blocks   its block numbers in order, for a fast search per window
-    nonces          nonces of its latest tickets
-    link, transfer  link and transfer number of the sink that has claimed it; the claim is complete
-                    once `plan` is set
-    shares          by rank of the sink's group, once a rank has claimed its share
-                    (shared_offers.py)
-    whole, rank     for a share: the offer, and the rank that may claim the share
-    claimed_by      the group that shares it, and that group's layout
+    generations    the blocks' generations (owner counters) per rank, when the offer was made
+    sorted_blocks  its block numbers in order, for a fast search per window
+    nonces         nonces of its latest tickets
+    link           connection to the sink that has claimed the offer; None: it is unclaimed
+    transfer       that sink's number of the transfer
+    plan           the transfer plan; the claim is complete once it is set
+    shares         the ranks' parts of the offer by rank of the sink's group, once a rank has
+                   claimed its part (shared_offers.py)
+    claimed_by     the group that shares the offer, and that group's layout
+    whole          if this is one rank's part: the whole offer; otherwise None
+    rank           if this is one rank's part: the rank that may claim it; otherwise -1
     """
 
     __slots__ = (
@@ -140,11 +142,10 @@ class LeasedOffer:
 
 
 class ThroughputMeter:
-    """Measures how fast KV is sent while bytes are in flight, and passes bytes and seconds to
-    `on_measured`.
+    """Measures how fast KV is sent, counting only the time in which bytes are in flight.
 
-    A period of measurement ends when no bytes are in flight, or after `most_s` seconds, when the
-    next one starts.
+    A measurement ends when no bytes are in flight, or after `most_s` seconds. `on_measured` is then
+    called with its bytes and seconds.
     """
 
     def __init__(self, on_measured: Callable[[int, float], None], most_s: float = 0.1) -> None:
@@ -236,11 +237,10 @@ class SendQueue:
             self._turns.add(offer.transfer, offer.priority, offer.urgent_at, now)
 
     def next_windows(self, now: float) -> list[PutWindow]:
-        """Return the windows (pieces of KV) to send now, by urgency, as far as the peer's credit
-        allows.
+        """Return the windows (pieces of KV) to send now, in order of urgency.
 
-        The result is limited to about MAX_RUNS byte ranges, because other connections wait
-        meanwhile. It is called again when credit is returned.
+        The peer's send credit limits them. So does a number of about MAX_RUNS byte ranges, because
+        other connections wait meanwhile. The method is called again when credit is returned.
         """
         puts: list[PutWindow] = []
         runs = 0

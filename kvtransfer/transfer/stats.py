@@ -46,10 +46,9 @@ class AgentStats:
         _add(self._sent_s, pair, seconds)
 
     def count_received(self, pair: tuple[str, str], n_bytes: int, seconds: float) -> None:
-        """Count bytes that this agent received as a sink, and the seconds since the source accepted
-        the transfer.
+        """Count bytes that this agent received as a sink.
 
-        `pair` is (peer, transport).
+        `pair` is (peer, transport); `seconds` is the time since the source accepted the transfer.
         """
         _add(self._moved_bytes, pair, n_bytes)
         _add(self._moved_s, pair, seconds)

@@ -21,10 +21,12 @@ PUMP_MS = 50
 class PumpFunctions(NamedTuple):
     """The C functions of _pump.c, which describes their parameters.
 
-    move           reads or writes the bytes of one window
-    wait           waits for a socket or an eventfd
-    receive, send  reads or writes a few bytes, with the interpreter lock held
-    ring, clear    makes an eventfd readable or unreadable, with the interpreter lock held
+    move     reads or writes the bytes of one window
+    wait     waits for a socket or an eventfd
+    receive  reads a few bytes, with the interpreter lock held
+    send     writes a few bytes, with the interpreter lock held
+    ring     makes an eventfd readable, with the interpreter lock held
+    clear    makes an eventfd unreadable again, with the interpreter lock held
     """
 
     move: Callable[..., tuple[int, bool]]
@@ -39,10 +41,11 @@ class PumpCalls:
     """The calls of the native pump (C code that moves bytes) for one direction of a connection.
 
     pump         the pump's functions
-    fd, stop_fd  the socket, and an eventfd that ends a wait
-    is_writing   whether bytes are written to the socket
+    fd           the socket
+    stop_fd      an eventfd; when it becomes readable, the pump stops waiting
+    is_writing   whether bytes are written to the socket; False: they are read
     patience_ms  maximum milliseconds to wait for bytes or room; 0: return at once
-    spin_us      microseconds of a wait to poll before sleeping
+    spin_us      microseconds to poll at the beginning of a wait, before sleeping
     was_stopped  whether stop_fd was readable at the end of the last call
     """
 
@@ -59,8 +62,10 @@ class PumpCalls:
 class Digest:
     """An XXH3-64 digest that C code updates: the equivalent of xxhash.xxh3_64.
 
-    update_address, state_address   C function and state, for the pump; they are valid while this
-                                    object lives
+    The pump gets two addresses, which are valid while this object lives.
+
+    update_address  address of the C function that adds bytes
+    state_address   address of the digest's state
     """
 
     __slots__ = ("state_address", "update_address")

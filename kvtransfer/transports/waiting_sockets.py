@@ -16,20 +16,21 @@ from kvtransfer.protocol.frame import PREAMBLE_BYTES
 from kvtransfer.util.client_address import client_address
 
 MOST_WAITING, MOST_PER_ADDRESS = 512, 256
-"""Maximum number of waiting sockets, in total and per IPv4 address or IPv6 /64. A further socket
-closes an old one.
+"""Maximum numbers of waiting sockets.
+
+MOST_WAITING applies to all of them, MOST_PER_ADDRESS to those of one IPv4 address or IPv6 /64. A
+further socket closes an old one.
 """
 SILENT_PERIOD_S = 0.02
-"""Seconds in which at most one socket that sends nothing becomes a link."""
+"""Minimum seconds between two sockets that become links although they have sent nothing."""
 _EVENTS = 256  # sockets that are looked at in one round
 
 
 class WaitingSockets:
-    """A limited number of accepted sockets; those that have sent bytes come before those that have
-    not.
+    """A limited set of accepted sockets that wait to become links.
 
-    Bytes count only once they could be the beginning of a frame, and thus not those of a client
-    that sends one byte at a time.
+    Sockets that have sent bytes become links before those that have not. The bytes must be enough
+    to be the beginning of a frame. So a client that sends one byte at a time gains nothing.
     """
 
     def __init__(self, listener: socket.socket) -> None:

@@ -10,9 +10,9 @@ T = TypeVar("T")
 
 
 class TtlMap(Generic[T]):
-    """A map from names to values that keeps each for `ttl_s` seconds, and at most `max_entries`.
+    """A map whose values expire `ttl_s` seconds after they were set.
 
-    The oldest entry is dropped first. Not thread-safe.
+    It holds at most `max_entries` values; above that, the oldest is dropped. Not thread-safe.
     """
 
     def __init__(self, ttl_s: float, max_entries: int = _MOST) -> None:

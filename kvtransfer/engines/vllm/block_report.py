@@ -30,9 +30,10 @@ class PoolState(msgspec.Struct, frozen=True):
 
 
 class BlockReport:
-    """Answers connections to a Unix socket at `path` with what `read` returns, until `close`.
+    """Serves the state of a block pool on a Unix socket at `path`, until `close` is called.
 
-    Only this user can connect. Raises OSError if the socket cannot be created.
+    Every connection is answered with what `read` returns, as JSON. Only this user can connect.
+    Raises OSError if the socket cannot be created.
     """
 
     def __init__(self, path: Path, read: Callable[[], PoolState]) -> None:

@@ -72,6 +72,7 @@ _ENCODER = msgspec.msgpack.Encoder()
 def digest_prompt(tokens: Sequence[int], variant: str = "") -> bytes:
     """Return a 16-byte hash of a prompt: of its tokens, and of everything else that changes its KV.
 
+    tokens   the prompt's token ids
     variant  text with the adapter's name, the identities of images, or similar facts
     """
     state = hashlib.blake2b(digest_size=16, person=b"kv-prompt")

@@ -10,11 +10,11 @@ _PATTERNS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.json")
 
 
 def identify_weights(model: str, facts: Sequence[object]) -> str:
-    """Return a hash of 16 hex digits that differs for other weights.
+    """Return a hash of 16 hex digits that is different for different weights.
 
-    model   name of a model, or the path of its folder or file. Of local files the names, sizes and
-            times of change count, so that a model that is trained further has another identity
-    facts   what else decides the weights, such as a revision, or how they are made
+    model  name of a model, or path of its folder or file. Of local files, names, sizes and
+           modification times are hashed, so a model that is trained further gets another identity
+    facts  everything else that determines the weights, such as a revision, or how they are made
     """
     path = Path(model)
     files = [path] if path.is_file() else [f for each in _PATTERNS for f in path.rglob(each)]

@@ -55,11 +55,13 @@ _log = logging.getLogger("penstock")
 class RdmaOptions(msgspec.Struct, frozen=True):
     """The options of RDMA connections between agents.
 
-    device, gid_index  None: the first active device, and its IPv4-routed address if there is one
-    checksums          whether the sink compares xxh3-64 of the received bytes with the source's
-    spin_s             seconds that a busy thread polls its device before it sleeps
-    setup_s            seconds that a queue pair may take to connect
-    most_keys          keys in one grant; blocks that need more are staged and copied
+    device     name of the RDMA device; None: the first active one
+    gid_index  index of the device's address; None: an IPv4-routed one if there is one
+    checksums  whether the sink compares xxh3-64 of the received bytes with the source's
+    spin_s     seconds that a busy thread polls its device before it sleeps
+    setup_s    maximum seconds until a queue pair is connected
+    most_keys  maximum number of memory keys that the sink sends for one transfer. Blocks that need
+               more are received in a staging buffer and copied from there
     """
 
     device: str | None = None
