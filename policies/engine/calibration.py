@@ -29,7 +29,10 @@ DELAYED_VAR = 0.1  # what the wait that is left in it adds to the variance of it
 
 
 class PrefillLesson(NamedTuple):
-    """What a span says about the speed of prefill: the arguments of SpeedBelief.observe_prefill."""
+    """What a span says about the speed of prefill.
+
+    The members are the arguments of SpeedBelief.observe_prefill, which describes them.
+    """
 
     ratio: float
     fills: Sequence[float]
@@ -40,16 +43,20 @@ class PrefillLesson(NamedTuple):
 class StepSpan:
     """The consecutive engine steps since the last observed moment, with their predicted work.
 
+    The learned speed is corrected by comparing that prediction with the time that has really
+    passed.
+
     anchor           when the steps began: at a first token or, if `entered` is set, at the end of
-                     the decode step during which a prompt entered. In the second case `wait_s` is
-                     the mean wait for that end
+                     the decode step during which a prompt entered
+    wait_s           in the second case, the mean wait for that end, in seconds
+    entered          when that prompt entered; None in the first case
     fills            predicted seconds of prefill, by how full the steps were (step_time.FILLS)
     pairs_s          the part of these seconds that is attention (SpeedBelief.area_s)
     decode_s         predicted seconds of decoding between the prefill steps
     steps            number of steps
     waits_for_kv     whether a prompt had to wait for KV memory
-    delayed_lessons  the lessons of the spans with such a wait, since the last correction from first
-                     tokens
+    delayed_lessons  what earlier spans with such a wait say (PrefillLesson), since the last
+                     correction from first tokens
     peer_tokens      the largest number of prompt tokens of other gateways that were queued in the
                      meantime
     corrected_at     time of the last correction from first tokens
@@ -79,7 +86,10 @@ class StepSpan:
         self.begin(0.0)
 
     def begin(self, at: float, wait_s: float = 0.0, entered: float | None = None) -> None:
-        """Begin to measure engine steps at the time `at`, with zero steps counted."""
+        """Begin to measure engine steps at the time `at`, with zero steps counted.
+
+        `wait_s` and `entered` are as in the class.
+        """
         self.anchor, self.wait_s, self.entered, self.waits_for_kv = at, wait_s, entered, False
         self.fills = [0.0] * (FILLS + 1)
         self.pairs_s = self.decode_s = 0.0
@@ -109,12 +119,17 @@ class StepSpan:
 
 
 def learn(span: StepSpan, load: EngineLoad, ends: float, now: float) -> None:
-    """Correct an engine's learned speed by the real duration of its steps.
+    """Correct an engine's learned speed by the real duration of its steps, and begin the next span.
+
+    span  the steps to compare
+    load  the engine's load with the learned speed
+    ends  predicted end of the last step. The first token came within that step, at a time known
+          only to a fraction of its length
+    now   time of the observed first token
 
     Several spans in which a prompt waited for KV memory give one correction, unless a span without
-    a wait comes first. `ends` is the predicted end of the last step. Within that step, the time of
-    the first token is known only to a fraction of the step's length. Prompts of other gateways may
-    have been computed in the same time, so the correction is smaller the more of them there are.
+    a wait comes first. Prompts of other gateways may have been computed in the same time, so the
+    correction is smaller the more of them there are.
     """
     belief = load.belief
     spent_s = now - span.anchor

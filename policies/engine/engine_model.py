@@ -21,57 +21,65 @@ if TYPE_CHECKING:
     from policies.engine.queued_prompt import QueuedPrompt
 
 TOGETHER = 0.25
-"""First tokens that are apart by less than this share of a decode step are assumed to come from one
-step."""
+"""First tokens closer together than this share of a decode step are assumed to come from one
+step.
+"""
 
 OVERDUE = 0.5
-"""A step that is late by this share of its length is assumed not to have begun, if KV memory is
-nearly full."""
+"""A step that is late by this share of its predicted length is assumed not to have begun.
+
+This applies only while KV memory is nearly full: the prompt then probably waits for KV.
+"""
 
 NEARLY_FULL = 0.03
-"""Share of free KV below which a prompt that was predicted to fit may in fact be waiting for KV."""
+"""KV memory counts as nearly full below this share of free KV, 0 to 1.
+
+A prompt that was predicted to fit may then in fact be waiting for KV.
+"""
 
 
 class EngineModel:
     """The predicted state of one engine: queue, current step, decoding batch and KV.
 
-    It is changed by the events of EngineTimeline, and by calibration.py and load_forecast.py for
-    them.
+    A step is one pass of the engine over its batch. It is changed by the events of EngineTimeline,
+    and by calibration.py and load_forecast.py for them. Times are on the policy clock.
 
-    queue                            prompts of which some tokens are in no step yet, in order of
-                                     arrival
-    queued_tokens, queued_pairs      those tokens, and their query-key pairs
-    is_busy                          whether a step with prompt chunks is running
-    step_began_at, step_ends_at      its begin and predicted end; when idle, `step_began_at` is the
-                                     end of a decode step
-    completing                       the prompts that this step completes
-    step_tokens                      prompt tokens of this step
-    first_tokens_at                  when first tokens ended a step and the next one is not planned
-                                     yet; -inf otherwise
-    batch, context_base, steps       decoding sequences; `context_base + batch * steps` is their
-                                     total context; steps so far
-    batch_changed_at_step            value of `steps` when the batch last grew
-    kv_prompts                       prompt tokens that have KV and do not decode
-    incoming_kv_tokens               prompt tokens whose KV another endpoint computes
-    prefixes                         cached prefixes of all prompts that have KV, and how much of
-                                     that the engine really stores
-    kv_ratio                         stored share of all KV in the model, averaged over some
-                                     seconds, for the forecast
-    decode_s                         duration of a decode step at the present batch
-                                     (load_forecast.py)
-    raw_base_s, raw_context_s        its uncorrected prediction: without context, and for reading
-                                     the context
-    planned_tokens                   prompt tokens planned since the averages were last updated
-    prefill_steps, prefill_s         number and total seconds of steps with prompts
-    decode_base_s, decode_context_s  total uncorrected seconds of decode steps, in the same two
-                                     parts
-    averages                         running averages of the engine's work
-    idle_delay_s                     seconds from a pick to the first step of an idle engine
-    step_overhead_s                  the part of a step with prompts that is not prefill, in seconds
-    forecast_at, is_stale            when the forecast was computed, and whether it has left out a
-                                     change since
-    span                             the steps since the last observed moment, with which the next
-                                     first token is compared
+    queue                  prompts of which some tokens are in no step yet, in order of arrival
+    queued_tokens          number of those tokens
+    queued_pairs           number of their query-key pairs
+    is_busy                whether a step with prompt chunks is running
+    step_began_at          begin of that step; when idle, the end of a decode step
+    step_ends_at           predicted end of that step
+    completing             the prompts that this step completes
+    step_tokens            prompt tokens of this step
+    first_tokens_at        when first tokens ended a step and the next one is not planned yet; -inf
+                           otherwise
+    batch                  number of decoding sequences
+    steps                  number of decode steps so far
+    context_base           the sequences' total context is `context_base + batch * steps` tokens
+    batch_changed_at_step  value of `steps` when the batch last grew
+    kv_prompts             prompt tokens that have KV and do not decode
+    incoming_kv_tokens     prompt tokens whose KV another endpoint computes
+    prefixes               cached prefixes of all prompts that have KV, and how much of that the
+                           engine really stores
+    kv_ratio               really stored KV over all KV in the model, as an average over some
+                           seconds; the forecast uses it
+    decode_s               seconds of a decode step at the present batch (load_forecast.py)
+    raw_base_s             the part of its uncorrected prediction that does not depend on the
+                           context
+    raw_context_s          the part of that prediction for reading the context
+    planned_tokens         prompt tokens planned since the averages were last updated
+    prefill_steps          number of steps with prompts so far
+    prefill_s              total seconds of these steps
+    decode_base_s          total uncorrected seconds of decode steps, without reading the context
+    decode_context_s       total uncorrected seconds of decode steps for reading the context
+    averages               running averages of the engine's work
+    idle_delay_s           seconds from a pick to the first step of an idle engine
+    step_overhead_s        the part of a step with prompts that is not prefill, in seconds
+    forecast_at            when the forecast was computed
+    is_stale               whether the forecast leaves out a change since then
+    span                   the steps since the last observed moment, with which the next first token
+                           is compared
     """
 
     __slots__ = (
@@ -134,7 +142,8 @@ class EngineModel:
     def advance(self, load: EngineLoad, now: float) -> None:
         """Simulate the engine's steps up to the time `now`.
 
-        A step that completes a prompt lasts until the first token of that prompt is reported.
+        A step that completes a prompt is not ended by the prediction: it lasts until the first
+        token of that prompt is reported.
         """
         if self.first_tokens_at > -inf and not self._plan_next(load, now):
             return
@@ -168,8 +177,8 @@ class EngineModel:
             self._decode_until(now)
 
     def is_same_step(self, now: float) -> bool:
-        """Return whether first tokens ended a step so recently that more tokens of the same step
-        may follow.
+        """Return whether first tokens that arrive now may come from the step that has just
+        ended.
         """
         return now - self.first_tokens_at <= TOGETHER * self.decode_s
 
@@ -189,10 +198,10 @@ class EngineModel:
         return True
 
     def complete_only_prompt(self, prompt: QueuedPrompt, now: float) -> None:
-        """Complete the engine's only queued prompt, computed since the last event, without planning
-        its step.
+        """Complete the engine's only queued prompt without planning a step for it.
 
-        This saves the planning for prompts from which nothing would be learned.
+        The prompt was computed since the last event. This saves time for prompts from which nothing
+        would be learned.
         """
         began_at = min(now, max(prompt.enters_at, self.step_began_at))  # it may wait for a slot
         if self.batch:
@@ -341,8 +350,9 @@ class EngineModel:
         self.is_busy, self.span.waits_for_kv = False, True
 
     def close_step(self, now: float) -> None:
-        """End the engine's current step at `now`, and start decoding for prompts whose first token
-        is not reported.
+        """End the engine's current step at `now`.
+
+        Prompts whose first token is not reported start to decode.
         """
         self.prefill_steps += 1
         self.prefill_s += now - self.step_began_at
@@ -380,16 +390,17 @@ class EngineModel:
         self.context_base += prompt.sequences * (prompt.prompt_tokens - self.steps)
 
     def on_kv_arrived(self, prompt: QueuedPrompt) -> None:
-        """Allocate KV in the modelled engine for a prompt whose KV was computed by another endpoint
-        and has arrived.
+        """Allocate KV in the modelled engine for a prompt whose KV has arrived from another
+        endpoint.
         """
         prompt.awaits_kv, prompt.has_kv = False, True
         self.incoming_kv_tokens -= prompt.prompt_tokens
         self.kv_prompts += prompt.prompt_tokens
 
     def catch_up_to(self, load: EngineLoad, prompt: QueuedPrompt, now: float) -> None:
-        """Advance the model to the step that completes this prompt, because the real engine was
-        faster than predicted.
+        """Advance the model to the step that completes this prompt.
+
+        The real engine was faster than predicted: it has reported the first token already.
         """
         prompt.enters_at = min(prompt.enters_at, now)
         while not prompt.is_planned:

@@ -107,11 +107,11 @@ class EngineTimeline(EngineModel):
     def on_ended(
         self, load: EngineLoad, prompt: QueuedPrompt, now: float, output_tokens: int | None
     ) -> None:
-        """Remove a prompt from the engine model because its request has ended, whether or not it
-        was computed.
+        """Remove a prompt from the engine model because its request has ended.
 
-        `output_tokens` is the length of a complete answer, or None if the answer is incomplete or
-        its length unknown. The caller must have advanced the model to `now`.
+        It may or may not have been computed. `output_tokens` is the length of a complete answer, or
+        None if the answer is incomplete or its length unknown. The caller must have advanced the
+        model to `now`.
         """
         if output_tokens is not None:
             self.lengths.record(output_tokens / prompt.sequences, prompt.output_tokens)

@@ -19,10 +19,11 @@ PART_DRIFT_VAR = 0.002**2  # drift of a partial factor, for example after an eng
 class KalmanFilter:
     """A Kalman filter on the logarithms of several factors, with their covariance.
 
-    The first factor applies to all work, the others to parts. An engine that becomes slower does so
-    in all its work. The deviation of a part is identified by observations in which that part is
-    large or small. A single outlier gets little weight. Two outliers in the same direction mean
-    that the GPU was throttled or released, so the variance grows and the filter follows.
+    The first factor applies to all work, the others to one part of it each. The first one alone
+    changes when an engine becomes slower, since it does so in all its work. The factor of a part is
+    learned from observations in which that part is large or small. A single outlier gets little
+    weight. Two outliers in the same direction mean that the GPU was throttled or released, so the
+    variance grows and the filter follows.
 
     factors  correction factors, 1.0 at first
     covar    covariance of their logarithms
@@ -45,7 +46,13 @@ class KalmanFilter:
     def restore(
         self, logs: Sequence[float], covar: Sequence[Sequence[float]], var: float, last: float
     ) -> None:
-        """Replace the filter's state by the saved state of another filter with the same prior."""
+        """Replace the filter's state by the saved state of another filter with the same prior.
+
+        logs   logarithms of the factors
+        covar  covariance of these logarithms
+        var    the attribute `var`
+        last   logarithm of the last observed ratio, limited to -1 to 1
+        """
         self._logs, self.factors = list(logs), [exp(log_) for log_ in logs]
         self.covar, self.var, self._last = [list(row) for row in covar], var, last
 

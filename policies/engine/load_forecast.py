@@ -24,10 +24,13 @@ def predict_tpot_s(
 ) -> float:
     """Return the expected seconds per output token of a new request.
 
-    The function adds the request itself to the batch for which `decode_s_per_token` holds.
-    `first_s` is the number of seconds until its first token. The result is the mean over all
-    requests that may arrive in the meantime; most requests meet fewer of them, and a few meet many
-    more.
+    prompt_tokens  tokens of its prompt
+    output_tokens  expected tokens of its answer
+    first_s        seconds until its first token
+
+    `decode_s_per_token` holds for the present batch; the function adds the request itself. The
+    result is the mean over all requests that may arrive in the meantime. Most requests meet fewer
+    of them, and a few meet many more.
     """
     belief, lately = load.belief, timeline.averages
     share = lately.share if lately.share < MOST_BUSY else MOST_BUSY

@@ -52,6 +52,9 @@ class OutputLengths:
     def estimate(self, model: str, tenant: str, slo: str, bound: int | None = None) -> float | None:
         """Return the expected number of output tokens of an answer, at most `bound`.
 
+        slo    name of the service class
+        bound  the request's own limit; None: no limit
+
         Returns None if the model has no answers yet.
         """
         estimate: float | None = None
@@ -80,11 +83,13 @@ class RecentLengths:
     def remaining_tokens(
         self, generated_tokens: float, expected_tokens: float, share: float
     ) -> float:
-        """Return a quantile of the remaining tokens of an answer that has `generated_tokens` so
-        far.
+        """Return a quantile of the number of tokens that a running answer will still generate.
 
-        `share` is the quantile, 0 to 1, among earlier answers that were at least as long. An answer
-        longer than all earlier ones is expected to double in length.
+        generated_tokens  tokens of the answer so far
+        expected_tokens   its expected length
+        share             the quantile, 0 to 1, among earlier answers that were at least as long
+
+        An answer longer than all earlier ones is expected to double in length.
         """
         ordered = self._ordered
         if ordered is None:

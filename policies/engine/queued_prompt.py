@@ -73,8 +73,9 @@ class QueuedPrompt:
 
     @property
     def uncached_tokens(self) -> int:
-        """Return the number of tokens to compute when the prompt arrived; at least 1, because the
-        last token is always computed.
+        """Return the number of prompt tokens that were to be computed when the prompt arrived.
+
+        It is at least 1, because the last token is always computed.
         """
         return max(1, self.prompt_tokens - self.prefix_tokens)
 

@@ -17,11 +17,11 @@ LEAST_ARRIVALS, LEAST_S = 3.0, 1.0  # prompts and seconds before arrivals can be
 
 
 class EngineAverages:
-    """Computes decaying averages of an engine's recent work, according to its model.
+    """Computes decaying averages of an engine's recent work, as its model predicts it.
 
-    rate   prompt tokens computed per second, averaged over RATE_S
-    share  share of the time spent in steps with prompts, averaged over SHARE_S
-    pace   steps with prompts per second, averaged over SHARE_S
+    rate   prompt tokens computed per second, averaged over RATE_S seconds
+    share  share of the time spent in steps with prompts, 0 to 1, averaged over SHARE_S seconds
+    pace   steps with prompts per second, averaged over SHARE_S seconds
     """
 
     __slots__ = ("at", "first_event_at", "pace", "rate", "seen_s", "seen_steps", "share")
@@ -52,8 +52,9 @@ class EngineAverages:
 
 
 class ArrivalAverages:
-    """Computes decaying averages of the prompts recently sent to an endpoint, over ARRIVALS_S
-    seconds.
+    """Computes decaying averages of the prompts recently sent to an endpoint.
+
+    The decay time is ARRIVALS_S seconds.
 
     prompts  decayed number of prompts
     tokens   decayed number of the prompts' uncached tokens

@@ -22,7 +22,7 @@ class SharedPrefixKv:
         self.tokens, self.distinct = 0, 0.0
 
     def exclusive_share(self) -> float:
-        """Return the estimated share, 0 to 1, of a prefix that only one sequence uses.
+        """Return the share of a prefix, 0 to 1, that is estimated to be used by only one sequence.
 
         If sequences use some of the prefixes at random, this is nearly the square of `distinct /
         tokens`.

@@ -44,7 +44,9 @@ class StepCosts(msgspec.Struct, frozen=True):
     def filling(self, tokens: float) -> tuple[int, float]:
         """Return how full an engine step with `tokens` prompt tokens is, as (part, share).
 
-        A full step has FILLS equal parts; the tokens end in this part and fill this share of it.
+        A full step consists of FILLS equal parts. `part` is the index of the part in which the
+        tokens end, and `share` (0 to 1) is how much of that part they fill. With FILLS = 4, a step
+        that is 60 % full gives (2, 0.4).
         """
         index = FILLS * tokens / self.budget_tokens
         part = min(FILLS - 1, int(index))
@@ -96,13 +98,13 @@ def shape_for(
     Unknown arguments get neutral values. Layers and width are derived from the parameters as in the
     Llama and Qwen families.
 
-    gpu                 GPU type, a key of policies/sizing/gpus.py; None if unknown
-    params_b, active_b  billions of parameters, and of those the ones that each token activates
-    kv_token_bytes      KV cache per token over all layers; None: 8 heads of 128 per layer in 16
-                        bits
-    weight_bytes        bytes per parameter
-    request_s           API latency in seconds
-    budget_tokens       most tokens of one step
+    gpu             GPU type, a key of policies/sizing/gpus.py; None if unknown
+    params_b        billions of parameters
+    active_b        billions of parameters that each token activates (fewer in a mixture of experts)
+    kv_token_bytes  KV cache per token over all layers; None: 8 heads of 128 per layer in 16 bits
+    weight_bytes    bytes per parameter
+    request_s       API latency in seconds
+    budget_tokens   maximum tokens of one step
     """
     kind = GPUS.get((gpu or UNKNOWN_GPU).lower(), GPUS[UNKNOWN_GPU])
     fit = _FITS[kind.fit_of or kind.name]
@@ -138,10 +140,13 @@ REACH_GAIN, MOST_REACH_S = 0.05, 1.0
 
 
 class SpeedFactor(NamedTuple):
-    """A correction factor for one kind of engine work (prefill, attention or decode), used to
-    compare endpoints' prices.
+    """The learned speed of one kind of engine work, as a factor on its estimated time.
 
-    It holds for the usual mix of that work. `var` is the variance of the factor's logarithm.
+    The kinds are prefill, attention and decode. Prices of endpoints are compared by these factors.
+    Each holds for the work that the engine usually gets, not for a particular step.
+
+    factor  correction factor; above 1, the engine is slower than estimated
+    var     variance of the factor's logarithm
     """
 
     factor: float
@@ -149,7 +154,9 @@ class SpeedFactor(NamedTuple):
 
 
 class UsualSpeeds(NamedTuple):
-    """Correction factors for prefill, its attention, and decode steps, each in its usual mix."""
+    """The learned speeds of prefill, of its attention, and of decode steps, for the engine's usual
+    work.
+    """
 
     prefill: SpeedFactor
     pairs: SpeedFactor
@@ -159,20 +166,25 @@ class UsualSpeeds(NamedTuple):
 class SpeedBelief:
     """Learned speed of one endpoint: the estimated step costs `shape` and correction factors.
 
-    Changed by the endpoint's timeline and ledger.
+    It is changed by the endpoint's timeline and ledger. FILLS is the number of parts into which a
+    full step is divided (StepCosts.filling).
 
-    prompts    factors on the prefill part of steps: on all of it; on steps that are 0, 1, 2 and 3
-               quarters full, whose matrices do not fill the GPU; and on attention
-    decodes    factors on steps without prompts: on all of it, and on reading the context
-    layers     factor on the fixed part of a step with prompts
-    speeds     one factor each for prefill, attention and decode steps in their usual mix
-    paces      factors on the prefill part of steps at the ends of FILLS
-    request_s  API latency in seconds before the engine receives a request
+    prompts        factors on the prefill part of steps: on all of it; on steps that are 0, 1, 2 and
+                   3 quarters full, whose matrices do not fill the GPU; and on attention
+    decodes        factors on steps without prompts: on all of it, and on reading the context
+    layers         factor on the fixed part of a step with prompts
+    speeds         one factor each for prefill, attention and decode steps, for the usual work
+    paces          factors on the prefill part of a step that is 0, 1, ... FILLS parts full
+    request_s      API latency in seconds before the engine receives a request
+    budget_tokens  maximum tokens of one step
 
-    The other attributes are estimates times their factors. `flop_s` is per decoding sequence, and
-    `layers_s` is the fixed part of a step with prompts. `base_s` and `floor_s` are the fixed part
-    and the lower bound of a step without prompts. `area_s` is the attention cost times attention's
-    own factor only.
+    The other attributes are estimates multiplied by their factors:
+
+    flop_s    seconds of compute per decoding sequence
+    layers_s  fixed part of a step with prompts
+    base_s    fixed part of a step without prompts
+    floor_s   lower bound of a step without prompts
+    area_s    seconds of attention per query-key pair, with attention's own factor only
     """
 
     __slots__ = (
@@ -278,8 +290,8 @@ class SpeedBelief:
     ) -> None:
         """Update the correction factors, because prefill took `ratio` times as long as predicted.
 
-        fills      estimated seconds of that prefill, distributed over the ends of FILLS as `pace`
-                   interpolates
+        fills      estimated seconds of that prefill, for steps that are 0, 1, ... FILLS parts full.
+                   A step between two of these counts for both, as in `pace`
         pairs_s    the part of these seconds that is attention
         noise_var  variance of the ratio's logarithm
         """
@@ -295,8 +307,10 @@ class SpeedBelief:
         self._settle_prompts()
 
     def observe_step_overhead(self, ratio: float, noise_var: float) -> None:
-        """Update the correction factor of the fixed part of prefill steps, which took `ratio` times
-        the predicted time.
+        """Update the correction factor of the fixed part of prefill steps.
+
+        ratio      observed over predicted time of that part
+        noise_var  variance of the ratio's logarithm
         """
         self.layers.observe(ratio, (1.0,), noise_var)
         self._settle_layers()
@@ -306,8 +320,9 @@ class SpeedBelief:
     ) -> None:
         """Update the correction factors, because decode steps took `seen_s` seconds.
 
-        Their estimate was `base_s`, plus `context_s` to read the context, both in seconds.
-        `noise_var` is the variance of the logarithm of the observed ratio.
+        base_s     estimated seconds of these steps without reading the context
+        context_s  estimated additional seconds for reading the context
+        noise_var  variance of the logarithm of the observed ratio
         """
         factor, context = self.decodes.factors
         context_s *= context

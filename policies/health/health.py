@@ -56,14 +56,14 @@ class HealthLimits(msgspec.Struct, frozen=True):
 
     failures_in_a_row    consecutive failures that eject an endpoint; a refused connection ejects it
                          at once
-    first_s, longest_s   seconds of the first ejection, and of the longest. Each further ejection
-                         after a return doubles the seconds. A failed probe doubles them only for a
-                         slow endpoint
+    first_s              seconds of the first ejection. Each further ejection after a return doubles
+                         them; a failed probe doubles them only for a slow endpoint
+    longest_s            maximum seconds of an ejection
     jitter               random variation of each ejection's length, as a share of it, so that
                          returns do not coincide
     successes_to_return  successful answers after a probe before the endpoint counts as up
-    forgive_s            seconds in use without an ejection after which the doubling starts again
-                         from first_s
+    forgive_s            after this many seconds in use without an ejection, the next one lasts
+                         first_s again
     ejected_share        share of a pool that failures of requests may eject (at least one endpoint,
                          never the last)
     """

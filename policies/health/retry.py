@@ -19,11 +19,10 @@ class RetryLimits(msgspec.Struct, frozen=True):
 
 
 class RetryBudget:
-    """Counts running retries and limits their number (after Envoy's retry budget: 20 % of active
-    requests, at least 3).
+    """Counts running retries and limits their number, like Envoy's retry budget.
 
-    There is one per gateway, which may change its `limits`. Every successful `try_take` needs one
-    `release` when the attempt ends.
+    The default is 20 % of active requests, at least 3. There is one budget per gateway, which may
+    change its `limits`. Every successful `try_take` needs one `release` when the attempt ends.
     """
 
     __slots__ = ("limits", "running")

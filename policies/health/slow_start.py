@@ -16,10 +16,14 @@ LEAST = 0.1
 
 
 def soft_cap(max_concurrency: int, warm_s: float, ramp_s: float) -> int:
-    """Return the most requests to send at once to an endpoint that has been in use for `warm_s`
-    seconds.
+    """Return the maximum number of requests to send at once to an endpoint that was recently
+    started.
 
-    The cap grows linearly from a tenth of `max_concurrency`, and is at least 1. After `ramp_s`
+    max_concurrency  the endpoint's normal cap
+    warm_s           seconds for which it has been in use
+    ramp_s           seconds until the normal cap holds
+
+    The result grows linearly from a tenth of `max_concurrency`, and is at least 1. After `ramp_s`
     seconds it is NO_SOFT_CAP.
     """
     if warm_s >= ramp_s:

@@ -48,8 +48,8 @@ class SlowLimits(msgspec.Struct, frozen=True):
     factor        ratio of the endpoint's time to its peers' time from which it counts as slow; 0:
                   it never does
     clear         ratio below which a suspect endpoint counts as normal again
-    reviews       number of consecutive reviews, each with new samples, that a suspect must exceed
-                  `factor` in before it counts as slow
+    reviews       a suspect counts as slow after this many reviews in a row, each with new samples,
+                  in which it exceeds `factor`
     usual_margin  factor by which the ratio must also exceed the endpoint's own usual ratio
     least_s       seconds by which the endpoint's time must exceed its peers', by measure (TTFT,
                   TPOT, ANSWER); clients do not notice smaller differences
@@ -66,7 +66,7 @@ class ReviewedEndpoint(msgspec.Struct, frozen=True, eq=False):
     """One endpoint of a pool whose speed is reviewed.
 
     record       the endpoint's speed samples and verdict
-    kind         a value that is equal for endpoints that are compared with each other (peers)
+    kind         endpoints with an equal value are compared with each other (peers)
     shape        the endpoint's step costs, by which times of different sizes of work are compared
     step_tokens  largest number of prompt tokens that its current prefill step may have to compute
     """
@@ -161,8 +161,10 @@ class PeerTimes:
     def expected_s(self, recent: SpeedSamples, own: SpeedSamples) -> float:
         """Return the total seconds that other endpoints would take for the work of the samples.
 
-        Returns 0 if that is unknown. `own` are this endpoint's samples among the references; they
-        are left out.
+        recent  the samples of the endpoint that is judged
+        own     the same endpoint's samples among the references, which are left out
+
+        Returns 0 if that time is unknown.
         """
         total = 0.0
         for bin_, count in enumerate(recent.counts):
@@ -187,10 +189,10 @@ class PeerTimes:
         return middle_s * self._size(bin_, work)
 
     def fixed_s(self, own: SpeedSamples | None) -> float:
-        """Return the part of other endpoints' times that does not depend on the size of the work.
+        """Return the seconds per sample that other endpoints take whatever the size of the work.
 
-        It is the intercept of their times over the roofline, in seconds per sample; 0 if work of
-        one size only was measured.
+        It is the intercept of a line through their times over the roofline's times. Returns 0 if
+        work of one size only was measured. `own` is left out.
         """
         points = [
             (_work_s(self._measure, self._shape, _middle(bin_)), seconds)

@@ -21,49 +21,52 @@ from policies.engine.step_time import NEUTRAL
 
 BINS = 24
 SAME_STEP_S, SAME_STEP_SHARE = 0.002, 0.05
-"""First tokens that are at most this many seconds apart, or this share of the step's duration, come
-from the same engine step.
+"""First tokens that come close together are taken for results of the same engine step.
+
+They are close if they differ by at most SAME_STEP_S seconds plus SAME_STEP_SHARE of the step's
+duration.
 """
 
 RECENT, REFERENCE = 0.76, 0.966
-"""Factors per second on the weight of a speed sample: with RECENT it halves in 2.5 s, with
-REFERENCE in 20 s.
+"""Factors by which the weight of a speed sample falls each second.
+
+RECENT     weights halve in 2.5 s; for judging the endpoint itself
+REFERENCE  weights halve in 20 s; for judging its peers
 """
 
 NEEDED = (6.0, 3.0, 6.0)
 """Minimum number of samples for a verdict of slowness, by measure (TTFT, TPOT, answer).
 
-The more the ratio exceeds its limit, the fewer are needed, down to a third at twice the limit. This
-many samples never expire, because a quiet endpoint would have no evidence otherwise. A TPOT sample
-covers all streams over one second.
+The more the ratio exceeds its limit, the fewer are needed, down to a third at twice the limit. The
+weights of the last samples, this many, never decay, because a quiet endpoint would have no evidence
+otherwise. A TPOT sample covers all streams over one second.
 """
 
 MOST_UNCOUNTED = 64
 """Maximum number of samples per measure between two reviews; more would hardly change the mean."""
 
 LEAST_SHARE_CLEAR = 0.2
-"""Minimum share of a second that must be free of prefill for a sample of the streams' seconds per
-token.
+"""A second gives a TPOT sample only if more than this share of it was free of prefill.
+
+Prefill delays the running streams. A short remainder would say little about their own speed.
 """
 
 JOIN_S, IDLE_JOIN_S = 0.03, 0.005
-"""Seconds after the beginning of a prefill step in which a newly sent prompt may still become part
-of the step.
+"""A prompt sent within this many seconds after a prefill step began may still become part of it.
 
-IDLE_JOIN_S is for an engine without streams, which begins the step at once. Other engines first
-finish the running decode step, hence JOIN_S.
+JOIN_S       for an engine with streams, which first finishes the running decode step
+IDLE_JOIN_S  for an engine without streams, which begins the step at once
 """
 
 LEAST_PACED = 3.0
-"""Number of prompts that an endpoint must complete before a review may find it as fast as its
-peers.
-"""
+"""A review finds an endpoint as fast as its peers only after it has completed this many prompts."""
 
 MOST_AHEAD = 1.5
-"""A prefill step gives no sample if it may have computed more than this many times the tokens of
-its completed prompts.
+"""A prefill step is too uncertain for a sample if it may have computed many more tokens than are
+known.
 
-Neither does the step after it.
+The limit is this multiple of the tokens of its completed prompts: the rest would belong to prompts
+that are not complete. The step after it gives no sample either.
 """
 
 USUAL_GAIN, LEAST_USUAL = 0.05, 20
@@ -97,7 +100,7 @@ class Slowness(msgspec.Struct, frozen=True):
 
     ratio    the endpoint's time divided by its peers' time for the same work
     seconds  the endpoint's mean seconds per sample
-    peers_s  seconds that the peers take for the same work
+    peers_s  seconds that its peers take for the same work
     """
 
     measure: Measure
@@ -107,8 +110,9 @@ class Slowness(msgspec.Struct, frozen=True):
 
 
 class SpeedSamples:
-    """Decaying sums over speed samples: their seconds, their work and their number, in bins by size
-    of work.
+    """Decaying sums over speed samples, in bins by size of work.
+
+    Each bin has the sums of the samples' seconds, of their work, and their number.
 
     total  number of samples in all bins; decay does not reduce it below `least`
     """
@@ -220,9 +224,7 @@ class SampleTrack:
         return judged.minus(self._reviewed)
 
     def restart(self) -> None:
-        """Discard all speed samples, but keep the usual ratio of the endpoint's time to its peers'
-        time.
-        """
+        """Discard all speed samples, but keep the usual ratio to the peers' time."""
         least = self.recent.least
         self.recent, self.reference, self.fresh_count = SpeedSamples(least), SpeedSamples(least), 0
         self._reviewed = SpeedSamples(least)
@@ -234,8 +236,9 @@ class SampleTrack:
         return exp(self.log_usual_ratio) if self.review_count >= LEAST_USUAL else 0.0
 
     def update_usual_ratio(self, ratio: float) -> None:
-        """Move the usual ratio of the endpoint's time to its peers' time towards `ratio`, observed
-        without a fault.
+        """Move the usual ratio of the endpoint's time to its peers' time towards `ratio`.
+
+        Call it only for a review that found no fault.
         """
         self.review_count += 1
         self.log_usual_ratio += max(USUAL_GAIN, 1.0 / self.review_count) * (
@@ -246,18 +249,19 @@ class SampleTrack:
 class SpeedRecord:
     """The speed samples of one endpoint, and the verdict of the last review.
 
-    A prefill step is one pass of the engine over waiting prompts; its end is seen as their first
+    A prefill step is one pass of the engine over waiting prompts. Its end is seen as their first
     tokens.
 
-    since          beginning of the current prefill step (monotonic seconds): the previous first
-                   token, the sending of the first waiting prompt, or the expected end of an
+    since          beginning of the current prefill step (monotonic seconds). It is the previous
+                   first token, the sending of the first waiting prompt, or the expected end of an
                    abandoned step, which may be in the future
     is_timed       whether `since` is exact and the step has given no sample yet
     has_kept_pace  whether a review since the last restart() has found the endpoint as fast as its
                    peers
     prefill_s      total seconds, up to `since`, in which a prompt was waiting
     output         tokens of recent answers that were not streamed
-    slowness       why the endpoint is suspect or slow; kept while it is ejected; None otherwise
+    slowness       why the endpoint is suspect or slow, also while it is ejected for that; None
+                   otherwise
     """
 
     __slots__ = (
@@ -340,8 +344,8 @@ class SpeedRecord:
         """Return whether a prompt sent at `sent_at` is certainly not part of the engine's current
         step.
 
-        The engine completes a step even if the request by which the step was measured has been
-        cancelled.
+        It then waits for the step's end. The engine completes a step even if the request by which
+        the step was measured has been cancelled.
         """
         return sent_at - self._running_since >= JOIN_S
 
@@ -384,12 +388,15 @@ class SpeedRecord:
     def on_overtaken(
         self, tokens: int, work: int, now: float, *, late_s: float, step_s: float = 0.0
     ) -> None:
-        """Record that a prompt left the endpoint, because another endpoint answered first or
-        because it was late.
+        """Record that a prompt left the endpoint before its first token, for another endpoint.
 
-        If the prompt was the next to be computed and its step is late, `late_s` is added as a
-        sample: the minimum seconds that the step of `work` tokens will take (0: it is not late).
-        One step gives at most one sample. `step_s` is as for on_dropped().
+        That endpoint answered first, or this one was late.
+
+        tokens  uncached tokens of the prompt
+        work    tokens of the step in which the prompt would have been computed
+        late_s  minimum seconds that this step will take, if it is late; 0: it is not. If the prompt
+                was the next to be computed, this is added as a sample, at most one per step
+        step_s  as for on_dropped()
         """
         if late_s and self.is_timed and self._queue and self._queue[0] == tokens:
             self._end_step()
@@ -467,9 +474,7 @@ class SpeedRecord:
         return True
 
     def accept(self) -> None:
-        """Discard all samples and any verdict of slowness, because the endpoint is in rotation
-        again.
-        """
+        """Discard all samples and any verdict, because the endpoint may get requests again."""
         self.restart()
         self.slowness, self._probe_gap_s = None, FIRST_PROBE_GAP_S
 
@@ -506,10 +511,9 @@ class SpeedRecord:
         return min(waiting_tokens + self._dropped_tokens, most)
 
     def current_step_tokens(self, step_tokens: int) -> int:
-        """Return the likely size of the current prefill step, in tokens: the prompts that were
-        waiting when it began.
+        """Return the likely size of the current prefill step, in tokens, at most `step_tokens`.
 
-        The result is at most `step_tokens`.
+        It is the sum of the prompts that were waiting when the step began.
         """
         queue = self._queue
         return (

@@ -16,28 +16,31 @@ from policies.health.speed_record import LEAST_PACED, Measure, SpeedRecord, Spee
 from policies.load import NO_SOFT_CAP, EndpointLoad
 
 LEAST_LATE_S = 0.1
-"""Seconds before which no step and no request counts as late.
+"""No step and no request counts as late before this many seconds.
 
-For an endpoint that has kept pace with its peers, a hedge or move must also save at least this much
-time.
+For an endpoint that has been as fast as its peers, sending a request elsewhere must also save at
+least this much time.
 """
 
 UNPROVEN_RATIO, PROVEN_RATIO = 2.0, 2.5
-"""Multiple of the peers' time from which on a running step counts as a stall.
+"""A running step counts as a stall if it takes this multiple of the peers' time.
 
-The first holds for an endpoint that has not been as fast as its peers yet, the second for one that
-has.
+UNPROVEN_RATIO  for an endpoint that has not been as fast as its peers yet
+PROVEN_RATIO    for an endpoint that has
 """
 
 LATE_FACTOR, DOUBTED_FACTOR = 2.0, 1.2
-"""Multiple of its expected time from which on a request counts as late: usually, and at an endpoint
-in doubt."""
+"""A request counts as late if it takes this multiple of its expected time.
+
+LATE_FACTOR     usually
+DOUBTED_FACTOR  at an endpoint in doubt
+"""
 
 DOUBT_RATIO, DOUBT_S = 3.0, 2.0
-"""Multiple of the expected time from which on an endpoint is in doubt, and for how many seconds it
-then stays so.
+"""A running step that takes far too long puts its endpoint in doubt: it then gets few requests.
 
-DOUBT_S covers two reviews of speeds. An endpoint in doubt gets few requests.
+DOUBT_RATIO  multiple of the peers' time from which on this is so
+DOUBT_S      seconds that the doubt lasts; they cover two reviews of speeds
 """
 
 SUSPECT_CEILING = 1
@@ -46,14 +49,18 @@ capacity.
 """
 
 RAMP_S, RAMP_END = 0.5, 64
-"""After a doubt the limit of concurrent requests doubles every RAMP_S seconds, up to RAMP_END.
+"""After a doubt, the endpoint's limit of concurrent requests grows step by step.
 
 Policies that equalize what each endpoint was given in the past would otherwise send it a burst.
+
+RAMP_S    seconds in which the limit doubles
+RAMP_END  limit at which the growth ends: from then on there is no limit
 """
 
 LEAST_PEERS = 2
-"""Number of endpoints with completed prompts from which on only reviews renew the expected
-times.
+"""Once this many endpoints have completed prompts, only reviews renew the expected times.
+
+With fewer, the times are computed whenever they are needed.
 """
 
 
@@ -69,11 +76,10 @@ class Expectations:
         self.peer_times_by_kind: PeerTimesByKind = {}
 
     def stalled(self, members: Sequence[ReviewedEndpoint], now: float) -> list[tuple[float, int]]:
-        """Return (ratio, index) of the endpoints whose running prefill step is much slower than at
-        peers.
+        """Return (ratio, index) of each endpoint with a stall, the highest ratio first.
 
-        The highest ratio comes first. While little is known, expectations are built from what has
-        been completed since the last review.
+        A stall is a running prefill step that takes much longer than at peers. While little is
+        known, the peers' times are computed from what has been completed since the last review.
         """
         measured = sum(member.record.tracks[0].reference.total > 0.0 for member in members)
         if measured < min(LEAST_PEERS, len(members)):
@@ -94,9 +100,14 @@ class Expectations:
     ) -> float | None:
         """Return the seconds that a request will probably still wait for its first byte.
 
-        Returns None while the request is not late. `waited_s` is how long it has waited;
-        `is_doubted` says that its endpoint was late before or is suspect, and `is_behind` that
-        other prompts are computed before its own.
+        Returns None while the request is not late.
+
+        member      the request's endpoint
+        measure     the measure by which it is judged, such as TTFT
+        work        size of its work in that measure's unit, such as prompt tokens
+        waited_s    seconds that it has waited
+        is_doubted  whether its endpoint was late before or is suspect
+        is_behind   whether other prompts are computed before its own
         """
         peer_times = self.peer_times_by_kind.get((member.kind, measure))
         if peer_times is None:
@@ -141,7 +152,8 @@ class Expectations:
         return age_s / usual_s if usual_s else 0.0
 
     def late_step_s(self, member: ReviewedEndpoint, now: float) -> float:
-        """Return the seconds that a late prefill step will take at least; 0 if it is not late.
+        """Return the minimum seconds that a late prefill step will take in all; 0 if it is not
+        late.
 
         A step is late after LATE_FACTOR times its peers' time. It is expected to last as long again
         as it has lasted, unless the endpoint's own steps usually take less. At an endpoint whose
@@ -203,8 +215,9 @@ def choose_doubted(stalled: Sequence[tuple[float, int]], doubted: Sequence[bool]
 
 
 def is_doubted(load: EndpointLoad) -> bool:
-    """Return whether the endpoint may get only one request at a time, because it is suspected to
-    have failed or to be slow.
+    """Return whether the endpoint may get only one request at a time.
+
+    This is so while it is suspected to have failed or to be slow.
     """
     return load.soft_cap <= SUSPECT_CEILING
 
