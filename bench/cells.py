@@ -56,9 +56,10 @@ Measure = Callable[[Running, Pace, Path], Numbers]
 class Row:
     """One row of the benchmark's result table: a measured quantity and its goals.
 
-    goals  by system: the highest allowed ratio of our value to its value; with `added`, the highest
-           allowed difference
-    limit  the highest allowed value of Penstock itself
+    metric  key of the quantity in a measurement's results
+    goals   by system: the maximum ratio of our value to that system's value
+    added   whether goals limit the difference of the two values instead of the ratio
+    limit   the maximum of Penstock's own value; None: no limit
     """
 
     name: str
@@ -73,8 +74,11 @@ class Row:
 class Cell:
     """One kind of traffic, the routing policy that each system uses for it, and its result rows.
 
-    With `fresh`, each measurement starts a new process, because a process that has already served
-    streams does not return all of their memory.
+    policies  routing policy by system
+    measure   function that measures one running system
+    rows      the rows of the result table
+    fresh     whether each measurement starts a new process. A process that has served streams does
+              not return all of their memory
     """
 
     policies: dict[str, str]
@@ -110,13 +114,13 @@ def chat_body(content: str, stream: bool) -> bytes:
 
 
 def paced(chunks: int, every_us: int, first_us: int, burst: int = 1, join: int = 0) -> bytes:
-    """Return the body of a streaming request whose prompt tells the test backend when to send
-    chunks.
+    """Return the body of a streaming request whose prompt sets when the test backend sends chunks.
 
-    chunks  number of chunks
-    every_us, first_us  microseconds between two bursts, and before the first one
-    burst   chunks sent at a time
-    join    1: all chunks of a burst in one write; 0: one write for each
+    chunks    number of chunks
+    every_us  microseconds between two bursts
+    first_us  microseconds before the first burst
+    burst     number of chunks sent at a time
+    join      1: all chunks of a burst in one write; 0: one write for each chunk
     """
     note = (
         f"@bench chunks={chunks} every_us={every_us} first_us={first_us} burst={burst} join={join}@"

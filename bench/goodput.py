@@ -94,11 +94,11 @@ def agent_cells(policies: Iterable[str], seeds: Iterable[int], quick: bool) -> I
 def overload_cells(
     measurements: Iterable[Measurement], workloads: Iterable[str], seeds: Iterable[int], quick: bool
 ) -> Iterator[Cell]:
-    """Yield the cells of the policy `priced` at 1, 2 and 3 times its capacity, with each admission
-    rule.
+    """Yield the cells of the policy `priced` at 1, 2 and 3 times its capacity.
 
-    `measurements` must include the capacities. Trace slices always have their full length, because
-    a third of a slice ends before the queues are full.
+    Each load is measured with each admission rule. `measurements` must include the capacities.
+    Trace slices always have their full length, because a third of a slice ends before the queues
+    are full.
     """
     known = {
         (item.cell.workload, item.cell.seed): item.capacities["0.9"]
@@ -118,8 +118,9 @@ def overload_cells(
 
 
 def trouble_cells(seeds: Iterable[int], quick: bool) -> Iterator[Cell]:
-    """Yield the cells that find Penstock's capacity with outdated engine metrics or lost cache
-    events.
+    """Yield the cells that find Penstock's capacity when its information is bad.
+
+    Either engine metrics are outdated, or cache events are lost.
     """
     for seed in seeds:
         for workload in ("conversation", "b2b"):
@@ -136,8 +137,9 @@ def trouble_cells(seeds: Iterable[int], quick: bool) -> Iterator[Cell]:
 
 
 def tenant_cells(seeds: Iterable[int], quick: bool) -> Iterator[Cell]:
-    """Yield the cells that measure a tenant beside another tenant with the same or ten times its
-    load.
+    """Yield the cells that measure a tenant beside another one.
+
+    The other tenant has the same load, or ten times as much.
     """
     for seed in seeds:
         for policy, admission in (
@@ -155,8 +157,9 @@ def tenant_cells(seeds: Iterable[int], quick: bool) -> Iterator[Cell]:
 
 
 def split_cells(seeds: Iterable[int], quick: bool) -> Iterator[Cell]:
-    """Yield the cells that find the capacity by TPOT budget, both with prefill and decode split and
-    without.
+    """Yield the cells that find the capacity at several TPOT budgets.
+
+    Each is measured with requests split into prefill and decode, and without.
     """
     rivals = [("F1", "priced"), ("F1", "llmd_blend"), ("F1:pairs", "priced")]
     rivals += [(fleet, "prefix_aware") for fleet in DECODERS]

@@ -34,17 +34,22 @@ CLASSES = {
     "batch": Slo("batch", 30.0, 0.2, 0.5),
 }
 GRID_S = 3.0
-"""Resolution in seconds of Mooncake's timestamps. Each seed spreads requests with equal timestamps
-differently.
+"""Resolution in seconds of the timestamps in Mooncake's traces.
+
+Requests with equal timestamps are spread over this time, differently for each seed.
 """
 
 MIX_B2B_RATE = 4.0
 B2B_S, WARM = 400.0, 0.15
 IDLE = 8.0
-"""Fraction of the first load to try at which a fleet is considered idle."""
+"""Divisor of the first load to try that gives a load at which the fleet counts as idle."""
 
 RELATIVE = 0.95
-"""Attainment targets above this value are relative to the attainment of the idle fleet."""
+"""Attainment target above which targets are relative to the idle fleet.
+
+Some prompts are too long to meet their budgets on any fleet. A target of 0.99 then means 0.99 times
+the attainment of the idle fleet.
+"""
 
 TROUBLES = {
     "": ReplayOptions(),
@@ -57,15 +62,15 @@ TENANT_RATE = 0.8
 class Cell(msgspec.Struct, frozen=True):
     """One measurement of the goodput benchmark: a policy, a workload, a load and their parameters.
 
-    kind       capacity: find the loads at which attainment crosses the targets; point: measure one
-               load
-    load       a request rate or a number of users; with `targets`, the first load to try
-    targets    shares of requests within their budgets; 0.99 is relative to an idle fleet, because
-               some prompts are too long for any fleet
-    tpot_s     replaces the TPOT budget of the service class, in seconds
-    trouble    stale: metrics are read every 5 s and are 5 s old; lost: a third of the cache events
-               is lost
-    quick      whether to use a third of the trace slice
+    kind     capacity: find the loads at which attainment crosses the targets; point: measure one
+             load
+    load     a request rate or a number of users; with `targets`, the first load to try
+    targets  shares of requests that must meet their latency budgets; those above RELATIVE are
+             relative to an idle fleet
+    tpot_s   TPOT budget in seconds, instead of that of the service class
+    trouble  stale: metrics are read every 5 s and are 5 s old; lost: a third of the cache events is
+             lost
+    quick    whether to use a third of the trace slice
     """
 
     kind: str
@@ -85,7 +90,7 @@ class Cell(msgspec.Struct, frozen=True):
 class Measurement(msgspec.Struct, frozen=True):
     """The result of one cell (one policy on one workload).
 
-    capacities  highest load for each target; targets are keys as text
+    capacities  highest load that attained each target; the targets are keys as text
     figures     results at the highest load that attained the lowest target
     """
 

@@ -75,10 +75,10 @@ RELATIVE_NOTES = {
 
 
 def capacities(measurements: Sequence[Measurement], target: str) -> list[str]:
-    """Return the table of capacities (good requests per second) by policy and workload, as Markdown
-    lines.
+    """Return the table of capacities by policy and workload, as Markdown lines.
 
-    Ratios are to the best published rule with the same seed.
+    A capacity is in good requests per second at the attainment `target`. Ratios are to the best
+    published rule with the same seed.
     """
     met = [
         item for item in measurements if target in item.capacities and item.cell.table == "capacity"
@@ -253,8 +253,9 @@ def trouble(measurements: Sequence[Measurement]) -> list[str]:
 
 
 def tenants(measurements: Sequence[Measurement]) -> list[str]:
-    """Return the table of a tenant's results beside another tenant with a higher load, as Markdown
-    lines.
+    """Return the table of a tenant's results beside another tenant, as Markdown lines.
+
+    The other tenant's load is higher.
     """
     rows = []
     groups: dict[tuple[str, str, float], list[Measurement]] = defaultdict(list)
@@ -312,8 +313,9 @@ def errors(measurements: Sequence[Measurement]) -> list[str]:
 
 
 def split(measurements: Sequence[Measurement]) -> list[str]:
-    """Return the table of capacity by TPOT budget, for fleets that split requests and fleets that
-    do not, as Markdown lines.
+    """Return the table of capacity by TPOT budget, as Markdown lines.
+
+    It compares fleets that split requests into prefill and decode with fleets that do not.
     """
     values_of = grouped(
         measurements,

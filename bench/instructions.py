@@ -25,7 +25,11 @@ from paired import sources
 from systems import ROOT, backend, backend_urls, build_tools, free_base
 
 FEW, MANY = 60, 360
-"""Numbers of requests in the two runs whose difference is measured."""
+"""Numbers of requests in two runs.
+
+The difference of their counts belongs to the additional requests alone, without start-up and
+warming caches.
+"""
 
 TOGGLE_SOURCE = """
 #include <valgrind/callgrind.h>
@@ -34,7 +38,7 @@ void toggle(void) { CALLGRIND_TOGGLE_COLLECT; }
 
 
 def main() -> None:
-    """Count instructions, and print a line for each kind of request and each source tree.
+    """Count processor instructions; print a line for each kind of request and each source tree.
 
     The counts are per request, or with --functions per request and function.
     """

@@ -33,8 +33,9 @@ running: list[str] = []
 
 
 def counted(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function wrapped so that its instructions are counted, also when it calls
-    itself.
+    """Return the function wrapped so that the processor instructions that it executes are counted.
+
+    If it calls itself, they are counted once.
     """
 
     @functools.wraps(function)
@@ -71,7 +72,7 @@ def owners(name: str) -> list[tuple[Any, str]]:
 
 
 def count_functions(names: list[str]) -> None:
-    """Replace the named functions by wrappers that count their instructions.
+    """Replace the named functions by wrappers that count their processor instructions.
 
     Raises SystemExit for an unknown name.
     """

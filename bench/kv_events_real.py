@@ -175,10 +175,11 @@ async def converse(http: aiohttp.ClientSession, url: str, rng: random.Random, en
 class Moment(msgspec.Struct, frozen=True):
     """One comparison of the gateway's index with the engines' block pools, made without traffic.
 
-    exact         number of endpoints whose cache the gateway knows exactly
-    both          blocks in the index and in a pool
-    index, pools  blocks in the index, and different blocks in the pools
-    copies        further copies of blocks in the pools, which KV events cannot express
+    exact   number of endpoints whose cache the gateway claims to know exactly
+    both    number of blocks that are in the index and in a pool
+    index   number of blocks in the index
+    pools   number of different blocks in the pools
+    copies  number of further copies of blocks in the pools, which KV events cannot express
     """
 
     exact: int
@@ -254,10 +255,13 @@ async def churn(
 
 
 async def measure_cut(app: App, engine: EventEngine, *, is_silent: bool) -> tuple[float, float]:
-    """Cut the connection on which an engine sends KV events.
+    """Cut the connection on which an engine sends KV events, and measure the gateway's reaction.
 
-    Returns the seconds until the gateway routes by its own estimate of the cache, and the seconds
-    from the end of the cut until the index is exact.
+    `is_silent` is whether the connection stays open without data; otherwise it is closed. Returns
+    two times in seconds:
+
+    1. from the cut until the gateway routes by its own estimate of the engine's cache
+    2. from the end of the cut until the gateway's index is exact
 
     Raises TimeoutError after 60 s.
     """

@@ -52,12 +52,13 @@ CALLBACKS = frozenset(
         Accounting.account_ended,
     )
 )
-"""Qualified names of the event loop's callbacks whose instructions are counted."""
+"""Qualified names of the event loop's callbacks whose bytecode instructions are counted."""
 WARM_UP, COUNTED = 32, 33
 FLEETS = (4, 64, 1024)
 SHORT, LONG = 4, 24
-"""Numbers of chunks of two streams. The difference between their counts is the cost of the
-additional chunks.
+"""Numbers of chunks of two streams that are compared.
+
+The difference of their counts, divided by the additional chunks, is the cost of one chunk.
 """
 
 QUESTION = "How does a water wheel work? ################"
@@ -70,8 +71,9 @@ HEAD = (
 
 @dataclass(frozen=True)
 class Kind:
-    """One kind of request whose instructions are counted: its routing policy, its bodies, and its
-    number of endpoints.
+    """One kind of request whose bytecode instructions are counted.
+
+    It has a routing policy, bodies, and a number of endpoints.
     """
 
     name: str
@@ -81,7 +83,7 @@ class Kind:
 
 
 def kinds() -> list[Kind]:
-    """Return the kinds of requests whose instructions are counted.
+    """Return the kinds of requests whose bytecode instructions are counted.
 
     Chunks of streams come 10 ms apart, so that each is read on its own.
     """
@@ -108,8 +110,10 @@ def kinds() -> list[Kind]:
 
 @dataclass
 class Call:
-    """A node of a call tree: the number of instructions of the function itself, and the functions
-    that it called.
+    """A node of a call tree: one function, called from another.
+
+    It has the number of bytecode instructions of the function itself, and the functions that it
+    called.
     """
 
     name: str
@@ -130,7 +134,10 @@ class Call:
 
 
 class CallCounter:
-    """A context manager that counts the instructions of its block; `root` is the call tree."""
+    """A context manager that counts the bytecode instructions of its block.
+
+    root  the root of the call tree
+    """
 
     def __init__(self) -> None:
         self.root = Call("request")
@@ -206,9 +213,9 @@ async def read_answer(reader: asyncio.StreamReader) -> None:
 
 
 def main() -> None:
-    """Print the instructions of each kind of request, and the cost of one stream chunk.
+    """Print how many bytecode instructions each kind of request and one stream chunk execute.
 
-    The chunk's cost is printed if both streams were counted.
+    The chunk's count is printed if both streams were counted.
     """
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter

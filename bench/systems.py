@@ -34,8 +34,9 @@ BACKENDS = 4
 COMPILED = ROOT / "build" / "compiled"
 OURS, SOURCES = "penstock", "penstock sources"
 ADMIN, SECOND = 100, 50
-"""Offsets that are added to a system's port: for the port of its metrics, and for the port of a
-second process.
+"""Offsets that are added to a system's port.
+
+ADMIN gives the port of its metrics, SECOND the port of a second process of the system.
 """
 
 MODEL = "bench-model"

@@ -17,7 +17,7 @@ from systems import OURS, SOURCES
 
 COLUMNS = (OURS, SOURCES, "sglang-router", "vllm-router", "smg", "nginx", "direct")
 MAX_OTHERS = 0.05
-"""Highest share of the gateway's core (0 to 1) that other processes may use in a valid run."""
+"""Maximum share (0 to 1) of the gateway's core that other processes may use in a valid run."""
 
 
 @dataclass
@@ -48,10 +48,10 @@ class Results:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The median of our paired ratios to another system, with its 95 % confidence interval.
+    """The median of the ratios of our value to another system's, with its 95 % confidence interval.
 
-    Values of both systems from the same round make a pair. In a row with `added`, the difference of
-    a pair replaces the ratio.
+    The two values of a ratio are from the same round. In a row with `added`, their difference
+    replaces the ratio.
     """
 
     low: float

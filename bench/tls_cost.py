@@ -52,8 +52,10 @@ from systems import (
 
 PLAIN, TLS = ("penstock", "nginx"), ("penstock TLS", "nginx TLS")
 KEPT, NEW = 200, 300
-"""Offsets of the second nginx's ports. The first port keeps its connections to the system open; the
-second opens one per request.
+"""Offsets of the two ports of the second nginx.
+
+On the port KEPT it keeps its connections to the measured system open; on NEW it opens one per
+request.
 """
 
 

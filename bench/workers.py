@@ -40,8 +40,9 @@ from systems import (
 GOAL = 1.7
 CORES = (GATEWAY_CORE, LOAD_CORE)
 CONNECTIONS = 128
-"""Number of connections, enough for the kernel to distribute them about evenly between two
-workers.
+"""Number of client connections.
+
+With so many, the kernel distributes them about evenly between two workers.
 """
 
 WORDS = "How does a water wheel work? "
@@ -118,7 +119,7 @@ class Window(NamedTuple):
     """One measured period of the benchmark of workers.
 
     rate  requests per second
-    left  number of cores that other processes did not use
+    left  number of cores that other processes left to the gateway: used by it, or idle
     used  number of cores that the gateway used
     """
 

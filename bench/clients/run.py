@@ -42,8 +42,8 @@ class Result(NamedTuple):
     """The result of one client program in the benchmark of real clients.
 
     problem  why it does not work; "" if it does
-    sources  how the sessions of its requests were identified, with the number of requests
-    share    cached tokens relative to those of a single KV cache without size limit
+    sources  how the gateway identified the sessions of its requests, with the number of requests
+    share    cached tokens divided by those of a single KV cache without size limit
     """
 
     spec: ClientSpec

@@ -21,8 +21,9 @@ NIXL_TCP, MOONCAKE_TCP = (
 
 @dataclass
 class Results:
-    """Measured values by (KV transport, quantity) and by round. A round that failed has no
-    value.
+    """Measured values by (KV transport, quantity), then by number of the round.
+
+    A round that failed has no value.
     """
 
     rounds: int
@@ -43,8 +44,11 @@ class Results:
 
 @dataclass(frozen=True)
 class Goal:
-    """A goal of the KV benchmark: a bound on the median over all rounds of `value(results,
-    round)`.
+    """A goal of the KV benchmark: a limit on the median over all rounds.
+
+    limit     the limit
+    value     function: (results, number of a round) -> the value of that round; None if it failed
+    at_least  whether the limit is a minimum; False: a maximum
     """
 
     name: str
@@ -59,8 +63,9 @@ class Goal:
 
 @dataclass(frozen=True)
 class Verdict:
-    """A goal of the KV benchmark with its measured median, and with the lowest and the highest
-    value of a round.
+    """A goal of the KV benchmark with its measured median.
+
+    It also has the lowest and the highest value of a round.
     """
 
     goal: Goal

@@ -23,7 +23,10 @@ PASS_BYTES = {
 POSTS = 1000
 ENOUGH_S, MOST_PASSES = 0.25, 4
 MAX_OTHERS = 0.1
-"""Share of the machine (0 to 1) that other processes may use before a measurement is repeated."""
+"""Share of the machine (0 to 1) that other processes may use during a measurement.
+
+Above it, the measurement is repeated.
+"""
 
 
 @dataclass(frozen=True)
@@ -83,16 +86,17 @@ def latency(pair: Pair, block_bytes: int, pool_bytes: int, rng: random.Random) -
 
 LAYERED_BLOCK_BYTES = 256 << 10
 PREFILL_SHARE = 1.5
-"""Duration of the simulated prefill as a multiple of the transfer's, so that the prefill can hide
-the transfer.
+"""Duration of the simulated prefill, divided by that of the transfer.
+
+It is above 1, so that the whole transfer could take place during the prefill.
 """
 
 
 def exposed_share(pair: Pair, pool_bytes: int, rng: random.Random) -> float:
-    """Measure the part of a layer-wise transfer that does not overlap with the prefill.
+    """Measure the part of a layer-wise transfer that takes place after the prefill.
 
-    Returns the time from the last layer to the end of the transfer, divided by the time of the same
-    transfer without a prefill.
+    Returns the time from the end of the last layer's prefill to the end of the transfer, divided by
+    the time of the same transfer without a prefill.
     """
     alone_s = _request(pair, pool_bytes, rng, 0.0)
     return _request(pair, pool_bytes, rng, PREFILL_SHARE * alone_s) / alone_s
@@ -128,8 +132,8 @@ def least_disturbed(
 ) -> tuple[float, dict[str, float]]:
     """Run a measurement, and repeat it up to `retakes` times while other processes disturb it.
 
-    Returns the share of the machine that other processes used, and the results. It repeats while
-    that share is above MAX_OTHERS, and returns the run with the lowest share.
+    It is repeated while other processes use more than MAX_OTHERS of the machine. Returns that share
+    and the results of the least disturbed run.
     """
     best = _run_watched(pair, task)
     for _ in range(retakes):

@@ -55,8 +55,9 @@ def reference(pool_bytes: int, seed: int) -> Bytes:
 
 
 def wipe(pool: Bytes, drawn: Draw) -> None:
-    """Clear the target blocks of a transfer, so that bytes of an earlier transfer cannot count as
-    delivered.
+    """Clear the blocks that a transfer will write (`drawn`).
+
+    Bytes of an earlier transfer could otherwise count as delivered.
     """
     pool.reshape(-1, drawn.block_bytes)[drawn.dst] = 0
 

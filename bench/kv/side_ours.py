@@ -80,6 +80,9 @@ class LinkSide:
     def prepare(self, drawn: Draw, each: bool) -> None:
         """Build the windows (batches of blocks) of one benchmarked transfer.
 
+        drawn  the blocks to transfer
+        each   whether every block gets a window of its own
+
         The sink permits writes to its blocks; the source waits for that permission.
         """
         self.transfer += 1

@@ -17,8 +17,9 @@ from pool import Bytes, Draw
 
 BUFFER = 1 << 20
 AT_ONCE = 512 << 10
-"""Bytes of blocks per system call: few enough to stay in a core's cache until their digest is
-computed.
+"""Bytes of blocks that one system call moves.
+
+So few bytes are still in a core's cache when their digest is computed.
 """
 
 PROOF = 8

@@ -20,13 +20,14 @@ from pool import Bytes, Draw, draw, wipe, wrong_blocks
 
 
 class Side(Protocol):
-    """One end of a transfer, source or sink, which the module of each benchmarked transport
-    implements.
+    """One end of a transfer, source or sink, which the module of each transport implements.
 
-    prepare  build descriptors for the chosen blocks: for all at once, or with `each` for every
-             block
-    run      move all blocks
-    post     move one block
+    prepare  build descriptors of the blocks in `drawn`: one for all of them, or with `each` True
+             one per block
+    begin    called before the measured time
+    run      move all blocks at once
+    post     move the block with this index
+    finish   called after the measured time
 
     The initiator's `run` and `post` return when it knows that the bytes have arrived.
     """
@@ -45,8 +46,8 @@ class Side(Protocol):
 class BusyLoop:
     """Python code that computes without pause while a transfer is measured.
 
-    kind  "thread": in this process, where it competes for the interpreter lock; "process": in
-          another process; "": no such code
+    kind  where it runs. "thread": in this process, where it competes for the interpreter lock;
+          "process": in another process; "": it does not run
     """
 
     def __init__(self, kind: str) -> None:

@@ -3,12 +3,18 @@
     python -m bench.load.overload [--runs 1] [--ahead] [--admission priced] [--policy NAME]
                                   [--seed 1] [--json FILE]
 
-Eight mock engines, a gateway and a load generator of two processes run on 127.0.0.1. A run of four
-minutes on two cores has these phases: round trips on the idle machine; half of capacity while 600
-long streams are opened; 30 s at twice capacity with clients that obey Retry-After (spike); 60 s at
-half; 20 s at twice capacity with clients that ignore Retry-After (storm); 40 s at half. The
-capacity is found by simulation. A server that only refuses requests shows how much other load the
-machine has. Exit status: 1 if a median over the runs misses its bound.
+Eight mock engines, a gateway and a load generator of two processes run on 127.0.0.1. A run takes
+four minutes on two cores. Its phases:
+
+1. round trips on the idle machine
+2. half of capacity, while 600 long streams are opened
+3. spike: 30 s at twice capacity, with clients that obey Retry-After
+4. 60 s at half of capacity
+5. storm: 20 s at twice capacity, with clients that ignore Retry-After
+6. 40 s at half of capacity
+
+The capacity is found by simulation. A server that only refuses requests shows how much other load
+the machine has. Exit status: 1 if a median over the runs misses its bound.
 """
 
 from __future__ import annotations

@@ -15,12 +15,14 @@ from bench.load.overload_plan import SLO, Plan
 from planner.bench.stats import percentile
 
 RECOVERED_S, WATCHED_S = 10.0, 20.0
-"""Seconds after the spike by which goodput must have recovered, and seconds over which it is then
-measured.
+"""When goodput is measured after the spike.
+
+It must have recovered RECOVERED_S seconds after the spike, and is then measured for WATCHED_S
+seconds.
 """
 
 WAITED = frozenset(("ttft", "waited_too_long"))
-"""Reasons of refusals of requests that had waited in the gateway's queue."""
+"""Reasons of refusals that requests get after a wait in the gateway's queue."""
 
 
 class Times(msgspec.Struct, frozen=True):
@@ -30,8 +32,12 @@ class Times(msgspec.Struct, frozen=True):
 
 
 class Bound(msgspec.Struct, frozen=True):
-    """A bound that a figure of the overload test must meet: a minimum if `least` is set, otherwise
-    a maximum.
+    """A figure of the overload test with the limit that it must meet.
+
+    value  the measured figure
+    limit  its limit
+    least  whether the limit is a minimum; False: a maximum
+    unit   text after the printed numbers
     """
 
     name: str
@@ -49,30 +55,31 @@ class Figures(msgspec.Struct, frozen=True):
     """The figures of one overload run.
 
     A spike is a load of twice the capacity with clients that obey Retry-After; a storm is the same
-    with clients that ignore it. Shares are between 0 and 1.
+    with clients that ignore it. A request is good if it meets both latency budgets. Shares are
+    between 0 and 1.
 
-    idle, busy        round trips to a server that only refuses: on the idle machine, and during the
-                      spike and the storm
+    idle              round trips to a server that only refuses, on the idle machine
+    busy              the same during the spike and the storm
     shed              time from sending a request to its 429 in the client's socket, for immediate
                       refusals in the spike and the storm
     shed_inside       the part of `shed` within the gateway, from the access log
-    unread            time until the client's process read these 429s
+    unread            time from then until the client's process read the 429
     waited            time to a refusal of requests that waited in the queue first
     refused           number of refusals by reason
-    streams_open      long streams that made progress from the spike to the storm
-    streams_good      share of the streams within the TPOT budget during the spike
-    offered           clients that arrived in the spike
-    accepted          requests admitted during the spike
-    accepted_good     share of them within both budgets
-    good_after        good requests admitted 10 to 20 s after the spike, including retries, relative
-                      to new clients
+    streams_open      number of long streams that made progress from the spike to the storm
+    streams_good      share of these streams within the TPOT budget during the spike
+    offered           number of clients that arrived in the spike
+    accepted          number of requests admitted during the spike
+    accepted_good     share of the admitted requests that were good
+    good_after        good requests admitted 10 to 20 s after the spike, divided by the number of
+                      clients that arrived then; the requests include retries
     fresh_after       share of these new clients that were admitted at the first try and good
-    calm_after        the same after the storm, once its clients have given up
-    first_retry       share admitted at the first retry, of clients that were refused in the spike
-                      with a Retry-After
-    with_retry_after  share of the refusals with a Retry-After
-    tries             requests per client in the storm
-    amplification     requests that reached the engines since the storm, per client
+    calm_after        the same share after the storm, once its clients have given up
+    first_retry       share of clients refused in the spike with a Retry-After that were admitted at
+                      their first retry
+    with_retry_after  share of the refusals that had a Retry-After
+    tries             number of requests per client in the storm
+    amplification     requests that reached the engines since the beginning of the storm, per client
     """
 
     idle: Times

@@ -36,21 +36,23 @@ from tests.scraped import total
 
 T = TypeVar("T")
 READY_S = 3.0 + 2 * NULL_REQUESTS * NULL_EVERY_S
-"""Seconds before a plan begins, in which the load generator starts and measures round trips on the
-idle machine.
+"""Seconds from the start of the load generator to the beginning of the plan.
+
+In this time it starts, and measures round trips on the idle machine.
 """
 
 OWN_CORE = 0
 LOAD = "bench.load.overload_load"
 BEHIND = ("nice", "-n", "10")
-"""Prefix of the stream readers' command, which lowers their priority below the processes under
-test.
+"""Prefix of the command that starts the stream readers.
+
+It lowers their priority, so that the processes under test get the CPU first.
 """
 
 
 class CpuTimes(NamedTuple):
-    """The seconds for which a process ran on a core, and the seconds for which it waited for
-    one.
+    """The use of the cores by one process: seconds in which it ran, and seconds in which it waited
+    for a core.
     """
 
     core_s: float

@@ -44,7 +44,7 @@ GRACE_S = 10.0
 class Try(msgspec.Struct):
     """One attempt of a client's request. Times are in seconds after `Plan.begin_s`.
 
-    unread_s  seconds from the arrival of the response until the client read it
+    unread_s  seconds from the arrival of the response in the socket until the client read it
     """
 
     due_s: float
@@ -74,10 +74,10 @@ class ClientRecord(msgspec.Struct):
 
 
 class Stream(msgspec.Struct):
-    """The progress of one long stream.
+    """The progress of one long stream, by phase of the run.
 
-    tokens    number of tokens by phase
-    lasted_s  time between the first and the last token by phase
+    tokens    number of tokens that arrived in each phase
+    lasted_s  seconds between the first and the last token of each phase
     """
 
     status: int | None

@@ -26,8 +26,10 @@ OPENED_S, OPENED_WITHIN_S = 20.0, 12.0  # by then the gateway knows the engines'
 
 SPEED = 0.2
 GROUP = GroupKind("llama-3.1-70b-fp8", "h100", 4, count=8, slowness=1 / SPEED)
-"""The engines of the fleet: 600 streams make about 8,000 tokens/s, which two cores can send, relay
-and read."""
+"""The engines of the simulated fleet.
+
+Their 600 streams make about 8,000 tokens/s, as many as two cores can send, relay and read.
+"""
 
 SLO = Slo("standard", ttft_s=5.0, tpot_s=0.25)
 POLICY = "prefix_aware"  # the default of a pool
@@ -35,14 +37,18 @@ ATTAINMENT = 0.9  # share of requests within both budgets at capacity, as in doc
 SETTLED_S, JUDGED_S = 50.0, 50.0
 
 BASE = 0.5
-"""Load before and after the overload, as a share of the capacity. The rest is left for retries."""
+"""Load before and after the overload, as a share of the capacity.
+
+The rest of the capacity is left for retries.
+"""
 
 
 class Phase(msgspec.Struct, frozen=True):
-    """A phase of an overload run: its duration in seconds, and its load relative to the fleet's
-    capacity.
+    """A phase of an overload run.
 
-    `obey` is whether clients obey Retry-After.
+    seconds  its duration
+    load     its load as a multiple of the fleet's capacity
+    obey     whether refused clients obey Retry-After
     """
 
     name: str

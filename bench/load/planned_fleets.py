@@ -54,11 +54,20 @@ LEAST, MOST = 0.7, 0.95
 class SizedCase(NamedTuple):
     """A fleet to plan with `penstock size`, and the traffic that is sent to it.
 
-    rate          requests per second that the fleet is sized for
-    load          rate of the traffic, relative to `rate`
-    shared        tokens of each shared beginning of prompts; there are `beginnings` of them, with
-                  popularity 1 / rank
-    mean, median  tokens of a prompt after its shared beginning
+    Prompts begin with one of `beginnings` shared texts, of which number n is chosen with a
+    probability proportional to 1 / n.
+
+    size           arguments of `penstock size`: the model and its options
+    ttft_s         latency budget of the first token
+    tpot_s         latency budget of each further token
+    rate           requests per second for which the fleet is sized
+    load           rate of the traffic, divided by `rate`
+    shared         tokens of each shared beginning
+    beginnings     number of shared beginnings
+    mean           mean tokens of a prompt after its shared beginning
+    median         median of the same
+    answer_mean    mean tokens of an answer
+    answer_median  median of the same
     """
 
     size: tuple[str, ...]

@@ -19,8 +19,9 @@ lowest values too.
 """
 
 BLOCK = 6
-"""Number of consecutive residuals that are resampled together, because neighbours are
-correlated.
+"""Number of consecutive residuals that are resampled together.
+
+Neighbouring residuals are correlated, so single ones would give too small an interval.
 """
 
 DRAWS = 1000
@@ -31,8 +32,8 @@ Values = npt.NDArray[np.float64]
 class Slope(msgspec.Struct, frozen=True):
     """Growth per second, with a 95 % interval that is computed by resampling the noise.
 
-    Of intervals for noise that is correlated over a minute, 7 of 10 contain the true slope; for
-    independent noise, 9 of 10 do.
+    The interval contains the true slope in 9 of 10 cases if the noise is independent, and in 7 of
+    10 if it is correlated over a minute.
     """
 
     per_s: float

@@ -43,9 +43,12 @@ SETTLE_S = 10.0
 
 
 class Case(NamedTuple):
-    """A measured case: `slow` of the engines take `factor` times as long as the others.
+    """A measured case: some of the four engines are slower than the others.
 
-    `declared` is whether the engines' labels declare that.
+    factor    how many times as long they take
+    only      which steps take longer: "prefill", "decode", or "" (all steps)
+    slow      number of slow engines
+    declared  whether the engines' labels say so
     """
 
     factor: float

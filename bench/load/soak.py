@@ -5,9 +5,13 @@
 
 Mock engines, a gateway and clients run on 127.0.0.1. Clients stream, disconnect, and send long
 prompts and invalid requests, while engines are killed, frozen, drained, added and removed.
-Requirements: every answer is correct, except streams whose engine failed; at the end no resources
-are in use, and tasks and file descriptors are as before; after the warm-up, in which bounded caches
-fill, resident memory grows by at most 0.5 MB per hour. Exit status: 1 if a requirement is missed.
+Requirements:
+
+- every answer is correct, except streams whose engine failed
+- at the end no resources are in use, and tasks and file descriptors are as before
+- resident memory grows by at most 0.5 MB per hour after the warm-up, in which bounded caches fill
+
+Exit status: 1 if a requirement is missed.
 """
 
 from __future__ import annotations
@@ -43,9 +47,9 @@ class SoakResult(msgspec.Struct, frozen=True):
     fates          number of requests by kind and outcome
     churn          number of disturbances by name
     unexpected     descriptions of wrong answers
-    in_use         resources still in use at the end, by name
-    stable_gauges  tasks and file descriptors, (before, after)
-    growth         of resident memory after the warm-up, in bytes per second
+    in_use         number of resources still in use at the end, by name
+    stable_gauges  numbers of tasks and of file descriptors, each as (before, after)
+    growth         growth of resident memory after the warm-up, in bytes per second
     rss            (seconds since the start, resident bytes), including the warm-up
     """
 

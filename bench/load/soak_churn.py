@@ -17,7 +17,7 @@ from bench.load.soak_house import Group, SoakFleet, start_group
 
 FROZEN_S = 8.0
 NOTICED_S = 15.0
-"""Maximum seconds in which the gateway must detect an engine's failure and end the engine's
+"""Maximum seconds from an engine's failure until the gateway has detected it and ended its
 streams.
 """
 
@@ -27,9 +27,9 @@ def is_available(status: dict[str, Any] | None) -> bool:
 
 
 class Churn:
-    """Disturbs a running fleet with all disturbances, repeatedly and in random order.
+    """Disturbs a running fleet: repeats all disturbances in random order.
 
-    `done` counts the disturbances by name.
+    done  number of disturbances by name
     """
 
     def __init__(self, fleet: SoakFleet, speed: float, rng: Random) -> None:
@@ -41,8 +41,11 @@ class Churn:
         self._added = 0
 
     def excuses(self, name: str, started: float, ended: float) -> bool:
-        """Return whether an engine failed during or shortly before a period, given in
-        time.monotonic seconds.
+        """Return whether an engine failed during a period, or shortly before it.
+
+        name     name of the engine
+        started  beginning of the period, in time.monotonic seconds
+        ended    its end, likewise
 
         Wrong answers in such a period do not count as errors.
         """

@@ -21,7 +21,7 @@ from planner.bench.timeline import AnswerTimeline
 
 THINK_S = 0.8
 SESSIONS = 40
-"""Number of sessions whose contexts all fit into the engines' KV caches."""
+"""Number of sessions of the clients: so few that all contexts fit into the engines' KV caches."""
 
 SERVED_BY = ("x-penstock-endpoint", "x-penstock-prefill")
 
@@ -30,11 +30,13 @@ class Kind(msgspec.Struct, frozen=True):
     """A kind of request that the simulated clients send.
 
     weight   relative frequency
-    words    range of the prompt's words
-    tokens   range of max_tokens
-    leaves   share of the tokens after which the client disconnects; 0: before the answer
+    stream   whether the answer is streamed
+    words    minimum and maximum words of the prompt
+    tokens   minimum and maximum of max_tokens
+    leaves   share (0 to 1) of the answer's tokens after which the client disconnects; 0: before the
+             answer; None: it stays
     status   expected HTTP status
-    changed  invalid members of the body
+    changed  members of the body that make it invalid
     """
 
     weight: int

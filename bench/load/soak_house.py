@@ -77,8 +77,9 @@ class SoakFleet:
         self._file = file
 
     async def reload(self, *, bad: bool = False) -> None:
-        """Rewrite the configuration and wait until the gateway uses it; with `bad`, until it has
-        rejected it.
+        """Rewrite the configuration file, and wait until the gateway uses it.
+
+        With `bad`, the file is invalid, and the method waits until the gateway has rejected it.
         """
         before = (await self.config())["version"]
         text = configuration(self.groups, self.policy) + (
@@ -119,10 +120,10 @@ class SoakFleet:
             assert answer.status == 200, await answer.text()
 
     async def stable_gauges(self) -> dict[str, float]:
-        """Return the number of tasks and file descriptors of the gateway: the lowest values within
-        5 s.
+        """Return the numbers of tasks and of file descriptors of the gateway, by name.
 
-        Health probes use further ones for short moments.
+        Each is the lowest value within 5 s, because health probes use further ones for short
+        moments.
         """
         pages = []
         for _ in range(10):

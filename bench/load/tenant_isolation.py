@@ -69,8 +69,13 @@ class AnswerFacts(msgspec.Struct, frozen=True):
 
 
 class Figures(msgspec.Struct, frozen=True):
-    """The results of the probes in one mode, with or without isolation: both AUCs, and the cached
-    share of prompt tokens.
+    """The results of the probes in one mode, with or without isolation.
+
+    isolate       the mode
+    probes        number of probes
+    by_usage      AUC of the score by cached tokens
+    by_ttft       AUC of the score by time to first token
+    cached_share  share of the prompt tokens that was cached
     """
 
     isolate: str

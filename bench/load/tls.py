@@ -79,7 +79,9 @@ CLIENTS: Mapping[str, Client] = {
 
 
 class Rotation:
-    """A thread that replaces the gateway's certificate as soon as the gateway uses the one before.
+    """A thread that keeps replacing the gateway's certificate.
+
+    The next replacement follows as soon as the gateway uses the new certificate.
 
     count    number of replacements
     problem  why the replacements stopped, or None

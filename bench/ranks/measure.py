@@ -26,8 +26,9 @@ HORIZON_S, COLD_S = 420.0, 150.0
 RAMP_S = 60.0
 SESSIONS = 600
 DECODE_WEIGHT = 0.02
-"""Number of prompt tokens that one token of context counts for when ranks with equally many prompt
-tokens are compared.
+"""Work of one token of decoded context, in prompt tokens, when the work of ranks is compared.
+
+It is small, so that it decides only between ranks with about equally many prompt tokens.
 """
 
 ARMS = {
@@ -37,20 +38,24 @@ ARMS = {
     "priced": (RankChoice.GATEWAY, "priced"),
     "least_loaded": (RankChoice.GATEWAY, "least_loaded"),
 }
-"""The arms of the comparison by name: what chooses the rank, and the gateway's policy.
+"""The compared ways to choose a rank (arms), by name: what chooses it, and the gateway's policy.
 
-`oracle:0.1` is an Oracle that counts 0.1 s per session, and `oracle` one that does not spread
-sessions. `tokens:0.1` and `tokens` are oracles for which all prompt tokens cost the same at any
-position.
+Further names stand for oracles, which know the true state of every rank:
+
+oracle      spreads no sessions: a new session is a request like any other
+oracle:0.1  spreads sessions: each one at a rank counts as 0.1 s of work when a new one comes
+tokens      as oracle, but all prompt tokens cost the same at any position
+tokens:0.1  as oracle:0.1, with the same change
 """
 
 
 class Measurement(msgspec.Struct, frozen=True):
-    """The result of one arm on one seed at one number of users.
+    """The result of one arm (way to choose a rank) on one seed at one number of users.
 
     goodput         requests per second within their TTFT and TPOT budgets
+    attainment      share of the requests within these budgets
     to_most_loaded  share of the uncached prompt tokens that went to the rank with the most work at
-                    that moment; the mean rank gets 1 / RANKS
+                    that moment. A rank gets 1 / RANKS of them in the mean
     """
 
     arm: str

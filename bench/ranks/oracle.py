@@ -22,18 +22,21 @@ if TYPE_CHECKING:
     from planner.replay.fleet import Fleet
 
 SESSION_S = 60.0
-"""Seconds without a request after which a session no longer counts at its rank."""
+"""Seconds since its last request after which a session no longer counts at its rank."""
 
 CONTEXT_STEPS = 20
-"""Number of future steps for which the reads of a decoding context count as work. The value decides
-between idle ranks, and changes little else.
+"""Number of future steps for which a decoding context counts as work, because each step reads it.
+
+The value decides between idle ranks, and changes little else.
 """
 
 
 class PromptCosts:
-    """The costs of a prompt: seconds per prompt token, per pair of a query and a key, and per token
-    of context read.
+    """The costs of a prompt, measured on a step-time model.
 
+    token_s        seconds per prompt token
+    pair_s         seconds per pair of a query and a key (attention)
+    context_s      seconds per token of context that decoding reads
     has_attention  False: pairs cost nothing, so that prompt tokens cost the same at any position
     """
 
@@ -51,14 +54,14 @@ class PromptCosts:
 
 
 class Oracle:
-    """Scores ranks by the seconds in which prompts are computed before a request's first token.
+    """Scores a rank by the seconds of prompt work before a new request's first token there.
 
-    A joint step lasts as long as on the rank with the most work, so the wait of all other requests
-    grows with the same sum: the least sum is the least harm as well. A new session goes where few
-    others are, because all of its turns will follow.
+    In a joint step all ranks wait for the one with the most work. So the lowest score also delays
+    all other requests least. A new session goes to a rank with few others, because all of its turns
+    will follow.
 
-    spread   seconds that each session at a rank counts for when a new one comes; its own prompt
-             counts for nothing then. None: a new session is a request like any other
+    spread  seconds that each session at a rank counts for when a new one comes; the new session's
+            own prompt then counts for nothing. None: a new session is a request like any other
     """
 
     def __init__(self, spread: float | None, costs: PromptCosts) -> None:

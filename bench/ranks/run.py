@@ -26,8 +26,9 @@ from bench.ranks.measure import ARMS, COLD_S, HORIZON_S, RANKS, Measurement, mea
 from planner.replay.rank_choice import RankChoice
 
 ORACLE = "oracle:0.1"
-"""The oracle to compare with: the best of nine variants on seeds 1 to 3, by the geometric mean of
-goodput at nine loads.
+"""The oracle with which all arms are compared.
+
+It is the best of nine variants on seeds 1 to 3, by the geometric mean of goodput at nine loads.
 """
 
 AIM, STEP, FIRST = 0.9, 1.3, 20
@@ -35,12 +36,17 @@ FEWER = (0.5, 0.25)
 # Student's t for 95 % by degrees of freedom; 1.96 beyond.
 T_95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.18, 2.16, 2.14, 2.13)
 LEAST = 1 / (HORIZON_S - COLD_S)
-"""Goodput that is assumed for an arm without any good request: that of one good request."""
+"""Goodput of a run with a single good request, in requests per second.
+
+It is assumed for an arm without any, because a ratio to 0 does not exist.
+"""
 
 
 def find_users(oracle: str, seed: int, log_line: Callable[[str], None]) -> Measurement:
-    """Return the oracle's result at the largest number of users, of a geometric grid, that it
-    serves well.
+    """Return the oracle's result at the largest number of users that it serves well.
+
+    Well means that 90 % of the requests are within their budgets. Numbers of users are tried on a
+    geometric grid.
     """
     step = 0
     at = _measured(oracle, seed, _users(step), log_line)
@@ -73,8 +79,10 @@ def _measured(arm: str, seed: int, users: int, log_line: Callable[[str], None]) 
 
 
 def run_seed(arms: Sequence[str], seed: int, log_line: Callable[[str], None]) -> list[Measurement]:
-    """Return the results of all arms on a seed. Arms that do not see ranks are also measured with
-    fewer users.
+    """Return the results of all arms on one seed; the last arm is the oracle.
+
+    The oracle defines the number of users. Arms that do not see ranks are also measured with a half
+    and a quarter of the users.
     """
     oracle = find_users(arms[-1], seed, log_line)
     results = [oracle]
@@ -98,8 +106,10 @@ def geometric_mean(ratios: Sequence[float], digits: int = 2) -> str:
 
 
 def page(results: Sequence[Measurement], arms: Sequence[str], aware: str) -> str:
-    """Return the table of all arms: their goodput divided by the oracle's, and that of the arm
-    `aware` divided by theirs.
+    """Return the table of all arms as text.
+
+    It has each arm's goodput divided by the oracle's, and the goodput of the arm `aware` divided by
+    each arm's.
     """
     seeds = sorted({result.seed for result in results})
     top = {result.seed: result for result in results if result.arm == arms[-1]}

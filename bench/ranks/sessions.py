@@ -22,13 +22,15 @@ MOST_TOKENS = 120_000
 class Workload(msgspec.Struct, frozen=True):
     """The parameters of a seed's sessions. Lengths are in tokens, times in seconds.
 
-    trunks       lengths of the system prompts with tools, one per kind of agent
-    task_tokens  median length of the first message
-    tool_tokens  median length of a tool result; sigma 1
-    answer_tokens  mean length of an answer; sigma 0.7
-    turns        mean number of turns of a session
-    think_s      median time between an answer and the next turn; sigma 1
-    skew         load of the busiest expert rank over the mean load
+    Medians are those of log-normal distributions.
+
+    trunks         lengths of the system prompts with tools, one per kind of agent
+    task_tokens    median length of the first message
+    tool_tokens    median length of a tool result, with a sigma of 1
+    answer_tokens  mean length of an answer, with a sigma of 0.7
+    turns          mean number of turns of a session
+    think_s        median time between an answer and the next turn, with a sigma of 1
+    skew           load of the busiest expert rank divided by the mean load
     """
 
     trunks: tuple[int, ...]
@@ -54,7 +56,10 @@ def draw(seed: int) -> Workload:
 
 
 def sessions(workload: Workload, seed: int, count: int) -> Iterator[TraceRequest]:
-    """Yield the requests of `count` sessions, session by session, with their pauses."""
+    """Yield the requests of `count` sessions, session by session.
+
+    Each request after a session's first has the pause before it (`think_s`).
+    """
     rng = Random(f"sessions {seed}")
     private = PRIVATE
     for number in range(count):

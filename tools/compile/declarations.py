@@ -29,8 +29,9 @@ cpdef chain_words(
 )
 """
 }
-"""Handwritten Cython declarations by module. The only one is for the function that computes with
-machine words.
+"""Handwritten Cython declarations by module, for what cannot be derived from the sources.
+
+The only one is for the function that computes with machine words.
 """
 
 NUMBERS = {
@@ -43,8 +44,8 @@ NUMBERS = {
 }
 """The C types of attributes, by class.
 
-The attributes keep memory views as arguments of `chain_words`. For a short prompt, creating a view
-for each call would cost more than the call itself.
+The attributes keep memory views for calls of `chain_words`. For a short prompt, creating a view for
+each call would cost more than the call itself.
 """
 
 FLOATS = {"policies.pricing.price._PriceLoop"}

@@ -16,18 +16,19 @@ _GATEWAY = (*_FLEET, ("instance", "g"))
 _POOL = (*_FLEET, ("pool", "chat"))
 
 Series = tuple[tuple[str, str], ...]
-"""An input series of a promtool test: the series, and its values per minute in promtool's
-notation.
+"""An input series of a promtool test, as pairs of two texts.
+
+The first text is the series, the second its values per minute in promtool's notation.
 """
 
 
 class Alert(msgspec.Struct, frozen=True):
-    """A Prometheus alert; it fires when `value` has satisfied `compare` for the duration `hold`.
+    """A Prometheus alert, which fires when `value` has satisfied `compare` for the duration `hold`.
 
-    fires      metric series with which the alert fires within 30 minutes, with `labels`
-    quiet      metric series with which it does not fire
-    condition  a further query with the labels of `value`, which must be above 0; "" if there is
-               none
+    fires      test series with which the alert fires within 30 minutes, with `labels`
+    quiet      test series with which it does not fire
+    condition  a further query with the labels of `value`, whose result must be above 0 as well; ""
+               if there is none
     """
 
     name: str
@@ -58,8 +59,10 @@ def _bucket(name: str, low: str, high: str, inside: str) -> Series:
 GATEWAY = "job, namespace, instance"
 POOL = "job, namespace, pool"
 FLEET = "job, namespace"
-"""The sets of labels by which alerts are grouped: those of a gateway, of a pool in a fleet, or of a
-fleet.
+"""Sets of labels by which alerts are grouped.
+
+With GATEWAY, there is one alert per gateway process; with POOL, one per pool, for all gateways of a
+fleet; with FLEET, one per fleet.
 """
 
 SPLITS = rate("penstock_split_decisions_total", FLEET, "5m", decision="split")

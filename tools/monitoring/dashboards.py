@@ -79,8 +79,9 @@ _AVOIDABLE = rate("penstock_prefill_tokens_total", cause="~spread|evicted")
 _SPLIT = rate_or_zero("penstock_split_decisions_total", decision="split")
 _SPLIT_SHARE = f"{_SPLIT} / {rate('penstock_split_decisions_total')}"
 BUSIEST = 10
-"""Number of endpoints that have a line of their own in a chart; in a large fleet, lines of all
-endpoints would be unreadable.
+"""Number of endpoints that have a line of their own in a chart: those with most requests in flight.
+
+In a large fleet, lines of all endpoints would be unreadable.
 """
 
 # The ten of the whole time that is shown: topk alone would choose others at every point.

@@ -60,8 +60,11 @@ class Objective(msgspec.Struct, frozen=True):
 class Burn(msgspec.Struct, frozen=True):
     """A burn-rate alert: the error budget is used up `factor` times as fast as its period allows.
 
-    long, short  windows in which the rate must be exceeded
-    hold         how long it must be exceeded
+    The rate must be exceeded in both windows. Durations are in Prometheus notation, such as 1h.
+
+    long   the long window
+    short  the short window, which makes the alert start and end without delay
+    hold   how long both must be exceeded before the alert fires
     """
 
     factor: float

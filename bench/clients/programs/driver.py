@@ -40,8 +40,11 @@ TOOL_SCHEMA: dict[str, Any] = {
 
 @dataclass
 class Turn:
-    """The answer to one turn of a conversation: its text, the number of stream chunks, and the
-    pumps that were measured.
+    """The answer to one turn of a conversation.
+
+    text      the text of the answer
+    pieces    number of stream chunks
+    measured  numbers of the pumps for which the tool `measure` was called
     """
 
     text: str = ""
