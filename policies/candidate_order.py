@@ -27,40 +27,53 @@ LEAST_CANDIDATES = 24
 """Smallest number of candidates for which a sorted order is kept; scanning fewer costs less."""
 
 SHORTLIST = 4
-"""Minimum number of candidates in a shortlist, so that a request that is slow at one can move to
-another."""
+"""Minimum number of candidates in a shortlist.
+
+A request that is slow at one of them can then move to another.
+"""
 
 SHORTLIST_HOLDERS = 8
-"""Maximum number of endpoints with a cached prefix of the prompt that are all scored; if there are
-more, only the best are.
+"""Up to this many endpoints that have part of the prompt cached are all scored.
+
+If there are more, only the best of them are.
 """
 
 SHORTLIST_UNSETTLED = 12
-"""Maximum number of candidates per group that are scored in addition because their sort keys may be
-outdated."""
+"""Maximum number of candidates per group that are scored because their place in the order is
+uncertain.
+
+These are the ones for which Ranking.is_settled is false.
+"""
 
 MOST_RANKED_AGAIN = 32
-"""Maximum number of leading entries that are ranked again because their sort keys may have
-risen.
+"""Maximum number of the best entries that are ranked again at a pick.
+
+They are ranked again because their sort keys may have risen since (Ranking.rises).
 """
 
 STEPS = 256
-"""Maximum number of entries of a group that are searched for an endpoint with a cached prefix of
-the prompt."""
+"""Maximum number of entries of a group that are searched for an endpoint with part of the prompt
+cached.
+"""
 
 MOST_FAILED = 32
-"""Maximum number of failed endpoints of a request that are skipped in the order.
+"""A request with more failed endpoints than this does not use the sorted order.
 
-With more, the remaining candidates are scanned, since there are few: a retry that has checked the
-health of an endpoint leaves out all others.
+Its retry scans the remaining candidates instead. There are few of them: a retry that has checked
+the health of an endpoint leaves out all others.
 """
 
 LEVELS = 3
-"""Maximum number of widely cached prefixes of a prompt that a shortlist distinguishes."""
+"""Maximum number of prefixes of a prompt, each cached by many endpoints, that a shortlist
+distinguishes.
+"""
 
 Entry = tuple[float, float, int, int]
-"""An entry of the sorted order: sort key, a random number that breaks ties, slot of the endpoint,
-and group."""
+"""An entry of the sorted order, as a tuple of four numbers.
+
+The sort key, a random number that breaks ties, the endpoint's slot (EndpointLoad.slot), and its
+group (Ranking.group).
+"""
 
 
 class CandidateOrder:

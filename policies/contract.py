@@ -14,8 +14,10 @@ from policies.load import EndpointLoad
 from policies.model import Candidate, RoutingQuery
 
 Filter = Callable[[RoutingQuery, Sequence[Candidate]], Sequence[Candidate]]
-"""A function that returns some of the candidates, in their order. It may return its argument and
-never changes it."""
+"""A function that returns some of the candidates, in their order.
+
+It may return its argument, and never changes it.
+"""
 
 
 class RetryFilter:
@@ -39,8 +41,11 @@ It returns a list rather than a dict because it runs for every request.
 """
 
 Picker = Callable[[RoutingQuery, Sequence[Candidate], Sequence[float]], int]
-"""A function that returns the index of the chosen candidate. Only pickers may use the random
-generator `query.rng`."""
+"""A function that returns the index of the chosen candidate.
+
+Its arguments are the query, the candidates and their scores. Only pickers may use the random
+generator `query.rng`.
+"""
 
 
 PriceTermsFunction = Callable[[RoutingQuery, Sequence[Candidate]], Sequence[Mapping[str, float]]]
@@ -51,8 +56,10 @@ It is called only to explain a pick, so it may be slow.
 
 
 class PhaseShare(msgspec.Struct, frozen=True):
-    """Which phases of a request, prefill and decode, an endpoint would serve: 1.0 or 0.0 each.
+    """Which phases of a request an endpoint would serve.
 
+    prefills     1.0 if it computes the prompt, else 0.0
+    decodes      1.0 if it generates the answer, else 0.0
     transfer_s   seconds from the end of its prefill until the KV has arrived at the decode endpoint
     transfers_s  the same for each candidate, in their order; empty: `transfer_s` for all
     """

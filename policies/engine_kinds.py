@@ -33,7 +33,7 @@ class EngineTraits(msgspec.Struct, frozen=True):
     can_continue   whether the engine can continue an answer, given the ids of its tokens
     takes_rank     whether the header x-data-parallel-rank chooses a data-parallel rank
     has_kv_events  whether the engine can publish KV events
-    least_probe_s  minimum seconds between two health checks
+    least_probe_s  minimum seconds between two health checks of an endpoint
     """
 
     health_path: str = ""

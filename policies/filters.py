@@ -32,11 +32,11 @@ def untried(query: RoutingQuery, candidates: Sequence[Candidate]) -> Sequence[Ca
 
 
 def below_cap(query: RoutingQuery, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
-    """Keep the candidates below their concurrency cap, and prefer those below their slow-start soft
-    cap.
+    """Keep the candidates below their concurrency cap, and prefer those below their soft cap.
 
-    If all are at their cap, two kinds of requests may exceed it because they were admitted before:
-    retries, and requests whose capacity another gateway has just taken.
+    The soft cap is lower than the cap while an endpoint is in slow start or in doubt. If all are at
+    their cap, two kinds of requests may exceed it because they were admitted before: retries, and
+    requests whose capacity another gateway has just taken.
     """
     for candidate in candidates:
         load = candidate.load
@@ -97,8 +97,9 @@ def serves_tenant(query: RoutingQuery, candidates: Sequence[Candidate]) -> Seque
 
 @RetryFilter
 def prefer_proven(query: RoutingQuery, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
-    """Keep the candidate endpoints with a success since their last failure, or all candidates if
-    there is none.
+    """Keep the candidate endpoints that have had a success since their last failure.
+
+    If there is none, keep all candidates.
     """
     return [candidate for candidate in candidates if candidate.load.is_proven] or candidates
 

@@ -17,8 +17,10 @@ from policies.load import EndpointLoad
 from policies.model import Request
 
 FREE_KV = 0.9
-"""Share of KV in use (0 to 1) below which waiting prompts are assumed to wait for something other
-than KV."""
+"""Below this share of KV in use, 0 to 1, waiting prompts are assumed not to wait for KV.
+
+They then wait for something else, such as a free sequence of the engine's batch.
+"""
 
 
 class LoadReservation(QueuedPrompt):
@@ -27,14 +29,13 @@ class LoadReservation(QueuedPrompt):
     Every method may be called at any time, in any order and repeatedly; after the end none has an
     effect.
 
-    sees_first_token   False if the first token is not observable, because the answer comes whole.
-                       It is then assumed to come when the timeline predicts it, and nothing is
-                       learned
-    is_handoff         whether another endpoint computes the prompt
-    cached_tokens      prompt tokens that were believed to be cached there
-    predicted_ttft_s   expected seconds from reservation to the first token; None if prefilled
-                       elsewhere
-    predicted_tpot_s   expected seconds per output token after it
+    sees_first_token  False if the first token is not observable, because the answer comes whole. It
+                      is then assumed to come when the timeline predicts it, and nothing is learned
+    is_handoff        whether another endpoint computes the prompt, and hands its KV over
+    cached_tokens     prompt tokens that were believed to be cached there
+    predicted_ttft_s  expected seconds from reservation to the first token; None if another endpoint
+                      computes the prompt
+    predicted_tpot_s  expected seconds per output token after the first
 
     Both predictions are None where no policy reads the forecast.
     """
@@ -157,8 +158,9 @@ class LoadReservation(QueuedPrompt):
             load.mark_changed()
 
     def on_kv_arrived(self, now: float) -> None:
-        """Start to decode a reserved request whose KV has arrived. Its first token will not be
-        reported.
+        """Start to decode a reserved request whose KV has arrived from another endpoint.
+
+        Its first token will not be reported.
         """
         if self._open and self._context and not self.is_decoding and not self._uncached:
             load = self._load
@@ -223,8 +225,10 @@ class LoadReservation(QueuedPrompt):
 
 
 reserve = LoadReservation
-"""Reserve load for a whole request: a prompt to compute, then tokens to generate. An alias saves a
-call per request."""
+"""Reserve load for a whole request: a prompt to compute, then tokens to generate.
+
+An alias of the class rather than a function, which saves a call per request.
+"""
 
 
 def reserve_decode(
@@ -236,7 +240,8 @@ def reserve_decode(
 ) -> LoadReservation:
     """Reserve load for a split request at its decode endpoint, and return the reservation.
 
-    All of the request's KV counts from the start, and none of its prefill.
+    All of the request's KV counts from the start, and none of its prefill. `cached_tokens` is the
+    number of prompt tokens that the endpoint is believed to have cached.
     """
     return LoadReservation(load, request, cached_tokens, now, sees_first_token, True)
 
@@ -269,6 +274,11 @@ def record_scrape(
     now: float,
 ) -> None:
     """Record the engine's own metrics, and derive the number of requests from outside the gateways.
+
+    running    requests that the engine runs
+    waiting    requests that wait in the engine
+    kv_usage   share of KV in use, 0 to 1
+    kv_tokens  KV capacity in tokens
 
     A metric is None if the engine did not report it. A request that another gateway has not
     announced yet, or that ended while the metrics were being read, is not external. Only requests
@@ -326,10 +336,9 @@ def set_peer_load(load: EndpointLoad, source: bytes, share: PeerShare | None, no
 
 
 def own_load(load: EndpointLoad) -> PeerShare:
-    """Replace the load that the gateway `source` has reserved at the endpoint.
+    """Return the load that this gateway itself has reserved at the endpoint.
 
-    None or NOTHING means that this gateway has no load there any more. Returns False if nothing
-    changes.
+    It is the endpoint's whole reserved load minus that of the other gateways.
     """
     others = load.peer_load
     return PeerShare(

@@ -17,10 +17,11 @@ CHANGES = 4096
 
 
 class LoadChanges:
-    """A ring buffer of the endpoint slots whose loads have changed, for any number of readers.
+    """A ring buffer of the endpoints whose loads have changed, for any number of readers.
 
-    A reader stores the count up to which it has read. A reader that is more than CHANGES behind has
-    missed changes and must read every load.
+    An endpoint is represented by its slot, a small integer (EndpointLoad). A reader stores the
+    count up to which it has read. A reader that is more than CHANGES behind has missed changes and
+    must read every load.
 
     count  changes so far; change n is in slots[n % CHANGES]
     """
@@ -53,30 +54,37 @@ class LoadChanges:
 class EndpointLoad(EngineLoad):
     """Everything that changes about an endpoint and that policies read.
 
-    slot                small stable integer: the endpoint's index in RoutingQuery.cached_by_slot
-                        and in the prefix index
-    in_flight           reserved requests that have not ended
-    decoding            reserved requests whose first token has come
-    prefill_tokens      uncached prompt tokens of reserved requests whose first token has not come
-    decode_tokens       prompt tokens of reserved requests whose first token has come
-    prefix_cache_tokens prompt tokens that its prefix cache is believed to hold, over all requests
-    eviction_regret     share of evicted prefix blocks that were requested again while no endpoint
-                        had them, 0 to 1
-    kv_reserved         prompt plus expected output tokens of all reserved requests: KV they use or
-                        will use
-    is_available        False while ejected by health checks or draining: never a candidate then
-    is_proven           no failure yet, or a success after the last one; retries prefer such
-                        endpoints
-    soft_cap            most concurrent requests while other endpoints have capacity; below the cap
-                        during slow start (slow_start.py)
-    running, waiting, kv_usage, scraped_at
-                        the engine's own metrics at the last scrape; None before the first
-    unexplained_requests  requests in those metrics in excess of in_flight at that moment
-    is_modelled         whether any policy reads the forecast; if none does, the timeline does not
-                        advance
-    timeline            the engine model (engine_timeline.py)
-    changes             where changes of this load are recorded for rankings of candidates; None
-                        while no ranking reads them
+    A reserved request is one that was sent to the endpoint and has not ended.
+
+    slot                  small integer that identifies the endpoint in this process: its index in
+                          RoutingQuery.cached_by_slot and in the prefix index
+    in_flight             number of reserved requests
+    decoding              reserved requests whose first token has come
+    prefill_tokens        uncached prompt tokens of reserved requests whose first token has not come
+    decode_tokens         prompt tokens of reserved requests whose first token has come
+    prefix_cache_tokens   prompt tokens that its prefix cache is believed to hold, over all requests
+    eviction_regret       share of evicted prefix blocks that were requested again while no endpoint
+                          had them, 0 to 1
+    kv_reserved           prompt plus expected output tokens of all reserved requests: KV they use
+                          or will use
+    is_available          False while ejected by health checks or draining: never a candidate then
+    is_proven             no failure yet, or a success after the last one; retries prefer such
+                          endpoints
+    soft_cap              maximum number of concurrent requests while other endpoints have capacity;
+                          below the cap during slow start (slow_start.py)
+    running               requests that the engine ran at the last scrape
+    waiting               requests that waited in the engine at the last scrape
+    kv_usage              share of the engine's KV in use at the last scrape, 0 to 1
+    scraped_at            time of the last scrape on the policy clock
+    unexplained_requests  by how many requests the engine's metrics exceeded `in_flight` at the last
+                          scrape
+    is_modelled           whether any policy reads the forecast; if none does, the timeline does not
+                          advance
+    timeline              the engine model (engine_timeline.py)
+    changes               where changes of this load are recorded for rankings of candidates; None
+                          while no ranking reads them
+
+    The values of the last scrape are None before the first one.
     """
 
     __slots__ = (
@@ -123,11 +131,13 @@ class EndpointLoad(EngineLoad):
         self.timeline.refresh_forecast(self, 0.0)
 
     def mark_changed(self) -> None:
-        """Record that a value of this load has changed on which filters or scorers depend."""
+        """Record that a value of this load has changed that filters or scorers read."""
         if self.changes is not None:
             self.changes.record(self.slot)
 
 
 LOAD_FIELDS = (*EngineLoad.__slots__, *EndpointLoad.__slots__)
-"""The names of all attributes of an EndpointLoad. `__slots__` of the class contains only its own,
-not those of its base."""
+"""The names of all attributes of an EndpointLoad.
+
+`__slots__` of the class contains only its own, not those of its base.
+"""

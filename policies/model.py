@@ -68,7 +68,7 @@ class Endpoint(msgspec.Struct, frozen=True):
 
     bootstrap        host:port of its bootstrap server, for dialects whose decoder needs it; None
                      otherwise
-    max_concurrency  most requests to send to it at a time
+    max_concurrency  maximum number of requests to send to it at a time
     context_tokens   longest prompt plus answer it accepts; None: the model's own limit
     salt_member      JSON member of a request that carries the cache salt; empty: the engine takes
                      none
@@ -100,8 +100,9 @@ class Endpoint(msgspec.Struct, frozen=True):
 
 
 def endpoint_key(pool: str, url: str, rank: int | None) -> tuple[str, str]:
-    """Return the pool and the address of an endpoint, with its rank as the fragment; they identify
-    the endpoint.
+    """Return the pool and the address of an endpoint, which together identify it.
+
+    A data-parallel rank is appended to the address as the fragment, after `#`.
     """
     return pool, url if rank is None else f"{url}#dp{rank}"
 
@@ -133,7 +134,10 @@ class Slo(msgspec.Struct, frozen=True):
 STANDARD = Slo()
 
 INFERRED_SESSION = "prefix"
-"""The value of `session_source` for sessions that are recognised by their growing prompt."""
+"""The value of `session_source` for a session that the client did not name.
+
+It was recognised by its growing prompt: each turn repeats the prompt of the turn before.
+"""
 
 
 class SessionHints(msgspec.Struct, frozen=True):
@@ -182,8 +186,8 @@ class Request(msgspec.Struct, frozen=True):
 
     @property
     def is_session_inferred(self) -> bool:
-        """Return whether the session was recognised by its prompt, so that it began an unknown time
-        ago.
+        """Return whether the session was recognised by its prompt; its beginning is then
+        unknown.
         """
         return self.session_source == INFERRED_SESSION
 
@@ -191,12 +195,12 @@ class Request(msgspec.Struct, frozen=True):
 class RoutingQuery(msgspec.Struct, frozen=True):
     """The question that a policy answers: which candidate should serve this request now.
 
-    cached_by_slot    prompt tokens that the endpoint in each slot is believed to have cached; empty
-                      if the policy does not read prefixes
+    cached_by_slot    prompt tokens that each endpoint is believed to have cached, by the endpoint's
+                      slot (EndpointLoad.slot); empty if the policy does not read prefixes
     failed_endpoints  names of endpoints on which this request has failed already
     fingerprint       hashes of the prompt's prefixes, one per block; None if no policy reads them
-    can_return        False if a client would not retry this pool after a refusal, because the
-                      request only falls back to it
+    can_return        False if a client would not retry this pool after a refusal, because the pool
+                      is only the fallback of another one
     """
 
     request: Request

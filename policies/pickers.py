@@ -30,10 +30,10 @@ def best(query: RoutingQuery, candidates: Sequence[Candidate], scores: Sequence[
 
 
 def best_with_tie_breakers(*costs: Callable[[EndpointLoad], float]) -> Picker:
-    """Return a picker of the candidate with the highest score; ties go to the lowest cost, cost by
-    cost.
+    """Return a picker of the candidate with the highest score, with costs that break ties.
 
-    Remaining ties are broken at random.
+    Among candidates of equal score, the lowest first cost wins, then the lowest second one, and so
+    on. Remaining ties are broken at random.
     """
 
     def pick(query: RoutingQuery, candidates: Sequence[Candidate], scores: Sequence[float]) -> int:
@@ -96,9 +96,9 @@ class Rotation:
     ago.
 
     Unlike a counter modulo the number of candidates, this stays fair when candidates are added or
-    removed. It is the only picker with state, and belongs to the policy it was built for. Slots
-    without a turn come first, in random order, so that gateways started together do not choose in
-    step.
+    removed. The picker has state, so it belongs to the policy it was built for. Candidates that
+    were never picked come first, in random order, so that gateways started together do not all
+    choose the same one.
     """
 
     __slots__ = ("_last_turn", "_turn")

@@ -118,7 +118,7 @@ class PrefixAware(PolicyParams, frozen=True):
 
 
 class DecodeLoad(PolicyParams, frozen=True):
-    """A policy that picks the decode endpoint of a split request, with little decode work and KV to
+    """A policy for the decode endpoint of a split request: little decode work, little KV to
     transfer.
 
     It cannot be configured by name.

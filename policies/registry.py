@@ -90,7 +90,14 @@ def build(name: str, params: Mapping[str, object]) -> Policy:
 
 
 def parse_params(name: str, kind: type[T], params: Mapping[str, object]) -> T:
-    """Convert a mapping of parameters to the struct `kind`. Raises PolicyConfigError if invalid."""
+    """Convert a mapping of parameters to the struct `kind`.
+
+    name    the policy's name, for messages
+    kind    the type of its parameters
+    params  values by parameter name, as in the configuration
+
+    Raises PolicyConfigError if a name or value is invalid.
+    """
     fields = {field.name: field.type for field in msgspec.structs.fields(kind)}
     for param, value in params.items():
         if param not in fields:

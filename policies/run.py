@@ -16,10 +16,11 @@ from policies.model import Candidate, Pick, RoutingQuery
 def pick(
     policy: Policy, query: RoutingQuery, candidates: Sequence[Candidate], considered: int = 0
 ) -> Pick | None:
-    """Choose the endpoint for a request by a policy; return None if the filters keep no candidate.
+    """Choose the endpoint for a request by a policy.
 
-    `rejecting_filter` then names the filter. `considered` is the number of candidates that a
-    shortlist stands for; 0 if `candidates` are all.
+    Returns None if the filters keep no candidate; `rejecting_filter` then names the filter.
+    `candidates` may be a shortlist. `considered` is then the number of candidates that it was
+    chosen from, for Pick.candidate_count; 0: `candidates` are all.
     """
     remaining = candidates
     for filter_ in policy.filters if query.failed_endpoints else policy.first_attempt_filters:
@@ -38,7 +39,8 @@ def pick(
 def repick(pick: Pick, candidate: Candidate, cached: Sequence[int]) -> Pick:
     """Return a copy of the pick in which another of its candidates is chosen.
 
-    The reasons for the pick stay the same.
+    `cached` has the prompt tokens that each endpoint is believed to have cached, by slot. The
+    reasons for the pick stay the same.
     """
     slot = candidate.load.slot
     score = next(

@@ -42,6 +42,8 @@ _NO_MEANS = (None, None, None, None, None)
 class Blocks(msgspec.Struct, frozen=True, array_like=True, tag="blocks"):
     """Some blocks of a prefix index, oldest first, as packed arrays.
 
+    A stamp is the time of last use of a block by one endpoint (PrefixIndex).
+
     keys    key of each block, unsigned 64-bit
     counts  number of stamps of each block, unsigned 16-bit
     stamps  the stamps of all blocks one after another, unsigned 64-bit
@@ -101,10 +103,11 @@ class SessionState(msgspec.Struct, frozen=True, array_like=True):
 class AdmissionState(msgspec.Struct, frozen=True, array_like=True):
     """The saved state of an admission policy that counts sessions.
 
-    means, full_rate  running means of a priced admission; None for other policies
-    phi               WorkingSet.memory_share; infinite: sessions are not limited
-    memory_s          WorkingSet.memory_s, in seconds
-    sessions          the active sessions, least recently used first
+    means      running means of a priced admission; None for other policies
+    phi        WorkingSet.memory_share; infinite: sessions are not limited
+    memory_s   WorkingSet.memory_s, in seconds
+    sessions   the active sessions, least recently used first
+    full_rate  FullLoadRate.per_unit of a priced admission; None for other policies
     """
 
     means: tuple[float | None, float | None, float | None, float | None, float | None]
@@ -115,8 +118,10 @@ class AdmissionState(msgspec.Struct, frozen=True, array_like=True):
 
 
 class QuotaState(msgspec.Struct, frozen=True, array_like=True):
-    """The saved (level, time) of each token bucket of a quota; times are on the machine's monotonic
-    clock.
+    """The saved state of a quota: its limits, and the level of each token bucket.
+
+    A bucket is saved as (level, time of that level); None without a limit. Times are on the
+    machine's monotonic clock.
     """
 
     limits: QuotaLimits
@@ -302,8 +307,9 @@ def admission_state(live: PricedAdmission | SessionCap) -> AdmissionState:
 
 
 def restore_admission(live: PricedAdmission | SessionCap, state: AdmissionState) -> None:
-    """Restore the state that `admission_state` returned, even if it was saved by an admission
-    policy of the other kind.
+    """Restore the state that `admission_state` returned.
+
+    It may have been saved by an admission policy of the other kind.
     """
     if not isinstance(live, SessionCap) and state.means != _NO_MEANS:
         live._budget, live._tpot_budget, live._typical_s, live._per_weight, _ = state.means
@@ -357,9 +363,18 @@ def restore_lengths(live: OutputLengths, states: list[LengthState]) -> None:
 
 
 class DriftState(msgspec.Struct, frozen=True, array_like=True, tag="drift"):
-    """The saved state of a pool's drift watch: its open window and the measures above the limit.
+    """The saved state of a pool's drift detection (DriftWatch).
 
-    Times are Unix seconds. `sized_for` are the shares that the window is compared with.
+    Times are Unix seconds.
+
+    sized_for       shares by measure with which the window is compared
+    counts          requests of the unfinished window by measure and bin
+    requests        number of requests in this window
+    begins_s        beginning of the window
+    ends_s          its planned end
+    began_s         when the detection began
+    usual_requests  requests that the window would have at the hourly rates, so far
+    above           by measure, the number of windows in a row above the limit
     """
 
     pool: str
@@ -394,10 +409,10 @@ def drift_state(pool: str, live: DriftWatch) -> DriftState:
 
 
 def restore_drift(live: DriftWatch, state: DriftState) -> bool:
-    """Restore the open window of a drift watch.
+    """Restore the unfinished window of a drift watch.
 
-    Returns False, without changes, if it is compared with other shares or has other bins. Blocks of
-    prompts are not saved, so the uncached share is compared only after a while.
+    Returns False, without changes, if the watch has other shares to compare with, or other bins.
+    Blocks of prompts are not saved, so the uncached share is compared only after a while.
     """
     own = {name: list(shares) for name, shares in live._sized_for.items()}
     sizes = {name: len(counts) for name, counts in state.counts.items()}

@@ -16,8 +16,10 @@ FULL_KV = 0.9
 """The share of KV memory in use above which a new request may have to wait for memory."""
 
 _TYPICAL_PROMPT = 1000.0
-"""Number of prompt tokens that a ranking assumes for a request whose score is multiplied by its
-prompt length."""
+"""Number of prompt tokens that a sort key assumes for the request.
+
+The scores multiply some costs by the prompt's length, which a sort key does not know.
+"""
 
 
 def constant() -> Scorer:
@@ -62,10 +64,10 @@ def outstanding_work(output_weight: float, request_tokens: float, fresh_s: float
 def reserved_work(
     output_weight: float, request_tokens: float
 ) -> Callable[[Candidate, float], float]:
-    """Return the sort key of `outstanding_work`, for candidates with equally many external
-    requests.
+    """Return the sort key of the scorer `outstanding_work`: a function of a candidate and the time.
 
-    The key is a function of a candidate and the time; the lowest value is best.
+    The lowest key is best. It orders candidates with equally many external requests as the scorer
+    does.
     """
 
     def key(candidate: Candidate, now: float) -> float:
@@ -196,9 +198,10 @@ def requests_in_flight(load: EndpointLoad) -> int:
 
 
 def queued_work(decode_weight: float) -> Callable[[Candidate, float], float]:
-    """Return the sort key of `uncached_work`, for candidates with equally many requests in flight.
+    """Return the sort key of the scorer `uncached_work`: a function of a candidate and the time.
 
-    The key is a function of a candidate and the time; the lowest value is best.
+    The lowest key is best. It orders candidates with equally many requests in flight as the scorer
+    does.
     """
 
     def key(candidate: Candidate, now: float) -> float:
@@ -216,8 +219,11 @@ def decode_load(request_tokens: float, transfer_weight: float, fresh_s: float) -
     """Return a scorer that prefers endpoints with little decode work and little KV to transfer.
 
     cost = decode_tokens + expected_tokens + prefill_tokens + request_tokens * in_flight +
-    transfer_weight * u, plus external requests as large as this one. u is the part of the prompt
-    that the endpoint does not have cached.
+    transfer_weight * u
+
+    u is the part of the prompt that the endpoint does not have cached, in tokens. Each external
+    request costs as many tokens as this prompt in addition, if its scrape is at most `fresh_s`
+    seconds old.
     """
 
     def score(query: RoutingQuery, candidates: Sequence[Candidate]) -> list[float]:

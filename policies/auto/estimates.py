@@ -9,7 +9,7 @@ import msgspec
 
 
 class PolicyMember(msgspec.Struct, frozen=True):
-    """A routing policy in a portfolio: its name and its parameters."""
+    """One of the routing policies that are compared: its name and its parameters."""
 
     policy: str
     parameters: Mapping[str, Any] = {}
@@ -44,7 +44,8 @@ class PoolEstimate(msgspec.Struct, frozen=True):
     incumbent  label of the policy in force
     requests   number of requests that were compared
     span_s     seconds in which these requests arrived
-    doubt      why the replay of the policy in force does not reproduce the log; empty if it does
+    doubt      why the estimate cannot be trusted: how the replay of the policy in force differs
+               from the log; empty if it does not
     members    the policies, with the one in force first
     """
 

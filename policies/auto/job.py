@@ -17,6 +17,7 @@ class PoolJob(msgspec.Struct, frozen=True):
 
     endpoints         names of the pool's endpoints, in the order of the configuration
     members           the policies, with the one in force first
+    window_s          seconds of recent requests to replay
     counts_from_s     requests that arrived before this time are replayed but not counted, because
                       the fleet had a fault
     in_force_since_s  time since which the policy in force has served all requests

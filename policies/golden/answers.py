@@ -26,10 +26,12 @@ class TokenChoice(msgspec.Struct, frozen=True):
 class GoldenAnswer(msgspec.Struct, frozen=True):
     """An engine's answer to one prompt.
 
-    calls       tool calls as (name, arguments as text)
-    tokens      generated tokens with probabilities; empty if the engine reports none
-    error       why there is no answer; empty if there is one
-    took_s      seconds from the request to the end of the answer
+    text               the generated text
+    calls              tool calls as (name, arguments as text)
+    tokens             generated tokens with probabilities; empty if the engine reports none
+    error              why there is no answer; empty if there is one
+    took_s             seconds from the request to the end of the answer
+    completion_tokens  number of generated tokens
     """
 
     text: str = ""
@@ -92,7 +94,7 @@ MIRRORED_MEMBERS = (
 
 
 def prompt_of(members: Mapping[str, Any], max_tokens: int) -> dict[str, Any]:
-    """Return what decides the answer to a live request, as a golden prompt.
+    """Return the golden prompt of a live request: the members that decide its answer.
 
     Its sampling is left out. Its own limit of tokens counts if it is less than `max_tokens`.
     """

@@ -104,10 +104,10 @@ def _divergence(ones: Sequence[TokenChoice], others: Sequence[TokenChoice]) -> f
 
 
 def token_kl(one: Mapping[str, float], other: Mapping[str, float]) -> float:
-    """Return the divergence in nats of two token distributions, of which the likeliest tokens are
-    known.
+    """Return the Kullback-Leibler divergence, in nats, of two distributions of the next token.
 
-    All other tokens count as one. A token unknown to `other` has at most its smallest probability.
+    Only the probabilities of the likeliest tokens are known; all other tokens count as one. A token
+    unknown to `other` has at most its smallest probability.
     """
     rest_one, rest = (max(0.0, 1 - sum(each.values())) for each in (one, other))
     unknown = min(*other.values(), max(rest, LEAST_PROBABILITY))
@@ -122,11 +122,14 @@ def token_kl(one: Mapping[str, float], other: Mapping[str, float]) -> float:
 
 
 class MeasureResult(msgspec.Struct, frozen=True):
-    """The result of one measure of answers: for base and candidate, and whether the candidate is
-    worse.
+    """The result of one measure, such as the share of equal answers, over all prompts.
 
+    name       the measure
+    floor      its value for the base engine compared with itself
+    candidate  its value for the candidate compared with the base
     worse_by   mean paired difference; positive is worse
-    error      its standard error
+    error      standard error of that difference
+    is_worse   whether the candidate is worse by more than chance and the tolerance
     """
 
     name: str
@@ -141,6 +144,13 @@ class GoldenReport(msgspec.Struct, frozen=True):
     """The result of a golden comparison over all prompts.
 
     Shares are 0 to 1, divergences in nats.
+
+    prompts               number of prompts
+    measures              the result of each measure
+    length_ratio          length of the candidate's answers over that of the base's; None if unknown
+    median_divergence_at  median place of the first difference; None if no answers differ
+    base_s                mean seconds of an answer of the base
+    candidate_s           mean seconds of an answer of the candidate
     """
 
     prompts: int
@@ -172,9 +182,10 @@ def judge(
     tolerance: float,
     took_s: tuple[float, float],
 ) -> GoldenReport:
-    """Return the report of a golden comparison: the base against itself (`floors`) and the
-    candidate (`pairs`).
+    """Return the report of a golden comparison.
 
+    floors     the base's answers compared with its own second answers
+    pairs      the base's answers compared with the candidate's
     tolerance  loss of a share, or nats, that is accepted beyond chance
     took_s     mean seconds of an answer of the base and of the candidate
     """

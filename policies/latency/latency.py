@@ -29,15 +29,15 @@ def backlog_s(load: EngineLoad, now: float) -> float:
 
 
 def is_first_token_late(load: EngineLoad, now: float) -> bool:
-    """Return whether an endpoint's next first token is later than forecast, so that its `backlog_s`
-    rises with time.
+    """Return whether an endpoint's next first token is later than forecast.
+
+    The endpoint's `backlog_s` then rises with time instead of falling.
     """
     return now > load.next_first_token_at
 
 
 def room_s(load: EngineLoad, prompt_tokens: float) -> float:
-    """Return the seconds until requests that end have freed enough KV for `prompt_tokens` tokens at
-    the endpoint.
+    """Return the seconds until ended requests have freed enough KV for `prompt_tokens` tokens.
 
     Returns 0 if that much KV is free already.
     """
@@ -85,9 +85,10 @@ def tpot_s(load: EngineLoad, context_tokens: float) -> float:
 def ttfts(
     candidates: Sequence[Candidate], held: Sequence[int], prompt_tokens: int, now: float
 ) -> list[float]:
-    """Return the expected seconds to the first token, `ttft_s`, for every candidate in order.
+    """Return the expected seconds to the first token for every candidate, in order.
 
-    `held` is the number of prompt tokens that each candidate has cached.
+    `held` is the number of prompt tokens that each candidate has cached, in the same order. See
+    `ttft_s`.
     """
     return [
         ttft_s(candidate.load, prompt_tokens - cached, cached, now)

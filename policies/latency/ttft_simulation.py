@@ -49,12 +49,14 @@ class QueuedWork:
 class EngineSimulation:
     """Simulates the future steps of one inference engine.
 
-    clock, steps    begin of the next step on the policy clock; steps simulated so far
-    batch, context  number of decoding sequences, and their total context in tokens
-    kv_free         KV tokens not in use
-    waited          whether a prompt in the engine's queue has waited for KV
-    ends            running answers, the next to end last: (step, KV freed, context, sequences).
-                    None until a prompt must wait for KV; until then no answer is assumed to end
+    clock    begin of the next step on the policy clock
+    steps    number of steps simulated so far
+    batch    number of decoding sequences
+    context  their total context in tokens
+    kv_free  KV tokens not in use
+    waited   whether a prompt in the engine's queue has waited for KV
+    ends     running answers as (step, KV freed, context, sequences), the next to end last. None
+             until a prompt must wait for KV; until then no answer is assumed to end
     """
 
     __slots__ = (

@@ -20,9 +20,12 @@ MASK = 0xFFFFFFFFFFFFFFFF
 class KeyArithmetic(Protocol):
     """The interface of a class that computes chained block keys from bytes.
 
-    word_keys   one secret odd number for each word of a block
-    places      one secret number for each block position
-    fold, mix   secret numbers for the first and last step of the hash
+    A word is 8 bytes. The class Fingerprinter explains the steps of the hash.
+
+    word_keys  one secret odd number for each word of a block
+    places     one secret number for each position of a block in the prompt
+    fold       secret number for the first step of the hash
+    mix        secret number for its third step
     """
 
     def __init__(self, word_keys: Keys, position_keys: Keys, fold: int, mix: int) -> None: ...
@@ -58,7 +61,15 @@ def chain_words(  # type: ignore[no-untyped-def]
 ) -> None:
     """Compute the chained key of every block of a prompt, modulo 2**64, and store it in `keys`.
 
-    fingerprint.py describes the hash.
+    words          the prompt as 8-byte words
+    word_keys      one secret odd number for each word of a block
+    position_keys  one secret number for each position of a block in the prompt
+    fold           secret number for the first step of the hash
+    mix            secret number for its third step
+    key            the number with which the chain begins
+    keys           where the keys are stored, one per block
+
+    The class Fingerprinter explains the hash.
     """
     index = 0
     for block in range(len(keys)):

@@ -20,17 +20,23 @@ BLOCK_COST_BYTES = 288
 """Upper bound of the memory in bytes of one reported block: two dict entries, a key and a hash."""
 
 EngineHash: TypeAlias = "int | bytes"
-"""The name that an engine itself gives to a KV block."""
+"""An engine's own name for a KV block: a hash, as a number or bytes."""
 
 GPU, CPU, OTHER = 1, 2, 4
-"""Storage media of a block, as bits: GPU memory, host memory, and any other."""
+"""Bits of the storage media in which a block may be cached; a block can be in several.
+
+GPU    GPU memory
+CPU    host memory
+OTHER  any other medium
+"""
 
 _MEDIA = GPU | CPU | OTHER
 _TOKEN_BYTES = 4
 
 
 def scope_seed(lora_name: str, salt: str) -> int:
-    """Return the number with which the key chain of this LoRA adapter and cache salt begins.
+    """Return the number with which the chain of block keys begins, for a LoRA adapter and a cache
+    salt.
 
     Blocks of different adapters or salts therefore never have equal content keys.
     """
@@ -93,8 +99,8 @@ class SourceBlocks:
         parent  the block before the first; None: the chain begins here, with `seed`
         tokens  token ids of all blocks; may be empty for blocks that are known already
         medium  the bit of the medium that stores the blocks
-        mixed   for each block a number that is mixed into its key, because more than its tokens
-                identifies it; 0: none
+        mixed   for each block a number that becomes part of its key, for blocks that more than
+                their tokens identifies, such as an image; 0: none
         """
         if len(tokens) != len(names) * block_tokens:
             self._store_unread(names, medium)
@@ -154,7 +160,7 @@ class SourceBlocks:
             self._known, self.bit = {}, self._index.take_bit()
 
     def close(self) -> None:
-        """Forget all blocks of this source of KV events, and remove the source from the index."""
+        """Remove all blocks of this source from the index, and then the source itself."""
         self._index.retire(self._known, self.bit)
         self._known = {}
 
@@ -164,8 +170,9 @@ class SourceBlocks:
 
 
 class CachedBlocks:
-    """An index from content keys of KV blocks to the engine ranks (sources) that have them cached,
-    one bit each.
+    """An index of the KV blocks that engine ranks (sources) have cached.
+
+    It maps a block's content key to the sources that have the block, one bit each.
 
     holders  bits of sources by content key
     blocks   number of blocks of all sources; while `is_full`, a source must be cleared before more
@@ -202,8 +209,10 @@ class CachedBlocks:
             self.holders.pop(key, None)
 
     def retire(self, known: dict[EngineHash, int], bit: int) -> None:
-        """Record the blocks that a source has lost. `purge` removes them from the index later, in
-        small steps.
+        """Mark blocks that a source has lost for later removal.
+
+        `purge` removes them from the index in small steps. `known` maps the source's names of the
+        blocks to content keys, and `bit` is the source's bit.
         """
         self._retired.append((known, bit))
 
@@ -224,11 +233,14 @@ class CachedBlocks:
         return bool(self._retired)
 
     def levels(self, chain: Keys, blocks: int) -> list[tuple[int, int]]:
-        """Return (blocks, bits of sources) for each length at which the set of sources that hold
-        the chain's beginning changes.
+        """Return which sources have how much of a prompt's beginning cached.
 
-        A source holds as many blocks as the longest of these that has its bit. Engines evict the
-        end of a chain first, so the ends are found by bisection.
+        chain   content keys of the prompt's blocks
+        blocks  number of these blocks to consider
+
+        The result is a list of (blocks, bits of sources): a source has as many blocks as the
+        longest entry with its bit. Engines evict the end of a chain first, so the ends are found by
+        bisection.
         """
         last = min(blocks, len(chain)) - 1
         if last < 0 or not (first := self.holders.get(chain[0], 0)):

@@ -46,24 +46,27 @@ class Fingerprinter:
     The hash is computed in four steps (all modulo 2**64, all over whole arrays):
 
     1. Fold. Every 8-byte word is multiplied by a secret odd number, and its upper half is xored
-    into its lower half. Both steps are invertible, so different words stay different. Afterwards a
-    difference in the top bits only (the case of a letter) has reached the lower half. Step 2 needs
-    that: a product modulo 2**64 loses as many bits of the key as its other factor has trailing
-    zeros. 2. Sum. A block's hash is the sum of its words, each times its own secret odd number
-    (multilinear hashing, Carter & Wegman 1979; Lemire & Kaser 2014). Over the choice of the secret,
-    two different given blocks agree with a probability near 2**-63, and for any pattern below about
-    2**-31. 3. Mix. A secret number for the block's position is added (reordered blocks are another
-    prompt), then the halves are xored and multiplied once more, so that hashes no longer add up
-    like words. 4. Chain. keys[i] is the sum of the mixed hashes 0..i plus a number derived from the
-    salt. Two prompts equal up to block i therefore have equal keys up to i, and from the first
-    different block on all keys differ. numpy computes all sums at once.
+       into its lower half. Both steps are invertible, so different words stay different. Afterwards
+       a difference in the top bits only (the case of a letter) has reached the lower half. Step 2
+       needs that: a product modulo 2**64 loses as many bits of the key as its other factor has
+       trailing zeros.
+    2. Sum. A block's hash is the sum of its words, each times its own secret odd number
+       (multilinear hashing, Carter & Wegman 1979; Lemire & Kaser 2014). Over the choice of the
+       secret, two different given blocks agree with a probability near 2**-63, and for any pattern
+       below about 2**-31.
+    3. Mix. A secret number for the block's position is added (reordered blocks are another prompt),
+       then the halves are xored and multiplied once more, so that hashes no longer add up like
+       words.
+    4. Chain. keys[i] is the sum of the mixed hashes 0..i plus a number derived from the salt. Two
+       prompts equal up to block i therefore have equal keys up to i, and from the first different
+       block on all keys differ. numpy computes all sums at once.
 
     The hash is keyed because a client who could predict keys could craft two prompts with one key,
     and make the router believe that an endpoint has cached a prompt which it has not ("index
     poisoning"). The index is only a hint in any case: a wrong one costs a slower first token, never
     a wrong answer.
 
-    `secret` has at least 16 random bytes; every process that does not share its index draws its
+    `secret` has at least 16 random bytes; every process that does not share its index generates its
     own. Raises ValueError for a shorter secret or an invalid block size.
     """
 

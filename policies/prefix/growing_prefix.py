@@ -14,11 +14,15 @@ from policies.prefix.fingerprint import Fingerprint
 REMEMBERED = 16_384
 """Default number of prompts whose ends are stored; each takes about 300 bytes."""
 MAX_LISTED_BLOCKS = 8
-"""Maximum number of blocks of one prompt, the last ones first, that are compared with the ends of
-other prompts."""
+"""Maximum number of blocks of a prompt that are compared with the ends of other prompts.
+
+They are the last ones of the prompt.
+"""
 MAX_GROWTH_BYTES = 1024 * 1024
-"""Maximum bytes of the messages added since the previous turn that are searched for the model's
-answer."""
+"""Maximum bytes that are searched for the model's answer.
+
+They are the messages that were added since the previous turn.
+"""
 
 _MAX_BLANKS = 64
 _CLOSED = re.compile(rb"\}[ \t\r\n]{0,%d}\][ \t\r\n]{0,%d}\Z" % (_MAX_BLANKS, _MAX_BLANKS))
@@ -31,8 +35,7 @@ It contains unescaped quotes, so it cannot come from a user's words.
 
 
 class GrowingPrefixes:
-    """Remembers the ends of recent prompts, by which later prompts of the same conversation are
-    recognised.
+    """Remembers the ends of recent prompts, to recognise later prompts of the same conversation.
 
     The end of a prompt is the key of its last whole block, plus the bytes after that block up to
     the end of the last message. A session gets its name at the second turn, because a prompt that

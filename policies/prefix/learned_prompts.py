@@ -20,7 +20,8 @@ _PROMPT_COST_BYTES, _KEY_COST_BYTES, _BLOCK_COST_BYTES = 512, 208, 8
 class KnownPrefix(msgspec.Struct, frozen=True):
     """The beginning of a prompt whose tokens are known.
 
-    chains           content keys of the blocks of a prompt with this beginning, by tokens per block
+    chains           content keys of the blocks of a prompt with this beginning, as a mapping from
+                     the block size in tokens
     tokens           number of tokens in the beginning
     tokens_per_byte  mean tokens per byte of that prompt
     is_whole         whether the beginning is the whole prompt that was looked up
@@ -45,8 +46,9 @@ class _Prompt:
 class LearnedPrompts:
     """The most recent prompts whose tokens are known, within a memory bound.
 
-    A block key leads to the newest prompt that has it. Where two prompts diverge after a key, the
-    number of tokens that they share is stored for it; until then it is interpolated from the bytes.
+    A block key leads to the newest prompt that has it. For a key after which two prompts differ,
+    the number of tokens that they share is stored. For other keys it is interpolated from the
+    bytes.
     """
 
     __slots__ = ("_by_key", "_cap_bytes", "_prompts", "_shared", "_used_bytes")
@@ -93,9 +95,12 @@ class LearnedPrompts:
         return KnownPrefix(prompt.chains, tokens, prompt.tokens / prompt.n_bytes, is_whole)
 
     def learn(self, fingerprint: Fingerprint, chains: Mapping[int, Keys], tokens: int) -> None:
-        """Record the content keys of a prompt's blocks, by tokens per block, and its tokens.
+        """Record the tokens of a prompt.
 
-        A prompt without a whole block of bytes cannot be recognised, and is ignored.
+        chains  content keys of its blocks, as a mapping from the block size in tokens
+        tokens  number of its tokens
+
+        A prompt shorter than one block of bytes cannot be recognised, and is ignored.
         """
         keys = fingerprint.sampled_keys
         if not keys or not tokens:

@@ -18,15 +18,16 @@ from policies.prefix.prefix_match import PrefixMatch, WideMatch
 from policies.prefix.sampled_keys import SAMPLE_LENGTHS, Keys
 
 BLOCK_COST_BYTES = 192
-"""Upper bound of the memory in bytes of one block: dict entry after a resize, key, and an int with
-up to eight holders.
+"""Upper bound of the memory of one block, in bytes.
 
-Most blocks share their int of holders with neighbours and cost half.
+It consists of a dict entry after a resize, the key, and an int with up to eight holders. Most
+blocks share their int with neighbours and cost half.
 """
 
 HOLDER_COST_BYTES = 9
-"""Memory in bytes of each holder beyond the eighth: 64 bits, of which an int stores 30 in 4
-bytes.
+"""Memory in bytes of each holder (endpoint with the block) beyond the eighth.
+
+A holder takes 64 bits, of which an int stores 30 in 4 bytes.
 """
 
 LEAST_CAP_BYTES = 64 * BLOCK_COST_BYTES
@@ -39,8 +40,10 @@ _LANE = (1 << _LANE_BITS) - 1
 _HOLDERS_IN_COST = 8
 _MOST_IN_COST = (1 << _HOLDERS_IN_COST * _LANE_BITS) - 1
 _MOST_NARROW = (1 << 32 * _LANE_BITS) - 1
-"""The largest int of at most 32 holders. Longer lists of holders are also kept as dicts while they
-are used."""
+"""The largest int of at most 32 holders.
+
+Longer lists of holders are also kept as dicts while they are used.
+"""
 
 _MOST_WIDE = 16
 _ROOM_FOR_ONE = _MOST_IN_COST >> _LANE_BITS
@@ -306,12 +309,12 @@ class PrefixIndex:
         return self._holders[slot].held if slot < len(self._holders) else 0.0
 
     def eviction_regret(self, slot: int) -> float:
-        """Return the share of an endpoint's evicted prompt tokens that were requested again while
-        uncached.
+        """Return the share of an endpoint's evicted prompt tokens that were requested again, 0 to
+        1.
 
         The index thus works as a ghost list: an entry whose holders have all expired stays in the
         table until its key is used again or the memory limit drops it. The share decays over as
-        many evictions as the slot has room for.
+        many evictions as the endpoint's cache holds.
         """
         return self._holders[slot].regret() if slot < len(self._holders) else 0.0
 
@@ -466,8 +469,9 @@ class PrefixIndex:
     def trim(
         self, fingerprint: Fingerprint, slot: int, kept_tokens: int, prompt_tokens: int
     ) -> None:
-        """Record that the endpoint in this slot failed in prefill, so that it has at most
-        `kept_tokens` of the prompt cached.
+        """Record that the endpoint in this slot failed in prefill.
+
+        It then has at most `kept_tokens` of the prompt cached.
         """
         if fingerprint.sampled_keys:
             tokens_per_block = prompt_tokens * fingerprint.block_bytes / fingerprint.n_bytes
@@ -494,10 +498,9 @@ class PrefixIndex:
                     self._blocks -= 1
 
     def confirm(self, slot: int, believed_share: float, cached_share: float) -> None:
-        """Compare an answer's cached share of the prompt (0 to 1) with the share believed at the
-        pick.
+        """Compare the share of a prompt that was cached with the share that was expected, 0 to 1.
 
-        An engine's LRU evicts the oldest blocks first. Finding less than believed therefore means
+        An engine's LRU evicts the oldest blocks first. Finding less than expected therefore means
         that its cache is smaller than assumed (running requests use the same memory). The slot's
         assumed capacity then shrinks by 5 %, and regrows by 2 % with every match that was right. A
         slot without a known capacity gets its present content as a first estimate.
@@ -523,8 +526,7 @@ class PrefixIndex:
         self._oldest_alive[slot] = holder.oldest_alive()
 
     def forget(self, slot: int) -> None:
-        """Drop all index entries of an endpoint that was restarted or removed, or whose slot was
-        reused.
+        """Drop all index entries of a slot, because its endpoint was restarted or removed.
 
         The call takes constant time. The capacity stays until `set_capacity` changes it, without
         the reductions made by `confirm`.

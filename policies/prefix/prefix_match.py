@@ -21,7 +21,7 @@ class WideMatch:
     def __init__(self, tokens: int, stamps: Mapping[int, int], oldest_alive: Sequence[int]) -> None:
         """Initialize a cached prefix of `tokens` tokens.
 
-        stamps        the stamps (ages) of the endpoints that hold it, by slot
+        stamps        when each endpoint that has the prefix last used it (PrefixIndex), by slot
         oldest_alive  the oldest stamp that is still valid, by slot
         """
         self.tokens = tokens
@@ -38,12 +38,12 @@ class WideMatch:
 
 
 class PrefixMatch(Sequence[int]):
-    """The prompt tokens that each endpoint slot is believed to have cached, without a list of all
-    slots.
+    """The prompt tokens that each endpoint is believed to have cached, without a list of all
+    endpoints.
 
-    narrow   tokens by slot, for prefixes that few endpoints hold
-    wide     shorter prefixes that many endpoints hold, longest first; they change with the index
-    longest  the most tokens that any slot holds
+    narrow   tokens by slot (EndpointLoad.slot), for prefixes that few endpoints have
+    wide     shorter prefixes that many endpoints have, longest first; they change with the index
+    longest  the largest number of tokens that any endpoint has
     """
 
     __slots__ = ("_slots", "longest", "narrow", "wide")

@@ -14,12 +14,16 @@ from bisect import bisect_right
 from typing import TypeAlias
 
 Keys: TypeAlias = "array[int]"
-"""An array of unsigned 64-bit block keys (type code "Q"). A key becomes a Python int only when it
-is read."""
+"""An array of unsigned 64-bit block keys (type code "Q").
+
+A key becomes a Python int only when it is read.
+"""
 
 MAX_BLOCKS = 16_384
-"""Maximum number of fingerprinted blocks, which bounds the work per request: 8 MiB of prompt at the
-default block size."""
+"""Maximum number of blocks of a prompt for which keys are computed.
+
+It bounds the work per request: 8 MiB of prompt at the default block size.
+"""
 
 _FINE_BLOCKS = 256
 
@@ -49,7 +53,10 @@ def pack(keys: Keys) -> bytes:
 def unpack(keys: bytes, blocks: int, block_bytes: int, n_bytes: int) -> Keys:
     """Parse serialized sampled keys for `PrefixIndex.insert_keys`.
 
-    blocks  blocks of the whole chain; block_bytes: bytes of each; n_bytes: bytes of the prompt
+    keys         the bytes that `pack` returned
+    blocks       number of blocks of the whole prompt
+    block_bytes  bytes of each block
+    n_bytes      bytes of the prompt
 
     Raises ValueError if the numbers are inconsistent, so that no corrupt entry gets into an index.
     """

@@ -30,15 +30,15 @@ class DualMap(PolicyParams, frozen=True):
 
     It picks the one with more of the prefix cached, unless its TTFT is too long. Source: DualMap
     (ICLR'26, arXiv 2602.06502). The hashed prefix is one block, plus one more wherever a prefix is
-    hot (a share of the last requests, as in AIBrix's port, dualmap.go), so that a common system
-    prompt does not send everything to the same two. Rendezvous hashing replaces its rings. Its
-    migration of queued requests is left out.
+    hot. A prefix is hot if it begins a large share of the last requests (as in AIBrix's port,
+    dualmap.go); otherwise a common system prompt would send everything to the same two endpoints.
+    Rendezvous hashing replaces its rings. Its migration of queued requests is left out.
 
     ttft_slo_s    TTFT in seconds beyond which the less loaded of the two is picked; None: the
                   request's own budget
-    hot_share     share of the window that makes a prefix hot
-    hot_window    number of recent requests counted
-    hot_at_least  requests in the window before any prefix is hot
+    hot_share     a prefix is hot if this share of the window's requests begins with it, 0 to 1
+    hot_window    number of recent requests in the window
+    hot_at_least  number of requests in the window before any prefix is hot
     """
 
     ttft_slo_s: NonNegative | None = None

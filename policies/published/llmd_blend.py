@@ -22,8 +22,11 @@ class LlmdBlend(PolicyParams, frozen=True):
     default profile of llm-d's inference scheduler until August 2026: prefix-cache-scorer 3,
     queue-scorer 2, kv-cache-utilization-scorer 2, no-hit-lru-scorer 2, max-score-picker.
 
-    prefix_weight, queue_weight, kv_weight, no_hit_weight  weights of the four scores, each 0 to 1
-    fresh_s                                                maximum age of scraped metrics in seconds
+    prefix_weight  weight of the cached share of the prompt; all four scores are 0 to 1
+    queue_weight   weight of a short queue
+    kv_weight      weight of free KV
+    no_hit_weight  weight of the turns of prompts that no endpoint has cached
+    fresh_s        maximum age of scraped metrics in seconds
     """
 
     prefix_weight: NonNegative = 3.0
@@ -55,10 +58,10 @@ def cached_share(query: RoutingQuery, candidates: Sequence[Candidate]) -> list[f
 
 
 def short_queue(fresh_s: float) -> Scorer:
-    """Return a scorer that gives 1 to the endpoint with the shortest queue and 0 to that with the
-    longest.
+    """Return a scorer that prefers endpoints with short queues.
 
-    All score 1 if their queues are equal. Metrics older than `fresh_s` seconds are ignored.
+    The shortest queue scores 1 and the longest 0. All score 1 if their queues are equal. Metrics
+    older than `fresh_s` seconds are ignored.
     """
 
     def score(query: RoutingQuery, candidates: Sequence[Candidate]) -> list[float]:
@@ -87,8 +90,9 @@ def free_memory(fresh_s: float) -> Scorer:
 class ColdTurns:
     """A scorer and picker that gives prompts without any cache hit to endpoints in turn.
 
-    The endpoint whose last such prompt is longest ago scores 1, the latest one 0. A prompt that an
-    endpoint has cached scores all equally. The turns belong to the policy they were built for.
+    The endpoint whose last such prompt is longest ago scores 1, the latest one 0. If any endpoint
+    has part of the prompt cached, all score the same. The object has state, so it belongs to the
+    policy it was built for.
     """
 
     __slots__ = ("_last", "_turn")

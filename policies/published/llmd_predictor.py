@@ -28,11 +28,12 @@ class LlmdPredictor(PolicyParams, frozen=True):
     out: its picks of one in a hundred among endpoints that miss the SLO, and its load shedding,
     which is an admission's task. A request of the standard class has no SLO here.
 
-    ttft_weight, tpot_weight  weights of the two latencies, scaled to their range among the
-                              candidates
-    warm_share                share of the prompt that must be cached to count as warm
-    break_s                   seconds by which the best warm TTFT may exceed the best of all
-    explore                   share of requests, by their ids, that ignore the filter
+    ttft_weight  weight of the TTFT, which is scaled to its range among the candidates
+    tpot_weight  weight of the TPOT, scaled likewise
+    warm_share   an endpoint is warm if it has this share of the prompt cached
+    break_s      all endpoints are considered if the best TTFT of warm ones is this many seconds
+                 longer than the best of all
+    explore      share of requests, chosen by their ids, for which all endpoints are considered
     """
 
     ttft_weight: NonNegative = 0.8
@@ -53,10 +54,11 @@ class LlmdPredictor(PolicyParams, frozen=True):
 
 
 def affinity(warm_share: float, break_s: float, explore: float) -> Filter:
-    """Return a filter that keeps endpoints with most of the prompt cached ("warm").
+    """Return a filter that keeps the endpoints with most of the prompt cached ("warm").
 
-    It keeps all if there are none, if their wait is more than `break_s` seconds longer, or for the
-    share `explore` of requests.
+    The parameters are those of LlmdPredictor. All endpoints are kept in three cases: none is warm;
+    the wait at warm ones is more than `break_s` seconds longer; or the request belongs to the share
+    `explore`.
     """
     exploring = int(explore * 2**32)
 
@@ -75,12 +77,16 @@ def affinity(warm_share: float, break_s: float, explore: float) -> Filter:
 
 
 def latency(ttft_weight: float, tpot_weight: float) -> Scorer:
-    """Return a scorer by whether TTFT and TPOT would be in time: a tier (0 to 3) plus a fit (0 to
-    1).
+    """Return a scorer by whether TTFT and TPOT would be in time.
 
-    The tier is 3 if both TTFT and TPOT would be in time, 2 if only TPOT would be late, 1 if only
-    TTFT would be late, and 0 if both. If all is in time, the least headroom fits best; if late, the
-    least delay. Without an SLO everything counts as late.
+    The score is a tier plus a fit of 0 to 1. If all is in time, the endpoint with the least
+    headroom fits best; if something is late, the one with the least delay. Without an SLO
+    everything counts as late. The tiers are:
+
+    tier 3  both TTFT and TPOT would be in time
+    tier 2  only TPOT would be late
+    tier 1  only TTFT would be late
+    tier 0  both would be late
     """
 
     def score(query: RoutingQuery, candidates: Sequence[Candidate]) -> list[float]:

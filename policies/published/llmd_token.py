@@ -24,9 +24,8 @@ class LlmdToken(PolicyParams, frozen=True):
     cached. Its R_peak, prompt tokens per second of one calibrated chunk, defaults to the learned
     speed of each endpoint.
 
-    warm_share         share of the prompt that must be cached to count as warm
-    patience_s         seconds by which warm queues may be longer before all endpoints are
-                       considered
+    warm_share         an endpoint is warm if it has this share of the prompt cached
+    patience_s         all endpoints are considered if warm queues are this many seconds longer
     peak_tokens_per_s  R_peak of the pool; None: of each endpoint, as learned
     bound              the scarce resource: prefill picks the fewest tokens, decode the fewest
                        requests
@@ -62,9 +61,10 @@ class LlmdToken(PolicyParams, frozen=True):
 def warm_until_saturated(
     warm_share: float, patience_s: float, peak_tokens_per_s: float | None
 ) -> Filter:
-    """Return a filter that keeps endpoints with most of the prompt cached, up to saturation.
+    """Return a filter that keeps the endpoints with most of the prompt cached ("warm").
 
-    It keeps all if the shortest of their queues is `patience_s` seconds longer than elsewhere.
+    It keeps all if the shortest queue of these is `patience_s` seconds longer than elsewhere. The
+    parameters are those of LlmdToken.
     """
 
     def warm(query: RoutingQuery, candidates: Sequence[Candidate]) -> Sequence[Candidate]:

@@ -23,14 +23,18 @@ class Preble(PolicyParams, frozen=True):
 
     Source: Preble (ICLR'25), algorithm E2. If the longest match is longer than the rest of the
     prompt, its holder with the least load is picked. Otherwise the least L + P + M in GPU seconds
-    is picked. L is the work that the endpoint was sent in the last `window_s` (prefill of misses,
-    and decoding). P is this prefill there, and M the cost of recomputing evicted prefixes, times
-    their hit rate. The heaviest endpoint gives way to the lightest beyond `rebalance_ratio`, once
-    `rebalance_after` requests are in the window (both as in its code). This also spreads hot
-    subtrees. Its order within an engine's queue is the engine's task.
+    is picked:
+
+    L  the work that the endpoint was sent in the last `window_s` (prefill of misses, and decoding)
+    P  the prefill of this prompt there
+    M  the cost of recomputing evicted prefixes, times their hit rate
+
+    The endpoint with the most load gives way to the one with the least if their ratio exceeds
+    `rebalance_ratio`, once `rebalance_after` requests are in the window (both as in its code). This
+    also spreads hot subtrees. Its order within an engine's queue is the engine's task.
 
     window_s         seconds of history that count as load
-    rebalance_ratio  maximum ratio of the heaviest to the lightest load
+    rebalance_ratio  maximum ratio of the greatest to the least load
     rebalance_after  requests in the window before loads are compared
     """
 
@@ -65,10 +69,9 @@ class ExploitExplore:
         self._lightest = pickers.best_with_tie_breakers(self._load)
 
     def score(self, query: RoutingQuery, candidates: Sequence[Candidate]) -> list[float]:
-        """Return the scores: cached tokens if a cached prefix is most of the prompt, else GPU
-        seconds.
+        """Return the scores of the candidates; the highest is best.
 
-        GPU seconds are negative, so that the least cost scores highest.
+        They are cached tokens if a cached prefix is most of the prompt, else negative GPU seconds.
         """
         window, prompt = self._window, query.request.prompt_tokens
         window.expire(query.now)

@@ -58,8 +58,11 @@ class Probabilistic(AdmissionParams, frozen=True):
     caps. Source: llm-d's probabilistic admitter, found by search in the BLIS simulator (llm-d blog,
     2026): 1 in 100 at a saturation of 0.13, all at 0.32.
 
-    power, k                        exponent and factor of the probability
-    queue_depth, kv_usage, fresh_s  as for gie_saturation
+    power        exponent of the saturation
+    k            factor of the probability
+    queue_depth  as for gie_saturation
+    kv_usage     as for gie_saturation
+    fresh_s      as for gie_saturation
     """
 
     power: Exponent = 5.0
@@ -80,6 +83,10 @@ def saturation(
 ) -> float:
     """Return a pool's saturation: the mean of max(queue / queue_depth, KV use / kv_usage) over
     candidates.
+
+    queue_depth  waiting requests at which an engine counts as saturated
+    kv_usage     share of its KV in use at which it counts as saturated
+    fresh_s      maximum age of scraped metrics in seconds
 
     Returns 1 if no candidate is available.
     """

@@ -29,17 +29,18 @@ class SessionPause(AdmissionParams, frozen=True):
     request is refused, with the time of the next decision. The routing policy decides where a
     session goes.
 
-    pause_threshold, pause_target    share of an engine's KV above which sessions pause, and down to
-                                     which
-    resume_hysteresis                how far below the threshold resuming stays
-    resume_timeout_s                 a session paused for this long resumes in any case
-    scheduler_interval_s             time between decisions about pausing and resuming
-    acting_token_weight              weight of the context of an idle session when pausing
-    acting_decay_tau_s               ... and the half-life of that weight when resuming
-    buffer_per_program               tokens that a session counts for in addition to its context
-    session_retention_s, absent_s    how long an idle session is stored, and one that was refused
-                                     before its first request
-    most_sessions                    maximum number of stored sessions
+    pause_threshold       share of an engine's KV above which sessions are paused
+    pause_target          share down to which they are paused
+    resume_hysteresis     sessions resume only while contexts stay this far below the threshold, as
+                          a share of the engine's KV
+    resume_timeout_s      a session paused for this long resumes in any case
+    scheduler_interval_s  seconds between decisions about pausing and resuming
+    acting_token_weight   weight of the context of an idle session when pausing
+    acting_decay_tau_s    when resuming, that weight halves in this many seconds of idleness
+    buffer_per_program    tokens that a session counts for in addition to its context
+    session_retention_s   seconds for which an idle session is stored
+    absent_s              the same for a session that was refused before its first request
+    most_sessions         maximum number of stored sessions
     """
 
     pause_threshold: NonNegative = 0.95

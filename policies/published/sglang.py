@@ -26,9 +26,9 @@ class SglangCacheAware(PolicyParams, frozen=True):
     there by default.
 
     cache_threshold        share of the prompt that must be cached at some endpoint to go there
-    balance_abs_threshold  loads are unbalanced if the most and the fewest requests differ by more
-                           than this, and
-    balance_rel_threshold  the most is more than this multiple of the fewest
+    balance_abs_threshold  loads count as unbalanced only if the most and the fewest requests differ
+                           by more than this
+    balance_rel_threshold  ... and if the most is more than this multiple of the fewest
     """
 
     cache_threshold: Fraction = 0.3
@@ -52,10 +52,14 @@ class SglangCacheAware(PolicyParams, frozen=True):
 
 
 def cache_aware(cache_threshold: float, most_apart: int, most_times: float) -> Scorer:
-    """Return a scorer by one of three values: negative requests, cached tokens, or negative tree
-    size.
+    """Return a scorer by one of three values, depending on the loads and the longest cached prefix.
 
-    Which of them is used depends on how loads differ and on the longest cached prefix.
+    It scores negative requests while loads are unbalanced, cached tokens if enough of the prompt is
+    cached somewhere, and the negative size of the cache tree otherwise.
+
+    cache_threshold  as in SglangCacheAware
+    most_apart       balance_abs_threshold
+    most_times       balance_rel_threshold
     """
 
     def score(query: RoutingQuery, candidates: Sequence[Candidate]) -> list[float]:

@@ -44,12 +44,15 @@ def ceiling_of(kv_requests: int, promise_requests: int, cap: int | None) -> int:
 
 
 def wait_quantile_s(load: float, service_s: float, percentile: float) -> float:
-    """Return the seconds before a prefill that `percentile` percent of requests do not exceed.
+    """Return the wait before a prefill, in seconds, that `percentile` percent of requests do not
+    exceed.
 
-    `load` is the busy share of a server with Poisson arrivals and equal service times of
-    `service_s` seconds. The mean wait is Pollaczek-Khinchine's; waits beyond zero are taken as
-    exponential, which is close from the 80th percentile on. The result is infinite for a load of
-    one and more.
+    load       share of the time in which the server is busy, 0 to 1
+    service_s  seconds of one prefill
+
+    The server has Poisson arrivals and equal service times. The mean wait is Pollaczek-Khinchine's;
+    waits beyond zero are taken as exponential, which is close from the 80th percentile on. The
+    result is infinite for a load of one and more.
     """
     if load >= 1:
         return inf
@@ -63,8 +66,11 @@ def wait_quantile_s(load: float, service_s: float, percentile: float) -> float:
 def replicas_for_wait(load: float, service_s: float, percentile: float, wait_s: float) -> int:
     """Return the number of replicas that keep a percentile of waits within `wait_s` seconds.
 
-    `load` is the mean number of busy servers. Raises ValueError if not even an idle replica keeps
-    that limit.
+    load        mean number of busy servers
+    service_s   seconds of one prefill
+    percentile  the percentile, above 0 and below 100
+
+    Raises ValueError if `wait_s` is negative, or if not even an idle replica keeps the limit.
     """
     if wait_s < 0:
         raise ValueError(f"the allowed wait must be 0 s or more, not {wait_s} s")

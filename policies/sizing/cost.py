@@ -55,8 +55,13 @@ class RequestSeconds(msgspec.Struct, frozen=True):
 
 
 class TokenPrices(msgspec.Struct, frozen=True):
-    """The dollars per million tokens of each kind (uncached, cached, output); None where a request
-    has none.
+    """The dollars per million tokens of one request, by kind of token.
+
+    prompt  uncached prompt tokens
+    cached  cached prompt tokens
+    answer  generated tokens
+
+    A price is None if the request has no such token.
     """
 
     prompt: float | None
@@ -86,7 +91,8 @@ class EngineShare:
     it decodes in a batch. One running sum, of seconds per weight, serves all requests, so every
     event takes constant time.
 
-    busy_s, idle_s  seconds with and without a running request
+    busy_s  seconds with a running request
+    idle_s  seconds without one
     """
 
     __slots__ = ("_now_s", "_per_weight_s", "_weight", "busy_s", "idle_s")
@@ -119,7 +125,10 @@ class EngineShare:
         return RequestShare(weight, self._per_weight_s)
 
     def change(self, now_s: float, share: RequestShare, weight: float) -> float:
-        """Change a request's weight, where 0 ends its share; return its engine seconds so far."""
+        """Change a request's weight, and return its engine seconds so far.
+
+        A weight of 0 ends its share.
+        """
         self.advance(now_s)
         share.seconds += share.weight * (self._per_weight_s - share.since)
         self._weight += weight - share.weight

@@ -28,7 +28,7 @@ EVENTS_WITHOUT_TOKENS = 2
 WARM_S: Mapping[str, float] = {"uncached": 1200.0, "turns": 3600.0}
 """Seconds from the start after which a measure is compared.
 
-Before that, prompts and sessions that began earlier are taken for new ones.
+Before that, prompts and sessions that began earlier would be taken for new ones.
 """
 
 MAX_BLOCKS, MAX_SESSIONS = 1 << 21, 1 << 15
@@ -38,7 +38,10 @@ _MASK, _GOLDEN = (1 << 64) - 1, 0x9E3779B97F4A7C15
 class RequestShape(msgspec.Struct, frozen=True):
     """The shape of one request: the measures by which workload drift is detected.
 
-    `turn` is the number of the request within its session, counted from 1.
+    prompt_tokens   number of its prompt tokens
+    output_tokens   number of its output tokens
+    uncached_share  share of the prompt that was not seen before, 0 to 1
+    turn            number of the request within its session, counted from 1
     """
 
     prompt_tokens: int
@@ -161,8 +164,9 @@ class DriftWindow(msgspec.Struct, frozen=True):
     alarm.
 
     ends_s      end of the window in seconds
-    index       by measure; measures that are not compared yet are left out
-    rate_ratio  requests per second over those of the same hour when it was sized; None: unknown
+    index       stability index by measure; measures that are not compared yet are left out
+    rate_ratio  requests per second, relative to the rate of the same hour when the fleet was sized;
+                None: unknown
     alarms      the measures that were above the limit in two windows in succession
     """
 
@@ -193,7 +197,11 @@ class DriftWatch:
         hourly_rates: Sequence[float] = (),
         began_s: float = 0.0,
     ) -> None:
-        """Initialize a watch that begins at `began_s`; `hourly_rates` has 24 numbers or none."""
+        """Initialize a watch that begins at `began_s`, in seconds.
+
+        sized_for     expected share of requests in each bin, by measure
+        hourly_rates  requests per second in each hour of the day, 24 numbers; empty: unknown
+        """
         self._sized_for, self._hourly_rates = sized_for, hourly_rates
         self._window, self._begins_s = ShapeCounts(), began_s
         self._ends_s = (began_s // WINDOW_S + 1) * WINDOW_S

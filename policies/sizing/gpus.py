@@ -16,8 +16,16 @@ import msgspec
 
 
 class Fit(msgspec.Struct, frozen=True):
-    """The fitted constants of a GPU: shares (0 to 1) of its peak rates and link that are reached,
-    and overheads in microseconds.
+    """The fitted constants of a GPU's step times.
+
+    weights_eff    reached share of the peak memory bandwidth for reading weights, 0 to 1
+    kv_eff         reached share of it for reading the KV cache
+    flops_eff      reached share of the peak FLOP/s in matrix products
+    attention_eff  reached share of the peak FLOP/s in prefill attention
+    allreduce_us   microseconds of overhead of one all-reduce
+    layer_us       microseconds of overhead of one layer in a step
+    sequence_us    microseconds of overhead of one sequence, in a model of 80 layers
+    link_eff       reached share of the link's bandwidth
     """
 
     weights_eff: float
@@ -39,7 +47,8 @@ class Gpu(msgspec.Struct, frozen=True):
     has_fast_link  whether collectives of a TP group use a faster link than PCIe
     fit_of         the GPU type whose fitted constants are used for this one; empty if the constants
                    were fitted to this type
-    errors         90th percentile of the equation's relative error, for prefill and for decode
+    errors         relative error of the step-time equation, as the 90th percentiles for (prefill,
+                   decode)
     """
 
     name: str

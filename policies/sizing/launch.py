@@ -19,11 +19,12 @@ class EngineLaunch(msgspec.Struct, frozen=True):
 
     Members that are None or False keep the engine's default.
 
-    max_num_seqs  sequences of the whole engine; vLLM and TensorRT-LLM get each rank's part
-    all_to_all    vLLM's or SGLang's all-to-all backend, by the engine's own name
-    has_eplb      whether vLLM or SGLang balances experts over the ranks
+    max_num_seqs   sequences of the whole engine; vLLM and TensorRT-LLM get each rank's part
+    all_to_all     vLLM's or SGLang's all-to-all backend, by the engine's own name
+    has_eplb       whether vLLM or SGLang balances experts over the ranks
     spare_experts  copies of experts that balancing may place, over all ranks
-    moe_tp        TensorRT-LLM's ranks per expert; its product with the layout's ep is its TP
+    moe_tp         number of ranks over which TensorRT-LLM divides each expert; its product with the
+                   layout's ep is its TP
     """
 
     model: str

@@ -77,8 +77,8 @@ class MemoryCheck(msgspec.Struct, frozen=True):
 
     tokens  tokens of KV that the whole engine holds, in requests of the demanded context
     served  number of requests of that context that fit at the same time
-    spare   KV memory beyond the demanded requests, as a share of theirs; negative if they do not
-            fit
+    spare   KV memory that the demanded requests leave free, as a share of what they need; negative
+            if they do not fit
     """
 
     verdict: MemoryVerdict

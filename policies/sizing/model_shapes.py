@@ -13,7 +13,8 @@ from types import MappingProxyType
 import msgspec
 
 MAX_GROUP_PADDING = 1.5
-"""Factor up to which vLLM pads a smaller kind of layers to the size of the larger kind.
+"""vLLM pads the smaller kind of a model's layers to the number of the larger kind, up to this
+factor.
 
 Beyond it, vLLM divides the larger kind into groups.
 """
@@ -23,10 +24,12 @@ class Llm(msgspec.Struct, frozen=True):
     """The shape of a decoder-only model; numbers of parameters are over all layers.
 
     kv_scalars         scalars cached per token and layer: 2 x kv_heads x head_dim, or MLA's latent
-    shardable_kv       ranks that can split the cache: kv_heads for GQA, 1 for MLA (all on each
-                       rank)
-    params             all parameters; active_params: those that one token uses
-    weight_bytes       bytes per parameter, kv_bytes: bytes per cached scalar
+    shardable_kv       maximum number of ranks that can split the cache: kv_heads for GQA; 1 for
+                       MLA, where each rank has all of it
+    params             all parameters
+    active_params      parameters that one token uses
+    weight_bytes       bytes per parameter
+    kv_bytes           bytes per cached scalar
     embedding_params   those of the input embedding, and as many of the output head unless `is_tied`
     expert_params      those of all routed experts; they are in the last `moe_layers` layers
     kv_proj_params     those of the key and value projections, replicated where TP exceeds the KV

@@ -31,8 +31,10 @@ def placement_problems(
 ) -> Iterator[tuple[int, str]]:
     """Yield the problems of groups that cannot be placed, as (index of the group, problem).
 
-    A problem's text includes the valid values. `sizes` are the GPUs of each domain. Groups of
-    unknown size must be left out.
+    sizes   number of GPUs of each link domain
+    groups  the engine processes, without those of unknown size
+
+    A problem's text includes the valid values.
     """
     used = dict.fromkeys(sizes, 0)
     for place, group in enumerate(groups):

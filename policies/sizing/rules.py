@@ -25,16 +25,17 @@ class PlannedGroup(msgspec.Struct, frozen=True):
     layout           its parallel sizes
     facts            properties of its model; None if unknown
     engine           vllm, sglang or trtllm; empty if unknown
-    domain           GPUs that fast links connect
+    domain           number of GPUs that fast links connect
     has_fast_link    False on GPUs whose only link is PCIe
     gpus             GPUs that are available for this process
     memory           the memory check, for the longest request
     max_concurrency  requests that the gateway sends at once
-    min_tp           least TP that holds the weights and one request
-    step_tokens      max_num_batched_tokens: most tokens of one step
-    max_seqs         max_num_seqs: most sequences at a time
+    min_tp           smallest TP that holds the weights and one request
+    step_tokens      max_num_batched_tokens: maximum tokens of one step
+    max_seqs         max_num_seqs: maximum number of sequences at a time
     is_chunked       whether long prompts are computed in chunks
-    moe_tp, moe_ep   TensorRT-LLM's division of experts
+    moe_tp           number of ranks over which TensorRT-LLM divides each expert
+    moe_ep           number of ranks over which TensorRT-LLM spreads the experts
     all_to_all       SGLang's all-to-all backend, lower case
     """
 
@@ -56,7 +57,7 @@ class PlannedGroup(msgspec.Struct, frozen=True):
 
 
 class LayoutFinding(msgspec.Struct, frozen=True):
-    """A rule of parallel layouts that a configured engine violates.
+    """The violation of a rule of parallel layouts by a configured engine.
 
     code      short name of the rule
     is_error  whether the engine cannot start or work because of it; otherwise it is a warning
