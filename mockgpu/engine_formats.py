@@ -31,7 +31,8 @@ def engine_of(dialect: str | None) -> EngineFormat:
 def error_body(error: ApiError, engine: EngineFormat, streaming: bool = False) -> bytes:
     """Return the JSON body of an error in the format of the imitated engine.
 
-    vLLM, and SGLang in streams, nest the fields in `error`; otherwise they are at the top level.
+    The fields are nested in the member `error` by vLLM always, and by SGLang in streams; otherwise
+    they are at the top level.
     """
     if engine is EngineFormat.VLLM:
         return error.body()

@@ -23,10 +23,15 @@ Message: TypeAlias = tuple[int, bytes]
 """A message: the number of its batch of events, and the encoded payload."""
 
 LATE_S = 0.2
-"""Seconds by which a late message is delayed, so that newer ones overtake it."""
+"""Seconds by which the fault of late messages delays a message, so that newer ones overtake it."""
 
 FORMS = ("map", "array", "sglang")
-"""Event formats: maps (vLLM 0.24 and newer), arrays (older), maps with signed hashes (SGLang)."""
+"""The formats of KV events.
+
+map     maps, as of vLLM 0.24 and newer
+array   arrays, as of older versions of vLLM
+sglang  maps with signed hashes, as of SGLang
+"""
 
 _TOKEN_BYTES = 4
 _encode = msgspec.msgpack.encode
@@ -85,7 +90,10 @@ class KvEventStream:
         return key - (1 << 64) if self._spec.form == "sglang" and key >> 63 else key
 
     def on_stored(self, job: Job, index: int, medium: str = "GPU") -> None:
-        """Record that block number `index` of a job is now in the prefix cache, or elsewhere."""
+        """Record that block number `index` of a job is now stored in `medium`.
+
+        GPU is the prefix cache; CPU and STORAGE are the tiers of a store of KV.
+        """
         if self._run is not None:
             last_job, first, end, last_medium = self._run
             follows = job is last_job and index == end and medium == last_medium
@@ -124,7 +132,7 @@ class KvEventStream:
         self._events.append(event)
 
     def on_removed(self, key: int, medium: str = "GPU") -> None:
-        """Record that the KV block with this key has left the prefix cache, or another place."""
+        """Record that `medium` no longer has the KV block with this key."""
         self._end_run()
         if self._spec.form == "array":
             self._events.append(["BlockRemoved", [self.hash_of(key)], medium])

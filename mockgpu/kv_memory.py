@@ -75,11 +75,10 @@ class KvMemory:
                 view[chosen, :, :, :, first:last] = part[:, None, None, None, :, None] ^ masks
 
     def taint(self, blocks: Sequence[int], states: Words) -> int:
-        """Verify the KV of tokens [0, len(states)); return 0 if it is correct, else a digest of the
-        errors.
+        """Verify the KV of tokens [0, len(states)) in these blocks.
 
-        On every rank, the bytes are unmasked and compared with the tokens' states in each layer,
-        head and replica.
+        Returns 0 if it is correct, otherwise a digest of the errors. On every rank, the bytes are
+        unmasked and compared with the tokens' states in each layer, head and replica.
         """
         digest = 0
         for rank, (view, masks) in enumerate(zip(self._views, self._masks, strict=True)):

@@ -46,9 +46,9 @@ def usage(parsed: ParsedRequest, output_tokens: int, cached: int | None) -> dict
 
 
 def cached_tokens(choices: list[Choice], n: int) -> int:
-    """Return the number of cached prompt tokens of a request, counting each prompt once.
+    """Return the number of cached prompt tokens of a request.
 
-    Of the `n` choices of a prompt, the first one counts.
+    Each prompt has `n` consecutive choices; only the first of them is counted.
     """
     return sum(max(0, choice.job.cached) for choice in choices[::n])
 

@@ -80,7 +80,11 @@ class PoolingRequest(msgspec.Struct, frozen=True):
 
 
 Reader = Callable[[bytes, Mapping[str, str], str, str], PoolingRequest]
-"""Parses a request from body, headers, served model name and request id. Raises ApiError."""
+"""A function that parses a request to one API.
+
+Its arguments are the body, the headers, the served model's name and the request's id. It raises
+ApiError.
+"""
 
 
 def read_embeddings(

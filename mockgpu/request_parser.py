@@ -77,7 +77,7 @@ class ApiError(Exception):
 class MalformedHandoffError(ApiError):
     """Raised for a request with unusable fields for the handoff between prefill and decode.
 
-    `fatal`: the real engine would exit instead of answering (reference engines.md B.0).
+    fatal  whether the real engine would exit instead of answering (reference engines.md B.0)
     """
 
     def __init__(self, what: str, fatal: bool = False, status: int = 500) -> None:
@@ -263,11 +263,15 @@ def parse_request(
     may_end_from: int | None = None,
     answer_noise: float = 0.0,
 ) -> ParsedRequest:
-    """Check a request whose handoff fields are already parsed, and return it with prompts as
-    tokens.
+    """Check a request whose handoff fields are already parsed; return it with prompts as tokens.
 
-    Raises ApiError if it is invalid. With a token limit of `may_end_from` or more, the answer may
-    end before the limit.
+    context       maximum number of tokens of prompt and answer together
+    reading       the parsed handoff fields
+    may_end_from  smallest token limit with which an answer may end before the limit; None: every
+                  answer reaches its limit
+    answer_noise  share of prompts whose answers differ from those of other engines
+
+    Raises ApiError if the request is invalid.
     """
     check_rank(headers)
     if body.model is not None and body.model != served:

@@ -21,8 +21,9 @@ TICK_S, TURN_S = 0.002, 0.01
 TRIES = 3
 _WORK, _WORK_S = 500_000, 0.04
 PATIENCE_S = 20.0
-"""Seconds after which a wait without a required duration fails: enough for slow machines, and an
-end for broken tests.
+"""Seconds after which a wait without a required duration fails.
+
+They are enough for slow machines, and end a broken test.
 """
 T = TypeVar("T")
 
@@ -41,10 +42,9 @@ class FairTime:
 
 
 class Stopwatch:
-    """Measures the seconds since its creation, by the wall clock but without time spent waiting for
-    a CPU.
+    """Measures the seconds since its creation without time spent waiting for a CPU.
 
-    It subtracts such time of the processes `pids` and of this one.
+    The waiting time of this process and of the processes `pids` is subtracted from the wall clock.
     """
 
     def __init__(self, *pids: int) -> None:

@@ -26,8 +26,9 @@ _WORDS = (
 
 
 Difference = list[str | list[int]]
-"""The body of a request: a list of texts, and of ranges [start, end] that are copied from the body
-of the request before.
+"""The body of a request, as its difference to the body of the request before.
+
+It is a list of new texts, and of ranges [start, end] that are copied from that body.
 """
 
 

@@ -22,7 +22,10 @@ PATHS: Mapping[str, str] = {
     "/v1/embeddings": "embeddings",
     "/openapi.json": "openapi",
 }
-"""The first part of the name of a path's file; files of other paths begin with `missing`."""
+"""By path of a request: the first part of the name of the file with its response.
+
+Files for other paths begin with `missing`.
+"""
 
 
 class RecordedEngine(ThreadingTCPServer):

@@ -66,11 +66,11 @@ class HandoffTerms(msgspec.Struct, frozen=True):
     """The values that the gateway chooses for one KV handoff before it sends a request.
 
     request_id    the X-Request-Id of both requests
-    number        63-bit number, unique among live handoffs and new in every attempt: SGLang's room
-                  and TensorRT-LLM's disaggregated request id
+    number        63-bit number, unique among live handoffs and new in every attempt. SGLang calls
+                  it the bootstrap room, TensorRT-LLM the disaggregated request id
     chat          True for /v1/chat/completions, False for /v1/completions
     prefill_host  the host in the prefill endpoint's URL
-    bootstrap     address of its bootstrap server; None: not configured
+    bootstrap     address of that endpoint's bootstrap server; None: not configured
     identity      identity of the prefill engine, as far as known; None: nothing yet
     """
 
@@ -131,8 +131,9 @@ class FinishedResponse(msgspec.Struct, frozen=True):
 
 
 class PrefillResponse(msgspec.Struct, frozen=True):
-    """A prefill response, parsed as far as any handoff protocol needs it. Absent raw members are
-    `null`.
+    """A prefill response, parsed as far as the handoff protocols need it.
+
+    Raw members that are absent are `null`.
     """
 
     body: bytes

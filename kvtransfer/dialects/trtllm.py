@@ -86,9 +86,11 @@ CHAT = _BOTH | {
 COMPLETIONS = _BOTH | {"prompt", "echo", "suffix", "logprobs", "detokenize"}
 """The members of TensorRT-LLM's two request models that a client may use.
 
-Excluded are `prompt_token_ids`, which would replace the prompt that was counted and admitted; the
-logits of context and generation, which are a vocabulary of floats per token; and `lora_request`,
-which names a path on the engine's disk.
+These members are excluded:
+
+prompt_token_ids  would replace the prompt that was counted and admitted
+context and generation logits  are a vocabulary of floats per token
+lora_request  names a path on the engine's disk
 """
 
 UNFINISHED = ("length", "not_finished")

@@ -51,7 +51,7 @@ log = logging.getLogger("penstock")
 class LinkManager:
     """Opens and closes the links (connections) of one agent to other agents.
 
-    books    the agent's sink, source and counters
+    books    the agent's transfer logic (sink and source) and counters
     lock     the agent's lock
     execute  function that executes the commands that result from received messages
     """

@@ -46,10 +46,12 @@ class FrameError(Exception):
 class FrameKind(IntEnum):
     """The kind of a frame between two agents.
 
-    MESSAGE                  a control message
-    WINDOW                   a window of KV, whose bytes follow
-    SHARED, REGIONS, TAKEN   windows through shared memory (transports/shm.py)
-    SPREAD                   the transfer's windows may use any lane from now on
+    MESSAGE  a control message
+    WINDOW   a window (piece of KV), whose bytes follow
+    REGIONS  the source's memory files, whose descriptors come with the frame (transports/shm.py)
+    SHARED   a window that the sink copies from these files itself
+    TAKEN    the sink's message that it has copied such a window
+    SPREAD   from now on, the transfer's windows may use any lane (parallel connection)
     """
 
     MESSAGE = 1

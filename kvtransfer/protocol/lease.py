@@ -92,7 +92,7 @@ class Lease(msgspec.Struct, frozen=True):
     """The lease that protects the KV of one request at its source.
 
     deadline    time at which the lease expires, in seconds on the owner's clock
-    ended_from  the state that the lease had before it ended; None while it has not ended
+    ended_from  the state from which the lease ended; None while it has not ended
     """
 
     id: str

@@ -25,8 +25,10 @@ _MAC_BYTES = 32
 _LEAST_KEY_BYTES = 16
 _DOMAIN = b"penstock kv ticket 1\0"
 AHEAD = bytes(16)
-"""The value that replaces the digest in a ticket that is issued before its offer, when the blocks
-are unknown."""
+"""The digest of a ticket that is issued before its offer.
+
+The offer's blocks are not known yet, so they cannot be hashed.
+"""
 
 _Name = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 _Nonce = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
@@ -152,10 +154,10 @@ def check(key: bytes, text: str, now: float, *, epoch: bytes, sink: str | None =
 
 
 class SpentTickets:
-    """The tickets that were used, each remembered until it would be refused as expired.
+    """The tickets that were used. Each is remembered until it has expired.
 
     Every rank of a sink group uses a ticket separately. The number of remembered tickets is
-    limited, beyond which further tickets are refused. Not thread-safe.
+    limited; when the limit is reached, further tickets are refused. Not thread-safe.
     """
 
     def __init__(self, most: int = 1 << 18) -> None:

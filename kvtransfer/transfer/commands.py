@@ -102,11 +102,10 @@ class EndGroup(msgspec.Struct, frozen=True):
 
 
 class ComputePlan(msgspec.Struct, frozen=True):
-    """Command to run a long computation, `work`, without the agent's lock, and call its result
-    under the lock.
+    """Command to run a long computation, `work`, without the agent's lock.
 
-    The result is a function that is called with the current time and returns commands. The state
-    may have changed in the meantime.
+    Its result is a function of the current time, which returns commands. The agent calls it with
+    the lock held. The state may have changed in the meantime.
     """
 
     work: Callable[[], Callable[[float], list[Command]]]
@@ -135,10 +134,16 @@ _MAX_INLINE_PAIRS = 1024
 def plan_or_defer(
     blocks: int, pairs: int, work: Callable[[], Callable[[float], list[Command]]], now: float
 ) -> list[Command]:
-    """Run `work`, which computes a plan of this many blocks and rank pairs, now or later.
+    """Compute a transfer plan at once if it is small; otherwise return a command to compute it
+    later.
 
-    Returns the commands that follow from a small plan, or a command to compute a large one without
-    the lock.
+    blocks  number of blocks of the plan
+    pairs   number of rank pairs of the plan
+    work    function that computes the plan, and returns a function of the time that returns
+            commands
+
+    Returns the commands that follow from a small plan, or one ComputePlan, which runs without the
+    agent's lock.
     """
     short = blocks <= _MAX_INLINE_BLOCKS and pairs <= _MAX_INLINE_PAIRS
     return work()(now) if short else [ComputePlan(work)]

@@ -23,8 +23,9 @@ class HandleListener(Protocol):
 
 
 class LoopWaker:
-    """Wakes the coroutines on one event loop that wait for KV transfers, from any thread, by one
-    eventfd.
+    """Wakes the coroutines of one event loop that wait for KV transfers.
+
+    It may be used from any thread. All coroutines share one eventfd.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -56,8 +57,9 @@ class LoopWaker:
 
 
 class TransferHandle:
-    """The base class of KV offers and fetches; `outcome` is None until the end, and then never
-    changes.
+    """The base class of KV offers and fetches.
+
+    outcome  None until the transfer has ended; afterwards it never changes
     """
 
     def __init__(self, number: int, name: str) -> None:
@@ -113,8 +115,7 @@ class LandingOwner(Protocol):
 class Offer(TransferHandle):
     """The handle of offered KV, which one other agent may fetch once.
 
-    ticket  ASCII text for the agent that may fetch. Keep it secret: any agent that presents it may
-            fetch
+    ticket  ASCII text that permits the fetch. Keep it secret: any agent that presents it may fetch
     """
 
     def __init__(self, owner: OfferOwner, number: int, name: str) -> None:

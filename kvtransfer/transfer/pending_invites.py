@@ -62,9 +62,10 @@ class PendingInvites:
         return self._waiting.get(name, {}).get(rank)
 
     def add(self, link: Link, invite: Invite, rank: int, now: float) -> EndReason | None:
-        """Let an invitation of this sink rank (-1: all ranks) wait for the offer of its KV.
+        """Let an invitation wait for the offer of its KV.
 
-        Returns None, or why the invitation is refused.
+        `rank` is the sink's only rank; -1: it has all ranks. Returns None, or the reason why the
+        invitation is refused.
         """
         ended = self._ended.get(invite.name, now)
         if ended is not None:
@@ -85,7 +86,8 @@ class PendingInvites:
     def take_for_offer(self, name: str, now: float) -> tuple[list[PendingInvite], str | None]:
         """Remove and return the invitations that wait for the offer `name`, which is made now.
 
-        The second result is the agent that recently waited for the name and gave up, or None.
+        The second result is the name of an agent that recently waited for this offer and gave up,
+        or None.
         """
         self._ended.pop(name, now)
         return self.remove(name), self._unwanted.pop(name, now)
@@ -104,10 +106,9 @@ class PendingInvites:
             del self._waiting[name]
 
     def withdraw(self, link: Link, transfer: int, agent: str | None, now: float) -> bool:
-        """Remove the invitation of this transfer that waits for an offer; return False if there is
-        none.
+        """Remove the waiting invitation of this transfer; return False if there is none.
 
-        `agent` is the sink that does not want the offer later either; None: it may want it.
+        `agent` is the sink if it will not want the offer later either; None: it may want it.
         """
         waiting = self._names.get((link, transfer))
         if waiting is None:
@@ -134,8 +135,9 @@ class PendingInvites:
             self._remove_one(*waiting)
 
     def mark_ended(self, name: str, reason: EndReason, now: float) -> None:
-        """Refuse further invitations to send the KV of the offer `name`, with `reason`, for some
-        time.
+        """Refuse further invitations for the offer `name`, with `reason`.
+
+        The name is remembered for AgentOptions.name_memory_s seconds.
         """
         self._ended.put(name, reason, now)
 

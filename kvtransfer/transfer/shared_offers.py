@@ -17,8 +17,10 @@ from kvtransfer.transfer.send_queue import LeasedOffer
 
 
 class OfferSharing:
-    """Divides the KV offers of one agent. The function `add` registers a new share and protects its
-    blocks.
+    """Divides the KV offers of one agent among the ranks of a sink group.
+
+    card  identity of the agent
+    add   function that registers a new share and protects its blocks
     """
 
     def __init__(self, card: AgentCard, add: Callable[[LeasedOffer], None]) -> None:
@@ -26,10 +28,10 @@ class OfferSharing:
         self._numbers = count(1)
 
     def share_for(self, offer: LeasedOffer, sink: AgentCard, now: float) -> LeasedOffer | None:
-        """Return the part of an offer that this sink may claim: all, its rank's share, or None.
+        """Return what this sink may claim of an offer: all of it, or the share of the sink's rank.
 
-        None means that another group shares the offer, or that the lease has ended. The caller
-        checks that the result is not claimed yet.
+        Returns None if another group shares the offer, or if the lease has ended. The caller checks
+        that the result is not claimed yet.
         """
         if offer.claimed_by is not None:
             is_same = offer.claimed_by == (sink.group, sink.layout)

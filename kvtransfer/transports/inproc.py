@@ -35,17 +35,17 @@ _TRICKLE_S = 0.02
 
 
 class WireConditions(msgspec.Struct, frozen=True):
-    """The simulated behaviour of a network; probabilities are per window (piece of a KV transfer).
+    """The simulated behaviour of a network; probabilities (0 to 1) are per window (piece of KV).
 
     latency_s    seconds that every message takes
     bytes_per_s  bandwidth; None: as fast as memory
     corrupt      probability that one byte of the window is changed
     truncate     probability that the end of the window is lost
     duplicate    probability that the window arrives twice
-    delay        probability that later windows arrive first; the delay is up to `delay_s` seconds
+    delay        probability that later windows arrive before it
+    delay_s      maximum seconds of such a delay
     sever        probability that the link breaks instead of delivering the window
-    fence_s      longest time in seconds that a fence takes; windows in transit are written until
-                 then
+    fence_s      maximum seconds that a fence takes; until then, windows in transit are written
     """
 
     latency_s: float = 0.0
@@ -282,9 +282,7 @@ class InprocLink:
         self._leave()
 
     def notify_owner(self, tell: Callable[[LinkOwner], None]) -> None:
-        """Call the owner of this end of the connection through `tell`, unless this end is
-        closed.
-        """
+        """Call `tell` with the owner of this end of the connection, unless this end is closed."""
         if not self._closed and self._end.owner is not None:
             self.received_bytes += 1
             tell(self._end.owner)

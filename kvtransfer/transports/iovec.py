@@ -101,14 +101,14 @@ class Iovecs:
 
 
 class MemoryPieces:
-    """`size` bytes of memory in several pieces, of which the first `done` bytes have been
+    """Memory of `size` bytes in several pieces, of which the first `done` bytes have been
     transferred.
 
     fed_count  number of pieces that a digest (running checksum) has consumed
     was_short  whether the last call transferred fewer bytes than requested, because the socket is
                empty or full
 
-    The table `iovecs` may be used by one object at a time. The code takes few steps, because a
+    The table `iovecs` may be used by one object at a time. The code executes few steps, because a
     window's bytes displace the interpreter's data from the processor's cache.
     """
 
@@ -158,8 +158,10 @@ class MemoryPieces:
     ) -> MemoryPieces:
         """Return the pieces of memory that one window (piece of a KV transfer) fills or reads.
 
-        Raises TransportError if a piece lies outside the region. `fed` is whether a digest consumes
-        the pieces from the processor's cache; then no call moves more bytes than the cache holds.
+        fed  whether a digest consumes the pieces. No call then moves more bytes than the
+             processor's cache holds, so that the digest finds them there
+
+        Raises TransportError if a piece lies outside the region.
         """
         if not are_within(region, offsets, lengths):
             raise TransportError(
@@ -206,11 +208,13 @@ class MemoryPieces:
         return len(self._ends)
 
     def call(self, function: Any, fd: int, ahead: Stretch, behind: Stretch) -> int | None:
-        """Call readv or writev for as many pieces as possible, and return the number of bytes
-        moved.
+        """Call readv or writev for as many pieces as possible; return the number of bytes moved.
 
-        `ahead` is added before the first piece, `behind` after the last. Returns None if the call
-        would block. Raises OSError.
+        function  readv or writev
+        ahead     memory to transfer before the first piece
+        behind    memory to transfer after the last piece
+
+        Returns None if the call would block. Raises OSError.
         """
         first, last = self._row, min(len(self._ends) + 1, self._row + MOST_IOVECS)
         if self._call_bytes is not None:
@@ -233,8 +237,12 @@ class MemoryPieces:
     ) -> int | None:
         """Let the native pump move all remaining pieces, and pass them to `digest`.
 
-        The pump does not wait for the last `optional` bytes of `behind`. Returns the bytes moved,
-        with `ahead` and `behind`, as `call` does. Raises OSError.
+        ahead     memory to transfer before the first piece
+        behind    memory to transfer after the last piece
+        optional  number of bytes at the end of `behind` for which the pump does not wait
+
+        Returns the number of bytes moved, including `ahead` and `behind`; None if the call would
+        block. Raises OSError.
         """
         first, last = self._add_rows(self._row, len(self._ends) + 1, ahead, behind)
         total = ahead[1] + self.remaining + behind[1]
@@ -281,8 +289,9 @@ class MemoryPieces:
         self._row = row + 1
 
     def feed(self, update: Callable[[memoryview], object], end: int) -> None:
-        """Pass pieces of memory to a digest in order: those not yet consumed that end at byte
-        `end` or before.
+        """Pass pieces of memory to a digest in order, by calls of `update`.
+
+        These are the pieces that were not passed yet and end at byte `end` or before.
         """
         last = bisect_right(self._ends, end)
         if last > self.fed_count:

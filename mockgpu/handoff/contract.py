@@ -63,7 +63,12 @@ class EngineDialect(Protocol):
     ) -> ParsedHandoff:
         """Parse the handoff fields of a request: which half of a split request it is, if any.
 
-        Raises ApiError as the engine would. The caller also counts MalformedHandoffError.
+        raw       the request's body as bytes
+        body      its parsed members
+        identity  this engine
+
+        Raises ApiError where the real engine answers with an error, and MalformedHandoffError for
+        fields that the caller counts as malformed.
         """
         ...
 

@@ -82,12 +82,15 @@ class KvHandoff:
         lease_s: float = 30.0,
         connector: str = "nixl",
     ) -> None:
-        """Create the KV handoff of one mock engine, from its start to the loss of a rank.
+        """Create the KV handoff of one mock engine; it is used until the engine loses a rank.
 
-        link        limits the speed of incoming KV
-        recompute   whether to compute KV that fails to arrive; False: the job fails
-        lease_s     seconds that KV is kept for another engine, here and at the sender
-        connector   name of the connector in metrics
+        owner      the engine
+        agent      its KV transfer agent
+        directory  addresses of prefill engines' agents
+        link       limits the speed of incoming KV
+        recompute  whether to compute KV that fails to arrive; False: the job fails
+        lease_s    seconds for which KV is kept for another engine, here and at the sender
+        connector  name of the connector in metrics
         """
         self.agent = agent
         self.stats = HandoffStats(connector)
@@ -223,7 +226,7 @@ class KvHandoff:
             self._spawn(self._decline(leg))
 
     def drop_all(self) -> None:
-        """End all offers and incoming transfers of KV, because the engine has died."""
+        """End all offers and all incoming transfers of KV, because the engine has died."""
         for job in list(self._renewal_timers):
             self._stop_renewing(job)
         for offer in list(self._offers.values()):

@@ -29,9 +29,12 @@ from kvtransfer.util.clock import Clock
 
 
 class FaultProbabilities(msgspec.Struct, frozen=True):
-    """The probabilities of injected faults, for each message and each batch of KV bytes (window).
+    """The probabilities (0 to 1) of injected faults.
 
-    Delays last up to `late_s` seconds.
+    The fields ending in `message` apply to each message, those ending in `window` to each batch of
+    KV bytes.
+
+    late_s  maximum seconds of a delay
     """
 
     spoil_message: float = 0.0

@@ -44,12 +44,14 @@ READ, WRITE = select.EPOLLIN, select.EPOLLOUT
 class Script:
     """What every connection of an attack on the gateway does.
 
-    sent    bytes to send: repeatedly, or only once with `once`
-    drip    bytes to send afterwards, 20 times a second per connection
-    piece   maximum number of bytes per send()
-    reads   whether it reads the responses
-    leaves  whether it closes the connection after it has sent everything
-    admin   whether it connects to the admin server
+    connections  number of connections
+    sent         bytes to send
+    once         whether `sent` is sent only once; False: repeatedly
+    drip         bytes to send afterwards, 20 times a second per connection
+    piece        maximum number of bytes per send()
+    reads        whether the client reads the responses
+    leaves       whether the client closes the connection after it has sent everything
+    admin        whether the client connects to the admin server
     """
 
     connections: int
@@ -217,7 +219,9 @@ def dry_run() -> bytes:
 class CostlyAttack:
     """A named attack on a gateway's CPU time or memory.
 
-    It may fill `budget` bytes of a configured limit, in addition to the allowed growth MOST_GROWTH.
+    script  function that returns what each connection does
+    budget  bytes of a configured limit that the attack may fill, in addition to the allowed growth
+            MOST_GROWTH
     """
 
     name: str

@@ -21,9 +21,10 @@ PATIENCE_S = 20.0
 
 
 class RecordingOwner:
-    """An owner of an RDMA link that records all events of the link in order in `heard`.
+    """An owner of an RDMA link that records the link's events.
 
-    `expecting` is where the data of a transfer is written.
+    heard      the events in order
+    expecting  by transfer: function that returns where to write an arriving window
     """
 
     def __init__(self) -> None:

@@ -45,11 +45,12 @@ class QueuePairReady(
 
 
 class RdmaTrailer(msgspec.Struct, frozen=True, array_like=True, tag=3, forbid_unknown_fields=True):
-    """The source's message that window (piece of KV) `number` has been written, with its verdict
-    and checksum.
+    """The source's message that window (piece of KV) `number` has been written.
 
-    digest  xxh3-64 of the bytes; None without checksums
-    at      offset of the window in the sink's staging buffer; None: written in place
+    verdict  whether the source's blocks stayed unchanged while they were read
+    digest   xxh3-64 of the bytes; None without checksums
+    at       offset of the window in the sink's staging buffer; None: written directly into the
+             blocks
     """
 
     number: Count

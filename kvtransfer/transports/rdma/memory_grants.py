@@ -1,9 +1,9 @@
 """Memory grants of RDMA: keys with which a peer may write exactly the blocks of a transfer.
 
-In place, there is one key per range of adjacent blocks of each rank. If that needs too many keys,
-one staging buffer is granted instead, from which the sink copies what has arrived. A key must not
-span the gaps between blocks, because a device only refuses writes that no key covers. link.py
-decides when a grant begins and ends.
+There is one key per range of adjacent blocks of each rank, and the peer writes directly into the
+blocks. If that needs too many keys, one staging buffer is granted instead, from which the sink
+copies what has arrived. A key must not span the gaps between blocks, because a device only refuses
+writes that no key covers. link.py decides when a grant begins and ends.
 """
 
 from __future__ import annotations
@@ -125,9 +125,13 @@ class GrantedMemory:
     def check_arrival(
         self, runs: ByteRuns, region: Region, offset: int | None, digest: int | None
     ) -> bool:
-        """Copy received bytes from the staging buffer to their place.
+        """Return whether received bytes are those that the source read.
 
-        Returns whether they are the bytes that the source read.
+        Bytes in the staging buffer are copied to their blocks first.
+
+        offset  position in the staging buffer; None: the bytes were written directly into the
+                blocks
+        digest  the source's xxh3-64 checksum; None: not checked
         """
         if (offset is None) != (self.arena is None):
             return False
@@ -178,7 +182,7 @@ class RemoteGrant:
     def claim(self, n_bytes: int) -> int | None:
         """Return the offset of the next `n_bytes` bytes of KV in the sink's staging buffer.
 
-        Returns None if KV is written in place.
+        Returns None if the sink uses no staging buffer.
         """
         if not self.staged:
             return None
@@ -191,8 +195,13 @@ class RemoteGrant:
     ) -> list[Write]:
         """Return the RDMA write requests for one window (piece of KV).
 
-        Runs that are adjacent at the sink are combined, at most `gather` in one request. Raises
-        TransportError for bytes that the grant does not cover.
+        runs            the window's byte ranges
+        dst_rank        the sink's rank
+        staging_offset  position in the staging buffer; None: write directly into the blocks
+        gather          maximum number of byte ranges in one request; those that are adjacent at the
+                        sink are combined
+
+        Raises TransportError for bytes that the grant does not cover.
         """
         if staging_offset is None:
             keys, offsets = self._keys[self._keys["rank"] == dst_rank], runs.dst

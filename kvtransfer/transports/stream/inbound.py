@@ -125,16 +125,18 @@ class Inbound:
 
     @property
     def is_in_large_payload(self) -> bool:
-        """Return whether a large payload is being received, for which longer waits and fewer calls
-        are better.
+        """Return whether a large payload is being received.
+
+        Longer waits with fewer calls are then better.
         """
         arrival = self._arrival
         return arrival is not None and arrival.pieces.size > _LARGE_BYTES
 
     @property
     def wanted_bytes(self) -> int:
-        """Return the number of bytes to wait for; with fewer bytes of a large payload, more calls
-        would be needed.
+        """Return the number of bytes to wait for before the next read.
+
+        It is more than 1 within a large payload, where short reads would need more calls.
         """
         arrival = self._arrival
         return (

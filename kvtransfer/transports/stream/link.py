@@ -59,16 +59,16 @@ _log = logging.getLogger("penstock")
 class LinkOptions(msgspec.Struct, frozen=True):
     """The options of a connection between two agents over a stream socket.
 
-    checked       whether windows carry xxh3-64 checksums, of the source's memory and again of the
-                  sink's
+    checked       whether windows (pieces of KV) carry xxh3-64 checksums. The source computes them
+                  of its memory, the sink again of its own
     sealed        whether windows are encrypted and authenticated (AES-128-GCM); both ends must
                   agree
-    spin_s        seconds to poll before sleeping, four times as long if that was too short; 0 on
-                  machines without a spare core
+    spin_s        seconds to poll before sleeping, below 1; four times as long after a sleep that
+                  this would have avoided. Set 0 on machines without a spare core
     window_bytes  the preferred maximum size of a window
     native        whether to use the native pump if it is compiled (pump.py)
-    lanes         number of connections to a peer that this agent dials (tcp); one core can copy
-                  what one connection carries
+    lanes         number of parallel connections to a peer that this agent opens (tcp). One core can
+                  copy what one connection carries
     """
 
     checked: bool = True
@@ -217,11 +217,11 @@ class StreamLink:
             self._thread.join()
 
     def drive(self, done: Callable[[], bool], timeout_s: float) -> bool:
-        """Send and receive on the calling thread until `done()` is true, which saves waking another
-        thread.
+        """Send and receive on the calling thread until `done()` is true, at most `timeout_s`
+        seconds.
 
-        Returns whether it was done in time. The owner is called on this thread meanwhile. Raises
-        TransportError if the link is lost.
+        This saves waking another thread. The link's owner is called on this thread meanwhile.
+        Returns whether it was done in time. Raises TransportError if the link is lost.
         """
         deadline_s = time.perf_counter() + timeout_s
         self._count_drivers(1)

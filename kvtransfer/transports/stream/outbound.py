@@ -75,9 +75,10 @@ class _Body:
 class Outbound:
     """Writes frames and windows (pieces of KV) to the socket `fd`.
 
-    `sent` is called for each window that has been read from memory. `checked` says whether windows
-    carry an xxh3 digest. With a native pump, which waits for room in the socket, no other function
-    writes.
+    sent     function that is called for each window that has been read from memory
+    checked  whether windows carry an xxh3 digest
+    calls    the native pump, which waits for room in the socket; while it is used, no other
+             function writes. None: Python code writes
     """
 
     _writev: Any = staticmethod(writev)
@@ -131,10 +132,10 @@ class Outbound:
     def drop(self, transfer: int) -> None:
         """Drop the queued windows (pieces of KV) of a transfer.
 
-        A window that has been started continues with zeros and ends as STALE, because its memory
-        may have a new owner. An encrypted window was read completely when it was encrypted, so it
-        continues unchanged and stays OK. If it is the last missing one, the sink has landed the
-        transfer.
+        The rest of a window that has been started is sent as zeros, and the window ends as STALE,
+        because its memory may have a new owner. An encrypted window was read completely when it was
+        encrypted, so it continues unchanged and stays OK. If it is the last missing one, the sink
+        completes the transfer.
         """
         with self._gate:
             remaining = [
@@ -167,10 +168,10 @@ class Outbound:
                 del self._shared[next(iter(self._shared))]
 
     def deny_lanes(self, transfer: int) -> None:
-        """Forbid lanes (parallel connections) to take windows of this transfer, because it is about
-        to be dropped.
+        """Stop lanes (parallel connections) from taking further windows of this transfer.
 
-        It may be called on any thread, with locks held.
+        The transfer is about to be dropped. The method may be called on any thread, with locks
+        held.
         """
         with self._gate:
             self._shared.pop(transfer, None)
@@ -210,10 +211,9 @@ class Outbound:
         return None
 
     def send_available(self) -> bool:
-        """Write queued bytes until the socket is full (`is_blocked`), or one large piece of KV is
-        written.
+        """Write queued bytes until the socket is full, or one large window of KV is written.
 
-        Returns whether any byte was written.
+        A full socket sets `is_blocked`. Returns whether any byte was written.
         """
         moved = self.is_blocked = False
         while self._next():

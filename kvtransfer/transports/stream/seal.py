@@ -23,8 +23,9 @@ class WindowSealError(Exception):
 class WindowSeal:
     """Encrypts or decrypts the windows (pieces of KV) of one direction of a connection.
 
-    The n-th window uses nonce n, so that none can be repeated or left out. A void window (no bytes)
-    has separate nonces, because it may replace the n-th window after that was sealed.
+    The n-th window uses nonce n, so a repeated or missing window is detected. A void window (one
+    without bytes) has separate nonces, because it may replace the n-th window after that was
+    encrypted.
     """
 
     def __init__(self, key: bytes) -> None:
@@ -44,10 +45,9 @@ class WindowSeal:
         self._buffer = bytearray()
 
     def void(self, about: bytes, *, instead: bool) -> bytes:
-        """Return the authentication tag that stands for a window (piece of KV) whose bytes are not
-        sent.
+        """Return the authentication tag of a window (piece of KV) whose bytes are not sent.
 
-        `instead` is whether it replaces the tag of the window that was sealed last.
+        `instead` is whether this tag replaces that of the window that was encrypted last.
         """
         self._count -= instead
         return self.close((), 0, about)[1]
@@ -55,8 +55,7 @@ class WindowSeal:
     def close(
         self, parts: Iterable[memoryview], size: int, about: bytes
     ) -> tuple[memoryview, bytes]:
-        """Encrypt `size` bytes of KV in parts, and return the ciphertext and the authentication
-        tag.
+        """Encrypt `size` bytes of KV in parts; return the ciphertext and the authentication tag.
 
         `about` is authenticated but not encrypted. The ciphertext is valid until the next call.
         """
