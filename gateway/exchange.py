@@ -144,15 +144,15 @@ class Exchange:
     predicted_tpot_s    tpot_s as expected at the pick
     response_ids        creates the id of the response, if its engine may store it; else None
     stored_at           the stored response to which the request refers
-    pick_snapshot       the best two candidates as they were at the pick; None if the policy has no
-                        terms to explain
+    pick_snapshot       the best two candidates as they were at the pick, to explain it later; None
+                        if the policy's scores have no parts that could be shown
     split               whether and how the request was split; None for models without a split
     trace               the request's place in a distributed trace; None if it is not traced
     gaps                histogram of the times between the answer's chunks; None for most requests,
                         which are not sampled
     quota               the tenant's quota that was charged; None for a tenant without limits
-    canary_arm          the arm of a canary trial that counts the request; None in a pool without a
-                        canary
+    canary_arm          which of the two policies of a canary trial counts the request; None in a
+                        pool without a canary
     hedge               the request's second attempt; None if there was none
     mirrored            what its pool's mirror keeps until its end; None for most requests
     proxy_request_id    the x-request-id of a trusted proxy; "" without one

@@ -37,7 +37,9 @@ SEVERITIES: Mapping[str, int] = MappingProxyType(
     {"dead": 5, "ejected": 5, "returning": 3, "draining": 2, "drained": 2, "leaving": 1}
 )
 IMPAIRED = 4
-"""Lowest severity number of an endpoint that is slow or silent but still takes requests."""
+"""Severity of an endpoint that is slow or silent but still takes requests.
+
+It applies unless the endpoint's state has a higher one (SEVERITIES)."""
 
 
 def build_view(status: FleetStatus, history: SampleHistory, now: MetricSample) -> dict[str, Any]:

@@ -20,8 +20,9 @@ from gateway.telemetry.explain import EndedExchange, RecentExchanges
 
 DEFAULT_LIMIT, MAX_LIMIT = 50, 200
 MAX_SCANNED = 4096
-"""Maximum number of finished requests that are searched for problems, newest first; a search blocks
-the event loop for 1 ms."""
+"""Maximum number of finished requests that are searched for problems, newest first.
+
+The search blocks the event loop, for this many about 1 ms."""
 
 GOOD_OUTCOMES = frozenset({"", "met"})
 

@@ -113,6 +113,8 @@ class PoolQueue:
     def set_admission(self, policy: Admission, shares: Mapping[str, float]) -> None:
         """Replace the pool's admission policy and the tenants' shares.
 
+        shares  relative weight by tenant; 1 for tenants that are not listed
+
         The results of requests are not reported to a plain concurrency limit with a single tenant,
         because it would not use them.
         """
@@ -123,9 +125,9 @@ class PoolQueue:
         self._share_sessions()
 
     def publish_to_peers(self, updates: OutgoingUpdates | None) -> None:
-        """Record the tenants' charges and sessions of this pool in `updates`, for other gateways.
+        """Record this pool's sessions and tenants' charges in `updates`, for other gateways.
 
-        None stops the recording.
+        A charge is the number of tokens computed for a tenant. None stops the recording.
         """
         self._updates = updates
         self._share_sessions()
@@ -140,8 +142,10 @@ class PoolQueue:
 
     @property
     def price(self) -> float:
-        """Return the price of admission that the admission policy sets for a typical request; 0 if
-        it sets no prices.
+        """Return the current price of admission, which rises with the queue.
+
+        The admission policy `priced` refuses requests whose value is below the price of their work.
+        The price is 0 while the queue is short and KV memory suffices, and under other policies.
         """
         policy = self._queue.admission
         return policy.price if isinstance(policy, PricedAdmission) else 0.0
@@ -156,8 +160,8 @@ class PoolQueue:
 
     @property
     def session_memory_share(self) -> float:
-        """Return the share of KV memory (0 to 1) that sessions may fill; 1 if sessions are not
-        limited.
+        """Return the share of the engines' KV memory (0 to 1) that the contexts of sessions may
+        fill; 1 if the admission policy does not limit sessions.
         """
         return 1.0 if self.sessions is None else min(1.0, self.sessions.memory_share)
 
@@ -181,6 +185,8 @@ class PoolQueue:
     def on_finished(self, request: Request, outcome: Callable[[], RequestOutcome]) -> None:
         """Correct the tenant's charge for a request that has ended, and report its outcome to the
         admission policy.
+
+        outcome  function that returns the outcome; it is called only if the policy needs the result
         """
         if not self.learns_from(request):
             return
@@ -230,15 +236,16 @@ class PoolQueue:
         return self._queue.capacity
 
     def mean_service_s(self, now: float) -> float | None:
-        """Return the mean seconds for which a request holds a permit, by Little's law; None while
-        it is unknown.
+        """Return the mean seconds from a request's admission to its end; None while unknown.
+
+        By Little's law, it is the pool's capacity divided by its throughput while full.
         """
         rate = self._queue.full_rate(now)
         return self._queue.capacity / rate if rate else None
 
     @property
     def permits_in_use(self) -> int:
-        """Return the number of permits held by requests at available endpoints.
+        """Return the number of admitted requests in progress, each of which holds a permit.
 
         Requests at ejected or leaving endpoints are not counted.
         """
@@ -247,9 +254,10 @@ class PoolQueue:
     async def enter(
         self, query: RoutingQuery, query_at: Callable[[float], RoutingQuery] | None = None
     ) -> PoolQueue:
-        """Take a permit for a request, after waiting for one if necessary.
+        """Admit a request, after a wait in the queue if necessary; return this object.
 
-        Raises GatewayError when the request is rejected.
+        The request then holds a permit, which leaving the `with` block of the returned object
+        releases. Raises GatewayError when the request is rejected.
 
         query_at  function that returns the routing query for a later time, because cached prefixes
                   change during a wait; None: the query stays the same
@@ -264,7 +272,7 @@ class PoolQueue:
         return self
 
     async def enter_first(self) -> PoolQueue:
-        """Take a permit before all requests that wait, without asking the admission policy.
+        """Admit a request before all requests that wait, without asking the admission policy.
 
         It is for batch requests that run on capacity reserved for their batch: the batch runner
         limits their number already.
@@ -285,15 +293,16 @@ class PoolQueue:
         return self
 
     def try_enter(self, query: RoutingQuery) -> bool:
-        """Take a permit for a request if that is possible without waiting.
+        """Admit a request if that is possible without waiting; return whether it was admitted.
 
-        Returns whether it was taken.
+        An admitted request holds a permit until the `with` block of this object ends.
         """
         return isinstance(self._queue.decide_without_queueing(query, self._candidates), Admit)
 
     def on_not_routed(self, request: Request) -> None:
-        """Refund the tenant's charge for a request that was admitted after a wait but found no
-        endpoint.
+        """Refund the tokens charged to a tenant for a request that found no endpoint.
+
+        It was admitted after a wait, and charged then.
         """
         self._queue.on_not_routed(request)
 

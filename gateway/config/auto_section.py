@@ -16,7 +16,9 @@ from gateway.config.values import Duration, Section, setting
 from gateway.config.yaml_source import number_if_substituted
 
 AUTO = "auto"
-"""Value of a pool's `policy` for automatic selection: the default policy and a section `auto`."""
+"""Value of a pool's `policy` that turns automatic selection on.
+
+It is short for the default policy together with a section `auto` without settings."""
 
 DEFAULT_PORTFOLIO = ("prefix_aware", "priced", "llmd_blend", "lmetric")
 LEAST_INTERVAL_S = 2.0

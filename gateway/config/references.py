@@ -31,8 +31,9 @@ def unresolvable(
     """Return, by path, the reasons why values of a received configuration text may not be resolved.
 
     known     the texts whose references are allowed; empty for a configuration without a text
-    with_key  whether the sender has sent admin.key. If not, a value must be known as a whole rather
-              than only its references, and so must be the address that a key or password is sent to
+    with_key  whether the sender has proved to know admin.key. If so, each reference must be known.
+              If not, the whole value must be, and for a key or password also the address to which
+              the gateway sends it
 
     Raises ConfigError when a text is not YAML.
     """

@@ -48,11 +48,13 @@ _DONE, _FAILED = State.DONE, State.FAILED  # local names: Enum access is slow be
 class PairFigures:
     """Statistics of the KV handoffs from one prefill endpoint to one decode endpoint.
 
+    served     number of handoffs whose request was served
+    failed     number of handoffs whose attempt failed
     prefill_s  moving mean of the seconds from the prefill request to its answer; None before the
                first handoff
     handoff_s  moving mean of the seconds from that answer to the first token; None before the first
                handoff
-    newest_s   durations of the newest handoffs in seconds
+    newest_s   durations of the newest handoffs in seconds, measured like handoff_s
     tokens     prompt tokens whose KV was transferred so far. Tokens that the decode engine
                probably had in its cache are left out
     counter    the metric that counts served handoffs; None before the first one
@@ -101,16 +103,17 @@ class PairFigures:
         """Return the maximum seconds to wait for a prefill answer that is no longer needed.
 
         An engine that is aborted finishes its current step first. A short prompt is computed in one
-        step, and without the answer its KV could not be freed.
+        step, and without the answer its KV could not be freed. The time is twice the mean duration
+        of a prefill, within limits.
         """
         return _wait_s(MIN_STEP_S, self.prefill_s)
 
     @property
     def seen_s(self) -> float:
-        """Return the seconds after which a decode engine has certainly read a request that was sent
-        to it.
+        """Return the seconds after which a decode engine must have read a request sent to it.
 
-        Engines read requests between two steps.
+        Engines read requests between two steps. The time is twice the mean duration of a handoff,
+        within limits.
         """
         return _wait_s(MIN_SEEN_S, self.handoff_s)
 
@@ -128,8 +131,9 @@ class Transfer(Protocol):
 class Handoffs:
     """The live state of all split requests and of their KV transfers (handoffs).
 
-    splitting       by model: whether its requests are split at present (see
-                    policies.pricing.split.SplitRule.hysteresis)
+    splitting       by model: whether the last decision was to split. The next decision needs it, so
+                    that prompts near the threshold do not alternate between the two
+                    (policies.pricing.split.SplitRule.hysteresis)
     pairs           statistics by names of prefill and decode endpoint
     transfers       transfers in progress, with the monotonic time by which each must end
     transfer_times  measured seconds per token of KV, for rules that compare the cost of splitting
@@ -157,8 +161,9 @@ class Handoffs:
         self._releases: Counted[ConnectionPool] = Counted()
 
     def count_leg(self, end: tuple[str, str]) -> None:
-        """Count the end of one engine request of a split request, by role (prefill or decode) and
-        result.
+        """Count the end of one engine request of a split request.
+
+        `end` is its role (prefill or decode) and its result, such as ("prefill", "closed").
         """
         counter = self._legs.get(end)
         if counter is None:
@@ -289,7 +294,11 @@ class Handoffs:
     ) -> None:
         """Count a finished attempt of a split request, and record its times if it succeeded.
 
-        `split` is the rule by which the pair was chosen, and the number of prompt tokens.
+        figures  the statistics of the pair, which are updated
+        state    the end state of the attempt
+        record   the times of its stages
+        relay    the relay of the decode engine's answer; None if there was none
+        split    the rule by which the pair was chosen, and the number of prompt tokens
         """
         if record.transport is not None:
             figures.transport = record.transport

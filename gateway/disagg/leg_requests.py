@@ -125,8 +125,8 @@ class LegRequests:
     The object keeps the parts of the requests, because one may have to be sent after the client has
     disconnected and its body has been freed.
 
-    terms          facts that apply to both requests; the prefill engine's identity may be learned
-                   later
+    terms          facts that apply to both requests, such as the request id and the prefill host.
+                   The prefill engine's identity is one of them and may be learned later
     _resume_terms  how a broken stream could be continued; None if that would not be exact
     _cache_report  receives the prefill engine's count of cached tokens, which the client sees; None
                    if the client sees the decode engine's count

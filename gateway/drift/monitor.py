@@ -82,7 +82,7 @@ class DriftMonitor:
                     self._conclude(record.pool, pool, window)
 
     def advance(self, now_s: float) -> None:
-        """Compare the windows that have ended by now."""
+        """Compare the requests of each period of ten minutes (window) that has ended by now."""
         for name, pool in self._pools.items():
             for window in pool.watch.advance(now_s):
                 self._conclude(name, pool, window)
@@ -135,8 +135,10 @@ class DriftMonitor:
         }
 
     def states(self) -> list[DriftState | SessionTurns]:
-        """Return the states to save for a successor process: the open windows, and the turns of
-        sessions.
+        """Return the states to save for a successor process.
+
+        They are the counts of each pool's current ten minutes, and the turns of the sessions
+        (requests of one conversation) seen so far.
         """
         if self._memory is None:
             return []
@@ -177,7 +179,9 @@ class LocalDriftWatch:
 
 
 def drift_text(pool: str, window: DriftWindow) -> str:
-    """Return a sentence about the drift of a pool's requests in its last window."""
+    """Return a sentence about how a pool's requests of the last ten minutes differ from its
+    `sized_for`.
+    """
     measures = ", ".join(
         f"{TEXTS[name]} (PSI {window.index.get(name, 0.0):.2f})" for name in window.alarms
     )

@@ -17,9 +17,9 @@ class OutgoingUpdates:
     prompts         (fingerprint, endpoint, prompt tokens, cached tokens). Cached tokens are None
                     for a prompt sent to the endpoint. A number corrects that: the prompt was not
                     computed, and at most so many of its tokens are cached there
-    cache_reports   (endpoint, believed cached share, reported share)
-    health_changes  (endpoint, state, cause)
-    charges         (pool, tenant) -> tokens
+    cache_reports   (endpoint, predicted cached share of a prompt, share that its engine reported)
+    health_changes  (endpoint, new state, cause)
+    charges         (pool, tenant) -> tokens computed for the tenant
     quota_use       tenant -> requests and tokens taken from its quota
     session_digest  function from a session to the number that all gateways use for it
     """

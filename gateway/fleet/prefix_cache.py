@@ -82,8 +82,10 @@ class PrefixCacheView:
             )
 
     def cached_tokens(self, fingerprint: Fingerprint, prompt_tokens: int) -> Sequence[int]:
-        """Return the prompt tokens cached at each endpoint, by slot: predicted, or exact by KV
-        events.
+        """Return the number of the prompt's tokens cached at each endpoint, by slot number.
+
+        The numbers are exact for endpoints whose KV events are reliable, and predictions of the
+        prefix index for all others.
         """
         tokens = self.index.match(fingerprint, prompt_tokens)
         if self.exact.endpoints:

@@ -27,8 +27,10 @@ IN_ROTATION = (HealthState.UP, HealthState.RETURNING)
 
 
 COHORT = 64
-"""Maximum number of endpoints that are compared with each other; a larger pool is divided into
-several cohorts.
+"""Maximum number of endpoints that are compared with each other.
+
+A larger pool is divided into groups of this size (cohorts), so that one comparison takes little
+time.
 """
 
 COHORTS_AT_ONCE = 4
@@ -90,11 +92,11 @@ class SpeedMonitor:
     def sweep(
         self, pools: Mapping[str, Sequence[Candidate]], by_slot: Sequence[LiveEndpoint], now: float
     ) -> Iterator[tuple[LiveEndpoint, SpeedVerdict]]:
-        """Compare the speeds of the endpoints that are due, and yield those whose verdict has
-        changed.
+        """Compare the speeds of endpoints, and yield those whose verdict has changed.
 
-        `reviewed` receives the endpoints that were compared. Large pools are divided into cohorts,
-        of which one is compared per call, so that no call takes long.
+        Endpoints are compared every REVIEW_S seconds. Of a large pool, one call compares only one
+        cohort (COHORT endpoints), so that no call takes long. Afterwards, `reviewed` has the
+        endpoints that were compared.
         """
         self._update_cohorts(pools, by_slot)
         self.reviewed = []
@@ -197,8 +199,11 @@ class SpeedMonitor:
     ) -> float | None:
         """Predict the seconds that a late request will still wait for its first byte.
 
-        `is_doubted` is whether its endpoint is suspected of slowness. Returns None while the
-        request is not late.
+        waited_s    seconds that it has waited already
+        now         monotonic time in seconds
+        is_doubted  whether its endpoint is suspected of slowness
+
+        Returns None while the request is not late.
         """
         live, work = reservation.live, _work(reservation.request, reservation.queued_tokens)
         return self._expectations_of(live.endpoint.pool).predict_remaining_s(

@@ -36,8 +36,12 @@ class Label(msgspec.Struct, frozen=True):
 
 
 class Merge(StrEnum):
-    """How the values that several worker processes report for one metric series are combined into
-    one.
+    """How the values of one metric series are combined if several worker processes report it.
+
+    SUM   the sum of all values
+    MAX   the largest value
+    MIN   the smallest value
+    LAST  the value of one worker
     """
 
     SUM = "sum"

@@ -44,7 +44,7 @@ _INHERENT = frozenset(
         "single-profile-handler",
     }
 )
-"""llm-d's plugins that do what the gateway does in any case, so that they need no counterpart."""
+"""llm-d's plugins that need no counterpart, because the gateway always does what they do."""
 
 _REASONS: Mapping[str, str] = MappingProxyType(
     {

@@ -16,8 +16,11 @@ _POOL = ("pools", "engines")
 
 
 class Rule(msgspec.Struct, frozen=True):
-    """How a router's option is migrated: the path in gateway.yaml, the conversion, and
-    differences.
+    """How a router's option is migrated.
+
+    path     path of the counterpart in gateway.yaml
+    convert  function that converts the option's value
+    differs  how the counterpart behaves differently; "" if it does not
     """
 
     path: tuple[str, ...]

@@ -70,8 +70,8 @@ class FrameAuth:
 
         secret         authenticates outgoing and incoming frames
         other_secret   authenticates incoming frames too; None: only `secret` does
-        stable_secret  yields the keys of fingerprints and names; None: `secret` and `other_secret`
-                       do
+        stable_secret  yields the keys of fingerprints and names, which thus survive a change of
+                       `secret`; None: `secret` and `other_secret` yield them
         """
         self.own_id = own_id
         self.fingerprint_secret = _key(stable_secret or secret, b"ps-fingerprint")

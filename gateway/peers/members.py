@@ -15,8 +15,9 @@ class Peer:
     """Another gateway, as known from the messages that it has sent.
 
     last_seen_at  when its last message arrived (monotonic seconds)
-    started_at    its start, on this gateway's clock
-    shares        digests of the endpoints where it has reservations
+    started_at    its start, on this gateway's clock (monotonic seconds)
+    shares        digests (keyed hashes of names) of the endpoints where it has reservations
+    is_warm       whether it can send its state to a gateway that has just started
     """
 
     __slots__ = ("is_warm", "last_seen_at", "shares", "started_at")
@@ -65,11 +66,15 @@ class PeerTable:
         yield from [peer_id for peer_id, peer in peers if now - peer.last_seen_at > EXPIRY_S]
 
     def is_responder(self, own_id: bytes, started_at: float, new_peer: bytes, attempt: int) -> bool:
-        """Return whether this gateway has to send its state to a gateway that has just started
-        (warm it up).
+        """Return whether this gateway has to send its state to a gateway that has just started.
 
         The gateway with the earliest start does so. If no answer comes, the new gateway asks again,
         and then the next gateway answers.
+
+        own_id      id of this gateway
+        started_at  start of this gateway (monotonic seconds)
+        new_peer    id of the gateway that has just started
+        attempt     number of its earlier requests that were not answered
         """
         warm = [
             (peer.started_at, peer_id)

@@ -59,10 +59,10 @@ class CacheLoss(msgspec.Struct, frozen=True, array_like=True, tag="forgotten"):
 
 
 class CacheReports(msgspec.Struct, frozen=True, array_like=True, tag="confirmed"):
-    """A message between gateways with comparisons of predicted and reported cached shares:
-    (endpoint, predicted share, reported share).
+    """A message between gateways: how much of some prompts was cached, predicted and actually.
 
-    Shares of a prompt are from 0 to 1.
+    answers  (endpoint, predicted share, share that the engine reported); shares of the prompt's
+             tokens, 0 to 1
     """
 
     answers: list[tuple[NameDigest, Ratio, Ratio]]
@@ -73,7 +73,8 @@ class PeerLoads(msgspec.Struct, frozen=True, array_like=True, tag="loads"):
 
     This message between gateways is also the heartbeat.
 
-    is_warm  whether the sender can warm up other gateways
+    is_warm  whether the sender can send the shared state to gateways that have just started
+    shares   (endpoint, the sender's reservations there)
     """
 
     uptime_s: Seconds
@@ -82,24 +83,27 @@ class PeerLoads(msgspec.Struct, frozen=True, array_like=True, tag="loads"):
 
 
 class HealthChanges(msgspec.Struct, frozen=True, array_like=True, tag="moved"):
-    """A message between gateways: changes of endpoints' health that the sender observed, as
-    (endpoint, state, cause).
+    """A message between gateways: changes of endpoints' health that the sender observed.
+
+    endpoints  (endpoint, new state, cause of the change)
     """
 
     endpoints: list[tuple[NameDigest, ShortText, ShortText]]
 
 
 class TenantCharges(msgspec.Struct, frozen=True, array_like=True, tag="charged"):
-    """A message between gateways: tokens of work for tenants since the last message, as (pool,
-    tenant, tokens).
+    """A message between gateways: tokens that were computed for tenants since the last message.
+
+    tenants  (pool, tenant, tokens); negative tokens correct an estimate of an earlier message
     """
 
     tenants: list[tuple[NameDigest, NameDigest, Annotated[float, msgspec.Meta(ge=-1e12, le=1e12)]]]
 
 
 class QuotaUse(msgspec.Struct, frozen=True, array_like=True, tag="taken"):
-    """A message between gateways: quota that tenants have used since the last message, as (tenant,
-    use).
+    """A message between gateways: quota that tenants have used since the last message.
+
+    tenants  (tenant, requests and tokens used)
     """
 
     tenants: list[tuple[NameDigest, QuotaUsage]]

@@ -26,8 +26,11 @@ T = TypeVar("T")
 class UsageSync:
     """Converts the usage of tenants and sessions to messages for other gateways, and back.
 
-    digest   function that returns the number by which messages name a tenant, pool or session
-    digests  function that returns all numbers by which incoming messages may name a tenant or pool
+    Messages contain keyed hashes of names (digests) instead of the names.
+
+    digest   function that returns the digest of a tenant, pool or session, for outgoing messages
+    digests  function that returns all digests of a name that incoming messages may contain: there
+             are two while gateways change to a new secret
     """
 
     def __init__(

@@ -47,8 +47,8 @@ class PeerView:
     """One gateway's part of the state that gateways share.
 
     updates     collects updates for other gateways; the code that serves requests appends to it
-    on_suspect  function that is called with an endpoint that another gateway has ejected, which is
-                only a reason to probe it
+    on_suspect  function that is called with an endpoint that another gateway has ejected. It should
+                probe the endpoint: the other gateway's verdict alone does not eject it here
     tenants     function that returns the configured tenants
     new_peers   ids of gateways that this one has to warm up
     """

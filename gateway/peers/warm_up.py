@@ -27,9 +27,9 @@ class WarmUpState(StrEnum):
 class WarmUp:
     """The warm-up of one gateway with state from the others.
 
-    is_warm            whether it has been warm once; a repeated warm-up does not reset it
-    received_messages  number of messages received from another gateway's stored state
-    took_s             seconds from the first Hello to WARM
+    is_warm            whether a warm-up has ended before; a repeated warm-up does not reset it
+    received_messages  number of messages in the answer of another gateway
+    took_s             seconds from the first Hello to the end of the warm-up
 
     Broadcasts that arrive in the meantime are buffered, because the prefix index ages entries by
     the order in which it learns of prompts.

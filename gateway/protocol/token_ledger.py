@@ -269,7 +269,8 @@ class Ledger:
     def render_rest(self, chunk: dict[str, Any]) -> bytes:
         """Record a chunk of an engine that continues the answer; return the client's event for it.
 
-        The result is b"" if the client gets no event for it.
+        Text that the client has already is left out. The result is b"" if nothing is left. Raises
+        UpstreamError if the engine generates that text differently.
         """
         usage = chunk.get("usage")
         text, choice = self.record_chunk(chunk)

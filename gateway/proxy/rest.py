@@ -112,7 +112,7 @@ class RestPlan:
     prompt and of the tokens whose text the client has for certain. Any endpoint that serves whole
     requests can compute it, also if the stream came from a prefill and decode pair.
 
-    result    how the plan ended, a label of penstock_resumes_total; "" while an attempt is due
+    result    how the plan ended, a label of penstock_resumes_total; "" until it has ended
     _problem  the error of the last attempt before the current one
     _relay    the relay that began the answer
     """

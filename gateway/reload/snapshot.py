@@ -44,8 +44,9 @@ class PoolAdmissionPlan(msgspec.Struct, frozen=True):
     """The new endpoints, admission policy and tenant shares for the wait queue of one pool.
 
     serving           the endpoints that serve whole requests
-    uses_predictions  whether a routing policy, an admission policy, or a larger model that may
-                      overflow into the pool reads predictions for the pool's endpoints
+    uses_predictions  whether latency predictions for the pool's endpoints are needed: by its
+                      routing policy, by its admission policy, or by a larger model whose requests
+                      may be served by this pool
     """
 
     queue: PoolQueue

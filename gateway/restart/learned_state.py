@@ -1,6 +1,6 @@
 """Converts the learned state of a gateway to messages, and restores it in the next process.
 
-Momentary state (permits in use, waiting requests, timelines) is not included, because the old
+Momentary state (requests in progress, waiting requests, timelines) is not included, because the old
 process finishes its own requests.
 """
 

@@ -32,8 +32,11 @@ class PickSnapshot(msgspec.Struct, frozen=True):
     """The endpoint that was picked and the runner-up, with their load before the capacity
     reservation.
 
-    Recording all candidates would cost as much as the pick. The latency models are not copied:
-    terms that read them show their current state.
+    Recording all candidates would cost as much as the pick. The latency models are not copied, so
+    an explanation that needs them uses their current state.
+
+    terms       function of the policy that computes the parts (terms) of each candidate's score
+    candidates  the picked candidate and the runner-up, each with its load at the pick
     """
 
     terms: PriceTermsFunction
@@ -42,10 +45,10 @@ class PickSnapshot(msgspec.Struct, frozen=True):
     def score_terms(
         self, query: RoutingQuery, candidates: Sequence[Candidate]
     ) -> Mapping[str, Mapping[str, float]]:
-        """Return the score terms of the picked candidate and the runner-up, by endpoint and name of
-        the term.
+        """Return the parts of which the scores of the picked candidate and the runner-up consist.
 
-        They are computed from the recorded load; `candidates` are all candidates of the pick.
+        The result has the value of each part (term) by endpoint and by name of the term. Values are
+        computed from the recorded load; `candidates` are all candidates of the pick.
         """
         then = {
             id(candidate): Candidate(candidate.endpoint, restore_load(candidate, numbers))

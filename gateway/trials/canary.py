@@ -110,7 +110,7 @@ class CanaryArms:
         self.canary = CanaryArm(pool, "canary", spec.policy.name)
 
     def count_in(self, metrics: Metrics) -> None:
-        """Count the outcomes of both arms in these metrics from now on."""
+        """Count the outcomes of both policies in these metrics from now on."""
         self.primary.count_in(metrics)
         self.canary.count_in(metrics)
 

@@ -8,7 +8,13 @@ MINUTE_S = 60.0
 
 
 class Spending:
-    """Tokens that were taken from a budget at one time, of which fewer may be used in the end."""
+    """Tokens that were taken from a budget at one moment.
+
+    They are an upper bound: settle() returns those that were not used.
+
+    at_s    when they were taken, in the seconds of the budget's caller
+    tokens  number of tokens that count against the budget
+    """
 
     __slots__ = ("at_s", "tokens")
 
@@ -40,8 +46,9 @@ class TokenBudget:
         return spending
 
     def settle(self, spending: Spending, used: int) -> None:
-        """Return the unused tokens of a spending to the budget. Using more tokens than were taken
-        returns none.
+        """Return the unused tokens of a spending to the budget; `used` tokens were used.
+
+        Nothing is returned if all of them, or more, were used.
         """
         unused = spending.tokens - max(1, used)
         if unused > 0 and self._spent and spending.at_s >= self._spent[0].at_s:

@@ -30,8 +30,8 @@ class ConfigRollout:
     """Applies configuration changes to all workers, one change at a time.
 
     running  the configuration in force, with which new workers start
-    on_lost  function that is called with each worker that may differ from the others and must be
-             replaced
+    on_lost  function that replaces a worker; called with each worker whose configuration may differ
+             from that of the others
     """
 
     def __init__(

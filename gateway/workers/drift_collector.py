@@ -1,6 +1,7 @@
 """Collects the records of ended requests from all workers, for one monitor of workload drift.
 
-Each worker sees a part of every conversation, so windows of single workers could not be added.
+Each worker sees only a part of every conversation. The counts of single workers could therefore not
+simply be added.
 """
 
 from __future__ import annotations

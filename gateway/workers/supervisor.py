@@ -62,9 +62,12 @@ DRAIN_MARGIN_S = 5.0
 
 
 class WorkerSlot:
-    """The place of one worker process, which a new process takes when the worker has ended.
+    """What stays of one worker when its process ends, so that a new process can replace it.
 
-    retry_s  seconds before the next restart
+    listener  the worker's listening socket, which clients can connect to in the meantime
+    worker    the current process; None before the first start
+    retry_s   seconds to wait before a worker that has ended is started again
+    task      the task that starts the worker again
     """
 
     __slots__ = ("listener", "number", "retry_s", "task", "worker")

@@ -127,10 +127,10 @@ class ExactPrefixes:
         return slot in self._exact
 
     def describe(self, slot: int, now: float) -> str | None:
-        """Return how the cache of an endpoint is known, as text: "exact", or "believed" with the
-        reason.
+        """Return how the cache of an endpoint is known, as text, for display.
 
-        Returns None for an endpoint without KV events.
+        The text is "exact" if KV events describe the cache, or "believed: REASON" if it is only
+        predicted. Returns None for an endpoint without KV events.
         """
         endpoint = self.endpoints.get(slot)
         if endpoint is None:

@@ -29,15 +29,16 @@ Beyond either, the rank's blocks are discarded, and its events are read from the
 
 REPLAY_TIMEOUT_S = 5.0
 CHECK_S = 1.0
-"""Seconds after a connect, or after the newest message, until the source checks that no message is
-missing.
+"""Seconds without a message until the source checks, by a replay, that none is missing.
 
-The loss of the last message cannot be seen in the number of a later one.
+A lost message usually shows as a gap before the next one. If it was the last one, no next message
+shows it. The time begins at a connect and at every message.
 """
 
 MAX_REPLAYS = 3
-"""Number of consecutive replays that may leave a gap in the messages; after that, the blocks from
-before the gap are discarded.
+"""Maximum number of replays in a row that are requested for a gap in the messages.
+
+If the gap is still there afterwards, the blocks from before it are discarded.
 """
 
 MAX_SCOPES = 4096
