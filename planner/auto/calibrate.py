@@ -27,12 +27,14 @@ from policies.model import Candidate, Role, RoutingQuery
 from policies.scorers import constant
 
 LEAST_SAMPLES = 20
-"""Number of requests from which an endpoint's own speed is derived; with fewer, the median speed of
-the others is used."""
+"""An endpoint's own speed is derived from at least this many requests.
+
+With fewer, the median speed of the other endpoints is used.
+"""
 
 SLOWEST, FASTEST = 10.0, 0.1
 CLOSE = 0.05
-"""A speed correction below this ratio is too small to justify a further replay."""
+"""If all speeds change by less than this relative amount, no further replay is made."""
 
 ROUNDS = 3
 """Maximum number of replays for the correction of speeds.

@@ -12,8 +12,10 @@ SLICE_S = 0.02
 """Seconds of CPU time after which the process pauses."""
 
 MEMORY_BYTES = 2 << 30
-"""Maximum bytes of the process's address space; an allocation beyond it fails, and the process
-ends."""
+"""Maximum bytes of the process's address space.
+
+An allocation beyond it fails, and the process ends.
+"""
 
 NICE = 19
 
@@ -49,8 +51,10 @@ class CpuBudget:
         self._paused_at_s = 0.0  # so that the CPU time of the start counts as well
 
     def pause(self, _clock_s: float = 0.0, _ended: int = 0) -> None:
-        """Sleep for as long as the allowed share requires, after the CPU time used since the last
-        pause.
+        """Sleep for as long as the allowed share of CPU time requires.
+
+        The CPU time since the last pause counts. The arguments are those of OnProgress, and are not
+        used.
         """
         used_s = self._cpu_s() - self._paused_at_s
         if used_s >= SLICE_S:

@@ -30,7 +30,7 @@ from policies import registry
 from policies.auto.estimates import MemberEstimate, PolicyMember, PoolEstimate
 
 JITTER_S = 0.005
-"""Standard deviation in seconds by which arrivals are moved in the second replay."""
+"""Standard deviation, in seconds, of the random shift of each arrival in the second replay."""
 
 
 def evaluate(
@@ -43,12 +43,14 @@ def evaluate(
 ) -> PoolEstimate:
     """Estimate each routing policy's goodput by replaying the recent requests of the pool.
 
-    The first of `members` is the policy in force.
-
+    case              the pool's configuration for a replay
+    members           the policies to compare; the first is the policy in force
     endpoints         names of the case's groups in the log, in order
+    lately            the recent requests
     in_force_since_s  Unix time since which the policy in force has routed all requests. Only later
                       requests are used to test whether the replay of this policy agrees with the
                       log
+    on_progress       called during replays
     """
     requests = lately.requests(case.models)
     case = calibrate(case, endpoints, lately, on_progress)

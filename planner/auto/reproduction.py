@@ -19,17 +19,20 @@ LEAST_LINES = 50
 """Minimum number of logged requests from which a replay can be judged."""
 
 GOODPUT_TOLERANCE = 0.1
-"""Allowed difference between log and replay in the share of good requests, in addition to the error
-of its mean."""
+"""Allowed difference between log and replay in the share of good requests, 0 to 1.
+
+The error of that share, by chance, is allowed in addition.
+"""
 
 TPOT_RATIO, TTFT_RATIO = 1.25, 1.5
-"""Maximum ratio between the medians of the log and of the replay, in either direction, for TPOT and
-TTFT."""
+"""The medians of log and replay may differ by this ratio, in either direction.
+
+TPOT_RATIO  for the median TPOT
+TTFT_RATIO  for the median TTFT
+"""
 
 SLACK = 0.1
-"""Share of the latency budget below which a difference of medians is ignored, whatever the
-ratio.
-"""
+"""A difference of medians below this share of the latency budget is ignored, whatever the ratio."""
 
 MET = "met"
 

@@ -26,10 +26,18 @@ class BenchRecord(msgspec.Struct):
 
     Written by the client, read by the report.
 
-    due_s     when it should have been sent. Latencies count from here, so that a server that delays
-              the sender is charged for that as well
-    error     None, or the kind: http_429, connect, disconnected, timeout, stream_error, truncated,
-              empty, unfinished
+    session  number of its session
+    turn     number of the request within the session
+    due_s    when it should have been sent. Latencies count from here, so that a server that delays
+             the sender is charged for that as well
+    sent_s   when it was sent
+    ended_s  when its answer ended
+    first_s  time of the first token; None if there was none
+    last_s   time of the last token
+    gaps_s   seconds between events with tokens
+    status   HTTP status; None without a response
+    error    None, or the kind: http_429, connect, disconnected, timeout, stream_error, truncated,
+             empty, unfinished
     """
 
     session: int

@@ -24,7 +24,15 @@ _WATCH_EVERY_S = 0.25
 
 
 class RunProgress(msgspec.Struct):
-    """The progress of a benchmark run, which the run updates for an observer."""
+    """The progress of a benchmark run, which the run updates for an observer.
+
+    started_s  time at which the run started
+    elapsed_s  seconds since then
+    sent       number of requests sent
+    in_flight  number of requests without a complete answer
+    peak       largest value of in_flight so far
+    records    the measurements so far
+    """
 
     plan: BenchPlan
     started_s: float = 0.0

@@ -56,12 +56,13 @@ fills the memory."""
 class AnswerTimeline:
     """Parses the received bytes of one streamed answer, and records the times of its tokens.
 
-    first_s, last_s   time of the first and the latest event with generated content; None before it
-    gaps_s            seconds between such events
-    usage    the latest usage
+    first_s  time of the first event with generated content; None before it
+    last_s   time of the latest such event; None before it
+    gaps_s   seconds between these events
+    usage    the latest token usage that was reported
     done     whether [DONE] was received
     error    an error event's code, else its type
-    broken   whether invalid data was received: no JSON, or an endless line
+    broken   whether invalid data was received: no JSON, or a line without end
     """
 
     __slots__ = (

@@ -18,8 +18,11 @@ from planner.traces import read_mooncake
 
 
 class Turn(msgspec.Struct, frozen=True):
-    """One user message of a session, the maximum tokens of its answer, and the pause in seconds
-    after the answer.
+    """One user message of a session.
+
+    content        the message
+    output_tokens  maximum tokens of its answer
+    think_s        seconds of pause after the answer
     """
 
     content: str
@@ -38,7 +41,8 @@ class WorkloadSession(msgspec.Struct, frozen=True):
 class WorkloadShape(msgspec.Struct, frozen=True):
     """A kind of traffic with a generator of sessions.
 
-    mean_turns  converts a rate of requests to a rate of sessions
+    mean_turns  mean number of requests of a session, by which a rate of requests is converted to a
+                rate of sessions
     """
 
     name: str

@@ -27,16 +27,22 @@ from policies.sizing.drift import ShapeMemory
 
 LEAST_GAIN = 0.05
 MAX_LOST = 0.005
-"""Maximum decrease of attainment (the share of requests served in time) by a suggested fleet."""
+"""A suggested fleet may lower the attainment by at most this much, 0 to 1.
+
+Attainment is the share of requests that are served in time.
+"""
 
 MAX_REQUESTS = 20_000
 LOAD_BYTES_S = 2e9
-"""Assumed speed at which each GPU loads weights, where no time to reload is given."""
+"""Bytes per second at which each GPU is assumed to load weights, if no reload time is given."""
 
 DEFAULT_PRICE = 2.5
 
 ConfigReader = Callable[[str], Mapping[str, Any]]
-"""Returns the configuration in the text of a gateway.yaml, as plain values with all defaults."""
+"""A function that reads the text of a gateway.yaml.
+
+It returns the configuration as plain values with all defaults.
+"""
 
 Progress = Callable[[str, float], None]
 
@@ -66,8 +72,9 @@ class SuggestionInput(msgspec.Struct, frozen=True):
 class Suggestion(msgspec.Struct, frozen=True):
     """The running fleet beside the best other one, for the same requests.
 
-    gain      relative increase of requests served in time per dollar, by the best fleet
-    switch_s  seconds of the whole fleet's work that reloading the engines costs
+    gain      relative increase of the requests served in time per dollar, if the best fleet
+              replaces the running one
+    switch_s  cost of reloading the engines, as seconds of the whole fleet's work
     span_s    seconds of traffic that were replayed
     reason    why it is suggested, or why not
     """

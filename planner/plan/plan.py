@@ -16,9 +16,12 @@ from planner.traces.shape import TraceRequest
 
 
 class PoolComparison(msgspec.Struct, frozen=True):
-    """The results of one pool before and after a change; None: the pool does not exist there.
+    """The results of one pool before and after a change of the configuration.
 
-    notes  what the comparison leaves out
+    pool    the pool's name
+    before  its results before the change; None: the pool does not exist there
+    after   its results after the change; None likewise
+    notes   what the comparison leaves out
     """
 
     pool: str
@@ -31,7 +34,7 @@ class PoolComparison(msgspec.Struct, frozen=True):
         """Return by how much the changed configuration raises SLO attainment, as a share of
         requests.
 
-        It is the smallest increase among all service classes.
+        Of all service classes, the smallest increase counts.
         """
         before, after = self.before, self.after
         if before is None or after is None:

@@ -119,10 +119,12 @@ class _Config(msgspec.Struct):
 class PoolCase(msgspec.Struct, frozen=True):
     """One pool of one configuration, as the input of a replay.
 
-    models   the names it serves; None: all, because the configuration has none
-    fleet    the mock groups that represent its endpoints
-    assumed  texts about what was assumed where the configuration states nothing
-    slow_start_s, slow_factor, hedge_share  settings of health checks and retries, see ReplayOptions
+    models        the names it serves; None: all, because the configuration has none
+    fleet         the mock groups that represent its endpoints
+    assumed       texts about what was assumed where the configuration states nothing
+    slow_start_s  setting of slow start, see ReplayOptions
+    slow_factor   setting of the ejection of slow groups, see ReplayOptions
+    hedge_share   setting of hedges, see ReplayOptions
     """
 
     pool: str

@@ -24,7 +24,12 @@ SHED, USUAL_TOKENS = 429, 256
 class RecentTraffic(msgspec.Struct, frozen=True):
     """The last requests of an access log, in order of arrival.
 
-    begins_s, from_s  Unix time; requests between them warm caches and do not count
+    Requests between `begins_s` and `from_s` warm caches in a replay, and do not count in its
+    results.
+
+    lines     the log lines
+    begins_s  Unix time from which requests are replayed
+    from_s    Unix time from which requests count
     """
 
     lines: Sequence[LoggedRequest]

@@ -12,9 +12,9 @@ from planner.traces.shape import TraceRequest, to_64_bits
 def keys_of(request: TraceRequest, block_tokens: int) -> tuple[int, ...]:
     """Return the chained ids of a prompt's complete blocks of `block_tokens` tokens each.
 
-    Ids are chained, so a new block takes the id of the recorded block in which it ends: an equal id
-    means an equal prefix. Several blocks that end in one recorded block are distinguished by their
-    position in it.
+    The trace may have blocks of another size. An id covers the whole prompt up to the end of its
+    block, so an equal id means an equal prefix. A new block takes the id of the recorded block in
+    which it ends; several that end in one recorded block are distinguished by their position in it.
     """
     whole, size = request.input_tokens // block_tokens, request.block_tokens
     if size == block_tokens:

@@ -13,11 +13,12 @@ STRIDE = 1.5
 
 
 class Capacity(msgspec.Struct, frozen=True):
-    """The load at which SLO attainment crosses the share `target`.
+    """The highest load at which the SLO attainment reaches the share `target`.
 
-    load   0.0 if the target is missed even at the lowest load tried; the highest load tried if it
-           is met even there
-    tried  (load, attainment) of every run, in order
+    load    the load; 0.0 if the target is missed even at the lowest load tried; the highest load
+            tried if it is met even there
+    target  the share, 0 to 1
+    tried   (load, attainment) of every run, in order
     """
 
     load: float
@@ -35,9 +36,15 @@ def capacity(
 ) -> Capacity:
     """Find the load at which the function `attainment` crosses `target`, by bisection.
 
-    Bisects on a logarithmic scale until the bracket is narrower than `tolerance`, then
-    interpolates. `attainment(load)` is called once per load and is assumed to fall with load. Where
-    it varies around the target, one of the crossings is returned.
+    attainment  called once per load, and assumed to fall with load
+    target      share, 0 to 1
+    start       the first load tried
+    tolerance   relative width of the interval at which the bisection ends
+    least       lowest load tried
+    most        highest load tried
+
+    Bisects on a logarithmic scale, then interpolates. Where `attainment` varies around the target,
+    one of the crossings is returned.
     """
     known: dict[float, float] = {}
 

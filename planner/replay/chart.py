@@ -26,9 +26,13 @@ class Series(msgspec.Struct, frozen=True):
 
 
 class Axis(msgspec.Struct, frozen=True):
-    """An axis of a chart: label, ends, logarithmic or not, and number format.
+    """An axis of a chart.
 
-    An end of None is taken from the data; without data it is 0.
+    label  text beside the axis
+    least  its lower end; None: from the data, or 0 without data
+    most   its upper end; None likewise
+    log    whether it is logarithmic
+    write  function that formats a number
     """
 
     label: str

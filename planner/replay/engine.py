@@ -16,7 +16,12 @@ from planner.replay.step_clock import StepClock
 
 
 class EngineMetrics(NamedTuple):
-    """What a scrape of an engine reads: running and waiting jobs, and share of KV blocks in use."""
+    """What a scrape of an engine reads.
+
+    running   number of running jobs
+    waiting   number of waiting jobs
+    kv_usage  share of KV blocks in use, 0 to 1
+    """
 
     running: int
     waiting: int
@@ -116,8 +121,10 @@ class ReplayEngine:
         self.scheduler.add(job)
 
     def wake(self, now: float) -> None:
-        """Start an engine step if idle, or shorten the current run of steps, because a new job is
-        in the queue.
+        """Let the engine notice a new job in its queue.
+
+        An idle engine starts a step. Otherwise the current run of steps is shortened to its current
+        step.
         """
         self.clock.wake(now)
 

@@ -22,7 +22,7 @@ SWEEP_S = 0.25
 class FaultEvents:
     """Schedules and executes the faults, drains and scrapes of a replay.
 
-    The object has no state.
+    The object has no state of its own.
     """
 
     def __init__(self, fleet: FleetPort) -> None:

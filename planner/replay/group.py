@@ -43,14 +43,13 @@ class ReplayGroup:
 
     Ranks in lockstep share a clock.
 
-    clocks                     the step clocks, one per rank of the endpoint
-    rank                       number of the data-parallel rank; None if the endpoint is a whole
-                               engine
-    expected_keys              block ids of the prompts that were sent to the endpoint and are not
-                               yet computed, each with the number of such prompts
-    sends_at_s, receives_at_s  times at which its network link is free again to send and to receive
-                               KV
-    watched_s                  time of the event on the heap that belongs to the endpoint's engine
+    clocks         the step clocks, one per rank of the endpoint
+    rank           number of the data-parallel rank; None if the endpoint is a whole engine
+    expected_keys  block ids of the prompts that were sent to the endpoint and are not yet computed,
+                   each with the number of such prompts
+    sends_at_s     time at which its network link is free again to send KV
+    receives_at_s  time at which its network link is free again to receive KV
+    watched_s      time of the next event that is scheduled for the endpoint's engine
     """
 
     __slots__ = (

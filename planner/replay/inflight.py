@@ -19,25 +19,38 @@ from policies.pricing.split import EndpointPair
 class InflightRequest:
     """A request of a replay between its arrival and its end.
 
-    Changed by fleet.py, admission_sim.py and disagg_sim.py only.
+    Changed by fleet.py, admission_sim.py and disagg_sim.py only. A group is a simulated endpoint; a
+    job is the request's work there.
 
-    next_requests  the following requests of its client, in a closed loop
-    has_permit  whether it holds a permit of its pool's wait queue
-    believed_tokens  prompt tokens that its group was believed to have cached at the pick
-    ahead_tokens, sent_s  prompt tokens its group had to compute, including its own, when it was
-                          sent; and that time
-    is_expected  whether its block ids are counted among those its group is about to compute
-    race      the other attempt at the same request, while there are two
-    is_hedge  whether this is the second attempt
-    is_overtaken  whether its group's speed samples no longer wait for its first token
+    record            what is recorded about the request
+    trace_request     the request in the trace
+    request           the request as policies see it
+    keys              chained ids of the prompt's complete blocks
+    fingerprint       the prompt's fingerprint; None if the policy reads no prefixes
+    next_requests     the following requests of its client, in a closed loop
+    has_permit        whether it holds a permit to run, given by its pool's wait queue
+    has_ended         whether its result is final
+    failed_endpoints  names of groups on which it has failed
+    group             the group that serves it; None while it waits
+    job               its job there
+    reservation       its reserved load there
+    believed_tokens   prompt tokens that its group was believed to have cached at the pick
+    ahead_tokens      prompt tokens that its group had to compute when it was sent, including its
+                      own
+    sent_s            time at which it was sent
+    is_expected       whether its block ids are counted among those its group is about to compute
+    race              the other attempt at the same request, while there are two
+    is_hedge          whether this is the second attempt
+    is_overtaken      whether its group's speed samples no longer wait for its first token
 
     For a split request:
-    decode_group  the group that decodes it
-    prefill_group  the group that computes its prompt; None once its KV was fetched or lost
-    prefill_job  the job there, whose blocks are kept until they were fetched
+
+    decode_group         the group that decodes it
+    prefill_group        the group that computes its prompt; None once its KV was fetched or lost
+    prefill_job          the job there, whose blocks are kept until they were fetched
     prefill_reservation  its reserved load there
-    pair      both endpoints, until the first token
-    prefilled_s  when the prompt was computed
+    pair                 both endpoints, until the first token
+    prefilled_s          when the prompt was computed
     """
 
     record: ReplayRecord

@@ -14,8 +14,9 @@ from policies.model import STANDARD, Slo
 
 
 class CacheView(StrEnum):
-    """How the simulated gateway knows prefix caches: from its own index, or from the engines' true
-    state.
+    """How the simulated gateway knows what is cached.
+
+    It reads either its own prefix index, as a real gateway does, or the engines' true state.
     """
 
     INDEX = "index"
@@ -53,10 +54,10 @@ class GroupFault(msgspec.Struct, frozen=True):
     """A fault of one simulated group.
 
     start_s     when it begins, in seconds of the replay
-    group       index of the group; all data-parallel ranks of an engine are one
+    group       index of the group in the fleet; all data-parallel ranks of an engine count as one
     kind        kind of fault
     duration_s  how long it lasts; None: for ever
-    factor      factor on the times of slow steps
+    factor      factor on the times of steps, for a slow group
     only        which steps are slow: prefill (with prompt tokens), decode (without), or empty for
                 both
     """

@@ -32,8 +32,8 @@ class ReplayRecord:
     prefilled_by     name of the prefill group of a split request
     cached_tokens    prompt tokens that the engine had cached
     believed_tokens  prompt tokens that the gateway expected to be cached
-    ideal_tokens     prompt tokens that a single cache for all groups without evictions would have
-                     had
+    ideal_tokens     prompt tokens that would have been cached if all groups shared one cache
+                     without evictions
     refusals         how often the request was refused before it was admitted or given up
     """
 
@@ -93,8 +93,15 @@ class ReplayRecord:
 
 @dataclass(slots=True)
 class GroupTotals:
-    """The totals of one simulated group: tokens computed and generated, steps, and seconds spent in
-    steps.
+    """The totals of one simulated group.
+
+    name           name of the group
+    prompt_tokens  prompt tokens of its requests
+    cached_tokens  the part of them that was cached
+    output_tokens  generated tokens
+    requests       number of requests
+    steps          number of engine steps
+    busy_s         seconds spent in steps
     """
 
     name: str
@@ -110,9 +117,10 @@ class GroupTotals:
 class ReplayRun:
     """The outcome of one replay: its requests in order of arrival, and the totals of each group.
 
-    ended_s     clock at the last event
-    picks, pick_s  number of decisions of the policy, and their wall time in seconds
-    wall_s      wall time of the whole replay in seconds
+    ended_s  clock at the last event
+    picks    number of decisions of the policy
+    pick_s   wall time of these decisions in seconds
+    wall_s   wall time of the whole replay in seconds
     """
 
     policy: str

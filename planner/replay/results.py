@@ -20,8 +20,12 @@ LONG_PROMPT = 32 * 1024
 
 
 class ShareFigures(msgspec.Struct, frozen=True):
-    """The results of one service class or tenant: requests offered and good, and TTFT in
-    seconds.
+    """The results of one service class or tenant.
+
+    offered     number of its requests
+    good        number of those that were served within both budgets
+    ttft_p50_s  median TTFT in seconds; None if none was served
+    ttft_p99_s  99th percentile of the TTFT in seconds
     """
 
     offered: int
@@ -38,23 +42,25 @@ class ShareFigures(msgspec.Struct, frozen=True):
 class ReplayFigures(msgspec.Struct, frozen=True):
     """The results of one replay; rates are per second of the span in which requests arrived.
 
-    attainment      share of all offered requests that were served within both budgets; 0 if none
-                    were offered
+    attainment      share of all offered requests that were good: served within both budgets; 0 if
+                    none were offered
     goodput         good requests per second
     token_goodput   prompt and output tokens of good requests per second
     good_input      prompt tokens of good requests per second
     hit_ratio       share of prompt tokens that were cached
-    of_ideal        cached tokens relative to one shared cache without evictions
-    imbalance       computed and generated tokens of the busiest group over the mean
+    of_ideal        cached tokens, relative to those if all groups shared one cache without
+                    evictions
+    imbalance       computed and generated tokens of the busiest group, relative to the mean group
     wasted          prompt tokens computed for requests that were not served, as a share of all
                     computed
     long_kept       share of prompts above 32k tokens that were good
     jain            Jain's index over tenants' attainment: 1 if all are equal
     worst_tenant    the lowest attainment of a tenant
-    ttft_error, tpot_error  mean relative error of the prediction at the pick (MAPE), counted from
-                            the pick; None without predictions
+    ttft_error      mean relative error (MAPE) of the TTFT that was predicted at the pick, counted
+                    from the pick; None without predictions
+    tpot_error      the same for the TPOT
     ttft_error_p50  median of the relative errors of TTFT; None without predictions
-    at_first_retry  of requests that were refused once and retried, the share admitted then; None if
+    at_first_retry  share of the requests refused once and retried that were admitted then; None if
                     there were none
     pick_us         microseconds per decision
     """
@@ -95,8 +101,8 @@ class ReplayFigures(msgspec.Struct, frozen=True):
 def figures(run: ReplayRun, from_s: float = 0.0, to_s: float | None = None) -> ReplayFigures:
     """Return the results of a replay for requests that arrived in [from_s, to_s), in seconds.
 
-    A request that the end of the replay cut off is left out, because it might have been good. If
-    its first token was overdue, it counts as a miss.
+    A request that was unfinished at the end of the replay is left out, because it might have been
+    good. If its first token was overdue by then, it counts as a miss.
     """
     counted = list(_counted(run, from_s, inf if to_s is None else to_s))
     served = [record for record in counted if record.end is RequestEnd.SERVED]
@@ -172,9 +178,11 @@ def jain(values: Sequence[float]) -> float:
 def regret(own: Mapping[str, float], others: Iterable[Mapping[str, float]]) -> float:
     """Return how close a routing policy comes to the best other policy on its worst workload.
 
-    It is the minimum over workloads of own figure / best other figure; higher is better. The
-    mappings hold one figure per workload, of which more is better. Workloads where all are 0 do not
-    count.
+    own     the policy's figure by workload; more is better
+    others  the same for each other policy
+
+    The result is the minimum over workloads of own figure / best other figure; higher is better.
+    Workloads where all figures are 0 do not count.
     """
     rivals = list(others)
     best = {

@@ -35,7 +35,7 @@ class FleetError(ValueError):
 
 
 class GroupKind(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A number of equal TP groups in a fleet: `count` of them.
+    """A kind of equal TP groups in a fleet; there are `count` of them.
 
     kv_tokens                KV capacity of each group in tokens; None: as many as its memory allows
     kv_scalar_bytes          bytes per cached scalar: 2 normally, 1 for an fp8 cache
@@ -44,14 +44,18 @@ class GroupKind(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     up_at_s                  time at which the group joins the fleet, with an empty cache
     link_gb_s                speed of the group's link for the KV of split requests, in GB/s per
                              direction
-    labelled_gpu             GPU type that the gateway believes the group to have; empty: the true
-                             type
-    labelled_batched_tokens  max_num_batched_tokens that the gateway believes the group to have;
-                             None: the true value
-    pp, ep, dp, cp           sizes of the group's parallel layout beside TP
-    ep_skew                  load of the busiest expert rank over the mean load, at least 1
-    ranks                    number of data-parallel ranks of each engine that requests can address,
-                             each with its own scheduler, limit and `kv_tokens`; they share their
+    labelled_gpu             GPU type that the gateway is configured with for the group; empty: the
+                             true type
+    labelled_batched_tokens  max_num_batched_tokens that the gateway is configured with for the
+                             group; None: the true value
+    pp                       pipeline-parallel size of the group
+    ep                       expert-parallel size
+    dp                       data-parallel size
+    cp                       context-parallel size
+    ep_skew                  work of the busiest expert-parallel rank over the mean rank's, at least
+                             1
+    ranks                    number of data-parallel ranks of each engine that requests can address.
+                             Each has its own scheduler, limit and `kv_tokens`; they share their
                              experts if ep exceeds tp
     lockstep                 whether the steps of these ranks begin and end together; None: they do
                              if the ranks share their experts

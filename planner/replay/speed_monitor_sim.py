@@ -38,7 +38,7 @@ CLEAR = 1.6
 class SpeedMonitorSim:
     """Reviews the speeds of the replayed groups once a second, and acts on the verdicts.
 
-    `ejected` holds (clock, group) of every ejection.
+    ejected  (clock, group) of every ejection
     """
 
     def __init__(self, fleet: FleetPort, factor: float) -> None:

@@ -26,7 +26,8 @@ Plans = list[StepPlan | None]
 class ClockedRank(Protocol):
     """The interface of a simulated engine's rank whose steps a StepClock times.
 
-    slow_prefill, slow_decode  factors on the times of steps with and without prompt tokens
+    slow_prefill  factor on the times of steps with prompt tokens
+    slow_decode   factor on the times of steps without prompt tokens
     """
 
     scheduler: Scheduler
@@ -106,8 +107,9 @@ class StepClock:
         self._account_run(run, finished)
 
     def completed_steps(self, now: float) -> int:
-        """Return how many steps of the current run have ended but are not yet known to any
-        scheduler.
+        """Return how many steps of the current run have ended by `now`.
+
+        The schedulers do not know of them yet: they are informed when the run ends.
         """
         return 0 if self._run is None else self._run.completed_by(now - self._since)
 

@@ -22,8 +22,10 @@ from policies import registry
 from policies.admission_registry import build_admission
 
 Progress = Callable[[str, float], None]
-"""A function that is called with the name of a running replay, and the share of its requests that
-have ended."""
+"""A function that is called during a comparison with the name of the running replay.
+
+Its second argument is the share of the replay's requests that have ended, 0 to 1.
+"""
 
 
 class NoCountedRequestError(ValueError):
@@ -48,8 +50,10 @@ class Comparison(msgspec.Struct, frozen=True):
 
     policies   names of the policies, each with its default parameters
     admission  name of the admission policy; None: every request is admitted
-    loads      request rates relative to the recorded rate, or numbers of users with `by_users`
-    targets    shares of requests within their SLO for which the highest load is determined
+    loads      request rates relative to the recorded rate; with `by_users`, numbers of users
+    by_users   whether the loads are numbers of users, each of whom waits for answers
+    targets    shares of requests within their SLO, 0 to 1; for each, the highest load that reaches
+               it is determined
     warmup_s   requests that arrive before this time in seconds are not counted
     """
 
@@ -67,7 +71,8 @@ class Comparison(msgspec.Struct, frozen=True):
 class ComparisonPoint(msgspec.Struct, frozen=True):
     """One replay of a comparison: a routing policy at a load, and its results.
 
-    ttfts_s, tpots_s  TTFT and TPOT of the served requests in seconds, sorted
+    ttfts_s  TTFT of each served request in seconds, sorted
+    tpots_s  TPOT of each served request in seconds, sorted
     """
 
     policy: str
@@ -107,8 +112,12 @@ def one_run(
     load: float,
     watch: Callable[[float, int], None] | None = None,
 ) -> ReplayRun:
-    """Replay the traffic at a load with a new policy and a new admission policy, on a fleet with
-    empty caches.
+    """Replay the traffic at a load, with new policies and empty caches.
+
+    comparison  the fleet, traffic and options
+    policy      name of the routing policy
+    load        as in load_of()
+    watch       called with (clock, finished requests) at every end of a request
     """
     gate = None if comparison.admission is None else build_admission(comparison.admission, {})
     return replay(

@@ -66,12 +66,15 @@ def traffic(requests: Iterable[TraceRequest]) -> Traffic:
 def users(
     requests: Iterable[TraceRequest], count: int, seed: int = 0, ramp_s: float = 120.0
 ) -> Traffic:
-    """Return `count` endless users that run sessions of the trace one after another.
+    """Return `count` users without end, who run sessions of the trace one after another.
+
+    requests  the trace; a request without a session is a session of its own
+    seed      seed of the random beginnings
+    ramp_s    each user starts at a random moment of this many seconds
 
     A user pauses 1 s between two sessions. Each user starts at a random request of its first
-    session, as in a fleet that has been busy for long, at a random moment of the first `ramp_s`
-    seconds. When the sessions are used up, they are repeated with new ids for all blocks that are
-    not shared. A request without a session is a session of its own.
+    session, as in a fleet that has been busy for long. When the sessions are used up, they are
+    repeated with new ids for all blocks that are not shared.
     """
     rng = Random(f"users {seed}")
     sessions = _sessions(requests)

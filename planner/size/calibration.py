@@ -37,10 +37,11 @@ Residuals = Callable[[Sequence[float]], list[float]]
 class Calibration(msgspec.Struct, frozen=True):
     """The fitted constants of a GPU, and their errors on measurements that the fit has not seen.
 
-    gpu                the GPU with fitted constants; its `errors` are the 90th percentiles
-    prior_errors       the same percentiles with the constants before the fit
-    api_s              seconds of a request outside of engine steps
-    prefills, decodes  number of phases, for the fit and the errors together
+    gpu           the GPU with fitted constants; its `errors` are the 90th percentiles
+    prior_errors  the same percentiles with the constants before the fit, for (prefill, decode)
+    api_s         seconds of a request outside of engine steps
+    prefills      number of measured prefills, for the fit and the errors together
+    decodes       number of measured answers, likewise
     """
 
     gpu: Gpu

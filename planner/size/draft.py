@@ -25,8 +25,14 @@ class SizingError(ValueError):
 
 
 class RecipeGate(msgspec.Struct, frozen=True):
-    """One step (gate) of the sizing recipe: a question, its numbers, the answer, and the source it
-    follows.
+    """One step (gate) of the sizing recipe.
+
+    number    its number in the recipe
+    question  what is decided
+    numbers   the figures that decide it, one text each
+    answer    the decision
+    source    the document or measurement that the step follows
+    notes     remarks
     """
 
     number: int
@@ -44,8 +50,8 @@ class PlanHardware(msgspec.Struct, frozen=True):
     domain          number of GPUs that fast links connect
     gpus            number of available GPUs; None: as many as needed
     price_hour      price of one GPU in dollars per hour
-    is_best_effort  whether to raise TP for as long as that speeds up decoding, when no TP size
-                    keeps a promised latency
+    is_best_effort  what to do if no TP size keeps a promised latency: True raises TP for as long as
+                    that speeds up decoding
     """
 
     gpu: Gpu
@@ -58,10 +64,12 @@ class PlanHardware(msgspec.Struct, frozen=True):
 class FleetPlan(msgspec.Struct, frozen=True):
     """A planned fleet of equal replicas (engines).
 
-    single, loaded   times of a replica at batch 1, and at `ceiling` requests
-    ceiling          requests that one replica serves at once
-    wait_s           seconds before a prefill that the percentile of requests does not exceed
-    shortfalls       what the plan does not achieve, one sentence each
+    single      times of a replica with one request
+    loaded      times of a replica with `ceiling` requests
+    ceiling     requests that one replica serves at once
+    wait_s      the wait before a prefill, in seconds, that the promised percentile of requests does
+                not exceed
+    shortfalls  what the plan does not achieve, one sentence each
     """
 
     model: Llm
@@ -95,8 +103,9 @@ class FleetPlan(msgspec.Struct, frozen=True):
 
 
 class Draft:
-    """The decisions of a sizing plan so far, which the gates (steps) read and change; `finish`
-    makes the plan.
+    """The decisions of a sizing plan so far.
+
+    The gates (steps) of the recipe read and change it; `finish` makes the plan.
     """
 
     def __init__(

@@ -11,8 +11,14 @@ import msgspec
 class Finalist(msgspec.Struct, frozen=True):
     """The result of replaying recorded traffic on one candidate fleet.
 
-    attainment  share of requests served within the promised latencies
+    fleet       description of the fleet
+    gpus        number of its GPUs
+    usd_hour    their cost in dollars per hour
+    attainment  share of requests served within the promised latencies, 0 to 1
     refused     share of requests that the gateway refused with 429
+    ttft_p95_s  95th percentile of the TTFT in seconds; None if no request was served
+    tpot_p95_s  95th percentile of the TPOT in seconds; None likewise
+    hit_ratio   share of prompt tokens that were cached
     """
 
     fleet: str

@@ -33,9 +33,9 @@ class FleetPoint(msgspec.Struct, frozen=True):
     """One layout of a fleet's GPUs at one batch size per replica, with its speed and cost.
 
     usd_million  dollars per million answer tokens, prompts included
-    kv_use       share of the KV cache that the batch holds
-    reason       why it is impossible; empty if it is possible
-    is_best      whether no other point is faster and serves more
+    kv_use       share of the KV cache that the batch fills, 0 to 1
+    reason       why the layout is impossible; empty if it is possible
+    is_best      True if every other point is slower or serves fewer requests
     """
 
     model: str
@@ -162,10 +162,19 @@ def headline(points: Sequence[FleetPoint], work: Workload) -> str:
 
 
 class LadderStep(msgspec.Struct, frozen=True):
-    """The decode speed at one TP size: ideal and expected seconds per token, and their parts.
+    """The decode speed of a batch at one TP size.
 
-    `tax` is the relative change of tokens/s per GPU against the smallest TP size that holds the
-    batch; None where the batch does not fit. `problem` says why a size is impossible.
+    tp            the TP size
+    ideal_s       seconds per token if only the weights were read, at the peak bandwidth
+    expected_s    expected seconds per token
+    parts         what these seconds consist of
+    tokens_s_gpu  tokens per second and GPU
+    usd_million   dollars per million tokens
+    tax           relative change of tokens per second and GPU, compared with the smallest TP size
+                  that holds the batch; None where the batch does not fit
+    problem       why the size is impossible; empty if it is possible
+    intensity     FLOPs per byte of the matrix products at this TP size
+    balance       FLOPs per byte at which the GPU's compute and memory are equally busy
     """
 
     tp: int

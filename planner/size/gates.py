@@ -95,8 +95,9 @@ def _refused_sizes(draft: Draft) -> Iterator[str]:
 
 
 def raise_tp(draft: Draft) -> None:
-    """Raise the TP size until batch 1 keeps the promised speeds that some TP size keeps (gate
-    4).
+    """Raise the TP size until a single request keeps the promised speeds (gate 4).
+
+    Promises that no TP size keeps are left out.
     """
     sizes = [tp for tp in draft.tp_sizes if tp >= draft.layout.tp]
     limits = draft.work.limits
@@ -141,7 +142,9 @@ def _missed(draft: Draft, tp: int) -> str:
 
 
 def knee_of(draft: Draft, sizes: Sequence[int]) -> int:
-    """Return the TP size after which doubling it speeds decoding up by less than the factor
+    """Return the TP size from which a larger one is hardly faster.
+
+    It is the first of `sizes` after which doubling TP speeds decoding up by less than the factor
     KNEE.
     """
     for tp, larger in pairwise(sizes):

@@ -26,8 +26,15 @@ STEP_TOKENS = 8_192  # vLLM's max_num_batched_tokens
 
 
 class MeasuredAnswer(msgspec.Struct, frozen=True):
-    """One recorded answer: when it was sent, its first and its last token (seconds), and its
-    tokens.
+    """One recorded answer.
+
+    endpoint  name of the endpoint
+    sent_s    when the request was sent, in seconds
+    first_s   time of the first token
+    last_s    time of the last token
+    prompt    number of prompt tokens
+    cached    the part of them that was cached
+    output    number of generated tokens
     """
 
     endpoint: str
@@ -40,10 +47,13 @@ class MeasuredAnswer(msgspec.Struct, frozen=True):
 
 
 class PrefillPhase(msgspec.Struct, frozen=True):
-    """A recorded prefill: its chunks as (tokens, attention area), and the mean batch decoding
-    beside it.
+    """A recorded prefill, and what the engine did beside it.
 
-    context   tokens of KV that the batch reads per step, in total
+    seconds  its duration
+    chunks   (tokens, attention area) of each step in which a part of the prompt was computed; the
+             area is the number of query-key pairs
+    seqs     mean number of sequences that decoded beside it
+    context  tokens of KV that these read per step, in total
     """
 
     seconds: float
@@ -53,9 +63,13 @@ class PrefillPhase(msgspec.Struct, frozen=True):
 
 
 class DecodePhase(msgspec.Struct, frozen=True):
-    """The tokens of an answer after its first: `steps` steps, with other prompts' chunks.
+    """The tokens of an answer after its first, and what the engine did beside them.
 
-    seqs, context   mean batch of a step and the tokens of KV that it reads, this answer included
+    seconds  their duration
+    steps    number of steps, one per token
+    chunks   (tokens, attention area) of other prompts that were computed meanwhile
+    seqs     mean number of sequences of a step, this answer included
+    context  mean tokens of KV that a step reads
     """
 
     seconds: float

@@ -19,8 +19,10 @@ from planner.size.front import FleetPoint
 from planner.traces import TraceError, TraceRequest, read_trace, slice_span
 
 ConfigReader = Callable[[str], Mapping[str, Any]]
-"""A function that returns the configuration in the text of a gateway.yaml, as plain values with all
-defaults."""
+"""A function that reads the text of a gateway.yaml.
+
+It returns the configuration as plain values with all defaults.
+"""
 
 
 def replay_log(

@@ -37,7 +37,8 @@ class ReplicaTimes:
     def prefill_s(self, tokens: int, cached: int = 0) -> float:
         """Return the seconds until the first token of a prompt that is alone on the replica.
 
-        `tokens` are computed, after `cached` ones.
+        tokens  prompt tokens to compute
+        cached  prompt tokens before them that are cached
         """
         key = tokens, cached
         if key not in self._prefill:
@@ -82,8 +83,15 @@ class ReplicaTimes:
 
 
 class BatchTimes(msgspec.Struct, frozen=True):
-    """The times of a replica at a steady batch: seconds of a request, requests per second, and
-    engine seconds.
+    """The times of a replica that always has a full batch.
+
+    batch       number of requests in the batch
+    ttft_s      seconds of a request's prefill, without a wait for others
+    step_s      seconds of a decode step
+    tpot_s      seconds per token, with the prefills of other requests between
+    requests_s  completed requests per second
+    tokens_s    generated tokens per second
+    seconds     the engine seconds that one request takes
     """
 
     batch: int

@@ -23,13 +23,14 @@ class Promise(msgspec.Struct, frozen=True):
 class Workload(msgspec.Struct, frozen=True):
     """The traffic for which a fleet is planned; one of `rate_s` and `concurrency` is given.
 
-    prompt, output     tokens of a typical request
-    cached_share       share of the prompt that a prefix cache holds
-    context            longest prompt plus answer to serve
-    rate_s             requests per second
-    concurrency        requests at once
-    max_concurrency    the gateway's cap per replica; None: what memory and promises allow
-    headroom           share of KV to keep free
+    prompt           prompt tokens of a typical request
+    output           output tokens of a typical request
+    cached_share     share of the prompt that a prefix cache holds
+    context          maximum tokens of prompt plus answer to serve
+    rate_s           requests per second
+    concurrency      requests at once
+    max_concurrency  the gateway's cap per replica; None: what memory and promises allow
+    headroom         share of KV to keep free, 0 to 1
     """
 
     prompt: int

@@ -20,11 +20,12 @@ from policies.sizing.drift import request_tokens
 class LoggedRequest(msgspec.Struct):
     """The fields of an access log line that a replay needs.
 
-    time         Unix time at which the request's head was received
-    received_us  microseconds from then to its last byte; None if unknown
-    first_token_us, last_us  microseconds from then to the first token and the end of the response
-    slo_outcome  whether it met its budgets: met, or what was missed; empty if unknown
-    session_id   id of its session; 0 if it has none
+    time            Unix time at which the request's head was received
+    received_us     microseconds from then until its last byte was received; None if unknown
+    first_token_us  microseconds from then to the first token
+    last_us         microseconds from then to the end of the response
+    slo_outcome     whether it met its budgets: met, or what was missed; empty if unknown
+    session_id      id of its session; 0 if it has none
     """
 
     time: float

@@ -18,8 +18,9 @@ from planner.text_generator import BLOCK_TOKENS
 from planner.traces.shape import PRIVATE, TRACE_BITS, Tokens, TraceError, TraceRequest, parse_lines
 
 MOST_CONTEXT = 128 * 1024
-"""A session ends before the first request with more tokens than this: the simulated models accept
-no more.
+"""Maximum tokens of a request; the simulated models accept no more.
+
+A session ends before its first longer request.
 """
 
 MOST_SESSIONS = (1 << TRACE_BITS) // PRIVATE

@@ -19,10 +19,13 @@ MOST_PARTS = 1 << PART_BITS
 class MixPart(msgspec.Struct, frozen=True):
     """One trace of a mix, and the changes to make to it. None means no change.
 
-    rate                   arrival rate relative to the recorded rate
-    from_s, to_s           the period of the recording to use, in seconds; it becomes the beginning
-                           of the trace
-    slo, tenant, priority  values that replace those of the recorded requests
+    rate      arrival rate relative to the recorded rate
+    from_s    beginning of the period of the recording to use, in seconds; it becomes the beginning
+              of the trace
+    to_s      end of that period; None: the end of the recording
+    slo       service class that replaces the recorded one
+    tenant    tenant that replaces the recorded one
+    priority  priority that replaces the recorded one
     """
 
     requests: Sequence[TraceRequest]

@@ -20,7 +20,10 @@ from planner.text_generator import BLOCK_TOKENS, BYTES_PER_TOKEN, block
 Row = TypeVar("Row")
 
 MOST_LINE_BYTES = 64 << 20
-"""A longer line cannot be a request; it is refused before it fills the memory."""
+"""Maximum bytes of a line of a trace.
+
+A longer line cannot be a request; it is refused before it fills the memory.
+"""
 
 # Block ids have 64 bits: the lower 48 are the trace's own, the next 8 the number of a mix's part
 # (mix.py), the upper 8 the copy of a repeated session (planner/replay/traffic.py).
