@@ -37,7 +37,11 @@ BYTES_PER_TOKEN = 4
 
 @dataclass(frozen=True)
 class Pace:
-    """How long a measurement warms up and how long it measures, both in milliseconds."""
+    """How long a measurement takes.
+
+    window_ms  milliseconds that are measured
+    warmup_ms  milliseconds of warm-up before
+    """
 
     window_ms: int = 2500
     warmup_ms: int = 500

@@ -112,8 +112,8 @@ def kinds() -> list[Kind]:
 class Call:
     """A node of a call tree: one function, called from another.
 
-    It has the number of bytecode instructions of the function itself, and the functions that it
-    called.
+    own    number of bytecode instructions of the function itself
+    calls  the functions that it called, by name
     """
 
     name: str

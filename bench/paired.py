@@ -42,8 +42,10 @@ from systems import (
 
 @dataclass(frozen=True)
 class PairedCell:
-    """One kind of traffic in the comparison: its name, its routing policy, and the function that
-    measures its CPU time.
+    """One kind of traffic in the comparison.
+
+    policy   the routing policy
+    measure  function that measures the CPU time
     """
 
     name: str

@@ -61,8 +61,10 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The outcome of one goal of one row of the table: the measured value, and whether it meets the
-    goal.
+    """The outcome of one goal of one row of the table.
+
+    value  the measured value
+    met    whether it meets the goal
     """
 
     row: str

@@ -61,8 +61,10 @@ request.
 
 @dataclass(frozen=True)
 class TlsCell:
-    """One kind of traffic: its name, its measurement, and the offset of the port that it is sent
-    to.
+    """One kind of traffic.
+
+    measure  function that measures it
+    offset   offset of the port to which it is sent (KEPT or NEW)
     """
 
     name: str

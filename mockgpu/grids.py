@@ -22,8 +22,9 @@ from policies.sizing.model_shapes import Llm
 class Grid(msgspec.Struct, frozen=True):
     """The measured step times of one model, GPU type and TP size: one row of the data file.
 
-    Prefill maps prompt tokens ("4096") to milliseconds. Decode maps batch size and context
-    ("b16c4096") to milliseconds.
+    prefill  milliseconds of a prefill by prompt tokens, for example "4096"
+    decode   milliseconds of a decode step by batch size and context of each sequence, for example
+             "b16c4096"
     """
 
     model: str

@@ -107,8 +107,11 @@ class PrefillChunk:
 
 @dataclass(slots=True)
 class StepPlan:
-    """The work of one engine step: parts of prompts, and the number and total context of decoding
-    jobs.
+    """The work of one engine step.
+
+    chunks          the parts of prompts that are computed
+    decode_seqs     number of jobs that decode
+    decode_context  sum of their contexts, in tokens
     """
 
     chunks: list[PrefillChunk]
@@ -127,8 +130,11 @@ class StepPlan:
 
 @dataclass(slots=True)
 class StepOutcome:
-    """The result of one engine step: jobs with their first token, the number of decoded tokens, and
-    ended jobs.
+    """The result of one engine step.
+
+    first_token_jobs  jobs that got their first output token
+    decoded           number of output tokens of decoding jobs
+    ended             jobs that have ended
     """
 
     first_token_jobs: list[Job]

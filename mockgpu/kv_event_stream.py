@@ -38,7 +38,15 @@ _encode = msgspec.msgpack.encode
 
 
 class KvEventSpec(msgspec.Struct, frozen=True):
-    """How a mock engine publishes KV events: format and ports. Port 0 picks a free one."""
+    """How a mock engine publishes KV events.
+
+    port          port of the events; 0: any free one
+    replay_port   port for requests to repeat events; 0: any free one
+    topic         topic of the messages
+    form          format of the events, one of FORMS
+    buffer_steps  maximum number of messages that can be repeated
+    rank          data-parallel rank
+    """
 
     port: int = 0
     replay_port: int = 0

@@ -41,9 +41,10 @@ class AgentPeer(msgspec.Struct, frozen=True):
 
 
 class BootstrapPeer(msgspec.Struct, frozen=True):
-    """A prefill engine's KV transfer agent, whose address is looked up at its bootstrap server.
+    """A prefill engine whose KV agent's address is looked up at its bootstrap server.
 
-    `engine_id` identifies the engine for Mooncake; None means SGLang.
+    bootstrap  address of the bootstrap server
+    engine_id  id of the engine for Mooncake; None: the server is SGLang's
     """
 
     bootstrap: str
@@ -74,7 +75,11 @@ class DecodeLeg(msgspec.Struct, frozen=True):
 class OfferedKv(msgspec.Struct, frozen=True):
     """The description of a prefill request's KV for the decode engine.
 
-    `cached` is how many of its tokens were in the prefill engine's prefix cache.
+    name    name of the offer
+    ticket  permission to fetch it
+    blocks  numbers of the blocks
+    tokens  number of tokens whose KV is offered
+    cached  number of these tokens that were in the prefill engine's prefix cache
     """
 
     name: str

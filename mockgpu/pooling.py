@@ -71,8 +71,10 @@ class DetokenizeBody(msgspec.Struct, frozen=True):
 
 
 class PoolingRequest(msgspec.Struct, frozen=True):
-    """A checked request that generates no text: its prompts as an engine job, and a function that
-    builds the response.
+    """A checked request that generates no text.
+
+    parsed  its prompts, which the engine computes
+    build   function that returns the response's JSON, given the time in Unix seconds
     """
 
     parsed: ParsedRequest

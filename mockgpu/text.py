@@ -43,9 +43,11 @@ END_EVERY = 8
 
 
 class GeneratedText(NamedTuple):
-    """The answer of one choice: tokens, block keys of prompt and answer, and whether it ended.
+    """The answer of one choice.
 
-    `has_ended` is False if the answer was cut at its token limit.
+    tokens     the generated tokens, four bytes each
+    keys       block keys of prompt and answer
+    has_ended  whether the answer ended by itself; False: it was cut at its token limit
     """
 
     tokens: bytes

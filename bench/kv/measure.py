@@ -31,7 +31,11 @@ Above it, the measurement is repeated.
 
 @dataclass(frozen=True)
 class Throughput:
-    """Throughput in GB (1e9 bytes) per second, and CPU seconds of both processes per GB."""
+    """The result of a bandwidth measurement.
+
+    gb_s          GB (1e9 bytes) per second
+    cpu_s_per_gb  CPU seconds of both processes per GB
+    """
 
     gb_s: float
     cpu_s_per_gb: float
@@ -39,8 +43,11 @@ class Throughput:
 
 @dataclass(frozen=True)
 class Latency:
-    """Microseconds from the start of a block's transfer until the initiator knows that it is
-    complete.
+    """Microseconds from the start of a block's transfer until the initiator knows of its
+    completion.
+
+    p50_us  median
+    p99_us  99th percentile
     """
 
     p50_us: float

@@ -19,8 +19,11 @@ Slots = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Draw:
-    """The blocks of one transfer: block src[i] of the source is copied to block dst[i] of the
-    sink.
+    """The blocks of one transfer, which are chosen at random.
+
+    block_bytes  bytes of each block
+    src          numbers of the blocks at the source
+    dst          numbers of the blocks at the sink; block src[i] is copied to block dst[i]
     """
 
     block_bytes: int

@@ -64,8 +64,11 @@ FIRST, SECOND, LAST = -15, -10, -5  # priorities: the gateway, clients and engin
 
 
 class Window(NamedTuple):
-    """The latencies of regular clients in one measured period, in seconds, and the number of their
-    failed requests.
+    """What regular clients measured in one period.
+
+    p50     median latency in seconds
+    p99     99th percentile of the latency in seconds
+    failed  number of requests that failed
     """
 
     p50: float
@@ -74,9 +77,17 @@ class Window(NamedTuple):
 
 
 class Result(NamedTuple):
-    """The results of one measured attack.
+    """The results of one measured attack. Memory is in bytes.
 
-    Memory is in bytes. `pairs` is the number of pairs of measured periods that counted.
+    without         medians over the periods without the attack
+    under           medians over the periods with the attack
+    pairs           number of pairs of periods that counted
+    longest_wait_s  how long an event waits for the gateway's event loop, as 99th percentile of the
+                    worst period
+    resident        growth of the gateway's resident memory
+    sockets         growth of the kernel memory of its sockets
+    sockstat        growth of all socket memory on the machine
+    allowed         maximum of `resident` and `sockets` together
     """
 
     name: str

@@ -42,8 +42,11 @@ JITTER_S = 0.01
 
 
 class ClockResult(NamedTuple):
-    """The latencies and the hit ratio of the live run or of the replay. Times are simulated
-    seconds.
+    """The results of the live run or of the replay. Times are simulated seconds.
+
+    ttft_s     mean time to first token
+    tpot_s     mean time per output token
+    hit_ratio  cached share of the prompt tokens
     """
 
     ttft_s: float
@@ -52,7 +55,11 @@ class ClockResult(NamedTuple):
 
 
 class PredictionErrors(NamedTuple):
-    """Relative errors of the predicted times from routing to first token; 0.1 is 10 %."""
+    """Relative errors of the predicted times from routing to first token; 0.1 is 10 %.
+
+    mape    mean of the absolute errors
+    median  median of the absolute errors
+    """
 
     mape: float
     median: float

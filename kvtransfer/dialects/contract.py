@@ -50,8 +50,14 @@ class BootstrapAddress(msgspec.Struct, frozen=True):
 
 
 class PrefillIdentity(msgspec.Struct, frozen=True):
-    """The identity of a prefill engine for decode engines: its engine id, and its side channel if
-    known.
+    """The identity of a prefill engine, by which decode engines find it.
+
+    engine_id  id of the engine, new at every start
+    host       host of its side channel; None: unknown
+    port       port of its side channel; None: unknown
+    tp_size    number of tensor-parallel ranks; None: unknown
+    pp_size    number of pipeline stages; None: unknown
+    rank       data-parallel rank; None: unknown
     """
 
     engine_id: str

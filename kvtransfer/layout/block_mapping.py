@@ -23,9 +23,11 @@ _MIN_JOINT_SHARE = 0.05
 
 
 class ByteRuns(msgspec.Struct, frozen=True):
-    """Memory ranges to copy, in order: int64 arrays of equal length.
+    """Byte ranges (runs) to copy, in order, as int64 arrays of equal length.
 
-    Offsets and lengths are in bytes; offsets are relative to the memory of the two ranks.
+    src     offsets in bytes in the source rank's memory
+    dst     offsets in bytes in the sink rank's memory
+    length  lengths in bytes
     """
 
     src: Offsets
@@ -63,8 +65,9 @@ class RankPair(NamedTuple):
 
 
 class PairShare(NamedTuple):
-    """What one pair of ranks moves in one layer group: layers and heads, by their numbers in the
-    model.
+    """The layers and heads that one pair of ranks moves in one layer group.
+
+    They are numbered as in the model.
     """
 
     pair: RankPair
@@ -75,7 +78,13 @@ class PairShare(NamedTuple):
 class Segments(NamedTuple):
     """Token ranges that each lie within one KV block at both ends of a transfer.
 
-    They are stored as two arrays: the first tokens, and the lengths in tokens.
+    The attributes are arrays of equal length, with one element per range.
+
+    src_block  number of the source's block
+    src_token  position of the range's first token within that block
+    dst_block  number of the sink's block
+    dst_token  position of the range's first token within that block
+    tokens     number of tokens of the range
     """
 
     src_block: Offsets
@@ -99,9 +108,11 @@ def sorted_distinct(numbers: Offsets) -> Offsets:
 def split_segments(
     src: KvLayout, dst: KvLayout, src_blocks: Offsets, dst_blocks: Offsets, covered: range
 ) -> Segments:
-    """Split the covered tokens into ranges that end wherever a KV block of source or sink ends.
+    """Split the covered tokens into ranges that each lie within one block at both ends.
 
-    Returns the ranges.
+    src_blocks  the request's blocks at the source, in token order
+    dst_blocks  the same at the sink
+    covered     numbers of the tokens
     """
     p, d = src.block_tokens, dst.block_tokens
     first, last = covered.start, covered.stop - 1

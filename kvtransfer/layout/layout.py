@@ -84,8 +84,9 @@ class KvContent(StrEnum):
 
 
 class KvSteps(NamedTuple):
-    """The strides in bytes from one layer, block, part (keys, values), head and token to the
-    next.
+    """The strides of a rank's memory: bytes from one layer, block, head or token to the next.
+
+    part  bytes from the keys to the values
     """
 
     layer: int

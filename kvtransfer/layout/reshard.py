@@ -44,11 +44,14 @@ class LayoutMismatch(Exception):
 
 
 class PlannedWindow(NamedTuple):
-    """A part of a transfer plan that is sent as one piece: byte ranges of one rank pair in a layer
-    group.
+    """A window: a part of a transfer plan that is sent as one piece.
 
-    `pair` is the number of the rank pair. The window contains the runs [first, first + n_runs) of
-    the plan.
+    Its byte ranges belong to one rank pair in one layer group.
+
+    pair     number of the rank pair
+    first    number of the first byte range (run) in the plan
+    n_runs   number of byte ranges
+    n_bytes  sum of their lengths
     """
 
     pair: int
@@ -58,7 +61,11 @@ class PlannedWindow(NamedTuple):
 
 
 class Ranks(NamedTuple):
-    """The ranks of source and sink whose KV bytes a plan moves; None means all ranks."""
+    """The ranks whose KV bytes a plan moves.
+
+    src  rank of the source; None: all
+    dst  rank of the sink; None: all
+    """
 
     src: int | None = None
     dst: int | None = None

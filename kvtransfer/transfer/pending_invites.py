@@ -29,10 +29,9 @@ class PendingInvite(msgspec.Struct, frozen=True):
 
 
 class PendingInvites:
-    """The invitations of sinks that wait for an offer of KV, one per name and rank, bounded in
-    total.
+    """The invitations of sinks that wait for an offer of KV; used by TransferSource.
 
-    TransferSource uses it.
+    There is one per name and sink rank, and at most AgentOptions.max_waiting_invites in total.
     """
 
     def __init__(self, options: AgentOptions) -> None:

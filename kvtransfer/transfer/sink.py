@@ -56,7 +56,10 @@ from kvtransfer.util.options import AgentOptions
 
 
 class FetchRequest(msgspec.Struct, frozen=True):
-    """An engine's request to fetch tokens [skip_tokens, tokens) of a KV offer into `blocks`."""
+    """An engine's request to fetch tokens [skip_tokens, tokens) of a KV offer into `blocks`.
+
+    `address` is that of the source's agent, `name` that of the offer.
+    """
 
     address: str
     name: str

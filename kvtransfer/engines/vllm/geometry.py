@@ -81,8 +81,11 @@ class CacheFacts(msgspec.Struct, frozen=True):
 
 
 class LayerView(NamedTuple):
-    """The tensor [B, H, N, C] of one model layer: its address, and its sizes and strides in bytes
-    (C in bytes).
+    """The tensor [B, H, N, C] of one model layer (blocks, heads, tokens, content).
+
+    address  address of its first byte
+    shape    its sizes; that of C in bytes
+    steps    its strides in bytes
     """
 
     address: int

@@ -28,9 +28,11 @@ class HandoffRefused(Exception):
 
 
 class WorkerAddress(msgspec.Struct, frozen=True, array_like=True):
-    """The address, name and epoch of one rank's KV agent.
+    """How to reach the KV agent of one rank.
 
-    The epoch identifies the start of the agent.
+    address  the agent's address
+    agent    its name
+    epoch    16 random bytes, drawn at every start of the agent
     """
 
     address: str

@@ -45,8 +45,15 @@ class OfferOrder(msgspec.Struct, frozen=True):
 
 
 class LoadOrder(msgspec.Struct, frozen=True):
-    """An order to vLLM's workers to fetch the KV of tokens [skip, tokens) of a handoff into these
-    blocks.
+    """An order to vLLM's workers to fetch the KV of a handoff into blocks of this engine.
+
+    request  id of the request
+    name     name of the offer
+    blocks   numbers of the request's blocks
+    tokens   number of prompt tokens that the offer has
+    skip     number of tokens at the start that are not fetched
+    layout   KV layout of the prefill engine
+    sources  where to fetch the KV of each rank
     """
 
     request: str
@@ -91,7 +98,7 @@ class HandoffScheduler:
 
     key      the fleet's shared secret
     engine   the engine's id
-    family   string that must be equal at both engines of a handoff
+    family   string that must be equal at both engines of a handoff (model, weights, version)
     lease_s  seconds for which an offer is kept for its decode engine
     clock    the monotonic clock of this host
     warn     function that is called with one sentence for every handoff that is refused

@@ -54,8 +54,11 @@ class RankRange(NamedTuple):
 
 
 class Write(NamedTuple):
-    """One RDMA write request: pieces (offset at the source, length) that are written to consecutive
-    addresses.
+    """One RDMA write request: pieces of local memory, written to consecutive remote addresses.
+
+    address  first remote address
+    key      key of the remote memory
+    pieces   (offset in the source's region, length in bytes)
     """
 
     address: int

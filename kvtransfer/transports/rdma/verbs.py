@@ -34,8 +34,13 @@ _DESCRIPTORS = threading.Lock()
 
 
 class QueuePairAddress(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """The address of an RDMA queue pair: number, first packet number, GID, LID and path MTU (an
-    enum).
+    """The address of an RDMA queue pair.
+
+    qpn  number of the queue pair
+    psn  number of the first packet
+    gid  global identifier of the port
+    lid  local identifier of the port
+    mtu  path MTU, as the library's enum
     """
 
     qpn: int
@@ -48,7 +53,9 @@ class QueuePairAddress(msgspec.Struct, frozen=True, array_like=True, forbid_unkn
 class Completion(NamedTuple):
     """The result of an RDMA write or receive request.
 
-    `immediate` is the number that came with a receive.
+    number     number of the request
+    status     status as the library's enum
+    immediate  number that came with a receive
     """
 
     number: int

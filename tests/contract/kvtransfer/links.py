@@ -188,7 +188,7 @@ def until(holds: Callable[[], object]) -> None:
 
 @dataclass
 class Pair:
-    """Two connected ends of a link between KV agents:
+    """The two connected ends of a link between KV agents.
 
     `sink` has connected to `source`. Each has one region of BLOCKS blocks.
     """
