@@ -216,8 +216,11 @@ def cpu_per_request(running: Running, pace: Pace, work: Path) -> Numbers:
 
 
 def streams(count: int, body: bytes, events: int) -> Measure:
-    """Return a function that measures the gateway's CPU time in µs per event of `count` concurrent
-    streams.
+    """Return a function that measures the gateway's CPU time in µs per event of open streams.
+
+    count   number of concurrent streams
+    body    body of their requests
+    events  number of events of each stream
     """
 
     def measure(running: Running, pace: Pace, work: Path) -> Numbers:
@@ -237,8 +240,9 @@ def streams(count: int, body: bytes, events: int) -> Measure:
 
 
 def long_prompts(tokens: int) -> Measure:
-    """Return a function that measures the CPU time in µs per request, with prompts from
-    `prompt_tree()`.
+    """Return a function that measures the gateway's CPU time in µs per request with long prompts.
+
+    `prompt_tree()` builds the prompts of `tokens` tokens.
     """
 
     def measure(running: Running, pace: Pace, work: Path) -> Numbers:
@@ -285,7 +289,10 @@ def find_half_load_rate(running: Running, work: Path) -> float:
 
 
 def rss_per_stream_kib(running: Running, pace: Pace, work: Path, count: int = 2000) -> Numbers:
-    """Measure the resident memory in KiB that each open stream adds to a warm gateway."""
+    """Measure the resident memory in KiB that each open stream adds to a warm gateway.
+
+    `count` is the number of streams.
+    """
     warm = write_bodies(work / "warm", [paced(4, 1000, 1000)])
     drive(running, Pace(1000, 100), warm, mode="closed", connections=8)
     before = rss_bytes(running.pids)

@@ -139,8 +139,11 @@ def run_replay(
 ) -> tuple[ReplayRun, float, float | None]:
     """Replay a cell's traffic once at this load.
 
-    Returns the run, and the start and end in seconds (None: the end of the run) of the period whose
-    requests count.
+    Returns three values:
+
+    1. the run
+    2. the start, in seconds, of the period whose requests count
+    3. the end of that period; None: the end of the run
     """
     requests, span_s, horizon_s = build_traffic(cell, load, traces)
     standard = AGENT if cell.workload == "agents" else STANDARD
@@ -227,7 +230,12 @@ SLICES = {
 def recorded_slice(
     name: str, folder: str, seed: int, share: float
 ) -> tuple[list[TraceRequest], float]:
-    """Return a slice of a recorded trace and its length in seconds.
+    """Return a slice of a recorded trace, and its length in seconds.
+
+    name    name of the trace
+    folder  folder of the traces
+    seed    number that decides how arrival times are shifted
+    share   length of the slice, relative to a full one
 
     Arrival times are shifted by up to half the resolution of the recorded timestamps.
     """
@@ -261,10 +269,10 @@ def mix(folder: str, seed: int, share: float) -> list[TraceRequest]:
 
 
 def tenants(folder: str, seed: int, share: float, greed: float) -> list[TraceRequest]:
-    """Return the mixed conversations of two tenants; the second tenant has `greed` times the load
-    of the first.
+    """Return the mixed conversations of two tenants.
 
-    The second tenant ends early if the trace is too short.
+    The second tenant has `greed` times the load of the first, and ends early if the trace is too
+    short.
     """
     mine, span_s = recorded_slice("conversation", folder, seed, share)
     other = slice_span(_trace(folder, SLICES["conversation"][0]), 0.0, span_s * greed)

@@ -44,9 +44,11 @@ def grouped(
     key: Callable[[Measurement], tuple[str, str]],
     value: Callable[[Measurement], float],
 ) -> dict[str, dict[str, list[float]]]:
-    """Group the values of a result table by row and column: a list with one value per seed.
+    """Group the values of a result table by row and column, with one value per seed.
 
-    `key` returns a measurement's row and column.
+    table  name of the table, as in Cell.table
+    key    function that returns a measurement's row and column
+    value  function that returns its value
     """
     values_of: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for item in measurements:

@@ -36,7 +36,11 @@ CLIENTS, SETTLE_S = 16, 2.5
 
 
 class Predictions:
-    """Differences between predicted and reported numbers of cached tokens, measured in blocks."""
+    """Errors of the predicted numbers of cached tokens, in blocks.
+
+    errors   distance of each reported number from the predicted range
+    unknown  number of requests without a prediction
+    """
 
     def __init__(self) -> None:
         self.errors: list[float] = []
@@ -114,8 +118,15 @@ def compare(app: App, groups: list[FleetGroup]) -> dict[str, Any]:
 
 
 async def run(seconds: float, count: int, faults: str, seed: int, block_bytes: int) -> None:
-    """Run load and faults in periods with a pause after each; in each pause, print a comparison of
-    index and block pools.
+    """Run load and faults in periods with a pause after each, and print the results.
+
+    seconds      total duration
+    count        number of engines
+    faults       fault specification of mockgpu/fault_grammar.py
+    seed         seed of the load
+    block_bytes  bytes of text per block in the gateway's index
+
+    In each pause the gateway's index is compared with the engines' block pools.
     """
     spec = GroupSpec(
         "demo-8b",

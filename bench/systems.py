@@ -59,8 +59,10 @@ _ANY_CERTIFICATE.verify_mode = ssl.CERT_NONE
 class System:
     """One gateway under comparison with one routing policy.
 
+    port     port of its API
     command  function that builds the command line from a folder for temporary files and a port
     home     working directory of the process
+    scheme   http or https
     """
 
     name: str
@@ -107,10 +109,13 @@ class Certificate:
 def penstock_command(
     policy: str, urls: list[str], tls: Certificate | None = None
 ) -> Callable[[Path, int], list[str]]:
-    """Return a function that builds the command of our gateway with this policy and these
-    endpoints.
+    """Return a function that builds the command of our gateway.
 
-    The policy "default" leaves the choice to the gateway.
+    policy  routing policy; "default" leaves the choice to the gateway
+    urls    URLs of the endpoints
+    tls     certificate with which the gateway serves; None: no TLS
+
+    The returned function takes a folder for the configuration file, and a port.
     """
     policy_line = "" if policy == DEFAULT else f"    policy: {policy}\n"
     section = "" if tls is None else f", tls: {{certificate: {tls.certificate}, key: {tls.key}}}"

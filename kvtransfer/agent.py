@@ -313,8 +313,8 @@ class Agent:
     def join_group(self, addresses: Sequence[str]) -> None:
         """Watch the agents of the group's other ranks at these addresses.
 
-        If one is lost, all offers here end as RANK_LOST, and so do later ones until the next call.
-        A group's KV is of use only as a whole.
+        If one cannot be reached or ends, all offers of this agent end as RANK_LOST, and so do later
+        ones until the next call. The KV of a group is of use only as a whole.
         """
         with self._lock:
             self._source.join_group()
@@ -341,7 +341,10 @@ class Agent:
             self._run_commands(self._source.decline(name, detail, self._clock.now()))
 
     def stats(self) -> dict[str, Any]:
-        """Return the agent's counters since its start and its current state, by name."""
+        """Return the agent's counters since its start and its current state, by name.
+
+        AgentStats.as_dict() describes the counters.
+        """
         with self._lock:
             return {
                 **self._stats.as_dict(),

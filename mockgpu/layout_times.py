@@ -228,7 +228,11 @@ def shared_experts_for(
     budget_tokens: int = 8192,
     skew: float = 1.0,
 ) -> SharedExperts:
-    """Return the durations of joint steps of an engine's `dp` ranks, which share their experts."""
+    """Return the durations of joint steps of an engine's `dp` ranks, which share their experts.
+
+    budget_tokens  prompt tokens of one micro-batch (max_num_batched_tokens)
+    skew           load of the busiest expert rank divided by the mean load, at least 1
+    """
     ranks = rank_model(model, layout)
     line = roofline_for(ranks, gpu, layout.tp, profile)
     return SharedExperts(line, ranks, gpu, layout, budget_tokens, skew)

@@ -70,8 +70,10 @@ class GroupMetrics:
         handoff: KvHandoff | None = None,
         engine: EngineFormat = EngineFormat.VLLM,
     ) -> str:
-        """Return the text of the metrics page: vLLM's metrics, KV transfers, and another engine's
-        metrics.
+        """Return the text of the metrics page, in Prometheus text format.
+
+        handoff  source of the metrics of KV transfers; None: there are none
+        engine   the imitated engine, whose own metrics are added to vLLM's
         """
         lines = [*self._gauges(scheduler), *self._counters(scheduler), *self._latencies()]
         if handoff is not None:

@@ -47,6 +47,8 @@ class Contestant:
 
     initiator  the side (source or sink) that starts transfers
     settings   passed to the module's open_side
+    env        further environment variables of its processes
+    python     interpreter of its processes
     sizes      block sizes in bytes to measure; empty for the layer-wise measurement only
     """
 

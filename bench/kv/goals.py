@@ -93,8 +93,13 @@ def wait(block_bytes: int, cut: str) -> str:
 
 
 def ratio(ours: str, peers: Iterable[str], quantity: str) -> Callable[[Results, int], float | None]:
-    """Return a function that computes, for one round, our transport's value divided by the best
-    other transport's.
+    """Return a function that compares our transport with the best of the others in one round.
+
+    ours      name of our transport
+    peers     names of the others; the highest value is the best
+    quantity  the measured quantity
+
+    The function returns our value divided by the best other value; None if one of them is missing.
     """
 
     def value(results: Results, round_number: int) -> float | None:

@@ -57,7 +57,13 @@ REQUEST = {
 
 
 class Client(NamedTuple):
-    """A TLS client: its command, the program that it needs, and that program's Debian package."""
+    """A TLS client that is tested.
+
+    command  its command line
+    program  the program that it needs
+    package  Debian package of that program
+    env      further environment variables
+    """
 
     command: Sequence[str]
     program: str

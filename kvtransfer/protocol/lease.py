@@ -131,8 +131,10 @@ def advance(lease: Lease, event: LeaseEvent, now: float, deadline: float | None 
 
 
 def end_lease(lease: Lease, reason: EndReason, now: float) -> Lease:
-    """Return the lease in the final state that follows from the reason for which its transfer
-    ended.
+    """Return the lease in its final state after its transfer has ended for `reason`.
+
+    After LANDED it is RELEASED, or EXPIRED if that came too late; after LEASE_EXPIRED it is
+    EXPIRED, and after any other reason REVOKED.
     """
     if reason is EndReason.LANDED:
         try:

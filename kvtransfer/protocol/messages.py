@@ -46,11 +46,11 @@ class AgentCard(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
     """The identity of an agent, as sent to its peers.
 
     agent      name of the agent
-    epoch      random bytes, drawn at every start
+    epoch      16 random bytes, drawn at every start
     layout     KV layout of its group
     family     string that must also be equal at both agents: weights, quantisation
     host       identifier of the machine: equal exactly for agents on one machine
-    addresses  further addresses of the agent by transport
+    addresses  further addresses of the agent, by transport
     rank       the only rank that this agent has; -1: all ranks of the layout
     group      identifier that is the same at the agents of all ranks of one group, and at no other
                agent
@@ -265,8 +265,9 @@ def check_seconds(what: str, seconds: float) -> None:
 
 
 def make_stop(transfer: int, reason: EndReason, detail: str) -> StopTransfer:
-    """Return a message that a transfer has ended, with the detail truncated to what a message can
-    carry.
+    """Return the message that a transfer has ended for `reason`.
+
+    `detail` is truncated to 256 characters, the most that the message can carry.
     """
     return StopTransfer(transfer, reason, detail[:256].encode(errors="replace").decode())
 

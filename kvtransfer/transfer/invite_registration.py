@@ -23,7 +23,11 @@ class InviteRegistration:
     """Registers memory with a network card before another agent is invited to write to it.
 
     There is one thread per link, which keeps the order of the invitations, because a source accepts
-    only growing transfer numbers. The callbacks `granted` and `failed` are called under the lock.
+    only growing transfer numbers.
+
+    granted  called under the lock with an invitation and the data of its memory grant
+    failed   called under the lock with an invitation whose memory cannot be registered, and the
+             reason
     """
 
     def __init__(

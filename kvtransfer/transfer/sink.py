@@ -196,9 +196,13 @@ class TransferSink:
         now: float,
         rank: int | None = None,
     ) -> list[Command]:
-        """Invite the agent at a new connection to write KV, for all fetches that waited for it.
+        """Invite a newly connected agent to write KV, for all fetches that waited for it.
 
-        rank  the only rank that the peer has; None: all
+        address  address that the fetches named
+        link     the connection
+        layout   KV layout of the other agent's group
+        agent    name of the other agent
+        rank     the only rank that it has; None: all
         """
         self._links[address] = (link, layout, agent, rank)
         if address in self._members:

@@ -32,8 +32,12 @@ def host_id() -> str:
 def better_transport(
     mine: AgentCard, theirs: AgentCard, names: Iterable[str], than: str
 ) -> str | None:
-    """Return the name of a transport that both agents have and that is better than `than`, or
-    None.
+    """Return the name of a transport that both agents have and that is better than `than`.
+
+    names  transports of this agent
+    than   the transport in use
+
+    Returns None if there is no better one.
     """
     both = set(names) & theirs.addresses.keys()
     for name in ("shm", "rdma"):

@@ -122,8 +122,10 @@ class InprocWire:
         return self.clock.call_at(self.clock.now() + delay_s, lambda: self._make(address, call))
 
     def deliver(self, source: str, sink: str, call: Callback, delay_s: float = 0.0) -> None:
-        """Schedule a call at the agent `sink` that the agent `source` sent, after the simulated
-        latency and `delay_s` seconds.
+        """Schedule a call at the agent `sink`, as a message of the agent `source`.
+
+        It is made after the simulated latency and `delay_s` seconds. While one of the agents is
+        stalled, the call is held back.
         """
         stalled = self._stalled_calls.get(source, self._stalled_calls.get(sink))
         if stalled is not None:
@@ -141,8 +143,9 @@ class InprocWire:
 
 
 class WireClock:
-    """The clock of one agent on the simulated network, which stops while the agent is frozen or
-    killed.
+    """The clock of one agent on the simulated network.
+
+    It stops while the agent is frozen, and for good when the agent is killed.
     """
 
     def __init__(self, wire: InprocWire, address: Callable[[], str]) -> None:

@@ -23,7 +23,11 @@ QUERY_S = 5.0
 
 
 class BootstrapServer:
-    """The bootstrap server of one prefill engine, which keeps its port when it is restarted."""
+    """The bootstrap server of one prefill engine, which keeps its port when it is restarted.
+
+    is_needed  whether the engine's protocol uses such a server
+    url        URL of the running server; "" before the first start
+    """
 
     def __init__(self, host: str, port: int, dialect: str, tp: int) -> None:
         self.is_needed = dialect in PAGES

@@ -109,17 +109,17 @@ class ControlDecoder:
 
     @property
     def room_bytes(self) -> int:
-        """Return the number of bytes that may be fed to the decoder now, so that it never buffers
-        two messages.
+        """Return the number of bytes that may be fed to the decoder now.
+
+        With no more than these, it never buffers two messages.
         """
         return self.most_bytes + _LENGTH.size - len(self._buffer)
 
     def feed(self, data: bytes) -> Iterator[ControlMessage]:
-        """Yield the control messages that `data` completes; consume all of them before feeding
-        more.
+        """Yield the control messages that `data` completes.
 
-        Raises TransportError for invalid data. A call of `raise_limit` while consuming applies to
-        the next message.
+        The caller must consume all of them before it feeds more. Raises TransportError for invalid
+        data. A call of `raise_limit` while consuming applies to the next message.
         """
         self._buffer += data
         return self._complete_messages()

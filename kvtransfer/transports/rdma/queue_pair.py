@@ -15,8 +15,10 @@ _MOST_EPOCHS = 1 << 24
 
 
 class QueuePairEpochs:
-    """The current queue pair of an RDMA connection and its completion queue, which `renew`
-    replaces.
+    """The current queue pair of an RDMA connection, and its completion queue.
+
+    A refused write ends a queue pair. `renew` then replaces it; the number of the pair is the
+    epoch.
 
     pair         the queue pair; None until the first `renew`
     is_writable  whether the peer's queue pair is connected as well
