@@ -247,10 +247,11 @@ def reserve_decode(
 
 
 def set_modelled(load: EndpointLoad, modelled: bool, now: float) -> None:
-    """Set whether any policy reads the forecast of this endpoint from now on.
+    """Set whether the endpoint's engine is modelled from now on: whether any policy reads the
+    forecast.
 
-    The timeline restarts with the current reservations, without the progress of prompts in
-    prefill. The learned speed is kept.
+    The timeline restarts with the current reservations, without the progress of prompts in prefill.
+    The learned speed is kept.
     """
     if load.is_modelled == modelled:
         return
@@ -313,7 +314,8 @@ def _learn_slots(load: EndpointLoad, running: int, kv_usage: float) -> None:
 def set_peer_load(load: EndpointLoad, source: bytes, share: PeerShare | None, now: float) -> bool:
     """Replace the load that the gateway `source` has reserved at the endpoint.
 
-    None or NOTHING means that it has no load there any more. Returns False if that changes nothing.
+    `share` is that load; None or NOTHING means that the gateway has no load there any more. Returns
+    False if nothing changes.
     """
     others = load.peer_load
     before = others.shares.get(source, NOTHING)

@@ -90,11 +90,7 @@ def build(name: str, params: Mapping[str, object]) -> Policy:
 
 
 def parse_params(name: str, kind: type[T], params: Mapping[str, object]) -> T:
-    """Convert a mapping of parameters to the struct `kind`.
-
-    name    the policy's name, for messages
-    kind    the type of its parameters
-    params  values by parameter name, as in the configuration
+    """Convert a mapping of parameters to the struct `kind`; `name` is the policy's, for messages.
 
     Raises PolicyConfigError if a name or value is invalid.
     """

@@ -252,9 +252,9 @@ def belief_state(belief: SpeedBelief) -> BeliefState:
 
 
 def restore_belief(belief: SpeedBelief, state: BeliefState) -> bool:
-    """Restore an endpoint's learned speed, and return whether it was restored.
+    """Restore an endpoint's learned speed `belief` from its saved state.
 
-    It is not restored if the saved estimate `shape` differs or numbers are invalid.
+    Returns False, without changes, if the saved estimate `shape` differs or numbers are invalid.
     """
     filters = (
         (belief.prompts, state.prompts),

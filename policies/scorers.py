@@ -89,8 +89,9 @@ def requests_from_outside(load: EndpointLoad) -> int:
 
 
 def fewest_requests(fresh_s: float) -> Scorer:
-    """Return a scorer that prefers the endpoint with the fewest requests, including external ones
-    of a recent scrape.
+    """Return a scorer that prefers the endpoint with the fewest requests.
+
+    External requests count if their scrape is at most `fresh_s` seconds old.
     """
 
     def score(query: RoutingQuery, candidates: Sequence[Candidate]) -> list[float]:

@@ -51,8 +51,12 @@ def calibrate(
 ) -> PoolCase:
     """Return the replay case with the speeds of its TP groups corrected by the access log.
 
-    `endpoints` are the names of the groups in the log, in order. A case with separate prefill and
-    decode groups is returned unchanged.
+    case         the pool's configuration for a replay
+    endpoints    names of the groups in the log, in order
+    lately       the recent requests of the log
+    on_progress  called during replays
+
+    A case with separate prefill and decode groups is returned unchanged.
     """
     kinds = case.fleet.groups
     is_split = case.fleet.pairs or any(kind.role is not Role.BOTH for kind in kinds)

@@ -189,14 +189,19 @@ def _served(line: LoggedRequest, case: PoolCase) -> ServedRequest | None:
 
 
 def portfolio(incumbent: PolicyMember, members: Sequence[PolicyMember]) -> tuple[PolicyMember, ...]:
-    """Return the routing policies to compare: first the policy in force, then the others of the
-    portfolio.
+    """Return the routing policies to compare: first the policy in force, then the others.
+
+    incumbent  the policy in force
+    members    the configured policies; the one in force may be among them
     """
     return (incumbent, *(member for member in members if member.label != incumbent.label))
 
 
 def limit_traffic(lately: RecentTraffic, from_s: float, most: int) -> RecentTraffic:
-    """Return the newest `most` requests; those that arrived before `from_s` only warm caches."""
+    """Return the traffic with only its newest `most` requests.
+
+    Those that arrived before `from_s`, in Unix seconds, only warm caches.
+    """
     lines = lately.lines[-most:]
     begins_s = arrived_s(lines[0])
     if len(lines) < len(lately.lines):

@@ -71,7 +71,10 @@ def find_doubt(logged: Sequence[ServedRequest], replayed: Sequence[ServedRequest
     """Return, as text, how the replay differs from the log by more than the tolerance; "" if it
     does not.
 
-    Both contain the same requests. Fewer than LEAST_LINES requests are a reason for doubt as well.
+    logged    the requests as the access log has them
+    replayed  the same requests as the replay served them
+
+    Fewer than LEAST_LINES requests are a reason for doubt as well.
     """
     if len(logged) < LEAST_LINES or not replayed:
         return f"the log has only {len(logged)} comparable requests of the policy in force"

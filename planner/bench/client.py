@@ -134,10 +134,11 @@ class BenchClient:
     async def send(
         self, record: BenchRecord, messages: Sequence[dict[str, str]], output_tokens: int
     ) -> str:
-        """Send a streaming chat request, write its measurements into `record`, and return the
-        generated text.
+        """Send a streaming chat request, and return the generated text.
 
-        Errors are stored in the record.
+        record         where the measurements and errors are stored
+        messages       the messages of the chat
+        output_tokens  maximum tokens of the answer
         """
         body: dict[str, Any] = {
             "model": await self.model(),

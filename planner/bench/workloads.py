@@ -81,8 +81,11 @@ def poisson(rate: float, seed: int) -> Iterator[float]:
 
 
 def open_loop(shape: WorkloadShape, rate: float, seed: int) -> Iterator[Arrival]:
-    """Yield sessions of a workload with start times, so that requests come at `rate` per second on
-    average.
+    """Yield sessions of a workload with start times.
+
+    shape  the workload
+    rate   requests per second, on average
+    seed   seed of the arrivals and sessions
     """
     for due_s, session in zip(
         poisson(rate / shape.mean_turns, seed), shape.sessions(seed), strict=False
@@ -91,7 +94,11 @@ def open_loop(shape: WorkloadShape, rate: float, seed: int) -> Iterator[Arrival]
 
 
 def replay(path: Path, limit: int | None, speed: float) -> Iterator[Arrival]:
-    """Yield the requests of a Mooncake trace as single-turn sessions at their recorded times."""
+    """Yield the requests of a Mooncake trace as single-turn sessions at their recorded times.
+
+    limit  maximum number of requests; None: all
+    speed  how many times as fast as recorded
+    """
     for number, request in enumerate(read_mooncake(path, limit, speed)):
         yield Arrival(
             request.arrival_s,

@@ -123,10 +123,11 @@ def suggest(given: SuggestionInput, on_progress: Progress | None = None) -> Sugg
 def choose(
     running: Finalist, finalists: Sequence[Finalist], switch_s: float, span_s: float
 ) -> Suggestion:
-    """Compare the running fleet with others that were replayed on the same requests.
+    """Compare the running fleet with others (`finalists`) that were replayed on the same requests.
 
     A fleet is suggested if it serves 5 % more requests in time per dollar, its attainment is not
-    lower, and it gains more in the replayed time than reloading the engines loses.
+    lower, and it gains more in the replayed `span_s` seconds than reloading costs
+    (Suggestion.switch_s).
     """
     eligible = [each for each in finalists if each.attainment >= running.attainment - MAX_LOST]
     best = max(eligible or finalists, key=_value)

@@ -36,9 +36,12 @@ async def send_to_all(
 ) -> list[list[GoldenAnswer]]:
     """Return the answers of each engine to all prompts.
 
-    The engines are asked for a prompt one after another, so that all of them see a similar load.
-    `on_progress` is called with the share that is done. Raises GoldenError if an engine answers no
-    prompt.
+    max_tokens   maximum tokens of an answer
+    concurrency  number of prompts that are sent at once
+    on_progress  called with the share that is done, 0 to 1
+
+    The engines get a prompt one after another, so that all of them see a similar load. Raises
+    GoldenError if an engine answers no prompt.
     """
     slots, answers = (
         asyncio.Semaphore(concurrency),

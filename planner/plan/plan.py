@@ -68,6 +68,11 @@ def plan(
 ) -> ConfigComparison:
     """Replay every pool with both configurations and return the comparison.
 
+    before  the pools of the present configuration, by name
+    after   the pools of the changed configuration
+    lately  the recent requests of the access log
+    seed    seed of the replays
+
     Both are measured by the service classes of the present configuration.
     """
     pools = []

@@ -113,7 +113,9 @@ def bars(
 ) -> str:
     """Return a horizontal bar chart as SVG text, from 0 to the largest value; "" without values.
 
-    values  (name, value, index of the name)
+    title   text above the chart
+    values  (name, value, index of the name) of each bar; the index gives the colour
+    write   function that formats a value
     """
     if not values:
         return ""

@@ -40,7 +40,8 @@ from policies.contract import Policy
 from policies.model import Candidate, Pick, Role, RoutingQuery
 
 MOST_TRIES = 3
-"""Maximum number of attempts of one request before its first token, as with the gateway's retries.
+"""Maximum number of attempts of one request before its first token, as with the gateway's
+retries.
 """
 
 
@@ -56,9 +57,15 @@ def replay(
 ) -> ReplayRun:
     """Replay the traffic on a fleet with empty caches, and return the run.
 
-    `policy` and `admission` learn, so build new ones for every replay. Without an admission policy
-    every request enters at once, whatever the groups' caps. `watch` is called with (clock, finished
-    requests) at every end of a request.
+    spec       the fleet
+    traffic    the requests
+    policy     the routing policy. It learns, so build a new one for every replay
+    admission  the admission policy, which learns too; None: every request enters at once, whatever
+               the groups' caps
+    options    the options of the replay; None: the defaults
+    limits     limits of the wait queue
+    shares     parameters for sharing between tenants
+    watch      called with (clock, finished requests) at every end of a request
     """
     wait_queue = None if admission is None else WaitQueue[int](admission, limits, shares)
     return Fleet(spec, traffic, policy, wait_queue, options or ReplayOptions(), watch).run()

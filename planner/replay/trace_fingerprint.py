@@ -15,6 +15,11 @@ def fingerprint_of_chain(
 ) -> Fingerprint:
     """Return the fingerprint of a prompt that is known only by chained block ids, as in traces.
 
+    ids          the ids of the prompt's whole blocks
+    block_bytes  bytes per block
+    n_bytes      bytes of the prompt
+    salt         added to every id, so that other salts give other keys
+
     Keys are the ids, mixed over 64 bits (splitmix64's finalizer), because the index distributes its
     entries by low bits. Not for client prompts: a client who knows the ids knows the keys.
     """

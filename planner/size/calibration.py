@@ -54,6 +54,10 @@ class Calibration(msgspec.Struct, frozen=True):
 def calibrate_from(model: Llm, gpu: Gpu, tp: int, log_file: Path, last: str) -> Calibration:
     """Fit the GPU's speed constants to the measurements at the end of an access log.
 
+    tp        TP size of the engines that wrote the log
+    log_file  the access log
+    last      how much of its end to read, such as 60m
+
     Raises SizingError if the log or `last` is invalid.
     """
     sizes = valid_tp_sizes(facts_of(model), gpu.domain_gpus)

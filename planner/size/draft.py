@@ -139,7 +139,8 @@ class Draft:
     ) -> None:
         """Record the decision of a gate (a step of the sizing recipe) with its reason.
 
-        The numbers begin with 2, because the first gate compares finished plans.
+        The arguments are the members of RecipeGate. The gates' numbers begin with 2, because the
+        first gate compares finished plans.
         """
         number = len(self.gates) + 2
         self.gates.append(RecipeGate(number, question, tuple(numbers), answer, source, notes))

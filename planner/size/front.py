@@ -192,7 +192,12 @@ class LadderStep(msgspec.Struct, frozen=True):
 def tp_ladder(
     model: Llm, hardware: PlanHardware, batch: int, context: int, grids: Sequence[Grid]
 ) -> list[LadderStep]:
-    """Return the decode speed of a batch at TP sizes 1, 2, 4, ... 16."""
+    """Return the decode speed of a batch at TP sizes 1, 2, 4, ... 16.
+
+    batch    number of decoding requests
+    context  tokens of each request's context
+    grids    measured step times, which are used where they fit
+    """
     steps: list[LadderStep] = []
     base: float | None = None
     tp = 1

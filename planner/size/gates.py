@@ -29,8 +29,9 @@ MAX_CP = 8
 def quantise(
     candidates: Sequence[Llm], plans: Sequence[FleetPlan], problems: Sequence[str], best: FleetPlan
 ) -> RecipeGate:
-    """Return the first gate of the recipe: whether weights of one byte save GPUs at equal
-    promises.
+    """Return the first gate of the recipe: whether weights of one byte save GPUs at equal promises.
+
+    `best` is the chosen plan; `problems` say why other candidates have no plan.
     """
     numbers = [
         f"{plan.model.name}: {gb(plan.model.weights_bytes)} of weights, {plan.layout.label}, "

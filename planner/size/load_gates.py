@@ -18,7 +18,7 @@ from policies.sizing.capacity import (
     wait_quantile_s,
 )
 
-# Replicas for short waits are bought up to this multiple of those that carry the load.
+# To shorten waits, a plan has at most this multiple of the replicas that the load needs.
 MOST_FOR_WAITS = 2
 
 

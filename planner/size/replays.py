@@ -35,6 +35,13 @@ def replay_log(
 ) -> list[Finalist]:
     """Replay the best fleets on a log and return their results, best attainment first.
 
+    emission     the plan, whose gateway.yaml gives policies and limits
+    points       the alternatives
+    log          the access log or trace
+    last         how much of its end to replay, such as 60m
+    read_config  reads the text of a gateway.yaml
+    is_quiet     whether to show no progress bar
+
     Raises SizingError if the log has no usable request, or if no mock group is like the plan's.
     """
     plan = emission.plan

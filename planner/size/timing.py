@@ -61,8 +61,10 @@ class ReplicaTimes:
         return self._decode[key]
 
     def bubble_s(self, tokens: int) -> float:
-        """Return the seconds of a prefill in which all pipeline stages but one wait: pp - 1 stage
-        times.
+        """Return the seconds of a prefill of `tokens` tokens in which all pipeline stages but one
+        wait.
+
+        They are the times of pp - 1 stages.
         """
         return self.prefill_s(tokens) * (self.layout.pp - 1) / self.layout.pp
 

@@ -24,7 +24,10 @@ def b2b(
     question_tokens: int = 1_200,
     output_tokens: int = 1_000,
 ) -> Iterator[TraceRequest]:
-    """Yield Poisson arrivals at `rate` per second, each a new question of a random customer."""
+    """Yield Poisson arrivals at `rate` per second, each a new question of a random customer.
+
+    There are `prompts` customers, each with a prompt of its own.
+    """
     rng = Random(f"b2b {seed}")
     shared = prompt_tokens // BLOCK_TOKENS
     total = prompt_tokens + question_tokens

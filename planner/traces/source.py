@@ -55,10 +55,10 @@ class _Member(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def read_trace(path: Path, kind: str | None = None) -> list[TraceRequest]:
-    """Return all requests of a file (.gz or not) of recorded traffic, in the given or detected
-    format.
+    """Return all requests of a file of recorded traffic; the file may be compressed (.gz).
 
-    Raises TraceError if the file cannot be read or has another format.
+    `kind` is the format; None: it is detected. Raises TraceError if the file cannot be read or has
+    another format.
     """
     return _read(path, kind, ())
 

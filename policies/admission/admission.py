@@ -94,7 +94,9 @@ class WaitQueueLimits(msgspec.Struct, frozen=True):
 def shed_until(reason: str, retry_after_s: float | None, detail: str) -> Shed:
     """Return the refusal of a request, with a Retry-After time.
 
+    reason         as in Shed
     retry_after_s  seconds until the client may retry; None: not measured yet; inf: never
+    detail         as in Shed
     """
     if retry_after_s == inf:
         return Shed(reason, None, detail, may_return=False)

@@ -130,5 +130,7 @@ class TenantCounters:
 def billable_tokens(request: Request, cached_tokens: int) -> int:
     """Return the tokens that a request costs its tenant: uncached prompt plus expected output
     tokens.
+
+    cached_tokens  prompt tokens that the picked endpoint is believed to have cached
     """
     return max(0, request.prompt_tokens - cached_tokens) + request.output_tokens

@@ -6,18 +6,21 @@ other media. The gateway makes the estimate itself; answer lengths are in output
 
 from __future__ import annotations
 
-LEAST_ANSWERS = 8  # before a ratio is used, and between two updates of it
-# smaller errors are ignored, so that all gateways of a fleet use the same estimate
+LEAST_ANSWERS = 8  # answers before a ratio is used, and between two updates of it
+# Smaller relative errors are ignored, so that all gateways of a fleet use the same estimate.
 CLOSE_ENOUGH = 0.1
 MEMORY_TOKENS = 1 << 20  # estimated tokens, after which the history is halved
-# The most tokens of text per estimated token (one per byte), and of a chat template.
+# Maximum tokens of text per estimated token (one per byte), and of a chat template.
 MOST_TOKENS, TEMPLATE_TOKENS = 4, 64
-# limits of a plausible ratio; outside of them the reported usage is wrong
+# Limits of a plausible ratio; outside of them the reported usage is wrong.
 LOWEST, HIGHEST = 1 / 64, 16.0
 
 
 def is_text(estimated_tokens: int, prompt_tokens: int) -> bool:
     """Return whether a reported prompt length is plausible for a prompt that contains only text.
+
+    estimated_tokens  the gateway's own estimate, from the bytes of the text
+    prompt_tokens     the length that the engine reported
 
     A far greater length than estimated means that the prompt refers to an image or file.
     """
@@ -46,6 +49,7 @@ class PromptLengths:
     ) -> None:
         """Learn from the reported length of `answers` prompts and their uncorrected estimate.
 
+        has_media         whether the prompts have images or other media
         estimated_tokens  sum of the estimates, before any correction
         prompt_tokens     sum of the prompt tokens that the engines counted
         """
@@ -70,8 +74,10 @@ class PromptLengths:
         sums[:] = 0.0, estimated * decay, counted * decay
 
     def correct(self, model: str, has_media: bool, estimated_tokens: int) -> int:
-        """Return the estimated number of prompt tokens, multiplied by the model's learned ratio
-        where there is one.
+        """Return the estimated number of prompt tokens, multiplied by the learned ratio where there
+        is one.
+
+        The ratio is the one for the model and for prompts with or without media (`has_media`).
         """
         ratio = self.ratios.get((model, has_media))
         if ratio is None:

@@ -335,7 +335,7 @@ class WorkingSet:
     def apply_peer_sessions(
         self, members: Iterable[SessionUpdate], age_s: float, now: float
     ) -> None:
-        """Add sessions that another gateway reported `age_s` seconds ago.
+        """Add the sessions `members` that another gateway reported `age_s` seconds ago.
 
         They count like local sessions until they have been idle for too long, because the engines
         hold their contexts. Data of this gateway that is more recent is kept.
@@ -532,7 +532,8 @@ class DecayingMean:
 
 
 def is_continuation(prompt_tokens: int, cached_tokens: int) -> bool:
-    """Return whether a request without a session key seems to continue a session, because most of
-    its prompt is cached.
+    """Return whether a request without a session key seems to continue a session.
+
+    It does if most of its prompt is cached: `cached_tokens` of `prompt_tokens`.
     """
     return cached_tokens >= CONTINUING_SHARE * prompt_tokens

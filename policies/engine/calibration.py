@@ -19,13 +19,15 @@ from policies.engine.step_time import FILLS
 if TYPE_CHECKING:
     from policies.engine.engine_load import EngineLoad
 
-SHORT_S = 0.1  # spans below this measure the fixed cost of a step, or API latency
+SHORT_S = 0.1  # shorter spans measure the fixed cost of a step, or API latency
 LEARN_S = 1.0  # consecutive first tokens are evaluated together up to this length
-LESSON_S = 0.1  # least time between two updates of a kind, because at high rates each adds little
+LESSON_S = 0.1  # minimum seconds between two updates of a kind; more would add little
 
-DELAYED_SPANS = 8  # spans with a wait for KV of which one teaches
-DELAYED_RANK = 1  # the one with the second least time for its work, so that no outlier teaches
-DELAYED_VAR = 0.1  # what the wait that is left in it adds to the variance of its logarithm
+# Of this many spans with a wait for KV, one is used: the second shortest for its work, so that it
+# is no outlier. Some wait is left in it, which adds to the variance of its logarithm.
+DELAYED_SPANS = 8
+DELAYED_RANK = 1
+DELAYED_VAR = 0.1
 
 
 class PrefillLesson(NamedTuple):
@@ -103,10 +105,13 @@ class StepSpan:
         decode_s: float,
         peer_tokens: int,
     ) -> None:
-        """Add one predicted engine step to the span. All times are in seconds.
+        """Add one predicted engine step to the span.
 
-        `filling` says how full the step is with prompt tokens (StepCosts.filling). `peer_tokens`
-        is the number of prompt tokens of other gateways that were queued during the step.
+        prefill_s    seconds of prefill in the step
+        filling      how full the step is with prompt tokens (StepCosts.filling)
+        pairs_s      the part of prefill_s that is attention
+        decode_s     seconds that decoding sequences add to the step
+        peer_tokens  number of prompt tokens of other gateways that were queued during the step
         """
         part, beyond = filling
         self.fills[part] += prefill_s * (1.0 - beyond)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from policies.engine.engine_load import EngineLoad
     from policies.engine.queued_prompt import QueuedPrompt
 
-# weight of one scrape, and the share of KV that must be in use for it to count
+# The weight of one scrape; it counts only if this share of KV is in use.
 KV_GAIN, LEAST_KV = 0.1, 0.05
 STALE_S = 0.002
 """Maximum age in seconds of the load forecast while no prompt is queued."""

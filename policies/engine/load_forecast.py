@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from policies.engine.engine_load import EngineLoad
     from policies.engine.engine_model import EngineModel
 
-# share of the usual arrivals that is sent behind a waiting prompt; routing sends most elsewhere
+# While a prompt waits here, routing sends most new ones elsewhere: this share still comes.
 BEHIND = 0.2
 FRESH_S = 0.5  # maximum age of the averages
 MOST_BUSY = 0.95  # upper bound of the share of time that prefill is predicted to take

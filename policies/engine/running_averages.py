@@ -10,7 +10,7 @@ from math import exp, inf
 RATE_S = 20.0  # averaging time of computed prompt tokens
 SHARE_S = 120.0  # averaging time of the share of steps with prompts
 ARRIVALS_S = 20.0  # averaging time of arrivals
-# share of the usual arrivals that is sent behind a waiting prompt; routing sends the rest elsewhere
+# While a prompt waits here, routing sends some new ones elsewhere: this share still comes.
 BEHIND = 0.7
 UNLIKELY = 0.5  # subtracted from the expected prompts: most prompts meet fewer than the mean
 LEAST_ARRIVALS, LEAST_S = 3.0, 1.0  # prompts and seconds before arrivals can be predicted

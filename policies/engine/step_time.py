@@ -134,8 +134,8 @@ PART_VAR = 0.02  # partly full steps cost about 15 % more or less per token than
 # Attention and context costs depend on depth and width, which are guessed if unknown.
 PAIRS_VAR, CONTEXT_VAR = 0.1, 0.05
 FILLS = 4  # parts of a full step; the pace is learned at their ends and interpolated in between
-MIX_GAIN = 0.1  # weight of one observation in the running mix of work
-# least weight of an observation of API latency, and the largest accepted latency
+MIX_GAIN = 0.1  # weight of one observation in the running mean of how full steps are
+# The minimum weight of an observation of API latency, and the largest latency that counts.
 REACH_GAIN, MOST_REACH_S = 0.05, 1.0
 
 

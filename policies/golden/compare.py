@@ -19,7 +19,7 @@ from policies.golden.answers import GoldenAnswer, TokenChoice
 
 # One-sided standard score of each of the four measures: together at most 1 false alarm in 100.
 ALARM_SCORE = 2.81
-# A measure that varies less than this is taken to vary so much: identical pairs prove little.
+# Minimum standard deviation of a measure: identical pairs do not prove that it never varies.
 LEAST_ERROR = 0.005
 LEAST_PROBABILITY = 1e-6
 

@@ -107,12 +107,11 @@ class _Transition(msgspec.Struct, frozen=True):
 def next_health(
     health: Health, event: HealthEvent, now: float, rng: Random, limits: HealthLimits
 ) -> Health:
-    """Return an endpoint's health after `event` at time `now`; events that the table does not list
-    change nothing.
+    """Return an endpoint's health after `event` at time `now`.
 
-    Results of requests that were sent before an ejection are left out of the table on purpose. If
-    twenty streams break together, that is one event and must not double the ejection time twenty
-    times.
+    Events that the table does not list change nothing. Results of requests that were sent before an
+    ejection are left out of the table on purpose: if twenty streams break together, that is one
+    event and must not double the ejection time twenty times.
     """
     rule = _TABLE.get((health.state, event))
     return rule(health, _Transition(event, now, rng, limits)) if rule else health

@@ -38,7 +38,7 @@ from policies.health.speed_record import (
 CONTEXT_TOKENS = 1024  # assumed context of a stream, for scaling decode steps over the batch
 BUSIER = 1.25
 LEAST_ONGOING_S = 0.1
-LATEST_SHARE = 0.9  # of the factor, which the latest samples must reach to count as slow
+LATEST_SHARE = 0.9  # the latest samples count as slow from this share of SlowLimits.factor on
 MOST_FIXED = 0.1  # largest part of the peers' time that counts as independent of an engine's speed
 
 

@@ -122,7 +122,10 @@ class Expectations:
     def first_byte_s(self, member: ReviewedEndpoint, measure: Measure, work: int) -> float | None:
         """Return the expected seconds to the first byte of an answer; None if unknown.
 
-        `work` is the prompt tokens or other work that must be done before it.
+        member   the endpoint
+        measure  the measure of its usual times, such as TTFT
+        work     size of the work that must be done before, in that measure's unit, such as prompt
+                 tokens
         """
         peer_times, record = self.peer_times_by_kind.get((member.kind, measure)), member.record
         if peer_times is None:
@@ -134,8 +137,7 @@ class Expectations:
         )
 
     def step_ratio(self, member: ReviewedEndpoint, now: float) -> float:
-        """Return the running prefill step's age divided by the time that its endpoint's peers need
-        for it.
+        """Return the age of a running prefill step, relative to the time that peers need for it.
 
         Returns 0 if that is unknown.
         """
@@ -262,12 +264,15 @@ def remaining_wait_s(
 def doubted_wait_s(
     record: SpeedRecord, expected_s: float, waited_s: float, *, is_behind: bool
 ) -> float | None:
-    """Return how many seconds a request will probably still wait at an endpoint that was found
+    """Return the seconds that a request will probably still wait at an endpoint that was found
     slow.
 
-    The result is computed as in `remaining_wait_s`, except that the endpoint is expected to take
-    at least DOUBT_RATIO times as long. A request that waits behind other prompts there is late at
-    once.
+    expected_s  seconds that the endpoint would usually need, as in `remaining_wait_s`
+    waited_s    seconds that the request has waited
+    is_behind   whether other prompts are computed before its own; it is then late at once
+
+    The result is computed as in `remaining_wait_s`, except that the endpoint is expected to take at
+    least DOUBT_RATIO times as long. Returns None while the request is not late.
     """
     is_late = is_behind or waited_s >= DOUBTED_FACTOR * expected_s
     if expected_s <= 0.0 or waited_s < LEAST_LATE_S or not is_late:

@@ -58,6 +58,9 @@ def prefill_s(load: EngineLoad, uncached: float, cached: float) -> float:
 def ttft_s(load: EngineLoad, uncached: float, cached: float, now: float) -> float:
     """Return the expected seconds from arrival at the endpoint to the first token.
 
+    uncached  prompt tokens to compute
+    cached    prompt tokens before them that are cached
+
     This is the prefill of the request plus the wait for the queue or for KV, whichever is longer.
     """
     wait_s = backlog_s(load, now)

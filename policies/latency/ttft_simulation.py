@@ -19,10 +19,9 @@ if TYPE_CHECKING:
     from policies.engine.engine_timeline import EngineTimeline
     from policies.engine.queued_prompt import QueuedPrompt
 
-# longest simulated queue in steps; for a longer one latency.ttft_s is accurate enough
+# Maximum number of simulated steps; for a longer queue, latency.ttft_s is accurate enough.
 MOST_STEPS = 64
-# share of KV: a prompt that misses less than this is assumed to have room, within the accuracy of
-# the model
+# A prompt that lacks less than this share of KV is assumed to fit: the model is not more accurate.
 UNSURE = 0.012
 GOLDEN = 0.618034  # golden ratio: fractions of its multiples are evenly spread over 0 to 1
 

@@ -233,10 +233,7 @@ class CachedBlocks:
         return bool(self._retired)
 
     def levels(self, chain: Keys, blocks: int) -> list[tuple[int, int]]:
-        """Return which sources have how much of a prompt's beginning cached.
-
-        chain   content keys of the prompt's blocks
-        blocks  number of these blocks to consider
+        """Return which sources have how much of the first `blocks` blocks of a prompt cached.
 
         The result is a list of (blocks, bits of sources): a source has as many blocks as the
         longest entry with its bit. Engines evict the end of a chain first, so the ends are found by

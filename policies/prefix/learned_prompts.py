@@ -95,10 +95,8 @@ class LearnedPrompts:
         return KnownPrefix(prompt.chains, tokens, prompt.tokens / prompt.n_bytes, is_whole)
 
     def learn(self, fingerprint: Fingerprint, chains: Mapping[int, Keys], tokens: int) -> None:
-        """Record the tokens of a prompt.
-
-        chains  content keys of its blocks, as a mapping from the block size in tokens
-        tokens  number of its tokens
+        """Record a prompt's tokens; `chains` has the content keys of its blocks by block size in
+        tokens.
 
         A prompt shorter than one block of bytes cannot be recognised, and is ignored.
         """

@@ -33,7 +33,8 @@ def is_fresh(load: EndpointLoad, oldest: float) -> bool:
 def queued_requests(load: EndpointLoad, oldest: float) -> int:
     """Return the number of requests at an endpoint that have no first token yet.
 
-    They are the gateways' own requests, plus external ones that waited according to recent metrics.
+    They are the gateways' own requests, plus external ones that waited at the last scrape, if that
+    was at `oldest` or later.
     """
     ours = load.in_flight - load.decoding
     if load.external_requests and load.waiting and is_fresh(load, oldest):
@@ -42,10 +43,10 @@ def queued_requests(load: EndpointLoad, oldest: float) -> int:
 
 
 def kv_used(load: EndpointLoad, oldest: float) -> float:
-    """Return the share of an endpoint's KV in use, 0 to 1: reserved, or by recent metrics if that
-    is more.
+    """Return the share of an endpoint's KV in use, 0 to 1; 0 if unknown.
 
-    Returns 0 if unknown.
+    It is the reserved share, or the share at the last scrape if that is greater and the scrape was
+    at `oldest` or later.
     """
     reserved_share = min(1.0, load.kv_reserved / load.kv_tokens) if load.kv_tokens else 0.0
     if load.kv_usage is not None and load.kv_usage > reserved_share and is_fresh(load, oldest):

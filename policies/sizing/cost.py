@@ -19,14 +19,20 @@ def usd_of(price_hour: float, gpus: int, seconds: float) -> float:
 
 
 def usd_per_million(price_hour: float, gpus: int, tokens_s: float) -> float:
-    """Return the dollars per million tokens, at `tokens_s` tokens per second of all GPUs
-    together.
+    """Return the dollars per million tokens.
+
+    price_hour  dollars per GPU and hour
+    gpus        number of GPUs
+    tokens_s    tokens per second of all GPUs together
     """
     return usd_of(price_hour, gpus, 1.0) / tokens_s * MILLION
 
 
 def tp_tax(tokens_s_gpu: float, base_tokens_s_gpu: float) -> float:
     """Return the relative change of tokens per second and GPU when the TP size is raised.
+
+    tokens_s_gpu       tokens per second and GPU at the larger TP size
+    base_tokens_s_gpu  tokens per second and GPU at the smaller one
 
     A result of -0.18 means that each GPU generates 18 % fewer tokens.
     """
@@ -70,8 +76,12 @@ class TokenPrices(msgspec.Struct, frozen=True):
 
 
 def token_prices(use: RequestSeconds, price_hour: float, gpus: int) -> TokenPrices:
-    """Return token prices at which a request's tokens together cost what its engine seconds
+    """Return the price of each kind of token in a request, such that all its tokens cost what it
     cost.
+
+    use         the engine seconds of the request
+    price_hour  dollars per GPU and hour
+    gpus        number of GPUs of the engine
     """
 
     def price(seconds: float, tokens: int) -> float | None:
@@ -150,7 +160,12 @@ class RequestShare:
 
 
 def decode_weight(batch: int, context_tokens: float, kv_tokens: float) -> float:
-    """Return the weight of a decoding request: its share of the batch or of the KV, if larger.
+    """Return the weight of a decoding request: its share of the batch or of the KV, whichever is
+    larger.
+
+    batch           number of decoding requests
+    context_tokens  tokens of this request's context
+    kv_tokens       KV capacity in tokens
 
     Prefill has weight 1, because a prompt alone fills a step. A request whose context takes much of
     the KV cache keeps others out, so it pays for that part even if few decode.

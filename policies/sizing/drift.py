@@ -55,7 +55,10 @@ def request_tokens(
 ) -> tuple[int, int]:
     """Return the prompt and output tokens of a request, estimated where the engine reports none.
 
-    A prompt token is four bytes of the body, an output token one event of the stream.
+    prompt_tokens      as the engine reported; None: estimated as one per four bytes of the body
+    body_bytes         bytes of the request's body
+    completion_tokens  as the engine reported; None: estimated as one per event of the stream
+    events             number of events of the streamed answer
     """
     prompt = body_bytes // BYTES_PER_TOKEN if prompt_tokens is None else prompt_tokens
     output = events - EVENTS_WITHOUT_TOKENS if completion_tokens is None else completion_tokens
@@ -65,8 +68,8 @@ def request_tokens(
 class ShapeMemory:
     """Remembers prompt blocks and sessions, to tell new ones from those that were seen before.
 
-    Blocks are in a table of fixed size, 8 bytes each: a new block takes the place of an older one.
-    So memory is bounded, and a block is forgotten after about `blocks` further ones.
+    Blocks are in a table of fixed size, 8 bytes each, so memory is bounded. A new block replaces an
+    older one; a block is forgotten after about `blocks` further ones.
     """
 
     def __init__(self, blocks: int = MAX_BLOCKS, sessions: int = MAX_SESSIONS) -> None:

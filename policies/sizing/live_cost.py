@@ -35,8 +35,10 @@ class EngineUse(msgspec.Struct, Generic[Key], frozen=True):
 
 
 def divide_usd(use: EngineUse[Key], seconds: float) -> tuple[dict[Key, float], float]:
-    """Return the dollars that each key pays for `seconds` of an engine, and the dollars of idle
-    time.
+    """Return how the cost of an engine is divided, as (dollars by key, dollars of idle time).
+
+    use      the engine's use
+    seconds  the time for which the cost is divided
 
     The shares of other gateways are left to those gateways. Each gateway counts an equal part of
     idle time.

@@ -31,7 +31,9 @@ class Reserve(msgspec.Struct, frozen=True):
     nccl_bytes: float = 0.36 * GIB
 
     def usable(self, gpu: Gpu, ranks: int) -> float:
-        """Return the bytes per GPU that are available for weights and KV."""
+        """Return the bytes per GPU that are available for weights and KV, in an engine of `ranks`
+        ranks.
+        """
         return (
             gpu.hbm_bytes * (1 - self.untouched)
             - self.engine_bytes
@@ -169,7 +171,8 @@ def check_memory(
     requests.
 
     The stage with the least room for KV decides, because each token needs all stages. Attention
-    with DP has a cache per rank, so the tokens of all ranks count.
+    with DP has a cache per rank, so the tokens of all ranks count. `reserve` is not available for
+    either.
     """
     usable = reserve.usable(gpu, layout.gpus)
     parts = list(stages(model, layout))

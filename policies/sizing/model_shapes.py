@@ -154,6 +154,12 @@ def gqa(
 ) -> Llm:
     """Return a model shape with dense bf16 weights, grouped-query attention and heads of 128
     scalars.
+
+    The parameters are the fields of Llm, and:
+
+    kv_heads    number of KV heads
+    vocabulary  number of tokens in the vocabulary, for the embeddings; 0: they are not counted
+                apart
     """
     return Llm(
         name,

@@ -81,10 +81,10 @@ class LayoutFinding(msgspec.Struct, frozen=True):
 
 
 class LayoutRule(msgspec.Struct, frozen=True):
-    """A rule that a group's layout must obey; it may read parallel sizes, engine options and the
-    model.
+    """A rule that a group's layout must obey.
 
-    `find` returns (message, what is valid) if a group violates the rule, else None.
+    It may read parallel sizes, engine options and the model. `find` returns (message, what is
+    valid) if a group violates the rule, else None.
     """
 
     code: str
@@ -109,8 +109,9 @@ def valid_tp_sizes(facts: ModelFacts, limit: int) -> list[int]:
 
 
 def valid_ep_sizes(facts: ModelFacts, ranks: int) -> list[int]:
-    """Return the numbers of expert-parallel ranks over which the model's experts can be spread
-    evenly: divisors of `ranks`.
+    """Return the expert-parallel sizes with which the model's experts can be spread evenly.
+
+    They are divisors of `ranks`, the number of ranks of the engine.
     """
     return [ep for ep in divisors(ranks) if facts.experts and facts.experts % ep == 0]
 
