@@ -101,11 +101,22 @@ class DiagnosisLine(msgspec.Struct, frozen=True):
 class MinuteCounts(msgspec.Struct, frozen=True):
     """Counts of events in the last minute, from which the live view's diagnosis is made.
 
-    endpoints       the endpoint rows of the live view
-    span_s          seconds that the counts cover, at most a minute
-    config_problem  first problem of the last rejected configuration, or None
-    drift           a sentence for each pool whose requests no longer resemble the workload that it
-                    was sized for
+    endpoints        the endpoint rows of the live view
+    span_s           seconds that the counts cover, at most a minute
+    shed             rejected requests by reason
+    retries          retried requests by kind of failure
+    missed           finished requests by SLO outcome, including "met"
+    slo_requests     number of these requests
+    computed_tokens  prompt tokens that engines computed, by cause
+    whole_reasons    requests that were not split into prefill and decode, by reason
+    split_count      requests that were split
+    prices           current price of admission by pool; 0 without overload
+    waiting          requests that wait now, by pool
+    config_problem   first problem of the last rejected configuration, or None
+    shared_problem   why state is not shared with other gateways, or None
+    unlisted         messages about configured models that no endpoint lists
+    drift            a sentence for each pool whose requests no longer resemble the workload that it
+                     was sized for
     """
 
     endpoints: Sequence[Mapping[str, Any]]

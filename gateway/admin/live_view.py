@@ -69,7 +69,12 @@ def build_view(status: FleetStatus, history: SampleHistory, now: MetricSample) -
 def endpoint_severity(state: str, is_impaired: bool) -> int:
     """Return how impaired an endpoint is, from 0 (healthy) to 5.
 
-    5 out of rotation, 4 slow or silent, 3 on trial after an ejection, 2 drained, 1 leaving.
+    5  out of rotation: ejected or dead
+    4  in rotation, but slow or silent (`is_impaired`)
+    3  returning to rotation after an ejection, with few requests at first
+    2  drained by an operator
+    1  leaving: it is no longer in the configuration
+    0  healthy
     """
     return SEVERITIES.get(state, IMPAIRED if is_impaired else 0)
 

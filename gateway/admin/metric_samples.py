@@ -116,6 +116,9 @@ def _with_kind(kind: str, sums: Mapping[str, float]) -> dict[tuple[str, str], fl
 class SampleDifference(msgspec.Struct, frozen=True):
     """The difference between two metric samples: rates per second, and the 95th percentile of
     TTFT.
+
+    at          time of the later sample (monotonic seconds)
+    ttft_p95_s  95th percentile of the TTFT of requests between the samples; None without any
     """
 
     at: float

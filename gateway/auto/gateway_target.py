@@ -35,6 +35,9 @@ class GatewayAutoTarget:
 
         References in the text are resolved as in the configuration in force, and discovered
         endpoints stay as they are.
+
+        reason   why the change is made, for the version history
+        dry_run  whether to validate the text only, without any change
         """
         outcome = await self._reloader.put(
             text,

@@ -18,7 +18,10 @@ EndpointRows = Callable[[], Awaitable[Sequence[Mapping[str, Any]]]]
 class ChangeResult(msgspec.Struct, frozen=True):
     """The result of a configuration change by automatic policy selection.
 
-    `changed` has the paths of the changed settings.
+    result   "applied" on success; else for example "rejected", or "dry_run"
+    message  what happened, for the operator
+    version  number of the configuration version in force
+    changed  paths of the changed settings
     """
 
     result: str
@@ -48,9 +51,9 @@ class AutoTarget(Protocol):
         ...
 
     async def change(self, text: bytes, reason: str, *, dry_run: bool) -> ChangeResult:
-        """Replace the current configuration by this text, or only validate the text if `dry_run` is
-        true.
+        """Replace the current configuration by this text, and return the result.
 
-        Returns the result.
+        reason   why the change is made, for the version history
+        dry_run  whether to validate the text only, without any change
         """
         ...

@@ -170,9 +170,8 @@ class ClientConnections:
     def set_unread(self, connection: CountedConnection, unread: int, limit: int) -> None:
         """Set the number of unread bytes of a connection, and enforce the shared limit.
 
-        While the sum of all connections exceeds `limit` bytes, the connection with the oldest
-        unread bytes loses them. A connection that alone has more than a quarter of `limit`, and
-        more than MIN_SHARE, loses its own.
+        While all connections have more than `limit` bytes, the oldest unread bytes are dropped. A
+        connection that alone has more than a quarter of `limit` and MIN_SHARE loses its own.
         """
         if not unread:
             self._release(connection)

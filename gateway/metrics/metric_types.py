@@ -330,7 +330,8 @@ class FamilyFactory:
     ) -> MetricFamily[Gauge]:
         """Create a family of gauges.
 
-        `merge` is how the values of several worker processes are combined.
+        text   the help text
+        merge  how the values of several worker processes are combined
         """
         spec = msgspec.structs.replace(self._spec(name, "gauge", text, labels), merge=merge)
         family = MetricFamily(spec, Gauge)
@@ -347,7 +348,9 @@ class FamilyFactory:
     ) -> MetricFamily[Histogram]:
         """Create a family of histograms.
 
-        `bounds` are the ascending upper bounds of their buckets, in the unit of the metric's name.
+        text           the help text
+        bounds         ascending upper bounds of their buckets, in the unit of the metric's name
+        has_exemplars  whether each bucket stores its newest request
         """
         spec = self._spec(name, "histogram", text, labels)
         spec = msgspec.structs.replace(spec, buckets=bounds, has_exemplars=has_exemplars)

@@ -46,7 +46,12 @@ class PeerTable:
         return any(peer.is_warm for peer in self._by_id.values())
 
     def update(self, peer_id: bytes, uptime_s: float, *, is_warm: bool, now: float) -> Peer:
-        """Add a gateway that has sent its state, or update its entry. Returns the entry."""
+        """Add a gateway that has sent its state, or update its entry. Returns the entry.
+
+        uptime_s  seconds since the start of that gateway
+        is_warm   whether it can send its state to a gateway that has just started
+        now       monotonic seconds
+        """
         peer = self._by_id.get(peer_id)
         if peer is None:
             peer = self._by_id[peer_id] = Peer(now)

@@ -46,7 +46,11 @@ CONNECTION_ERRORS = (RedisError, OSError, TimeoutError)
 class RedisAddress(msgspec.Struct, frozen=True):
     """The address of a Redis server, and the credentials for it.
 
-    stream  prefix of the streams' names, so that several groups of gateways can share a server
+    url       redis:// or rediss:// URL, without credentials
+    stream    prefix of the streams' names, so that several groups of gateways can share a server
+    username  user to log in as; None: the default user
+    password  password of the user; None: no login
+    tls       TLS settings for a rediss:// URL; None for redis://
     """
 
     url: str

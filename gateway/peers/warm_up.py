@@ -87,7 +87,10 @@ class WarmUp:
             self.state = WarmUpState.DISCONNECTED
 
     def buffer(self, body: bytes, age_s: float, now: float) -> None:
-        """Buffer a broadcast message of another gateway until the warm-up has finished."""
+        """Buffer a broadcast message of another gateway until the warm-up has finished.
+
+        age_s  seconds since it was sent
+        """
         self._buffer.append((body, now - age_s >= self.started_at))
         self._buffer_bytes += len(body)
         while self._buffer_bytes > BUFFER_CAP_BYTES:

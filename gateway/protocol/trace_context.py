@@ -25,7 +25,11 @@ _STATE = re.compile(r"[!-~](?:[!-~ \t]*[!-~])?")  # a nested repeat would take e
 
 
 class ParentSpan(msgspec.Struct, frozen=True):
-    """The trace span that a client's request belongs to. Its ids are lower-case hexadecimal."""
+    """The trace span that a client's request belongs to. Its ids are lower-case hexadecimal.
+
+    flags  the flags of the header traceparent; the lowest bit says whether the trace is sampled
+    state  the header tracestate; "" without one
+    """
 
     trace_id: str
     span_id: str
@@ -54,7 +58,10 @@ class LegSpan(msgspec.Struct, frozen=True):
 class Trace(msgspec.Struct, eq=False):
     """A traced request, with the spans of its requests to engines.
 
-    `parent_id` is "" if the trace begins at this gateway.
+    span_id    id of the gateway's own span
+    parent_id  id of the client's span; "" if the trace begins at this gateway
+    state      the header tracestate, which is passed on; "" without one
+    legs       the spans of the requests to engines, in the order in which they began
     """
 
     trace_id: str
@@ -66,7 +73,8 @@ class Trace(msgspec.Struct, eq=False):
     def add_leg(self, role: str, endpoint: str, now: float) -> str:
         """Record the start of a request to an engine, and return its trace header lines.
 
-        They make the engine's spans children of the recorded one.
+        The lines make the engine's spans children of the recorded one. `role` and `endpoint` are
+        as in LegSpan; `now` is in monotonic seconds.
         """
         span_id = new_span_id()
         self.legs.append(LegSpan(role, endpoint, span_id, now))

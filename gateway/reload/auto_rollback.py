@@ -49,7 +49,10 @@ class FailureCount(msgspec.Struct, frozen=True):
 
 
 def is_failure(code: str, reason: str) -> bool:
-    """Return whether a request failed: a 5xx, or a 200 that broke after its first byte."""
+    """Return whether a request failed: a 5xx, or a 200 that broke after its first byte.
+
+    `code` is the HTTP status. `reason` is "served", or the cause of a failure.
+    """
     return code.startswith("5") or (code == "200" and reason != "served")
 
 

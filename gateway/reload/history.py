@@ -61,8 +61,9 @@ def create_version(
     changes: tuple[ConfigChange, ...],
     reason: str = "",
 ) -> Version:
-    """Create the version of a loaded configuration for the history; `at` is the Unix time in
-    seconds.
+    """Create the version of a loaded configuration for the history.
+
+    The parameters are the fields of Version; `at` is the Unix time in seconds.
     """
     digest = hashlib.sha256(loaded.text).hexdigest()[:12]
     text = loaded.text.decode("utf-8-sig") or None

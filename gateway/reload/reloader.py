@@ -237,8 +237,8 @@ class Reloader:
     ) -> ReloadOutcome:
         """Apply a configuration text received by an admin request.
 
-        Its relative paths start from the file's folder. References that the running configuration
-        does not have at such a place are refused (config/references.py).
+        Its relative paths start from the file's folder. config/references.py says which references
+        are refused. If the current version's ETag is not `if_match`, the result is "conflict".
         """
         name = str((self._file.parent if self._file is not None else Path()) / PUT_NAME)
 
@@ -263,6 +263,9 @@ class Reloader:
     ) -> ReloadOutcome:
         """Apply an older configuration version: `number`, or by default the version before the
         current one.
+
+        trigger   what caused the change, for the history
+        if_match  ETag that the current version must have; otherwise the result is "conflict"
         """
         older = [version for version in self.history.all() if version.number < self.version.number]
         wanted = self.history.find(number) if number is not None else (older[-1] if older else None)

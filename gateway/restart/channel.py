@@ -79,7 +79,11 @@ def bound_listeners(
 class HandoverOffer(msgspec.Struct, frozen=True, array_like=True):
     """The first message of a process to its successor.
 
-    sockets  descriptions of the file descriptors that come with the message, in the same order
+    version      version of the protocol of this channel
+    pid          process id of the sender
+    sockets      descriptions of the file descriptors that come with the message, in the same order
+    secret       secret key of prompt fingerprints
+    block_bytes  bytes of a prompt per block of the prefix index
     """
 
     version: int

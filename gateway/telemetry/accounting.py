@@ -60,7 +60,12 @@ class _MetricChildren:
         prompt_tokens: int,
         now: float,
     ) -> None:
-        """Count one answered request in these metrics. Its TTFT and TPOT must have been set."""
+        """Count one answered request in these metrics. Its TTFT and TPOT must have been set.
+
+        received       when its body was complete (monotonic seconds)
+        prompt_tokens  estimated length of its prompt, used if the engine reported none
+        now            when it ended (monotonic seconds)
+        """
         request_id = exchange.id
         trace_id = "" if exchange.trace is None else exchange.trace.trace_id
         tokens = usage.completion_tokens or max(relay.event_count - 2, 1)

@@ -20,7 +20,10 @@ LIBRARY_LEVEL = logging.WARNING  # for asyncio, aiohttp and other libraries
 
 
 class LogLine(msgspec.Struct, omit_defaults=True):
-    """One log record as JSON; `worker` is the worker process's number, or None without workers."""
+    """One log record as JSON; `worker` is the worker process's number, or None without workers.
+
+    The other members are those of a Python log record.
+    """
 
     time: str
     level: str

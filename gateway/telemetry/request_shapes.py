@@ -64,6 +64,10 @@ class ShapeRecorder:
     ) -> None:
         """Record an ended request; refused, failed and abandoned ones are left out, as in replays
         of the access log.
+
+        at_s     Unix time of its end
+        blocks   ids of the complete blocks of its prompt
+        session  id of its session; 0 for none
         """
         pick = exchange.pick
         if pick is None or not 0 < exchange.status < 400:

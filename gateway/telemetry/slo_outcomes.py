@@ -95,8 +95,11 @@ def measure_latency(
 
 
 def stream_outcome(slo: Slo, ttft_s: float, tpot_s: float | None) -> str:
-    """Return the SLO outcome of a streamed response: "met", or which of TTFT and TPOT was
-    missed.
+    """Return the SLO outcome of a streamed response: "met", "ttft_missed", "tpot_missed" or
+    "both_missed".
+
+    `ttft_s` and `tpot_s` are the measured latencies in seconds. A `tpot_s` of None (fewer than two
+    tokens) meets every budget.
     """
     if tpot_s is None or tpot_s <= slo.tpot_s:
         return "met" if ttft_s <= slo.ttft_s else "ttft_missed"
@@ -107,7 +110,8 @@ def whole_outcome(slo: Slo, ttft_s: float, tokens: int) -> str:
     """Return the SLO outcome of a response that is not streamed.
 
     The outcome is "met" if all tokens arrive within the TTFT budget plus the TPOT budget per
-    further token.
+    further token, else "ttft_missed". `ttft_s` is the time to the first byte of the response in
+    seconds; by then the engine has generated all tokens.
     """
     budget_s = slo.ttft_s + slo.tpot_s * (tokens - 1 if tokens > 1 else 0)
     return "met" if ttft_s <= budget_s else "ttft_missed"

@@ -82,7 +82,14 @@ class _Tree:
         span_id: str = "",
         failure: str = "",
     ) -> None:
-        """Add a trace span if its start and end are known. It gets a new id unless one is given."""
+        """Add a trace span if its start and end are known.
+
+        times    start and end in monotonic seconds
+        parent   id of the parent span
+        kind     OTLP's number for the kind of span, such as server or client
+        span_id  id of the span; "" for a new one
+        failure  the error message of a failed span; "" for success
+        """
         start, end = times
         if start is None or end is None:
             return

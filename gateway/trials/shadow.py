@@ -63,6 +63,11 @@ class NamedPolicy(msgspec.Struct, frozen=True):
 class PickRecord(msgspec.Struct, frozen=True):
     """A pick of the serving policy, recorded for a later evaluation by shadow policies.
 
+    query        the routing query that was picked for
+    pick         the pick of the serving policy
+    candidates   the endpoints that it could pick
+    call         the request
+    model        the name of the request's model
     load_values  the picked endpoint's load before its capacity was reserved (no other endpoint's
                  load changes). None: the pick is not evaluated and only updates the prefix index
     """

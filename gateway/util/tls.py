@@ -44,7 +44,11 @@ class KeyPair(msgspec.Struct, frozen=True):
 class ServerSettings(msgspec.Struct, frozen=True):
     """The TLS settings of a listener of the gateway.
 
-    The first key pair serves clients that ask for an unknown server name.
+    key_pairs           certificates; the first serves clients that ask for an unknown server name
+    client_ca           path of the authorities of client certificates; None: none are requested
+    is_client_required  whether a client must present a certificate, if there is a `client_ca`
+    min_version         lowest TLS version
+    ciphers             cipher suites for TLS 1.2, in OpenSSL's syntax
     """
 
     key_pairs: tuple[KeyPair, ...]

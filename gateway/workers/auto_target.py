@@ -34,6 +34,9 @@ class WorkersAutoTarget:
     async def change(self, text: bytes, reason: str, *, dry_run: bool) -> ChangeResult:
         """Apply the configuration text to all workers, unless another change was applied
         meanwhile.
+
+        reason   why the change is made, for the version history
+        dry_run  whether to validate the text only, without any change
         """
         running = create_version(self.version, time(), "", self.running, ())
         response = await self._rollout.put(

@@ -80,6 +80,8 @@ class Worker:
     ) -> WorkerResponse:
         """Send a request to the worker's admin server and return the response.
 
+        timeout_s  seconds within which the whole response must arrive
+
         Raises one of the exceptions in REQUEST_ERRORS if there is no response.
         """
         timeout = aiohttp.ClientTimeout(total=timeout_s)

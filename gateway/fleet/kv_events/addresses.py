@@ -19,8 +19,11 @@ _WILDCARDS = ("*", "0.0.0.0", "[::]", "::", "localhost", "127.0.0.1")
 
 
 class SourceAddress(msgspec.Struct, frozen=True):
-    """The address at which one engine rank publishes KV events, and its address for replays (""
-    without replays).
+    """The ZeroMQ addresses of one engine rank's KV events, as tcp://host:port.
+
+    events  where the rank publishes events
+    replay  where it repeats earlier events on request; "" if it does not
+    topic   the topic to subscribe to
     """
 
     events: str
@@ -37,6 +40,9 @@ class SourceError(Exception):
 def configured_addresses(spec: KvEvents, url: str, ranks: int) -> list[SourceAddress]:
     """Return the addresses of KV events that the configuration names: one per rank, on consecutive
     ports.
+
+    url    the engine's URL, whose host applies where the configuration gives a port only
+    ranks  number of the engine's data-parallel ranks
     """
     assert spec.publisher is not None
     host, port = _split(spec.publisher, url)
@@ -68,7 +74,8 @@ def of_rank(addresses: list[SourceAddress], rank: int | None) -> list[SourceAddr
 def described_by_vllm(status: int, body: bytes, url: str) -> list[SourceAddress]:
     """Parse vLLM's response to GET /kv_event_sources into source addresses.
 
-    Raises SourceError if the engine publishes no events.
+    The host of `url`, the engine's URL, replaces a wildcard such as `*`. Raises SourceError if the
+    engine publishes no events.
     """
     described = _object(status, body, VLLM_PATH)
     ranks = sorted(described, key=lambda rank: int(rank) if rank.isdecimal() else MAX_RANKS)
@@ -93,7 +100,8 @@ def described_by_vllm(status: int, body: bytes, url: str) -> list[SourceAddress]
 def described_by_sglang(status: int, body: bytes, url: str) -> list[SourceAddress]:
     """Parse SGLang's response to GET /server_info into source addresses.
 
-    Raises SourceError if the engine publishes no events.
+    The host of `url`, the engine's URL, is that of the addresses. Raises SourceError if the engine
+    publishes no events.
     """
     events = _object(status, body, SGLANG_PATH).get("kv_events")
     if not isinstance(events, dict) or not isinstance(events.get("endpoint_port_base"), int):

@@ -236,7 +236,7 @@ class ExactPrefixes:
         """Record that a prompt is sent to an endpoint; return the cached tokens that its answer
         must report.
 
-        Returns None if the endpoint has no KV events.
+        `slot` is the endpoint's slot number. Returns None if the endpoint has no KV events.
         """
         if slot not in self.endpoints:
             return None
