@@ -125,8 +125,10 @@ class Call:
         return self.own + sum(call.total for call in self.calls.values())
 
     def lines(self, depth: int = 0) -> Iterator[str]:
-        """Yield the call tree as lines with total instructions, own instructions and name, in order
-        of the first call.
+        """Yield the call tree as lines of text, in order of the first call.
+
+        Each line has the bytecode instructions of the function with its callees, those of the
+        function alone, and its name.
         """
         yield f"{self.total:6} {self.own:6}  {'  ' * depth}{self.name}"
         for call in self.calls.values():
@@ -170,8 +172,9 @@ class CallCounter:
 
 
 async def count_kind(kind: Kind, base: int, work: Path) -> Call:
-    """Send requests of one kind, and return the call tree of the request with the median number of
-    instructions.
+    """Send requests of one kind, and return the call tree of one of them.
+
+    It is the request with the median number of bytecode instructions.
     """
     port = base + kind.endpoints + 100
     command = penstock_command(kind.policy, backend_urls(base, kind.endpoints))
@@ -181,7 +184,7 @@ async def count_kind(kind: Kind, base: int, work: Path) -> Call:
 async def median_call(config: Path, port: int, bodies: list[bytes]) -> Call:
     """Send the request bodies one after another to a gateway in this process.
 
-    Returns the call tree of the request with the median number of instructions.
+    Returns the call tree of the request with the median number of bytecode instructions.
     """
     app = App(load_config(config, {}))
     await app.start()

@@ -48,7 +48,11 @@ WORDS = "How does a water wheel work? "
 
 @dataclass(frozen=True)
 class Kind:
-    """One kind of request to compare: its prompt, and whether its answer is streamed."""
+    """One kind of request to compare.
+
+    prompt  its prompt
+    stream  whether its answer is streamed
+    """
 
     name: str
     prompt: str
@@ -78,10 +82,10 @@ KINDS = (
 
 
 def main() -> None:
-    """Print instructions and CPU time for each kind of request: served whole, split, and the ratio
-    of both.
+    """Print bytecode instructions and CPU time for each kind of request.
 
-    The goal applies only to answers that are not streamed.
+    Each is printed served whole, split, and as the ratio of both. The goal applies only to answers
+    that are not streamed.
     """
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter

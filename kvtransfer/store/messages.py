@@ -22,7 +22,7 @@ MAX_LEASE_KEYS = 1 << 10
 
 
 class StoreProtocolError(Exception):
-    """Raised for a message that is malformed, too long, or out of order."""
+    """Raised for a message that is malformed, too long, or not expected at that point."""
 
 
 class Greeting(msgspec.Struct, frozen=True, tag=True):

@@ -31,7 +31,12 @@ def receive_exactly(connection: socket.socket, length: int) -> bytes:
 
 
 def receive_message(connection: socket.socket, on_begun: Callable[[], None] | None = None) -> bytes:
-    """Return the body of the next message. `on_begun` is called after its first bytes."""
+    """Return the body of the next message.
+
+    `on_begun` is called after its first bytes have arrived. Raises ConnectionEndedError if the
+    other end has closed the connection, StoreProtocolError if the message is too long, and OSError
+    after a timeout.
+    """
     prefix = connection.recv(LENGTH_BYTES)
     if not prefix:
         raise ConnectionEndedError

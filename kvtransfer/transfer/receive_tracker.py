@@ -18,16 +18,17 @@ class WindowError(Exception):
 
 
 class RepeatedWindowError(WindowError):
-    """Raised when part of received KV has arrived before. It is not written again, so no harm is
-    done.
+    """Raised when part of received KV has arrived before.
+
+    It is not written again, so the connection may continue.
     """
 
 
 class ReceiveTracker:
     """Tracks which windows (pieces) of a KV transfer have arrived; not thread-safe.
 
-    A window is begun when its head is read, and landed when its bytes are in place and verified. No
-    byte range is written twice, and only verified bytes count.
+    A window has begun when its header is read. It has landed when its bytes are in their blocks and
+    verified. No byte range is written twice, and only verified bytes count.
     """
 
     def __init__(self, plan: TransferPlan) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 
 class AgentLock:
-    """A reentrant lock that runs deferred work when it is finally released.
+    """A reentrant lock that runs deferred work when its holder releases it completely.
 
     The work runs on the releasing thread without the lock, before that thread continues. The next
     event of a connection is therefore handled after the work.

@@ -21,8 +21,10 @@ import msgspec
 
 
 class PoolState(msgspec.Struct, frozen=True):
-    """The blocks of an engine's KV pool: the names of cached blocks, and the number of free
-    ones.
+    """The blocks of an engine's KV pool.
+
+    cached  names of the cached blocks, as KV events name them
+    free    number of blocks that are not in use
     """
 
     cached: Sequence[int | str]

@@ -71,7 +71,12 @@ class StepWork(msgspec.Struct, frozen=True):
 
 
 class StoreOrders(msgspec.Struct):
-    """The orders of one engine step, and what the step computes."""
+    """The store's orders of one engine step.
+
+    loads  blocks to load
+    saves  blocks to save
+    work   the prompts that the step computes
+    """
 
     loads: list[BlockOrder] = []
     saves: list[BlockOrder] = []
@@ -237,13 +242,16 @@ class StoreScheduler:
         return True
 
     def forget(self, request: str) -> None:
-        """Forget the lookups of an ended request. A load that has begun goes on to its end."""
+        """Drop the lookups of an ended request. A load that has begun continues to its end."""
         self._keys.pop(request, None)
         self._chosen.pop(request, None)
         self._used.discard(request)
 
     def on_report(self, report: StoreReport) -> None:
-        """Learn from what the workers measured. It comes before `on_ended` of the same step."""
+        """Learn the costs of loading and computing from what the workers measured.
+
+        Call it before `on_ended` of the same step.
+        """
         for request, seconds in report.loads.items():
             self._load_s[request] = max(seconds, self._load_s.get(request, 0.0))
         if report.work is not None:
@@ -281,7 +289,7 @@ def _slowest(bits: Sequence[int]) -> int:
 def measure_work(chunks: Sequence[tuple[int, int]]) -> StepWork:
     """Return the work of a step from the (computed, scheduled) tokens of each request.
 
-    A request with one scheduled token decodes.
+    A request with one scheduled token decodes, and does not count.
     """
     prompts = [(start, tokens) for start, tokens in chunks if tokens > 1]
     return StepWork(
