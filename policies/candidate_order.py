@@ -52,9 +52,7 @@ They are ranked again because their sort keys may have risen since (Ranking.rise
 """
 
 STEPS = 256
-"""Maximum number of entries of a group that are searched for an endpoint with part of the prompt
-cached.
-"""
+"""Maximum number of entries of a group that are searched for an endpoint with a cached prefix."""
 
 MOST_FAILED = 32
 """A request with more failed endpoints than this does not use the sorted order.
@@ -64,8 +62,9 @@ the health of an endpoint leaves out all others.
 """
 
 LEVELS = 3
-"""Maximum number of prefixes of a prompt, each cached by many endpoints, that a shortlist
-distinguishes.
+"""Maximum number of different prefixes of a prompt that a shortlist considers.
+
+Each is a prefix that many endpoints have cached, such as a system prompt (PrefixMatch.wide).
 """
 
 Entry = tuple[float, float, int, int]

@@ -66,6 +66,14 @@ class TokenPrice(msgspec.Struct, frozen=True):
 class Endpoint(msgspec.Struct, frozen=True):
     """One engine instance (TP group) at one URL, as configured.
 
+    name             its name, for messages, logs and metrics
+    url              scheme, host and port
+    pool             name of its pool
+    served_model     name by which its engine knows the model; empty: the name in the route
+    role             the phases of requests that it may serve
+    engine           kind of its engine
+    layout           parallel sizes of its engine
+    labels           labels from the configuration, such as `gpu`
     bootstrap        host:port of its bootstrap server, for dialects whose decoder needs it; None
                      otherwise
     max_concurrency  maximum number of requests to send to it at a time
@@ -201,6 +209,7 @@ class RoutingQuery(msgspec.Struct, frozen=True):
     fingerprint       hashes of the prompt's prefixes, one per block; None if no policy reads them
     can_return        False if a client would not retry this pool after a refusal, because the pool
                       is only the fallback of another one
+    rng               random generator; filters and scorers do not use it
     """
 
     request: Request
@@ -216,6 +225,7 @@ class Pick(msgspec.Struct, frozen=True):
     """The candidate endpoint that a policy has chosen for a request, and the reasons for the
     choice.
 
+    cached_tokens    prompt tokens that the candidate is believed to have cached
     score            its score: higher is better; the unit depends on the policy
     candidate_count  number of candidates that passed the filters
     candidates       those that passed the filters and were scored; of a large pool, a shortlist

@@ -127,8 +127,9 @@ class Rotation:
         return chosen
 
     def last_turn(self, candidate: Candidate, now: float) -> float:
-        """Return the number of the candidate's last turn in the round robin, counted from 1; 0 if
-        it had none.
+        """Return the number of the candidate's last turn in the round robin.
+
+        Turns are counted from 1; 0 means that it had none.
         """
         return max(0.0, self._last_turn.get(candidate.load.slot, 0.0))
 

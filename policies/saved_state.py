@@ -81,7 +81,8 @@ class KalmanState(msgspec.Struct, frozen=True, array_like=True):
 class BeliefState(msgspec.Struct, frozen=True, array_like=True):
     """The saved state of an endpoint's learned speed (SpeedBelief).
 
-    shape    the estimated step costs that the learned factors correct
+    `shape` is the estimated step costs that the learned factors correct. The other members have the
+    names of SpeedBelief's attributes.
     """
 
     shape: StepCosts
@@ -389,7 +390,7 @@ class DriftState(msgspec.Struct, frozen=True, array_like=True, tag="drift"):
 
 
 class SessionTurns(msgspec.Struct, frozen=True, array_like=True, tag="turns"):
-    """Some sessions that drift detection knows, with their numbers of requests, oldest first."""
+    """Some sessions that drift detection knows, as (session, number of requests), oldest first."""
 
     turns: list[tuple[int, int]]
 

@@ -38,7 +38,13 @@ MET = "met"
 
 
 class ServedRequest(msgspec.Struct, frozen=True):
-    """How one request was served, in the access log or in the replay. Unknown values are None."""
+    """How one request was served, in the access log or in the replay.
+
+    slo      its service class
+    is_good  whether it was served within both budgets
+    ttft_s   seconds to the first token; None if unknown
+    tpot_s   seconds per further token; None if unknown
+    """
 
     slo: Slo
     is_good: bool

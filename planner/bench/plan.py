@@ -33,6 +33,10 @@ class BenchPlan(msgspec.Struct, frozen=True, kw_only=True):
     think        factor on the pauses between the turns of a session; 0: no pauses
     ignore_eos   makes engines that support it generate exactly the requested length
     warmup       requests sent before the run, one after another, and not counted
+    seed         seed of the workload and of the arrivals
+    slo          limits within which a request counts as good
+    api_key      bearer token; None: none is sent
+    timeout_s    maximum seconds of one request
     """
 
     url: str

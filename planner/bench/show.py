@@ -48,8 +48,9 @@ class LiveProgress:
 
 
 def describe(progress: RunProgress) -> str:
-    """Return one line about a benchmark run: requests done and running, errors, and the median TTFT
-    of the latest.
+    """Return one line about a benchmark run.
+
+    It has the numbers of requests done and running, the errors, and the median TTFT of the latest.
     """
     recent = progress.records[-_RECENT:]
     errors = sum(record.error is not None for record in progress.records)

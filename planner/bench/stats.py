@@ -11,7 +11,10 @@ import msgspec
 
 
 class Summary(msgspec.Struct, frozen=True):
-    """Statistics of a set of samples, in the samples' unit; `std` is the standard deviation."""
+    """Statistics of a set of samples, in the samples' unit.
+
+    `std` is the standard deviation of the population, and p50 to p99 are percentiles.
+    """
 
     count: int
     mean: float

@@ -49,8 +49,10 @@ class _Event(msgspec.Struct):
 
 _DECODER = msgspec.json.Decoder(_Event)
 _MOST_LINE_BYTES = 16 << 20
-"""Maximum bytes of a line; a longer line cannot be an event of an answer and is dropped before it
-fills the memory."""
+"""Maximum bytes of a line of a stream.
+
+A longer line cannot be an event of an answer and is dropped before it fills the memory.
+"""
 
 
 class AnswerTimeline:

@@ -31,7 +31,12 @@ class Turn(msgspec.Struct, frozen=True):
 
 
 class WorkloadSession(msgspec.Struct, frozen=True):
-    """One conversation. Each turn is sent with all earlier turns and their answers."""
+    """One conversation. Each turn is sent with all earlier turns and their answers.
+
+    id      number of the session
+    turns   the user's messages
+    system  the system prompt; None without one
+    """
 
     id: int
     turns: tuple[Turn, ...]
@@ -52,8 +57,10 @@ class WorkloadShape(msgspec.Struct, frozen=True):
 
 
 class Arrival(msgspec.Struct, frozen=True):
-    """A session of a workload and the time at which it is due, in seconds from the start of the
-    benchmark.
+    """A session of a workload that is due at a time.
+
+    due_s    seconds from the start of the benchmark
+    session  the session
     """
 
     due_s: float

@@ -83,7 +83,14 @@ class DriftError(ValueError):
 
 
 class ReplayOptions(msgspec.Struct, frozen=True):
-    """The options of `penstock drift` for the suggestion of another layout."""
+    """The options of `penstock drift` for the suggestion of another layout.
+
+    last_s    seconds of recent requests to replay
+    model     the model, where the configuration does not name it
+    gpu       the GPU type, likewise
+    reload_s  seconds in which one engine reloads; None: from the size of its weights
+    limit_s   seconds of CPU time that the replays may take
+    """
 
     last_s: float
     model: str | None

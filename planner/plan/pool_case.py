@@ -30,8 +30,10 @@ class PoolCaseError(ValueError):
 
 
 class Assumptions(msgspec.Struct, frozen=True):
-    """The model and GPU type to assume where a configuration does not state them; None: the
-    defaults.
+    """What to assume where a configuration does not state it; None: the default.
+
+    model  name of the model
+    gpu    GPU type
     """
 
     model: str | None = None

@@ -210,8 +210,9 @@ class DisaggSim:
         inflight.decode_group = None
 
     def on_group_died(self, now: float, group: ReplayGroup) -> None:
-        """Record the death of a group: its unfetched KV is lost, and split requests that decode
-        there fail.
+        """Record that a group has failed.
+
+        Its KV that was not fetched yet is lost, and split requests that decode there fail.
         """
         group.sends_at_s = group.receives_at_s = now
         for inflight in list(self._fleet.inflight.values()):

@@ -108,8 +108,9 @@ class Fleet:
         return len(self._records)
 
     def run(self) -> ReplayRun:
-        """Process all events of the replay, up to the last token or the end of the replay, and
-        return the run.
+        """Process all events of the replay, and return the run.
+
+        It ends with the last token, or at the end that the options set (`horizon_s`).
         """
         began = perf_counter()
         self._prepare()
@@ -191,8 +192,9 @@ class Fleet:
     # Sending to a group
 
     def serve(self, now: float, inflight: InflightRequest, query: RoutingQuery) -> None:
-        """Pick a group for the request, reserve the capacity there and send the request, in one
-        step as the gateway does.
+        """Pick a group for the request, reserve the capacity there and send the request.
+
+        As in the gateway, this is one step, in which no other request is decided about.
         """
         if self.disagg is not None and self.disagg.serve(now, inflight, query):
             return

@@ -26,15 +26,33 @@ class ReplayRecord:
 
     Times are on the replay's clock; None if the event did not occur.
 
-    arrived_s        time at which the client first sent the request
-    entered_s        time at which the request was admitted and a group was picked
-    group            name of the group that served the request
-    prefilled_by     name of the prefill group of a split request
-    cached_tokens    prompt tokens that the engine had cached
-    believed_tokens  prompt tokens that the gateway expected to be cached
-    ideal_tokens     prompt tokens that would have been cached if all groups shared one cache
-                     without evictions
-    refusals         how often the request was refused before it was admitted or given up
+    number            number of the request, in order of arrival
+    arrived_s         time at which the client first sent the request
+    prompt_tokens     tokens of its prompt
+    output_tokens     tokens of its answer
+    slo               its service class
+    tenant            its tenant
+    session           key of its session; "" if it has none
+    entered_s         time at which the request was admitted and a group was picked
+    group             name of the group that served the request
+    prefilled_by      name of the prefill group of a split request
+    cached_tokens     prompt tokens that the engine had cached
+    believed_tokens   prompt tokens that the gateway expected to be cached
+    ideal_tokens      prompt tokens that would have been cached if all groups shared one cache
+                      without evictions
+    predicted_ttft_s  seconds to the first token that were predicted at the pick
+    predicted_tpot_s  seconds per further token that were predicted at the pick
+    first_s           time of the first token
+    done_s            time of the last token
+    longest_gap_s     longest time between two tokens in seconds
+    wasted_tokens     prompt tokens that were computed in vain
+    preemptions       how often an engine interrupted the request for lack of KV
+    refusals          how often the request was refused before it was admitted or given up
+    refused_s         time of the first refusal
+    promised_s        time at which the client may retry by the first Retry-After
+    retries           number of further attempts after a group had failed
+    end               how the request ended
+    reason            reason of a refusal or failure
     """
 
     number: int
@@ -115,8 +133,12 @@ class GroupTotals:
 
 @dataclass(slots=True)
 class ReplayRun:
-    """The outcome of one replay: its requests in order of arrival, and the totals of each group.
+    """The outcome of one replay.
 
+    policy   name of the routing policy
+    fleet    name of the fleet
+    records  the requests in order of arrival
+    groups   the totals of each group
     ended_s  clock at the last event
     picks    number of decisions of the policy
     pick_s   wall time of these decisions in seconds

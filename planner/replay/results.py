@@ -42,27 +42,43 @@ class ShareFigures(msgspec.Struct, frozen=True):
 class ReplayFigures(msgspec.Struct, frozen=True):
     """The results of one replay; rates are per second of the span in which requests arrived.
 
-    attainment      share of all offered requests that were good: served within both budgets; 0 if
-                    none were offered
+    A request is good if it was served within both budgets.
+
+    policy          name of the routing policy
+    fleet           name of the fleet
+    offered         number of requests
+    ends            number of requests by the way in which they ended (RequestEnd)
+    reasons         number of refused and failed requests by reason
+    span_s          seconds in which the requests arrived
+    attainment      share of all offered requests that were good; 0 if none were offered
     goodput         good requests per second
     token_goodput   prompt and output tokens of good requests per second
     good_input      prompt tokens of good requests per second
+    throughput      served requests per second
+    ttft            seconds to the first token
+    tpot            seconds per further token
+    longest_gap     longest seconds between two tokens of an answer
     hit_ratio       share of prompt tokens that were cached
     of_ideal        cached tokens, relative to those if all groups shared one cache without
                     evictions
+    believed_ratio  share of prompt tokens that the gateway expected to be cached
     imbalance       computed and generated tokens of the busiest group, relative to the mean group
     wasted          prompt tokens computed for requests that were not served, as a share of all
                     computed
     long_kept       share of prompts above 32k tokens that were good
     jain            Jain's index over tenants' attainment: 1 if all are equal
     worst_tenant    the lowest attainment of a tenant
+    classes         results by service class
+    tenants         results by tenant
     ttft_error      mean relative error (MAPE) of the TTFT that was predicted at the pick, counted
                     from the pick; None without predictions
-    tpot_error      the same for the TPOT
-    ttft_error_p50  median of the relative errors of TTFT; None without predictions
+    ttft_error_p50  median of these errors; None without predictions
+    tpot_error      mean relative error of the TPOT; None without predictions
     at_first_retry  share of the requests refused once and retried that were admitted then; None if
                     there were none
+    preemptions     how often engines interrupted a request for lack of KV
     pick_us         microseconds per decision
+    wall_s          wall time of the replay in seconds
     """
 
     policy: str

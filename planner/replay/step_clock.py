@@ -79,8 +79,10 @@ class StepClock:
         self.due_s = inf
 
     def wake(self, now: float) -> None:
-        """Start an engine step if idle, or shorten the current run of steps, because a new job is
-        in a queue.
+        """Let the engine notice a new job in a queue.
+
+        An idle engine starts a step. Otherwise the current run of steps is shortened to its current
+        step.
         """
         if self._plans is None:
             self._begin(now)

@@ -37,7 +37,13 @@ class NoCountedRequestError(ValueError):
 
 
 class UnknownCapacity(msgspec.Struct, frozen=True):
-    """The result in place of a Capacity that could not be determined; `reason` says why."""
+    """The result in place of a Capacity that could not be determined.
+
+    reason  why
+    target  as in Capacity
+    tried   as in Capacity
+    load    always None
+    """
 
     reason: str
     target: float
@@ -83,8 +89,11 @@ class ComparisonPoint(msgspec.Struct, frozen=True):
 
 
 class ComparisonResult(msgspec.Struct, frozen=True):
-    """The result of a comparison of routing policies: every replay, and each policy's capacities by
-    target.
+    """The result of a comparison of routing policies.
+
+    comparison  what was compared
+    points      every replay
+    capacities  by policy, its capacity for each target
     """
 
     comparison: Comparison

@@ -14,8 +14,10 @@ KEYS = 2
 """Number of leading columns that every table repeats: policy and load."""
 
 GROUPS = (3, 2, 2, 3, 5)
-"""Groups of columns that stay together if the width allows it: goodput, TTFT, TPOT, cache and
-balance, the rest."""
+"""Sizes of the groups of columns that stay together if the width allows it.
+
+The groups are goodput, TTFT, TPOT, cache and balance, and the rest.
+"""
 
 _FRAME = 3  # a space on both sides of a cell, and a line
 _EDGE = 1

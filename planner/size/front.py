@@ -137,7 +137,9 @@ def _reason(memory: MemoryCheck, batch: int) -> str:
 
 
 def headline(points: Sequence[FleetPoint], work: Workload) -> str:
-    """Return the main result of a sizing as one sentence: to replicate, or for what to use TP."""
+    """Return the main result of a sizing as one sentence: whether to replicate, or for what to use
+    TP.
+    """
     feasible = [point for point in points if not point.reason]
     if not feasible:
         return "no layout of these GPUs holds the model"

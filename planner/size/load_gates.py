@@ -23,8 +23,9 @@ MOST_FOR_WAITS = 2
 
 
 def count_replicas(draft: Draft) -> None:
-    """Choose the number of replicas of a sizing plan, by Little's law and by the waits for prefills
-    (gate 8).
+    """Choose the number of replicas of a sizing plan (gate 8).
+
+    It follows from Little's law, and from how long requests may wait for a prefill.
     """
     numbers = [_ceiling(draft)]
     loaded = at_batch(draft.times(), draft.work, draft.ceiling)
@@ -112,10 +113,9 @@ def _budget(draft: Draft, loaded: BatchTimes) -> Iterator[str]:
 
 
 def split_phases(draft: Draft) -> None:
-    """Record the figures of a sizing plan that matter for separate prefill and decode pools, after
-    the gates.
+    """Record the figures of a sizing plan that matter for separate prefill and decode pools.
 
-    Whether such pools are better needs a replay.
+    They come after the gates. Whether such pools are better needs a replay.
     """
     work, single = draft.work, at_batch(draft.times(), draft.work, 1)
     loaded = at_batch(draft.times(), work, draft.ceiling)

@@ -10,8 +10,10 @@ MAX_BATCH = 256  # vLLM's max_num_seqs; larger batches change a static estimate 
 class Promise(msgspec.Struct, frozen=True):
     """The promised latencies of a class of requests.
 
-    `percentile` percent of the requests must stay within each limit. A limit of None does not
-    apply.
+    name        name of the class
+    ttft_s      maximum seconds to the first token; None: no promise
+    tpot_s      maximum seconds per further token; None: no promise
+    percentile  percent of the requests that must stay within each limit
     """
 
     name: str = "default"

@@ -86,11 +86,10 @@ def to_64_bits(number: int) -> int:
 
 @contextmanager
 def open_lines(path: Path) -> Iterator[Iterable[bytes]]:
-    """Open a file, and yield an iterator over its lines; a file whose name ends in .gz is
-    decompressed.
+    """Open a file, and yield an iterator over its lines.
 
-    Raises TraceError, also while lines are read: for a missing, corrupt or truncated file, or a
-    line of MOST_LINE_BYTES or more.
+    A file whose name ends in .gz is decompressed. Raises TraceError, also while lines are read: for
+    a missing, corrupt or truncated file, or a line of MOST_LINE_BYTES or more.
     """
     try:
         with (

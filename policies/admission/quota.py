@@ -28,7 +28,11 @@ BucketLevel = Annotated[float, msgspec.Meta(ge=-1e15, le=1e15)]
 
 
 class QuotaLimits(msgspec.Struct, frozen=True):
-    """The numbers of requests and tokens that a tenant may use per minute; None means unlimited."""
+    """The limits of a tenant's use per minute; None means unlimited.
+
+    requests_per_minute  number of requests
+    tokens_per_minute    number of tokens, prompts plus answers
+    """
 
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None

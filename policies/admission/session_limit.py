@@ -44,10 +44,10 @@ class SessionLimit:
     def refusal(
         self, query: RoutingQuery, candidates: Sequence[Candidate], cached_tokens: int
     ) -> Shed | None:
-        """Return the refusal of a request that would begin a session which does not fit; None if it
-        may enter.
+        """Return the refusal of a request that would begin a session which does not fit.
 
-        cached_tokens  the largest number of prompt tokens that any candidate has cached
+        Returns None if the request may enter. `cached_tokens` is the largest number of prompt
+        tokens that any candidate has cached.
         """
         request, sessions = query.request, self.sessions
         if not request.session or not sessions.is_limited:

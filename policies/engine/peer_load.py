@@ -15,7 +15,11 @@ Amount = Annotated[int, msgspec.Meta(ge=0, le=1 << 50)]
 
 
 class PeerShare(msgspec.Struct, frozen=True, array_like=True):
-    """The load that one gateway has reserved at one endpoint, in the units of EndpointLoad."""
+    """The load that one gateway has reserved at one endpoint.
+
+    The fields are those of EndpointLoad and EngineLoad with the same names, for this gateway's
+    requests only.
+    """
 
     in_flight: Amount = 0
     decoding: Amount = 0

@@ -10,6 +10,7 @@ class QueuedPrompt:
     """A reserved prompt in the engine model.
 
     enters_at         time at which the engine's scheduler receives the prompt, on the policy clock
+    prompt_tokens     number of its tokens
     remaining_tokens  prompt tokens that no planned step computes yet
     computed_tokens   the prompt tokens before `remaining_tokens`
     is_planned        whether the last chunk of the prompt is in a planned step
@@ -24,7 +25,9 @@ class QueuedPrompt:
     sees_first_token  whether the engine reports the first token; otherwise it is assumed to arrive
                       when the step ends
 
-    The fields about decoding are set when the first token arrives.
+    When the first token arrives, its time is stored in `decode_began_at`. The counters of the
+    engine model at that time (EngineModel) are stored in `decode_begin_step`, `prefill_steps`,
+    `prefill_s`, `decode_base_s` and `decode_context_s`.
     """
 
     __slots__ = (

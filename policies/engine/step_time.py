@@ -154,8 +154,11 @@ class SpeedFactor(NamedTuple):
 
 
 class UsualSpeeds(NamedTuple):
-    """The learned speeds of prefill, of its attention, and of decode steps, for the engine's usual
-    work.
+    """The learned speeds of an engine, for its usual work.
+
+    prefill  factor on the time of prefill
+    pairs    factor on the time of prefill's attention
+    step     factor on the time of decode steps
     """
 
     prefill: SpeedFactor

@@ -138,10 +138,10 @@ class _Finding:
 
 
 class PeerTimes:
-    """The mean times of several endpoints in one measure (such as TTFT), sorted within bins by size
-    of work.
+    """The mean times of several endpoints in one measure (such as TTFT).
 
-    Within a bin, means are scaled by the roofline `shape` to work of the same size.
+    They are sorted within bins by size of work. Within a bin, means are scaled by the roofline
+    `shape` to work of the same size.
     """
 
     __slots__ = ("_means", "_measure", "_shape", "count")

@@ -1,5 +1,4 @@
-"""The speed samples of one endpoint, by size of work, and the verdict of the last comparison with
-its peers.
+"""The speed samples of one endpoint, and the verdict of the last comparison with its peers.
 
 Samples are recorded in every pool, whatever its policy reads. Recording one therefore costs one
 append; samples are aggregated at the next review, once a second. speed_outlier.py compares
@@ -62,8 +61,7 @@ LEAST_PACED = 3.0
 """A review finds an endpoint as fast as its peers only after it has completed this many prompts."""
 
 MOST_AHEAD = 1.5
-"""A prefill step is too uncertain for a sample if it may have computed many more tokens than are
-known.
+"""A prefill step gives no sample if it may have computed far more tokens than are known.
 
 The limit is this multiple of the tokens of its completed prompts: the rest would belong to prompts
 that are not complete. The step after it gives no sample either.
@@ -316,8 +314,7 @@ class SpeedRecord:
 
     @property
     def waiting(self) -> int:
-        """Return the number of prompts that were sent to the endpoint and whose first token has not
-        arrived yet.
+        """Return the number of prompts at the endpoint that wait for their first token.
 
         Only prompts whose first token can be observed count.
         """

@@ -225,8 +225,9 @@ class EngineSimulation:
 def simulate_ttft_s(
     timeline: EngineTimeline, load: EngineLoad, prompt: QueuedPrompt, now: float
 ) -> float:
-    """Return the expected seconds until the first token of a prompt that is sent now and is not
-    queued yet.
+    """Return the expected seconds until the first token of a prompt that is sent now.
+
+    The prompt is not in the engine model's queue yet.
     """
     timeline.advance(load, now)
     is_idle = not (timeline.is_busy or timeline.batch or timeline.queue or load.external_requests)

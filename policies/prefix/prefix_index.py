@@ -55,8 +55,10 @@ _NOTHING = 1e-6
 
 
 _Run = tuple[int, int, int, int]
-"""Consecutive blocks with the same holders: (end, holders, holders without the inserting slot, old
-stamp of that slot)."""
+"""Consecutive blocks with the same holders, as a tuple.
+
+The end, the holders, the holders without the inserting slot, and that slot's old stamp.
+"""
 
 
 class IndexStats(msgspec.Struct, frozen=True):

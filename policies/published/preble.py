@@ -94,8 +94,9 @@ class ExploitExplore:
     def pick(
         self, query: RoutingQuery, candidates: Sequence[Candidate], scores: Sequence[float]
     ) -> int:
-        """Return the index of the best score, with ties going to the least loaded endpoint, and
-        record the pick as load.
+        """Return the index of the best score, and record the pick as load.
+
+        Ties go to the least loaded endpoint.
         """
         index = self._lightest(query, candidates, scores)
         load, request = candidates[index].load, query.request

@@ -42,9 +42,12 @@ def tp_tax(tokens_s_gpu: float, base_tokens_s_gpu: float) -> float:
 class RequestSeconds(msgspec.Struct, frozen=True):
     """The engine seconds that one request takes, alone or as its share of a batch.
 
-    prompt_s  seconds to compute its uncached prompt tokens as if no tokens stood before them
-    cached_s  additional seconds because these tokens attend to the cached ones
-    answer_s  its share of the decode steps of all its answer tokens
+    prompt_tokens  its uncached prompt tokens
+    cached_tokens  its cached prompt tokens
+    answer_tokens  its generated tokens
+    prompt_s       seconds to compute the uncached tokens as if no tokens stood before them
+    cached_s       additional seconds because these tokens attend to the cached ones
+    answer_s       its share of the decode steps of all its answer tokens
     """
 
     prompt_tokens: int
@@ -112,7 +115,7 @@ class EngineShare:
         self.busy_s = self.idle_s = 0.0
 
     def advance(self, now_s: float) -> None:
-        """Count the time since the last call up to `now_s` as busy or idle time of the engine."""
+        """Count the time up to `now_s`, since the last call, as busy or idle time of the engine."""
         elapsed = now_s - self._now_s
         if elapsed <= 0:
             return

@@ -16,10 +16,14 @@ STATE_BYTES = 2  # vLLM keeps states of state-space layers in the model's type
 class LayerKinds(msgspec.Struct, frozen=True):
     """The number of a model's layers of each kind, and the size of its state-space layers.
 
-    mlps          number of layers with an MLP or a mixture of experts
-    window        number of last tokens that layers with window attention read
-    state_params  parameters of all state-space layers
-    state_bytes   bytes of the state of these layers per sequence
+    layers            number of all layers
+    attention_layers  number of layers with a KV cache
+    window_layers     number of layers with window attention
+    window            number of last tokens that these read
+    mlps              number of layers with an MLP or a mixture of experts
+    moe_layers        number of layers with a mixture of experts
+    state_params      parameters of all state-space layers
+    state_bytes       bytes of the state of these layers per sequence
     """
 
     layers: int

@@ -6,8 +6,13 @@ import msgspec
 
 
 class Layout(msgspec.Struct, frozen=True):
-    """The tensor, pipeline, expert, data and context parallel sizes (TP, PP, EP, DP, CP) of one
-    engine.
+    """The parallel sizes of one engine.
+
+    tp  tensor-parallel size: GPUs among which each layer is divided
+    pp  pipeline-parallel size: stages among which the layers are divided
+    ep  expert-parallel size: ranks over which the experts are spread
+    dp  data-parallel size: ranks with requests of their own
+    cp  context-parallel size: ranks among which one prompt is divided
     """
 
     tp: int = 1

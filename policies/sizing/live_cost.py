@@ -21,6 +21,7 @@ class EngineUse(msgspec.Struct, Generic[Key], frozen=True):
     """The use of one engine at one moment.
 
     price_hour  dollars per GPU and hour
+    gpus        number of GPUs of the engine
     weights     total weight (cost.decode_weight) of this gateway's requests at the engine, by key.
                 The caller chooses the key, such as the tenant
     others      total weight of the requests of other gateways

@@ -77,10 +77,16 @@ class MemoryCheck(msgspec.Struct, frozen=True):
 
     Bytes are those of one GPU, in the pipeline stage with the least memory for KV.
 
-    tokens  tokens of KV that the whole engine holds, in requests of the demanded context
-    served  number of requests of that context that fit at the same time
-    spare   KV memory that the demanded requests leave free, as a share of what they need; negative
-            if they do not fit
+    verdict         whether the weights and the requests fit
+    demand          the requests that were to fit
+    weights_bytes   bytes of weights
+    usable_bytes    bytes available for weights and KV
+    free_bytes      bytes left for KV
+    kv_token_bytes  bytes of KV per token
+    tokens          tokens of KV that the whole engine holds, in requests of the demanded context
+    served          number of requests of that context that fit at the same time
+    spare           KV memory that the demanded requests leave free, as a share of what they need;
+                    negative if they do not fit
     """
 
     verdict: MemoryVerdict
@@ -115,8 +121,10 @@ class MemoryCheck(msgspec.Struct, frozen=True):
 
 
 class Stage(msgspec.Struct, frozen=True):
-    """One pipeline stage of a layout: bytes of weights, and bytes of KV per token, on each GPU of
-    the stage.
+    """One pipeline stage of a layout, with bytes on each GPU of the stage.
+
+    weights_bytes   bytes of weights
+    kv_token_bytes  bytes of KV per token
     """
 
     weights_bytes: float
