@@ -30,7 +30,9 @@ log = logging.getLogger("penstock")
 TICK_S = 5.0
 TICKS_PER_INTERVAL = 5
 MOST_BACKOFF = 16
-"""Largest factor by which the interval until the next comparison grows after failed comparisons."""
+"""Largest factor by which the interval between two comparisons grows.
+
+It doubles with every comparison in a row that fails."""
 
 SWITCHES_KEPT = 20
 ROLLBACKS = frozenset({"rollback", "auto_rollback"})

@@ -52,8 +52,13 @@ class DemoError(Exception):
 class DemoOptions(msgspec.Struct, frozen=True):
     """The options of the command `penstock demo`.
 
-    speed    speed of the mock TP groups relative to real time
-    dialect  KV transfer dialect of split requests; None: each request is sent to one group
+    groups      number of mock TP groups
+    policy      name of the routing policy
+    port        port of the API
+    admin_port  port of the admin server
+    model       name of the model that the mocks serve
+    speed       speed of the mock TP groups relative to real time; with 2, they take half the time
+    dialect     KV transfer protocol of split requests; None: each request is sent to one group
     """
 
     groups: int

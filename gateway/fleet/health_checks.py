@@ -56,8 +56,10 @@ FIRST_POLLS = 128  # endpoints polled at the same time before the gateway serves
 
 
 class SpeedProbe(msgspec.Struct, frozen=True):
-    """A test request that measures an engine's speed: a prompt of random words, and the number of
-    tokens to generate.
+    """A test request that measures an engine's speed.
+
+    words   number of random words in its prompt
+    tokens  number of tokens to generate
     """
 
     words: int

@@ -13,7 +13,9 @@ from contextlib import contextmanager
 from time import monotonic
 
 GAP_PER_REPORT = 10.0
-"""Pause between two reports, as a multiple of a report's duration, so that reports take at most a
+"""Pause after a report, as a multiple of its duration.
+
+After a report that took 5 ms, the next one waits at least 50 ms. Reports therefore take at most a
 tenth of the time."""
 
 

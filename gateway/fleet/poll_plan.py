@@ -52,6 +52,9 @@ def least_probe_s(live: LiveEndpoint) -> float:
 class PollPlan:
     """When an endpoint was last polled for its health and its load, and what the next poll
     requests.
+
+    needs_probe   whether the poll requests its health
+    needs_scrape  whether the poll requests its load, from the metrics page
     """
 
     __slots__ = (

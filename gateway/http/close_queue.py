@@ -24,7 +24,7 @@ class CloseQueue:
         self._closed = 0  # in this loop iteration
 
     def defer_close(self, transport: asyncio.Transport | None) -> bool:
-        """Return whether `transport`, whose client has left, will be closed by this queue later.
+        """Queue a connection whose client has left; return whether this queue will close it.
 
         False means that the caller has to close it now, as the event loop does when eof_received()
         returns False. TLS connections are never deferred, because the event loop closes them in any

@@ -14,8 +14,11 @@ from gateway.migrate.draft import Draft, MigrationError, pool_name, with_referen
 
 
 class Provider(msgspec.Struct, frozen=True):
-    """A provider that LiteLLM knows: its kind of engine, its address, and the environment variable
-    with its API key.
+    """A provider of models that LiteLLM knows.
+
+    engine  its kind of engine in gateway.yaml
+    url     its address
+    key     name of the environment variable with its API key; "" if it needs none
     """
 
     engine: str

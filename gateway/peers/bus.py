@@ -35,7 +35,7 @@ class BusState(msgspec.Struct, frozen=True):
     connected      whether frames can be sent and received
     staleness_s    seconds since frames could last be received; 0 while they can
     backlog_bytes  bytes that wait to be sent
-    gaps           number of reconnections after which some frames of the meantime were missing
+    gaps           number of reconnections after which frames sent in the meantime were lost
     problem        why the bus is not connected; "" while it is, or before the first attempt has
                    failed
     """

@@ -194,8 +194,9 @@ class Swap:
 
     @property
     def retiring(self) -> int:
-        """Return the number of endpoints, names and queues that are kept only for requests with an
-        older snapshot.
+        """Return the number of removed endpoints, names and queues that are still kept.
+
+        Requests that began before a change of the configuration may still use them.
         """
         return self._generations.pending_actions
 

@@ -52,8 +52,10 @@ class LiveCost:
     ) -> None:
         """Add the cost of the time since the last call to the cost metrics.
 
-        prices       dollars per GPU and hour by the label `gpu`; other endpoints cost nothing
+        prices       dollars per GPU and hour, by the value of the endpoints' label `gpu`. Endpoints
+                     without a price cost nothing
         has_tenants  whether the cost has a label for the tenant
+        now_s        time of the call in seconds
         """
         meter = self._meter
         meter.advance(now_s, _uses(endpoints, prices, has_tenants) if prices else ())

@@ -30,8 +30,12 @@ VLLM_EXTENSIONS = frozenset({"return_token_ids", "ignore_eos"})
 
 
 class ProbeResponse(msgspec.Struct, frozen=True):
-    """An HTTP response of an engine: its status, its body as JSON (or None) and as text, and the
-    seconds that it took.
+    """An HTTP response of an engine.
+
+    status  the HTTP status
+    json    the body as JSON; None if it is no JSON
+    text    the body as received
+    took_s  seconds from the request to the whole response
     """
 
     status: int

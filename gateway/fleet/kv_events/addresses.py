@@ -100,8 +100,8 @@ def described_by_vllm(status: int, body: bytes, url: str) -> list[SourceAddress]
 def described_by_sglang(status: int, body: bytes, url: str) -> list[SourceAddress]:
     """Parse SGLang's response to GET /server_info into source addresses.
 
-    The host of `url`, the engine's URL, is that of the addresses. Raises SourceError if the engine
-    publishes no events.
+    The host of `url`, the engine's URL, replaces a wildcard such as `*`. Raises SourceError if the
+    engine publishes no events.
     """
     events = _object(status, body, SGLANG_PATH).get("kv_events")
     if not isinstance(events, dict) or not isinstance(events.get("endpoint_port_base"), int):

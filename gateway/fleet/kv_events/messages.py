@@ -122,7 +122,10 @@ class StoredBlocks(msgspec.Struct, frozen=True):
 
 
 class RemovedBlocks(msgspec.Struct, frozen=True):
-    """A KV event: these blocks have left a storage medium, such as GPU memory."""
+    """A KV event: these blocks have left a storage medium, such as GPU memory.
+
+    The attributes are as in StoredBlocks.
+    """
 
     names: list[EngineHash]
     medium: int
@@ -137,8 +140,11 @@ KvEvent = StoredBlocks | RemovedBlocks | ClearedCache
 
 
 class Batch(msgspec.Struct, frozen=True):
-    """One message of KV events. `published_at` is on the engine's clock; `rank` is None for a
-    single rank.
+    """One message of KV events.
+
+    published_at  when the engine sent it, in seconds of the engine's clock
+    events        its events, in order
+    rank          the data-parallel rank that sent it; None for a single rank
     """
 
     published_at: float
