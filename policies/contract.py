@@ -34,8 +34,7 @@ class RetryFilter:
 
 
 Scorer = Callable[[RoutingQuery, Sequence[Candidate]], list[float]]
-"""A function that returns a score for every candidate, in the order of the argument; a higher score
-is better.
+"""A function that returns a score for every candidate, in their order; a higher score is better.
 
 It returns a list rather than a dict because it runs for every request.
 """
@@ -73,10 +72,9 @@ class PhaseShare(msgspec.Struct, frozen=True):
 WHOLE_REQUEST, DECODE_PHASE = PhaseShare(), PhaseShare(prefills=0.0)
 
 PhasePrices = Callable[[RoutingQuery, Sequence[Candidate], PhaseShare], list[float]]
-"""A function that returns the cost of serving the given phases at each candidate, in order; lower
-is better.
+"""A function that returns the cost of serving some phases of a request at each candidate, in order.
 
-The costs of two phases can be added.
+Lower is better. The costs of two phases can be added.
 """
 
 

@@ -69,7 +69,7 @@ class Endpoint(msgspec.Struct, frozen=True):
     name             its name, for messages, logs and metrics
     url              scheme, host and port
     pool             name of its pool
-    served_model     name by which its engine knows the model; empty: the name in the route
+    served_model     name by which its engine knows the model; empty: the name that clients use
     role             the phases of requests that it may serve
     engine           kind of its engine
     layout           parallel sizes of its engine
@@ -125,9 +125,10 @@ class Candidate(msgspec.Struct, frozen=True, eq=False):
 class Slo(msgspec.Struct, frozen=True):
     """A service class: its latency budgets, and the value of a request served within them.
 
-    ttft_s  budget in seconds from arrival to the first token
-    tpot_s  budget in seconds per further output token
-    weight  value of one request
+    name         name of the class
+    ttft_s       budget in seconds from arrival to the first token
+    tpot_s       budget in seconds per further output token
+    weight       value of one request
     is_promised  whether an operator or a client set the budgets. Built-in ones rank requests, and
                  are no reason to refuse any
     """
@@ -164,16 +165,22 @@ class Request(msgspec.Struct, frozen=True):
 
     Token counts are estimates unless the client sent token ids.
 
-    output_tokens  expected output tokens, summed over all choices
-    choices        answers to generate, summed over all prompts
-    prompts        number of prompts
-    priority       higher is served first among waiting requests; the default is 0
-    arrived_s      policy clock at arrival at the gateway
-    deadline_s     policy clock at which the client gives up; None if it sent no deadline
-    session        key of the conversation or agent session it belongs to; "" if unknown
+    id              id of the request
+    model           name of the model
+    tenant          the tenant that sent it
+    prompt_tokens   tokens of its prompts
+    output_tokens   expected output tokens, summed over all choices
+    stream          whether the answer is streamed
+    slo             its service class
+    choices         answers to generate, summed over all prompts
+    prompts         number of prompts
+    priority        higher is served first among waiting requests; the default is 0
+    arrived_s       policy clock at arrival at the gateway
+    deadline_s      policy clock at which the client gives up; None if it sent no deadline
+    session         key of the conversation or agent session it belongs to; "" if unknown
     session_source  header or JSON member that names the session, or "prefix" if its growing prompt
-                   was recognised
-    session_hints  the client's statements about the session's future; None without any
+                    was recognised
+    session_hints   the client's statements about the session's future; None without any
     """
 
     id: str

@@ -73,9 +73,7 @@ class BenchRecord(msgspec.Struct):
 
     @property
     def lag_s(self) -> float:
-        """Return the seconds between the planned time of the request and the time when this client
-        sent it.
-        """
+        """Return by how many seconds this client sent the request later than planned."""
         return self.sent_s - self.due_s
 
 

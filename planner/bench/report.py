@@ -71,10 +71,9 @@ class BenchReport:
 
     @property
     def cached_ratio(self) -> float | None:
-        """Return the share of prompt tokens that came from prefix caches, over the answers that
-        report it.
+        """Return the share of prompt tokens that came from prefix caches, 0 to 1.
 
-        Returns None if no answer reports it.
+        Only answers that report it count. Returns None if there are none.
         """
         reporting = [record for record in self.completed if record.cached_tokens is not None]
         prompt = sum(record.prompt_tokens or 0 for record in reporting)

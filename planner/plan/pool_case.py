@@ -121,12 +121,20 @@ class _Config(msgspec.Struct):
 class PoolCase(msgspec.Struct, frozen=True):
     """One pool of one configuration, as the input of a replay.
 
-    models        the names it serves; None: all, because the configuration has none
-    fleet         the mock groups that represent its endpoints
-    assumed       texts about what was assumed where the configuration states nothing
-    slow_start_s  setting of slow start, see ReplayOptions
-    slow_factor   setting of the ejection of slow groups, see ReplayOptions
-    hedge_share   setting of hedges, see ReplayOptions
+    models            the names it serves; None: all, because the configuration has none
+    fleet             the mock groups that represent its endpoints
+    policy_name       name of the routing policy
+    policy_params     its parameters
+    admission_name    name of the admission policy
+    admission_params  its parameters
+    limits            limits of the wait queue
+    shares            parameters for sharing between tenants
+    classes           service classes by name
+    standard          the service class of requests that name none
+    assumed           texts about what was assumed where the configuration states nothing
+    slow_start_s      setting of slow start, see ReplayOptions
+    slow_factor       setting of the ejection of slow groups, see ReplayOptions
+    hedge_share       setting of hedges, see ReplayOptions
     """
 
     pool: str

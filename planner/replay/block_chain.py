@@ -45,8 +45,9 @@ class UnlimitedCache:
         self._known: set[int] = set()
 
     def hit(self, keys: Sequence[int], prompt_tokens: int) -> int:
-        """Return how many tokens of a prompt are in the unlimited cache, and add the whole prompt
-        to it.
+        """Return how many tokens of a prompt are cached, and add the whole prompt to the cache.
+
+        `keys` are the prompt's chained block ids (`keys_of`).
         """
         known, hits = self._known, 0
         limit = min(len(keys), (prompt_tokens - 1) // self._block_tokens)

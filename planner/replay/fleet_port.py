@@ -52,8 +52,9 @@ class SpeedsPort(Protocol):
     """The interface of the review of groups' speeds to the other parts of a replay."""
 
     def on_overtaken(self, now: float, inflight: InflightRequest, group: ReplayGroup) -> None:
-        """Record that the request left the group before its first token, which is a sign that the
-        group is slow.
+        """Record that the request left the group before its first token.
+
+        This is a sign that the group is slow.
         """
 
 

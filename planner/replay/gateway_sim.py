@@ -168,7 +168,9 @@ class GatewaySim:
     def confirm(
         self, slot: int, believed_tokens: int, cached_tokens: int, prompt_tokens: int
     ) -> None:
-        """Compare the cached tokens that an answer reports with the predicted number."""
+        """Compare the cached tokens that an answer reports with `believed_tokens`, the number
+        expected.
+        """
         if self.policy.reads_prefix and not self._is_event_lost():
             self.index.confirm(
                 slot, min(1.0, believed_tokens / prompt_tokens), cached_tokens / prompt_tokens

@@ -142,5 +142,8 @@ class HiddenRanks:
             rank.stop()
 
     def longest_gap_s(self, job: Job, since_s: float) -> float:
-        """Return the longest seconds between two tokens of a finished job."""
+        """Return the longest time between two tokens of a finished job, in seconds.
+
+        `since_s` is the time of its first token.
+        """
         return self._rank_of.pop(job).longest_gap_s(job, since_s)

@@ -37,8 +37,14 @@ class FleetError(ValueError):
 class GroupKind(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A kind of equal TP groups in a fleet; there are `count` of them.
 
+    model                    name of the model
+    gpu                      GPU type
+    tp                       tensor-parallel size
+    role                     the phases of requests that the groups serve
     kv_tokens                KV capacity of each group in tokens; None: as many as its memory allows
     kv_scalar_bytes          bytes per cached scalar: 2 normally, 1 for an fp8 cache
+    max_num_seqs             the engine's maximum number of sequences at a time
+    max_num_batched_tokens   the engine's maximum tokens of one step
     max_concurrency          the gateway's limit of concurrent requests per group
     slowness                 factor on the duration of the group's steps, unknown to the gateway
     up_at_s                  time at which the group joins the fleet, with an empty cache

@@ -54,6 +54,8 @@ class UnknownCapacity(msgspec.Struct, frozen=True):
 class Comparison(msgspec.Struct, frozen=True):
     """The policies, loads and options of a comparison of routing policies by replays.
 
+    fleet      the fleet
+    requests   the trace
     policies   names of the policies, each with its default parameters
     admission  name of the admission policy; None: every request is admitted
     loads      request rates relative to the recorded rate; with `by_users`, numbers of users
@@ -61,6 +63,7 @@ class Comparison(msgspec.Struct, frozen=True):
     targets    shares of requests within their SLO, 0 to 1; for each, the highest load that reaches
                it is determined
     warmup_s   requests that arrive before this time in seconds are not counted
+    options    the options of each replay
     """
 
     fleet: FleetSpec

@@ -36,6 +36,10 @@ class ItemStatus(StrEnum):
 class SeedItem(msgspec.Struct, frozen=True):
     """One statement of `penstock seeds`, such as a table, a worked example or a checklist item.
 
+    number   number of the statement, 1 to 119
+    seed     number of the document that makes the statement (docs/sizing.md)
+    item     the statement
+    status   whether Penstock answers it
     command  the command line, configuration check or documentation page that tests the statement
     golden   expected outcomes by name: a number that is met within 1 %, or a text that the outcome
              contains. Dotted names are members of the JSON that `penstock size ... --json` prints

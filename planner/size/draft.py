@@ -64,12 +64,21 @@ class PlanHardware(msgspec.Struct, frozen=True):
 class FleetPlan(msgspec.Struct, frozen=True):
     """A planned fleet of equal replicas (engines).
 
-    single      times of a replica with one request
-    loaded      times of a replica with `ceiling` requests
-    ceiling     requests that one replica serves at once
-    wait_s      the wait before a prefill, in seconds, that the promised percentile of requests does
-                not exceed
-    shortfalls  what the plan does not achieve, one sentence each
+    model        shape of the model
+    hardware     the GPUs
+    work         the traffic and the promised latencies
+    layout       parallel sizes of a replica
+    memory       the memory check of a replica
+    single       times of a replica with one request
+    loaded       times of a replica with `ceiling` requests
+    ceiling      requests that one replica serves at once
+    replicas     number of replicas
+    wait_s       the wait before a prefill, in seconds, that the promised percentile of requests
+                 does not exceed
+    gates        the steps of the recipe with their reasons
+    shortfalls   what the plan does not achieve, one sentence each
+    findings     layout rules that the plan violates
+    is_measured  whether the step times were measured for this model, GPU and layout
     """
 
     model: Llm

@@ -32,10 +32,21 @@ MAX_LADDER_TP = 16
 class FleetPoint(msgspec.Struct, frozen=True):
     """One layout of a fleet's GPUs at one batch size per replica, with its speed and cost.
 
-    usd_million  dollars per million answer tokens, prompts included
-    kv_use       share of the KV cache that the batch fills, 0 to 1
-    reason       why the layout is impossible; empty if it is possible
-    is_best      True if every other point is slower or serves fewer requests
+    model         name of the model
+    gpu           GPU type
+    tp            tensor-parallel size
+    pp            pipeline-parallel size
+    ep            expert-parallel size
+    replicas      number of replicas
+    batch         requests per replica at a time
+    ttft_s        seconds to the first token
+    tpot_s        seconds per further token
+    requests_s    requests per second of the fleet
+    tokens_s_gpu  answer tokens per second and GPU
+    usd_million   dollars per million answer tokens, prompts included
+    kv_use        share of the KV cache that the batch fills, 0 to 1
+    reason        why the layout is impossible; empty if it is possible
+    is_best       True if every other point is slower or serves fewer requests
     """
 
     model: str

@@ -20,12 +20,21 @@ from policies.sizing.drift import request_tokens
 class LoggedRequest(msgspec.Struct):
     """The fields of an access log line that a replay needs.
 
-    time            Unix time at which the request's head was received
-    received_us     microseconds from then until its last byte was received; None if unknown
-    first_token_us  microseconds from then to the first token
-    last_us         microseconds from then to the end of the response
-    slo_outcome     whether it met its budgets: met, or what was missed; empty if unknown
-    session_id      id of its session; 0 if it has none
+    time               Unix time at which the request's head was received
+    status             HTTP status of the response
+    endpoint           name of the endpoint that served it
+    received_us        microseconds from then until its last byte was received; None if unknown
+    body_bytes         bytes of its body
+    events             number of events of the streamed answer
+    prompt_tokens      tokens of the prompt, as the engine reported; None if it did not
+    completion_tokens  tokens of the answer, likewise
+    first_token_us     microseconds from `time` to the first token
+    last_us            microseconds from `time` to the end of the response
+    slo                name of its service class
+    slo_outcome        whether it met its budgets: met, or what was missed; empty if unknown
+    session_id         id of its session; 0 if it has none
+    blocks             ids of the prompt's blocks; empty if the gateway does not log them
+    block_tokens       tokens per block
     """
 
     time: float

@@ -48,14 +48,19 @@ class TraceError(ValueError):
 class TraceRequest(msgspec.Struct, frozen=True):
     """One recorded request, in the common form of all trace formats.
 
-    arrival_s    arrival in seconds from the beginning of its trace
-    blocks       chained 64-bit ids: an equal id means an equal prompt up to the end of that block,
-                 including the incomplete last block. Empty: the prompt is unknown and shares
-                 nothing
-    block_tokens tokens per block, at least 1
-    think_s      in a closed loop, seconds after the answer to the previous request of its session
-                 at which it is sent; None: sent at arrival_s, independent of others
-    slo          name of its service class
+    arrival_s      arrival in seconds from the beginning of its trace
+    input_tokens   tokens of its prompt
+    output_tokens  tokens of its answer
+    blocks         chained 64-bit ids: an equal id means an equal prompt up to the end of that
+                   block, including the incomplete last block. Empty: the prompt is unknown and
+                   shares nothing
+    block_tokens   tokens per block, at least 1
+    session        key of its session; "" if it has none
+    think_s        in a closed loop, seconds after the answer to the previous request of its session
+                   at which it is sent; None: sent at arrival_s, independent of others
+    tenant         name of its tenant
+    slo            name of its service class
+    priority       its priority; higher is served first
     """
 
     arrival_s: float

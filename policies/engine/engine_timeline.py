@@ -39,8 +39,8 @@ class EngineTimeline(EngineModel):
         self.arrivals, self.lengths = ArrivalAverages(now), RecentLengths()
 
     def on_sent(self, load: EngineLoad, prompt: QueuedPrompt, now: float) -> None:
-        """Queue a prompt that was sent to the engine, and add its work to the forecast of the
-        endpoint's load.
+        """Queue a prompt that was sent to the engine, and update the forecast of the endpoint's
+        load.
         """
         left, start = prompt.remaining_tokens, prompt.computed_tokens
         pairs = left * (start + 0.5 * left)
@@ -77,8 +77,9 @@ class EngineTimeline(EngineModel):
         self._update_forecast(load, now)
 
     def on_first_token(self, load: EngineLoad, prompt: QueuedPrompt, now: float) -> None:
-        """Record that a prompt's first token has arrived, so that the step which completed the
-        prompt has ended.
+        """Record that a prompt's first token has arrived.
+
+        The step that completed the prompt has therefore ended.
         """
         # it belongs to the step that has ended, and nothing was planned since
         if not prompt.is_planned and self.is_same_step(now):

@@ -1,9 +1,9 @@
-"""Computes ids of prompt blocks for a log: equal ids show shared prefixes but cannot confirm a
-guessed prompt.
+"""Computes ids of prompt blocks for a log, by which shared prefixes can be seen.
 
-Fingerprint keys already depend on a secret. The ids in a log depend on the tenant as well. A tenant
-that sends a guessed prompt and reads the log therefore finds only its own ids, even where tenants
-share an engine's cache. The log is written by gateway/telemetry/accounting.py.
+They cannot be used to confirm a guessed prompt. Fingerprint keys already depend on a secret, and
+the ids in a log depend on the tenant as well. A tenant that sends a guessed prompt and reads the
+log therefore finds only its own ids, even where tenants share an engine's cache. The log is written
+by gateway/telemetry/accounting.py.
 """
 
 from __future__ import annotations
@@ -30,7 +30,10 @@ class BlockIds:
         self._numbers: dict[str, tuple[int, int]] = {}
 
     def session_id(self, session: str) -> int:
-        """Return a 48-bit id of a session's key, from which the key cannot be guessed; 0 for ""."""
+        """Return a 48-bit id of a session's key; 0 for "".
+
+        The key cannot be guessed from the id.
+        """
         if not session:
             return 0
         digest = hashlib.blake2b(

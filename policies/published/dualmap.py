@@ -74,8 +74,7 @@ class TwoHashPicker:
     def pick(
         self, query: RoutingQuery, candidates: Sequence[Candidate], scores: Sequence[float]
     ) -> int:
-        """Return the index of the better one of the two endpoints that the hashes of the prefix
-        select.
+        """Return the index of the better of the two endpoints that the prefix's hashes select.
 
         `scores` are the negative expected TTFTs of the candidates in seconds.
         """
@@ -115,11 +114,10 @@ class TwoHashPicker:
 
 
 class HotPrefixes:
-    """Chooses how many blocks of a prompt are hashed: one, plus one more for each hot prefix of the
-    prompt.
+    """Chooses how many blocks of a prompt are hashed.
 
-    A prefix is hot if many recent requests share it. It stays hot until `_MOST_EXPANDED` newer hot
-    prefixes have displaced it.
+    It is one, plus one more for each hot prefix of the prompt. A prefix is hot if many recent
+    requests share it. It stays hot until `_MOST_EXPANDED` newer hot prefixes have displaced it.
     """
 
     __slots__ = ("_at_least", "_counts", "_expanded", "_recent", "_share", "_window")

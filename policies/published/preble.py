@@ -161,7 +161,7 @@ class SentWindow:
         return len(self._by_id)
 
     def seconds(self, slot: int) -> float:
-        """Return the GPU seconds of the work that was sent to the endpoint in this slot within the
+        """Return the GPU seconds of the work that the endpoint in this slot was sent within the
         window.
         """
         sums = self._sums.get(slot)

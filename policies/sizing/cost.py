@@ -127,7 +127,7 @@ class EngineShare:
             self.idle_s += elapsed
 
     def enter(self, now_s: float, weight: float) -> RequestShare:
-        """Start to count a request's share with this weight.
+        """Start to count a request's share with this weight, from `now_s` on.
 
         Raises ValueError if the weight is not positive.
         """

@@ -170,6 +170,7 @@ class DriftWindow(msgspec.Struct, frozen=True):
     index       stability index by measure; measures that are not compared yet are left out
     rate_ratio  requests per second, relative to the rate of the same hour when the fleet was sized;
                 None: unknown
+    is_alarm    whether any measure raises an alarm
     alarms      the measures that were above the limit in two windows in succession
     """
 

@@ -39,16 +39,24 @@ class Fit(msgspec.Struct, frozen=True):
 
 
 class Gpu(msgspec.Struct, frozen=True):
-    """A GPU type: memory in bytes, peak rates per second, links and fitted constants.
+    """A GPU type: memory, peak rates, links and fitted constants.
 
+    name           name of the type
+    hbm_bytes      bytes of memory
+    hbm_bytes_s    peak memory bandwidth in bytes/s
+    bf16_flops     dense peak in FLOP/s with bf16
+    fp8_flops      dense peak in FLOP/s with fp8; that of bf16 if it has no fp8 units
     link_bytes_s   bytes/s per direction of NVLink or xGMI, or of PCIe if there is neither
     nic_bytes_s    bytes/s of its network adapter
+    fit            fitted constants of its step times
+    grid_name      its name in tables of measured step times; empty: it is in none
     domain_gpus    number of GPUs that these links connect: 8 in an HGX server, 72 in an NVL72 rack
     has_fast_link  whether collectives of a TP group use a faster link than PCIe
     fit_of         the GPU type whose fitted constants are used for this one; empty if the constants
                    were fitted to this type
     errors         relative error of the step-time equation, as the 90th percentiles for (prefill,
                    decode)
+    source         where the peaks are from
     """
 
     name: str

@@ -19,7 +19,15 @@ class EngineLaunch(msgspec.Struct, frozen=True):
 
     Members that are None or False keep the engine's default.
 
+    model          repository or folder of the model
+    layout         parallel sizes of the engine
+    served_name    the model's name in requests
+    dtype          type of the weights
+    quantization   method by which weights are quantised
+    kv_dtype       type of the KV cache
+    max_model_len  maximum tokens of prompt plus answer
     max_num_seqs   sequences of the whole engine; vLLM and TensorRT-LLM get each rank's part
+    port           port of its HTTP server
     all_to_all     vLLM's or SGLang's all-to-all backend, by the engine's own name
     has_eplb       whether vLLM or SGLang balances experts over the ranks
     spare_experts  copies of experts that balancing may place, over all ranks

@@ -50,9 +50,7 @@ RESERVE_ERROR_BYTES = 2 * GIB
 
 
 class MemoryVerdict(Enum):
-    """The verdict of the memory check: whether a layout holds the model's weights, and at least one
-    request.
-    """
+    """Whether a layout holds the model's weights, and at least one request."""
 
     DOES_NOT_LOAD = "does not load"
     SERVES_NONE = "loads, but serves no request"

@@ -23,6 +23,10 @@ Beyond it, vLLM divides the larger kind into groups.
 class Llm(msgspec.Struct, frozen=True):
     """The shape of a decoder-only model; numbers of parameters are over all layers.
 
+    layers             number of layers
+    width              length of a token's hidden state
+    heads              number of attention heads
+    head_dim           scalars per head
     kv_scalars         scalars cached per token and layer: 2 x kv_heads x head_dim, or MLA's latent
     shardable_kv       maximum number of ranks that can split the cache: kv_heads for GQA; 1 for
                        MLA, where each rank has all of it
@@ -31,6 +35,10 @@ class Llm(msgspec.Struct, frozen=True):
     weight_bytes       bytes per parameter
     kv_bytes           bytes per cached scalar
     embedding_params   those of the input embedding, and as many of the output head unless `is_tied`
+    max_context        maximum tokens of prompt plus answer
+    grid_name          name of the model in tables of measured step times; empty: it is in none
+    experts            number of routed experts per layer; 0 for a dense model
+    experts_per_token  number of them that one token uses
     expert_params      those of all routed experts; they are in the last `moe_layers` layers
     kv_proj_params     those of the key and value projections, replicated where TP exceeds the KV
                        heads
