@@ -21,6 +21,7 @@ _POLICY = frozenset({"name", "parameters"})
 class ConfigChange(msgspec.Struct, frozen=True):
     """One difference between two configurations of the gateway.
 
+    path    path of the setting in display form, such as pools.chat.endpoints[0].url
     before  the old value as text; None if the value was added
     after   the new value as text; None if it was removed
 

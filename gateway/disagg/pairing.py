@@ -47,7 +47,9 @@ class PrefillFacts(msgspec.Struct, frozen=True):
 class SplitRoute(msgspec.Struct, frozen=True):
     """How a model's requests are split between prefill and decode endpoints.
 
+    dialect             the engines' protocol for the KV handoff
     splitter            decides whether to split a request, and chooses the endpoints
+    pools               the endpoints that can serve split requests together
     facts               configured facts by name of the prefill endpoint
     transfer_timeout_s  maximum seconds that the KV transfer of a request may take
     """

@@ -59,7 +59,7 @@ class RequestPayload(Protocol):
 
 
 class UpstreamTimeouts(msgspec.Struct, frozen=True):
-    """Timeouts in seconds for connecting, for the first byte, and between two chunks."""
+    """Timeouts of an engine in seconds: to connect, to its first byte, and between two chunks."""
 
     connect_s: float
     first_byte_s: float

@@ -14,6 +14,7 @@ _SESSIONS = "the session is read from x-session-id or prompt_cache_key; without 
 class Counterpart(msgspec.Struct, frozen=True):
     """The gateway's policy that is nearest to a policy of another router.
 
+    policy   name of the gateway's policy
     differs  how the gateway's policy differs from the other one; "" if it does not
     """
 

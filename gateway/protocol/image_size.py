@@ -10,9 +10,10 @@ from __future__ import annotations
 import binascii
 
 PIXELS_PER_SIDE = 28
-"""Side in pixels of the square that one image token covers.
+"""Side in pixels of the square of an image that becomes one token.
 
-Qwen2-VL and its successors merge 2 x 2 patches of 14 pixels each.
+Qwen2-VL and its successors merge 2 x 2 patches of 14 pixels each. An image of 280 x 280 pixels
+therefore takes 100 tokens.
 """
 MIN_IMAGE_TOKENS, MAX_IMAGE_TOKENS = 64, 4096
 """Bounds of the estimated tokens of one image. By default, engines scale smaller images up and

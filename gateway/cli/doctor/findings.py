@@ -24,8 +24,10 @@ class CheckVerdict(StrEnum):
 class CheckFinding(msgspec.Struct, frozen=True):
     """The result of one check of one subject: an engine, a position in a file, or all endpoints.
 
-    seen  what the check observed
-    fix   what the operator should do about it; "" if nothing
+    subject  what was checked, such as an endpoint's name
+    check    name of the check
+    seen     what the check observed
+    fix      what the operator should do about it; "" if nothing
     """
 
     subject: str
