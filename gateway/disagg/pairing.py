@@ -49,7 +49,7 @@ class SplitRoute(msgspec.Struct, frozen=True):
 
     dialect             the engines' protocol for the KV handoff
     splitter            decides whether to split a request, and chooses the endpoints
-    pools               the endpoints that can serve split requests together
+    pools               the endpoints to choose from: pairs for split requests, and single ones
     facts               configured facts by name of the prefill endpoint
     transfer_timeout_s  maximum seconds that the KV transfer of a request may take
     """
