@@ -15,6 +15,7 @@ from tests.unit.gateway.reload.running import Running, running
 
 TENANTS = "tenants:\n  - {{name: a, key: sk-a, limits: {{{}}}}}\n  - {{name: b, key: sk-b}}\n"
 CHAT = {"model": "demo-8b", "max_tokens": 4, "messages": [{"role": "user", "content": "hello"}]}
+IMAGES = 6
 
 
 async def post(
@@ -76,14 +77,18 @@ async def test_tokens_that_a_short_response_did_not_use_are_refunded(tmp_path: P
 async def test_a_quota_is_charged_what_the_engine_counted_of_a_prompt(tmp_path: Path) -> None:
     async with running(tmp_path, more=TENANTS.format("tokens_per_minute: 30000")) as made:
         quota = made.app.gateway.gate.quotas.by_tenant["a"]
-        part = {
-            "type": "image_url",
-            "image_url": {"url": "data:image/png;base64," + "iVBORw0K" * 2500},
-        }
-        status, _, answer = await post(made, "sk-a", messages=[{"role": "user", "content": [part]}])
+        parts = [
+            {
+                "type": "image_url",
+                "image_url": {"url": f"data:image/png;base64,{number}" + "iVBORw0K" * 2500},
+            }
+            for number in range(IMAGES)
+        ]
+        status, _, answer = await post(made, "sk-a", messages=[{"role": "user", "content": parts}])
         assert status == 200
         usage: Any = answer["usage"]
-        assert abs(usage["prompt_tokens"] - MEDIA_TOKENS) > 500  # else the test proves nothing
+        # Otherwise the test proves nothing.
+        assert abs(usage["prompt_tokens"] - IMAGES * MEDIA_TOKENS) > 500
         bucket = quota._tokens
         assert bucket is not None
         assert bucket._level == pytest.approx(30_000 - usage["total_tokens"], abs=100)
