@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import http.client
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import MappingProxyType
 
 from gateway.cli.doctor.engine import engine_kind_of
 from gateway.cli.doctor.probe import METRICS_PATHS, EngineConnection, ProbeResponse
-from gateway.config import EndpointSpec, LoadedConfig, config_from_engines
+from gateway.config import EndpointSpec, LoadedConfig
 from gateway.http.tls_clients import ClientContexts
 from policies.model import EngineKind
 
@@ -29,19 +29,14 @@ _KINDS_BY_OWNER: Mapping[str, EngineKind] = MappingProxyType(
 
 
 def config_with_kinds(
-    urls: Sequence[str],
-    policy: str,
-    host: str,
-    port: int,
-    admin_port: int,
-    engine_key: str | None = None,
+    urls: Sequence[str], build: Callable[[Mapping[str, str]], LoadedConfig]
 ) -> tuple[LoadedConfig, list[str]]:
-    """Return the configuration of config_from_engines(), with the kinds of engines that answer.
+    """Return the configuration for these engines, with the kinds of those that answer.
 
+    `build` is config_from_engines() with all arguments except `kinds` (kinds of engines by URL).
     Also returns a line for each engine that is not vLLM, or may not be. Raises ConfigError.
     """
-    settings = policy, host, port, admin_port, engine_key
-    loaded = config_from_engines(urls, *settings)
+    loaded = build({})
     specs = [spec for pool in loaded.config.pools.values() for spec in pool.endpoints]
     contexts = ClientContexts()
     with ThreadPoolExecutor(THREADS) as threads:
@@ -54,7 +49,7 @@ def config_with_kinds(
             notes.append(f"{url} is an engine of the kind {kind}")
         elif doubt:
             notes.append(f"{url} {doubt}; it is taken for vllm")
-    return config_from_engines(urls, *settings, kinds=kinds) if kinds else loaded, notes
+    return build(kinds) if kinds else loaded, notes
 
 
 def _detect(spec: EndpointSpec, contexts: ClientContexts) -> tuple[EngineKind, str]:

@@ -14,6 +14,7 @@ import os
 import signal
 import sys
 from collections.abc import Container, Mapping
+from functools import partial
 from io import TextIOWrapper
 from pathlib import Path
 from types import MappingProxyType
@@ -317,23 +318,25 @@ def serve(
         if config is not None:
             loaded = load_with_warnings(config, os.environ)
         else:
-            settings = (
-                policy or "prefix_aware",
-                host or "127.0.0.1",
-                _value_or(port, 8080),
-                _value_or(admin_port, 8081),
-            )
-            from gateway.cli.engine_detection import config_with_kinds
-
-            loaded, notes = config_with_kinds(engine or [], *settings, engine_key)
-            for note in notes:
-                print_line(note, err=True)
+            address = host or "127.0.0.1", _value_or(port, 8080), _value_or(admin_port, 8081)
+            loaded = _load_engines(engine or [], policy or "prefix_aware", *address, engine_key)
     except ConfigError as error:
         _exit_with_problems(error, as_json=False)
     from gateway.workers.worker_count import resolve_worker_count
 
     count = resolve_worker_count(worker_count or loaded.config.workers)
     raise typer.Exit(_serve(loaded, config, count))
+
+
+def _load_engines(urls: list[str], *settings: Any) -> LoadedConfig:
+    # Print the kinds of the engines, and return their configuration. Raises ConfigError.
+    from gateway.cli.engine_detection import config_with_kinds
+    from gateway.config import config_from_engines
+
+    loaded, notes = config_with_kinds(urls, partial(config_from_engines, urls, *settings))
+    for note in notes:
+        print_line(note, err=True)
+    return loaded
 
 
 def _parse_workers(text: str) -> int | Literal["auto"]:

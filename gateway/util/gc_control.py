@@ -74,7 +74,7 @@ class GcSchedule:
         gc.set_threshold(*THRESHOLDS)
 
     def collect_young(self) -> None:
-        """Collect objects that were created since the last calls, if they still exist.
+        """Collect garbage among the objects that were created since the last calls.
 
         Call it a few times per second. Python collects by the number of allocations less
         deallocations, of old objects too: while clients come and go, young objects would grow to a

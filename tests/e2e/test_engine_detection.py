@@ -5,17 +5,21 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from functools import partial
 from typing import Any
 
 import pytest
 
 from gateway.cli.engine_detection import config_with_kinds
-from gateway.config import LoadedConfig
+from gateway.config import LoadedConfig, config_from_engines
 from tests.e2e.processes import ENV, mock_fleet
 from tests.ports import free_port
 from tests.recorded_engine import recorded_engine
 
-SETTINGS = ("prefix_aware", "127.0.0.1", 0, 0)
+
+def detect(urls: list[str], key: str | None = None) -> tuple[LoadedConfig, list[str]]:
+    build = partial(config_from_engines, urls, "prefix_aware", "127.0.0.1", 0, 0, key)
+    return config_with_kinds(urls, build)
 
 
 def kinds(loaded: LoadedConfig) -> list[str]:
@@ -33,14 +37,14 @@ def kinds(loaded: LoadedConfig) -> list[str]:
 )
 def test_an_engine_is_known_by_its_answers(name: str, kind: str) -> None:
     with recorded_engine(name) as engine:
-        loaded, notes = config_with_kinds([engine.url], *SETTINGS)
+        loaded, notes = detect([engine.url])
     assert kinds(loaded) == [kind]
     assert notes == [f"{engine.url} is an engine of the kind {kind}"]
 
 
 def test_several_engines_may_be_of_several_kinds() -> None:
     with recorded_engine("ollama") as engine, mock_fleet() as urls:
-        loaded, notes = config_with_kinds([*urls, engine.url], *SETTINGS)
+        loaded, notes = detect([*urls, engine.url])
     assert kinds(loaded) == ["vllm", "vllm", "ollama"]
     assert len(notes) == 1
 
@@ -48,13 +52,13 @@ def test_several_engines_may_be_of_several_kinds() -> None:
 @pytest.mark.parametrize("path_prefix", ["", "/proxied"])
 def test_a_key_and_a_path_prefix_are_used(path_prefix: str) -> None:
     with recorded_engine("llamacpp", prefix=path_prefix, key="sk-engine-key") as engine:
-        loaded, _ = config_with_kinds([engine.url], *SETTINGS, "sk-engine-key")
+        loaded, _ = detect([engine.url], "sk-engine-key")
     assert kinds(loaded) == ["llamacpp"]
 
 
 def test_an_engine_that_does_not_answer_is_taken_for_vllm_and_named() -> None:
     url = f"http://127.0.0.1:{free_port()}"
-    loaded, (note,) = config_with_kinds([url], *SETTINGS)
+    loaded, (note,) = detect([url])
     assert kinds(loaded) == ["vllm"]
     assert note.startswith(f"{url} does not answer (")
     assert note.endswith("it is taken for vllm")

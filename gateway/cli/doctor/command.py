@@ -50,6 +50,7 @@ from gateway.config import (
     ConfigError,
     EndpointSpec,
     LoadedConfig,
+    config_from_engines,
     load_with_warnings,
 )
 from gateway.fleet.endpoint_registry import to_endpoint
@@ -126,7 +127,8 @@ def doctor(
 def _load(file: Path | None, urls: Sequence[str], engine_key: str | None) -> LoadedConfig:
     if file is not None:
         return load_with_warnings(file, os.environ)
-    return config_with_kinds(urls, "prefix_aware", "127.0.0.1", 0, 0, engine_key)[0]
+    build = partial(config_from_engines, urls, "prefix_aware", "127.0.0.1", 0, 0, engine_key)
+    return config_with_kinds(urls, build)[0]
 
 
 def _findings(

@@ -1,4 +1,4 @@
-"""Tests of how long the requests of a batch are expected to take, and of how its schedule is told."""
+"""Tests of how long the requests of a batch are expected to take, and of its schedule."""
 
 from __future__ import annotations
 

@@ -34,16 +34,26 @@ def _in_pieces(*pieces: bytes) -> Handler:
 
 
 @asynccontextmanager
+async def _polled(
+    engine: web.Application,
+) -> AsyncIterator[tuple[HealthChecker, EndpointTable, RegistryPlan]]:
+    # Run an engine; yield its health checker, which has polled it once.
+    async with TestServer(engine, host="127.0.0.1") as server:
+        table, adoption, config = table_of([str(server.make_url("")).rstrip("/")])
+        watcher = HealthChecker(config, table, lambda: None)
+        await watcher.start()
+        yield watcher, table, adoption
+        await watcher.stop()
+
+
+@asynccontextmanager
 async def _looked_at(*metrics: bytes) -> AsyncIterator[tuple[EndpointTable, RegistryPlan]]:
     # Run an engine whose metrics page consists of these pieces; yield the table after one poll.
     engine = web.Application()
     engine.router.add_get("/metrics", _in_pieces(*metrics))
     engine.router.add_get("/v1/models", _in_pieces(b'{"data":', b'[{"id":"m"}]}'))
     engine.router.add_get("/health", _in_pieces(b"ok"))
-    async with TestServer(engine, host="127.0.0.1") as server:
-        table, adoption, config = table_of([str(server.make_url("")).rstrip("/")])
-        watcher = HealthChecker(config, table, lambda: None)
-        await watcher.start()
+    async with _polled(engine) as (watcher, table, adoption):
         await watcher.stop()
         yield table, adoption
 
@@ -128,14 +138,10 @@ async def test_an_engine_that_only_limits_the_rate_of_polls_stays_healthy(
     engine.router.add_get("/v1/models", limited)
     if not lacks_health:
         engine.router.add_get("/health", limited)
-    async with TestServer(engine, host="127.0.0.1") as server:
-        table, _, config = table_of([str(server.make_url("")).rstrip("/")])
-        watcher = HealthChecker(config, table, lambda: None)
-        await watcher.start()
+    async with _polled(engine) as (watcher, table, _):
         (live,) = table.all()
         assert await watcher._health_status(live, 5.0) == 200
         assert live.load.is_available
-        await watcher.stop()
 
 
 @pytest.mark.parametrize("page", [None, '{"paths": {"/v1/chat/completions": {}}}'])
@@ -157,13 +163,9 @@ async def test_apis_are_tried_once_on_an_engine_that_does_not_list_them(page: st
     engine.router.add_post("/v1/responses", refuses)
     if page is not None:
         engine.router.add_get("/openapi.json", describes)
-    async with TestServer(engine, host="127.0.0.1") as server:
-        table, adoption, config = table_of([str(server.make_url("")).rstrip("/")])
-        watcher = HealthChecker(config, table, lambda: None)
-        await watcher.start()
+    async with _polled(engine) as (watcher, table, adoption):
         (live,) = table.all()
         await watcher._poll(live)
-        await watcher.stop()
         lacks = partial(adoption.lacks, candidates=adoption.pools["engines"])
         if page is None:
             assert tried == [("/v1/responses", b"{}")]

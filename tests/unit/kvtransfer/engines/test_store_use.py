@@ -270,13 +270,19 @@ def test_an_engine_without_a_store_computes_and_reports_no_error(path: Path) -> 
     engine.close()
 
 
-def test_a_store_that_is_lost_after_the_lookup_fails_the_load_alone(
-    path: Path, pair: tuple[Engine, Engine]
-) -> None:
+def loading(pair: tuple[Engine, Engine]) -> Engine:
+    # Return the second engine, which begins to load what the first one has stored.
     one, two = pair
     one.saved(request("a"), [3, 4, 5, 6])
     assert two.scheduler.loadable_tokens(request("b"), 0) == 16
     two.scheduler.begin_load("b", [9, 8, 7, 6, 5], 16)
+    return two
+
+
+def test_a_store_that_is_lost_after_the_lookup_fails_the_load_alone(
+    path: Path, pair: tuple[Engine, Engine]
+) -> None:
+    two = loading(pair)
     SERVICES.pop(path).close()
     assert two.step() == FinishedTransfers(received={"b"}, failed={"b"})
     assert two.scheduler.loadable_tokens(request("b"), 0) == 0, "it is computed now"
@@ -288,10 +294,7 @@ def test_a_store_that_is_lost_after_the_lookup_fails_the_load_alone(
 def test_blocks_that_are_evicted_after_the_lookup_fail_the_load(
     path: Path, pair: tuple[Engine, Engine]
 ) -> None:
-    one, two = pair
-    one.saved(request("a"), [3, 4, 5, 6])
-    assert two.scheduler.loadable_tokens(request("b"), 0) == 16
-    two.scheduler.begin_load("b", [9, 8, 7, 6, 5], 16)
+    two = loading(pair)
     index = SERVICES[path].store._index.memory
     index.drop(list(index.keys())[-1])
     assert two.step().failed == {"b"}
