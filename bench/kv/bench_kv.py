@@ -189,6 +189,12 @@ def _write_docs(table: str, rounds: int) -> None:
 
 
 def _options() -> argparse.Namespace:
+    options = _parser().parse_args()
+    options.rounds = options.rounds or (2 if options.quick else 5)
+    return options
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="bench_kv.py",
         description="Compare the KV transfer speed of several transports on this machine.",
@@ -231,9 +237,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument(
         "--check", action="store_true", help="exit with status 1 if a goal is missed"
     )
-    options = parser.parse_args()
-    options.rounds = options.rounds or (2 if options.quick else 5)
-    return options
+    return parser
 
 
 def _log(text: str) -> None:

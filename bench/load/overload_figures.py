@@ -146,27 +146,17 @@ def figures(
     """
     spike, storm = plan.window("spike"), plan.window("storm")
     refused = _refused(records.clients)
-    in_overload = [
-        item for item in refused if _within(item.sent_s, spike) or _within(item.sent_s, storm)
-    ]
+    in_overload = [item for item in refused if _in_overload(plan, item.sent_s)]
     immediate = [item for item in in_overload if _reason(item, refusals) not in WAITED]
     waited = [item for item in in_overload if _reason(item, refusals) in WAITED]
-    accepted = [
-        item
-        for item in records.clients
-        if item.tries[-1].status == 200 and _within(item.tries[-1].due_s, spike)
-    ]
+    accepted = _accepted(records.clients, spike)
     after = spike[1] + RECOVERED_S, spike[1] + WATCHED_S
     over_s = storm[1] + LAST_RETRY_S  # until then clients of the storm retry
     new_after = list(_new_clients(records.clients, after))
     calm = over_s + RECOVERED_S, over_s + WATCHED_S
     return Figures(
         idle=times(records.idle_s),
-        busy=times(
-            took_s
-            for sent_s, took_s in records.busy_s
-            if _within(sent_s, spike) or _within(sent_s, storm)
-        ),
+        busy=times(took_s for sent_s, took_s in records.busy_s if _in_overload(plan, sent_s)),
         shed=times(map(_duration_s, immediate)),
         shed_inside=times(refusals[item.id].inside_s for item in immediate if item.id in refusals),
         unread=times(item.unread_s for item in immediate),
@@ -174,7 +164,7 @@ def figures(
         refused=_by_reason(in_overload, refusals),
         streams_open=sum(_flowed_throughout(plan, item) for item in streams),
         streams_good=_share(streams, lambda item: _kept_budget(plan, item)),
-        offered=sum(_within(item.tries[0].due_s, spike) for item in records.clients),
+        offered=len(list(_new_clients(records.clients, spike))),
         accepted=len(accepted),
         accepted_good=_share(accepted, is_good),
         good_after=_good_in(records.clients, after) / max(1, len(new_after)),
@@ -184,9 +174,7 @@ def figures(
             _obedient_retries(plan, records.clients), lambda item: item.tries[1].status == 200
         ),
         with_retry_after=_share(refused, lambda item: item.retry_after_s is not None),
-        tries=_mean(
-            [len(item.tries) for item in records.clients if _within(item.tries[0].due_s, storm)]
-        ),
+        tries=_mean([len(item.tries) for item in _new_clients(records.clients, storm)]),
         amplification=sent
         / max(1, sum(item.tries[-1].sent_s >= storm[0] for item in records.clients)),
     )
@@ -230,6 +218,10 @@ def _within(moment_s: float, window: tuple[float, float]) -> bool:
     return window[0] <= moment_s < window[1]
 
 
+def _in_overload(plan: Plan, moment_s: float) -> bool:
+    return _within(moment_s, plan.window("spike")) or _within(moment_s, plan.window("storm"))
+
+
 def _duration_s(item: Try) -> float:
     return (item.answered_s or 0.0) - item.sent_s
 
@@ -259,6 +251,14 @@ def _new_clients(
     clients: Sequence[ClientRecord], window: tuple[float, float]
 ) -> Iterator[ClientRecord]:
     return (item for item in clients if _within(item.tries[0].due_s, window))
+
+
+def _accepted(clients: Sequence[ClientRecord], window: tuple[float, float]) -> list[ClientRecord]:
+    return [
+        item
+        for item in clients
+        if item.tries[-1].status == 200 and _within(item.tries[-1].due_s, window)
+    ]
 
 
 def _good_in(clients: Sequence[ClientRecord], window: tuple[float, float]) -> int:

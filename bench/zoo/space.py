@@ -122,16 +122,7 @@ def draw(seed: str, number: int) -> Workload:
         )
         for axis in WEIGHTS
     }
-    groups = int(chosen["groups"])
-    is_long = chosen["answers"] == "reasoning"
-    if is_long:
-        groups = min(groups, MOST_GROUPS_LONG)
-    if chosen["sharing"] == "sessions":
-        groups = min(groups, MOST_GROUPS_SESSIONS)
-    if chosen["split"] != "none":
-        groups = max(groups, 4)
-    per_group = PER_GROUP_SESSIONS if chosen["sharing"] == "sessions" else PER_GROUP
-    wanted = groups * (PER_GROUP_LONG if is_long else per_group)
+    groups = _groups(chosen)
     return Workload(
         number=number,
         seed=seed,
@@ -145,7 +136,7 @@ def draw(seed: str, number: int) -> Workload:
         chunk_tokens=int(chosen["chunk"]),
         ttft_s=float(chosen["ttft_s"]),
         tpot_s=float(chosen["tpot_s"]),
-        requests=min(MOST_REQUESTS, max(FEWEST_REQUESTS, wanted)),
+        requests=_requests(chosen, groups),
         spread=_spread(chosen["arrivals"], rng),
         prompt_median=_log_uniform(rng, 60, 12_000),
         prompt_sigma=rng.uniform(0.2, 1.3),
@@ -159,6 +150,27 @@ def draw(seed: str, number: int) -> Workload:
         prefill_share=rng.uniform(0.3, 0.7),
         link_gb_s=_log_uniform(rng, 0.125, 50.0),
     )
+
+
+def _groups(chosen: Mapping[str, str]) -> int:
+    groups = int(chosen["groups"])
+    if chosen["answers"] == "reasoning":
+        groups = min(groups, MOST_GROUPS_LONG)
+    if chosen["sharing"] == "sessions":
+        groups = min(groups, MOST_GROUPS_SESSIONS)
+    if chosen["split"] != "none":
+        groups = max(groups, 4)
+    return groups
+
+
+def _requests(chosen: Mapping[str, str], groups: int) -> int:
+    if chosen["answers"] == "reasoning":
+        per_group = PER_GROUP_LONG
+    elif chosen["sharing"] == "sessions":
+        per_group = PER_GROUP_SESSIONS
+    else:
+        per_group = PER_GROUP
+    return min(MOST_REQUESTS, max(FEWEST_REQUESTS, groups * per_group))
 
 
 def _stratum(seed: str, number: int, axis: str) -> float:

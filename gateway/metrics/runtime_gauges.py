@@ -85,7 +85,9 @@ class RuntimeGauges:
     """
 
     def __init__(self, registry: MetricRegistry) -> None:
-        self._endpoint(registry.section(Row.ENDPOINTS, "metrics/runtime_gauges.py"))
+        endpoints = registry.section(Row.ENDPOINTS, "metrics/runtime_gauges.py")
+        self._endpoint_health(endpoints)
+        self._endpoint_load(endpoints)
         self._process(registry.section(Row.PROCESS, "metrics/runtime_gauges.py"))
         self.split_live: Gauge = (
             registry.section(Row.SPLIT, "disagg/handoffs.py")
@@ -127,7 +129,7 @@ class RuntimeGauges:
             lambda: None if load.scraped_at is None else clock() - load.scraped_at
         )
 
-    def _endpoint(self, factory: FamilyFactory) -> None:
+    def _endpoint_health(self, factory: FamilyFactory) -> None:
         self.endpoint_state: MetricFamily[Gauge] = factory.gauge(
             "penstock_endpoint_state",
             "1 for the current health state of an endpoint (up, ejected, dead, returning), 0 for "
@@ -142,6 +144,8 @@ class RuntimeGauges:
             ENDPOINT,
             merge=Merge.MIN,
         )
+
+    def _endpoint_load(self, factory: FamilyFactory) -> None:
         self.endpoint_running: MetricFamily[Gauge] = factory.gauge(
             "penstock_endpoint_running",
             "Requests in the engine's running batch, as the engine reports it.",

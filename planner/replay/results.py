@@ -123,16 +123,12 @@ def figures(run: ReplayRun, from_s: float = 0.0, to_s: float | None = None) -> R
     counted = list(_counted(run, from_s, inf if to_s is None else to_s))
     served = [record for record in counted if record.end is RequestEnd.SERVED]
     good = [record for record in counted if record.is_good]
-    ends = [record.arrived_s for record in counted]
-    span_s = max(ends, default=from_s) - max(from_s, min(ends, default=from_s))
+    span_s = _span_s(counted, from_s)
     per_s = 1 / span_s if span_s > 0 else 0.0
     prompt = sum(record.prompt_tokens for record in served)
     ideal = sum(record.ideal_tokens for record in served)
     cached = sum(record.cached_tokens for record in served)
-    wasted = sum(record.wasted_tokens for record in counted)
-    stayed = [record for record in served if not record.retries]
-    ttft_errors = _errors((record.predicted_ttft_s, _ttft_from_pick(record)) for record in stayed)
-    tpot_errors = _errors((record.predicted_tpot_s, record.tpot_s) for record in stayed)
+    ttft_errors, tpot_errors = _prediction_errors(served)
     tenants = _shares(counted, lambda record: record.tenant)
     attainments = [share.attainment for share in tenants.values()]
     return ReplayFigures(
@@ -154,7 +150,7 @@ def figures(run: ReplayRun, from_s: float = 0.0, to_s: float | None = None) -> R
         of_ideal=cached / ideal if ideal else None,
         believed_ratio=sum(record.believed_tokens for record in served) / prompt if prompt else 0.0,
         imbalance=_imbalance(run),
-        wasted=wasted / (wasted + prompt - cached) if wasted else 0.0,
+        wasted=_wasted_share(counted, prompt - cached),
         long_kept=_good_share([record for record in counted if record.prompt_tokens > LONG_PROMPT]),
         jain=jain(attainments),
         worst_tenant=min(attainments, default=1.0),
@@ -176,6 +172,26 @@ def _counted(run: ReplayRun, from_s: float, to_s: float) -> Iterator[ReplayRecor
             continue
         if record.end is not RequestEnd.CUT or _is_late(record, run.ended_s):
             yield record
+
+
+def _span_s(records: Sequence[ReplayRecord], from_s: float) -> float:
+    arrivals = [record.arrived_s for record in records]
+    return max(arrivals, default=from_s) - max(from_s, min(arrivals, default=from_s))
+
+
+def _prediction_errors(served: Sequence[ReplayRecord]) -> tuple[list[float], list[float]]:
+    # Return the relative errors of the predicted TTFT and TPOT. A prediction is for one endpoint,
+    # so retried requests do not count.
+    stayed = [record for record in served if not record.retries]
+    return (
+        _errors((record.predicted_ttft_s, _ttft_from_pick(record)) for record in stayed),
+        _errors((record.predicted_tpot_s, record.tpot_s) for record in stayed),
+    )
+
+
+def _wasted_share(records: Sequence[ReplayRecord], useful_tokens: int) -> float:
+    wasted = sum(record.wasted_tokens for record in records)
+    return wasted / (wasted + useful_tokens) if wasted else 0.0
 
 
 def _gaps(records: Sequence[ReplayRecord]) -> list[float]:
