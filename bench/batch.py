@@ -444,7 +444,9 @@ def report(options: argparse.Namespace, alone: Outcome, beside: Outcome) -> None
 
 def parse_options(text: str | None) -> argparse.Namespace:
     """Parse the command line of this program, or of batch_virtual.py; `text` describes it."""
-    parser = argparse.ArgumentParser(description=text)
+    parser = argparse.ArgumentParser(
+        description=text, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--lines", type=int, default=60, help="number of requests in the batch")
     parser.add_argument("--tokens", type=int, default=120, help="tokens of an answer of the batch")
     parser.add_argument(

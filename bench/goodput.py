@@ -248,27 +248,50 @@ def handwritten_part(path: Path) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--data", type=Path, required=True, help="folder with the recorded traces")
-    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
+    parser.add_argument(
+        "--jobs",
+        type=int,
+        default=os.cpu_count() or 1,
+        help="number of processes that run simulations at the same time (default: one per core)",
+    )
     parser.add_argument(
         "--quick",
         action="store_true",
         help="use one seed, shorter slices of the traces and fewer loads",
     )
     parser.add_argument("--seeds", type=int, help="number of seeds (default: 3, or 1 with --quick)")
-    parser.add_argument("--tables", default="capacity,agents,overload,split,trouble,tenants")
+    parser.add_argument(
+        "--tables",
+        default="capacity,agents,overload,split,trouble,tenants",
+        help="tables to measure, comma-separated (default: %(default)s)",
+    )
     parser.add_argument(
         "--gated",
         default="priced,llmd_blend,llmd_predictor",
         help="policies to measure for the agents table, comma-separated",
     )
-    parser.add_argument("--workloads", default="conversation,b2b,azure,mix")
-    parser.add_argument("--policies", default=",".join(registry.names()))
+    parser.add_argument(
+        "--workloads",
+        default="conversation,b2b,azure,mix",
+        help="workloads of the capacity table, comma-separated (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--policies",
+        default=",".join(registry.names()),
+        help="policies to measure, comma-separated (default: all)",
+    )
     parser.add_argument(
         "--any-code",
         action="store_true",
         help="keep results that were measured with other versions of the code",
     )
-    parser.add_argument("--out", type=Path, default=ROOT / "build" / "goodput")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=ROOT / "build" / "goodput",
+        help="folder for the results of all cells; those already there are kept (default: "
+        "build/goodput)",
+    )
     parser.add_argument("--page", type=Path, help="Markdown file to which the tables are written")
     args = parser.parse_args()
     results, traces = Results(args.out, args.any_code), TraceFolder(str(args.traces))

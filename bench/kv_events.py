@@ -194,15 +194,29 @@ def summary(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seconds", type=float, default=120.0)
-    parser.add_argument("--groups", type=int, default=8)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=120.0,
+        help="length of the measurement in seconds (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--groups",
+        type=int,
+        default=8,
+        help="number of mock engines (TP groups) (default: %(default)s)",
+    )
     parser.add_argument(
         "--faults",
         default=FAULTS,
         help="fault specification of the mock engines ('' for no faults)",
     )
-    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument(
+        "--seed", type=int, default=1, help="random seed of the requests (default: %(default)s)"
+    )
     parser.add_argument("--block-bytes", type=int, default=512, help="prefix.block_bytes")
     options = parser.parse_args()
     asyncio.run(

@@ -349,7 +349,9 @@ def main() -> int:
         default=600.0,
         help="seconds during which clients replace the content of the caches",
     )
-    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument(
+        "--seed", type=int, default=1, help="random seed of the requests (default: %(default)s)"
+    )
     options = parser.parse_args()
     summary = asyncio.run(run(options.seconds, options.seed))
     print(json.dumps(summary))

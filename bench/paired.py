@@ -171,7 +171,12 @@ def _options() -> argparse.Namespace:
     parser.add_argument(
         "--pairs", type=int, default=24, help="number of measured periods of each version"
     )
-    parser.add_argument("--window-ms", type=int, default=1000)
+    parser.add_argument(
+        "--window-ms",
+        type=int,
+        default=1000,
+        help="length of a measured period in milliseconds (default: %(default)s)",
+    )
     parser.add_argument("--seed", type=int, default=1, help="random seed of the measuring order")
     parser.add_argument(
         "--limit",

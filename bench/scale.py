@@ -265,10 +265,29 @@ def main() -> None:
         default="4,64,256,1024",
         help="numbers of endpoints to measure; ratios are to the first one",
     )
-    parser.add_argument("--policies", default=",".join((*POLICIES, NGINX)))
-    parser.add_argument("--parts", default=",".join(PARTS))
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--window-ms", type=int, default=1500)
+    parser.add_argument(
+        "--policies",
+        default=",".join((*POLICIES, NGINX)),
+        help="routing policies to measure, comma-separated; nginx is measured for comparison "
+        "(default: %(default)s)",
+    )
+    parser.add_argument(
+        "--parts",
+        default=",".join(PARTS),
+        help="parts to measure, comma-separated (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--rounds",
+        type=int,
+        default=7,
+        help="number of rounds; each measures every size for one period (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--window-ms",
+        type=int,
+        default=1500,
+        help="length of a measured period in milliseconds (default: %(default)s)",
+    )
     parser.add_argument("--idle", type=int, default=9_000, help="number of idle client connections")
     parser.add_argument(
         "--streams", default="500,1000,2000", help="numbers of open streams to measure"

@@ -228,8 +228,18 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--rounds", type=int, default=12)
-    parser.add_argument("--window-ms", type=int, default=1000)
+    parser.add_argument(
+        "--rounds",
+        type=int,
+        default=12,
+        help="number of rounds; each measures every system for one period (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--window-ms",
+        type=int,
+        default=1000,
+        help="length of a measured period in milliseconds (default: %(default)s)",
+    )
     parser.add_argument("--seed", type=int, default=1, help="random seed of the measuring order")
     parser.add_argument(
         "--compiled",

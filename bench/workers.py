@@ -52,8 +52,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--window-ms", type=int, default=1500)
+    parser.add_argument(
+        "--rounds",
+        type=int,
+        default=5,
+        help="number of rounds; each measures one and two workers for one period (default: "
+        "%(default)s)",
+    )
+    parser.add_argument(
+        "--window-ms",
+        type=int,
+        default=1500,
+        help="length of a measured period in milliseconds (default: %(default)s)",
+    )
     options = parser.parse_args()
     build_tools()
     base, pace = free_base(), Pace(options.window_ms, 300)

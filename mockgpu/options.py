@@ -89,7 +89,8 @@ KvTls = Annotated[
 KvScale = Annotated[
     float,
     typer.Option(
-        help="Share of the model's KV bytes that a mock engine really stores, above 0 and up to 1."
+        help="Share (above 0, at most 1) of the model's KV bytes that a mock engine really stores "
+        "and sends. A small share saves memory."
     ),
 ]
 KvGbps = Annotated[
@@ -189,7 +190,9 @@ Speed = Annotated[
 ]
 Seed = Annotated[
     int,
-    typer.Option(help="Seed of the random choice of requests that faults with a probability hit."),
+    typer.Option(
+        help="Random seed for faults with a probability: it decides which requests they hit."
+    ),
 ]
 FaultSpec = Annotated[
     str, typer.Option(help="Faults to inject from the start, for example '5xx@0.1,stall:after=3'.")
@@ -198,7 +201,8 @@ Host = Annotated[str, typer.Option(help="Address to listen on.")]
 ProfileName = Annotated[
     str,
     typer.Option(
-        help="Generation of engine software whose step times are simulated: 2026, 2023 or harbor."
+        help="Engine software whose step times are simulated: 2026 (current), 2023, or harbor "
+        "(2023 with a slow link between GPUs above TP 4)."
     ),
 ]
 MaxNumSeqs = Annotated[
@@ -229,8 +233,8 @@ MayEndFrom = Annotated[
     int | None,
     typer.Option(
         min=1,
-        help="Answers with at least this token limit may end before the limit, like those of a "
-        "real model. Default: every answer reaches its limit.",
+        help="Let requests with max_tokens of at least this number get shorter answers, as from a "
+        "real model. Default: every answer has max_tokens tokens.",
     ),
 ]
 AnswerNoise = Annotated[
@@ -238,8 +242,8 @@ AnswerNoise = Annotated[
     typer.Option(
         min=0.0,
         max=1.0,
-        help="Share of prompts that get another answer than other engines give, as with weights of "
-        "lower precision.",
+        help="Share of prompts (0 to 1) to which this engine answers differently from other "
+        "engines, as if its weights had a lower precision.",
     ),
 ]
 CachedDetails = Annotated[

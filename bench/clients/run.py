@@ -241,17 +241,32 @@ def run_client(
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("installed", type=Path)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "installed", type=Path, help="folder that contains what install.sh installed"
+    )
     parser.add_argument(
         "--only",
         nargs="*",
         default=[],
         help="run only the clients whose name contains one of these texts",
     )
-    parser.add_argument("--turns", type=int, default=20)
-    parser.add_argument("--sessions", type=int, default=4)
-    parser.add_argument("--policy", default="prefix_aware")
+    parser.add_argument(
+        "--turns", type=int, default=20, help="number of turns per session (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--sessions",
+        type=int,
+        default=4,
+        help="number of concurrent sessions per client (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--policy",
+        default="prefix_aware",
+        help="routing policy of the gateway (default: %(default)s)",
+    )
     parser.add_argument(
         "--record", type=Path, help="folder to which the recorded HTTP exchanges are written"
     )

@@ -238,7 +238,12 @@ def main() -> int:
         default=3,
         help="number of measured periods with, and as many without, each attack",
     )
-    parser.add_argument("--window-ms", type=int, default=1500)
+    parser.add_argument(
+        "--window-ms",
+        type=int,
+        default=1500,
+        help="length of a measured period in milliseconds (default: %(default)s)",
+    )
     parser.add_argument(
         "--rate",
         type=float,

@@ -116,11 +116,19 @@ def _options() -> argparse.Namespace:
         prog="bench.load.overload",
         description="Overload a fleet of mock engines with twice its capacity over HTTP.",
     )
-    parser.add_argument("--runs", type=int, default=1, choices=range(1, MAX_RUNS + 1))
+    parser.add_argument(
+        "--runs",
+        type=int,
+        default=1,
+        choices=range(1, MAX_RUNS + 1),
+        help="number of runs; the result is the median over them (default: %(default)s)",
+    )
     parser.add_argument(
         "--admission", default="priced", help="admission policy to measure, for example cap"
     )
-    parser.add_argument("--policy", default=POLICY)
+    parser.add_argument(
+        "--policy", default=POLICY, help="routing policy of the gateway (default: %(default)s)"
+    )
     parser.add_argument(
         "--capacity",
         type=float,
@@ -131,7 +139,13 @@ def _options() -> argparse.Namespace:
         action="store_true",
         help="run the measuring processes with real-time priority (needs root)",
     )
-    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument(
+        "--seed",
+        type=int,
+        default=1,
+        help="random seed of the first run; each further run uses the next number (default: "
+        "%(default)s)",
+    )
     parser.add_argument("--json", help="file to which all figures are also written, as JSON")
     return parser.parse_args()
 

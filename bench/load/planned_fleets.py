@@ -257,14 +257,26 @@ def main() -> int:
         help="case to run; repeat the option for more (default: all)",
     )
     parser.add_argument("--seed", type=int, default=0, help="random seed of the generated traffic")
-    parser.add_argument("--requests", type=int, default=3000)
+    parser.add_argument(
+        "--requests",
+        type=int,
+        default=3000,
+        help="number of requests per case (default: %(default)s)",
+    )
     parser.add_argument(
         "--load",
         type=float,
         default=1.0,
         help="factor by which the request rate of each case is multiplied",
     )
-    parser.add_argument("--within", type=float, default=3.0, metavar="POINTS")
+    parser.add_argument(
+        "--within",
+        type=float,
+        default=3.0,
+        metavar="POINTS",
+        help="largest accepted difference between live and replayed attainment, in "
+        "percentage points (default: %(default)s)",
+    )
     parser.add_argument(
         "--replays-only", action="store_true", help="only replay; start no live fleets"
     )

@@ -123,14 +123,21 @@ def _options() -> argparse.Namespace:
         prog="bench.load.policies_live",
         description="Send a recorded trace over HTTP to a gateway with each policy.",
     )
-    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument(
+        "--runs", type=int, default=3, help="number of runs per policy (default: %(default)s)"
+    )
     parser.add_argument(
         "--speed",
         type=float,
         default=8.0,
         help="factor by which the trace and the engines are faster than real time",
     )
-    parser.add_argument("--requests", type=int, default=1500)
+    parser.add_argument(
+        "--requests",
+        type=int,
+        default=1500,
+        help="number of requests of the trace to send (default: %(default)s)",
+    )
     parser.add_argument(
         "--policy",
         action="append",

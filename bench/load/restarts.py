@@ -189,10 +189,25 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--restarts", type=int, default=10)
-    parser.add_argument("--streams", type=int, default=40)
-    parser.add_argument("--shorts", type=int, default=4)
-    parser.add_argument("--only", choices=MODES)
+    parser.add_argument(
+        "--restarts",
+        type=int,
+        default=10,
+        help="number of restarts per mode (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--streams",
+        type=int,
+        default=40,
+        help="number of clients that read long streamed answers (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--shorts",
+        type=int,
+        default=4,
+        help="number of clients that send short requests one after another (default: %(default)s)",
+    )
+    parser.add_argument("--only", choices=MODES, help="run only this mode (default: all three)")
     options = parser.parse_args()
     good = [run_mode(mode, options) for mode in MODES if options.only in (None, mode)]
     return 0 if all(good) else 1

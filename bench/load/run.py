@@ -143,16 +143,27 @@ def _options() -> argparse.Namespace:
         prog="bench.load.run", description="Run Locust against a gateway with mock TP groups."
     )
     parser.add_argument("--host", help="URL of a running gateway to use instead of starting one")
-    parser.add_argument("--users", type=int, default=20)
+    parser.add_argument(
+        "--users", type=int, default=20, help="number of concurrent clients (default: %(default)s)"
+    )
     parser.add_argument("--time", default="20s", help="duration of the load, such as 20s")
-    parser.add_argument("--groups", type=int, default=4)
+    parser.add_argument(
+        "--groups",
+        type=int,
+        default=4,
+        help="number of mock engines (TP groups) (default: %(default)s)",
+    )
     parser.add_argument(
         "--speed",
         type=float,
         default=4.0,
         help="factor by which the mock engines are faster than real time",
     )
-    parser.add_argument("--policy", default="prefix_aware")
+    parser.add_argument(
+        "--policy",
+        default="prefix_aware",
+        help="routing policy of the gateway (default: %(default)s)",
+    )
     return parser.parse_args()
 
 

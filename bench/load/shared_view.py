@@ -37,7 +37,12 @@ def main() -> int:
         prog="bench.load.shared_view",
         description="Compare two gateways that share their state through Redis with one gateway.",
     )
-    parser.add_argument("--requests", type=int, default=1500)
+    parser.add_argument(
+        "--requests",
+        type=int,
+        default=1500,
+        help="number of requests of the trace to send (default: %(default)s)",
+    )
     parser.add_argument(
         "--speed",
         type=float,

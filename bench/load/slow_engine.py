@@ -220,7 +220,12 @@ def _options() -> argparse.Namespace:
         help="seconds after the first request at which one engine becomes slow; 0: slow from the "
         "start",
     )
-    parser.add_argument("--seconds", type=float, default=30.0)
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=30.0,
+        help="length of each run in seconds (default: %(default)s)",
+    )
     parser.add_argument(
         "--rate", type=float, default=RATE, help="number of requests to send per second"
     )
@@ -230,7 +235,9 @@ def _options() -> argparse.Namespace:
         default=1.0,
         help="factor by which the mock engines are faster than real time",
     )
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--seed", type=int, default=0, help="random seed of the requests (default: %(default)s)"
+    )
     return parser.parse_args()
 
 

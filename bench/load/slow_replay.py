@@ -44,7 +44,12 @@ def main() -> int:
         prog="bench.load.slow_replay",
         description="Replay routing policies with one slow group of four in simulated time.",
     )
-    parser.add_argument("--seconds", type=float, default=300.0)
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=300.0,
+        help="simulated length of each replay in seconds (default: %(default)s)",
+    )
     parser.add_argument(
         "--seed",
         type=int,

@@ -178,14 +178,21 @@ def _options() -> argparse.Namespace:
         default=10.0,
         help="minutes before the measurement, in which caches fill",
     )
-    parser.add_argument("--users", type=int, default=12)
+    parser.add_argument(
+        "--users", type=int, default=12, help="number of concurrent clients (default: %(default)s)"
+    )
     parser.add_argument(
         "--speed",
         type=float,
         default=2.0,
         help="factor by which the mock engines are faster than real time",
     )
-    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument(
+        "--seed",
+        type=int,
+        default=1,
+        help="random seed of the load and the faults (default: %(default)s)",
+    )
     parser.add_argument(
         "--json",
         type=Path,

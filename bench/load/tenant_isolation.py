@@ -307,7 +307,11 @@ def _options() -> argparse.Namespace:
         default=1.0,
         help="factor by which the mock engine is faster than real time, such as 10",
     )
-    parser.add_argument("--seed", default="1")
+    parser.add_argument(
+        "--seed",
+        default="1",
+        help="random seed of the prompts and the order of trials (default: %(default)s)",
+    )
     parser.add_argument("--json", help="file to which the results are also written, as JSON")
     options: Any = parser.parse_args()
     if options.engine and not options.model:

@@ -260,7 +260,14 @@ def main() -> int:
         default=1000,
         help="number of requests per client; a multiple of 100",
     )
-    parser.add_argument("--only", action="append", choices=CLIENTS)
+    parser.add_argument(
+        "--only",
+        action="append",
+        choices=CLIENTS,
+        metavar="CLIENT",
+        help="run only this client; repeat the option for more (default: all). Names: "
+        + "; ".join(CLIENTS),
+    )
     options = parser.parse_args()
     clients = {
         name: client

@@ -178,7 +178,11 @@ def _options() -> argparse.Namespace:
         default=1.0,
         help="factor by which the mock engines and the trace are faster than real time",
     )
-    parser.add_argument("--policy", default="prefix_aware")
+    parser.add_argument(
+        "--policy",
+        default="prefix_aware",
+        help="routing policy of the gateway (default: %(default)s)",
+    )
     parser.add_argument(
         "--within",
         type=float,

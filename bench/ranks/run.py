@@ -148,7 +148,12 @@ def main() -> None:
     parser.add_argument(
         "--seeds", default="11-30", help="first and last seed, as in 11-30, or one seed"
     )
-    parser.add_argument("--arms", default=f"vllm,turns,priced,prefix_aware,{ORACLE}")
+    parser.add_argument(
+        "--arms",
+        default=f"vllm,turns,priced,prefix_aware,{ORACLE}",
+        help="ways to pick a rank that are compared, comma-separated; the last one is the "
+        "oracle (default: %(default)s)",
+    )
     parser.add_argument(
         "--aware",
         default="prefix_aware",

@@ -207,8 +207,14 @@ def main() -> None:
         "--seed", default="development", help="seed from which all workloads are drawn"
     )
     parser.add_argument("--first", type=int, default=0, help="number of the first workload to run")
-    parser.add_argument("--count", type=int, default=20)
-    parser.add_argument("--portfolio", default=",".join(DEFAULT_PORTFOLIO))
+    parser.add_argument(
+        "--count", type=int, default=20, help="number of workloads to run (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--portfolio",
+        default=",".join(DEFAULT_PORTFOLIO),
+        help="policies that the pool may choose from, comma-separated (default: %(default)s)",
+    )
     parser.add_argument(
         "--out",
         type=Path,

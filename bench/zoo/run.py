@@ -142,7 +142,9 @@ def main() -> None:
         "--arrivals", default="0,1", help="random seeds of the arrival times, comma-separated"
     )
     parser.add_argument("--first", type=int, default=0, help="number of the first workload to run")
-    parser.add_argument("--count", type=int, default=30)
+    parser.add_argument(
+        "--count", type=int, default=30, help="number of workloads to run (default: %(default)s)"
+    )
     parser.add_argument(
         "--quick", action="store_true", help="measure only the capacity at 90 %% attainment"
     )
@@ -152,13 +154,23 @@ def main() -> None:
         default=1e9,
         help="minutes after which no further workload is started",
     )
-    parser.add_argument("--policies", default=",".join((*RULES, OURS)))
+    parser.add_argument(
+        "--policies",
+        default=",".join((*RULES, OURS)),
+        help="policies to compare, comma-separated (default: %(default)s)",
+    )
     parser.add_argument(
         "--any-code",
         action="store_true",
         help="keep results that were measured with other versions of the code",
     )
-    parser.add_argument("--out", type=Path, default=ROOT / "build" / "zoo" / "results.jsonl")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=ROOT / "build" / "zoo" / "results.jsonl",
+        help="file of JSON lines for the results; those already there are kept (default: "
+        "build/zoo/results.jsonl)",
+    )
     parser.add_argument("--page", type=Path, help="Markdown file to which the tables are written")
     args = parser.parse_args()
     file, until = (

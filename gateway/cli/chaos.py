@@ -90,7 +90,7 @@ FactorOption = Annotated[
     typer.Option(
         "--factor",
         min=0.01,
-        help="For the fault slow: factor by which engine steps take longer.",
+        help="For the fault slow: how many times as long an engine step takes.",
     ),
 ]
 OnlyOption = Annotated[

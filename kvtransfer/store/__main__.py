@@ -29,19 +29,36 @@ def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
     parser = argparse.ArgumentParser(
         "python -m kvtransfer.store",
-        description="Run a store of KV blocks for the engines of this host.",
+        description="Run a store of KV blocks (keys and values of attention) for the engines of "
+        "this host, in memory and on disk. Ctrl-C ends it.",
     )
     parser.add_argument("socket", type=Path, help="Path of the Unix socket to listen on.")
     parser.add_argument(
-        "--block", type=size, required=True, help="Bytes of the largest block, such as 2MiB."
+        "--block",
+        type=size,
+        required=True,
+        help="Size of the largest block to store, for example 2MiB.",
     )
     parser.add_argument(
-        "--memory", type=size, required=True, help="Bound of the store's memory, such as 64GiB."
+        "--memory", type=size, required=True, help="Memory for blocks, for example 64GiB."
     )
-    parser.add_argument("--disk", type=size, default=0, help="Bound of the file on disk.")
-    parser.add_argument("--directory", default="", help="Directory of the file on disk.")
     parser.add_argument(
-        "--lease", type=float, default=30.0, help="Seconds that a reader's blocks stay in place."
+        "--disk",
+        type=size,
+        default=0,
+        help="Disk space for blocks that no longer fit in memory, for example 1TiB. Default: none.",
+    )
+    parser.add_argument(
+        "--directory",
+        default="",
+        help="Directory for the file with these blocks; required with --disk.",
+    )
+    parser.add_argument(
+        "--lease",
+        type=float,
+        default=30.0,
+        help="Maximum seconds for which an engine that reads blocks keeps them in memory. After "
+        "them, the store may overwrite the blocks. Default: 30.",
     )
     return parser
 

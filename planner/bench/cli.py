@@ -92,7 +92,10 @@ Limit = Annotated[
     ),
 ]
 Think = Annotated[
-    float, typer.Option(min=0, help="Factor on the pauses between the turns of an agent's session.")
+    float,
+    typer.Option(
+        min=0, help="Factor by which the pauses between the turns of a session are multiplied."
+    ),
 ]
 IgnoreEos = Annotated[
     bool,
@@ -117,9 +120,15 @@ Out = Annotated[
         help="File to which the report is also written, as JSON.",
     ),
 ]
-For = Annotated[float | None, _time("How long to send requests (30s).", "--for")]
-SloTtft = Annotated[float | None, _time("Maximum TTFT of a good request.", "--slo-ttft")]
-SloTpot = Annotated[float | None, _time("Maximum TPOT of a good request.", "--slo-tpot")]
+For = Annotated[float | None, _time("How long to send requests (default: 30s).", "--for")]
+SloTtft = Annotated[
+    float | None,
+    _time("Maximum TTFT of a request that counts for goodput, for example 2s.", "--slo-ttft"),
+]
+SloTpot = Annotated[
+    float | None,
+    _time("Maximum TPOT of a request that counts for goodput, for example 50ms.", "--slo-tpot"),
+]
 
 
 def bench(

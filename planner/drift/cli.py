@@ -53,7 +53,14 @@ Replay = Annotated[
         help="After drift, replay the newest requests on the running and on a newly sized fleet.",
     ),
 ]
-Last = Annotated[str, typer.Option("--last", metavar="TIME", help="Span of the log to replay.")]
+Last = Annotated[
+    str,
+    typer.Option(
+        "--last",
+        metavar="TIME",
+        help="Length of the period, up to the end of the log, whose requests are replayed.",
+    ),
+]
 Model = Annotated[
     str | None,
     typer.Option("--model", help="Model of the replayed engines, if no name in the file is known."),

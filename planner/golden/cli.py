@@ -72,8 +72,8 @@ Tolerance = Annotated[
         min=0,
         max=100,
         metavar="POINTS",
-        help="Exit with status 3 if the candidate loses more than this many percentage points "
-        "(KL: hundredths of a nat).",
+        help="Tolerated loss beyond chance, in percentage points (of the KL divergence: in "
+        "hundredths of a nat). If the candidate loses more, the exit status is 3.",
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the report as JSON.")]

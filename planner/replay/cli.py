@@ -90,7 +90,9 @@ Slos = Annotated[
         help="Latency targets such as ttft=2s,tpot=50ms, or a YAML file of service classes.",
     ),
 ]
-Faults = Annotated[str, typer.Option("--faults", help=arguments.FAULTS)]
+Faults = Annotated[
+    str, typer.Option("--faults", help=f"Faults to simulate, comma-separated: {arguments.FAULTS}.")
+]
 Format = Annotated[
     str | None,
     typer.Option(
@@ -123,7 +125,8 @@ For = Annotated[
     typer.Option(
         "--for",
         metavar="TIME",
-        help="Simulated time at which closed loops end (default with --users: 20m).",
+        help="Simulated time at which the replay ends. Default: 20m with --users, otherwise the "
+        "end of the last request.",
     ),
 ]
 Retries = Annotated[

@@ -118,13 +118,17 @@ BestEffort = Annotated[
 Front = Annotated[
     bool,
     typer.Option(
-        "--front", help="Compare all layouts of --gpus GPUs (default: of one link domain)."
+        "--front",
+        help="Compare all layouts of --gpus GPUs. Without --gpus: of as many as fast links "
+        "connect.",
     ),
 ]
 Ladder = Annotated[
     int | None,
     typer.Option(
-        "--ladder", help="Show the decode speed of TP 1 to 16 at this batch size.", metavar="BATCH"
+        "--ladder",
+        help="Show the decode speed with TP 1 to 16 at this batch size.",
+        metavar="BATCH",
     ),
 ]
 Emit = Annotated[

@@ -365,7 +365,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--trials", type=int, default=10_000)
+    parser.add_argument(
+        "--trials", type=int, default=10_000, help="number of trials (default: %(default)s)"
+    )
     parser.add_argument(
         "--seed",
         type=int,
@@ -377,7 +379,12 @@ def main() -> None:
         default="inproc,shm,tcp,lanes",
         help="transports to test in turn, comma-separated",
     )
-    parser.add_argument("--jobs", type=int, default=4)
+    parser.add_argument(
+        "--jobs",
+        type=int,
+        default=4,
+        help="number of processes that run trials at the same time (default: %(default)s)",
+    )
     chosen = parser.parse_args()
     names = chosen.transport.split(",")
     tasks = [

@@ -416,10 +416,14 @@ def attacking(name: str, api: int, admin: int, *options: str) -> Iterator[Counte
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("name", choices=CORPUS | AGENT_CORPUS)
-    parser.add_argument("api", type=int)
-    parser.add_argument("admin", type=int)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "name", choices=CORPUS | AGENT_CORPUS, metavar="name", help="name of the attack"
+    )
+    parser.add_argument("api", type=int, help="port of the API")
+    parser.add_argument("admin", type=int, help="port of the admin server")
     parser.add_argument(
         "--core", type=int, help="CPU core to which the process of the attacker is bound"
     )
