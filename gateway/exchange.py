@@ -35,7 +35,7 @@ class Releasable(Protocol):
 
 
 class Countable(Protocol):
-    """One of the two policies of a canary trial, which counts the outcomes of its requests."""
+    """A policy in a canary trial, which counts the outcomes of the requests that it routed."""
 
     def count(self, exchange: Exchange, /) -> None: ...
 
@@ -259,7 +259,10 @@ class Exchange:
     def on_reserved(self, pool_queue: PoolQueue, query: RoutingQuery, pick: Pick) -> None:
         """Record that capacity was reserved at an endpoint.
 
-        The first reservation is reported to the admission queue, if the queue wants feedback.
+        pool_queue  the admission queue; the request's first reservation is reported to it if it
+                    wants feedback
+        query       the routing query of the pick
+        pick        the picked endpoint
         """
         if self.first_query is None:
             self.first_query = query

@@ -35,6 +35,7 @@ def run_gateway(
 ) -> int:
     """Run a gateway until it receives a signal to stop, and return its exit code.
 
+    origin          where the configuration comes from
     ready           function that is called once the gateway listens
     hangup_reloads  whether SIGHUP reloads the configuration. If False, SIGHUP ends the process, as
                     usual for a program in a terminal; a worker only reopens its access log

@@ -1,12 +1,13 @@
-"""Keeps a pool's candidate endpoints sorted by the policy's ranking, so that a pick need not scan
-all of them.
+"""Keeps a pool's endpoints sorted, so that a pick need not look at all of them.
 
-A request then costs the same in a pool of a thousand endpoints as in one of ten. CandidateOrder
-ranks only the endpoints whose load has changed since the last pick. The filters, scorers and picker
-of run.py see a shortlist of the best. policies.contract.Ranking states the conditions that a policy
-must meet. The shortlist of a retry leaves out the endpoints that failed the request, and unproven
-ones if the policy prefers others. A request for which no endpoint of the shortlist is possible
-scans all candidates.
+The order is that of the policy's ranking (policies.contract.Ranking, with the conditions that a
+policy must meet). A request costs the same in a pool of a thousand endpoints as in one of ten,
+because CandidateOrder ranks again only the endpoints whose load has changed since the last pick.
+The filters, scorers and picker of run.py see a shortlist of the best.
+
+The shortlist of a retry leaves out the endpoints that failed the request, and those without a
+success since a failure if the policy prefers others. If no endpoint of the shortlist can serve a
+request, all candidates are scanned.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ A request that is slow at one of them can then move to another.
 """
 
 SHORTLIST_HOLDERS = 8
-"""Up to this many endpoints that have part of the prompt cached are all scored.
+"""Number of endpoints with part of the prompt cached up to which all of them are scored.
 
 If there are more, only the best of them are.
 """
@@ -52,12 +53,14 @@ They are ranked again because their sort keys may have risen since (Ranking.rise
 """
 
 STEPS = 256
-"""Maximum number of entries of a group that are searched for an endpoint with a cached prefix."""
+"""Maximum number of entries of a group that are searched for an endpoint with a cached prefix of
+the prompt.
+"""
 
 MOST_FAILED = 32
-"""A request with more failed endpoints than this does not use the sorted order.
+"""Number of failed endpoints of a request above which its retry does not use the sorted order.
 
-Its retry scans the remaining candidates instead. There are few of them: a retry that has checked
+The retry scans the remaining candidates instead. There are few of them: a retry that has checked
 the health of an endpoint leaves out all others.
 """
 
@@ -117,8 +120,8 @@ class CandidateOrder:
         self.eligible = 0
 
     def pick(self, query: RoutingQuery) -> Pick | None:
-        """Choose the endpoint for a request, with the same arguments and result as
-        policies.run.pick().
+        """Choose the endpoint for a request, like policies.run.pick() but without looking at all
+        endpoints.
 
         Returns None if no endpoint may serve it.
         """
@@ -356,9 +359,12 @@ def _level(slot: int, wide: Sequence[WideMatch]) -> int:
 def create_order(
     policy: Policy, candidates: Sequence[Candidate], changes: LoadChanges
 ) -> CandidateOrder | None:
-    """Return a sorted order of these candidates that is updated at every pick.
+    """Return a sorted order of these candidates, or None if there are few or the policy has no
+    ranking.
 
-    Returns None if there are few candidates or the policy has no ranking.
+    policy      the policy whose ranking sorts them
+    candidates  the endpoints of the pool
+    changes     records which loads have changed, so that each pick updates the order
     """
     if policy.ranking is None or len(candidates) < LEAST_CANDIDATES:
         return None

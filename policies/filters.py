@@ -105,7 +105,10 @@ def prefer_proven(query: RoutingQuery, candidates: Sequence[Candidate]) -> Seque
 
 
 def applicable(filters: tuple[Filter, ...], candidates: Sequence[Candidate]) -> tuple[Filter, ...]:
-    """Return the filters of a policy that may reject one of these candidates for some request."""
+    """Return the filters that may reject one of these candidates for some request.
+
+    The others need not run.
+    """
     no_effect = set()
     if all(candidate.endpoint.context_tokens is None for candidate in candidates):
         no_effect.add(fits_context)

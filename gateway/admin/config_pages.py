@@ -42,8 +42,10 @@ STATUS: Mapping[str, int] = MappingProxyType(
 
 
 def add(target: AdminTarget, routes: web.UrlDispatcher) -> None:
-    """Add the configuration routes, below /config, to the admin server of a gateway without worker
-    processes.
+    """Add the configuration routes, below /config, to an admin server.
+
+    target  the gateway that the routes read and change; it has no worker processes
+    routes  the routes of the admin server
     """
     _add_state(target, routes)
     reloader = target.reloader

@@ -157,10 +157,10 @@ def diagnose(minute: MinuteCounts) -> list[DiagnosisLine]:
 
 
 def shorten(reasons: Sequence[DiagnosisLine]) -> Sequence[DiagnosisLine]:
-    """Return at most MAX_FINDINGS sentences of a diagnosis; sentences about the whole gateway come
-    first.
+    """Return at most MAX_FINDINGS of these sentences of a diagnosis.
 
-    If there are too many, the last sentence counts the omitted ones and names their endpoints.
+    Sentences about the whole gateway come first. If there are too many, the last sentence says how
+    many are left out, and names their endpoints.
     """
     if len(reasons) <= MAX_FINDINGS:
         return reasons
@@ -263,7 +263,10 @@ def _slow(endpoints: Sequence[Mapping[str, Any]]) -> Iterator[DiagnosisLine]:
 
 
 def median_without(ordered: Sequence[float], value: float) -> float:
-    """Return the median of a list of ascending numbers, without one element that equals `value`."""
+    """Return the median of the ascending numbers `ordered` without one element that equals `value`.
+
+    So an endpoint is compared with all others. It takes constant time apart from a binary search.
+    """
     left_out, others = bisect_left(ordered, value), len(ordered) - 1
     low, high = (
         index if index < left_out else index + 1 for index in ((others - 1) // 2, others // 2)

@@ -31,10 +31,9 @@ RowT = TypeVar("RowT")
 async def in_turns(
     lives: Sequence[LiveEndpoint], build: Callable[[LiveEndpoint], RowT]
 ) -> list[RowT]:
-    """Build a table row for each endpoint, and yield to the event loop after every few rows, so
-    that requests are not delayed.
+    """Return a table row for each endpoint, made by `build`.
 
-    Returns the rows.
+    After every few rows the function yields to the event loop, so that requests are not delayed.
     """
     rows: list[RowT] = []
     for begin in range(0, len(lives), ROWS_PER_TURN):
@@ -98,7 +97,7 @@ class FleetStatus(msgspec.Struct, frozen=True):
 
 
 async def fleet_status(target: AdminTarget, now: float) -> FleetStatus:
-    """Return the current state of the gateway as a FleetStatus.
+    """Return the state of the gateway at the monotonic time `now`.
 
     Endpoint rows are built over several iterations of the event loop, so that requests are not
     delayed.

@@ -19,11 +19,14 @@ NO_HANDOFFS = (0, 0, 0)
 
 
 def kv_flow(fleet: FleetStatus, now: MetricSample, earlier: MetricSample) -> dict[str, Any]:
-    """Return the handoff rates of every pair of endpoints, and the KV bytes per second by
-    transport.
+    """Return the rates of KV transfers between two metric samples, as JSON-compatible values.
 
-    A value that the engines do not report is None. `earlier` is the older of the two metric
-    samples.
+    They are the handoffs per second of every pair of endpoints, and the KV bytes per second by
+    transport. A value that the engines do not report is None.
+
+    fleet    the state of the gateway, with its endpoints
+    now      the newer sample
+    earlier  the older sample
     """
     per_s, moved = rate_function(now, earlier), kv_bytes_by_pair(now, earlier)
     transports: defaultdict[str, float] = defaultdict(float)

@@ -185,10 +185,10 @@ class SampleHistory:
             self._steps.popleft()
 
     def differences(self, now: MetricSample) -> list[SampleDifference]:
-        """Return the differences between consecutive metric samples, the last of which ends at the
-        time `now`.
+        """Return the differences between consecutive metric samples, oldest first.
 
-        The last difference is left out if it is shorter than half a second.
+        The last difference ends at the time `now` (monotonic seconds). It is left out if it is
+        shorter than half a second, because rates over so short a time are noise.
         """
         last = self.newest
         if last is None or now.at - last.at < 0.5:
@@ -218,8 +218,9 @@ def counter_growth(after: Mapping[Key, float], before: Mapping[Key, float]) -> C
 
 
 def rate_function(after: MetricSample, before: MetricSample) -> Callable[[float], float]:
-    """Return a function that converts a counter's growth between two metric samples to a rate per
-    second.
+    """Return a function that converts the growth of a counter to a rate per second.
+
+    `before` and `after` are the metric samples between which the counter grew.
     """
     span_s = after.at - before.at
     return lambda count: round(count / span_s, 3) if span_s > 0 else 0.0

@@ -61,10 +61,11 @@ WaiterFuture = asyncio.Future[Verdict]
 
 
 class PoolQueue:
-    """The wait queue of one pool: permits to be served, and the requests that wait for a permit.
+    """The wait queue of one pool.
 
-    Each request in progress holds one permit, so their number limits the pool's concurrency. The
-    object is a context manager that releases a permit when its block ends.
+    A request needs a permit to be served; the number of permits limits how many requests the pool
+    serves at once. Requests without a permit wait in this queue. As a context manager, the object
+    releases a permit when its block ends.
 
     wants_feedback  whether the outcomes of all requests are reported to the admission policy; if
                     not, only those of requests with a session are
@@ -113,10 +114,11 @@ class PoolQueue:
     def set_admission(self, policy: Admission, shares: Mapping[str, float]) -> None:
         """Replace the pool's admission policy and the tenants' shares.
 
+        policy  the new admission policy
         shares  relative weight by tenant; 1 for tenants that are not listed
 
-        The results of requests are not reported to a plain concurrency limit with a single tenant,
-        because it would not use them.
+        A plain concurrency limit with a single tenant ignores the outcomes of requests, so they are
+        not reported to it.
         """
         self._queue.admission = policy
         self._queue.set_shares(FairShares(shares))
@@ -160,8 +162,9 @@ class PoolQueue:
 
     @property
     def session_memory_share(self) -> float:
-        """Return the share of the engines' KV memory (0 to 1) that the contexts of sessions may
-        fill; 1 if the admission policy does not limit sessions.
+        """Return the largest share of the engines' KV memory (0 to 1) for the contexts of sessions.
+
+        It is 1 if the admission policy does not limit sessions.
         """
         return 1.0 if self.sessions is None else min(1.0, self.sessions.memory_share)
 
@@ -172,10 +175,13 @@ class PoolQueue:
         return self.wants_feedback or (self.reads_sessions and bool(request.session))
 
     def on_reserved(self, query: RoutingQuery, pick: Pick) -> None:
-        """Charge the tenant of an admitted request, once the request's first endpoint has been
+        """Charge an admitted request to its tenant, once the request's first endpoint has been
         picked.
 
-        Call it only if learns_from() returns True for the request.
+        query  the routing query of the pick
+        pick   the endpoint that was picked
+
+        Call this only if learns_from() returns True for the request.
         """
         self._queue.on_reserved(query, pick)
         if self._updates is not None:
@@ -197,8 +203,9 @@ class PoolQueue:
             self._updates.add_charge(self.name, request.tenant, correction)
 
     def add_peer_charge(self, tenant: str, tokens: float) -> None:
-        """Charge a tenant in this gateway's queue for tokens that another gateway has processed for
-        it.
+        """Charge a tenant for `tokens` tokens that another gateway has processed for it.
+
+        Without this, a tenant could get its fair share once from every gateway.
         """
         self._queue.charge_peer_work(tenant, tokens)
 

@@ -102,8 +102,9 @@ def _charged_requests(request: Request) -> int:
 
 
 def rate_limit_error(refused: QuotaRefusal) -> GatewayError:
-    """Return the error (status 429) for a used-up quota, with the x-ratelimit headers that SDKs
-    read.
+    """Return the error (status 429) for a request above its tenant's quota.
+
+    `refused` says which quota is used up. The error has the x-ratelimit headers that SDKs read.
     """
     what, limit = refused.what, refused.limit
     return GatewayError(

@@ -1,7 +1,9 @@
-"""Compares the routing policies of pools by regular replays, and changes the policy of a pool.
+"""Changes the routing policy of a pool automatically, if replays show that another policy is
+better.
 
-policies/auto/decider.py decides without I/O. A change is applied as a new configuration version. A
-comparison is cancelled when an endpoint fails.
+At regular intervals, a replay of the pool's recent requests compares the permitted policies (a
+comparison). policies/auto/decider.py decides without I/O whether to change. A change is applied as
+a new configuration version. A comparison is cancelled when an endpoint fails.
 """
 
 from __future__ import annotations
@@ -30,9 +32,10 @@ log = logging.getLogger("penstock")
 TICK_S = 5.0
 TICKS_PER_INTERVAL = 5
 MOST_BACKOFF = 16
-"""Largest factor by which the interval between two comparisons grows.
+"""Largest factor by which the interval between two comparisons of policies grows.
 
-It doubles with every comparison in a row that fails."""
+The interval doubles with every comparison in a row that fails.
+"""
 
 SWITCHES_KEPT = 20
 ROLLBACKS = frozenset({"rollback", "auto_rollback"})

@@ -22,14 +22,16 @@ class SwitchRecord(msgspec.Struct, frozen=True):
 
 
 class PoolState:
-    """The state of one pool with automatic policy selection; times are Unix seconds unless noted.
+    """The state of one pool whose routing policy is selected automatically.
+
+    Replays compare its policies at intervals. Times are Unix seconds unless noted.
 
     policy            name of the current policy
     due_at            monotonic time of the next comparison
     counts_from_s     requests that arrived before this time do not count in comparisons
     in_force_since_s  time at which the current policy began to serve the pool
-    held              why the policy is kept until an operator permits changes; empty if changes
-                      are permitted
+    held              why the policy is kept until an operator permits changes; empty if changes are
+                      permitted
     trouble           why policies cannot be compared now; empty if they can
     failures          number of comparisons in a row that gave no estimate
     failure           reason why the last of them gave none; empty if it gave one

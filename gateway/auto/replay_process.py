@@ -15,7 +15,7 @@ import msgspec
 from policies.auto.job import ReplayAnswer, ReplayJob
 
 LIMIT_S = 3600.0
-"""Maximum seconds of a comparison; one that takes longer is cancelled."""
+"""Maximum duration of one comparison of policies in seconds; after that it is cancelled."""
 
 MOST_ANSWER_BYTES = 1 << 20
 

@@ -16,7 +16,12 @@ LONGEST_LINE = 1 << 20  # so that no line of the text is folded
 
 
 def with_policy(text: bytes, pool: str, member: PolicyMember) -> bytes:
-    """Return a copy of a configuration text in which one pool has another routing policy."""
+    """Return a copy of a configuration text in which one pool has another routing policy.
+
+    text    the YAML text; its comments and layout are kept
+    pool    name of the pool
+    member  the new value of the pool's `policy`
+    """
     yaml, tree = _read(text)
     section = tree["pools"][pool]
     # `policy: auto` also stood for this section.

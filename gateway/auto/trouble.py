@@ -27,7 +27,9 @@ def find_failure(pool: str, rows: Iterable[Mapping[str, Any]]) -> str:
 
 
 def find_trial(spec: Pool) -> str:
-    """Return the trial that the pool runs already, such as "canary"; "" if it runs none."""
+    """Return the kind of trial that the pool `spec` runs already, such as "canary"; "" if it runs
+    none.
+    """
     if spec.canary is not None:
         return "the pool has a canary"
     return "the pool has shadow policies" if spec.shadow else ""

@@ -31,13 +31,13 @@ class KeptAnswer(msgspec.Struct):
 
 
 class JournalEntry(msgspec.Struct, omit_defaults=True):
-    """One event of a batch: a request got its result, or was interrupted with a part of its answer.
+    """One event of a batch: a request got its result, or its attempt was interrupted.
 
     number   index of the request in the input file, from 0
     is_good  whether the result belongs in the output file; otherwise it belongs in the errors file
-    result   the line of that file, without its line feed; "": the request has no result yet
-    kept     the received part of an interrupted answer; None without a result: drop the part kept
-             before
+    result   the line of that file, without its line feed; "" after an interruption
+    kept     the part of the answer that was received before an interruption. The next attempt
+             continues it. None: the next attempt starts again, and parts kept before are dropped
     """
 
     number: int
@@ -56,12 +56,13 @@ def encode_entry(entry: JournalEntry) -> bytes:
 
 
 class JournalReader:
-    """Reads the journal of a batch line by line, and collects what the batch's owner needs to
-    continue.
+    """Reads the journal of a batch line by line, and collects what a new owner needs to continue
+    the batch.
 
     has_result  one byte for each request: 1 if its result is in the journal
-    kept        received parts of answers, by the request's index
-    size        bytes of complete lines; what follows them is cut off
+    kept        received parts of interrupted answers, by the request's index
+    size        bytes up to the end of the last complete line. A crash may have left an incomplete
+                line behind it, which is cut off
     """
 
     def __init__(self, total: int) -> None:

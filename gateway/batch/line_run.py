@@ -21,8 +21,11 @@ if TYPE_CHECKING:
     from gateway.exchange import Exchange
 
 ServeLine = Callable[[str, LineClient, Api], "tuple[Exchange, Coroutine[Any, Any, None]]"]
-"""A function that takes a request's tenant, client and API, and returns its record and the
-coroutine that serves it."""
+"""A function that serves one request of a batch.
+
+It takes the request's tenant, client and API, and returns the request's record and the coroutine
+that serves it.
+"""
 
 RETRIED_STATUSES = frozenset((408, 429, 500, 502, 503, 504))
 UNLIMITED_STATUSES = frozenset((429, 503))
@@ -141,11 +144,11 @@ class LineRun:
         self.exchange.set_preempted()
 
     def keep(self) -> KeptAnswer | None:
-        """Return the part of the answer to keep if this attempt is cancelled now; None if there is
-        none.
+        """Return the part of the answer that can be continued if this attempt is cancelled now.
 
-        Without a kept part, the next attempt generates the answer from the beginning. Nothing is
-        kept after the finish reason, because another engine would continue beyond the end.
+        Returns None if there is none: the next attempt then generates the answer from the
+        beginning. Nothing is kept after the finish reason, because another engine would continue
+        beyond the end.
         """
         ledger, answer = self.exchange.ledger, self._client.answer
         if ledger is None or answer is None or ledger.current_obstacle:
@@ -172,8 +175,9 @@ class LineRun:
         return (relay.first_token_at or now) - sent_at
 
     def refused(self, error: GatewayError) -> LineResult:
-        """Return the result of a batch request that the gateway refused without sending it to an
-        engine.
+        """Return the result of a batch request that the gateway refused with `error`.
+
+        No engine has received the request.
         """
         self.serving.close()
         return LineResult(error.status, self.exchange.id, error_body(error))

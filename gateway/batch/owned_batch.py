@@ -49,12 +49,13 @@ REASONS = {
 class OwnedBatch:
     """A batch of requests that this process owns and that has not finished yet.
 
-    running  attempts in progress by the request's index
-    tasks    the tasks of these attempts
-    reserved  indexes of the requests that were started on reserved places
-    schedule  how the batch stands to the end of its completion window
-    is_open  requests may be started
-    is_lost  another process has taken the batch over
+    running   attempts in progress, by the request's index
+    tasks     the tasks of these attempts
+    reserved  indexes of the requests that run although the pool has no free capacity, because the
+              completion window ends soon
+    schedule  whether the batch is expected to end within its completion window
+    is_open   whether requests may be started
+    is_lost   whether another process has taken over the batch
     """
 
     def __init__(
@@ -87,14 +88,17 @@ class OwnedBatch:
     # Input
 
     async def check(self, checker: InputChecker, max_line: int) -> None:
-        """Check the whole input file of the batch with `checker`, and record the positions of its
-        lines.
+        """Check every line of the batch's input file, and record where each line begins.
+
+        checker   the check of a single line
+        max_line  maximum bytes of a line
         """
         await self._scan(max_line, checker.check, lambda: checker.is_full)
 
     async def load(self, max_line: int) -> None:
-        """Record the positions of the lines of a checked input file, and read the batch's
-        journal.
+        """Read the batch's journal, and record where each line of its input file begins.
+
+        The file has been checked before. `max_line` is the maximum number of bytes of a line.
         """
         if not self._spans:
             await self._scan(max_line, lambda _: None, lambda: False)
@@ -152,10 +156,11 @@ class OwnedBatch:
         return not self.tasks and not self._unwritten and not self.backlog
 
     def demand(self, now: float, usual_s: float | None) -> WindowDemand:
-        """Return what the batch needs until the end of its completion window.
+        """Return what the batch still needs before its completion window ends.
 
-        `usual_s` is the duration of a request as long as none of the batch has ended; None if it is
-        unknown. `now` is in monotonic seconds.
+        now      monotonic seconds
+        usual_s  expected seconds per request until the first request of the batch has ended; None
+                 if unknown
         """
         running = {number: now - run.started_at for number, run in self.running.items()}
         work_s, longest_s = self._times.estimate(self.backlog, running, usual_s)

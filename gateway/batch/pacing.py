@@ -20,14 +20,15 @@ FIRST_LIMIT = 4.0
 
 
 class PoolReading(msgspec.Struct, frozen=True):
-    """The load of one pool since the previous reading, measured for the pacing of batch requests.
+    """The load of one pool since the previous reading, by which batch requests are limited.
 
-    places          the number of requests that its available endpoints may run at once
-    busy            number of requests that run there now, batch requests included
-    waiting         number of other requests that wait to run
-    price           the admission price; 0 without overload
-    missed          other requests that missed a latency target
-    ttft_s, tpot_s  latencies of batch requests in seconds; None while none was measured
+    places   number of requests that the available endpoints may run at once
+    busy     number of requests that run there now, batch requests included
+    waiting  number of other requests that wait to run
+    price    the admission price; 0 without overload
+    missed   number of other requests that missed a latency target
+    ttft_s   TTFT of batch requests in seconds; None while none was measured
+    tpot_s   TPOT of batch requests in seconds; None while none was measured
     """
 
     places: int
@@ -70,11 +71,15 @@ class PoolPacer:
         now: float,
         reserved: int = 0,
     ) -> int:
-        """Return how many batch requests the pool may run now; `running` is how many it runs at
-        present.
+        """Return how many batch requests the pool may run now.
 
-        If the result is below `running`, the caller pre-empts the difference. `reserved` places are
-        permitted whatever the load, because a completion window ends soon.
+        reading   the pool's load since the previous call
+        targets   latency targets of the other requests
+        running   number of batch requests that run at present; if the result is lower, the caller
+                  must pre-empt the difference
+        now       monotonic seconds
+        reserved  number of batch requests to permit whatever the load, because a completion window
+                  ends soon
         """
         self._adapt(running, now, is_pressed=_is_pressed(reading, targets))
         free = int(self.share * reading.places) - (reading.busy - running)
@@ -105,10 +110,11 @@ def _is_pressed(reading: PoolReading, targets: LatencyTargets) -> bool:
 
 
 def choose_preempted(costs: Sequence[tuple[bool, int]], count: int) -> list[int]:
-    """Return the indexes of the `count` running batch requests whose interruption costs least.
+    """Return the indexes of the `count` running batch requests that cost least to interrupt.
 
-    For each of them `costs` has whether its batch is hurried, and how many tokens it would have to
-    generate again. Among equal ones, the newest is chosen, which has the highest index.
+    `costs` has two values for each running request: whether its batch is short of time, and how
+    many tokens it would have to generate again. Among requests of equal cost, the newest (with the
+    highest index) is chosen.
     """
     order = sorted(range(len(costs)), key=lambda index: (costs[index], -index))
     return order[:count]

@@ -160,6 +160,10 @@ def read_page_query(
 ) -> PageQuery:
     """Parse the query string of a request for a list of files or batches.
 
+    query      the decoded query string
+    max_limit  largest permitted page size
+    default    page size without `limit`
+
     Raises GatewayError for an invalid value.
     """
     text = query.get("limit", str(default or max_limit))

@@ -57,8 +57,10 @@ class BatchPages:
     ) -> None:
         """Initialize the handlers for files and batches.
 
-        `section` is the section `batch` of the first configuration; it stays in use if a reload
-        removes the section.
+        runner    runs the batches
+        snapshot  function that returns the present configuration
+        section   section `batch` of the first configuration; it stays in use if a reload removes
+                  the section
         """
         self._runner, self._store = runner, runner.storage
         self._threads = StorageThreads(MAX_UPLOADS + READ_THREADS)

@@ -39,10 +39,10 @@ def batch_class(section: BatchApi, config: Config) -> str:
 
 
 def line_headers(section: BatchApi, snapshot: Snapshot, *, is_reserved: bool) -> HeaderFields:
-    """Return the headers of a batch request inside the gateway: the lowest service class and
-    priority.
+    """Return the headers of a batch request, as if a client had sent them.
 
-    A request with a reserved place enters its pool before all that wait.
+    They give it the lowest service class and priority. With `is_reserved`, because its completion
+    window ends soon, the request enters its pool before all that wait.
     """
     name, levels = batch_class(section, snapshot.config), snapshot.service_classes
     fields = HeaderFields([(CLASS_HEADER, name), (PRIORITY_HEADER, str(-MAX_PRIORITY))])
@@ -60,10 +60,10 @@ def find_pool(snapshot: Snapshot, record: BatchRecord) -> str:
 
 
 def refusal(snapshot: Snapshot, record: BatchRecord) -> GatewayError | None:
-    """Return why the tenant may not run its batch any more, or None if it may.
+    """Return the error for a batch that its tenant may no longer run, or None if it may.
 
-    Tenants and their permitted models change with the configuration. The API key of the batch is
-    not stored.
+    Tenants and their permitted models change with the configuration, so this is checked again while
+    the batch runs. The API key of the batch is not stored.
     """
     if record.tenant and record.tenant not in snapshot.tenants.values():
         return wrong_key()
@@ -116,7 +116,11 @@ class PoolView:
         return next((queue for queue in queues if queue.name == self._pool), None)
 
     def reserve(self, section: BatchApi) -> int:
-        """Return how many places may be reserved for batches whose completion window ends soon."""
+        """Return the largest number of batch requests that may run regardless of the pool's load.
+
+        They belong to batches whose completion window ends soon. `section` is the section `batch`
+        of the configuration, whose `reserve` is a share of the pool's capacity.
+        """
         queue = self._queue
         if queue is None or not section.reserve:
             return 0
@@ -128,8 +132,12 @@ class PoolView:
         return None if queue is None else queue.mean_service_s(now)
 
     def allow(self, section: BatchApi, runs: Sequence[LineRun], running: int, now: float) -> int:
-        """Return how many batch requests the pool may run now; `running` is how many it runs at
-        present.
+        """Return how many batch requests the pool may run now.
+
+        section  the section `batch` of the configuration
+        runs     the running batch requests
+        running  their number
+        now      monotonic seconds
         """
         queue = self._queue
         if queue is None:  # such requests end with an error at once

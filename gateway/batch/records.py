@@ -136,10 +136,11 @@ class BatchRecord(msgspec.Struct, frozen=True):
         return self.state in FINAL_STATES
 
     def enter(self, state: BatchState, now: float, **changes: Any) -> BatchRecord:
-        """Return a copy of the batch's record in another state, with its time of entry and further
-        changes.
+        """Return a copy of the record in the state `state`, which the batch entered at `now` (Unix
+        seconds).
 
-        If the batch is in that state already, the time of entry stays.
+        The copy also has the given other changes. If the batch is in that state already, the time
+        of entry stays.
         """
         times = {**self.state_times}
         times.setdefault(state.value, int(now))

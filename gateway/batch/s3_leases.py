@@ -37,8 +37,13 @@ class LeaseWatch:
         return seen is None or self._clock() >= seen.look_due
 
     def has_expired(self, name: str, etag: str, duration_s: float) -> bool:
-        """Record that a lease was read with this entity tag; return whether its owner has stopped
-        renewing it.
+        """Record one reading of a lease, and return whether its owner has stopped renewing it.
+
+        name        name of the lease
+        etag        its present entity tag, which every renewal changes
+        duration_s  seconds after which an unchanged lease has expired
+
+        Only this machine's clock is used, so the clocks of the gateways may differ.
         """
         now = self._clock()
         seen = self._seen.get(name)

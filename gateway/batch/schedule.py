@@ -1,7 +1,7 @@
-"""Compares batches with the ends of their completion windows: how long their requests take, and
-which batches are hurried.
+"""Decides which batches are short of time before their completion windows end.
 
-policies/admission/window_reserve.py decides. No I/O.
+The module measures how long the requests of a batch take. policies/admission/window_reserve.py
+decides. No I/O.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ LOG_EVERY_S = 60.0  # between two log lines about the schedule of one batch
 
 
 class Schedule(StrEnum):
-    """How a batch stands to the end of its completion window.
+    """Whether a batch is expected to end within its completion window.
 
-    ON_TIME  free places are expected to be enough
-    HURRIED  it runs on places that are reserved for it
-    BEHIND   it will probably not end in its window, even with these places
+    ON_TIME  yes, with the capacity that other requests leave free
+    HURRIED  yes, with capacity that is reserved for it
+    BEHIND   probably not, even with reserved capacity
     """
 
     ON_TIME = "on_time"
@@ -78,14 +78,16 @@ class RequestTimes:
     def estimate(
         self, backlog: int, running: Mapping[int, float], usual_s: float | None
     ) -> tuple[float, float]:
-        """Return the seconds that all requests without a result still need, and the seconds of the
-        longest.
+        """Estimate the remaining work of a batch.
+
+        Returns two times in seconds: the sum over all requests without a result, and the longest of
+        them.
 
         backlog  number of requests without a result
         running  seconds that the running attempts have lasted, by the request's index
         usual_s  mean duration of the pool's requests; None: unknown. Until a request of this batch
-                 has ended, its requests are expected to take CAUTION times as long. So a few of
-                 them run early enough to be measured, even where no place is ever free
+                 has ended, its requests are expected to take CAUTION times as long. Some of them
+                 then start early enough to be measured, even if the pool never has free capacity
         """
         begun = self._spent | {n: self._spent.get(n, 0.0) + s for n, s in running.items()}
         longest_s = max(self._longest_s, max(begun.values(), default=0.0))
@@ -100,7 +102,9 @@ class RequestTimes:
 
 
 class PoolSchedule:
-    """The plan for the batches of one pool, and the mean number of places on which they run.
+    """The plan for all batches of one pool, so that they end within their completion windows.
+
+    It also measures the mean number of batch requests that run at once.
 
     plan  the newest plan
     """
@@ -114,10 +118,12 @@ class PoolSchedule:
     def update(
         self, demands: Sequence[WindowDemand], reserve: int, running: int, now: float
     ) -> WindowPlan:
-        """Return the plan for these batches.
+        """Return a new plan for the batches of the pool.
 
-        reserve  maximum number of places to reserve
+        demands  what each batch still needs
+        reserve  maximum number of requests that may run on reserved capacity
         running  number of batch requests that run in the pool now
+        now      monotonic seconds
         """
         decay = exp((self._seen_at - now) / SUPPLY_TAU_S)
         self._running = decay * self._running + (1.0 - decay) * running

@@ -72,9 +72,10 @@ class Upload(Protocol):
 
 
 class BatchJournal(Protocol):
-    """The journal of one batch, open for appending by the holder of the batch's lease.
+    """The journal of one batch, which only the holder of the batch's lease may open.
 
-    pause_s  seconds for which entries should be collected before the next append()
+    pause_s  seconds for which entries should be collected before the next append(), because each
+             append() has a fixed cost
     """
 
     @property
@@ -177,9 +178,13 @@ class BatchStorage(Protocol):
     def write_result_file(
         self, tenant: str, record: FileRecord, lines: Iterator[bytes], most_bytes: int
     ) -> int:
-        """Write a file of results, of at most about `most_bytes`; return its size in bytes.
+        """Write a file of results, and return its size in bytes. Without any line, nothing is
+        written.
 
-        Without any line, nothing is written.
+        tenant      owner of the file
+        record      the file's record
+        lines       the lines of the file
+        most_bytes  approximate upper limit of its size
         """
 
     # Batches

@@ -58,7 +58,8 @@ class DemoOptions(msgspec.Struct, frozen=True):
     admin_port  port of the admin server
     model       name of the model that the mocks serve
     speed       speed of the mock TP groups relative to real time; with 2, they take half the time
-    dialect     KV transfer protocol of split requests; None: each request is sent to one group
+    dialect     protocol by which engines hand over KV for split requests; None: requests are not
+                split
     """
 
     groups: int

@@ -31,10 +31,11 @@ _KINDS_BY_OWNER: Mapping[str, EngineKind] = MappingProxyType(
 def config_with_kinds(
     urls: Sequence[str], build: Callable[[Mapping[str, str]], LoadedConfig]
 ) -> tuple[LoadedConfig, list[str]]:
-    """Return the configuration for these engines, with the kinds of those that answer.
+    """Find out the kinds of these engines (vLLM, SGLang, ...), and return a configuration with
+    them.
 
-    `build` is config_from_engines() with all arguments except `kinds` (kinds of engines by URL).
-    Also returns a line for each engine that is not vLLM, or may not be. Raises ConfigError.
+    `build` is config_from_engines() with all arguments except `kinds`. The second result is a line
+    of text for each engine that is not vLLM, or may not be. Raises ConfigError.
     """
     loaded = build({})
     specs = [spec for pool in loaded.config.pools.values() for spec in pool.endpoints]

@@ -62,8 +62,8 @@ def without_auto_name(data: Any) -> Any:
 
 
 def auto_errors(data: Any) -> Iterator[RuleFinding]:
-    """Yield an error for each setting outside the section `auto` that the section requires and that
-    is missing.
+    """Yield an error for each setting outside the section `auto` with which automatic policy
+    selection cannot work.
     """
     logs = get_member(data, "observability")
     target, blocks = get_member(logs, "access_log"), get_member(logs, "access_blocks")

@@ -28,8 +28,8 @@ def salt_member(engine: str, cache_salt: bool | None) -> str:
 
 
 def errors(data: Any) -> Iterator[RuleFinding]:
-    """Yield an error for each unknown tenant name, and for each endpoint that must isolate tenants
-    but cannot.
+    """Yield an error for each unknown tenant name, and for each endpoint that cannot isolate
+    tenants although its pool requires it.
     """
     names = [
         name
@@ -59,8 +59,10 @@ def errors(data: Any) -> Iterator[RuleFinding]:
 
 
 def warnings(data: Any) -> Iterator[RuleFinding]:
-    """Yield a warning for tenants that share a cache unintentionally, and for cache salts that
-    change with an API key.
+    """Yield warnings about the isolation of tenants' cached prompts.
+
+    They are about tenants that probably share a cache unintentionally, and about cache salts that
+    change with an API key, so that a new key empties the tenant's cache.
     """
     cache, domains = get_member(data, "cache"), _domains(data)
     if len(set(domains.values())) < 2 or get_member(cache, "isolate") in ("off", False):

@@ -66,10 +66,10 @@ def show_path(path: Path) -> str:
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Return '; did you mean "x"?' for the known word closest to `word`, or else a list of the
-    known words if they are few.
+    """Return a hint for an unknown word, to append to an error message.
 
-    Return "" if there are many known words and none is close.
+    It is '; did you mean "x"?' for the word of `known` that is closest to `word`. If none is close,
+    it is the list of the known words, or "" if they are many.
     """
     # A word that came from a reference is shown as the reference is written.
     choices = sorted(str(getattr(each, "written", each)) for each in known)

@@ -28,12 +28,13 @@ Fact = tuple[object, ...]
 def unresolvable(
     text: bytes, file: str, known: Sequence[bytes], *, with_key: bool
 ) -> dict[Path, str]:
-    """Return, by path, the reasons why values of a received configuration text may not be resolved.
+    """Return why references in a received configuration text may not be resolved: a reason by the
+    value's path.
 
     known     the texts whose references are allowed; empty for a configuration without a text
-    with_key  whether the sender has proved to know admin.key. If so, each reference must be known.
-              If not, the whole value must be, and for a key or password also the address to which
-              the gateway sends it
+    with_key  whether the sender has proved to know admin.key. If so, the same reference must be in
+              one of the known texts. If not, the whole value must be; for a key or password, so
+              must the address to which the gateway sends it
 
     Raises ConfigError when a text is not YAML.
     """

@@ -24,15 +24,17 @@ _RESERVED = State.RESERVED
 
 
 class AttemptState:
-    """The state of one attempt to serve a split request; both reservations are made on creation.
+    """The state of one attempt to serve a split request.
+
+    Capacity at both engines is reserved when the object is created.
 
     prefill              the request to the prefill engine
-    prefill_reservation  its capacity reservation, held until the prompt is computed
+    prefill_reservation  capacity reserved at the prefill engine, until the prompt is computed
     inbox                the buffer for the prefill engine's answer
     decode               the request to the decode engine
-    decode_reservation   its capacity reservation
-    handover             the handoff that the decode request carries: where its KV cache is
-    problem              the error that broke the attempt
+    decode_reservation   capacity reserved at the decode engine, until the attempt ends
+    handover             what the decode request says about the KV: where it is stored
+    problem              the error that ended the attempt
     suspects             names of the endpoints that this request must not try again
     recompute            whether the next attempt should compute the whole request at one endpoint
     """

@@ -41,10 +41,10 @@ def blame_prefill(attempt: AttemptState) -> None:
 
 
 def blame_decode(attempt: AttemptState) -> None:
-    """Count the failure of a split request against its decode endpoint, unless it could not load
-    the KV.
+    """Count the failure of a split request against its decode endpoint.
 
-    After a failure to load the KV cache, both endpoints are suspects.
+    If the decode endpoint could not load the KV and the answer has not begun, either endpoint may
+    be the cause: both are suspects then (suspect_both()).
     """
     problem = attempt.problem
     assert problem is not None
@@ -172,11 +172,11 @@ def _may_keep_kv(attempt: AttemptState) -> bool:
 
 
 def free_by_refuser(attempt: AttemptState) -> None:
-    """Make the decode engine that refused a request fetch the KV, by a release request, so that it
-    is freed.
+    """Free the KV of a request that the decode engine refused.
 
-    The prefill engine accepted the same prompt. The refusal is therefore about a member that it did
-    not receive (max_tokens, logprobs).
+    A release request makes the decode engine fetch the KV and discard it; the prefill engine then
+    frees it. The prefill engine accepted the same prompt, so the refusal must be about a member
+    that it did not receive (max_tokens, logprobs).
     """
     if attempt.handover is not None and _may_keep_kv(attempt):
         _release_kv(attempt, attempt.handover, attempt.decode_reservation, "refused")

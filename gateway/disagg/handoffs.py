@@ -131,8 +131,8 @@ class Transfer(Protocol):
 class Handoffs:
     """The live state of all split requests and of their KV transfers (handoffs).
 
-    splitting       by model: whether the last decision was to split. The next decision needs it, so
-                    that prompts near the threshold do not alternate between the two
+    splitting       by model: whether its last request was split. A rule with hysteresis needs it,
+                    so that requests near the threshold do not alternate
                     (policies.pricing.split.SplitRule.hysteresis)
     pairs           statistics by names of prefill and decode endpoint
     transfers       transfers in progress, with the monotonic time by which each must end
@@ -171,10 +171,7 @@ class Handoffs:
         counter.value += 1.0
 
     def count_decision(self, decision: SplitDecision) -> None:
-        """Count a decision to split a request between two engines or not, by its reason.
-
-        Each reason belongs either to splitting or to not splitting.
-        """
+        """Count a decision whether to split a request between two engines, by its reason."""
         counter = self._decisions.get(decision.reason)
         if counter is None:
             labels = "whole" if decision.pair is None else "split", decision.reason

@@ -72,7 +72,7 @@ class SplitGateway(Protocol):
     handoffs: Handoffs
 
     def count_unsent(self, exchange: Exchange, problem: UpstreamError, /) -> bool:
-        """Count a failed attempt of a split request if it was never sent to an engine.
+        """Count a failed attempt of a split request if no engine has received any of it.
 
         Returns whether it was counted.
         """
@@ -285,11 +285,14 @@ class LegRequests:
     ) -> DecodeRequest | UnusableResponse | FinishedResponse | None:
         """Return what follows from a prefill engine's complete answer.
 
-        The result is a decode request to send, an answer that already finishes the client's
-        request, or the reason why the answer is unusable. None: the decode engine has received its
-        request already and needs nothing more.
-
         alone  whether no decode engine has received the request yet
+
+        The result is one of these:
+
+        - a decode request to send
+        - None: the decode engine has received its request already
+        - an answer that already finishes the client's request
+        - the reason why the prefill answer is unusable
         """
         dialect, record = self._context.split.dialect, self._record
         if isinstance(answer, UnusableResponse):

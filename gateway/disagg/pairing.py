@@ -49,8 +49,9 @@ class SplitRoute(msgspec.Struct, frozen=True):
 
     dialect             the engines' protocol for the KV handoff
     splitter            decides whether to split a request, and chooses the endpoints
-    pools               the endpoints to choose from: pairs for split requests, and single ones
-    facts               configured facts by name of the prefill endpoint
+    pools               the endpoints to choose from: pairs for split requests, and single ones for
+                        the others
+    facts               configured facts of each prefill endpoint, by its name
     transfer_timeout_s  maximum seconds that the KV transfer of a request may take
     """
 

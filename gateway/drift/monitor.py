@@ -26,9 +26,10 @@ log = logging.getLogger("penstock")
 
 
 class WatchedPool:
-    """One pool whose requests are watched for drift, with its last window of ten minutes.
+    """A pool whose requests are compared with the workload that it was sized for.
 
-    `since_s` is the Unix time at which its alarm began.
+    The object keeps the result of the last ten minutes. `since_s` is the Unix time at which the
+    present alarm began.
     """
 
     __slots__ = ("last", "since_s", "sized_for", "watch")
@@ -106,7 +107,9 @@ class DriftMonitor:
             log.info("pool %s: requests have again the shapes that the pool was sized for", name)
 
     def sentences(self) -> tuple[str, ...]:
-        """Return a sentence for each pool that has drifted, for the live view."""
+        """Return a sentence for the live view for each pool whose requests differ from its
+        `sized_for`.
+        """
         return tuple(
             drift_text(name, pool.last)
             for name, pool in self._pools.items()
@@ -166,7 +169,10 @@ class LocalDriftWatch:
         self._recorder, self._monitor = recorder, monitor
 
     def configure(self, config: Config, now_s: float) -> None:
-        """Record the requests of the pools with a `sized_for`, and watch these pools."""
+        """Compare the requests of the configured pools with a `sized_for` from now on.
+
+        `now_s` is Unix time.
+        """
         self._recorder.pools = frozenset(config.sized_for)
         if self._monitor is not None:
             self._monitor.configure(config, now_s)

@@ -187,7 +187,8 @@ class PlannedEndpoint(msgspec.Struct, frozen=True, eq=False):
     def is_change(self) -> bool:
         """Return whether the configuration changes the endpoint's settings.
 
-        plan() takes over the live endpoint's own objects where they are equal.
+        plan() takes over the live endpoint's own objects where they are equal, so identity is
+        compared.
         """
         return self.live.endpoint is not self.endpoint or self.live.spec is not self.spec
 
@@ -236,9 +237,10 @@ class RegistryPlan(msgspec.Struct, frozen=True, eq=False):
         )
 
     def lacks(self, path: str, candidates: tuple[Candidate, ...]) -> bool:
-        """Return whether any candidate's engine is known not to serve this API path.
+        """Return whether some candidate's engine is known not to serve the API at `path`.
 
-        What an engine lists at /openapi.json counts more than what its kind usually serves.
+        An engine's own list at /openapi.json decides. Without one, its kind and the requests that
+        it has answered with 404 do.
         """
         members = {id(candidate.load) for candidate in candidates}
         return any(
@@ -272,10 +274,11 @@ class RegistryChanges(msgspec.Struct, frozen=True, eq=False):
 
 
 class EndpointRegistry:
-    """The registry of all live endpoints of the gateway, by slot number.
+    """The registry of all live endpoints of the gateway.
 
-    A slot is an endpoint's index in arrays such as cached tokens per endpoint. `by_slot` is always
-    the same list; a free slot keeps its last endpoint as a placeholder.
+    Every endpoint has a slot number: its index in arrays such as cached tokens per endpoint.
+    `by_slot` is always the same list. The slot of a removed endpoint keeps the old object until a
+    new endpoint takes the slot.
 
     discovered  discovered endpoints by pool; only Discovery writes it
     """

@@ -50,12 +50,12 @@ OUT_OF_ROTATION = (health.HealthState.EJECTED, health.HealthState.DEAD)
 
 
 class EndpointTable:
-    """All live endpoints of the gateway by slot, with their load, health and connections.
+    """All live endpoints of the gateway, with their load, health and connections.
 
-    on_change     called when an endpoint's availability has changed
-    on_model_gone called with an endpoint that lacks a model that it listed
-    on_ejected    called with an endpoint that has been ejected or found dead
-    probe_health  queries an endpoint's /health: True if healthy, None if it did not answer
+    on_change      called when an endpoint's availability has changed
+    on_model_gone  called with an endpoint that lacks a model that it listed
+    on_ejected     called with an endpoint that has been ejected or found dead
+    probe_health   queries an endpoint's /health: True if healthy, None if it did not answer
     """
 
     __slots__ = (
@@ -270,7 +270,7 @@ class EndpointTable:
     ) -> None:
         """Undo learn_prompt() for a prompt that was never computed.
 
-        cached_tokens  maximum number of the prompt's tokens that stay recorded
+        cached_tokens  number of the prompt's first tokens that stay recorded as cached
         """
         self.prefixes.index.trim(fingerprint, live.load.slot, cached_tokens, prompt_tokens)
         if self.updates is not None:
@@ -323,7 +323,7 @@ class EndpointTable:
         return await self.probe_health(self._by_slot[candidate.load.slot])
 
     def is_needed(self, live: LiveEndpoint) -> bool:
-        """Return whether this endpoint is the only available one of its pool and role."""
+        """Return whether no other endpoint of the same pool and role is available."""
         pool = self._pools.get(live.endpoint.pool, ())
         role = live.endpoint.role
         return not any(peer.load.is_available for peer in pool if peer.endpoint.role is role)

@@ -270,8 +270,9 @@ class HealthChecker:
         return status == 200
 
     def relist(self, live: LiveEndpoint) -> None:
-        """Start to read the list of models from an endpoint's engine. At most one such task runs
-        per endpoint.
+        """Read the list of models of an endpoint's engine again, in a task.
+
+        At most one such task runs per endpoint.
         """
         if self._session is not None and live not in self._listings and not live.is_leaving:
             listing = self._log_errors(

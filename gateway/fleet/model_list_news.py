@@ -13,10 +13,11 @@ from contextlib import contextmanager
 from time import monotonic
 
 GAP_PER_REPORT = 10.0
-"""Pause after a report, as a multiple of its duration.
+"""Minimum pause after a report, as a multiple of the time that the report took.
 
-After a report that took 5 ms, the next one waits at least 50 ms. Reports therefore take at most a
-tenth of the time."""
+After a report of 5 ms, the next one waits at least 50 ms. Reports therefore take at most a tenth of
+the time.
+"""
 
 
 class ModelListNews:

@@ -20,10 +20,11 @@ MOST_CHARACTERS = 64
 
 
 def explicit_models(config: Config) -> list[Model]:
-    """Return the configured models, each with an explicit `served_model` where an endpoint's
-    setting cannot apply.
+    """Return the configured models, with the engines' name (`served_model`) made explicit where
+    needed.
 
-    An endpoint's `served_model` applies only if exactly one model of its pool has none of its own.
+    An endpoint may have a `served_model` of its own. It can only mean one model: it applies if
+    exactly one model of the pool has none.
     """
     unnamed = Counter(model.pool for model in config.models if model.served_model is None)
     return [

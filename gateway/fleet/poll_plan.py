@@ -29,15 +29,18 @@ IDLE_SCRAPE = 3.0
 """Number of poll intervals between two scrapes of an endpoint without requests."""
 
 FRESH_SHARE = 0.6
-"""Share of `scrape.stale` (0 to 1) after which an idle endpoint is scraped again at the latest.
+"""Latest time of the next scrape of an idle endpoint, as a share (0 to 1) of `scrape.stale`.
 
-Its load is thus read before it counts as outdated, even where IDLE_SCRAPE would allow more time."""
+Its load is thus read again before it counts as outdated, even where IDLE_SCRAPE would allow more
+time.
+"""
 
 TOLERANCE = 0.8
-"""Share of an interval (0 to 1) after which a page is due again.
+"""Share of an interval (0 to 1) after which a page may be requested again.
 
-It is below 1 because the pauses between polls are random: a poll that comes slightly too early
-would otherwise leave the page to the next one."""
+The pauses between polls are random. Without this tolerance, a poll that comes slightly too early
+would leave the page to the next poll.
+"""
 
 
 def least_probe_s(live: LiveEndpoint) -> float:

@@ -66,7 +66,10 @@ class PrefixCacheView:
             self.exact.note(UnreadPrompt(model, path, call.members, salt, fingerprint))
 
     def recognise_session(self, call: Call, fingerprint: Fingerprint) -> None:
-        """Assign a call without a session name to the session whose prompt it continues, if any."""
+        """Find the session of a request that names none.
+
+        The request belongs to the session whose prompt it continues, if there is one.
+        """
         request, prompt = call.request, call.prompt
         if request.session or not prompt:
             return
@@ -93,9 +96,9 @@ class PrefixCacheView:
         return tokens
 
     def holders(self, fingerprint: Fingerprint, prompt_tokens: int) -> PrefixMatch:
-        """Return the endpoints at which part of the prompt is cached, as far as the gateway knows.
+        """Return the endpoints that are known or believed to have part of the prompt cached.
 
-        The result equals that of cached_tokens(), but has no item for other endpoints.
+        The numbers are those of cached_tokens(), but other endpoints are left out.
         """
         match = self.index.match_holders(fingerprint, prompt_tokens)
         if self.exact.endpoints:

@@ -165,9 +165,9 @@ class Reservation:
                 self._table.on_cache_report(self.live, self.expected_cache, usage)
 
     def on_failed(self, broke: UpstreamError) -> None:
-        """Record an incomplete answer of the endpoint in the endpoint's health.
+        """Record a broken or incomplete answer in the endpoint's health.
 
-        Only the first report of a reservation counts.
+        `broke` is the error. Only the first report of a reservation counts.
         """
         if not self._is_reported:
             self._is_reported = True

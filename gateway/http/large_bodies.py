@@ -21,10 +21,11 @@ WaitForTurn = Callable[[], Awaitable[None]]
 
 
 class LargeBodies:
-    """Gives each large request body a loop iteration of its own, and slows down costly clients.
+    """Schedules the parsing of large request bodies.
 
-    A client whose body took long to parse waits before its next large body. The bodies of one
-    client therefore take at most half a percent of the event loop's time.
+    Every large body is parsed in a loop iteration of its own. A client whose body took long to
+    parse waits before its next large body, so that the bodies of one client take at most half a
+    percent of the event loop's time.
 
     _paused_until  end of each client's pause (monotonic seconds); no entry after a quick body
     _waiting       a lock per client, so that its bodies wait for the pause one after another

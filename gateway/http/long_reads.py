@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from gateway.protocol.relay import Relay
 
 SLICE = 32 * 1024
-"""Bytes of a long read that are relayed at once, in a millisecond at most."""
+"""Maximum bytes of a long read that are relayed at once; this takes a millisecond at most."""
 ITERATION_S = 0.0005
-"""Seconds of an event loop iteration after which no further slice is relayed."""
+"""Duration of an event loop iteration, in seconds, after which it relays no further slice."""
 
 
 class SlicedConnection(Protocol):
@@ -30,7 +30,10 @@ class SlicedConnection(Protocol):
 
 
 class LongReads:
-    """The long reads of one event loop; the connections take turns slice by slice."""
+    """The long reads of one event loop, which are relayed in slices.
+
+    The connections take turns, so that a connection with a long read does not delay the others.
+    """
 
     __slots__ = ("_loop", "_slices")
 

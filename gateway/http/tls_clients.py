@@ -78,9 +78,9 @@ def redis_settings(url: str, section: ClientTls | None) -> tls.ClientSettings | 
 
 
 def redis_options(settings: tls.ClientSettings | None) -> dict[str, Any]:
-    """Return the TLS settings as keyword arguments for redis-py, which builds its own SSLContext.
+    """Return TLS settings as keyword arguments for redis-py.
 
-    The result is empty if `settings` is None.
+    redis-py builds its own SSLContext from them. Without settings (None), the result is empty.
     """
     if settings is None:
         return {}

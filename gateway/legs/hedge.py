@@ -109,9 +109,12 @@ class Race:
     ) -> None:
         """Initialize a race of two attempts to serve one request.
 
-        first   the connection of the first attempt
-        pick    the pick of the second endpoint
-        served  the second endpoint's name of the model
+        exchange     the record of the request
+        client       the client's connection
+        first        the connection of the first attempt
+        pick         the pick of the second endpoint
+        reservation  the capacity reserved there
+        served       the second endpoint's name of the model
         """
         assert exchange.reservation is not None
         self._exchange, self._client, self._first, self._pick = exchange, client, first, pick
@@ -272,10 +275,12 @@ class Hedger:
         self.sent = self.moved = 0
 
     def sweep(self, share: float, now: float) -> None:
-        """Send late requests to a second endpoint, or move them, among all that wait for their
-        first byte.
+        """Look at all requests that wait for their first byte, and hedge or move the late ones.
 
-        Called four times a second, with the configured share of hedges and the monotonic time.
+        It is called four times a second.
+
+        share  largest share of all requests (0 to 1) that may be hedged
+        now    monotonic seconds
         """
         answered, before = self._accounts.answered_count, self._answered
         self._answered = answered
@@ -292,8 +297,11 @@ class Hedger:
         self._return_turns()
 
     def hedge_stalled(self, share: float, stalled: Sequence[LiveEndpoint], now: float) -> None:
-        """Hedge or move late requests at the endpoints in `stalled`, between two calls of
-        sweep().
+        """Hedge or move late requests at some endpoints, without waiting for the next sweep().
+
+        share    largest share of all requests (0 to 1) that may be hedged
+        stalled  the endpoints, at which prefill seems to stall
+        now      monotonic seconds
         """
         if not stalled:
             return

@@ -184,8 +184,10 @@ class Gauge:
 
 
 class Histogram:
-    """A histogram: counts[i] is the number of values in (bounds[i-1], bounds[i]]; the last count is
-    that of all larger values.
+    """Counts values in buckets.
+
+    counts[i] is the number of values v with bounds[i-1] < v <= bounds[i]. The last count is that of
+    all values above the last bound.
 
     exemplars  the newest request of each bucket
     sketch     a quantile sketch of the same values (quantile_sketch.py); only observe_request()
@@ -207,8 +209,10 @@ class Histogram:
         self.sum += value
 
     def observe_request(self, mark: RequestExemplar) -> None:
-        """Count an exemplar's value in its bucket, and store the exemplar as the newest of the
-        bucket.
+        """Count the value of one request, and store the request as the exemplar of its bucket.
+
+        `mark` has the value with the ids of the request and its trace. It replaces an older
+        exemplar of the same bucket.
         """
         value = mark[0]
         index = bisect_left(self._bounds, value)
@@ -281,7 +285,7 @@ class MetricFamily(Generic[MetricT]):
             values.clear()
 
     def children(self) -> Iterator[tuple[tuple[str, ...], MetricT]]:
-        """Yield (label values, child) for every combination of labels, in order of creation."""
+        """Yield every child with its label values, in order of creation."""
         return iter(self._children.items())
 
     def _add(self, values: tuple[str, ...]) -> MetricT:

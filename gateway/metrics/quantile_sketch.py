@@ -44,8 +44,9 @@ def value_of(bucket: int) -> float:
 
 
 def quantile(counts: BucketCounts, share: float) -> float | None:
-    """Return the quantile of a sketch's observations at `share` (0 to 1); None without
-    observations.
+    """Return the quantile `share` (0 to 1) of a sketch's observations; None without observations.
+
+    With 0.99, the result is the 99th percentile. `counts` are the sketch's bucket counts.
     """
     wanted, below = share * sum(counts.values()), 0
     for bucket in sorted(counts):

@@ -1,4 +1,8 @@
-"""The metrics of routing policies on trial: shadow policies, and the two arms of a canary."""
+"""The metrics of routing policies on trial.
+
+A shadow policy picks endpoints that are only recorded. In a canary trial, two policies each route a
+part of the requests.
+"""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ class CommandOptions:
     def parse(cls, words: Sequence[str], prefix: str = "") -> CommandOptions:
         """Parse the words of a command line, `--name value ...` and `--name=value`.
 
-        `prefix` may precede each name.
+        `prefix` is a prefix that option names may have, and that is removed.
         """
         occurrences: list[tuple[str, list[str]]] = []
         for word in words:

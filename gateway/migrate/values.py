@@ -22,9 +22,7 @@ MOST_ATTEMPTS = 16
 
 
 def text(value: str) -> str:
-    """Return a text with its references to variables written in the form of gateway.yaml,
-    ${NAME}.
-    """
+    """Return a text in which references to variables have the form of gateway.yaml, ${NAME}."""
     return with_references(value)
 
 

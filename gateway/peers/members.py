@@ -1,5 +1,7 @@
-"""The other gateways that have recently sent messages, and the rule for which of them warms up a
-new one.
+"""The other gateways that have recently sent messages.
+
+One of them sends its state to a gateway that has just started (warm-up); the rule for which one is
+here.
 """
 
 from __future__ import annotations

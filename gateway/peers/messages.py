@@ -27,8 +27,8 @@ class SentPrompt(msgspec.Struct, frozen=True, array_like=True):
     blocks         number of blocks in the prompt's fingerprint
     n_bytes        number of bytes that these blocks cover
     keys           the block keys that an index samples (policies/prefix/sampled_keys.py)
-    cached_tokens  None for a prompt that was sent. A number corrects an earlier message: the prompt
-                   was not computed, and at most so many of its tokens are cached
+    cached_tokens  None if the prompt was sent. A number corrects an earlier message: the prompt was
+                   not computed after all, and at most so many of its tokens are cached
     """
 
     endpoint: NameDigest

@@ -101,7 +101,10 @@ class UsageSync:
     # Incoming
 
     def on_charges(self, message: messages.TenantCharges) -> None:
-        """Charge tenants for tokens that another gateway has processed for them."""
+        """Charge tenants for tokens that another gateway has processed for them.
+
+        Without this, a tenant could get its fair share once from every gateway.
+        """
         queues = {
             digest: queue
             for queue in self._admission.pool_queues()

@@ -25,14 +25,14 @@ class WarmUpState(StrEnum):
 
 
 class WarmUp:
-    """The warm-up of one gateway with state from the others.
+    """The transfer of another gateway's state to this one after its start (warm-up).
 
     is_warm            whether a warm-up has ended before; a repeated warm-up does not reset it
-    received_messages  number of messages in the answer of another gateway
+    received_messages  number of messages in the answer of the other gateway
     took_s             seconds from the first Hello to the end of the warm-up
 
-    Broadcasts that arrive in the meantime are buffered, because the prefix index ages entries by
-    the order in which it learns of prompts.
+    The prefix index ages entries by the order in which it learns of prompts. Broadcasts that arrive
+    during the warm-up are newer than the state, so they are buffered until it is complete.
     """
 
     __slots__ = (
@@ -97,7 +97,12 @@ class WarmUp:
             self._buffer_bytes -= len(self._buffer.pop(0)[0])
 
     def on_part(self, count: int, *, is_last: bool, now: float) -> None:
-        """Record that a part of the other gateway's state has arrived, with `count` messages."""
+        """Record that a part of the other gateway's state has arrived.
+
+        count    number of messages in the part
+        is_last  whether the state is complete now
+        now      monotonic seconds
+        """
         if self.state in (WarmUpState.ASKING, WarmUpState.RECEIVING):
             self.received_messages += count
             self._deadline = now + PART_TIMEOUT_S

@@ -257,8 +257,9 @@ def stored_api(method: str, path: str) -> Api | None:
 PREAMBLE = frozenset(name for api in APIS for name in api.prompt) - frozenset(
     api.conversation for api in APIS if api.generates
 )
-"""Body members whose presence means that the rendered prompt may begin with other parts than the
-conversation.
+"""Body members that an engine may render before the conversation, such as tools.
+
+If a request has one of them, its prompt may not begin with the conversation.
 """
 
 _NAMES_IN_PAGES = {path: f'"{path}"'.encode() for path in API_PATHS}

@@ -29,7 +29,11 @@ class CacheSalts:
     __slots__ = ("_keys", "_open_key", "defaults")
 
     def __init__(self, keys: Mapping[str, bytes], open_key: bytes) -> None:
-        """Initialize with an HMAC key per tenant; `open_key` is the key for all other requests."""
+        """Initialize the salts.
+
+        keys      HMAC key by tenant
+        open_key  HMAC key for all other requests
+        """
         self._keys = keys
         self._open_key = open_key
         self.defaults = {tenant: _hex(key, b"") for tenant, key in keys.items()}

@@ -59,9 +59,10 @@ class HeldStart(ABC):
         self._error_end = -1  # where the first bytes of an error event end; -1 without one
 
     def is_undecided(self, piece: bytes) -> bool:
-        """Add received bytes; return whether they leave open if the stream begins with an error.
+        """Add received bytes, and return whether the stream may still begin with an error.
 
-        Raises UpstreamError if the stream has ended before its first event.
+        While it may, the response must be held back. Raises UpstreamError if the stream has ended
+        before its first event.
         """
         searched = len(self.data)
         self.data += piece

@@ -25,10 +25,9 @@ _SHAPING = frozenset(("n", "best_of", "prompt", "prompt_logprobs", "echo"))
 
 
 class _Keys(dict[str, bytes]):
-    """A cache, by name, of the text that precedes a member's value in a JSON object: comma, name
-    and colon.
+    """A cache of the text that precedes a member's value in a JSON object: comma, name and colon.
 
-    The texts of common names are prepared in advance.
+    It maps the member's name to that text. The texts of common names are prepared in advance.
     """
 
     def __missing__(self, name: str) -> bytes:

@@ -34,10 +34,10 @@ class LaxNumberError(Exception):
 
 
 def read_numbers(members: Mapping[str, msgspec.Raw]) -> dict[str, int]:
-    """Return the request's integers that have limits, by name.
+    """Return the integers of the request that have limits, by the member's name.
 
-    Raises GatewayError for a value that could harm an engine or is invalid, and LaxNumberError for
-    an integer that is not a JSON integer.
+    Raises GatewayError for a value that could harm an engine or is invalid. Raises LaxNumberError
+    for an integer in another form, such as 3.0 or "3".
     """
     numbers: dict[str, int] = {}
     for name in _GUARDED.intersection(members):

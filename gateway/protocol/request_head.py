@@ -109,8 +109,9 @@ def remains_partial_head(head: bytes, data: bytes) -> bool:
 
 
 def read_head(data: bytes, offset: int) -> RequestHead | None:
-    """Parse the request head at `offset`; return None if it is incomplete or not ordinary.
+    """Parse the request head that begins at `offset` in `data`.
 
+    Returns None if the head is incomplete, or not of the ordinary form that this module reads.
     Field names are converted to lower case.
     """
     # Without its end, matching a head takes longest: it gives back each value byte by byte.

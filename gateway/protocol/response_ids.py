@@ -47,9 +47,11 @@ class ResponseIds:
     def __init__(
         self, keys: Mapping[str, bytes], open_key: bytes, others: ResponseIds | None = None
     ) -> None:
-        """Initialize with an HMAC key per tenant; `open_key` is for requests without a tenant.
+        """Initialize the ids.
 
-        `others` finds ids that gateways with a different key have created.
+        keys      HMAC key by tenant
+        open_key  HMAC key for requests without a tenant
+        others    finds ids that gateways with a different key have created
         """
         self._keys = keys
         self._open_key = open_key
@@ -58,6 +60,8 @@ class ResponseIds:
     def new(self, tenant: str, endpoint: str, model: str, previous: str = "") -> str:
         """Return a new id for a response that `endpoint` will store.
 
+        tenant    the tenant that the response belongs to
+        endpoint  the endpoint that will store the response
         model     the client's name of the model
         previous  the id of the response that this one continues, or ""
         """

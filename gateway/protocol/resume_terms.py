@@ -1,9 +1,10 @@
-"""Decides whether a broken answer could be continued exactly, and builds the request for the rest.
+"""Decides whether a broken answer can be continued exactly by another engine.
 
-Another engine can continue an answer exactly only if no member of the request depends on the tokens
-generated so far. Such state (a partial stop string, a penalty, a grammar, a parser's state) cannot
-be passed on. Engines accept members that the gateway does not know, so members are checked against
-a list of permitted ones; all others must be absent or turned off.
+If it can, the module also builds the request for the rest. An exact continuation is possible only
+if no member of the request depends on the tokens generated so far. Such state (a partial stop
+string, a penalty, a grammar, a parser's state) cannot be passed on. Engines accept members that the
+gateway does not know, so members are checked against a list of permitted ones; all others must be
+absent or turned off.
 """
 
 from __future__ import annotations
@@ -96,9 +97,12 @@ class ContinuationTerms(msgspec.Struct, frozen=True):
         shown: Sequence[int],
         extra_members: Mapping[str, str] = _NO_MEMBERS,
     ) -> bytes:
-        """Return the body of a request that continues a broken answer after the token ids `shown`.
+        """Return the body of a request that continues a broken answer.
 
-        `prompt` has the prompt's token ids, `extra_members` raw JSON of further members by name.
+        model          the engine's name of the model
+        prompt         token ids of the prompt
+        shown          token ids of the answer so far, whose text the client has
+        extra_members  raw JSON of further members by name
         """
         left = None if self.max_tokens is None else self.max_tokens - len(shown)
         body = {
@@ -154,10 +158,11 @@ def member_terms(members: Members, api: Api) -> ContinuationTerms | None:
 
 
 def call_with_token_ids(call: Call, model: str, salt_member: str) -> Call:
-    """Return the request for an engine that is to report its tokens' ids and their running count.
+    """Return a copy of the request that also asks the engine for the ids and the number of its
+    tokens.
 
-    `model` is the engine's name of the model. `salt_member` is the member for the cache salt; "" if
-    the engine accepts none.
+    model        the engine's name of the model
+    salt_member  the member for the cache salt; "" if the engine accepts none
     """
     edits = with_token_ids(RequestEdits())
     if call.salt:

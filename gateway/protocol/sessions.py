@@ -84,7 +84,7 @@ def session_key(tenant: str, name: str) -> str:
 
 
 def with_body_session(request: Request, members: Mapping[str, msgspec.Raw]) -> Request:
-    """Return the request with the session and the hints that its body names.
+    """Return the request with the session that its body names, and with the body's hints about it.
 
     A session named in a header, which the request has already, takes precedence.
     """

@@ -35,8 +35,8 @@ client has.
 MOST_REPEATED_TOKENS = 512
 """Maximum number of tokens that a second engine generates again.
 
-They are those since the last point at which token ids and text certainly agreed. If there are more,
-the answer cannot be continued.
+It begins after the last token whose text the client has received for certain. If there are more
+tokens after that one, the answer cannot be continued.
 """
 
 _PLAIN_DELTA = frozenset(("role", "content"))
@@ -129,8 +129,9 @@ class Ledger:
         self._saved = len(self.shown_ids), len(self._waiting), state
 
     def rewind(self) -> None:
-        """Return to the state saved by the last mark(), because the client was not shown the chunks
-        after it.
+        """Return to the state that the last mark() saved.
+
+        The caller did not send the chunks since then to the client.
         """
         length, waiting, state = self._saved
         (
@@ -235,8 +236,9 @@ class Ledger:
         return self.finish_reason is not None or self.terms.max_tokens == len(self.shown_ids)
 
     def prepare_rest(self) -> None:
-        """Prepare the ledger for another engine, which continues after the last tokens whose text
-        the client has for certain.
+        """Prepare the ledger for another engine, which continues the answer.
+
+        It continues after the last token whose text the client has received for certain.
         """
         self._waiting.clear()
         if self._unsure:

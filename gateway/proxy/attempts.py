@@ -178,9 +178,9 @@ def _candidates(choice: Pick | EndpointPair) -> Sequence[Candidate]:
 async def permit_retry(gateway: Gateway, exchange: Exchange, problem: UpstreamError) -> None:
     """Wait until the request may be attempted again at another endpoint.
 
-    The gateway's retry budget limits how many retries may be in progress. The request takes one of
-    them and holds it until its answer begins (gateway/legs/hedge.py). If the failed attempt was
-    never sent, none is taken, because it cost no engine anything.
+    The gateway limits how many retries may be in progress (the retry budget). The request uses up
+    one of them until its answer begins (gateway/legs/hedge.py). If no engine received the failed
+    attempt, the retry costs no engine anything and does not count.
 
     The failed endpoints must be in `exchange.retries`. Raises GatewayError with the client's error
     if no retry is permitted.
@@ -264,8 +264,9 @@ def least_tokens(call: Call) -> int:
 
 
 def limits_output(call: Call) -> bool:
-    """Return whether the client limited the answer's length, so that the length in the request is
-    not an estimate.
+    """Return whether the client limited the length of the answer.
+
+    Without a limit, the length in the request is only an estimate.
     """
     return not _OUTPUT_LIMITS.isdisjoint(call.members)
 

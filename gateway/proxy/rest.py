@@ -44,11 +44,14 @@ def prepare_recorded(
     on_first: Callable[[], None],
     served: str,
 ) -> tuple[bytes, Call, Relay]:
-    """Build a request to an engine as legs.prepare() does, and record the tokens that the client
-    receives.
+    """Build a request to an engine like legs.prepare(), but with a record of the answer's tokens.
 
-    If the answer could not be continued exactly, `exchange.ledger` is None afterwards, and the
-    request is sent as usual.
+    With that record, another endpoint can continue the answer if it breaks. If the answer could not
+    be continued exactly, `exchange.ledger` is None afterwards, and the request is sent as usual.
+
+    resume    the settings for continuing broken streams
+    on_first  function that is called at the first generated token
+    served    the endpoint's name of the model
     """
     endpoint = reservation.endpoint
     terms = continuation_terms(call) if ENGINE_TRAITS[endpoint.engine].can_continue else None

@@ -164,11 +164,11 @@ def pick_over_cap(route: Route, query: RoutingQuery, call: Call) -> Pick | None:
 def pick_longest(
     policy: Policy, query: RoutingQuery, candidates: Sequence[Candidate], call: Call
 ) -> Pick | None:
-    """Pick the endpoint with the longest context, for a prompt that is too long only by an
-    estimate.
+    """Pick the endpoint with the longest context for a prompt that may be too long.
 
-    The engine counts the tokens and decides. Returns None if some endpoint's context suffices by
-    the estimate, or if every endpoint's is certainly too short.
+    The prompt's length is only an estimate; the engine counts the tokens and decides. Returns None
+    if some endpoint's context suffices by the estimate, or if every endpoint's is certainly too
+    short.
     """
     serving = serves_tenant(query, candidates)
     if not serving or fits_context(query, serving) or is_too_long(call, serving):

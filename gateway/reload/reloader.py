@@ -235,10 +235,13 @@ class Reloader:
         if_match: str | None = None,
         options: ChangeOptions = DEFAULT_OPTIONS,
     ) -> ReloadOutcome:
-        """Apply a configuration text received by an admin request.
+        """Apply a configuration text received by an admin request, and return the outcome.
 
-        Its relative paths start from the file's folder. config/references.py says which references
-        are refused. If the current version's ETag is not `if_match`, the result is "conflict".
+        text      the YAML text; its relative paths start from the folder of the configuration file,
+                  and config/references.py says which references are refused
+        trigger   what caused the change, for the history
+        if_match  ETag that the current version must have; otherwise the result is "conflict"
+        options   the options of the change
         """
         name = str((self._file.parent if self._file is not None else Path()) / PUT_NAME)
 

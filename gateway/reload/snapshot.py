@@ -98,10 +98,15 @@ def build_plan(
 ) -> SnapshotPlan:
     """Return the plan of the snapshot that follows `before`; live state stays unchanged.
 
-    A policy whose configuration has not changed is kept with its state. `discovered` lists the
-    model names per pool that engines report, for a configuration that names none. A model that no
-    endpoint of its pool lists gets no route. Raises policies.registry.PolicyConfigError for a
-    policy that cannot be built.
+    config      the new configuration
+    endpoints   the table of live endpoints
+    gate        the admission controller
+    discovered  model names per pool that engines report, for a configuration that names none
+    before      the current snapshot; None at the start. A policy whose configuration has not
+                changed is taken from it with its state
+
+    A model that no endpoint of its pool lists gets no route. Raises
+    policies.registry.PolicyConfigError for a policy that cannot be built.
     """
     policies = _policies(config, before)
     trials = {

@@ -14,8 +14,9 @@ from gateway.route import Snapshot
 
 
 class SnapshotGc:
-    """The replaced snapshots that requests may still use, each with actions to run once no request
-    uses it.
+    """The snapshots that have been replaced but that requests may still use.
+
+    Each has actions, such as closing connections, which run once no request uses the snapshot.
     """
 
     def __init__(self) -> None:

@@ -97,8 +97,10 @@ class Restorer:
     ) -> None:
         """Prepare to restore learned state in this gateway.
 
-        has_same_keys  whether equal keys stand for equal prompts in the prefix indexes of both
-                       processes
+        gateway        the gateway
+        drift          what this process has counted for drift, or None
+        has_same_keys  whether both processes compute the same keys for a prompt. Otherwise the
+                       prefix index cannot be restored
         """
         self._gateway, self._drift = gateway, drift
         self._has_same_keys = has_same_keys

@@ -160,10 +160,11 @@ class Successor:
     async def keep_informed(
         self, shares: Callable[[], list[tuple[EndpointKey, PeerShare]]], stop: Callable[[], None]
     ) -> AsyncIterator[None]:
-        """Send the successor this process's remaining work at the endpoints, during an `async with`
-        block.
+        """Tell the successor, during an `async with` block, how much work this process has left at
+        each endpoint.
 
-        `stop` is called when the successor requests that this process end.
+        shares  function that returns this remaining work
+        stop    function that is called when the successor requests that this process end
         """
         tasks = [
             asyncio.create_task(self._send_remaining_work(shares), name="tell the successor"),

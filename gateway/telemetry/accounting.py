@@ -62,7 +62,10 @@ class _MetricChildren:
     ) -> None:
         """Count one answered request in these metrics. Its TTFT and TPOT must have been set.
 
+        exchange       the record of the request
         received       when its body was complete (monotonic seconds)
+        relay          the relay of its answer
+        usage          the token counts of its answer
         prompt_tokens  estimated length of its prompt, used if the engine reported none
         now            when it ended (monotonic seconds)
         """
@@ -136,7 +139,11 @@ class Accounting:
         self.recent_exchanges.resize(config.explained)
 
     def on_pick(self, exchange: Exchange, policy: Policy, query: RoutingQuery, pick: Pick) -> None:
-        """Record the endpoints' state at a pick, before the reservation of capacity changes it."""
+        """Record how loaded the endpoints are at a pick, before capacity is reserved for the
+        request.
+
+        The record explains the pick later, and lets other policies on trial evaluate it.
+        """
         self._picks += 1
         if self._picks >= REGRET_SAMPLE_EVERY:
             self._picks = 0

@@ -29,14 +29,14 @@ load_values = attrgetter(*_NUMBERS)
 
 
 class PickSnapshot(msgspec.Struct, frozen=True):
-    """The endpoint that was picked and the runner-up, with their load before the capacity
-    reservation.
+    """The load of two endpoints at a pick: the picked one and the second best.
 
-    Recording all candidates would cost as much as the pick. The latency models are not copied, so
-    an explanation that needs them uses their current state.
+    The load is that before the capacity reservation. Recording all candidates would cost as much as
+    the pick. The latency models are not copied, so an explanation that needs them uses their
+    current state.
 
     terms       function of the policy that computes the parts (terms) of each candidate's score
-    candidates  the picked candidate and the runner-up, each with its load at the pick
+    candidates  the picked candidate and the second best, each with its load at the pick
     """
 
     terms: PriceTermsFunction
@@ -45,10 +45,13 @@ class PickSnapshot(msgspec.Struct, frozen=True):
     def score_terms(
         self, query: RoutingQuery, candidates: Sequence[Candidate]
     ) -> Mapping[str, Mapping[str, float]]:
-        """Return the parts of which the scores of the picked candidate and the runner-up consist.
+        """Return the parts of the scores of the picked candidate and the second best.
 
         The result has the value of each part (term) by endpoint and by name of the term. Values are
-        computed from the recorded load; `candidates` are all candidates of the pick.
+        computed from the recorded load.
+
+        query       the routing query of the pick
+        candidates  all candidates of the pick
         """
         then = {
             id(candidate): Candidate(candidate.endpoint, restore_load(candidate, numbers))

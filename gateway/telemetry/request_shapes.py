@@ -39,7 +39,7 @@ class ShapeRecord(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ShapeRecorder:
-    """Keeps the records of ended requests until they are taken, within bounded memory.
+    """Records of ended requests, kept in bounded memory until they are taken.
 
     pools    pools whose requests are recorded
     dropped  number of records lost since the start
@@ -62,12 +62,16 @@ class ShapeRecorder:
         blocks: Sequence[int],
         session: int,
     ) -> None:
-        """Record an ended request; refused, failed and abandoned ones are left out, as in replays
-        of the access log.
+        """Record an ended request.
 
-        at_s     Unix time of its end
-        blocks   ids of the complete blocks of its prompt
-        session  id of its session; 0 for none
+        Refused, failed and abandoned requests are left out, as in replays of the access log.
+
+        exchange  the record of the request
+        relay     the relay of its answer
+        usage     its token counts
+        at_s      Unix time of its end
+        blocks    ids of the complete blocks of its prompt
+        session   id of its session; 0 for none
         """
         pick = exchange.pick
         if pick is None or not 0 < exchange.status < 400:

@@ -26,10 +26,10 @@ TRUNCATED_REASONS = frozenset(
 )
 """Finish reasons of responses that were cut off, so that their natural length is unknown."""
 LEARN_SINGLY, LEARN_BATCH = 16, 8
-"""How estimates of a kind of request are updated: LEARN_SINGLY, then LEARN_BATCH.
+"""How many responses one update of the estimates learns from.
 
-The first LEARN_SINGLY responses are learned from one by one. Later ones are learned from in batches
-of LEARN_BATCH, which costs less.
+LEARN_SINGLY  number of first responses of a kind, each of which updates the estimates
+LEARN_BATCH   number of responses per later update, which costs less
 """
 MAX_KINDS = 8192
 REGRET_SAMPLE_EVERY = 32
@@ -189,10 +189,11 @@ class SloTracker:
         self._kinds = {}
 
     def observe_pick_regret(self, query: RoutingQuery, pick: Pick) -> None:
-        """Observe the regret of a pick in seconds: its expected TTFT minus the lowest expected TTFT
-        of all candidates.
+        """Observe the regret of a pick: how many seconds sooner the first token was expected
+        elsewhere.
 
-        Call it before capacity is reserved for the pick.
+        It is the expected TTFT at the picked endpoint, minus the lowest expected TTFT of all
+        candidates. Call this before capacity is reserved for the pick.
         """
         if len(pick.candidates) > 1 and pick.candidate.load.is_modelled:
             cached = query.cached_by_slot

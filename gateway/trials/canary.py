@@ -44,8 +44,9 @@ class CanarySampler(msgspec.Struct, frozen=True):
 
 
 def create_sampler(pool: str, spec: Canary) -> CanarySampler:
-    """Create the object that selects a canary policy's requests, by the tenants or the percentage
-    configured.
+    """Create the object that decides which requests the canary policy of a pool serves.
+
+    It selects them by the tenants or the percentage in the configuration `spec`.
     """
     return CanarySampler(
         pool, int(HASH_RANGE * (spec.percent or 0.0) / 100), frozenset(spec.tenants)

@@ -115,7 +115,7 @@ class PoolMirror:
         return None
 
     def give_up(self, result: str) -> None:
-        """Drop a sampled request without a comparison, and count the reason."""
+        """Drop a sampled request without a comparison, and count the reason `result`."""
         self._places += 1
         self._count(result)
 
@@ -249,8 +249,12 @@ class Mirrors:
     def __init__(
         self, metrics: MirrorMetrics, endpoints: LiveEndpoints, *, is_active: bool = True
     ) -> None:
-        """Initialize without mirrors. Only one of several worker processes is active, so that the
-        budget counts once.
+        """Initialize without mirrors.
+
+        metrics    the metrics of mirrors
+        endpoints  the table of live endpoints
+        is_active  whether this process has mirrors. Only one of several worker processes has, so
+                   that the token budget counts once
         """
         self._metrics, self._endpoints, self._is_active = metrics, endpoints, is_active
         self._client = MirrorClient()

@@ -10,9 +10,10 @@ WILDCARD = "*"
 
 
 class NamePattern(msgspec.Struct, frozen=True):
-    """A pattern that matches names which begin with `prefix` and end with `suffix`.
+    """A pattern of names that consists of a beginning and an end.
 
-    The two may not overlap in a name.
+    It matches a name that begins with `prefix`, ends with `suffix`, and is at least as long as both
+    together.
     """
 
     prefix: str

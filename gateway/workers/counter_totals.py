@@ -1,8 +1,8 @@
 """Merges the metrics of all workers into one scrape, with totals that never fall.
 
-The module keeps the last values of every worker that does not respond, and the counters of workers
-that have ended, because a total that fell would look like a counter reset. metrics_merge.py merges
-metric families, exposition.py renders them.
+A total that fell would look like a counter reset. The module therefore keeps the last values of
+every worker that does not respond, and the counters of workers that have ended. metrics_merge.py
+merges metric families, exposition.py renders them.
 """
 
 from __future__ import annotations

@@ -98,7 +98,13 @@ class Supervisor:
     ) -> None:
         """Prepare a supervisor of `count` worker processes.
 
-        sockets  the sockets that systemd has opened; all workers share the API's socket
+        loaded       the configuration
+        file         the file that a reload reads; None if the engines were given on the command
+                     line
+        env          environment variables that the configuration may refer to
+        report_line  reports the outcome of a reload to the operator
+        count        number of worker processes
+        sockets      the sockets that systemd has opened; all workers share the API's socket
         """
         self.worker_count = count
         self.is_draining = False

@@ -80,6 +80,10 @@ class Worker:
     ) -> WorkerResponse:
         """Send a request to the worker's admin server and return the response.
 
+        method     HTTP method
+        path       path with the query
+        body       request body
+        headers    further header fields
         timeout_s  seconds within which the whole response must arrive
 
         Raises one of the exceptions in REQUEST_ERRORS if there is no response.

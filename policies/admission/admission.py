@@ -19,7 +19,7 @@ from policies.admission.retry_after import ReturnSchedule, request_key
 from policies.model import Candidate, Pick, Request, RoutingQuery
 
 KEPT = 0.25
-"""The share of the wait queue, 0 to 1, that new requests may not fill.
+"""Share of the wait queue (0 to 1) that new requests may not fill.
 
 It is kept free for refused clients that retry at the time that their Retry-After header gave.
 """
@@ -120,8 +120,9 @@ class DrainRate:
         self._last = self._weight = self._presence = 0.0
 
     def record(self, now: float, amount: float = 1.0) -> None:
-        """Record that `amount` of work was completed at `now`, in seconds on a clock that never
-        goes back.
+        """Record that `amount` of work was completed at the time `now`.
+
+        `now` is in seconds, on a clock that never goes back.
         """
         if self._began is None:
             self._began = now
@@ -256,17 +257,27 @@ class Admission(Protocol):
         ...
 
     def on_reserved(self, query: RoutingQuery, pick: Pick) -> None:
-        """Record that an admitted request was assigned to the endpoint of `pick`."""
+        """Record that an admitted request will be served.
+
+        query  the request, with the time
+        pick   the endpoint at which capacity was reserved for it
+        """
         ...
 
     def on_ended(self, request: Request, outcome: RequestOutcome) -> None:
-        """Record how a request ended, for which `on_reserved` was called before."""
+        """Record how a request ended.
+
+        Only requests that were reported by `on_reserved` are reported here.
+        """
         ...
 
     def tick(self, now: float, candidates: Sequence[Candidate]) -> None:
         """Run the periodic work of the admission policy.
 
         It is called about every 100 ms, though perhaps not while the pool is idle.
+
+        now         time in seconds
+        candidates  the pool's endpoints with their loads
         """
         ...
 
@@ -433,7 +444,8 @@ class CapAdmission:
         """Reserve the next free time for a refused request's retry, and return the seconds until
         then.
 
-        Every request counts as the same amount of work. The special results are those of Admission.
+        Every request counts as the same amount of work. The result is inf or None in the same cases
+        as in Admission.retry_after_s.
         """
         if not query.can_return:
             return None

@@ -21,15 +21,16 @@ Earlier, the measured rate still includes requests from before the overload.
 MEMORY_S = 30.0
 """Time constant of the learned rate, in seconds of overload.
 
-After this time, older measurements have lost 63 % of their weight.
+The rate is a running mean: after this time, an old measurement counts only 37 % as much as a new
+one.
 """
 
 
 class FullLoadRate:
-    """The learned rate at which a full pool completes work, per endpoint or per permit.
+    """The rate at which a pool completes work while it is full, learned from past overloads.
 
-    The caller chooses the unit: it divides the measured rate by its number of endpoints or permits.
-    The rate then stays valid when endpoints are added or removed.
+    The caller chooses a unit, such as one endpoint or one permit, and divides the measured rate by
+    the number of units. The rate then stays valid when endpoints are added or removed.
 
     per_unit  work per second of one unit; None until the pool was full for `SETTLED_S` seconds
     """

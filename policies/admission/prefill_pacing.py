@@ -15,17 +15,17 @@ from policies.load import EndpointLoad
 from policies.model import Candidate
 
 LEAST_SHARE = 0.2
-"""Prefill may always take this share of the time, 0 to 1.
+"""Share of an endpoint's time (0 to 1) that prefill may always take.
 
 Otherwise a TPOT budget that cannot be met would stop prefill altogether.
 """
 
 
 class PrefillPace:
-    """Measures by how much the prompts sent to each endpoint exceed the pace that its TPOT budget
-    allows.
+    """Measures by how much the prompts sent to each endpoint exceed the allowed pace.
 
-    The unit is seconds of prefill. See the module's docstring for the allowed pace.
+    The pace is the share of the time that prefill may take without delaying running answers beyond
+    their TPOT budget (see the module's docstring). The excess is in seconds of prefill.
 
     share  the part of the TPOT budget, 0 to 1, that decoding and prefill may use; the rest is a
            margin
@@ -61,10 +61,10 @@ class PrefillPace:
         return level
 
     def mean_share(self, candidates: Sequence[Candidate], tpot_s: float) -> float:
-        """Return the share of the time, 0 to 1, that prefill may take, as the mean of available
-        candidates.
+        """Return the share of the time (0 to 1) that prefill may take, as a mean over endpoints.
 
-        Returns 1 if no candidate is available. `tpot_s` is the TPOT budget in seconds per token.
+        candidates  the endpoints; only available ones count. Without any, the result is 1
+        tpot_s      the TPOT budget in seconds per token
         """
         paces = [
             self._pace(candidate.load, tpot_s)

@@ -43,26 +43,27 @@ from policies.pricing.cost_estimate import (
 )
 
 LEARN = 0.02
-"""Weight of a new request in the exponential running means over admitted requests, 0 to 1."""
+"""Weight (0 to 1) of one new admitted request in the running means over admitted requests."""
 
 PASSING = 4.0
-"""While there is no overload, endpoints may exceed their prefill pace by this multiple of
-`burst_s`.
+"""Limit on how far prompts may exceed the allowed prefill pace while there is no overload.
 
-The excess is the mean over the endpoints (PrefillPace). Beyond the limit, requests wait. Under full
-overload the multiple is 1, because only a burst drains by itself.
+The limit is this multiple of `burst_s`, for the mean excess of the endpoints (PrefillPace). Beyond
+it, requests wait. Under full overload the multiple is 1, because only a short burst drains by
+itself.
 """
 
 EFFICIENCY = 1.0
-"""Seconds of predicted work that one endpoint completes per second.
+"""Initial guess of how many seconds of predicted work one endpoint completes per second.
 
-The value is assumed until an overload has shown the real one.
+It is used until an overload has shown the real value.
 """
 
 TIGHTER = 10.0
-"""A request's latency budget counts as at most this many times tighter than the typical one.
+"""Limit on how much a tight latency budget may raise the price of admission.
 
-Clients choose their budgets, and an impossible one must not raise the price for others.
+A budget counts as at most this many times tighter than the typical one. Clients choose their
+budgets, and an impossible one must not raise the price for others.
 """
 
 

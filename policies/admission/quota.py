@@ -101,7 +101,7 @@ class TokenBucket:
     def take(self, amount: float) -> None:
         """Subtract `amount` from the bucket's level.
 
-        A negative amount is added, up to the bucket's limit.
+        A negative amount is a refund: it is added, up to the bucket's limit.
         """
         self._level = min(float(self.limit), self._level - amount)
 
@@ -179,8 +179,10 @@ class Quota:
         )
 
     def apply_peer_usage(self, theirs: QuotaUsage, ours: QuotaUsage) -> None:
-        """Subtract the usage that another gateway reports, and move the levels towards that
-        gateway's.
+        """Take into account the usage of the same tenant at another gateway.
+
+        The reported usage is subtracted. The levels also move a little towards those of the other
+        gateway (DRIFT).
 
         theirs  the other gateway's message
         ours    this gateway's usage that the other gateway has not received yet

@@ -21,14 +21,14 @@ from policies.param_types import NonNegative, Positive, PositiveCount
 Key = tuple[int, int]
 
 SAME_RATE = 0.05
-"""Two measured capacities count as the same up to this relative difference, 0 to 1.
+"""Relative difference (0 to 1) up to which two measured capacities count as the same.
 
 The schedule stores one entry per different capacity, so noise must not create new ones.
 """
 
 
 class ReturnTimes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The parameters of the schedule of refused clients' retries.
+    """The parameters of the schedule by which refused clients retry.
 
     share       share of the measured capacity that is reserved for scheduled retries
     soonest_s   minimum Retry-After in seconds
@@ -36,8 +36,8 @@ class ReturnTimes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 retry
     calm_s      the first retry is delayed until the queue is short, but by at most this many
                 seconds
-    early_s     a retry may come this many seconds before its scheduled time
-    late_s      ... and this many seconds after it
+    early_s     seconds before its scheduled time at which a retry is still accepted
+    late_s      seconds after its scheduled time at which a retry is still accepted
     remembered  maximum number of reservations
     """
 

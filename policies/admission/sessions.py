@@ -24,9 +24,9 @@ CONTINUING_SHARE = 0.5
 """
 
 QUEUED = 2.0
-"""Evicted session contexts count as harmful while at least this many prompts wait per endpoint.
+"""Number of waiting prompts per endpoint from which evicted session contexts count as harmful.
 
-The number is a mean over time. Without queues, recomputing a context delays no other request.
+It is a mean over time. Without queues, recomputing a context delays no other request.
 """
 
 FIRST_SHARE = 0.7
@@ -40,12 +40,15 @@ The factor is applied once per period (`SessionGate.period_s`).
 
 
 CALM = 0.5
-"""A session may exceed the limit while fewer prompts than this wait per endpoint, on average."""
+"""Number of waiting prompts per endpoint below which a session may exceed the limit.
+
+It is a mean over the endpoints.
+"""
 
 EXTRA_S = 2.0
-"""Minimum seconds between two sessions admitted beyond the limit, in a pool of one endpoint.
+"""Minimum seconds between two sessions that one endpoint admits beyond the limit.
 
-A pool of n endpoints admits n times as many.
+A pool of n endpoints may therefore admit n sessions in this time.
 """
 
 
@@ -145,7 +148,10 @@ class ActiveSession:
 
 
 class WorkingSet:
-    """The active sessions, least recently used first, and the recently expired ones.
+    """The sessions whose contexts count against the fleet's KV memory, least recently used first.
+
+    A session counts from its first request until it has been idle for `memory_s` seconds. Recently
+    expired sessions are kept too, to learn `memory_s`.
 
     tokens        context tokens of all active sessions
     memory_share  share of the fleet's KV that active sessions may fill; inf: no limit

@@ -11,21 +11,21 @@ from math import exp, inf, sqrt
 
 MOST_TENANTS = 1024
 NEARLY = 0.9
-"""Fair shares divide this part of the admitted work, instead of all of it.
+"""Part of the admitted work (0 to 1) that fair shares divide among the tenants.
 
-With all of it, the shares could just suffice for every tenant, and a rising price would affect
-none.
+If they divided all of it, they could just suffice for every tenant. A rising price would then
+affect no tenant.
 """
 
 
 class TenantUsage:
-    """Measures the work that each tenant requests and is admitted, in seconds of one TP group.
+    """Measures the work that each tenant requests and is admitted.
 
-    Past work counts less the older it is.
+    Work is in seconds of one TP group. Past work counts less the older it is.
 
     level     the fair share: seconds of work per unit of tenant weight. A tenant that requests more
               pays a price for admission; inf if no tenant does
-    _squares  decayed sum of the squared works of requests, an estimate of the variance of their sum
+    _squares  sum of the squared works of recent requests, an estimate of the variance of their sum
     """
 
     __slots__ = ("_admitted", "_at", "_offered", "_squares", "_tau_s", "_weights", "level")
@@ -39,9 +39,10 @@ class TenantUsage:
         self.level = inf
 
     def record(self, tenant: str, work_s: float, admitted: bool) -> None:
-        """Record a request of `work_s` seconds and whether it was admitted.
+        """Record one request of a tenant. Call this once per request, also if it is refused.
 
-        Call this once per request, also if it is refused.
+        work_s    seconds of work that it requests
+        admitted  whether it was admitted
         """
         if tenant not in self._offered and len(self._offered) >= MOST_TENANTS:
             del self._offered[min(self._offered, key=lambda name: self._offered[name])]
@@ -80,12 +81,13 @@ class TenantUsage:
         return self._admitted / self._tau_s
 
     def demand(self, waiting_s: float, doubt: float) -> float:
-        """Return the recently requested work, in TP-group seconds per second, minus a margin for
-        chance.
+        """Return the work that was recently requested per second, in seconds of one TP group.
+
+        A margin for chance is subtracted: requests of different sizes add up to more than usual now
+        and then.
 
         waiting_s  seconds of work of the waiting requests, which are added to the recent ones
-        doubt      the margin in standard deviations, because requests of different sizes add up to
-                   that much by chance
+        doubt      the margin, in standard deviations
         """
         return (
             max(0.0, sum(self._offered.values()) + waiting_s - doubt * sqrt(self._squares))

@@ -356,7 +356,8 @@ class WaitQueue(Generic[T]):
         self.on_ended(request, outcome)
 
     def free_place(self, now: float) -> bool:
-        """Release the permit of a request that has ended, and return whether requests wait for one.
+        """Release the permit of a request that has ended, and return whether requests wait for a
+        permit.
 
         The caller reports the request's outcome separately, by `on_ended`.
         """
@@ -417,10 +418,10 @@ class WaitQueue(Generic[T]):
         return self._due[0][0] if self._due else None
 
     def take_verdicts(self, now: float) -> list[tuple[T, Verdict]]:
-        """Remove the requests about which a decision is due at `now`; return their tickets and
-        verdicts.
+        """Decide about every waiting request whose turn has come or whose wait ends at `now`.
 
-        They are returned in order. Each request with the verdict Admit holds a permit.
+        These requests leave the queue. The result has the ticket and the verdict of each, in order.
+        A request with the verdict Admit holds a permit from now on.
         """
         verdicts_due, self._evicted = self._evicted, []
         while (due := self.next_due()) is not None and due <= now:

@@ -21,14 +21,13 @@ from math import ceil, inf
 import msgspec
 
 HEADROOM = 0.8
-"""Share of the time left that the plan uses, 0 to 1.
+"""Share (0 to 1) of the time left in which a batch must be able to finish.
 
-Durations of requests are estimates: they may be a quarter longer, and batches still end in time.
+The rest is a margin: durations are estimates, and requests may take a quarter longer.
 """
 
 RELEASE = 0.4
-"""Reserved places are returned once the reserve could finish the work in this share of the time
-left.
+"""Share of the time left in which the reserve must be able to finish before it is returned.
 
 It is below HEADROOM, so that places are not taken and returned many times. The last requests of a
 batch, one for each place, keep their places in any case.
@@ -70,10 +69,10 @@ class WindowPlan(msgspec.Struct, frozen=True):
 
 
 class WindowPlanner:
-    """Plans the reserved places of one pool, from the demands of its batches.
+    """Decides how many places of one pool are reserved for its batches.
 
-    Places stay reserved until batches are clearly ahead again, so that they are not taken and
-    returned many times a second.
+    A place is capacity for one running request. Places stay reserved until batches are clearly
+    ahead again, so that they are not taken and returned many times a second.
     """
 
     __slots__ = ("_is_hurried",)
@@ -143,7 +142,9 @@ def _needed(demands: Sequence[WindowDemand], share: float) -> Iterator[float]:
 
 
 def places_needed(work_s: float, longest_s: float, left_s: float) -> float:
-    """Return how many places, each for one running request, finish the work in time for sure.
+    """Return the number of places that certainly suffice to finish the work in time.
+
+    A place is capacity for one running request.
 
     work_s     seconds of work in total
     longest_s  seconds of the longest request

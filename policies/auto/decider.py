@@ -16,20 +16,22 @@ import msgspec
 from policies.auto.estimates import MemberEstimate, PoolEstimate
 
 LEAST_GAIN = 0.01
-"""Minimum gain in goodput (0 to 1), beyond the estimate's error, that justifies a change of policy.
+"""Minimum gain in goodput (0 to 1) that justifies a change of policy.
 
-A change moves sessions away from the endpoints that cache their prompts.
+The gain must exceed it by more than the estimate's error. A change has a cost: sessions move away
+from the endpoints that cache their prompts.
 """
 
 LEAST_REQUESTS = 200
 MOST_SWITCHES, HOUR_S = 3, 3600.0
 SURE = 2.0
-"""A gain of at least this multiple of the required gain is accepted without a second estimate."""
+"""Multiple of the required gain from which a single estimate is enough to change the policy.
+
+A smaller gain must be confirmed by a second estimate.
+"""
 
 RETURN = 2.0
-"""A policy that was replaced must gain more to return within an hour: this multiple of the usual
-gain.
-"""
+"""Multiple of the usual gain that a policy needs to return within an hour after it was replaced."""
 
 
 class Action(StrEnum):

@@ -43,10 +43,10 @@ class PrefillLesson(NamedTuple):
 
 
 class StepSpan:
-    """The consecutive engine steps since the last observed moment, with their predicted work.
+    """The engine steps since the last moment at which the engine's state was observed.
 
-    The learned speed is corrected by comparing that prediction with the time that has really
-    passed.
+    The span sums up the predicted work of these steps. When the next first token is observed, the
+    prediction is compared with the time that has really passed, which corrects the learned speed.
 
     anchor           when the steps began: at a first token or, if `entered` is set, at the end of
                      the decode step during which a prompt entered
@@ -88,9 +88,11 @@ class StepSpan:
         self.begin(0.0)
 
     def begin(self, at: float, wait_s: float = 0.0, entered: float | None = None) -> None:
-        """Begin to measure engine steps at the time `at`, with zero steps counted.
+        """Begin to measure engine steps, with zero steps counted.
 
-        `wait_s` and `entered` are as in the class.
+        at       when the steps begin (`anchor`)
+        wait_s   the attribute of the class
+        entered  the attribute of the class
         """
         self.anchor, self.wait_s, self.entered, self.waits_for_kv = at, wait_s, entered, False
         self.fills = [0.0] * (FILLS + 1)
@@ -126,8 +128,8 @@ class StepSpan:
 def learn(span: StepSpan, load: EngineLoad, ends: float, now: float) -> None:
     """Correct an engine's learned speed by the real duration of its steps, and begin the next span.
 
-    span  the steps to compare
-    load  the engine's load with the learned speed
+    span  the steps since the last observation, with their predicted work
+    load  the engine's load, which contains the learned speed
     ends  predicted end of the last step. The first token came within that step, at a time known
           only to a fraction of its length
     now   time of the observed first token

@@ -21,18 +21,16 @@ if TYPE_CHECKING:
     from policies.engine.queued_prompt import QueuedPrompt
 
 TOGETHER = 0.25
-"""First tokens closer together than this share of a decode step are assumed to come from one
-step.
-"""
+"""Largest distance of two first tokens of the same engine step, as a share of a decode step."""
 
 OVERDUE = 0.5
-"""A step that is late by this share of its predicted length is assumed not to have begun.
+"""Delay of a step, as a share of its predicted length, from which it is assumed not to have begun.
 
 This applies only while KV memory is nearly full: the prompt then probably waits for KV.
 """
 
 NEARLY_FULL = 0.03
-"""KV memory counts as nearly full below this share of free KV, 0 to 1.
+"""Share of free KV memory (0 to 1) below which the memory counts as nearly full.
 
 A prompt that was predicted to fit may then in fact be waiting for KV.
 """

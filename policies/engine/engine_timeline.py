@@ -71,7 +71,9 @@ class EngineTimeline(EngineModel):
         load.kv_used_tokens += prompt.prompt_tokens
 
     def on_handoff(self, load: EngineLoad, prompt: QueuedPrompt, now: float) -> None:
-        """Start to decode a prompt whose KV has arrived from another endpoint."""
+        """Record that the KV of a prompt has arrived from another endpoint, so that decoding starts
+        here.
+        """
         self.advance(load, now)
         self.start_decoding(prompt, now)
         self._update_forecast(load, now)

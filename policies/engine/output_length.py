@@ -67,7 +67,10 @@ class OutputLengths:
 
 
 class RecentLengths:
-    """The lengths of one endpoint's recent answers, each divided by its expected length."""
+    """The lengths of one endpoint's recent answers, relative to their expected lengths.
+
+    A value of 2 means an answer twice as long as expected.
+    """
 
     __slots__ = ("_ordered", "_ratios")
 

@@ -52,9 +52,9 @@ class EngineAverages:
 
 
 class ArrivalAverages:
-    """Computes decaying averages of the prompts recently sent to an endpoint.
+    """Running averages of the prompts recently sent to an endpoint.
 
-    The decay time is ARRIVALS_S seconds.
+    Older prompts count less; the time constant is ARRIVALS_S seconds.
 
     prompts  decayed number of prompts
     tokens   decayed number of the prompts' uncached tokens

@@ -22,7 +22,8 @@ class SharedPrefixKv:
         self.tokens, self.distinct = 0, 0.0
 
     def exclusive_share(self) -> float:
-        """Return the share of a prefix, 0 to 1, that is estimated to be used by only one sequence.
+        """Return the estimated share of a sequence's cached prefix (0 to 1) that no other sequence
+        uses.
 
         If sequences use some of the prefixes at random, this is nearly the square of `distinct /
         tokens`.

@@ -28,13 +28,12 @@ class AnswerPair(msgspec.Struct, frozen=True):
     """The comparison of two answers to one prompt.
 
     same         1.0 if they are equal, else 0.0
-    shared       share of the first answer before the first difference, 0 to 1
-    diverged_at  place of the first difference, in tokens if both have them, else in characters;
+    shared       share (0 to 1) of the first answer before the first difference
+    diverged_at  position of the first difference: in tokens if both have them, else in characters;
                  None if there is none
     kl           mean Kullback-Leibler divergence in nats over the tokens up to the first
                  difference; None without probabilities
-    valid        1.0 if the second answer is as valid as the first: it is there, its JSON and its
-                 tool calls can be read; else 0.0
+    valid        0.0 if only the first answer is valid (is_valid()), else 1.0
     length       length of the second answer over that of the first; None if the first is empty
     """
 

@@ -109,6 +109,10 @@ def next_health(
 ) -> Health:
     """Return an endpoint's health after `event` at time `now`.
 
+    health  its health before
+    rng     randomness for the length of an ejection
+    limits  when an endpoint is ejected, and for how long
+
     Events that the table does not list change nothing. Results of requests that were sent before an
     ejection are left out of the table on purpose: if twenty streams break together, that is one
     event and must not double the ejection time twenty times.

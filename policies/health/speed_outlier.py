@@ -180,7 +180,7 @@ class PeerTimes:
         return self.other_s(work, None)
 
     def other_s(self, work: int, own: SpeedSamples | None) -> float:
-        """Return the median seconds of the endpoints other than `own` for this work.
+        """Return the median time in seconds that the endpoints other than `own` take for this work.
 
         Returns 0 if unknown.
         """
@@ -189,10 +189,11 @@ class PeerTimes:
         return middle_s * self._size(bin_, work)
 
     def fixed_s(self, own: SpeedSamples | None) -> float:
-        """Return the seconds per sample that other endpoints take whatever the size of the work.
+        """Return the part of other endpoints' time per sample that does not depend on the size of
+        the work.
 
-        It is the intercept of a line through their times over the roofline's times. Returns 0 if
-        work of one size only was measured. `own` is left out.
+        It is in seconds: the intercept of a line through their times over the roofline's times.
+        `own` is left out. Returns 0 if only work of one size was measured.
         """
         points = [
             (_work_s(self._measure, self._shape, _middle(bin_)), seconds)

@@ -36,8 +36,8 @@ REFERENCE  weights halve in 20 s; for judging its peers
 NEEDED = (6.0, 3.0, 6.0)
 """Minimum number of samples for a verdict of slowness, by measure (TTFT, TPOT, answer).
 
-The more the ratio exceeds its limit, the fewer are needed, down to a third at twice the limit. The
-weights of the last samples, this many, never decay, because a quiet endpoint would have no evidence
+The more the ratio exceeds its limit, the fewer are needed, down to a third at twice the limit. This
+many of the latest samples keep their full weight, because a quiet endpoint would have no evidence
 otherwise. A TPOT sample covers all streams over one second.
 """
 
@@ -45,26 +45,29 @@ MOST_UNCOUNTED = 64
 """Maximum number of samples per measure between two reviews; more would hardly change the mean."""
 
 LEAST_SHARE_CLEAR = 0.2
-"""A second gives a TPOT sample only if more than this share of it was free of prefill.
+"""Share of a second that must be free of prefill for the second to give a TPOT sample.
 
-Prefill delays the running streams. A short remainder would say little about their own speed.
+Prefill delays the running streams. If little time is free of it, the rest would say little about
+their own speed.
 """
 
 JOIN_S, IDLE_JOIN_S = 0.03, 0.005
-"""A prompt sent within this many seconds after a prefill step began may still become part of it.
+"""Seconds after the begin of a prefill step in which a new prompt may still become part of it.
 
 JOIN_S       for an engine with streams, which first finishes the running decode step
 IDLE_JOIN_S  for an engine without streams, which begins the step at once
 """
 
 LEAST_PACED = 3.0
-"""A review finds an endpoint as fast as its peers only after it has completed this many prompts."""
+"""Minimum number of prompts that an endpoint must have completed to be found as fast as its peers.
+"""
 
 MOST_AHEAD = 1.5
-"""A prefill step gives no sample if it may have computed far more tokens than are known.
+"""Largest amount of unknown work in a prefill step that still gives a sample.
 
-The limit is this multiple of the tokens of its completed prompts: the rest would belong to prompts
-that are not complete. The step after it gives no sample either.
+A step may compute tokens of prompts that are not complete yet. It gives no sample if all its tokens
+may be more than this multiple of the tokens of its completed prompts. The step after it gives no
+sample either.
 """
 
 USUAL_GAIN, LEAST_USUAL = 0.05, 20

@@ -1,8 +1,8 @@
-"""The production checklist for a set of TP groups (engine processes), with a verdict per check.
+"""The production checklist: checks of all endpoints and the configuration, each with a verdict.
 
-The checks follow a guide to tensor parallelism for inference: the smallest TP degree that fits,
-fast links within a group, decode speed at batch 1 and 16, admission control, a smaller model as
-fallback, and failing fast. No I/O.
+An endpoint is a TP group, that is one engine. The checks follow a guide to tensor parallelism for
+inference: the smallest TP degree that fits, fast links within a group, decode speed at batch 1 and
+16, admission control, a smaller model as fallback, and failing fast. No I/O.
 """
 
 from __future__ import annotations

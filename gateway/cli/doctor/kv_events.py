@@ -24,8 +24,10 @@ _CHECK = "KV events"
 
 
 def description_path(engine: EngineKind, spec: KvEvents | None) -> str:
-    """Return the path at which the engine describes its KV events; "" if it need not be
-    requested.
+    """Return the path at which the engine describes its KV events.
+
+    `spec` is the endpoint's setting for KV events. Without it, the result is "": events are not
+    used.
     """
     if spec is None:
         return ""

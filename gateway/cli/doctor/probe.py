@@ -52,7 +52,8 @@ class ProbeResult(msgspec.Struct):
     connection_count  connections opened for all GET requests: 1 with keep-alive
     skew_s            the engine's clock minus ours in seconds, from its Date header
     token             the response to a request for one token
-    store             the response to store_request()
+    store             the response to store_request(), which shows whether the engine keeps
+                      responses
     events            the response at the path that describes KV events
     """
 
@@ -170,9 +171,14 @@ def probe_engine(
 ) -> ProbeResult:
     """Send all queries to an engine, which takes about a second, and return the responses.
 
-    Sets `problem` when the engine cannot be reached. `more` has further members of the request for
-    one token; None: this request is not sent. `events_path` is the path that describes KV events;
-    "": it is not requested.
+    url          URL of the engine
+    key          API key; None: no key is sent
+    health_path  path of the health page
+    more         further members of the request for one token; None: this request is not sent
+    encryption   TLS settings
+    events_path  path that describes KV events; "": it is not requested
+
+    Sets `problem` when the engine cannot be reached.
     """
     result, connection = ProbeResult(url), EngineConnection(url, key, encryption=encryption)
     try:

@@ -196,7 +196,7 @@ def sparkline(values: Sequence[int]) -> str:
 
 
 def percent_text(share: float | None) -> str:
-    """Return a ratio (0 to 1) as text: 61.3%, or a dash for None."""
+    """Return a ratio (0 to 1) as text, for example "61.3%"; a dash for None."""
     return MISSING if share is None else f"{share * 100:.1f}%"
 
 

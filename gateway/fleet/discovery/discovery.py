@@ -35,7 +35,9 @@ SourceFactory = Callable[[Discover, Random], Source]
 def create_source(folder: Path, spec: Discover, rng: Random) -> Source:
     """Create the discovery source that a pool's configuration names.
 
-    Relative paths start from `folder`.
+    folder  the folder from which relative paths start
+    spec    section `discover` of the pool
+    rng     randomness for the intervals between two lookups
     """
     if spec.dns is not None:
         return DnsSource(spec.dns, spec.interval, spec.endpoint, rng)

@@ -93,8 +93,10 @@ class EndpointEvents:
     ) -> None:
         """Compare the cached tokens of a complete answer with the KV events.
 
+        expected       what the events predicted when the request was sent
         prompt_tokens  number of the prompt's tokens, as the engine reports it
         cached_tokens  number of them that were cached, as the engine reports it
+        now            monotonic seconds
         """
         size = self.block_tokens
         computes = prompt_tokens - cached_tokens >= 2 * (size or 128)

@@ -127,10 +127,10 @@ class ExactPrefixes:
         return slot in self._exact
 
     def describe(self, slot: int, now: float) -> str | None:
-        """Return how the cache of an endpoint is known, as text, for display.
+        """Return how the gateway knows the content of an endpoint's cache, as text for display.
 
-        The text is "exact" if KV events describe the cache, or "believed: REASON" if it is only
-        predicted. Returns None for an endpoint without KV events.
+        The text is "exact" if KV events describe it, or "believed: REASON" if it is only predicted.
+        Returns None for an endpoint without KV events.
         """
         endpoint = self.endpoints.get(slot)
         if endpoint is None:
@@ -141,9 +141,12 @@ class ExactPrefixes:
     # What is cached
 
     def correct(self, tokens: list[int], fingerprint: Fingerprint, prompt_tokens: int) -> list[int]:
-        """Replace predicted cached tokens by exact ones, in place, and return the list.
+        """Replace predicted numbers of cached tokens by exact ones, and return the list.
 
-        Items are indexed by endpoint slot; only endpoints with exact KV events change.
+        tokens         number of cached tokens by endpoint slot, which is changed in place. Only
+                       endpoints with exact KV events change
+        fingerprint    fingerprint of the prompt
+        prompt_tokens  number of tokens of the prompt
         """
         holdings = self._look_up(fingerprint)
         if holdings is not None and holdings.held:
@@ -156,7 +159,14 @@ class ExactPrefixes:
     def correct_match(
         self, match: PrefixMatch, fingerprint: Fingerprint, prompt_tokens: int
     ) -> PrefixMatch:
-        """Return the prefix match with exact counts for the endpoints that have exact KV events."""
+        """Return a prefix match in which exact numbers of cached tokens replace predicted ones.
+
+        match          the predicted match
+        fingerprint    fingerprint of the prompt
+        prompt_tokens  number of tokens of the prompt
+
+        Only endpoints whose KV events are exact change.
+        """
         holdings = self._look_up(fingerprint)
         if holdings is None or not holdings.held:
             return match
@@ -302,8 +312,11 @@ class ExactPrefixes:
         engine_model: str,
         salt: str,
     ) -> None:
-        """Record a prompt's token ids, for endpoints with KV blocks of these sizes.
+        """Record a prompt's token ids, so that KV events can be matched to it.
 
+        fingerprint   fingerprint of the prompt
+        tokens        its token ids
+        sizes         KV block sizes of the endpoints, in tokens
         engine_model  the engines' name of the model, which may be a LoRA adapter's
         salt          the cache salt that engines get; "" for none
         """

@@ -55,6 +55,7 @@ class PromptLearner:
     ) -> None:
         """Initialize a learner of prompts' tokens, which is idle at first.
 
+        exact    the index of prompts in which learned tokens are recorded
         resolve  returns the endpoints that can tokenize for a model; None if no endpoint has KV
                  events
         results  metric that counts prompts by result

@@ -136,7 +136,8 @@ class EventSource:
     def on_disconnected(self) -> None:
         """Record that the subscription to KV events is lost.
 
-        The blocks are kept until the reason is known: a lost connection or a restarted engine.
+        The blocks are kept at first. Whether the connection was lost or the engine restarted shows
+        only after the next connect; after a restart, the blocks are discarded.
         """
         self.is_connected = self._is_replaying = False
         self.replay_from = None

@@ -125,8 +125,9 @@ def refuse_member(value: Any, name: str, chat: dict[str, Any]) -> None:
 
 
 def request_stream(value: Any, name: str, chat: dict[str, Any]) -> None:
-    """Translate the member `stream`: request a stream that ends with token counts, which both APIs
-    report.
+    """Translate the member `stream`.
+
+    Streams are requested with token counts at their end, because the client's API reports them too.
     """
     if value is not True and value is not False:
         raise mistyped(name, "a boolean")
@@ -135,9 +136,13 @@ def request_stream(value: Any, name: str, chat: dict[str, Any]) -> None:
 
 
 def limit_output(value: Any, name: str, chat: dict[str, Any]) -> None:
-    """Set the maximum number of the answer's tokens from a request member.
+    """Set the maximum number of the answer's tokens in the chat request.
 
-    Raises GatewayError if it is invalid.
+    value  the client's limit
+    name   the member that contains it
+    chat   the chat request, which is changed
+
+    Raises GatewayError if the limit is invalid.
     """
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise mistyped(name, "a whole number of at least 1")

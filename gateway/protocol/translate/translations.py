@@ -115,9 +115,12 @@ def translated(call: Call, model: ModelInfo, context: CallContext) -> tuple[Call
 def translated_losslessly(
     call: Call, model: ModelInfo, context: CallContext, *, stores_answers: bool
 ) -> tuple[Call, NewTranslator] | str:
-    """Return the result of translated(), or the name of a member that the translation would lose.
+    """Translate a request if nothing is lost by it.
 
-    stores_answers  an engine may store the answer to this request for later ones
+    Returns the result of translated(), or else the name of a member that the translation would
+    lose.
+
+    stores_answers  whether an engine may store the answer to this request for later ones
     """
     try:
         lost = TRANSLATIONS[call.api.path].lost_member(call.body)
