@@ -131,6 +131,7 @@ class Agent:
         self._listener: HandleListener | None = None
         self._loop_waker: LoopWaker | None = None
         self._next_timer: Timer | None = None
+        self._deadlines = 0  # number of deadlines for which the timer was set
         self._closed = False
 
     # ---- API of the engine
@@ -419,6 +420,10 @@ class Agent:
             self._run_commands(self._sink.tick(now) + self._source.tick(now))
 
     def _schedule_tick(self) -> None:
+        deadlines = self._sink.deadline_count + self._source.deadline_count
+        if deadlines == self._deadlines and self._next_timer is not None:
+            return
+        self._deadlines = deadlines
         dues = [
             due
             for due in (self._sink.next_deadline(), self._source.next_deadline())
@@ -449,27 +454,28 @@ class Agent:
         self._schedule_tick()
 
     def _execute(self, command: Command) -> None:
+        # The most frequent commands come first.
         match command:
-            case PutWindow(link, head, window):
-                link.put(head, window)
             case SendMessage(link, message):
                 self._link_manager.send(link, message)
+            case BumpGenerations() | ReportLayers() | ResolveHandle():
+                self._notify_engine(command)
+            case PutWindow(link, head, window):
+                link.put(head, window)
+            case FenceTransfer(link, transfer):
+                link.fence(transfer)
             case SendInvite():
                 self._invite(command)
             case AcceptGrant():
                 self._admit(command)
             case DropWindows(link, transfer):
                 link.drop(transfer)
-            case FenceTransfer(link, transfer):
-                link.fence(transfer)
             case EndGroup(detail):
                 self._run_commands(self._source.fail_rank(detail, self._clock.now()))
             case DialPeer(address):
                 self._link_manager.dial(address)
             case ComputePlan(work):
                 self._lock.defer(lambda: self._finish_deferred_plan(work))
-            case BumpGenerations() | ReportLayers() | ResolveHandle():
-                self._notify_engine(command)
 
     def _invite(self, command: SendInvite) -> None:
         # Send an invitation to write KV, after granting the peer access to the blocks.

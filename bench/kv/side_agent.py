@@ -95,14 +95,28 @@ class Agents:
 
     def run(self) -> None:
         assert self.drawn is not None
-        self._fetch(0, self.drawn.dst)
+        self._fetch(self.drawn.dst)
 
-    def post(self, index: int) -> None:
+    def posts(self) -> list[float]:
+        """Fetch the chosen blocks one after another on the event loop, as an engine does; return
+        the duration of each in microseconds.
+        """
+        times: list[float] = self._run_on_loop(self._await_posts())
+        return times
+
+    async def _await_posts(self) -> list[float]:
         assert self.drawn is not None
-        self._fetch(index, self.drawn.dst[index : index + 1])
+        times = []
+        for index in range(len(self.drawn.dst)):
+            started = time.perf_counter_ns()
+            name, blocks = f"{self.pass_number}/{index}", self.drawn.dst[index : index + 1]
+            end = await self._await_fetch(name, blocks)
+            times.append((time.perf_counter_ns() - started) / 1e3)
+            _check_landed(end)
+        return times
 
-    def _fetch(self, index: int, blocks: Any) -> None:
-        _check_landed(self._run_on_loop(self._await_fetch(f"{self.pass_number}/{index}", blocks)))
+    def _fetch(self, blocks: Any) -> None:
+        _check_landed(self._run_on_loop(self._await_fetch(f"{self.pass_number}/0", blocks)))
 
     async def _await_fetch(self, name: str, blocks: Any) -> TransferOutcome:
         tokens = len(blocks) * self.LAYOUT.block_tokens

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 import time
-from typing import Any, Protocol, TextIO
+from typing import Any, Protocol, TextIO, runtime_checkable
 
 import numpy as np
 from pool import Bytes, Draw, draw, wipe, wrong_blocks
@@ -26,7 +26,8 @@ class Side(Protocol):
              one per block
     begin    called before the measured time
     run      move all blocks at once
-    post     move the block with this index
+    post     move the block with this index; a side may have `posts` instead, which moves each of
+             them and returns the microseconds of each
     finish   called after the measured time
 
     The initiator's `run` and `post` return when it knows that the bytes have arrived.
@@ -41,6 +42,13 @@ class Side(Protocol):
     def finish(self) -> None: ...
     def run(self) -> None: ...
     def post(self, index: int) -> None: ...
+
+
+@runtime_checkable
+class TimedSide(Protocol):
+    """A side that measures its posts itself, because they run on another thread."""
+
+    def posts(self) -> list[float]: ...
 
 
 class BusyLoop:
@@ -127,6 +135,8 @@ class Worker:
         microseconds.
         """
         assert self.drawn is not None
+        if isinstance(self.side, TimedSide):
+            return self.side.posts()
         times = []
         for index in range(len(self.drawn.src)):
             started = time.perf_counter_ns()

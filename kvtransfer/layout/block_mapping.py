@@ -20,6 +20,7 @@ from kvtransfer.layout.layout import KvLayout, KvSteps
 Offsets = NDArray[np.int64]
 
 _MIN_JOINT_SHARE = 0.05
+_MOST_CACHED_RUNS = 1024  # of one cache entry, which then has at most 24 KiB
 
 
 class ByteRuns(msgspec.Struct, frozen=True):
@@ -41,7 +42,7 @@ class ByteRuns(msgspec.Struct, frozen=True):
     @property
     def n_bytes(self) -> int:
         """Return the total number of bytes in all byte ranges to copy."""
-        return int(self.length.sum())
+        return self.length.item() if self.length.size == 1 else int(self.length.sum())
 
     def cut(self, first: int, count: int) -> ByteRuns:
         """Return the byte ranges [first, first + count) as a view of the ranges of this object.
@@ -54,6 +55,8 @@ class ByteRuns(msgspec.Struct, frozen=True):
                 f"{self.length.size}"
             )
         end = first + count
+        if count == self.length.size:
+            return self
         return ByteRuns(self.src[first:end], self.dst[first:end], self.length[first:end])
 
 
@@ -94,6 +97,35 @@ class Segments(NamedTuple):
     tokens: Offsets
 
 
+class SegmentPlace(NamedTuple):
+    """Where a range of tokens lies that is within one block at both ends of a transfer.
+
+    src_index  index of the block in the source's list of blocks
+    dst_index  the same at the sink
+    columns    array (3, 1): position of the first token in the source's block and in the sink's
+               block, number of tokens
+    """
+
+    src_index: int
+    dst_index: int
+    columns: Offsets
+
+    @classmethod
+    def of(cls, src: KvLayout, dst: KvLayout, covered: range) -> SegmentPlace | None:
+        """Return the place of these tokens; None if they need several blocks at one end."""
+        p, d = src.block_tokens, dst.block_tokens
+        first, last = covered.start, covered.stop - 1
+        if first // p != last // p or first // d != last // d:
+            return None
+        return cls(first // p, first // d, np.array([[first % p], [first % d], [len(covered)]]))
+
+    def segment(self, src_blocks: Offsets, dst_blocks: Offsets) -> Segments:
+        """Return the range of tokens of a transfer with these lists of blocks."""
+        at_src, at_dst, (src_token, dst_token, tokens) = self
+        from_block = src_blocks[at_src : at_src + 1]
+        return Segments(from_block, src_token, dst_blocks[at_dst : at_dst + 1], dst_token, tokens)
+
+
 def sorted_distinct(numbers: Offsets) -> Offsets:
     """Return the distinct numbers in ascending order.
 
@@ -114,13 +146,10 @@ def split_segments(
     dst_blocks  the same at the sink
     covered     numbers of the tokens
     """
+    place = SegmentPlace.of(src, dst, covered)
+    if place is not None:
+        return place.segment(src_blocks, dst_blocks)
     p, d = src.block_tokens, dst.block_tokens
-    first, last = covered.start, covered.stop - 1
-    if first // p == last // p and first // d == last // d:
-        tokens = np.array([[first % p], [first % d], [len(covered)]])
-        at_src, at_dst = first // p, first // d
-        from_block, to_block = src_blocks[at_src : at_src + 1], dst_blocks[at_dst : at_dst + 1]
-        return Segments(from_block, tokens[0], to_block, tokens[1], tokens[2])
     cuts = [
         np.arange(covered.start // size + 1, -(-covered.stop // size)) * size for size in {p, d}
     ]
@@ -151,7 +180,50 @@ def build_runs(
     Contiguous runs are joined. If blocks are not the outermost axis on either side, runs are in the
     order of the sink's memory, where the blocks of one layer or head are neighbours.
     """
-    pieces = _pieces(src, dst, segments, share)
+    if segments.tokens.size == 1:
+        return _runs_of_segment(src, dst, segments, share, most_run_bytes)
+    return _join_and_split(src, dst, _pieces(src, dst, segments, share), most_run_bytes)
+
+
+def _runs_of_segment(
+    src: KvLayout, dst: KvLayout, segment: Segments, share: PairShare, most_run_bytes: int
+) -> ByteRuns:
+    # Return the byte ranges (runs) of one token range, as in a request of one block.
+    place = (segment.src_token.item(), segment.dst_token.item(), segment.tokens.item())
+    cached = _runs_in_block(src, dst, share, place, most_run_bytes)
+    if cached is None:
+        return _join_and_split(src, dst, _pieces(src, dst, segment, share), most_run_bytes)
+    runs, src_step, dst_step = cached
+    return ByteRuns(
+        runs.src + segment.src_block.item() * src_step,
+        runs.dst + segment.dst_block.item() * dst_step,
+        runs.length,
+    )
+
+
+# Apart from the numbers of the blocks, few small requests between two engines differ.
+@lru_cache(64)
+def _runs_in_block(
+    src: KvLayout, dst: KvLayout, share: PairShare, place: tuple[int, int, int], most_run_bytes: int
+) -> tuple[ByteRuns, int, int] | None:
+    # Return the runs of a token range in block 0 of both ends, with the bytes from one block to
+    # the next at the source and at the sink. None: there are too many runs to cache.
+    #
+    # place  (first token in the source's block, first token in the sink's block, tokens)
+    src_token, dst_token, tokens = (np.array([number]) for number in place)
+    first_block = np.zeros(1, np.int64)
+    segment = Segments(first_block, src_token, first_block, dst_token, tokens)
+    if max_runs(src, dst, share, place[2], most_run_bytes) > _MOST_CACHED_RUNS:
+        return None
+    runs = _join_and_split(src, dst, _pieces(src, dst, segment, share), most_run_bytes)
+    runs.length.flags.writeable = False  # shared by all plans
+    src_steps, dst_steps = _steps(src, share.pair.src_rank), _steps(dst, share.pair.dst_rank)
+    return runs, src_steps.block, dst_steps.block
+
+
+def _join_and_split(
+    src: KvLayout, dst: KvLayout, pieces: ByteRuns, most_run_bytes: int
+) -> ByteRuns:
     if not (src.order.is_block_outermost or dst.order.is_block_outermost):
         sorting = np.argsort(pieces.dst, kind="stable")
         pieces = ByteRuns(pieces.src[sorting], pieces.dst[sorting], pieces.length[sorting])

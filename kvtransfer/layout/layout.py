@@ -293,6 +293,7 @@ def _fingerprint(layout: KvLayout) -> str:
     return hashlib.blake2b(encoded, digest_size=8, person=b"kv-layout").hexdigest()
 
 
+@lru_cache(64)
 def pair_fingerprint(src: KvLayout, dst: KvLayout) -> str:
     """Return one fingerprint of both KV layouts of a transfer, as text, on which both ends must
     agree.

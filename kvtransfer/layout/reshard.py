@@ -20,6 +20,7 @@ from kvtransfer.layout.block_mapping import (
     Offsets,
     PairShare,
     RankPair,
+    SegmentPlace,
     Segments,
     build_runs,
     max_runs,
@@ -34,6 +35,7 @@ MAX_RUN_BYTES = 1 << 20
 MAX_RUNS = 1 << 16
 GROUP_BYTES = 6 << 20
 _MOST_BLOCK = 1 << 31
+_INT64 = np.dtype(np.int64)
 
 
 class LayoutMismatch(Exception):
@@ -81,6 +83,50 @@ class _Limits(NamedTuple):
     runs: int
 
 
+class _Request(NamedTuple):
+    # What a plan needs to know of a request besides its blocks.
+    #
+    # ranks  the ranks whose KV is moved
+
+    src: KvLayout
+    dst: KvLayout
+    skip_tokens: int
+    tokens: int
+    group_layers: int | None
+    limits: _Limits
+    ranks: Ranks
+
+
+class _Division(NamedTuple):
+    # How a transfer between two layouts is divided, whatever its blocks.
+    #
+    # bands        layers of each band, which are sent together
+    # shares       what each rank pair moves in each band
+    # pairs        the rank pairs of each band
+    # token_bytes  bytes of one token in each band, over all pairs
+    # most_pairs   largest number of pairs of a band
+
+    bands: tuple[range, ...]
+    shares: tuple[tuple[PairShare, ...], ...]
+    pairs: tuple[tuple[RankPair, ...], ...]
+    token_bytes: tuple[int, ...]
+    most_pairs: int
+
+
+class _Outline(NamedTuple):
+    # All of a plan that does not depend on the numbers of its blocks.
+    #
+    # place  where the tokens lie if one block at either end has them all; otherwise None
+
+    src: KvLayout
+    dst: KvLayout
+    tokens: range
+    group_layers: int
+    limits: _Limits
+    division: _Division
+    place: SegmentPlace | None
+
+
 class TransferPlan:
     """All byte ranges (runs) that one KV transfer copies, by layer group and rank pair.
 
@@ -94,38 +140,21 @@ class TransferPlan:
     tokens  number of tokens that are copied, including the unused tokens of the last block
     """
 
-    def __init__(
-        self,
-        src: KvLayout,
-        dst: KvLayout,
-        segments: Segments,
-        tokens: range,
-        group_layers: int,
-        limits: _Limits,
-        ranks: Ranks = ALL_RANKS,
-    ) -> None:
-        self.src, self.dst, self.tokens, self.group_layers = src, dst, tokens, group_layers
-        bands = _bands(src, group_layers)
-        self._shares = shares = _shares_of_bands(src, dst, group_layers, ranks)
-        chunks = _chunks(src, dst, segments, shares, limits)
-        self._chunk_tokens = tuple(int(chunk.tokens.sum()) for chunk in chunks)
-        self._bands, self.groups = bands, len(bands) * len(chunks)
-
-        def make(group: int, pair: int) -> ByteRuns:
-            # Compute the byte ranges (runs) of a pair in a group from local values, which avoids a
-            # reference cycle.
-            band, chunk = divmod(group, len(chunks))
-            return build_runs(src, dst, chunks[chunk], shares[band][pair], limits.run_bytes)
-
-        # Windows come group by group, so the runs of two groups are enough to cache.
-        self._cached_runs = lru_cache(max(2, 2 * max(map(len, shares))))(make)
+    def __init__(self, outline: _Outline, segments: Segments) -> None:
+        self.src, self.dst, self.tokens = outline.src, outline.dst, outline.tokens
+        self.group_layers = outline.group_layers
+        self._outline, self._division = outline, outline.division
+        self._chunks = _chunks(outline, segments)
+        self._chunk_tokens = tuple(int(np.add.reduce(chunk.tokens)) for chunk in self._chunks)
+        self.groups = len(self._division.bands) * len(self._chunks)
+        self._cached_runs: dict[tuple[int, int], ByteRuns] = {}
 
     def layers(self, group: int) -> range:
         """Return the numbers of the model layers in a layer group.
 
         Raises IndexError if there is no such group.
         """
-        return self._bands[self._band(group)]
+        return self._division.bands[self._band(group)]
 
     def ready_groups(self, layers: int) -> int:
         """Return how many layer groups may be sent once the first `layers` layers have been
@@ -146,27 +175,33 @@ class TransferPlan:
 
         A window's pair number is an index into them.
         """
-        return tuple(share.pair for share in self._shares[self._band(group)])
+        return self._division.pairs[self._band(group)]
 
     def runs(self, group: int, pair: int) -> ByteRuns:
         """Return the byte ranges (runs) that pair number `pair` of a layer group copies.
 
         Raises IndexError for a pair that does not exist.
         """
-        pairs = len(self._shares[self._band(group)])
-        if not 0 <= pair < pairs:
-            raise IndexError(f"there is no rank pair {pair}; the layer group has {pairs}")
-        return self._cached_runs(group, pair)
+        runs = self._cached_runs.get((group, pair))
+        if runs is not None:
+            return runs
+        shares = self._division.shares[self._band(group)]
+        if not 0 <= pair < len(shares):
+            raise IndexError(f"there is no rank pair {pair}; the layer group has {len(shares)}")
+        chunk, run_bytes = self._chunks[group % len(self._chunks)], self._outline.limits.run_bytes
+        runs = build_runs(self.src, self.dst, chunk, shares[pair], run_bytes)
+        # Windows come group by group, so the runs of two groups are enough to cache.
+        if len(self._cached_runs) >= max(2, 2 * self._division.most_pairs):
+            self._cached_runs.pop(next(iter(self._cached_runs)), None)
+        self._cached_runs[group, pair] = runs
+        return runs
 
     def group_bytes(self, group: int) -> int:
         """Return the number of bytes that a transfer copies for one layer group, summed over all
         rank pairs.
         """
-        rows = sum(
-            len(share.layers) * len(share.heads) for share in self._shares[self._band(group)]
-        )
         tokens = self._chunk_tokens[group % len(self._chunk_tokens)]
-        return rows * tokens * self.src.parts * self.src.row_bytes
+        return self._division.token_bytes[self._band(group)] * tokens
 
     def bytes_by_group(self) -> list[int]:
         """Return the number of bytes of every layer group, in order; there may be tens of thousands
@@ -174,21 +209,13 @@ class TransferPlan:
         """
         if self.groups == 1:
             return [self.n_bytes]
-        return np.multiply.outer(self._token_bytes(), self._chunk_tokens).ravel().tolist()
+        per_token = self._division.token_bytes
+        return np.multiply.outer(per_token, self._chunk_tokens).ravel().tolist()
 
     @property
     def n_bytes(self) -> int:
         """Return the total number of KV bytes that the transfer moves."""
-        return sum(self._token_bytes()) * sum(self._chunk_tokens)
-
-    def _token_bytes(self) -> list[int]:
-        # Return the bytes of one token in each band of layers (the layers of a group), over all
-        # pairs.
-        row = self.src.parts * self.src.row_bytes
-        return [
-            row * sum(len(share.layers) * len(share.heads) for share in shares)
-            for shares in self._shares
-        ]
+        return sum(self._division.token_bytes) * sum(self._chunk_tokens)
 
     def windows(self, group: int, window_bytes: int) -> Iterator[PlannedWindow]:
         """Yield the pieces (windows) of at most `window_bytes` bytes in which a layer group is
@@ -198,7 +225,7 @@ class TransferPlan:
 
         A single longer run is a window by itself.
         """
-        for pair in range(len(self._shares[self._band(group)])):
+        for pair in range(len(self._division.shares[self._band(group)])):
             runs = self.runs(group, pair)
             if runs.count == 1:
                 yield PlannedWindow(pair, 0, 1, int(runs.length[0]))
@@ -255,26 +282,37 @@ def plan_transfer(
     Raises LayoutMismatch, or ValueError if the blocks cannot hold the tokens or these ranks have
     nothing in common.
     """
-    _check_range(src, dst, skip_tokens, tokens)
+    limits = _Limits(max_run_bytes, max_runs)
+    outline = _outline(_Request(src, dst, skip_tokens, tokens, group_layers, limits, ranks))
     from_blocks = _checked(src_blocks, src, tokens, "source")
     to_blocks = _checked(dst_blocks, dst, tokens, "sink")
     if sorted_distinct(to_blocks).size != to_blocks.size:
         raise ValueError("the sink's list of blocks contains a block twice")
-    end = min(-(-tokens // layout.block_tokens) * layout.block_tokens for layout in (src, dst))
-    covered = range(skip_tokens, end)
+    if outline.place is not None:
+        return TransferPlan(outline, outline.place.segment(from_blocks, to_blocks))
+    return TransferPlan(outline, split_segments(src, dst, from_blocks, to_blocks, outline.tokens))
+
+
+# Requests of few blocks often have the same number of tokens.
+@lru_cache(64)
+def _outline(request: _Request) -> _Outline:
+    # Return what all plans of such a request have in common. Raises LayoutMismatch or ValueError.
+    src, dst, skip_tokens, tokens, group_layers, limits, ranks = request
+    _check_range(src, dst, skip_tokens, tokens)
     if group_layers is None:
         group_layers = layers_per_group(src, tokens - skip_tokens)
-    if min(group_layers, max_run_bytes, max_runs) < 1:
+    if min(group_layers, *limits) < 1:
         raise ValueError(
-            f"group_layers {group_layers}, max_run_bytes {max_run_bytes} "
-            f"and max_runs {max_runs} must be at least 1"
+            f"group_layers {group_layers}, max_run_bytes {limits.run_bytes} "
+            f"and max_runs {limits.runs} must be at least 1"
         )
-    segments = split_segments(src, dst, from_blocks, to_blocks, covered)
-    limits = _Limits(max_run_bytes, max_runs)
-    plan = TransferPlan(src, dst, segments, covered, group_layers, limits, ranks)
-    if not plan.n_bytes:
+    end = min(-(-tokens // layout.block_tokens) * layout.block_tokens for layout in (src, dst))
+    division = _divide(src, dst, group_layers, ranks)
+    if not sum(division.token_bytes):
         raise ValueError(f"source rank {ranks.src} has no KV for sink rank {ranks.dst}")
-    return plan
+    covered = range(skip_tokens, end)
+    place = SegmentPlace.of(src, dst, covered)
+    return _Outline(src, dst, covered, group_layers, limits, division, place)
 
 
 def _check_range(src: KvLayout, dst: KvLayout, skip_tokens: int, tokens: int) -> None:
@@ -325,6 +363,7 @@ def layers_per_group(layout: KvLayout, tokens: int, group_bytes: int = GROUP_BYT
     return min(layout.layers, max(1, -(-group_bytes // max(1, layer_bytes))))
 
 
+@lru_cache(64)
 def max_pairs(src: KvLayout, dst: KvLayout, group_layers: int) -> int:
     """Return an upper bound of the number of stage and rank pairs that a transfer plan examines.
 
@@ -344,24 +383,21 @@ def _checked(blocks: Blocks, layout: KvLayout, tokens: int, side: str) -> Offset
         raise ValueError(f"{tokens} tokens do not fit into the {numbers.size} blocks of the {side}")
     numbers = numbers[:count]
     limit = layout.blocks or _MOST_BLOCK
+    if count == 1 and numbers.dtype is _INT64 and 0 <= numbers.item() < limit:
+        return numbers.copy()
     if numbers.dtype.kind not in "iu" or numbers.min() < 0 or numbers.max() >= limit:
         raise ValueError(f"the {side}'s list of blocks contains an invalid block number")
     return numbers.astype(np.int64)
 
 
-def _chunks(
-    src: KvLayout,
-    dst: KvLayout,
-    segments: Segments,
-    shares: tuple[tuple[PairShare, ...], ...],
-    limits: _Limits,
-) -> list[Segments]:
+def _chunks(outline: _Outline, segments: Segments) -> list[Segments]:
     # Return the segments cut into chunks, so that no rank pair exceeds its limit of byte ranges
     # (runs).
     #
     # Runs that will join are counted separately.
     if segments.tokens.size == 1:
         return [segments]
+    src, dst, limits = outline.src, outline.dst, outline.limits
     share_by_shape = {
         (
             len(share.layers),
@@ -369,7 +405,7 @@ def _chunks(
             share.pair.src_rank // src.tp,
             share.pair.dst_rank // dst.tp,
         ): share
-        for band in shares
+        for band in outline.division.shares
         for share in band
     }.values()
     lengths, which = np.unique(segments.tokens, return_inverse=True)
@@ -393,13 +429,16 @@ def _chunks(
 
 # Every transfer between two engines has one of few numbers of layers per group.
 @lru_cache(16)
-def _shares_of_bands(
-    src: KvLayout, dst: KvLayout, group_layers: int, ranks: Ranks
-) -> tuple[tuple[PairShare, ...], ...]:
-    return tuple(
-        tuple(_shares(src, dst, band, layers, ranks))
-        for band, layers in enumerate(_bands(src, group_layers))
+def _divide(src: KvLayout, dst: KvLayout, group_layers: int, ranks: Ranks) -> _Division:
+    bands = tuple(_bands(src, group_layers))
+    shares = tuple(
+        tuple(_shares(src, dst, band, layers, ranks)) for band, layers in enumerate(bands)
     )
+    pairs = tuple(tuple(share.pair for share in of_band) for of_band in shares)
+    row = src.parts * src.row_bytes
+    rows = (sum(len(share.layers) * len(share.heads) for share in of_band) for of_band in shares)
+    token_bytes = tuple(row * count for count in rows)
+    return _Division(bands, shares, pairs, token_bytes, max(map(len, shares)))
 
 
 def _bands(layout: KvLayout, group_layers: int) -> list[range]:

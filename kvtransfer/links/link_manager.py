@@ -514,25 +514,25 @@ class LinkManager:
             peer_link.has_received = True
             self._dial_lane(peer_link)
         match message, peer_link.dial_request is not None:
+            case Accept(), True:
+                return self._sink.on_accept(link, message, now)
+            case Invite(), False:
+                return self._source.on_invite(link, message, now)
+            case Landed(), False:
+                return self._source.on_landed(link, message, now)
+            case Credit(), False:
+                return self._source.on_credit(link, message, now)
             case Beat(), True:
                 return []
             case Beat(), False:
                 self._source.on_beat(link, now)
                 return []
-            case Accept(), True:
-                return self._sink.on_accept(link, message, now)
             case StopTransfer(), True:
                 return self._sink.on_stop(link, message, now)
-            case Invite(), False:
-                return self._source.on_invite(link, message, now)
             case StopTransfer(), False:
                 return self._source.on_stop(link, message, now)
             case Unwanted(), False:
                 return self._source.on_unwanted(link, message, now)
-            case Landed(), False:
-                return self._source.on_landed(link, message, now)
-            case Credit(), False:
-                return self._source.on_credit(link, message, now)
         raise ProtocolError(f"a {type(message).__name__} message is not allowed in this direction")
 
     def _check_heartbeats(self, due: float, send_beat: bool = True) -> None:

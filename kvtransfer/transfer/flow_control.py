@@ -124,8 +124,8 @@ class TransferOrder:
 
         The transfer stays queued; the caller removes it when it has no more KV to send.
         """
-        if not self._turns:
-            return None
+        if len(self._turns) < 2:
+            return next(iter(self._turns), None)
         return min(
             self._turns.values(),
             key=lambda turn: (self._effective_priority(turn, now), turn.deadline, turn.since),

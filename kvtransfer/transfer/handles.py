@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections import deque
+from collections.abc import Callable
 from typing import Protocol
 
 from kvtransfer.protocol.outcomes import TransferOutcome
@@ -35,8 +36,10 @@ class LoopWaker:
         loop.add_reader(self._fd, self._on_readable)
 
     def on_change(self, handle: TransferHandle) -> None:
-        self._changed_handles.append(handle)
-        os.eventfd_write(self._fd, 1)
+        # A coroutine that begins to wait now finds the change by itself.
+        if handle.is_awaited:
+            self._changed_handles.append(handle)
+            os.eventfd_write(self._fd, 1)
 
     def close(self) -> None:
         """Close the eventfd, and wake all coroutines that still wait.
@@ -67,13 +70,21 @@ class TransferHandle:
         self.outcome: TransferOutcome | None = None
         self._waiters: set[asyncio.Future[None]] = set()
 
+    @property
+    def is_awaited(self) -> bool:
+        """Return whether a coroutine waits for what has just changed.
+
+        It may be read on any thread, after the change.
+        """
+        return self.outcome is not None and bool(self._waiters)
+
     async def wait_ended(self) -> TransferOutcome:
         """Wait for the end of the KV transfer and return its outcome.
 
         The blocks then belong to the engine again.
         """
         while self.outcome is None:
-            await self._changed()
+            await _wait_in(self._waiters, lambda: self.outcome is not None)
         return self.outcome
 
     def wake(self) -> None:
@@ -81,19 +92,25 @@ class TransferHandle:
 
         This runs on the event loop.
         """
-        waiters, self._waiters = self._waiters, set()
-        for waiter in waiters:
-            if not waiter.done():
-                waiter.set_result(None)
+        _wake_all(self._waiters)
 
-    async def _changed(self) -> None:
-        # Wait for the next change; a cancelled wait removes its future.
-        waiter = asyncio.get_running_loop().create_future()
-        self._waiters.add(waiter)
-        try:
+
+async def _wait_in(waiters: set[asyncio.Future[None]], is_over: Callable[[], bool]) -> None:
+    # Wait until `wake` wakes these waiters; a cancelled wait removes its future.
+    waiter = asyncio.get_running_loop().create_future()
+    waiters.add(waiter)
+    try:
+        # A change before this line was not reported, because there was no waiter.
+        if not is_over():
             await waiter
-        finally:
-            self._waiters.discard(waiter)
+    finally:
+        waiters.discard(waiter)
+
+
+def _wake_all(waiters: set[asyncio.Future[None]]) -> None:
+    for waiter in waiters:
+        if not waiter.done():
+            waiter.set_result(None)
 
 
 class OfferOwner(Protocol):
@@ -158,15 +175,29 @@ class Landing(TransferHandle):
         super().__init__(number, name)
         self.layers = 0
         self._owner = owner
+        self._layer_waiters: set[asyncio.Future[None]] = set()
+
+    @property
+    def is_awaited(self) -> bool:
+        return bool(self._layer_waiters) or super().is_awaited
 
     async def wait_layers(self, layers: int) -> bool:
         """Wait until the first `layers` layers of the fetched KV are complete.
 
         Returns False if the fetch ended before that.
         """
-        while self.layers < layers and self.outcome is None:
-            await self._changed()
+
+        def is_over() -> bool:
+            return self.layers >= layers or self.outcome is not None
+
+        while not is_over():
+            await _wait_in(self._layer_waiters, is_over)
         return self.layers >= layers
+
+    def wake(self) -> None:
+        if self.outcome is not None:
+            super().wake()
+        _wake_all(self._layer_waiters)
 
     def cancel(self, detail: str = "") -> None:
         """Cancel the fetch of KV; it ends as CANCELLED once no peer can write to its blocks any

@@ -32,6 +32,8 @@ class PendingInvites:
     """The invitations of sinks that wait for an offer of KV; used by TransferSource.
 
     There is one per name and sink rank, and at most AgentOptions.max_waiting_invites in total.
+
+    deadline_count  number of deadlines that were set so far
     """
 
     def __init__(self, options: AgentOptions) -> None:
@@ -39,6 +41,7 @@ class PendingInvites:
         self._waiting: dict[str, dict[int, PendingInvite]] = {}
         self._names: dict[tuple[Link, int], tuple[str, int]] = {}
         self._deadlines: list[tuple[float, str, int]] = []
+        self.deadline_count = 0
         self._ended: TtlMap[EndReason] = TtlMap(options.name_memory_s)
         self._unwanted: TtlMap[str] = TtlMap(options.name_memory_s)
 
@@ -80,6 +83,7 @@ class PendingInvites:
         self._waiting.setdefault(invite.name, {})[rank] = PendingInvite(link, invite, rank, until)
         self._names[link, invite.transfer] = invite.name, rank
         heapq.heappush(self._deadlines, (until, invite.name, rank))
+        self.deadline_count += 1
         return None
 
     def take_for_offer(self, name: str, now: float) -> tuple[list[PendingInvite], str | None]:

@@ -269,7 +269,7 @@ class SendQueue:
         )
         region = self._regions[src]
         blocks = offer.spec.distinct
-        if offer.plan.src.order.is_block_outermost:
+        if blocks.size > 1 and offer.plan.src.order.is_block_outermost:
             blocks = blocks_of(runs, region.block_bytes)
         current = _still_current(offer, region, src, blocks)
         return PutWindow(self._link, head, WindowSlice(runs, region, src, dst, current))
@@ -283,7 +283,7 @@ def blocks_of(runs: ByteRuns, block_bytes: int) -> NDArray[np.int64]:
     block, and a window depends on all blocks of its offer.
     """
     if runs.count == 1:
-        begin, size = int(runs.src[0]), int(runs.length[0])
+        begin, size = runs.src.item(), runs.length.item()
         return np.arange(begin // block_bytes, (begin + size - 1) // block_bytes + 1)
     first, last = runs.src // block_bytes, (runs.src + runs.length - 1) // block_bytes
     longest = int((last - first).max())
@@ -305,6 +305,9 @@ def _windows(offer: LeasedOffer, plan: TransferPlan) -> Iterator[WindowHead | No
 def _still_current(
     offer: LeasedOffer, region: Region, rank: int, blocks: NDArray[np.int64]
 ) -> Callable[[], bool]:
+    if offer.spec.blocks.size == 1:
+        block, generation = offer.spec.blocks.item(), offer.generations[rank].item()
+        return lambda: offer.is_live and region.generations.item(block) == generation
     promised = offer.generations[rank][
         offer.spec.order[np.searchsorted(offer.sorted_blocks, blocks)]
     ]

@@ -126,7 +126,9 @@ class BlockReservation:
 class TransferSink:
     """The KV fetches of one agent, by a number that the caller gives and that messages carry.
 
-    rank  the only rank of the layout that `regions` has; None: all
+    rank            the only rank of the layout that `regions` has; None: all
+    deadline_count  number of deadlines that were set; while it is constant, `next_deadline` does
+                    not become earlier
     """
 
     def __init__(
@@ -138,6 +140,7 @@ class TransferSink:
         rank: int | None = None,
     ) -> None:
         self._layout, self._regions, self._options, self._stats = layout, regions, options, stats
+        self._blocks = min(region.blocks for region in regions)
         self._reservations: dict[int, BlockReservation] = {}
         self._rank = rank
         self._links: dict[str, tuple[Link, KvLayout, str, int | None]] = {}
@@ -145,6 +148,7 @@ class TransferSink:
         self._members: set[str] = set()
         self._member_links: dict[Link, str] = {}
         self._deadlines: list[tuple[float, int]] = []
+        self.deadline_count = 0
 
     @property
     def counts(self) -> dict[str, int]:
@@ -165,6 +169,7 @@ class TransferSink:
         reservation = BlockReservation(number, request, now)
         self._reservations[number] = reservation
         heapq.heappush(self._deadlines, (reservation.deadline, number))
+        self.deadline_count += 1
         if request.address in self._links:
             return [self._invite(reservation, now)]
         waiting = self._waiting.get(request.address)
@@ -408,14 +413,11 @@ class TransferSink:
                 f"{request.tokens} tokens do not fit into the {request.blocks.size} blocks of "
                 "the fetch"
             )
-        most = min(region.blocks for region in self._regions)
-        if (
-            request.blocks.size > MAX_BLOCKS
-            or request.blocks.min() < 0
-            or request.blocks.max() >= most
-        ):
+        sorted_blocks = sorted_distinct(request.blocks)
+        most = self._blocks
+        if request.blocks.size > MAX_BLOCKS or sorted_blocks[0] < 0 or sorted_blocks[-1] >= most:
             raise ValueError(f"block numbers must be from 0 to {most - 1}")
-        if sorted_distinct(request.blocks).size != request.blocks.size:
+        if sorted_blocks.size != request.blocks.size:
             raise ValueError("the list of blocks of the fetch contains a block twice")
 
     def _invite(self, reservation: BlockReservation, now: float) -> Command:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Sequence
+from itertools import chain
 
 import numpy as np
 from numpy.typing import NDArray
@@ -81,6 +82,7 @@ class TransferSource:
         self.bandwidth = BandwidthMeter()
         self._offer_counts = np.zeros(min(region.blocks for region in regions), np.int32)
         self._deadlines: list[tuple[float, int]] = []
+        self._set_deadlines = 0
         self._lost_rank: str | None = None
 
     @property
@@ -99,15 +101,19 @@ class TransferSource:
         """Return the number of bytes of KV in flight to all peers."""
         return sum(send_queue.credits.in_flight_bytes for send_queue in self._send_queues.values())
 
+    @property
+    def deadline_count(self) -> int:
+        """Return the number of deadlines set; until it grows, `next_deadline` is not earlier."""
+        return self._set_deadlines + self._pending_invites.deadline_count
+
     def next_deadline(self) -> float | None:
         """Return a time at or before the next deadline, at which `tick` is due, or None."""
         while self._deadlines and self._deadlines[0][1] not in self._offers:
             heapq.heappop(self._deadlines)
-        dues = [
-            self._deadlines[0][0] if self._deadlines else None,
-            self._pending_invites.next_deadline(),
-        ]
-        return min((due for due in dues if due is not None), default=None)
+        waiting = self._pending_invites.next_deadline()
+        if not self._deadlines:
+            return waiting
+        return self._deadlines[0][0] if waiting is None else min(self._deadlines[0][0], waiting)
 
     def offer(self, number: int, spec: OfferSpec, now: float) -> tuple[str, list[Command]]:
         """Protect the blocks of an offer until they are fetched; return the offer's ticket, and
@@ -127,14 +133,11 @@ class TransferSource:
             return offer.ticket, self._end(offer, EndReason.RANK_LOST, self._lost_rank, now)
         waiting, gave_up = self._pending_invites.take_for_offer(spec.name, now)
         if waiting:
-            commands = [
-                command
+            answers = (
+                self._answer_invite(self._names.get(spec.name), pending.link, pending.invite, now)
                 for pending in waiting
-                for command in self._answer_invite(
-                    self._names.get(spec.name), pending.link, pending.invite, now
-                )
-            ]
-            return offer.ticket, commands
+            )
+            return offer.ticket, list(chain.from_iterable(answers))
         if gave_up is not None and may_fetch_by_name(spec, gave_up):
             return offer.ticket, self._end(
                 offer, EndReason.CANCELLED, f"{gave_up} gave up before", now
@@ -178,11 +181,9 @@ class TransferSource:
     def fail_rank(self, detail: str, now: float) -> list[Command]:
         """End all KV offers and refuse new ones until `join_group`: the group has lost a rank."""
         self._lost_rank = detail
-        return [
-            command
-            for number in list(self._offers)
-            for command in self.revoke(number, EndReason.RANK_LOST, detail, now)
-        ]
+        numbers = list(self._offers)
+        ends = (self.revoke(number, EndReason.RANK_LOST, detail, now) for number in numbers)
+        return list(chain.from_iterable(ends))
 
     def join_group(self) -> None:
         """Accept KV offers again, after they were refused because a rank of the group was lost."""
@@ -226,11 +227,8 @@ class TransferSource:
             return []
         self._pending_invites.remove_link(link)
         claimed = list(send_queue.claimed.values())
-        return [
-            command
-            for offer in claimed
-            for command in self._end(offer, reason, detail, now, tell=False)
-        ]
+        ends = (self._end(offer, reason, detail, now, tell=False) for offer in claimed)
+        return list(chain.from_iterable(ends))
 
     def tick(self, now: float) -> list[Command]:
         """End leases that have expired at `now`, and refuse invitations that waited too long."""
@@ -519,6 +517,7 @@ class TransferSource:
 
     def _push_deadline(self, offer: LeasedOffer) -> None:
         heapq.heappush(self._deadlines, (offer.lease.deadline, offer.number))
+        self._set_deadlines += 1
 
     def _end(
         self, offer: LeasedOffer, reason: EndReason, detail: str, now: float, *, tell: bool = True

@@ -246,21 +246,25 @@ class MemoryPieces:
         """
         first, last = self._add_rows(self._row, len(self._ends) + 1, ahead, behind)
         total = ahead[1] + self.remaining + behind[1]
-        count, calls.was_stopped = calls.pump.move(
-            calls.fd,
-            calls.stop_fd,
-            calls.is_writing,
-            self._iovecs.address + 16 * first,
-            last - first,
-            total,
-            ahead[1],
-            behind[1],
-            optional,
-            0 if digest is None else digest.update_address,
-            0 if digest is None else digest.state_address,
-            calls.patience_ms,
-            calls.spin_us,
-        )
+        calls.is_waiting = True
+        try:
+            count, calls.was_stopped = calls.pump.move(
+                calls.fd,
+                calls.stop_fd,
+                calls.is_writing,
+                self._iovecs.address + 16 * first,
+                last - first,
+                total,
+                ahead[1],
+                behind[1],
+                optional,
+                0 if digest is None else digest.update_address,
+                0 if digest is None else digest.state_address,
+                calls.patience_ms if calls.may_wait() else 0,
+                calls.spin_us,
+            )
+        finally:
+            calls.is_waiting = False
         self.was_short = count < total - behind[1]
         return None if count < 0 else count
 

@@ -44,19 +44,39 @@ class PumpCalls:
     fd           the socket
     stop_fd      an eventfd; when it becomes readable, the pump stops waiting
     is_writing   whether bytes are written to the socket; False: they are read
-    patience_ms  maximum milliseconds to wait for bytes or room; 0: return at once
+    patience_ms  maximum milliseconds to wait for bytes or room
+    may_wait     function that returns whether the pump may wait; it is called after `is_waiting`
+                 is set, so that later work for this thread rings stop_fd
+    is_waiting   whether a call may be waiting now
     spin_us      microseconds to poll at the beginning of a wait, before sleeping
     was_stopped  whether stop_fd was readable at the end of the last call
     """
 
-    __slots__ = ("fd", "is_writing", "patience_ms", "pump", "spin_us", "stop_fd", "was_stopped")
+    __slots__ = (
+        "fd",
+        "is_waiting",
+        "is_writing",
+        "may_wait",
+        "patience_ms",
+        "pump",
+        "spin_us",
+        "stop_fd",
+        "was_stopped",
+    )  # fmt: skip
 
     def __init__(
-        self, pump: PumpFunctions, fd: int, stop_fd: int, *, is_writing: bool = False
+        self,
+        pump: PumpFunctions,
+        fd: int,
+        stop_fd: int,
+        may_wait: Callable[[], bool] = lambda: True,
+        *,
+        is_writing: bool = False,
     ) -> None:
         self.pump, self.fd, self.stop_fd, self.is_writing = pump, fd, stop_fd, is_writing
-        self.patience_ms = self.spin_us = 0
-        self.was_stopped = False
+        self.may_wait = may_wait
+        self.patience_ms, self.spin_us = PUMP_MS, 0
+        self.is_waiting = self.was_stopped = False
 
 
 class Digest:

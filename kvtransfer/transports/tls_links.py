@@ -110,6 +110,7 @@ class TlsLink(LanedLink):
     """A connection between two agents over TLS, whose thread performs the handshake first."""
 
     transport = "tcp"
+    _can_send_at_once = False  # OpenSSL allows one thread at a time on a connection
 
     def __init__(
         self,

@@ -40,7 +40,7 @@ from kvtransfer.protocol.frame import (
     FrameLimits,
     encode_frame,
 )
-from kvtransfer.transports.pump import PUMP, PUMP_MS, PumpCalls, PumpFunctions
+from kvtransfer.transports.pump import PUMP, PumpCalls, PumpFunctions
 from kvtransfer.transports.stream.inbound import Inbound
 from kvtransfer.transports.stream.outbound import Outbound
 from kvtransfer.transports.stream.seal import WindowSeal, WindowSealError
@@ -98,6 +98,8 @@ class StreamLink:
     is_one_sided = False
     # Whether the socket carries the frames as they are, so that the native pump can read it.
     _is_pumped = False
+    # Whether threads other than the link's may write to the socket, one at a time.
+    _can_send_at_once = True
     _HOLD_MS = 5  # how long the thread waits for the next driver before it takes over
 
     def __init__(
@@ -117,22 +119,26 @@ class StreamLink:
         self._pump = PUMP if options.native else None
         fd, reading, writing = sock.fileno(), self._pump_calls(sock), self._pump_calls(sock)
         if reading is not None:
-            reading.spin_us = int(options.spin_s * 1e6)
+            reading.spin_us, reading.may_wait = int(options.spin_s * 1e6), self._may_wait_for_bytes
         if writing is not None:
             # A message of the peer, or an order for this link, ends the wait for room.
-            writing.is_writing, writing.patience_ms = True, PUMP_MS
+            writing.is_writing = True
         self._out: Outbound = Outbound(fd, self._sent, checked=options.checked, calls=writing)
         self._in = Inbound(fd, self._receive, self, _UNPROVEN_LIMITS, reading)
         self._orders: deque[Callable[[], None]] = deque()
         self._driver_lock = threading.Lock()
+        # Held while bytes are written. Only the driver waits for it; others then queue a message.
+        self._write_lock = threading.Lock()
         self._gate = threading.Lock()
         self._report_lock = threading.Lock()
-        self._asleep = self._closing = self._ended = self._dialled = False
+        self._asleep = self._closing = self._ended = self._dialled = self._was_rung = False
+        self._stepping_thread = 0  # identifier of the thread that is in `_step`
         # Another link has work for this one (kvtransfer/transports/stream/parallel_links.py).
         self._has_lane_work = False
         self._drivers, self._last_driven_s = 0, -_NEVER
         self._spin_s = options.spin_s
         self._broken: str | None = None
+        self._has_closed_socket = False
         self._poll = select.poll()
         self._poll.register(sock, select.POLLIN)
         self._poll.register(self._wake_fd, select.POLLIN)
@@ -174,7 +180,9 @@ class StreamLink:
             raise ValueError(
                 f"a message of {len(message)} bytes exceeds the limit of {_MOST_MESSAGE_BYTES}"
             )
-        self._queue(encode_frame(FrameKind.MESSAGE, message))
+        frame = encode_frame(FrameKind.MESSAGE, message)
+        if not self._send_at_once(frame):
+            self._queue(frame)
 
     def put(self, head: WindowHead, window: WindowSlice) -> None:
         self._queue((head, window))
@@ -248,17 +256,37 @@ class StreamLink:
             self._out.enqueue(item)
             self._wake()
 
+    def _send_at_once(self, frame: bytes) -> bool:
+        # Write a frame on this thread if nothing is queued, which saves waking the link's thread,
+        # and lets the peer begin earlier. Return False if nothing was done.
+        out = self._out
+        if not (self._can_send_at_once and out.is_idle):
+            return False
+        if not self._write_lock.acquire(blocking=False):
+            return False
+        try:
+            if self._has_closed_socket or not out.send_at_once(frame):
+                return False
+        finally:
+            self._write_lock.release()
+        if not self._out.is_idle:
+            self._wake()  # for the rest
+        return True
+
     def _order(self, order: Callable[[], None]) -> bool:
         # Queue `order` to run on the link's thread; return False if the thread has ended.
         with self._gate:
             if self._ended:
                 return False
             self._orders.append(order)
-        self._wake(always=True)
+        # A thread in `_step` runs the orders before it waits.
+        if self._stepping_thread != threading.get_ident():
+            self._wake(always=True)
         return True
 
     def _wake(self, *, always: bool = False) -> None:
-        if self._asleep or always:
+        reading = self._in.calls
+        if always or self._asleep or (reading is not None and reading.is_waiting):
             with self._gate:
                 if not self._ended:
                     self._ring()
@@ -288,6 +316,7 @@ class StreamLink:
         return self._drivers > 0 or time.perf_counter() - self._last_driven_s < self._HOLD_MS / 1e3
 
     def _step(self, done: Callable[[], bool] | None = None) -> None:
+        self._stepping_thread = threading.get_ident()
         try:
             if not self._move_bytes():
                 self._await_event(done)
@@ -298,49 +327,57 @@ class StreamLink:
         except Exception:
             _log.exception("kv: handling an event of the link to %s failed", self.peer)
             self._broken = "the owner of the link failed"
+        finally:
+            self._stepping_thread = 0
 
     def _move_bytes(self) -> bool:
         if self._orders:
             self._run_orders()
         out = self._out
-        moved = out.send_available() if not out.is_idle else False
+        moved = self._send_available() if not out.is_idle else False
         if self._room_alone:
             self._room_alone = False
         elif self._receive_available():
             moved = True
+            if self._orders:
+                # The end of a transfer, whose waiter wakes up while a reply is sent.
+                self._run_orders()
             if not (out.is_idle or out.is_blocked):
                 # Send a reply at once.
-                out.send_available()
+                self._send_available()
         return moved
+
+    def _send_available(self) -> bool:
+        with self._write_lock:
+            return self._out.send_available()
 
     def _receive_available(self) -> bool:
         # Read what has arrived, and for a payload also wait a moment for the rest.
+        moved = self._in.receive_available()
         calls = self._in.calls
-        if calls is None or not self._in.is_in_payload:
-            return self._in.receive_available()
-        self._asleep = True  # so that other threads ring the bell, which ends the wait
-        try:
-            may_wait = not self._orders and self._out.is_idle and not self._closing
-            calls.patience_ms = PUMP_MS if may_wait else 0
-            moved = self._in.receive_available()
-        finally:
-            self._asleep = False
-        if calls.was_stopped:
+        if calls is not None and calls.was_stopped:
+            calls.was_stopped = False
             self._clear_wake_fd()
         return moved
 
+    def _may_wait_for_bytes(self) -> bool:
+        return not self._orders and self._out.is_idle and not self._closing
+
     def _run_orders(self) -> None:
-        self._clear_wake_fd()
+        if self._was_rung:
+            self._clear_wake_fd()
         while self._orders:
             self._orders.popleft()()
 
     def _ring(self) -> None:
+        self._was_rung = True
         if self._pump is not None:
             self._pump.ring(self._wake_fd)
         else:
             os.eventfd_write(self._wake_fd, 1)
 
     def _clear_wake_fd(self) -> None:
+        self._was_rung = False
         if self._pump is not None:
             self._pump.clear(self._wake_fd)
             return
@@ -429,9 +466,10 @@ class StreamLink:
             self._poll.modify(self._sock, select.POLLIN | select.POLLOUT if want else select.POLLIN)
 
     def _end(self) -> None:
-        with self._driver_lock:
+        with self._driver_lock, self._write_lock:
             if self._broken is None:
                 self._flush_last()
+            self._has_closed_socket = True
             self._sock.close()
             self._in.release()
             self._out.release()

@@ -5,6 +5,7 @@ Items are queued from any thread and sent by one. link.py decides when to send, 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 from collections import deque
@@ -117,7 +118,21 @@ class Outbound:
 
     @property
     def is_idle(self) -> bool:
-        return not self._queue and self._body is None and self._begin == self._end
+        return self._begin == self._end and not self._queue and self._body is None
+
+    def send_at_once(self, frame: bytes) -> bool:
+        """Write a frame without queueing it; return False, having done nothing, if it must be
+        queued.
+
+        A part for which the socket has no room is buffered. Errors of the socket are left to
+        `send_available`.
+        """
+        if len(frame) > _STAGED_BYTES or not self.is_idle:
+            return False
+        self._append(frame)
+        with contextlib.suppress(OSError):
+            self._write_small()
+        return True
 
     def release(self) -> None:
         """Free the send buffers of a connection that has ended.

@@ -128,7 +128,7 @@ class LanedLink(StreamLink):
         elif window is not None and self._lane_links and head.transfer not in self._spread:
             self._spread.add(head.transfer)
             self._out.enqueue(encode_frame(FrameKind.SPREAD, _SPREAD.pack(head.transfer)))
-            self._out.send_available()  # before the window is read, because lanes wait for it
+            self._send_available()  # before the window is read, because lanes wait for it
         return window
 
     def on_landed(self, head: WindowHead, verdict: WindowVerdict) -> None:

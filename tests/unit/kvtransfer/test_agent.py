@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Sequence
+from unittest.mock import Mock, patch
 
 import numpy as np
 import pytest
@@ -20,8 +21,8 @@ from kvtransfer.layout.block_mapping import ByteRuns
 from kvtransfer.layout.layout import KvContent, KvOrder, pair_fingerprint
 from kvtransfer.layout.memory_regions import Region
 from kvtransfer.protocol.messages import Accept, pack_blocks
-from kvtransfer.protocol.outcomes import EndReason
-from kvtransfer.transfer.handles import LoopWaker, TransferHandle
+from kvtransfer.protocol.outcomes import EndReason, outcome_for
+from kvtransfer.transfer.handles import Landing, LoopWaker, Offer, TransferHandle
 from kvtransfer.transports import shm
 from kvtransfer.transports.inproc import Inproc, InprocLink, InprocWire
 from kvtransfer.transports.rdma.transport import Rdma
@@ -365,6 +366,43 @@ async def test_a_waiter_that_is_cancelled_disturbs_no_other() -> None:
         offer.revoke()
         assert (await asyncio.wait_for(other, 5)).reason is EndReason.REVOKED
         assert one.cancelled() or one.cancelling()
+
+
+async def test_the_event_loop_is_woken_only_for_what_a_coroutine_waits_for() -> None:
+    waker = LoopWaker(asyncio.get_running_loop())
+    landing = Landing(Mock(), 1, "r")
+    woken = Mock(wraps=landing.wake)
+    landing.wake = woken  # type: ignore[method-assign]
+    ended = asyncio.create_task(landing.wait_ended())
+    await asyncio.sleep(0)
+    landing.layers = 1
+    waker.on_change(landing)
+    await asyncio.sleep(0.01)
+    assert not woken.called
+    first_layers = asyncio.create_task(landing.wait_layers(2))
+    await asyncio.sleep(0)
+    landing.layers = 2
+    waker.on_change(landing)
+    assert await asyncio.wait_for(first_layers, 5)
+    assert woken.called
+    assert not ended.done()
+    landing.outcome = outcome_for(EndReason.LANDED)
+    waker.on_change(landing)
+    assert (await asyncio.wait_for(ended, 5)).has_landed
+    waker.close()
+
+
+async def test_a_change_between_the_look_and_the_wait_is_not_missed() -> None:
+    # A change without a waiter rings no bell, so the coroutine itself must look again.
+    offer = Offer(Mock(), 1, "r")
+    loop, original = asyncio.get_running_loop(), asyncio.get_running_loop().create_future
+
+    def change_meanwhile() -> asyncio.Future[None]:
+        offer.outcome = outcome_for(EndReason.LANDED)
+        return original()
+
+    with patch.object(loop, "create_future", change_meanwhile):
+        assert (await offer.wait_ended()).has_landed
 
 
 async def test_cancelled_waits_are_not_retained() -> None:

@@ -15,7 +15,7 @@ import pytest
 from msgspec.structs import replace
 
 from kvtransfer.layout import reshard
-from kvtransfer.layout.block_mapping import RankPair
+from kvtransfer.layout.block_mapping import RankPair, Segments, build_runs, split_segments
 from kvtransfer.layout.layout import KvContent, KvDtype, KvLayout, KvOrder
 from kvtransfer.layout.reshard import (
     MAX_RUNS,
@@ -74,6 +74,33 @@ def test_equal_layouts_move_one_run_per_scattered_block() -> None:
     assert transfer_plan.runs(0, 0).src.tolist() == [5 * BLOCK, 3 * BLOCK, 8 * BLOCK]
     assert transfer_plan.runs(0, 0).dst.tolist() == [1 * BLOCK, 7 * BLOCK, 0]
     assert shape(transfer_plan) == [(RankPair(0, 0), [BLOCK] * 3)]
+
+
+@pytest.mark.parametrize("order", KvOrder)
+@pytest.mark.parametrize(("skip", "tokens"), [(0, 16), (3, 9), (16, 20)])
+def test_a_request_of_one_block_is_planned_like_that_block_of_a_longer_one(
+    order: KvOrder, skip: int, tokens: int
+) -> None:
+    src = replace(SMALL, order=order, content=KvContent.TOKENS, blocks=32, tp=2)
+    dst = replace(SMALL, content=KvContent.TOKENS, blocks=32)
+    for blocks in ([5, 9], [11, 2], [5, 30]):
+        few = plan_transfer(src, dst, blocks, blocks[::-1], tokens, skip_tokens=skip)
+        segments = split_segments(
+            src, dst, np.array(blocks), np.array(blocks[::-1]), range(skip, few.tokens.stop)
+        )
+        twice = Segments(*(np.concatenate([column, column]) for column in segments))
+        for pair, share in enumerate(few._division.shares[0]):
+            one, both = few.runs(0, pair), build_runs(src, dst, twice, share, 1 << 20)
+            moved = {
+                (a + i, b + i)
+                for a, b, n in zip(one.src, one.dst, one.length, strict=True)
+                for i in range(n)
+            }
+            assert moved == {
+                (a + i, b + i)
+                for a, b, n in zip(both.src, both.dst, both.length, strict=True)
+                for i in range(n)
+            }
 
 
 def test_neighbouring_blocks_become_one_run() -> None:

@@ -116,6 +116,61 @@ def test_several_drivers_and_senders_lose_nothing(pair: Pair) -> None:
     )  # type: ignore[type-var]
 
 
+@contextlib.contextmanager
+def paused(link: Link) -> Iterator[StreamLink]:
+    # Keep the link's own thread from moving bytes during a `with` block.
+    stream = driven(link)
+    stream._count_drivers(1)
+    stream._wake()
+    with stream._driver_lock:
+        yield stream
+    stream._count_drivers(-1)
+
+
+def test_a_message_is_written_by_its_sender_if_nothing_else_is_queued(pair: Pair) -> None:
+    with paused(pair.source) as link:
+        link.send(b"at once")
+        assert pair.sink_owner.wait("message") == [b"at once"]
+        assert link._out.is_idle
+
+
+def test_a_message_waits_behind_the_windows_before_it(pair: Pair) -> None:
+    head = window(7, WHOLE)
+    pair.expect({head: WHOLE})
+    with paused(pair.source) as link:
+        link.accept(7, b"")
+        pair.put(head, WHOLE)
+        link.send(b"behind")
+        assert not pair.sink_owner.all("message")
+    pair.sink_owner.wait("message")
+    kinds = [event.kind for event in pair.sink_owner.heard]
+    assert kinds.index("incoming") < kinds.index("message")
+
+
+def test_messages_beyond_the_room_of_the_socket_arrive_complete_and_in_order(pair: Pair) -> None:
+    said = [bytes([number]) * (60 << 10) for number in range(200)]  # 12 MB
+    with paused(pair.sink), paused(pair.source) as link:
+        for message in said:
+            link.send(message)
+        assert not link._out.is_idle
+    assert pair.sink_owner.wait("message", len(said)) == said
+
+
+def test_nothing_is_written_to_a_socket_that_is_closed(pair: Pair) -> None:
+    pair.source.close()
+    driven(pair.source).join()
+    pair.source.send(b"too late")
+    pair.sink_owner.wait("lost")
+    assert not pair.sink_owner.all("message")
+
+
+def test_a_fence_on_the_links_own_thread_needs_no_wake_up(pair: Pair) -> None:
+    link = driven(pair.sink)
+    link._orders.append(lambda: link.fence(3))
+    link._order(lambda: None)
+    assert pair.sink_owner.wait("fenced") == [3]
+
+
 def test_a_fence_during_a_drive_is_answered(pair: Pair) -> None:
     threading.Timer(0.02, lambda: pair.sink.fence(3)).start()
     assert driven(pair.sink).drive(lambda: bool(pair.sink_owner.all("fenced")), 20.0)
