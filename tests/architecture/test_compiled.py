@@ -46,10 +46,25 @@ def test_every_module_that_is_compiled_exists() -> None:
     assert len(set(source_tree.MODULES)) == len(source_tree.MODULES)
 
 
-def test_every_package_that_is_optimized_for_size_is_compiled() -> None:
-    compiled = {Path(name).parent.as_posix() for name in source_tree.MODULES}
+def test_what_is_optimized_for_size_is_compiled_and_what_is_off_the_path_is_not() -> None:
+    compiled = {*source_tree.MODULES, *(str(Path(name).parent) for name in source_tree.MODULES)}
     assert set(source_tree.SMALL) < compiled
     assert not {*source_tree.OFF_PATH} & compiled
+    assert all((ROOT / name).exists() for name in source_tree.OFF_PATH)
+
+
+def test_compiled_modules_know_every_c_class_though_some_modules_are_not_compiled() -> None:
+    everything = [name for name in PROJECT.trees if name.split(".")[0] in ("gateway", "policies")]
+    whole = classes.project(PROJECT.trees, everything)
+    assert len(whole.classes) > len(PROJECT.classes)
+    off_path = {
+        str(Path(name).with_suffix("")).replace("/", ".")
+        for name in source_tree.OFF_PATH
+        if name.endswith(".py")
+    }
+    for module in PROJECT.compiled:
+        used = {full.rpartition(".")[0] for full in whole.known_classes(module).values()}
+        assert not used & off_path, f"{module} uses a class of {used & off_path}"
 
 
 def test_a_build_is_known_by_all_that_is_copied_into_it(

@@ -1,8 +1,8 @@
 """Build script that makes an extension module of every generated C file in a source tree.
 
-source_tree.py copies it into that tree as setup.py, and lists the packages that are optimized for
-size. SMALL_CFLAGS holds the compiler's flags for those packages, in addition to CFLAGS. The folder
-kvtransfer/ is a project of its own.
+source_tree.py copies it into that tree as setup.py, and lists the packages and modules that are
+optimized for size. SMALL_CFLAGS holds the compiler's flags for those, in addition to CFLAGS. The
+folder kvtransfer/ is a project of its own.
 """
 
 import os
@@ -13,12 +13,18 @@ from setuptools import Extension, setup
 small = Path("small_packages.txt").read_text().splitlines()
 small_flags = os.environ.get("SMALL_CFLAGS", "").split()
 
+
+def is_small(source):
+    """Return whether a C file's Python source, or its package, is optimized for size."""
+    return not {source.with_suffix(".py").as_posix(), source.parent.as_posix()}.isdisjoint(small)
+
+
 setup(
     ext_modules=[
         Extension(
             ".".join(source.with_suffix("").parts),
             [str(source)],
-            extra_compile_args=small_flags if source.parent.as_posix() in small else [],
+            extra_compile_args=small_flags if is_small(source) else [],
         )
         for source in sorted(Path().glob("[a-z]*/**/*.c"))
         if source.parts[0] not in ("build", "kvtransfer")

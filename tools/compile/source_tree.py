@@ -24,7 +24,7 @@ from tools.compile.classes import Project, project
 from tools.compile.declarations import declarations
 
 ROOT = Path(__file__).resolve().parents[2]
-SOURCE_FOLDERS = ("gateway", "policies", "kvtransfer", "mockgpu", "planner")
+SOURCE_FOLDERS = ("command_line", "gateway", "policies", "kvtransfer", "mockgpu", "planner")
 PROJECT_FILES = ("pyproject.toml", "README.md", "LICENSE")
 SETUP = Path(__file__).with_name("extension_setup.py")
 SMALL_LIST = "small_packages.txt"
@@ -35,19 +35,62 @@ PACKAGES = (
     *(f"gateway/{name}" for name in ("legs", "metrics", "telemetry")),
     "policies",
 )
-"""The packages that serve requests; all modules in them and in their subpackages are compiled."""
+"""The packages that serve requests; modules in them and their subpackages are compiled, unless they
+are in OFF_PATH.
+"""
+
+
+def _modules(package: str, names: str) -> tuple[str, ...]:
+    # Return the paths of modules of a package, from their names in one line of text.
+    return tuple(f"{package}/{name}.py" for name in names.split())
+
+
 OFF_PATH = (
-    "gateway/fleet/discovery",
-    *(f"policies/{name}" for name in ("auto", "published", "sizing")),
+    *("gateway/fleet/discovery", "policies/auto", "policies/golden", "policies/published"),
+    "policies/sizing",
+    *_modules("gateway/disagg", "failure_actions pairing state_machine"),
+    *_modules("gateway/fleet", "model_names name_table"),
+    *_modules("gateway/fleet/kv_events", "addresses event_metrics prompt_learner service"),
+    *_modules("gateway/fleet/kv_events", "subscription tokenization"),
+    *_modules("gateway/http", "client connect_errors health_api listener_sockets models_api"),
+    *_modules("gateway/http", "tls_clients"),
+    *_modules("gateway/metrics", "auto_metrics catalogue drift_metrics labels mirror_metrics"),
+    *_modules("gateway/metrics", "process_metrics trial_metrics"),
+    *_modules("gateway/protocol", "apis http2_refusal image_size lax_numbers model_cards"),
+    *_modules("gateway/protocol", "response_store resume_terms upstream_error"),
+    *_modules("gateway/protocol/translate", "messages_content messages_request request_reader"),
+    *_modules("gateway/protocol/translate", "responses_input responses_request"),
+    *_modules("gateway/proxy", "rest tier_fallback"),
+    *_modules("gateway/telemetry", "operator_log otlp resource semconv"),
+    *_modules("policies", "admission_registry engine_kinds model param_types presets registry"),
+    *_modules("policies", "saved_state"),
+    *_modules("policies/prefix", "numpy_hash"),
+    *_modules("policies/pricing", "model_tiers"),
 )
-"""Packages inside PACKAGES that most requests do not use; they are not compiled."""
+"""Packages and modules inside PACKAGES that are not compiled. They run at the start, once per
+request of a rare kind, after failures or for pages, or only define values. An extension module has
+about ten times the size of its source.
+"""
 SMALL = (
     *("gateway/admission", "gateway/fleet/kv_events", "gateway/metrics"),
     "gateway/protocol/translate",
-    *(f"policies/{name}" for name in ("admission", "engine", "health", "latency")),
+    *("policies/admission", "policies/engine", "policies/health", "policies/latency"),
+    *_modules("gateway", "route"),
+    *_modules("gateway/disagg", "bootstrap_client"),
+    *_modules("gateway/fleet", "endpoint_registry model_list_news outgoing_updates speed_monitor"),
+    *_modules("gateway/http", "aiohttp_connection client_connections close_queue head_errors"),
+    *_modules("gateway/http", "connection_phase large_bodies long_reads read_turns tls_listener"),
+    *_modules("gateway/legs", "hedge"),
+    *_modules("gateway/protocol", "api_keys cache_salts cors error_shapes errors forms long_event"),
+    *_modules("gateway/protocol", "rewrite service_class sessions short_response token_ledger"),
+    *_modules("gateway/proxy", "attempts served_api stored"),
+    *_modules("gateway/telemetry", "live_cost log_file request_shapes spans"),
+    *_modules("policies", "contract"),
+    *_modules("policies/prefix", "cached_blocks learned_prompts"),
+    *_modules("policies/pricing", "cost_estimate transfer_time"),
 )
-"""Compiled packages that take a few hundredths of a request's time at most. The C compiler
-optimizes them for size instead of speed.
+"""Compiled packages and modules that take a few hundredths of a request's time at most. The C
+compiler optimizes them for size instead of speed.
 """
 SHARED = "policies._cython"
 """Name of the extension module with the code that all others share."""
@@ -57,7 +100,9 @@ MODULES = (
         path.relative_to(ROOT).as_posix()
         for package in PACKAGES
         for path in (ROOT / package).rglob("*.py")
-        if path.name != "__init__.py" and path.parent.relative_to(ROOT).as_posix() not in OFF_PATH
+        if path.name != "__init__.py"
+        and not {path.relative_to(ROOT).as_posix(), path.parent.relative_to(ROOT).as_posix()}
+        & {*OFF_PATH}
     ),
 )
 NOT_AN_ARGUMENT = object()
