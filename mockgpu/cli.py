@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import AsyncExitStack, contextmanager
 from math import inf
@@ -11,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import typer
 import uvloop
 
+from command_line import run_command, write_line
 from kvtransfer.util.tls_files import TlsFiles
 from mockgpu.chaos_server import run_chaos_server
 from mockgpu.fault_grammar import FaultError
@@ -83,11 +85,11 @@ def _exit_on_error() -> Iterator[None]:
     try:
         yield
     except (ValueError, FaultError) as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(2) from None
+        write_line(f"error: {error}", err=True)
+        raise SystemExit(2) from None
     except OSError as error:
-        typer.echo(f"error: cannot listen: {error.strerror or error}", err=True)
-        raise typer.Exit(1) from None
+        write_line(f"error: cannot listen: {error.strerror or error}", err=True)
+        raise SystemExit(1) from None
 
 
 @_exit_on_error()
@@ -393,10 +395,10 @@ async def _serve(
             run_fleet(specs, host, port, fault, seed, keep_alive_s)
         )
         for member in members:
-            typer.echo(_ready(member, as_json))
+            write_line(_ready(member, as_json))
         if chaos_port is not None:
             opened = await stack.enter_async_context(run_chaos_server(members, chaos_port))
-            typer.echo(f"set faults at 127.0.0.1:{opened}", err=True)
+            write_line(f"set faults at 127.0.0.1:{opened}", err=True)
         await stop.wait()
 
 
@@ -423,4 +425,5 @@ def _ready(member: FleetGroup, as_json: bool) -> str:
 
 
 def main() -> None:
-    typer.run(mock)
+    """Run `penstock mock` as `python -m mockgpu`."""
+    run_command(mock, sys.argv[1:], "python -m mockgpu", os.environ)

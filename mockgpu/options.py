@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Annotated
 
-import typer
+from command_line import Option
 
 Port = Annotated[
     int,
-    typer.Option(
+    Option(
         min=0,
         max=65535,
         help="Port of the first engine; the following engines get the next ports. 0: free ports.",
@@ -16,16 +16,16 @@ Port = Annotated[
 ]
 Tp = Annotated[
     int | None,
-    typer.Option(
+    Option(
         min=1,
         help="Number of GPUs per engine (TP). Default: the first of 1, 4 and 8 "
         "on which the model fits.",
     ),
 ]
-Pp = Annotated[int, typer.Option("--pp", min=1, help="Number of pipeline stages per engine (PP).")]
+Pp = Annotated[int, Option("--pp", min=1, help="Number of pipeline stages per engine (PP).")]
 Ep = Annotated[
     int,
-    typer.Option(
+    Option(
         "--ep",
         min=1,
         help="Number of ranks over which the experts of an MoE model are spread (EP).",
@@ -33,13 +33,11 @@ Ep = Annotated[
 ]
 Dp = Annotated[
     int,
-    typer.Option(
-        "--dp", min=1, help="Number of ranks with data-parallel attention in one engine (DP)."
-    ),
+    Option("--dp", min=1, help="Number of ranks with data-parallel attention in one engine (DP)."),
 ]
 Cp = Annotated[
     int,
-    typer.Option(
+    Option(
         "--cp",
         min=1,
         help="Number of ranks that divide the tokens of a prompt (context parallel, CP).",
@@ -47,7 +45,7 @@ Cp = Annotated[
 ]
 EpSkew = Annotated[
     float,
-    typer.Option(
+    Option(
         "--ep-skew",
         min=1,
         max=64,
@@ -56,67 +54,67 @@ EpSkew = Annotated[
 ]
 KvTokens = Annotated[
     int | None,
-    typer.Option(min=16, help="Size of the KV cache in tokens. Default: all free memory."),
+    Option(min=16, help="Size of the KV cache in tokens. Default: all free memory."),
 ]
 DialectName = Annotated[
     str | None,
-    typer.Option(
+    Option(
         help="Serve one half of split requests, by the handoff protocol of this engine: "
         "vllm_nixl, vllm_push, mooncake, sglang or trtllm."
     ),
 ]
 KvTransport = Annotated[
     str,
-    typer.Option(help="Transport that moves KV: auto, tcp, shm or inproc (within this process)."),
+    Option(help="Transport that moves KV: auto, tcp, shm or inproc (within this process)."),
 ]
 KvPort = Annotated[
     int,
-    typer.Option(
+    Option(
         min=0,
         max=65535,
         help="Port of the first engine's KV transfer agent; the following engines get the next "
         "ports. 0: free ports.",
     ),
 ]
-KvKey = Annotated[str, typer.Option(help="Secret shared by the KV transfer agents of all engines.")]
+KvKey = Annotated[str, Option(help="Secret shared by the KV transfer agents of all engines.")]
 KvTls = Annotated[
     str | None,
-    typer.Option(
+    Option(
         help="Directory with tls.crt, tls.key and ca.crt, for TLS of KV transfers over TCP at "
         "both ends."
     ),
 ]
 KvScale = Annotated[
     float,
-    typer.Option(
+    Option(
         help="Share (above 0, at most 1) of the model's KV bytes that a mock engine really stores "
         "and sends. A small share saves memory."
     ),
 ]
 KvGbps = Annotated[
-    float, typer.Option(help="Simulated KV link speed in gigabits per second. 0: no limit.")
+    float, Option(help="Simulated KV link speed in gigabits per second. 0: no limit.")
 ]
 KvLease = Annotated[
-    float, typer.Option(help="Seconds for which a prefill engine keeps KV for its decode engine.")
+    float, Option(help="Seconds for which a prefill engine keeps KV for its decode engine.")
 ]
 HandoffTimeout = Annotated[
     float | None,
-    typer.Option(
+    Option(
         help="Seconds that the prefill and the decode engine wait for each other. Default: "
         "those of the imitated engine."
     ),
 ]
 LoadFailurePolicy = Annotated[
     str,
-    typer.Option(
+    Option(
         help="What to do if the KV of a request does not arrive: fail (the "
         "request fails) or recompute."
     ),
 ]
-EngineVersion = Annotated[str, typer.Option(help="vLLM version to imitate: 0.20 to 0.33.")]
+EngineVersion = Annotated[str, Option(help="vLLM version to imitate: 0.20 to 0.33.")]
 DpRanks = Annotated[
     int,
-    typer.Option(
+    Option(
         min=1,
         max=64,
         help="Number of data-parallel ranks per group that requests can address, each with its "
@@ -125,7 +123,7 @@ DpRanks = Annotated[
 ]
 DpLockstep = Annotated[
     bool | None,
-    typer.Option(
+    Option(
         "--dp-lockstep/--no-dp-lockstep",
         help="Whether the steps of all --dp-ranks begin and end together. Default: yes if the "
         "ranks share their experts (--ep above --tp), else no.",
@@ -133,7 +131,7 @@ DpLockstep = Annotated[
 ]
 KvEventsPort = Annotated[
     int | None,
-    typer.Option(
+    Option(
         min=0,
         max=65535,
         help="Publish KV events over ZeroMQ from this port on: two ports per rank, for events "
@@ -142,26 +140,24 @@ KvEventsPort = Annotated[
 ]
 KvStore = Annotated[
     str | None,
-    typer.Option(
-        help="Unix socket of this host's store of KV blocks (python -m kvtransfer.store)."
-    ),
+    Option(help="Unix socket of this host's store of KV blocks (python -m kvtransfer.store)."),
 ]
 KvStoreGbps = Annotated[
     str,
-    typer.Option(
+    Option(
         help="Simulated speeds of the store's memory and disk in gigabits per second. 0: no limit."
     ),
 ]
 WireFaults = Annotated[
     bool,
-    typer.Option(
+    Option(
         help="Allow `penstock chaos` to inject faults into KV connections, "
         "which then pass through a relay."
     ),
 ]
 ChaosPort = Annotated[
     int | None,
-    typer.Option(
+    Option(
         min=0,
         max=65535,
         help="Port on 127.0.0.1 at which `penstock chaos` sets faults. 0: a free port.",
@@ -169,69 +165,67 @@ ChaosPort = Annotated[
 ]
 BootstrapPort = Annotated[
     int,
-    typer.Option(
+    Option(
         min=0,
         max=65535,
         help="Port of the first engine's bootstrap server (Mooncake, SGLang). 0: free ports.",
     ),
 ]
 Groups = Annotated[
-    int, typer.Option(min=1, max=256, help="Number of engines (TP groups) to serve, one port each.")
+    int, Option(min=1, max=256, help="Number of engines (TP groups) to serve, one port each.")
 ]
-ModelName = Annotated[str, typer.Option(help="Model to serve, by its short or full name.")]
-GpuName = Annotated[str, typer.Option(help="GPU to simulate: a100, h100, h200, b200 or l40s.")]
-Role = Annotated[str, typer.Option(help="Kind of requests to serve: both, prefill or decode.")]
+ModelName = Annotated[str, Option(help="Model to serve, by its short or full name.")]
+GpuName = Annotated[str, Option(help="GPU to simulate: a100, h100, h200, b200 or l40s.")]
+Role = Annotated[str, Option(help="Kind of requests to serve: both, prefill or decode.")]
 Speed = Annotated[
     str,
-    typer.Option(
+    Option(
         help="Factor by which simulated time is faster than real time, such as "
         "10. 0 or inf: no waiting."
     ),
 ]
 Seed = Annotated[
     int,
-    typer.Option(
-        help="Random seed for faults with a probability: it decides which requests they hit."
-    ),
+    Option(help="Random seed for faults with a probability: it decides which requests they hit."),
 ]
 FaultSpec = Annotated[
-    str, typer.Option(help="Faults to inject from the start, for example '5xx@0.1,stall:after=3'.")
+    str, Option(help="Faults to inject from the start, for example '5xx@0.1,stall:after=3'.")
 ]
-Host = Annotated[str, typer.Option(help="Address to listen on.")]
+Host = Annotated[str, Option(help="Address to listen on.")]
 ProfileName = Annotated[
     str,
-    typer.Option(
+    Option(
         help="Engine software whose step times are simulated: 2026 (current), 2023, or harbor "
         "(2023 with a slow link between GPUs above TP 4)."
     ),
 ]
 MaxNumSeqs = Annotated[
-    int, typer.Option(min=1, help="Maximum number of sequences that run at the same time.")
+    int, Option(min=1, help="Maximum number of sequences that run at the same time.")
 ]
 MaxNumBatchedTokens = Annotated[
     int,
-    typer.Option(min=1, help="Maximum number of tokens per step, of prefill and decode together."),
+    Option(min=1, help="Maximum number of tokens per step, of prefill and decode together."),
 ]
 MaxQueued = Annotated[
     int | None,
-    typer.Option(
+    Option(
         min=1,
         help="Answer new requests with 503 while more than this many are waiting. Default: never.",
     ),
 ]
 KeepAlive = Annotated[
-    float, typer.Option(help="Seconds after which an idle client connection is closed.")
+    float, Option(help="Seconds after which an idle client connection is closed.")
 ]
 Lacks = Annotated[
     list[str] | None,
-    typer.Option(
+    Option(
         help="API that the engine does not serve: messages or responses; repeat the "
         "option for both."
     ),
 ]
 MayEndFrom = Annotated[
     int | None,
-    typer.Option(
+    Option(
         min=1,
         help="Let requests with max_tokens of at least this number get shorter answers, as from a "
         "real model. Default: every answer has max_tokens tokens.",
@@ -239,7 +233,7 @@ MayEndFrom = Annotated[
 ]
 AnswerNoise = Annotated[
     float,
-    typer.Option(
+    Option(
         min=0.0,
         max=1.0,
         help="Share of prompts (0 to 1) to which this engine answers differently from other "
@@ -247,15 +241,15 @@ AnswerNoise = Annotated[
     ),
 ]
 CachedDetails = Annotated[
-    bool, typer.Option(help="Report the number of cached prompt tokens in the usage of responses.")
+    bool, Option(help="Report the number of cached prompt tokens in the usage of responses.")
 ]
 StoresResponses = Annotated[
     bool,
-    typer.Option(
+    Option(
         help="Store responses for later requests, like vLLM with VLLM_ENABLE_RESPONSES_API_STORE=1."
     ),
 ]
 AsJson = Annotated[
     bool,
-    typer.Option("--json", help="Print one line of JSON per engine (TP group) instead of text."),
+    Option("--json", help="Print one line of JSON per engine (TP group) instead of text."),
 ]

@@ -15,7 +15,7 @@ export SSL_CERT_FILE="$PWD/tests/data/authority.pem" SSL_CERT_DIR="$PWD/tests/da
 
 logs=$(mktemp -d)
 trap 'rm -rf "$logs"' EXIT
-"$python" -m compileall -q gateway kvtransfer mockgpu planner policies
+"$python" -m compileall -q command_line gateway kvtransfer mockgpu planner policies
 { "$python" -m mypy && "$python" -m pytest tests/architecture; } >"$logs/checks" 2>&1 &
 checks=$!
 "$python" -m pytest tests/chaos tests/e2e >"$logs/processes" 2>&1 &

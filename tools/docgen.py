@@ -6,15 +6,16 @@ date.
 
 from __future__ import annotations
 
+import inspect
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
-import typer.main
 
-from gateway.cli import main as cli
+from command_line import Parameter, parameters_of
+from gateway.cli.commands import COMMANDS, command_function
 from gateway.config import json_schema
 from gateway.config.tree import Config
 from gateway.disagg.state_machine import LIVE_STATES, TABLE
@@ -106,12 +107,11 @@ def _row(row: Row, specs: Sequence[FamilySpec]) -> str:
 
 def cli_page() -> str:
     """Return the reference page of all commands with their arguments and options, as Markdown."""
-    group: Any = typer.main.get_command(cli.app)
-    context = group.make_context("penstock", ["version"], resilient_parsing=True)
     parts = [_GENERATED_NOTE, _CLI_INTRO]
-    for name in group.list_commands(context):
-        command = group.get_command(context, name)
-        parts += [f"## penstock {name}\n", (command.help or "").strip() + "\n", _options(command)]
+    for name in COMMANDS:
+        command = command_function(name)
+        text = inspect.getdoc(command) or ""
+        parts += [f"## penstock {name}\n", text.strip() + "\n", _options(parameters_of(command))]
     return "\n".join(parts)
 
 
@@ -303,21 +303,19 @@ def _by_name(
     return rows
 
 
-def _options(command: Any) -> str:
+def _options(parameters: Sequence[Parameter]) -> str:
     rows = []
-    for parameter in command.params:
-        if parameter.name == "help":
-            continue
-        names = ", ".join(f"`{name}`" for name in (*parameter.opts, *parameter.secondary_opts))
-        name = names if parameter.param_type_name == "option" else f"`{parameter.name.upper()}`"
+    for parameter in parameters:
+        names = ", ".join(f"`{name}`" for name in (*parameter.on, *parameter.off))
+        name = names if parameter.is_option else f"`{parameter.name.upper()}`"
         has_no_default = (
-            parameter.default is None or parameter.default is False or parameter.default in ("", ())
+            parameter.default is None or parameter.default is False or parameter.default == ""
         )
-        default = "" if has_no_default or callable(parameter.default) else f"`{parameter.default}`"
-        meaning = getattr(parameter, "help", None) or ""
-        if getattr(parameter, "envvar", None):
+        default = "" if has_no_default else f"`{parameter.default}`"
+        meaning = parameter.traits.help
+        if parameter.envvar:
             meaning += f" Environment: `{parameter.envvar}`."
-        rows.append((name, "required" if parameter.required else default, meaning))
+        rows.append((name, "required" if parameter.is_required else default, meaning))
     return _table(("argument or option", "default", "meaning"), rows) if rows else "No options.\n"
 
 

@@ -18,7 +18,7 @@ if ! "$python" -c 'import pyverbs.qp' 2>/dev/null; then
 fi
 # The guest's processor is emulated, so compile all modules to bytecode here, once. pytest compiles
 # the tests, because it rewrites their assertions. Errors are ignored here; the guest reports them.
-env -u PYTHONDONTWRITEBYTECODE "$python" -m compileall -q gateway kvtransfer mockgpu planner policies || true
+env -u PYTHONDONTWRITEBYTECODE "$python" -m compileall -q command_line gateway kvtransfer mockgpu planner policies || true
 env -u PYTHONDONTWRITEBYTECODE PENSTOCK_RDMA=1 "$python" -m pytest --collect-only -qq "$@" >/dev/null 2>&1 || true
 # The limit is for a guest that hangs; an idle machine needs a fraction of it.
 exec sh "$here/guest.sh" "$out" "${GUEST_SECONDS:-900}" env PENSTOCK_RDMA=1 PENSTOCK_RDMA_TRIALS="${RDMA_TRIALS:-68}" \

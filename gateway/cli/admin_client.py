@@ -17,8 +17,8 @@ from typing import Annotated, Any
 from urllib.parse import SplitResult, urlsplit
 
 import msgspec
-import typer
 
+from command_line import Option, UsageError
 from gateway.cli.output import DEFAULT_ADMIN_URL, exit_with_error, print_line
 from gateway.util import tls
 
@@ -28,7 +28,7 @@ MAX_KEY_BYTES = 64 << 10
 
 KeyFileOption = Annotated[
     Path | None,
-    typer.Option(
+    Option(
         "--key-file",
         help="File that contains the admin key, which changes require; the "
         "variable PENSTOCK_ADMIN_KEY can be set instead.",
@@ -83,11 +83,11 @@ def with_admin_options(command: Callable[..., None]) -> Callable[..., None]:
 def admin_address(
     admin: Annotated[
         str,
-        typer.Option("--admin", envvar="PENSTOCK_ADMIN", help="URL of the gateway's admin server."),
+        Option("--admin", envvar="PENSTOCK_ADMIN", help="URL of the gateway's admin server."),
     ] = DEFAULT_ADMIN_URL,
     ca: Annotated[
         Path | None,
-        typer.Option(
+        Option(
             "--ca",
             envvar="PENSTOCK_ADMIN_CA",
             help="File with CA certificates (PEM) to verify an https:// admin server; default: "
@@ -96,7 +96,7 @@ def admin_address(
     ] = None,
     cert: Annotated[
         Path | None,
-        typer.Option(
+        Option(
             "--cert",
             envvar="PENSTOCK_ADMIN_CERT",
             help="File with a client certificate (PEM), needed if the configuration sets "
@@ -105,7 +105,7 @@ def admin_address(
     ] = None,
     key: Annotated[
         Path | None,
-        typer.Option(
+        Option(
             "--key",
             envvar="PENSTOCK_ADMIN_CERT_KEY",
             help="File with the private key (PEM) of the client certificate (--cert).",
@@ -113,7 +113,7 @@ def admin_address(
     ] = None,
     insecure: Annotated[
         bool,
-        typer.Option(
+        Option(
             "--insecure",
             envvar="PENSTOCK_ADMIN_INSECURE",
             help="Do not verify the admin server's certificate; use this only for tests or on "
@@ -123,14 +123,12 @@ def admin_address(
 ) -> AdminAddress:
     """Return the admin server options of a command as one value.
 
-    Raises typer.BadParameter when they contradict each other.
+    Raises UsageError when they contradict each other.
     """
     if (cert is None) != (key is None):
-        raise typer.BadParameter("--cert and --key must be given together")
+        raise UsageError("--cert and --key must be given together")
     if _split(admin).scheme == "http" and (ca is not None or cert is not None or insecure):
-        raise typer.BadParameter(
-            "--ca, --cert and --insecure require an https:// URL", param_hint="--admin"
-        )
+        raise UsageError("--admin: --ca, --cert and --insecure require an https:// URL")
     return AdminAddress(admin, ca, cert, key, insecure)
 
 
@@ -244,9 +242,7 @@ def _split(url: str) -> SplitResult:
     except ValueError:
         host = ""
     if not host or parts.query or parts.fragment or parts.scheme not in ("http", "https"):
-        raise typer.BadParameter(
-            f"{url!r} is not a valid URL; an example is {DEFAULT_ADMIN_URL}", param_hint="--admin"
-        )
+        raise UsageError(f"--admin: {url!r} is not a valid URL; an example is {DEFAULT_ADMIN_URL}")
     return parts
 
 

@@ -8,8 +8,7 @@ from enum import StrEnum
 from typing import Annotated, Any
 from urllib.parse import quote
 
-import typer
-
+from command_line import Argument
 from gateway.cli.admin_client import AdminAddress, AdminClient, KeyFileOption, with_admin_options
 from gateway.cli.output import JsonOption, exit_with_error, print_json, print_line
 
@@ -26,11 +25,11 @@ class AutoAction(StrEnum):
 def auto(
     admin: AdminAddress,
     action: Annotated[
-        AutoAction, typer.Argument(help="Action: show the pools, pin a pool's policy, or unpin it.")
+        AutoAction, Argument(help="Action: show the pools, pin a pool's policy, or unpin it.")
     ] = AutoAction.STATUS,
     pool: Annotated[
         str | None,
-        typer.Argument(help="Name of the pool; required if several pools have the section auto."),
+        Argument(help="Name of the pool; required if several pools have the section auto."),
     ] = None,
     key_file: KeyFileOption = None,
     as_json: JsonOption = False,

@@ -18,8 +18,7 @@ from types import MappingProxyType
 from typing import Annotated, Any
 from urllib.parse import urlsplit
 
-import typer
-
+from command_line import Argument, Option, UsageError
 from gateway.cli.admin_client import AdminAddress, AdminClient, with_admin_options
 from gateway.cli.output import JsonOption, exit_with_error, print_json, print_line
 from gateway.util.units import parse_duration
@@ -68,7 +67,7 @@ UNDETECTED = frozenset({ChaosAction.SLOW})
 
 ForOption = Annotated[
     str | None,
-    typer.Option(
+    Option(
         "--for",
         metavar="TIME",
         help="Remove the fault after this time, for example 10s; default: it stays until restore.",
@@ -77,17 +76,15 @@ ForOption = Annotated[
 
 
 ActionArgument = Annotated[
-    ChaosAction, typer.Argument(help="The fault to inject, or restore to remove faults.")
+    ChaosAction, Argument(help="The fault to inject, or restore to remove faults.")
 ]
 EndpointNames = Annotated[
     list[str] | None,
-    typer.Argument(
-        help="Names of the endpoints to act on; for restore, no name means all endpoints."
-    ),
+    Argument(help="Names of the endpoints to act on; for restore, no name means all endpoints."),
 ]
 FactorOption = Annotated[
     float,
-    typer.Option(
+    Option(
         "--factor",
         min=0.01,
         help="For the fault slow: how many times as long an engine step takes.",
@@ -95,14 +92,14 @@ FactorOption = Annotated[
 ]
 OnlyOption = Annotated[
     Only | None,
-    typer.Option(
+    Option(
         "--only",
         help="For the fault slow: delay only this kind of engine steps; default: all steps.",
     ),
 ]
 RankOption = Annotated[
     int,
-    typer.Option(
+    Option(
         "--rank",
         min=0,
         help="For the fault lose-rank: number of the GPU (rank) that the group loses.",
@@ -110,9 +107,7 @@ RankOption = Annotated[
 ]
 HangOption = Annotated[
     bool,
-    typer.Option(
-        "--hang", help="For the fault lose-rank: let the other ranks hang instead of failing."
-    ),
+    Option("--hang", help="For the fault lose-rank: let the other ranks hang instead of failing."),
 ]
 
 
@@ -166,7 +161,7 @@ def _select_endpoints(
     if target:
         return target
     if action is not ChaosAction.RESTORE:
-        raise typer.BadParameter(
+        raise UsageError(
             "name the endpoint to act on: " + (", ".join(fleet) or "the gateway has none")
         )
     names = [name for name, row in fleet.items() if LABEL in row["labels"]]
@@ -204,7 +199,7 @@ def _parse_lasting(text: str) -> float:
     try:
         return parse_duration(text)
     except ValueError as error:
-        raise typer.BadParameter(str(error), param_hint="--for") from None
+        raise UsageError(f"--for: {error}") from None
 
 
 def _fault_server(name: str, fleet: Mapping[str, Any]) -> tuple[str, int]:
@@ -212,9 +207,7 @@ def _fault_server(name: str, fleet: Mapping[str, Any]) -> tuple[str, int]:
     #
     # Prints a message and exits when there is none.
     if name not in fleet:
-        raise typer.BadParameter(
-            f"no endpoint is named {name!r}; the endpoints are {', '.join(fleet)}"
-        )
+        raise UsageError(f"no endpoint is named {name!r}; the endpoints are {', '.join(fleet)}")
     label = fleet[name]["labels"].get(LABEL)
     if label is None:
         exit_with_error(

@@ -6,15 +6,13 @@ or not reachable, 2 wrong usage.
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
-from rich.console import Console
-from rich.text import Text
-
+from command_line import Argument, Option, styled, write_line
 from gateway.cli.admin_client import AdminAddress, AdminClient, KeyFileOption, with_admin_options
-from gateway.cli.output import JsonOption, exit_with_error, print_json, print_line
+from gateway.cli.output import JsonOption, exit_with_error, print_json, print_line, sanitize
 
 # Members of the reply to GET /config that `penstock status --json` prints.
 _STATUS_MEMBERS = (
@@ -24,7 +22,7 @@ _STATUS_MEMBERS = (
 
 ForceOption = Annotated[
     bool,
-    typer.Option(
+    Option(
         "--force",
         help="Apply the configuration even if some pool has no endpoint that can be reached.",
     ),
@@ -107,7 +105,7 @@ def diff(
     admin: AdminAddress,
     file: Annotated[
         Path | None,
-        typer.Argument(
+        Argument(
             help="Configuration file to compare with the one in force; default: the "
             "gateway's own file."
         ),
@@ -131,7 +129,7 @@ def diff(
         reply |= {"last": versions[0]} if versions else {}
     if as_json:
         print_json(reply)
-        raise typer.Exit(0 if reply["result"] in ("dry_run", "unchanged") else 1)
+        raise SystemExit(0 if reply["result"] in ("dry_run", "unchanged") else 1)
     if reply["result"] == "unchanged":
         name = str(file) if file is not None else "the file"
         print_line(f"{name} matches the running configuration, v{reply['version']}")
@@ -151,7 +149,7 @@ def rollback(
     admin: AdminAddress,
     version: Annotated[
         int | None,
-        typer.Argument(
+        Argument(
             min=1,
             help="Number of the configuration version to return to; default: the previous one.",
         ),
@@ -253,7 +251,7 @@ def _print_outcome(reply: dict[str, Any], *, as_json: bool) -> None:
     is_success = reply["result"] in ("applied", "unchanged")
     if as_json:
         print_json(reply)
-        raise typer.Exit(0 if is_success else 1)
+        raise SystemExit(0 if is_success else 1)
     _exit_if_rejected(reply)
     if not is_success:
         exit_with_error(reply["message"])
@@ -281,14 +279,16 @@ def _print_last_change(version: dict[str, Any] | None) -> None:
 def _print_changes(changes: list[dict[str, Any]], indent: str = "  ") -> None:
     for change in changes:
         before, after = change["before"], change["after"]
-        line = Text(f"{indent}{change['path']}: ")
-        if before is None or after is None:
-            line.append(
-                f"added {after}" if before is None else f"removed {before}",
-                "green" if before is None else "red",
-            )
+        if before is None:
+            text = _styled(f"added {after}", "green")
+        elif after is None:
+            text = _styled(f"removed {before}", "red")
         elif before == after:
-            line.append(f"{after} (its value changed)", "yellow")
+            text = _styled(f"{after} (its value changed)", "yellow")
         else:
-            line.append(before, "red").append(" -> ").append(after, "green")
-        Console(highlight=False).print(line, soft_wrap=True)
+            text = f"{_styled(before, 'red')} -> {_styled(after, 'green')}"
+        write_line(f"{indent}{sanitize(change['path'])}: {text}")
+
+
+def _styled(text: str, style: str) -> str:
+    return styled(sanitize(text), style, sys.stdout)

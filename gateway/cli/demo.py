@@ -21,9 +21,8 @@ from pathlib import Path
 from types import FrameType, MappingProxyType
 
 import msgspec
-from rich.console import Console
 
-from gateway.cli.output import DEFAULT_ADMIN_URL
+from gateway.cli.output import DEFAULT_ADMIN_URL, print_line
 from gateway.config import ConfigError, LoadedConfig, json_schema, load_with_warnings
 from gateway.util.addresses import is_port_free
 from gateway.util.version import build_kind
@@ -81,14 +80,13 @@ def run_demo(demo: DemoOptions) -> int:
 
     Raises DemoError when it cannot start.
     """
-    console = Console(highlight=False)
     try:
-        return _run(demo, console)
+        return _run(demo)
     except KeyboardInterrupt:
         return 0
 
 
-def _run(demo: DemoOptions, console: Console) -> int:
+def _run(demo: DemoOptions) -> int:
     if demo.port == demo.admin_port:
         raise DemoError(
             "the API and the admin server need different ports; set --port and --admin-port"
@@ -100,18 +98,19 @@ def _run(demo: DemoOptions, console: Console) -> int:
             f"--split needs at least two groups and one of these dialects: {', '.join(DIALECTS)}"
         )
     with ExitStack() as running:
-        with console.status(f"Starting {demo.groups} mock TP groups"), _machine_lock():
+        print_line(f"Starting {demo.groups} mock TP groups")
+        with _machine_lock():
             file, loaded = _start_mocks(demo, running)
         # Imported only now: these imports are slow, and would slow down the start of the mocks.
         from gateway import lifecycle
         from gateway.restart import start_options
 
         def print_report(line: str, is_error: bool) -> None:
-            console.print(line, markup=False, soft_wrap=True, style="red" if is_error else None)
+            print_line(line, style="red" if is_error else None)
 
         return lifecycle.run_gateway(
             start_options.StartOptions(loaded, file, os.environ, print_report),
-            ready=lambda _: console.print(_welcome_text(demo, file), markup=False, soft_wrap=True),
+            ready=lambda _: print_line(_welcome_text(demo, file)),
             hangup_reloads=False,
         )
 

@@ -10,8 +10,7 @@ import time
 from typing import Annotated, Any
 from urllib.parse import quote
 
-import typer
-
+from command_line import Argument, Option
 from gateway.cli.admin_client import AdminAddress, AdminClient, KeyFileOption, with_admin_options
 from gateway.cli.output import JsonOption, exit_with_error, print_json, print_line
 
@@ -19,7 +18,7 @@ POLL_S = 0.5
 
 EndpointArgument = Annotated[
     str,
-    typer.Argument(metavar="ENDPOINT", help="Name of the endpoint, as `penstock top` shows it."),
+    Argument(metavar="ENDPOINT", help="Name of the endpoint, as `penstock top` shows it."),
 ]
 
 
@@ -28,11 +27,11 @@ def drain(
     admin: AdminAddress,
     endpoint: EndpointArgument,
     wait: Annotated[
-        bool, typer.Option("--wait", help="Wait until the endpoint's last request has finished.")
+        bool, Option("--wait", help="Wait until the endpoint's last request has finished.")
     ] = False,
     timeout: Annotated[
         float,
-        typer.Option(
+        Option(
             "--timeout",
             min=0,
             help="With --wait: maximum time to wait for the last request, in seconds.",

@@ -10,10 +10,7 @@ from collections.abc import Iterator, Mapping
 from typing import Annotated, Any
 from urllib.parse import quote
 
-import typer
-from rich.console import Console
-from rich.table import Table
-
+from command_line import Argument, table_lines
 from gateway.cli.admin_client import AdminAddress, AdminClient, with_admin_options
 from gateway.cli.output import JsonOption, exit_with_error, print_json, print_line
 
@@ -26,7 +23,7 @@ def explain(
     admin: AdminAddress,
     request_id: Annotated[
         str,
-        typer.Argument(
+        Argument(
             metavar="ID",
             help="The x-request-id of the response whose request is to be explained; default: "
             "the newest request.",
@@ -44,7 +41,8 @@ def explain(
     for line in explanation_lines(reply):
         print_line(line)
     if reply["pick"] is not None:
-        Console(highlight=False).print(_table(reply["pick"]))
+        for line in _table(reply["pick"]):
+            print_line(line)
 
 
 def explanation_lines(reply: Mapping[str, Any]) -> Iterator[str]:
@@ -114,22 +112,19 @@ def _outcome_lines(reply: Mapping[str, Any]) -> Iterator[str]:
         yield f"  result    SLO {reply['slo_outcome'].replace('_', ' ')}"
 
 
-def _table(pick: Mapping[str, Any]) -> Table:
-    # Return the table of candidates, best first.
+def _table(pick: Mapping[str, Any]) -> Iterator[str]:
+    # Return the lines of the table of candidates, best first.
     #
     # It has a column for each term of the scores, if the policy reports terms.
     rows = pick["candidates"][:MAX_ROWS]
     parts = sorted({name for row in rows for name in row.get("terms", {})})
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    table.add_column("  candidate")
-    for name in ("score", "cached", *parts):
-        table.add_column(name, justify="right")
+    cells = []
     for row in rows:
         mark = "> " if row["endpoint"] == pick["endpoint"] else "  "
         terms = [_number(row.get("terms", {}).get(name)) for name in parts]
         cached = str(row["cached_tokens"]) if "cached_tokens" in row else "-"
-        table.add_row(mark + row["endpoint"], _number(row["score"]), cached, *terms)
-    return table
+        cells.append([mark + row["endpoint"], _number(row["score"]), cached, *terms])
+    return table_lines(["  candidate", "score", "cached", *parts], cells)
 
 
 def _number(value: float | None) -> str:

@@ -8,12 +8,12 @@ when their command runs.
 from __future__ import annotations
 
 import errno
-import importlib
 import logging
 import os
 import signal
 import sys
-from collections.abc import Container, Mapping
+from collections.abc import Container, Mapping, Sequence
+from difflib import get_close_matches
 from functools import partial
 from io import TextIOWrapper
 from pathlib import Path
@@ -21,12 +21,10 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 
 import msgspec
-import typer
-import typer.core
-import typer.main
-from rich.console import Console
 
+from command_line import Argument, Option, UsageError, run_command, write_line
 from gateway.cli.admin_client import AdminAddress, AdminClient, with_admin_options
+from gateway.cli.commands import COMMANDS, command_function
 from gateway.cli.output import (
     EngineKeyOption,
     JsonOption,
@@ -44,71 +42,6 @@ if TYPE_CHECKING:
     from gateway.restart.predecessor import Predecessor
     from gateway.workers.supervisor import Supervisor
 
-_COMMAND_FUNCTIONS: Mapping[str, str] = MappingProxyType(
-    {
-        "mock": "mockgpu.cli:mock",
-        "bench": "planner.bench.cli:bench",
-        "replay": "planner.replay.cli:replay",
-        "size": "planner.size.cli:size",
-        "seeds": "planner.seeds.cli:seeds",
-        "golden": "planner.golden.cli:golden",
-        "drift": "planner.drift.cli:drift",
-    }
-    | {
-        name: f"gateway.cli.config_commands:{name}"
-        for name in ("status", "reload", "diff", "rollback", "history")
-    }
-    | {name: f"gateway.cli.drain:{name}" for name in ("drain", "undrain")}
-    | {"auto": "gateway.cli.auto:auto", "mirror": "gateway.cli.mirror:mirror"}
-    | {"explain": "gateway.cli.explain:explain", "chaos": "gateway.cli.chaos:chaos"}
-    | {"migrate": "gateway.cli.migrate:migrate"}
-    | {"top": "gateway.cli.top.command:top", "doctor": "gateway.cli.doctor.command:doctor"}
-)
-"""Commands of other modules: name -> "module:function", a function with typer annotations."""
-
-_COMMAND_ORDER = (
-    *(
-        "demo",
-        "serve",
-        "mock",
-        "bench",
-        "replay",
-        "size",
-        "seeds",
-        "golden",
-        "drift",
-        "check",
-        "migrate",
-        "status",
-        "reload",
-        "diff",
-        "plan",
-        "rollback",
-        "history",
-        "auto",
-        "mirror",
-    ),
-    *("drain", "undrain", "top", "explain", "doctor", "chaos", "schema", "version"),
-)
-
-
-class _Commands(typer.core.TyperGroup):
-    """The group of all commands, listed in the order in which a new user needs them.
-
-    Commands that other modules implement are imported on first use.
-    """
-
-    def list_commands(self, ctx: Any) -> list[str]:
-        return list(_COMMAND_ORDER)
-
-    def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        if cmd_name not in _COMMAND_FUNCTIONS:
-            return super().get_command(ctx, cmd_name)
-        module, _, function = _COMMAND_FUNCTIONS[cmd_name].partition(":")
-        command_app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-        command_app.command(cmd_name)(getattr(importlib.import_module(module), function))
-        return typer.main.get_command(command_app)
-
 
 def config_in_text(text: str) -> dict[str, Any]:
     """Return the configuration in the text of a gateway.yaml, in the form that GET /config returns.
@@ -121,26 +54,18 @@ def config_in_text(text: str) -> dict[str, Any]:
     return loaded.config.model_dump(mode="json", by_alias=True)
 
 
-app = typer.Typer(
-    name="penstock",
-    cls=_Commands,
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,  # a traceback with locals would show secrets
-    context_settings={"obj": config_in_text},  # for commands of folders that import no gateway
-)
-
 _POLICIES = "Routing policy: prefix_aware, priced, or any other name in docs/policies.md."
 _DIALECTS = "KV transfer dialect of the engines: vllm_nixl, vllm_push, mooncake, sglang or trtllm."
 
-PolicyOption = Annotated[str | None, typer.Option("--policy", help=_POLICIES)]
+PolicyOption = Annotated[str | None, Option("--policy", help=_POLICIES)]
 AdminPortOption = Annotated[
-    int | None, typer.Option("--admin-port", min=0, max=65535, help="Port of the admin server.")
+    int | None, Option("--admin-port", min=0, max=65535, help="Port of the admin server.")
 ]
 
 
 RunningFileOption = Annotated[
     Path | None,
-    typer.Option(
+    Option(
         "--running",
         help="Configuration file to compare with; default: the running configuration, "
         "requested from --admin.",
@@ -148,7 +73,7 @@ RunningFileOption = Annotated[
 ]
 FailIfWorseOption = Annotated[
     float | None,
-    typer.Option(
+    Option(
         "--fail-if-worse",
         min=0,
         metavar="POINTS",
@@ -158,26 +83,8 @@ FailIfWorseOption = Annotated[
 ]
 
 
-def _print_version(is_requested: bool) -> None:
-    if is_requested:
-        version()
-        raise typer.Exit
-
-
-@app.callback()
-def options(
-    _version: Annotated[
-        bool,
-        typer.Option(
-            "--version", callback=_print_version, is_eager=True, help="Print the version and exit."
-        ),
-    ] = False,
-) -> None:
-    """A request router and prefill/decode gateway for LLM inference engines."""
-
-
 EXTRAS: Mapping[str, str] = MappingProxyType(
-    {"numpy": "demo", "textual": "top", "cryptography": "seal"}
+    {"numpy": "demo", "rich": "demo", "textual": "top", "cryptography": "seal"}
 )
 """Optional Python modules, each with the extra of this project that installs it."""
 
@@ -197,7 +104,7 @@ def main() -> None:
     if isinstance(sys.stdout, TextIOWrapper) and not is_utf8_output():
         sys.stdout.reconfigure(errors="replace")
     try:
-        app(prog_name="penstock")
+        run(sys.argv[1:])
     except ModuleNotFoundError as error:
         _exit_without_extra(error)
     except OSError as error:
@@ -207,6 +114,45 @@ def main() -> None:
         # Python flushes stdout once more on exit; without this, that flush would raise again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
+
+
+def run(words: Sequence[str]) -> None:
+    """Run the command that command-line words name.
+
+    Raises SystemExit where it does not succeed, with status 2 for wrong words.
+    """
+    name = words[0] if words else "--help"
+    if name == "--version":
+        version()
+    elif name in ("--help", "-h"):
+        print_line(_overview())
+        if not words:
+            raise SystemExit(2)
+    elif name not in COMMANDS:
+        close = [f"; did you mean {each}?" for each in get_close_matches(name, COMMANDS, n=1)]
+        print_line(f"penstock: unknown command {name!r}{''.join(close)}", err=True)
+        print_line("Try 'penstock --help' for a list.", err=True)
+        raise SystemExit(2)
+    else:
+        function = command_function(name)
+        program = f"penstock {name}"
+        run_command(function, words[1:], program, os.environ, read_config=config_in_text)
+
+
+def _overview() -> str:
+    width = max(map(len, COMMANDS))
+    return "\n".join(
+        [
+            "usage: penstock COMMAND [OPTIONS] [ARGUMENTS]",
+            "",
+            "A request router and prefill/decode gateway for LLM inference engines.",
+            "",
+            *(f"  {name:<{width}}  {summary}" for name, (_, summary) in COMMANDS.items()),
+            "",
+            "`penstock COMMAND --help` shows the options of a command.",
+            "`penstock --version` prints the version.",
+        ]
+    )
 
 
 def _exit_without_extra(error: ModuleNotFoundError) -> NoReturn:
@@ -224,24 +170,21 @@ def _exit_without_extra(error: ModuleNotFoundError) -> NoReturn:
     sys.exit(1)
 
 
-@app.command()
 def demo(
     groups: Annotated[
-        int, typer.Option("--groups", min=1, max=64, help="Number of mock TP groups to start.")
+        int, Option("--groups", min=1, max=64, help="Number of mock TP groups to start.")
     ] = 4,
-    policy: Annotated[str, typer.Option("--policy", help=_POLICIES)] = "prefix_aware",
-    port: Annotated[
-        int, typer.Option("--port", min=1, max=65535, help="Port of the OpenAI API.")
-    ] = 8080,
+    policy: Annotated[str, Option("--policy", help=_POLICIES)] = "prefix_aware",
+    port: Annotated[int, Option("--port", min=1, max=65535, help="Port of the OpenAI API.")] = 8080,
     admin_port: Annotated[
-        int, typer.Option("--admin-port", min=1, max=65535, help="Port of the admin server.")
+        int, Option("--admin-port", min=1, max=65535, help="Port of the admin server.")
     ] = 8081,
     model: Annotated[
-        str, typer.Option("--model", help="Name of the model that the mock TP groups serve.")
+        str, Option("--model", help="Name of the model that the mock TP groups serve.")
     ] = "demo-8b",
     speed: Annotated[
         float,
-        typer.Option(
+        Option(
             "--speed",
             min=0.01,
             help="Speed of the mock TP groups relative to real time (2 is twice as fast).",
@@ -249,12 +192,10 @@ def demo(
     ] = 1.0,
     split: Annotated[
         bool,
-        typer.Option(
-            "--split", help="Let half of the TP groups do prefill and the other half decode."
-        ),
+        Option("--split", help="Let half of the TP groups do prefill and the other half decode."),
     ] = False,
     dialect: Annotated[
-        str, typer.Option("--dialect", help=f"KV transfer dialect, with --split: {_DIALECTS}")
+        str, Option("--dialect", help=f"KV transfer dialect, with --split: {_DIALECTS}")
     ] = "vllm_nixl",
 ) -> None:
     """Start the gateway with mock TP groups on this machine, and show what to try. No GPU needed.
@@ -264,7 +205,7 @@ def demo(
     from gateway.cli.demo import DemoError, DemoOptions, run_demo
 
     try:
-        raise typer.Exit(
+        raise SystemExit(
             run_demo(
                 DemoOptions(
                     groups, policy, port, admin_port, model, speed, dialect if split else None
@@ -275,25 +216,24 @@ def demo(
         exit_with_error(str(error))
 
 
-@app.command()
 def serve(
     config: Annotated[
-        Path | None, typer.Option("--config", "-c", help="Configuration file (YAML) to run with.")
+        Path | None, Option("--config", "-c", help="Configuration file (YAML) to run with.")
     ] = None,
     engine: Annotated[
         list[str] | None,
-        typer.Option("--engine", help="URL of an engine; repeat the option for more engines."),
+        Option("--engine", help="URL of an engine; repeat the option for more engines."),
     ] = None,
     engine_key: EngineKeyOption = None,
     policy: PolicyOption = None,
-    host: Annotated[str | None, typer.Option("--host", help="Address to listen on.")] = None,
+    host: Annotated[str | None, Option("--host", help="Address to listen on.")] = None,
     port: Annotated[
-        int | None, typer.Option("--port", min=0, max=65535, help="Port of the OpenAI API.")
+        int | None, Option("--port", min=0, max=65535, help="Port of the OpenAI API.")
     ] = None,
     admin_port: AdminPortOption = None,
     workers: Annotated[
         str | None,
-        typer.Option(
+        Option(
             "--workers",
             metavar="N|auto",
             help="Number of gateway processes, at most 64, or auto: one for each core that they "
@@ -303,13 +243,9 @@ def serve(
 ) -> None:
     """Run the gateway for the engines in a configuration file, or for those given with --engine."""
     if (config is None) == (not engine):
-        raise typer.BadParameter(
-            "give either --config FILE, or --engine URL (repeatable), but not both"
-        )
+        raise UsageError("give either --config FILE, or --engine URL (repeatable), but not both")
     if config is not None and (policy, host, port, admin_port) != (None, None, None, None):
-        raise typer.BadParameter(
-            "with --config, the policy, host and ports must be set in the file"
-        )
+        raise UsageError("with --config, the policy, host and ports must be set in the file")
     worker_count = None if workers is None else _parse_workers(workers)
     check_engine_key(config, engine_key)
     from gateway.config import ConfigError, load_with_warnings
@@ -325,7 +261,7 @@ def serve(
     from gateway.workers.worker_count import resolve_worker_count
 
     count = resolve_worker_count(worker_count or loaded.config.workers)
-    raise typer.Exit(_serve(loaded, config, count))
+    raise SystemExit(_serve(loaded, config, count))
 
 
 def _load_engines(urls: list[str], *settings: Any) -> LoadedConfig:
@@ -343,15 +279,12 @@ def _parse_workers(text: str) -> int | Literal["auto"]:
     if text == "auto":
         return "auto"
     if not (text.isdecimal() and 1 <= int(text) <= 64):
-        raise typer.BadParameter(
-            "the number of workers must be from 1 to 64, or auto", param_hint="--workers"
-        )
+        raise UsageError("--workers: the number of workers must be from 1 to 64, or auto")
     return int(text)
 
 
-@app.command()
 def check(
-    file: Annotated[Path, typer.Argument(help="Configuration file (YAML) to check.")],
+    file: Annotated[Path, Argument(help="Configuration file (YAML) to check.")],
     as_json: JsonOption = False,
 ) -> None:
     """Check a configuration file and print every problem with its line and column."""
@@ -389,7 +322,7 @@ def check(
 
 LastOption = Annotated[
     str,
-    typer.Option(
+    Option(
         "--last",
         metavar="TIME",
         help="Length of the period, up to the end of the access log, whose requests are replayed.",
@@ -397,26 +330,25 @@ LastOption = Annotated[
 ]
 LogOption = Annotated[
     Path | None,
-    typer.Option(
+    Option(
         "--log",
         help="Path of the access log to replay; default: the one of the running gateway.",
     ),
 ]
 PlanModelOption = Annotated[
     str | None,
-    typer.Option("--model", help="Model for the simulated engines, as in `penstock mock`."),
+    Option("--model", help="Model for the simulated engines, as in `penstock mock`."),
 ]
 PlanGpuOption = Annotated[
     str | None,
-    typer.Option("--gpu", help="GPU type of endpoints without a `gpu` label, for example h100."),
+    Option("--gpu", help="GPU type of endpoints without a `gpu` label, for example h100."),
 ]
 
 
-@app.command()
 @with_admin_options
 def plan(
     admin: AdminAddress,
-    file: Annotated[Path, typer.Argument(help="New configuration file to evaluate.")],
+    file: Annotated[Path, Argument(help="New configuration file to evaluate.")],
     last: LastOption = "10m",
     log: LogOption = None,
     running: RunningFileOption = None,
@@ -452,12 +384,12 @@ def plan(
     except (PoolCaseError, TraceError) as error:
         exit_with_error(str(error))
     if as_json:
-        typer.echo(msgspec.json.format(msgspec.json.encode(as_plain(outcome)), indent=2).decode())
+        write_line(msgspec.json.format(msgspec.json.encode(as_plain(outcome)), indent=2).decode())
     else:
-        show(outcome, Console(highlight=False))
+        show(outcome)
     worst = min((pool.gain for pool in outcome.pools), default=0.0)
     if fail_if_worse is not None and worst < -fail_if_worse / 100:
-        raise typer.Exit(3)
+        raise SystemExit(3)
 
 
 def _parse_last(text: str) -> float:
@@ -466,7 +398,7 @@ def _parse_last(text: str) -> float:
     try:
         return parse_duration(text)
     except ValueError as error:
-        raise typer.BadParameter(str(error), param_hint="--last") from None
+        raise UsageError(f"--last: {error}") from None
 
 
 def _config_as_json(file: Path) -> dict[str, Any]:
@@ -486,7 +418,6 @@ def _access_log_file(config: Mapping[str, Any]) -> Path:
     return Path(target)
 
 
-@app.command()
 def schema() -> None:
     """Print the JSON Schema of the configuration file."""
     from gateway.config import json_schema
@@ -494,7 +425,6 @@ def schema() -> None:
     print_json(json_schema())
 
 
-@app.command()
 def version(as_json: JsonOption = False) -> None:
     """Print the version, and whether the hot path is compiled or runs from sources."""
     if as_json:
@@ -590,7 +520,7 @@ def _exit_with_problems(error: ConfigError, *, as_json: bool) -> NoReturn:
             print_line(str(problem), err=True)
         count = len(error.problems)
         print_line(f"{count} problem{'s' if count > 1 else ''}", style="red", err=True)
-    raise typer.Exit(1)
+    raise SystemExit(1)
 
 
 def _problem_as_json(problem: Problem) -> dict[str, object]:

@@ -7,8 +7,7 @@ import sys
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
+from command_line import Argument, Option, UsageError
 from gateway.cli.output import exit_with_error, print_line
 from gateway.migrate import SOURCES, Additions, Draft, MigrationError, convert_text, convert_words
 from gateway.migrate.draft import variables
@@ -19,14 +18,14 @@ _PLACEHOLDER = "value-of-a-variable-that-is-not-set"
 
 SourceArgument = Annotated[
     list[str],
-    typer.Argument(
+    Argument(
         metavar="FILE | -- COMMAND...",
         help="File of the other router (- reads stdin), or the router's command line after --.",
     ),
 ]
 KindOption = Annotated[
     str | None,
-    typer.Option(
+    Option(
         "--from",
         help="Kind of router that the source belongs to, needed if it is not "
         f"recognized: {', '.join(SOURCES)}.",
@@ -34,15 +33,15 @@ KindOption = Annotated[
 ]
 OutputOption = Annotated[
     Path | None,
-    typer.Option("--output", "-o", help="File to write the gateway.yaml to; default: stdout."),
+    Option("--output", "-o", help="File to write the gateway.yaml to; default: stdout."),
 ]
 ModelOption = Annotated[
     str | None,
-    typer.Option("--model", help="Name of the model, needed if the source names none."),
+    Option("--model", help="Name of the model, needed if the source names none."),
 ]
 EngineOption = Annotated[
     list[str] | None,
-    typer.Option(
+    Option(
         "--engine",
         help="URL of an engine, needed if the source names none; "
         "repeat the option for more engines.",
@@ -50,13 +49,11 @@ EngineOption = Annotated[
 ]
 ServiceOption = Annotated[
     str | None,
-    typer.Option("--service", help="Name of the Kubernetes Service that selects the engines."),
+    Option("--service", help="Name of the Kubernetes Service that selects the engines."),
 ]
 ReleaseOption = Annotated[
     str,
-    typer.Option(
-        "--release", help="Name of the Helm release that installed the vLLM production stack."
-    ),
+    Option("--release", help="Name of the Helm release that installed the vLLM production stack."),
 ]
 
 
@@ -74,9 +71,7 @@ def migrate(
     Settings without a counterpart, and steps that remain to be done, are listed on stderr.
     """
     if kind is not None and kind not in SOURCES:
-        raise typer.BadParameter(
-            f"the kind of router must be one of {', '.join(SOURCES)}", param_hint="--from"
-        )
+        raise UsageError(f"--from: the kind of router must be one of {', '.join(SOURCES)}")
     additions = Additions(model, tuple(engine or ()), service, release)
     try:
         draft, origin = _convert(source, kind, additions)
@@ -84,7 +79,7 @@ def migrate(
         exit_with_error(str(error))
     text = draft.text(origin)
     if output is None:
-        typer.echo(text, nl=False)
+        sys.stdout.write(text)
     else:
         output.write_text(text)
     for note in draft.notes:

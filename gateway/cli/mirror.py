@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import typer
-
 from gateway.cli.admin_client import AdminAddress, AdminClient, with_admin_options
 from gateway.cli.output import JsonOption, print_json, print_line
 
@@ -28,7 +26,7 @@ def mirror(admin: AdminAddress, as_json: JsonOption = False) -> None:
         for row in rows:
             for line in mirror_lines(row):
                 print_line(line)
-    raise typer.Exit(3 if any(row["last"] and row["last"]["is_worse"] for row in rows) else 0)
+    raise SystemExit(3 if any(row["last"] and row["last"]["is_worse"] for row in rows) else 0)
 
 
 def mirror_lines(row: Mapping[str, Any]) -> Iterator[str]:

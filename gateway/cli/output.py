@@ -8,14 +8,13 @@ import sys
 from pathlib import Path
 from typing import Annotated, NoReturn
 
-import typer
-from rich.console import Console
+from command_line import Option, UsageError, styled, write_line
 
 DEFAULT_ADMIN_URL = "http://127.0.0.1:8081"
-JsonOption = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
+JsonOption = Annotated[bool, Option("--json", help="Print the result as JSON.")]
 EngineKeyOption = Annotated[
     str | None,
-    typer.Option(
+    Option(
         "--engine-key",
         envvar="PENSTOCK_ENGINE_KEY",
         help="API key for the engines of --engine. Prefer the environment variable: other "
@@ -25,7 +24,7 @@ EngineKeyOption = Annotated[
 
 
 def check_engine_key(config: Path | None, engine_key: str | None) -> None:
-    """Raise typer.BadParameter if a key for engines is given on the command line together with a
+    """Raise UsageError if a key for engines is given on the command line together with a
     configuration file.
 
     The file contains keys of its own. A key in the environment is accepted, because it may be meant
@@ -33,7 +32,7 @@ def check_engine_key(config: Path | None, engine_key: str | None) -> None:
     """
     is_option = engine_key is not None and engine_key != os.environ.get("PENSTOCK_ENGINE_KEY")
     if config is not None and is_option:
-        raise typer.BadParameter(
+        raise UsageError(
             "with --config, set api_key for the endpoints in the file instead of --engine-key"
         )
 
@@ -41,7 +40,7 @@ def check_engine_key(config: Path | None, engine_key: str | None) -> None:
 def exit_with_error(message: str) -> NoReturn:
     """Print an error message in red on stderr and exit with status 1."""
     print_line(message, style="red", err=True)
-    raise typer.Exit(1)
+    raise SystemExit(1)
 
 
 def sanitize(text: str) -> str:
@@ -57,9 +56,8 @@ def sanitize(text: str) -> str:
 
 def print_line(text: str, *, style: str | None = None, err: bool = False) -> None:
     """Print one line of plain text; `style` applies only on a terminal without NO_COLOR."""
-    Console(stderr=err, highlight=False).print(
-        sanitize(text), style=style, markup=False, soft_wrap=True
-    )
+    stream = sys.stderr if err else sys.stdout
+    write_line(styled(sanitize(text), style or "", stream), err=err)
 
 
 def is_utf8_output() -> bool:
@@ -69,4 +67,4 @@ def is_utf8_output() -> bool:
 
 def print_json(value: object) -> None:
     """Print the value as indented JSON, ASCII-only if stdout cannot encode more."""
-    typer.echo(json.dumps(value, indent=2, ensure_ascii=not is_utf8_output()))
+    write_line(json.dumps(value, indent=2, ensure_ascii=not is_utf8_output()))

@@ -9,21 +9,20 @@ from __future__ import annotations
 import asyncio
 import re
 import signal
-import sys
 from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
-import typer
 import uvloop
-from rich.console import Console
 
+from command_line import Option, UsageError, write_line
 from planner.bench.client import BenchError
 from planner.bench.loops import Watch, run
 from planner.bench.plan import BenchPlan, BenchSlo, PlanError, with_defaults
 from planner.bench.report import BenchReport
 from planner.bench.show import LiveProgress, lines, table
 from planner.output_files import check_writable
+from planner.progress import can_show_progress
 from planner.traces import TraceError
 
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h)")
@@ -32,74 +31,65 @@ _WARMUP = 8
 
 
 def duration_s(value: str) -> float:
-    """Return the seconds of a text such as 250ms, 30s, 5m or 1h. Raises typer.BadParameter."""
+    """Return the seconds of a text such as 250ms, 30s, 5m or 1h. Raises UsageError."""
     match = _DURATION.fullmatch(value)
     if match is None or float(match[1]) == 0:
-        raise typer.BadParameter(
-            f"{value!r} is not a valid duration; examples are 250ms, 30s and 5m"
-        )
+        raise UsageError(f"{value!r} is not a valid duration; examples are 250ms, 30s and 5m")
     return float(match[1]) * dict(_UNITS_S)[match[2]]
 
 
 def _time(text: str, name: str) -> Any:
-    return typer.Option(name, parser=duration_s, metavar="TIME", help=text)
+    return Option(name, parse=duration_s, metavar="TIME", help=text)
 
 
 Url = Annotated[
     str,
-    typer.Option(help="URL of the server to send requests to, for example http://127.0.0.1:8080."),
+    Option(help="URL of the server to send requests to, for example http://127.0.0.1:8080."),
 ]
 Model = Annotated[
     str | None,
-    typer.Option(help="Model to request; default: the first model that the server lists."),
+    Option(help="Model to request; default: the first model that the server lists."),
 ]
-Shape = Annotated[str, typer.Option(help="Kind of traffic: chat, rag, agent or shared-prefix.")]
+Shape = Annotated[str, Option(help="Kind of traffic: chat, rag, agent or shared-prefix.")]
 Rate = Annotated[
     float | None,
-    typer.Option(
-        min=1e-3, help="Open loop: mean number of requests per second, sent at random times."
-    ),
+    Option(min=1e-3, help="Open loop: mean number of requests per second, sent at random times."),
 ]
 Users = Annotated[
     int | None,
-    typer.Option(
+    Option(
         min=1,
         help="Closed loop: number of users, each of whom waits for "
         "an answer before the next request (8).",
     ),
 ]
-Requests = Annotated[int | None, typer.Option(min=1, help="Stop after this many requests.")]
+Requests = Annotated[int | None, Option(min=1, help="Stop after this many requests.")]
 Warmup = Annotated[
-    bool, typer.Option("--warmup", help=f"Send {_WARMUP} requests first that are not counted.")
+    bool, Option("--warmup", help=f"Send {_WARMUP} requests first that are not counted.")
 ]
-Seed = Annotated[int, typer.Option(help="Random seed; runs with equal seeds send equal requests.")]
+Seed = Annotated[int, Option(help="Random seed; runs with equal seeds send equal requests.")]
 Trace = Annotated[
     Path | None,
-    typer.Option(
-        exists=True,
-        dir_okay=False,
+    Option(
+        is_file=True,
         help="Replay the requests of a recorded Mooncake trace (.jsonl or .jsonl.gz).",
     ),
 ]
 Speed = Annotated[
     float,
-    typer.Option(min=1e-3, help="With --trace: speed of the replay relative to the recording."),
+    Option(min=1e-3, help="With --trace: speed of the replay relative to the recording."),
 ]
 Limit = Annotated[
     int | None,
-    typer.Option(
-        min=1, help="With --trace: maximum number of requests to replay, from the beginning."
-    ),
+    Option(min=1, help="With --trace: maximum number of requests to replay, from the beginning."),
 ]
 Think = Annotated[
     float,
-    typer.Option(
-        min=0, help="Factor by which the pauses between the turns of a session are multiplied."
-    ),
+    Option(min=0, help="Factor by which the pauses between the turns of a session are multiplied."),
 ]
 IgnoreEos = Annotated[
     bool,
-    typer.Option(
+    Option(
         "--ignore-eos",
         help="Make engines generate the full requested length, "
         "without stopping earlier (vLLM, SGLang).",
@@ -107,16 +97,13 @@ IgnoreEos = Annotated[
 ]
 ApiKey = Annotated[
     str | None,
-    typer.Option(
-        envvar="OPENAI_API_KEY", help="API key to send with each request, as a bearer token."
-    ),
+    Option(envvar="OPENAI_API_KEY", help="API key to send with each request, as a bearer token."),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print the report as JSON.")]
+AsJson = Annotated[bool, Option("--json", help="Print the report as JSON.")]
 Out = Annotated[
     Path | None,
-    typer.Option(
-        dir_okay=False,
-        callback=check_writable,
+    Option(
+        check=check_writable,
         help="File to which the report is also written, as JSON.",
     ),
 ]
@@ -173,7 +160,7 @@ def bench(
     )
     report = _run_or_exit(plan, quiet=as_json)
     _print(report, as_json, out)
-    raise typer.Exit(1 if report.interrupted or not report.completed else 0)
+    raise SystemExit(1 if report.interrupted or not report.completed else 0)
 
 
 def _run_or_exit(plan: BenchPlan, quiet: bool) -> BenchReport:
@@ -181,20 +168,21 @@ def _run_or_exit(plan: BenchPlan, quiet: bool) -> BenchReport:
     try:
         return _run(with_defaults(plan), quiet)
     except PlanError as error:
-        raise typer.BadParameter(str(error)) from None
+        raise UsageError(str(error)) from None
     except (BenchError, TraceError) as error:
-        typer.echo(f"penstock bench: {error}", err=True)
-        raise typer.Exit(1) from None
+        write_line(f"penstock bench: {error}", err=True)
+        raise SystemExit(1) from None
     except asyncio.CancelledError:  # Ctrl-C before the first counted request
-        raise typer.Exit(1) from None
+        raise SystemExit(1) from None
 
 
 def _run(plan: BenchPlan, quiet: bool) -> BenchReport:
-    console = Console(stderr=True)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        if quiet or not console.is_terminal:
+        if quiet or not can_show_progress():
             return runner.run(_until_interrupted(plan, None))
-        with LiveProgress(plan, console) as live:
+        from rich.console import Console
+
+        with LiveProgress(plan, Console(stderr=True)) as live:
             return runner.run(_until_interrupted(plan, live.watch))
 
 
@@ -210,9 +198,6 @@ def _print(report: BenchReport, as_json: bool, out: Path | None) -> None:
     if out is not None:
         out.write_text(text + "\n")
     if as_json:
-        typer.echo(text)
+        write_line(text)
         return
-    console = Console(file=sys.stdout)
-    console.print(table(report))
-    for line in lines(report):
-        console.print(line, highlight=False)
+    write_line("\n".join([*table(report), *lines(report)]))

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from rich.console import Console
-from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
-from rich.progress import Progress as Bar
-from rich.table import Table
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
+from command_line import table_lines
 from planner.bench.loops import RunProgress
 from planner.bench.plan import BenchPlan
 from planner.bench.report import BenchReport
 from planner.bench.stats import Summary, percentile
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 _RECENT = 200
 
@@ -22,13 +24,15 @@ class LiveProgress:
     """
 
     def __init__(self, plan: BenchPlan, console: Console) -> None:
+        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
         columns = (
             TextColumn("{task.description}"),
             BarColumn(),
             TimeElapsedColumn(),
             TextColumn("{task.fields[line]}"),
         )
-        self._bar = Bar(*columns, console=console, transient=True)
+        self._bar = Progress(*columns, console=console, transient=True)
         most_requests = plan.requests or plan.limit
         self._by_time = most_requests is None
         self._task = self._bar.add_task("bench", total=most_requests or plan.duration_s, line="")
@@ -62,19 +66,19 @@ def describe(progress: RunProgress) -> str:
     return f"{done} done, {running} running, {errors} errors, {ttft}"
 
 
-def table(report: BenchReport) -> Table:
-    """Return the latencies of a benchmark report as a table of percentiles."""
-    result = Table(title=_title(report), title_justify="left")
-    for name in ("", "mean", "p50", "p90", "p95", "p99", "max"):
-        result.add_column(name, justify="right" if name else "left")
-    for name, summary in (
+def table(report: BenchReport) -> Iterator[str]:
+    """Yield the latencies of a benchmark report as lines: a title, and a table of percentiles."""
+    yield _title(report)
+    summaries = (
         ("TTFT", report.ttft),
         ("TPOT", report.tpot),
         ("ITL", report.itl),
         ("whole", report.e2e),
-    ):
-        result.add_row(f"{name}, ms", *_cells(summary))
-    return result
+    )
+    yield from table_lines(
+        ("", "mean", "p50", "p90", "p95", "p99", "max"),
+        [[f"{name}, ms", *_cells(summary)] for name, summary in summaries],
+    )
 
 
 def _title(report: BenchReport) -> str:

@@ -11,22 +11,19 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
-import typer
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
+from command_line import Argument, Option, write_line
 from planner.drift.log import read_log
 from planner.drift.shapes import count_shapes, windows_of
+from planner.progress import progress_bar
 from planner.size.units import parse_seconds
 from planner.traces import TraceError, TraceRequest
 from policies.sizing.drift import BINS, LIMIT, MEASURES, DriftWatch, DriftWindow
 
-Log = Annotated[
-    Path, typer.Argument(exists=True, dir_okay=False, help="Access log or recorded trace to check.")
-]
+Log = Annotated[Path, Argument(is_file=True, help="Access log or recorded trace to check.")]
 ConfigFile = Annotated[
     Path | None,
-    typer.Option(
+    Option(
         "--config",
         "-c",
         help="Configuration that contains sized_for; without it, the command prints a "
@@ -35,11 +32,11 @@ ConfigFile = Annotated[
 ]
 Pool = Annotated[
     str | None,
-    typer.Option("--pool", help="Name of the pool in the configuration; default: the only pool."),
+    Option("--pool", help="Name of the pool in the configuration; default: the only pool."),
 ]
 Only = Annotated[
     list[str] | None,
-    typer.Option(
+    Option(
         "--only",
         metavar="MODEL",
         help="Count requests of the access log for this model; may be repeated. Default: with "
@@ -48,14 +45,14 @@ Only = Annotated[
 ]
 Replay = Annotated[
     bool,
-    typer.Option(
+    Option(
         "--replay/--no-replay",
         help="After drift, replay the newest requests on the running and on a newly sized fleet.",
     ),
 ]
 Last = Annotated[
     str,
-    typer.Option(
+    Option(
         "--last",
         metavar="TIME",
         help="Length of the period, up to the end of the log, whose requests are replayed.",
@@ -63,23 +60,23 @@ Last = Annotated[
 ]
 Model = Annotated[
     str | None,
-    typer.Option("--model", help="Model of the replayed engines, if no name in the file is known."),
+    Option("--model", help="Model of the replayed engines, if no name in the file is known."),
 ]
 GpuKind = Annotated[
-    str | None, typer.Option("--gpu", help="GPU of the replayed engines, if they have no label.")
+    str | None, Option("--gpu", help="GPU of the replayed engines, if they have no label.")
 ]
 Reload = Annotated[
     str | None,
-    typer.Option(
+    Option(
         "--reload",
         metavar="TIME",
         help="Time that an engine needs to load its weights; default: at 2 GB/s per GPU.",
     ),
 ]
 Limit = Annotated[
-    str, typer.Option("--limit", metavar="TIME", help="CPU time that the replays may take.")
+    str, Option("--limit", metavar="TIME", help="CPU time that the replays may take.")
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
+AsJson = Annotated[bool, Option("--json", help="Print the result as JSON.")]
 
 
 ConfigReader = Callable[[str], Mapping[str, Any]]
@@ -107,7 +104,7 @@ class ReplayOptions(msgspec.Struct, frozen=True):
 
 
 def drift(
-    ctx: typer.Context,
+    read_config: ConfigReader,
     log: Log,
     config: ConfigFile = None,
     pool: Pool = None,
@@ -135,30 +132,32 @@ def drift(
         models = only or (None if data is None else models_of(data, name or ""))
         begin_s, requests = read_log(log, models)
         if data is None:
-            typer.echo(_block(requests, begin_s, name or "main"))
+            write_line(_block(requests, begin_s, name or "main"))
             return
         shares, rates = sized_for_of(data, name or "")
     except (TraceError, DriftError, ValueError) as error:
         text = str(error) if config is None else f"{config}: {error}"
-        typer.echo(f"penstock drift: {text}", err=True)
-        raise typer.Exit(2) from None
+        write_line(f"penstock drift: {text}", err=True)
+        raise SystemExit(2) from None
     watch = DriftWatch(shares, rates, begin_s)
     windows = list(windows_of(requests, watch, begin_s))
     alarm = next((window for window in windows if window.is_alarm), None)
     advice: dict[str, Any] | None = None
     lines: list[str] = []
     if alarm is not None and replay and config is not None:
-        advice, lines = _suggestion(ctx.obj, config, name or "", requests, options, log, as_json)
+        advice, lines = _suggestion(
+            read_config, config, name or "", requests, options, log, as_json
+        )
     if as_json:
         plain = {
             "drift": alarm is not None,
             "windows": msgspec.to_builtins(windows),
             "suggestion": advice,
         }
-        typer.echo(json.dumps(plain, indent=2))
+        write_line(json.dumps(plain, indent=2))
     else:
-        typer.echo("\n".join([*_lines(windows, alarm, begin_s), *lines]))
-    raise typer.Exit(0 if alarm is None else 3)
+        write_line("\n".join([*_lines(windows, alarm, begin_s), *lines]))
+    raise SystemExit(0 if alarm is None else 3)
 
 
 def _suggestion(
@@ -176,19 +175,14 @@ def _suggestion(
 
     from_s = requests[-1].arrival_s - options.last_s
     newest = [request for request in requests if request.arrival_s >= from_s]
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     try:
         plain = _plain_config(read_config, config)
         given = SuggestionInput(
             *(plain, pool, newest, Assumptions(options.model, options.gpu), read_config),
             *(options.reload_s, options.limit_s),
         )
-        with Progress(*columns, console=console, transient=True, disable=is_quiet) as bar:
-            task = bar.add_task("replay", total=1.0)
-            found = suggest(
-                given, lambda name, share: bar.update(task, description=name, completed=share)
-            )
+        with progress_bar(is_quiet) as show_progress:
+            found = suggest(given, show_progress)
     except (SuggestionError, OSError, ValueError) as error:
         return {"error": str(error)}, [f"no suggestion: {error}"]
     lines = [f"{'fleet':<40}{'GPUs':>6}{'$/hour':>9}{'served in time':>15}"]

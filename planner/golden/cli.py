@@ -12,41 +12,38 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
-import typer
-from rich.console import Console
-from rich.progress import Progress
 
+from command_line import Argument, Option, UsageError, write_line
 from planner.golden.client import ComparedEngine, first_model, send_to_all
+from planner.progress import progress_bar
 from policies.golden.answers import GoldenAnswer, GoldenError, read_prompts
 from policies.golden.compare import GoldenReport, compare, judge
 
 Action = Annotated[
     str,
-    typer.Argument(help="Action: run (send the prompts to both engines, and compare the answers)."),
+    Argument(help="Action: run (send the prompts to both engines, and compare the answers)."),
 ]
 File = Annotated[
     Path,
-    typer.Argument(
-        help="File with prompts as JSON Lines: one chat or completion request per line."
-    ),
+    Argument(help="File with prompts as JSON Lines: one chat or completion request per line."),
 ]
 Base = Annotated[
     str,
-    typer.Option("--base", help="URL of the base engine, with which the candidate is compared."),
+    Option("--base", help="URL of the base engine, with which the candidate is compared."),
 ]
 Candidate = Annotated[
-    str, typer.Option("--candidate", help="URL of the candidate engine, which is evaluated.")
+    str, Option("--candidate", help="URL of the candidate engine, which is evaluated.")
 ]
 Model = Annotated[
     str | None,
-    typer.Option(
+    Option(
         "--model",
         help="Model to request from both engines; default: the first model that each engine lists.",
     ),
 ]
 Key = Annotated[
     str,
-    typer.Option(
+    Option(
         "--key",
         envvar="PENSTOCK_ENGINE_KEY",
         help="API key that is sent to both engines as a bearer token.",
@@ -54,11 +51,11 @@ Key = Annotated[
 ]
 MaxTokens = Annotated[
     int,
-    typer.Option("--max-tokens", min=1, max=32_768, help="Maximum number of tokens per answer."),
+    Option("--max-tokens", min=1, max=32_768, help="Maximum number of tokens per answer."),
 ]
 Concurrency = Annotated[
     int,
-    typer.Option(
+    Option(
         "--concurrency",
         min=1,
         max=256,
@@ -67,7 +64,7 @@ Concurrency = Annotated[
 ]
 Tolerance = Annotated[
     float,
-    typer.Option(
+    Option(
         "--fail-if-worse",
         min=0,
         max=100,
@@ -76,7 +73,7 @@ Tolerance = Annotated[
         "hundredths of a nat). If the candidate loses more, the exit status is 3.",
     ),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print the report as JSON.")]
+AsJson = Annotated[bool, Option("--json", help="Print the report as JSON.")]
 
 
 def golden(
@@ -96,27 +93,24 @@ def golden(
     The base is also compared with itself, to measure chance.
     """
     if action != "run":
-        raise typer.BadParameter(f"unknown action {action!r}; the only action is run")
+        raise UsageError(f"unknown action {action!r}; the only action is run")
     try:
         prompts = read_prompts(file.read_text().splitlines())
     except (OSError, UnicodeDecodeError, GoldenError) as error:
-        typer.echo(f"penstock golden: {file}: {error}", err=True)
-        raise typer.Exit(2) from None
+        write_line(f"penstock golden: {file}: {error}", err=True)
+        raise SystemExit(2) from None
     try:
-        with Progress(console=Console(stderr=True), transient=True, disable=as_json) as bar:
-            task = bar.add_task("prompts", total=1.0)
+        with progress_bar(as_json) as show_progress:
             asked = _answers_of_engines(
                 prompts, (base, candidate), (model, key), (max_tokens, concurrency)
             )
-            first, other, again = asyncio.run(
-                asked(lambda share: bar.update(task, completed=share))
-            )
+            first, other, again = asyncio.run(asked(lambda share: show_progress("prompts", share)))
     except GoldenError as error:
-        typer.echo(f"penstock golden: {error}", err=True)
-        raise typer.Exit(1) from None
+        write_line(f"penstock golden: {error}", err=True)
+        raise SystemExit(1) from None
     report = report_of(prompts, first, other, again, fail_if_worse / 100)
-    typer.echo(json.dumps(_plain(report), indent=2) if as_json else "\n".join(_lines(report)))
-    raise typer.Exit(3 if report.is_worse else 0)
+    write_line(json.dumps(_plain(report), indent=2) if as_json else "\n".join(_lines(report)))
+    raise SystemExit(3 if report.is_worse else 0)
 
 
 def _answers_of_engines(

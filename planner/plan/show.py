@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
-
-from rich.console import Console
-from rich.table import Table
+from typing import TYPE_CHECKING, Any
 
 from planner.plan.plan import ConfigComparison, PoolComparison
 from planner.replay.results import ReplayFigures, ShareFigures
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 NO_BLOCKS = (
     "the log has no block ids of prompts (observability.access_blocks): nothing is cached here, "
@@ -17,8 +17,11 @@ NO_BLOCKS = (
 )
 
 
-def show(plan: ConfigComparison, console: Console) -> None:
+def show(plan: ConfigComparison) -> None:
     """Print the comparison of two configurations on the terminal."""
+    from rich.console import Console
+
+    console = Console(highlight=False)
     console.print(
         f"{plan.requests} requests in {plan.span_s:.0f} s, on mock groups and a virtual clock"
     )
@@ -52,6 +55,8 @@ def as_plain(plan: ConfigComparison) -> dict[str, Any]:
 
 
 def _table(pool: PoolComparison) -> Table:
+    from rich.table import Table
+
     table = Table(box=None, pad_edge=False)
     table.add_column("")
     for head in ("running", "candidate", "change"):

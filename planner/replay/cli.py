@@ -11,11 +11,10 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
-import typer
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
+from command_line import Argument, Option, UsageError, write_line
 from planner.output_files import check_writable
+from planner.progress import progress_bar
 from planner.replay import arguments
 from planner.replay.options import ClientBehaviour, ReplayOptions
 from planner.replay.record import RequestEnd
@@ -32,21 +31,18 @@ _EXPECTED = 350
 
 Trace = Annotated[
     Path,
-    typer.Argument(
-        exists=True,
-        dir_okay=False,
+    Argument(
+        is_file=True,
         help="File of recorded traffic, or a .yaml file that describes a mix of several.",
     ),
 ]
 Fleet = Annotated[
     str,
-    typer.Option(
-        help="Fleet to simulate: F1-F4, F6, F5:6p2d@50 (groups, GB/s), or a YAML or JSON file."
-    ),
+    Option(help="Fleet to simulate: F1-F4, F6, F5:6p2d@50 (groups, GB/s), or a YAML or JSON file."),
 ]
 Policies = Annotated[
     str,
-    typer.Option(
+    Option(
         "--policy",
         metavar="A,B,...",
         help="Names of the routing policies to compare, separated by commas.",
@@ -54,13 +50,11 @@ Policies = Annotated[
 ]
 Door = Annotated[
     str,
-    typer.Option(
-        "--admission", help="Admission policy: none, cap, or another one (docs/admission.md)."
-    ),
+    Option("--admission", help="Admission policy: none, cap, or another one (docs/admission.md)."),
 ]
 Rates = Annotated[
     str | None,
-    typer.Option(
+    Option(
         "--rate",
         metavar="X,...",
         help="Request rates to replay, as multiples of the recorded rate (default 1).",
@@ -68,7 +62,7 @@ Rates = Annotated[
 ]
 Users = Annotated[
     str | None,
-    typer.Option(
+    Option(
         "--users",
         metavar="N,...",
         help="Closed loop: number of users, each of whom sends the "
@@ -77,7 +71,7 @@ Users = Annotated[
 ]
 Targets = Annotated[
     str | None,
-    typer.Option(
+    Option(
         "--capacity",
         metavar="90,99",
         help="Find the highest load at which this percentage of requests meets the SLO.",
@@ -85,36 +79,36 @@ Targets = Annotated[
 ]
 Slos = Annotated[
     str,
-    typer.Option(
+    Option(
         "--slo",
         help="Latency targets such as ttft=2s,tpot=50ms, or a YAML file of service classes.",
     ),
 ]
 Faults = Annotated[
-    str, typer.Option("--faults", help=f"Faults to simulate, comma-separated: {arguments.FAULTS}.")
+    str, Option("--faults", help=f"Faults to simulate, comma-separated: {arguments.FAULTS}.")
 ]
 Format = Annotated[
     str | None,
-    typer.Option(
+    Option(
         "--format",
         help=f"Format of the trace: {', '.join(READERS)}; by default it is detected from the file.",
     ),
 ]
 From = Annotated[
     str,
-    typer.Option(
+    Option(
         "--from", metavar="TIME", help="Replay only requests that were recorded from this time on."
     ),
 ]
 To = Annotated[
     str | None,
-    typer.Option(
+    Option(
         "--to", metavar="TIME", help="Replay only requests that were recorded before this time."
     ),
 ]
 Warmup = Annotated[
     str,
-    typer.Option(
+    Option(
         "--warmup",
         metavar="TIME",
         help="Length of the warm-up: requests before this time fill caches and are not counted.",
@@ -122,7 +116,7 @@ Warmup = Annotated[
 ]
 For = Annotated[
     str | None,
-    typer.Option(
+    Option(
         "--for",
         metavar="TIME",
         help="Simulated time at which the replay ends. Default: 20m with --users, otherwise the "
@@ -131,34 +125,31 @@ For = Annotated[
 ]
 Retries = Annotated[
     int,
-    typer.Option(
-        min=0, max=100, help="Number of times that a client retries a request after a 429."
-    ),
+    Option(min=0, max=100, help="Number of times that a client retries a request after a 429."),
 ]
 Stubborn = Annotated[
     bool,
-    typer.Option(
+    Option(
         "--ignore-retry-after",
         help="Let clients retry after their own back-off instead of the Retry-After time.",
     ),
 ]
 Patience = Annotated[
     str | None,
-    typer.Option(
+    Option(
         "--patience", metavar="TIME", help="Time without a first token after which clients give up."
     ),
 ]
 Expected = Annotated[
-    int, typer.Option(min=1, help="Number of output tokens that the gateway expects per request.")
+    int, Option(min=1, help="Number of output tokens that the gateway expects per request.")
 ]
-Seed = Annotated[int, typer.Option(help="Random seed; replays with equal seeds are equal.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
+Seed = Annotated[int, Option(help="Random seed; replays with equal seeds are equal.")]
+AsJson = Annotated[bool, Option("--json", help="Print the result as JSON.")]
 Report = Annotated[
     Path | None,
-    typer.Option(
+    Option(
         "--report",
-        dir_okay=False,
-        callback=check_writable,
+        check=check_writable,
         help="Write an HTML page with charts to this file.",
     ),
 ]
@@ -209,19 +200,19 @@ def replay(
         )
         _check(comparison, both=users is not None and rate is not None)
     except (arguments.ArgumentError, FleetError, PolicyConfigError) as error:
-        raise typer.BadParameter(str(error)) from None
+        raise UsageError(str(error)) from None
     except TraceError as error:
-        typer.echo(f"penstock replay: {error}", err=True)
-        raise typer.Exit(1) from None
+        write_line(f"penstock replay: {error}", err=True)
+        raise SystemExit(1) from None
     result = _run(comparison, quiet=as_json)
     if report is not None:
         report.write_text(page(result, trace.name))
     _print(result, as_json)
     missing = _missing(result)
     for line in missing:
-        typer.echo(f"penstock replay: {line}", err=True)
+        write_line(f"penstock replay: {line}", err=True)
     served = any(RequestEnd.SERVED in point.figures.ends for point in result.points)
-    raise typer.Exit(0 if served and not missing else 1)
+    raise SystemExit(0 if served and not missing else 1)
 
 
 def _with_times(
@@ -271,15 +262,8 @@ def _check(comparison: Comparison, both: bool) -> None:
 
 
 def _run(comparison: Comparison, quiet: bool) -> ComparisonResult:
-    console = Console(stderr=True)
-    if quiet or not console.is_terminal:
-        return compare(comparison)
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task("replay", total=1.0)
-        return compare(
-            comparison, lambda name, share: bar.update(task, description=name, completed=share)
-        )
+    with progress_bar(quiet) as show_progress:
+        return compare(comparison, show_progress)
 
 
 def _missing(result: ComparisonResult) -> list[str]:
@@ -293,8 +277,10 @@ def _missing(result: ComparisonResult) -> list[str]:
 
 def _print(result: ComparisonResult, as_json: bool) -> None:
     if as_json:
-        typer.echo(msgspec.json.format(msgspec.json.encode(as_plain(result)), indent=2).decode())
+        write_line(msgspec.json.format(msgspec.json.encode(as_plain(result)), indent=2).decode())
         return
+    from rich.console import Console
+
     console = Console(file=sys.stdout)  # into a pipe as wide as COLUMNS says, or 80
     for each in figure_tables(HEADS, [cells_of(point) for point in result.points], console.width):
         console.print(each)

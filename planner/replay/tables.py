@@ -7,8 +7,10 @@ The module has the layout of rows and columns. report.py has the figures; cli.py
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
-from rich.table import Table
+if TYPE_CHECKING:
+    from rich.table import Table
 
 KEYS = 2
 """Number of leading columns that every table repeats: policy and load."""
@@ -45,6 +47,8 @@ def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
 
     The first column wraps; no cell is truncated.
     """
+    from rich.table import Table
+
     result = Table()
     for column, head in enumerate(heads):
         result.add_column(

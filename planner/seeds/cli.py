@@ -9,21 +9,21 @@ from collections.abc import Iterator, Sequence
 from typing import Annotated
 
 import msgspec
-import typer
 
+from command_line import Argument, Option, write_line
 from planner.seeds.items import TITLES, ItemStatus, SeedItem, golden_text, seed_items
 
 Number = Annotated[
-    int | None, typer.Argument(help="Number of the item to show, 1 to 119; by default all items.")
+    int | None, Argument(help="Number of the item to show, 1 to 119; by default all items.")
 ]
 OfSeed = Annotated[
     str | None,
-    typer.Option(
+    Option(
         "--seed",
         help=f"Show only the items of one seed (source of statements): {', '.join(TITLES)}.",
     ),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print the items as JSON.")]
+AsJson = Annotated[bool, Option("--json", help="Print the items as JSON.")]
 
 
 def seeds(number: Number = None, seed: OfSeed = None, as_json: AsJson = False) -> None:
@@ -34,11 +34,11 @@ def seeds(number: Number = None, seed: OfSeed = None, as_json: AsJson = False) -
         item for item in seed_items() if number in (None, item.number) and seed in (None, item.seed)
     ]
     if not items:
-        typer.echo(
+        write_line(
             f"penstock seeds: no such item; valid: 1 to 119, --seed {', '.join(TITLES)}", err=True
         )
-        raise typer.Exit(2)
-    typer.echo(json.dumps(msgspec.to_builtins(items), indent=2) if as_json else _text(items))
+        raise SystemExit(2)
+    write_line(json.dumps(msgspec.to_builtins(items), indent=2) if as_json else _text(items))
 
 
 def _text(items: Sequence[SeedItem]) -> str:

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
-import typer
 
+from command_line import Argument, Option, write_line
 from mockgpu.grids import Grid, load_grids
 from planner.output_files import check_writable
 from planner.size import show
@@ -30,14 +30,14 @@ from policies.sizing.model_shapes import MODELS, Llm
 
 Model = Annotated[
     str,
-    typer.Argument(
+    Argument(
         help="Model to size: a built-in name (llama-3.1-70b, ...), a "
         "config.json, or the folder that contains it."
     ),
 ]
 GpuKinds = Annotated[
     str,
-    typer.Option(
+    Option(
         "--gpu",
         help=f"GPU types to consider: {', '.join(GPUS)}, or a JSON file; "
         "separate several by commas.",
@@ -45,39 +45,35 @@ GpuKinds = Annotated[
 ]
 GpuCount = Annotated[
     int | None,
-    typer.Option("--gpus", help="Number of available GPUs; default: as many as needed."),
+    Option("--gpus", help="Number of available GPUs; default: as many as needed."),
 ]
-Prompt = Annotated[str, typer.Option("--in", help="Number of tokens of a typical prompt.")]
-Output = Annotated[str, typer.Option("--out", help="Number of tokens of a typical answer.")]
+Prompt = Annotated[str, Option("--in", help="Number of tokens of a typical prompt.")]
+Output = Annotated[str, Option("--out", help="Number of tokens of a typical answer.")]
 Cached = Annotated[
     float,
-    typer.Option("--cached", help="Share of the prompt that is found in a prefix cache, 0 to 1."),
+    Option("--cached", help="Share of the prompt that is found in a prefix cache, 0 to 1."),
 ]
-Rate = Annotated[float | None, typer.Option("--rate", help="Mean number of requests per second.")]
+Rate = Annotated[float | None, Option("--rate", help="Mean number of requests per second.")]
 Concurrency = Annotated[
-    float | None, typer.Option("--concurrency", help="Number of requests in progress at once.")
+    float | None, Option("--concurrency", help="Number of requests in progress at once.")
 ]
 Context = Annotated[
     str | None,
-    typer.Option(
-        "--context", help="Maximum number of tokens of prompt plus answer, for example 8k."
-    ),
+    Option("--context", help="Maximum number of tokens of prompt plus answer, for example 8k."),
 ]
 Ttft = Annotated[
-    str | None, typer.Option("--ttft", help="Promised time to the first token, for example 2s.")
+    str | None, Option("--ttft", help="Promised time to the first token, for example 2s.")
 ]
 Tpot = Annotated[
     str | None,
-    typer.Option(
-        "--tpot", help="Promised time per output token after the first, for example 50ms."
-    ),
+    Option("--tpot", help="Promised time per output token after the first, for example 50ms."),
 ]
 Percentile = Annotated[
-    float, typer.Option("--percentile", help="Percentage of requests that must keep each promise.")
+    float, Option("--percentile", help="Percentage of requests that must keep each promise.")
 ]
 Promises = Annotated[
     list[str] | None,
-    typer.Option(
+    Option(
         "--promise",
         help="Promises of one service class, for example "
         "chat:ttft=1s,tpot=40ms,p=99. Repeat the option for more "
@@ -86,30 +82,28 @@ Promises = Annotated[
 ]
 MaxConcurrency = Annotated[
     int | None,
-    typer.Option(
-        "--max-concurrency", help="The gateway's limit of concurrent requests per replica."
-    ),
+    Option("--max-concurrency", help="The gateway's limit of concurrent requests per replica."),
 ]
 Headroom = Annotated[
-    float, typer.Option("--headroom", help="Share of KV memory that stays free, 0 to 1.")
+    float, Option("--headroom", help="Share of KV memory that stays free, 0 to 1.")
 ]
-Quant = Annotated[str, typer.Option("--quant", help="Data type of the weights: auto, bf16 or fp8.")]
-KvDtype = Annotated[str, typer.Option("--kv-dtype", help="Data type of the KV cache: bf16 or fp8.")]
+Quant = Annotated[str, Option("--quant", help="Data type of the weights: auto, bf16 or fp8.")]
+KvDtype = Annotated[str, Option("--kv-dtype", help="Data type of the KV cache: bf16 or fp8.")]
 DomainGpus = Annotated[
     int | None,
-    typer.Option(
+    Option(
         "--domain", help="Number of GPUs that fast links connect; default: that of the GPU type."
     ),
 ]
 Price = Annotated[
     str,
-    typer.Option(
+    Option(
         "--price", help="Price in dollars per GPU and hour, for example 2.5, or h100=2.5,h200=3.5."
     ),
 ]
 BestEffort = Annotated[
     bool,
-    typer.Option(
+    Option(
         "--best-effort",
         help="If a promise is out of reach, use the largest TP that "
         "still pays off instead of failing.",
@@ -117,7 +111,7 @@ BestEffort = Annotated[
 ]
 Front = Annotated[
     bool,
-    typer.Option(
+    Option(
         "--front",
         help="Compare all layouts of --gpus GPUs. Without --gpus: of as many as fast links "
         "connect.",
@@ -125,7 +119,7 @@ Front = Annotated[
 ]
 Ladder = Annotated[
     int | None,
-    typer.Option(
+    Option(
         "--ladder",
         help="Show the decode speed with TP 1 to 16 at this batch size.",
         metavar="BATCH",
@@ -133,23 +127,21 @@ Ladder = Annotated[
 ]
 Emit = Annotated[
     str | None,
-    typer.Option(
-        "--emit", help=f"Print only one file or command of the plan: {', '.join(EMITTERS)}."
-    ),
+    Option("--emit", help=f"Print only one file or command of the plan: {', '.join(EMITTERS)}."),
 ]
 Name = Annotated[
     str | None,
-    typer.Option("--name", help="Model name that clients use; default: the model's own name."),
+    Option("--name", help="Model name that clients use; default: the model's own name."),
 ]
 Against = Annotated[
     str | None,
-    typer.Option(
+    Option(
         "--against", help="Model to size as well, usually a smaller one, for a comparison of costs."
     ),
 ]
 FirstPort = Annotated[
     int,
-    typer.Option(
+    Option(
         "--first-port",
         min=1,
         max=60_000,
@@ -158,16 +150,15 @@ FirstPort = Annotated[
 ]
 From = Annotated[
     Path | None,
-    typer.Option(
+    Option(
         "--from",
-        exists=True,
-        dir_okay=False,
+        is_file=True,
         help="Access log or trace on which the plan and the best other layouts are replayed.",
     ),
 ]
 Last = Annotated[
     str,
-    typer.Option(
+    Option(
         "--last",
         metavar="TIME",
         help="Length of the end of the log in --from or --calibrate to use, for example 1h.",
@@ -175,26 +166,28 @@ Last = Annotated[
 ]
 Calibrate = Annotated[
     Path | None,
-    typer.Option(
+    Option(
         "--calibrate",
-        exists=True,
-        dir_okay=False,
+        is_file=True,
         help="Access log of the model to which the GPU's constants are fitted before planning.",
     ),
 ]
 MeasuredTp = Annotated[
     int | None,
-    typer.Option("--measured-tp", help="With --calibrate: TP size of the engines in the log."),
+    Option("--measured-tp", help="With --calibrate: TP size of the engines in the log."),
 ]
 Report = Annotated[
     Path | None,
-    typer.Option(
+    Option(
         "--report",
-        callback=check_writable,
+        check=check_writable,
         help="File to which an HTML page of the plan and all layouts is written.",
     ),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")]
+AsJson = Annotated[bool, Option("--json", help="Print the plan as JSON.")]
+
+
+ConfigReader = Callable[[str], Mapping[str, Any]]
 
 
 class SizeOutput(msgspec.Struct, frozen=True):
@@ -213,11 +206,11 @@ class SizeOutput(msgspec.Struct, frozen=True):
     last: str
     report: Path | None
     as_json: bool
-    read_config: Callable[[str], Mapping[str, Any]]
+    read_config: ConfigReader
 
 
 def size(
-    ctx: typer.Context,
+    read_config: ConfigReader,
     model: Model,
     gpu: GpuKinds = "h100",
     gpus: GpuCount = None,
@@ -262,18 +255,18 @@ def size(
             if from_ is not None:
                 raise SizingError("--calibrate cannot be combined with --from")
             options = _calibrated(options, calibrate, measured_tp, last)
-        raise typer.Exit(
+        raise SystemExit(
             _run(
                 options,
                 SizeOutput(
                     *(front, ladder, against, emit_, name, first_port, from_, last, report),
-                    *(as_json, ctx.obj),
+                    *(as_json, read_config),
                 ),
             )
         )
     except SizingError as error:
-        typer.echo(f"penstock size: {error}", err=True)
-        raise typer.Exit(2) from None
+        write_line(f"penstock size: {error}", err=True)
+        raise SystemExit(2) from None
 
 
 def _calibrated(options: SizeOptions, log: Path | None, tp: int | None, last: str) -> SizeOptions:
@@ -285,7 +278,7 @@ def _calibrated(options: SizeOptions, log: Path | None, tp: int | None, last: st
         raise SizingError("--calibrate requires exactly one --gpu, and --measured-tp")
     model = variants(model_of(options), options.quant)[0]
     found = calibrate_from(model, hardware[0].gpu, tp, log, last)
-    typer.echo("\n".join(calibration_lines(found, tp, log)), err=True)
+    write_line("\n".join(calibration_lines(found, tp, log)), err=True)
     return msgspec.structs.replace(options, calibrated=found.gpu)
 
 
@@ -311,9 +304,9 @@ def _run(options: SizeOptions, output: SizeOutput) -> int:
     other = _against(options, output, grids)
     if output.as_json:
         plain = show.as_plain(plans, points, steps, results, other)
-        typer.echo(json.dumps(plain, indent=2))
+        write_line(json.dumps(plain, indent=2))
     else:
-        typer.echo("\n".join(_lines(plans, best, points, steps, batch or 1, results, other)))
+        write_line("\n".join(_lines(plans, best, points, steps, batch or 1, results, other)))
     return _status(best)
 
 

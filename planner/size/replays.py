@@ -6,10 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-
 from planner.plan.pool_case import Assumptions, cases
+from planner.progress import progress_bar
 from planner.replay.arguments import ArgumentError, parse_seconds
 from planner.size.draft import SizingError
 from planner.size.emit import POOL, Emission, emit
@@ -48,19 +46,8 @@ def replay_log(
     assumed = Assumptions(known_model(plan), plan.hardware.gpu.name)
     requests = _requests(log, last)
     case = cases(read_config(emit("gateway", emission)), assumed)[POOL]
-    console = Console(stderr=True)
-    if is_quiet or not console.is_terminal:
-        return replay_finalists(plan, case, points, requests)
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task("replay", total=1.0)
-        return replay_finalists(
-            plan,
-            case,
-            points,
-            requests,
-            lambda name, share: bar.update(task, description=name, completed=share),
-        )
+    with progress_bar(is_quiet) as show_progress:
+        return replay_finalists(plan, case, points, requests, show_progress)
 
 
 def _requests(log: Path, last: str) -> list[TraceRequest]:

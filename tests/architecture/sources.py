@@ -15,7 +15,7 @@ from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-SHIPPED = ("policies", "kvtransfer", "gateway", "mockgpu", "planner")
+SHIPPED = ("command_line", "policies", "kvtransfer", "gateway", "mockgpu", "planner")
 PYTHON_FOLDERS = (*SHIPPED, "tools", "bench", "tests", "deploy")
 
 

@@ -15,10 +15,10 @@ from time import monotonic, sleep, time
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
 from gateway.cli import main
 from tests import auto_log
+from tests.command_runner import CommandRunner
 from tests.e2e.processes import GatewayProcess, gateway_process, mock_fleet
 from tests.fair_time import PATIENCE_S
 
@@ -44,7 +44,7 @@ COMPLETION = {"model": "demo-8b", "prompt": "Where does the water go?", "max_tok
 
 
 def run_command(running: GatewayProcess, *words: str) -> tuple[int, str]:
-    result = CliRunner().invoke(main.app, [*words, "--admin", running.admin_url])
+    result = CommandRunner().invoke(main.run, [*words, "--admin", running.admin_url])
     return result.exit_code, result.output
 
 

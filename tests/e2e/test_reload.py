@@ -10,9 +10,9 @@ from pathlib import Path
 from time import sleep
 
 import pytest
-from typer.testing import CliRunner
 
 from gateway.cli import main
+from tests.command_runner import CommandRunner
 from tests.e2e.processes import GatewayProcess, gateway_process
 from tests.e2e.recording_engine import MODEL, recording_engine
 from tests.fair_time import PATIENCE_S, Stopwatch, pace
@@ -125,5 +125,5 @@ def test_commands_print_json_and_name_a_gateway_that_does_not_answer(operator: O
 
 
 def run_command(*words: str) -> tuple[int, str]:
-    result = CliRunner().invoke(main.app, [*words], env={"NO_COLOR": "1", "COLUMNS": "200"})
+    result = CommandRunner().invoke(main.run, [*words], env={"NO_COLOR": "1", "COLUMNS": "200"})
     return result.exit_code, result.output

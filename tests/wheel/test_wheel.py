@@ -25,10 +25,13 @@ from tools.compile.wheel import DIST, copy_tracked_files, find_interpreters
 ROOT = Path(__file__).parents[2]
 
 ANSWERS_WITHIN_S = 15.0
-MOST_PACKAGES = 27
-MOST_BYTES_OF_OTHERS, MOST_BYTES_OF_OURS = 50_000_000, 26_000_000  # 3.12 and 3.13: 49.8 and 24.6
-MOST_BYTES_UNOPTIMIZED = 41_000_000
-"""Maximum bytes of a wheel that was built with -O0, instead of MOST_BYTES_OF_OURS."""
+MOST_PACKAGES = 20
+MOST_BYTES = 60_000_000
+"""Maximum bytes of everything that is installed, on CPython 3.11."""
+MOST_BYTES_OF_OTHERS_LATER = 45_000_000
+"""Maximum bytes of the other packages on later versions, whose uvloop alone is 16 MB."""
+MOST_BYTES_OF_OURS, MOST_BYTES_UNOPTIMIZED = 21_500_000, 34_000_000
+"""Maximum bytes of our packages, and of those whose extension modules were built with -O0."""
 VERSION_CPU_S = 0.3
 DEBIAN = os.environ.get("PENSTOCK_DEBIAN")  # the root of a Debian with python3-venv
 
@@ -141,12 +144,16 @@ def test_without_extras_it_brings_few_and_small_packages(plain: Path) -> None:
         if path.is_file()
         and not {"pip", "setuptools", "pkg_resources", "__pycache__"} & set(path.parts)
     ]
-    folders = {"gateway", "policies", "kvtransfer", "penstock_kv"}
+    folders = {"command_line", "gateway", "policies", "mockgpu", "planner"}
+    folders |= {"kvtransfer", "penstock_kv"}
     ours = [path for path in files if folders & set(path.parts)]
     total, size_of_ours = (sum(path.stat().st_size for path in some) for some in (files, ours))
     unoptimized = "-O0" in os.environ.get("CFLAGS", "").split()
     assert size_of_ours <= (MOST_BYTES_UNOPTIMIZED if unoptimized else MOST_BYTES_OF_OURS)
-    assert total - size_of_ours <= MOST_BYTES_OF_OTHERS
+    if "python3.11" in str(files[0]):
+        assert total - size_of_ours <= MOST_BYTES - (20_300_000 if unoptimized else size_of_ours)
+    else:
+        assert total - size_of_ours <= MOST_BYTES_OF_OTHERS_LATER
 
 
 def test_without_extras_it_checks_serves_and_is_operated(plain: Path, tmp_path: Path) -> None:
@@ -157,11 +164,16 @@ def test_without_extras_it_checks_serves_and_is_operated(plain: Path, tmp_path: 
         status = _run([penstock, "status", "--admin", admin])
         assert "4 of 4 endpoints available" in status
         assert "group" in _run([penstock, "explain", "--admin", admin])
+        drained = json.loads(_run([penstock, "top", "--json", "--admin", admin]))["endpoints"][0]
+        assert "is drained" in _run([penstock, "drain", drained["name"], "--admin", admin])
+        assert "passed" in _run([penstock, "doctor", "--engine", drained["url"]])
         assert "is valid" in _run([penstock, "check", str(tmp_path / "penstock-demo/gateway.yaml")])
 
 
-@pytest.mark.parametrize("command", ["replay", "plan gateway.yaml"])
-def test_a_missing_package_is_named_with_its_extra(plain: Path, command: str) -> None:
+@pytest.mark.parametrize(
+    ("command", "extra"), [("replay", "demo"), ("plan gateway.yaml", "demo"), ("top --once", "top")]
+)
+def test_a_missing_package_is_named_with_its_extra(plain: Path, command: str, extra: str) -> None:
     result = subprocess.run(
         [str(plain / "bin" / "penstock"), *command.split()],
         capture_output=True,
@@ -170,7 +182,7 @@ def test_a_missing_package_is_named_with_its_extra(plain: Path, command: str) ->
         timeout=60,
     )
     assert result.returncode == 1
-    assert "pip install 'penstock[demo]'" in result.stderr
+    assert f"pip install 'penstock[{extra}]'" in result.stderr
     assert "Traceback" not in result.stderr
 
 

@@ -12,15 +12,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from shutil import get_terminal_size
+from textwrap import wrap
 from types import MappingProxyType
 from typing import Annotated
 
 import msgspec
-import typer
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
+from command_line import Option, UsageError, styled, write_line
 from gateway.cli.doctor.checklist import CheckedEndpoint, CheckedFleet, run_checklist
 from gateway.cli.doctor.drift import check_drift
 from gateway.cli.doctor.engine import check_engine
@@ -62,6 +61,9 @@ from policies.engine_kinds import ENGINE_TRAITS
 THREADS = 16
 MEASURED_TOKENS = 32
 PIPE_WIDTH = 120
+MIN_WIDTH = 24
+"""Number of columns for what a check has seen, however narrow the terminal is."""
+_GAP = "  "
 MARKS: Mapping[CheckVerdict, tuple[str, str]] = MappingProxyType(
     {
         CheckVerdict.PASS: ("ok", "green"),
@@ -74,26 +76,26 @@ MARKS: Mapping[CheckVerdict, tuple[str, str]] = MappingProxyType(
 
 def doctor(
     config: Annotated[
-        Path | None, typer.Option("--config", "-c", help="Configuration file to check.")
+        Path | None, Option("--config", "-c", help="Configuration file to check.")
     ] = None,
     engine: Annotated[
         list[str] | None,
-        typer.Option("--engine", help="URL of an engine; repeat the option for more engines."),
+        Option("--engine", help="URL of an engine; repeat the option for more engines."),
     ] = None,
     engine_key: EngineKeyOption = None,
     measure: Annotated[
-        bool, typer.Option("--measure", help="Also measure decode speed at batch 1 and 16.")
+        bool, Option("--measure", help="Also measure decode speed at batch 1 and 16.")
     ] = False,
     quiet: Annotated[
         bool,
-        typer.Option("--quiet", help="Do not send a test request for one token to the engines."),
+        Option("--quiet", help="Do not send a test request for one token to the engines."),
     ] = False,
     every: Annotated[
-        bool, typer.Option("--all", help="Print one row per engine, even for many engines.")
+        bool, Option("--all", help="Print one row per engine, even for many engines.")
     ] = False,
     seeds: Annotated[
         bool,
-        typer.Option(
+        Option(
             "--seeds",
             help="Print only the production checklist (items 86 to 97 of `penstock seeds`).",
         ),
@@ -102,9 +104,7 @@ def doctor(
 ) -> None:
     """Check engines and a configuration before production, with a fix for every problem."""
     if (config is None) == (not engine):
-        raise typer.BadParameter(
-            "give either --config FILE, or --engine URL (repeatable), but not both"
-        )
+        raise UsageError("give either --config FILE, or --engine URL (repeatable), but not both")
     check_engine_key(config, engine_key)
     loading = partial(_load, config, engine or [], engine_key)
     findings = list(_findings(config, loading, measure=measure and not quiet, token=not quiet))
@@ -121,7 +121,7 @@ def doctor(
     else:
         _print_counts(findings)
         _print_table(findings if every else group_findings(findings))
-    raise typer.Exit(1 if failed else 0)
+    raise SystemExit(1 if failed else 0)
 
 
 def _load(file: Path | None, urls: Sequence[str], engine_key: str | None) -> LoadedConfig:
@@ -290,16 +290,28 @@ def _key(spec: EndpointSpec) -> str | None:
 
 
 def _print_table(findings: Sequence[CheckFinding]) -> None:
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    for name in ("", "what", "check", "seen"):
-        table.add_column(name, overflow="fold")
-    for finding in findings:
-        mark, style = MARKS[finding.verdict]
-        seen = Text(sanitize(finding.seen))
-        if finding.fix:
-            seen.append(f"\n-> {finding.fix}", "dim")
-        table.add_row(Text(mark, style), Text(finding.subject, "bold"), Text(finding.check), seen)
-    Console(highlight=False, width=None if sys.stdout.isatty() else PIPE_WIDTH).print(table)
+    # Print a line per finding, and its fix below; long texts continue below their beginning.
+    rows = [("", "what", "check")]
+    rows += [(MARKS[each.verdict][0], each.subject, each.check) for each in findings]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    indent = " " * (sum(widths) + len(_GAP) * len(widths))
+    columns = get_terminal_size((PIPE_WIDTH, 0)).columns if sys.stdout.isatty() else PIPE_WIDTH
+    room = max(columns - len(indent), MIN_WIDTH)
+    heads = _GAP.join(head.ljust(width) for head, width in zip(rows[0], widths, strict=True))
+    write_line(styled(f"{heads}{_GAP}seen", "dim", sys.stdout))
+    for finding, row in zip(findings, rows[1:], strict=True):
+        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
+        styles = (MARKS[finding.verdict][1], "bold", "")
+        marked = [
+            styled(sanitize(cell), style, sys.stdout)
+            for cell, style in zip(cells, styles, strict=True)
+        ]
+        seen = wrap(sanitize(finding.seen), room) or [""]
+        write_line(_GAP.join([*marked, seen[0]]).rstrip())
+        for line in seen[1:]:
+            write_line(indent + line)
+        for line in wrap(f"-> {finding.fix}", room) if finding.fix else ():
+            write_line(styled(indent + line, "dim", sys.stdout))
 
 
 def _print_counts(findings: Sequence[CheckFinding]) -> None:

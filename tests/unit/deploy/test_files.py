@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import typer
 from ruamel.yaml import YAML
 
-from gateway.cli.main import app
+from command_line import parse_command
+from gateway.cli.commands import command_function
 from gateway.config import Config, load_with_warnings
 from gateway.metrics.catalogue import Metrics
 from gateway.protocol.apis import APIS
@@ -56,11 +56,8 @@ def parsed(arguments: list[str]) -> str:
     # Return the name of the penstock command in `arguments`, after its options were checked.
     #
     # Raises a usage error for unknown options.
-    group: Any = typer.main.get_command(app)
     name = arguments[0]
-    command = group.get_command(group.context_class(group), name)
-    assert command is not None, f"there is no `penstock {name}`"
-    command.make_context(name, arguments[1:]).close()
+    parse_command(command_function(name), arguments[1:], name, {})
     return name
 
 
@@ -90,7 +87,7 @@ def test_the_image_copies_files_that_exist_and_that_are_not_left_out() -> None:
     assert sources
     assert all((ROOT / source).exists() for source in sources)
     assert ignored == set(sources)
-    assert {"gateway", "kvtransfer", "mockgpu", "planner", "policies"} <= ignored
+    assert {"command_line", "gateway", "kvtransfer", "mockgpu", "planner", "policies"} <= ignored
 
 
 def test_the_image_runs_a_command_that_exists_as_an_account_without_rights() -> None:

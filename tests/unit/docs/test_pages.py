@@ -20,10 +20,11 @@ from typing import Any
 
 import msgspec
 import pytest
-import typer
 from ruamel.yaml import YAML
 
-from gateway.cli.main import app
+from command_line import parameters_of, parse_command
+from gateway.cli import commands
+from gateway.cli.commands import command_function
 from gateway.config import json_schema, load_text
 from gateway.metrics.catalogue import Metrics
 from gateway.metrics.exposition import render_page
@@ -178,12 +179,6 @@ def test_every_attribute_it_names_exists(name: str) -> None:
     # Commands
 
 
-@cache
-def command(name: str) -> Any:
-    group: Any = typer.main.get_command(app)
-    return group.get_command(group.context_class(group), name)
-
-
 def commands_of(text: str) -> Iterator[str]:
     for word in inline(text):
         if re.match(r"penstock [a-z]+( |$)", word):
@@ -202,7 +197,7 @@ COMMANDS = sorted({(name, line) for name, text in WRITTEN.items() for line in co
 @pytest.mark.parametrize(("name", "line"), COMMANDS)
 def test_every_command_it_shows_accepts_its_options(name: str, line: str) -> None:
     called, *arguments = shlex.split(line)[1:]
-    assert command(called) is not None
+    command = command_function(called)
     there = str(ROOT / "README.md")
     values = [
         there if re.fullmatch(r"FILE|TRACE|[\w./-]+\.(yaml|jsonl|gz)", argument) else argument
@@ -210,16 +205,16 @@ def test_every_command_it_shows_accepts_its_options(name: str, line: str) -> Non
     ]
     if not values:  # the text mentions the command without arguments
         return
-    command(called).make_context(
-        called, ["3" if argument == "N" else argument for argument in values]
-    ).close()
+    words = ["3" if argument == "N" else argument for argument in values]
+    parse_command(command, words, called, {})
 
 
 @cache
 def options() -> frozenset[str]:
-    group: Any = typer.main.get_command(app)
-    params = {param for name in group.list_commands(None) for param in command(name).params}
-    named = {option for param in params for option in (*param.opts, *param.secondary_opts)}
+    parameters = [
+        each for name in commands.COMMANDS for each in parameters_of(command_function(name))
+    ]
+    named = {option for each in parameters for option in (*each.on, *each.off)} | {"--help"}
     of_the_store = {option for action in parser()._actions for option in action.option_strings}
     return frozenset(named | of_the_store)
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import socket
 
 import pytest
-from typer.testing import CliRunner
 
-from gateway.cli.main import app
+from gateway.cli.main import run as penstock
+from tests.command_runner import CommandRunner
 
 
 @pytest.mark.parametrize(
@@ -32,7 +32,7 @@ from gateway.cli.main import app
     ],
 )
 def test_wrong_usage_exits_with_2_and_a_reason(options: tuple[str, ...], said: str) -> None:
-    result = CliRunner().invoke(app, ["mock", *options])
+    result = CommandRunner().invoke(penstock, ["mock", *options])
     assert result.exit_code == 2
     assert said in " ".join(result.output.replace("│", " ").split())
 
@@ -43,8 +43,8 @@ def test_wrong_usage_exits_with_2_and_a_reason(options: tuple[str, ...], said: s
 )
 def test_a_port_of_a_half_that_is_taken_exits_1(options: tuple[str, ...]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        result = CliRunner().invoke(
-            app, ["mock", "--port", "0", *options, str(listener.getsockname()[1])]
+        result = CommandRunner().invoke(
+            penstock, ["mock", "--port", "0", *options, str(listener.getsockname()[1])]
         )
     assert result.exit_code == 1
     assert "error: cannot listen: " in result.output
@@ -60,6 +60,8 @@ def test_a_port_of_a_half_that_is_taken_exits_1(options: tuple[str, ...]) -> Non
     ids=["nothing", "missing files", "no TCP"],
 )
 def test_tls_options_that_cannot_work_are_named(options: list[str], complaint: str) -> None:
-    result = CliRunner().invoke(app, ["mock", "--port", "0", "--dialect", "vllm_nixl", *options])
+    result = CommandRunner().invoke(
+        penstock, ["mock", "--port", "0", "--dialect", "vllm_nixl", *options]
+    )
     assert result.exit_code == 2
     assert complaint in result.output

@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
-from typer.testing import CliRunner
 
-from gateway.cli.main import app
+from gateway.cli.main import run as penstock
 from gateway.fleet.kv_events.messages import RemovedBlocks, StoredBlocks, decode_batch
 from kvtransfer.store.block_store import BlockStore
 from kvtransfer.store.options import StoreOptions
@@ -30,6 +29,7 @@ from mockgpu.store_announcer import StoreAnnouncer
 from mockgpu.text import block_keys, generate, salt_keys, token_count
 from policies.sizing.gpus import gpu_named
 from policies.sizing.model_shapes import model_named
+from tests.command_runner import CommandRunner
 from tests.sim.jumping_loop import JumpingLoop, Stamps
 
 MODEL, H100 = model_named("demo-8b"), gpu_named("h100")
@@ -346,7 +346,7 @@ def test_blocks_larger_than_the_stores_slots_are_refused(tmp_path: Path) -> None
     ],
 )
 def test_unusable_options_are_refused(options: list[str], message: str) -> None:
-    result = CliRunner().invoke(app, ["mock", "--port", "0", *options])
+    result = CommandRunner().invoke(penstock, ["mock", "--port", "0", *options])
     assert result.exit_code == 2
     assert message in " ".join(result.output.split())
 

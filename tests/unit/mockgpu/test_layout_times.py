@@ -7,9 +7,8 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from typer.testing import CliRunner
 
-from gateway.cli.main import app
+from gateway.cli.main import run as penstock
 from mockgpu.grids import load_grids, roofline_for
 from mockgpu.group import GroupSpec
 from mockgpu.layout_times import LayoutTimes, rank_model, step_times_for
@@ -19,6 +18,7 @@ from policies.sizing.gpus import gpu_named
 from policies.sizing.layout import Layout
 from policies.sizing.memory import Demand, check_memory, stages
 from policies.sizing.model_shapes import model_named
+from tests.command_runner import CommandRunner
 
 GRIDS = load_grids()
 H100, H200 = gpu_named("h100"), gpu_named("h200")
@@ -123,7 +123,7 @@ def test_more_work_never_takes_less_time(tokens: int, seqs: int, pp: int, dp: in
     ],
 )
 def test_layouts_with_which_no_engine_starts_are_refused(options: list[str], message: str) -> None:
-    result = CliRunner().invoke(app, ["mock", "--port", "0", *options])
+    result = CommandRunner().invoke(penstock, ["mock", "--port", "0", *options])
     assert result.exit_code == 2
     assert message in " ".join(result.output.split())
 

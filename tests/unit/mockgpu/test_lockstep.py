@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from typer.testing import CliRunner
 
-from gateway.cli.main import app
+from gateway.cli.main import run as penstock
 from mockgpu.fault_grammar import FaultKind, InjectedFault
 from mockgpu.group import GroupSpec, TpGroup
 from mockgpu.job import Job
@@ -24,6 +23,7 @@ from mockgpu.roofline import StepWork
 from policies.sizing.gpus import gpu_named
 from policies.sizing.layout import Layout
 from policies.sizing.model_shapes import model_named
+from tests.command_runner import CommandRunner
 from tests.sim.jumping_loop import JumpingLoop, Stamps
 
 DEEPSEEK, H200 = model_named("deepseek-v3"), gpu_named("h200")
@@ -250,6 +250,6 @@ SHARED = ("--model", "deepseek-v3", "--gpu", "h200", "--tp", "1", "--ep", "8")
     ],
 )
 def test_ranks_with_which_no_engine_starts_are_refused(options: list[str], message: str) -> None:
-    result = CliRunner().invoke(app, ["mock", "--port", "0", *options])
+    result = CommandRunner().invoke(penstock, ["mock", "--port", "0", *options])
     assert result.exit_code == 2
     assert message in " ".join(result.output.split())

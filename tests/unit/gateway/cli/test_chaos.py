@@ -12,12 +12,12 @@ from contextlib import AsyncExitStack
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
 from gateway.cli import main
 from gateway.fleet.endpoint_registry import to_endpoint
 from mockgpu.chaos_server import run_chaos_server
 from tests.chaos.gateway_fleet import GatewayFleet, gateway_fleet
+from tests.command_runner import CommandRunner
 
 
 class Broken:
@@ -27,8 +27,8 @@ class Broken:
 
     async def types(self, *words: str) -> tuple[int, str]:
         def run() -> tuple[int, str]:
-            done = CliRunner().invoke(
-                main.app, ["chaos", *words, "--admin", self.fleet.app.admin_url]
+            done = CommandRunner().invoke(
+                main.run, ["chaos", *words, "--admin", self.fleet.app.admin_url]
             )
             return done.exit_code, done.output
 

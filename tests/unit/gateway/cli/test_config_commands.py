@@ -4,18 +4,17 @@ traceback.
 
 from __future__ import annotations
 
-import os
+import shlex
 import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
-from typer.testing import CliRunner
 
 from gateway.cli import main
 from gateway.cli.output import print_line, sanitize
+from tests.command_runner import CommandRunner
 
 
 class Stranger(BaseHTTPRequestHandler):
@@ -51,7 +50,7 @@ def stranger() -> Iterator[str]:
     ],
 )
 def test_a_server_that_is_not_an_admin_server_is_reported(stranger: str, words: list[str]) -> None:
-    done = CliRunner().invoke(main.app, [*words, "--admin", stranger])
+    done = CommandRunner().invoke(main.run, [*words, "--admin", stranger])
     assert done.exit_code == 1
     assert f"{stranger} is not the admin server of a gateway (status 404)" in done.output
 
@@ -60,13 +59,13 @@ def test_a_server_that_is_not_an_admin_server_is_reported(stranger: str, words: 
     "url", ["http://[::1", "http://a..b", "http://" + "x" * 64, "http://:80", "ftp://h"]
 )
 def test_an_invalid_admin_url_is_wrong_usage(url: str) -> None:
-    assert CliRunner().invoke(main.app, ["status", "--admin", url]).exit_code == 2
+    assert CommandRunner().invoke(main.run, ["status", "--admin", url]).exit_code == 2
 
 
 @pytest.mark.parametrize("key", ["ключ", "sk-canary\nX-Other: 1"])
 def test_a_key_that_cannot_be_sent_is_an_error_and_not_printed(key: str, stranger: str) -> None:
-    done = CliRunner().invoke(
-        main.app, ["reload", "--admin", stranger], env={"PENSTOCK_ADMIN_KEY": key}
+    done = CommandRunner().invoke(
+        main.run, ["reload", "--admin", stranger], env={"PENSTOCK_ADMIN_KEY": key}
     )
     assert done.exit_code == 1
     assert "cannot be sent in an HTTP header" in done.output
@@ -80,27 +79,32 @@ def test_escape_sequences_are_not_printed(capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_the_version_option_prints_the_version() -> None:
-    runner = CliRunner()
+    runner = CommandRunner()
     assert (
-        runner.invoke(main.app, ["--version"]).output == runner.invoke(main.app, ["version"]).output
+        runner.invoke(main.run, ["--version"]).output == runner.invoke(main.run, ["version"]).output
     )
 
 
-@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_shell_completion_lists_commands(shell: str) -> None:
-    typed = {
-        "_PENSTOCK_COMPLETE": f"complete_{shell}",
-        "COMP_WORDS": "penstock dr",
-        "COMP_CWORD": "1",
-        "_TYPER_COMPLETE_ARGS": "penstock dr",
-        "_TYPER_COMPLETE_FISH_ACTION": "get-args",
-    }
-    done = subprocess.run(
-        [sys.executable, "-c", "from gateway.__main__ import main; main()"],
-        env=os.environ | typed,
-        capture_output=True,
-        text=True,
-        check=False,
+def _completed(*words: str) -> list[str]:
+    # Return what bash offers for the last of the words.
+    code = CommandRunner().invoke(main.run, ["completion", "bash"]).stdout
+    ask = f"COMP_WORDS=({shlex.join(words)}); COMP_CWORD={len(words) - 1}; _penstock"
+    script = f'{code}\n{ask}; echo "${{COMPREPLY[@]}}"'
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True)
+    return done.stdout.split()
+
+
+def test_bash_completes_commands_and_their_options() -> None:
+    assert _completed("penstock", "dr") == ["drift", "drain"]
+    assert _completed("penstock", "drain", "--wa") == ["--wait"]
+    assert "--help" in _completed("penstock", "version", "")
+
+
+def test_zsh_and_fish_get_the_same_commands_and_options() -> None:
+    zsh, fish = (
+        CommandRunner().invoke(main.run, ["completion", name]).stdout for name in ("zsh", "fish")
     )
-    assert "drain" in done.stdout
-    assert "undrain" not in done.stdout
+    assert zsh.endswith(CommandRunner().invoke(main.run, ["completion", "bash"]).stdout)
+    assert "bashcompinit" in zsh
+    assert "complete -c penstock -n __fish_use_subcommand -a drain -d 'Stop routing" in fish
+    assert "complete -c penstock -n '__fish_seen_subcommand_from drain' -l wait\n" in fish

@@ -6,15 +6,14 @@ import asyncio
 import json
 from pathlib import Path
 
-from typer.testing import CliRunner, Result
-
 from gateway.cli import main
+from tests.command_runner import CommandRunner, Result
 from tests.unit.gateway.reload.running import Running, running
 
 
 async def typed(running_gateway: Running, *words: str) -> Result:
     words = (*words, "--admin", running_gateway.app.admin_url)
-    return await asyncio.to_thread(CliRunner().invoke, main.app, words)
+    return await asyncio.to_thread(CommandRunner().invoke, main.run, words)
 
 
 def states(running_gateway: Running) -> dict[str, bool]:

@@ -5,15 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 
-from typer.testing import CliRunner
-
 from gateway.cli import main
 from tests.chaos.gateway_fleet import Answer, GatewayFleet, gateway_fleet
+from tests.command_runner import CommandRunner
 
 
 async def typed(fleet: GatewayFleet, *words: str) -> tuple[int, str]:
     words = ("explain", *words, "--admin", fleet.app.admin_url)
-    done = await asyncio.to_thread(CliRunner().invoke, main.app, words)
+    done = await asyncio.to_thread(CommandRunner().invoke, main.run, words)
     return done.exit_code, done.output
 
 

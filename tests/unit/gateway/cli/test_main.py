@@ -13,12 +13,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
+from command_line import short_help
 from gateway.cli import main
+from gateway.cli.commands import COMMANDS, command_function
 from gateway.config import json_schema
 from gateway.protocol import relay
 from policies.prefix.block_hash import is_loop_compiled
+from tests.command_runner import CommandRunner
 from tests.ports import free_port
 
 ROOT = Path(__file__).parents[4]
@@ -26,9 +28,9 @@ GOOD = "version: 1\npools:\n  chat:\n    endpoints:\n      - url: http://127.0.0
 
 
 @pytest.fixture
-def runner(monkeypatch: pytest.MonkeyPatch) -> CliRunner:
+def runner(monkeypatch: pytest.MonkeyPatch) -> CommandRunner:
     monkeypatch.setenv("COLUMNS", "200")
-    return CliRunner()
+    return CommandRunner()
 
 
 @pytest.fixture
@@ -39,8 +41,8 @@ def used_port() -> Iterator[int]:
         yield holder.getsockname()[1]
 
 
-def options(runner: CliRunner, command: str) -> str:
-    result = runner.invoke(main.app, [command, "--help"])
+def options(runner: CommandRunner, command: str) -> str:
+    result = runner.invoke(main.run, [command, "--help"])
     assert result.exit_code == 0
     return result.output
 
@@ -83,42 +85,53 @@ def options(runner: CliRunner, command: str) -> str:
     ],
 )
 def test_a_command_has_its_documented_options(
-    runner: CliRunner, command: str, promised: list[str]
+    runner: CommandRunner, command: str, promised: list[str]
 ) -> None:
     shown = options(runner, command)
     assert [option for option in promised if option not in shown] == []
 
 
-def test_help_lists_every_command(runner: CliRunner) -> None:
-    shown = runner.invoke(main.app, ["--help"]).output
+def test_help_lists_every_command(runner: CommandRunner) -> None:
+    shown = runner.invoke(main.run, ["--help"]).output
     assert all(
         f" {name} " in shown
         for name in ("demo", "serve", "mock", "bench", "replay", "check", "schema", "version")
     )
 
 
-def test_check_of_a_valid_file_exits_0(runner: CliRunner, tmp_path: Path) -> None:
+def test_the_list_of_commands_says_of_each_what_its_own_help_begins_with() -> None:
+    summaries = {name: summary for name, (_, summary) in COMMANDS.items()}
+    assert summaries == {name: short_help(command_function(name)) for name in COMMANDS}
+
+
+def test_a_mistyped_command_is_named_with_the_one_that_was_meant(runner: CommandRunner) -> None:
+    result = runner.invoke(main.run, ["serv"])
+    assert result.exit_code == 2
+    assert "unknown command 'serv'; did you mean serve?" in result.stderr
+
+
+def test_check_of_a_valid_file_exits_0(runner: CommandRunner, tmp_path: Path) -> None:
     (tmp_path / "g.yaml").write_text(GOOD)
-    result = runner.invoke(main.app, ["check", str(tmp_path / "g.yaml")])
+    result = runner.invoke(main.run, ["check", str(tmp_path / "g.yaml")])
     assert (result.exit_code, "is valid" in result.output) == (0, True)
 
 
 def test_check_prints_every_problem_with_its_position_and_exits_1(
-    runner: CliRunner, tmp_path: Path
+    runner: CommandRunner, tmp_path: Path
 ) -> None:
     file = tmp_path / "g.yaml"
     file.write_text(GOOD + "timeouts: {connect: 5}\nretires: {}\n")
-    result = runner.invoke(main.app, ["check", str(file)])
+    result = runner.invoke(main.run, ["check", str(file)])
     assert result.exit_code == 1
     assert f"{file}:6:21 timeouts.connect: '5' is not a duration" in result.output
     assert f'{file}:7:1 retires: unknown key; did you mean "retries"?' in result.output
     assert "2 problems" in result.output
 
 
-def test_check_prints_the_same_as_json(runner: CliRunner, tmp_path: Path) -> None:
+def test_check_prints_the_same_as_json(runner: CommandRunner, tmp_path: Path) -> None:
     file = tmp_path / "g.yaml"
     file.write_text(GOOD + "timeouts: {connect: 5}\n")
-    result = runner.invoke(main.app, ["check", "--json", str(file)])
+    result = runner.invoke(main.run, ["check", "--json", str(file)])
     reply = json.loads(result.output)
     assert (result.exit_code, reply["ok"]) == (1, False)
     assert reply["problems"][0] | {"message": ""} == {
@@ -129,17 +142,17 @@ def test_check_prints_the_same_as_json(runner: CliRunner, tmp_path: Path) -> Non
         "message": "",
     }
     file.write_text(GOOD)
-    reply = json.loads(runner.invoke(main.app, ["check", "--json", str(file)]).output)
+    reply = json.loads(runner.invoke(main.run, ["check", "--json", str(file)]).output)
     assert (reply["ok"], reply["endpoints"], reply["warnings"]) == (True, 1, [])
 
 
-def test_schema_prints_the_schema(runner: CliRunner) -> None:
-    assert json.loads(runner.invoke(main.app, ["schema"]).output) == json_schema()
+def test_schema_prints_the_schema(runner: CommandRunner) -> None:
+    assert json.loads(runner.invoke(main.run, ["schema"]).output) == json_schema()
 
 
-def test_version_prints_the_version(runner: CliRunner) -> None:
-    reply = json.loads(runner.invoke(main.app, ["version", "--json"]).output)
-    assert runner.invoke(main.app, ["version"]).output.startswith(f"penstock {reply['penstock']} ")
+def test_version_prints_the_version(runner: CommandRunner) -> None:
+    reply = json.loads(runner.invoke(main.run, ["version", "--json"]).output)
+    assert runner.invoke(main.run, ["version"]).output.startswith(f"penstock {reply['penstock']} ")
     assert reply["compiled"] is not relay.__file__.endswith(".py")
 
 
@@ -159,13 +172,15 @@ def test_version_prints_the_version(runner: CliRunner) -> None:
         ["plan", "x.yaml", "--fail-if-worse", "-5"],
     ],
 )
-def test_wrong_usage_exits_2(runner: CliRunner, arguments: list[str]) -> None:
-    assert runner.invoke(main.app, arguments).exit_code == 2
+def test_wrong_usage_exits_2(runner: CommandRunner, arguments: list[str]) -> None:
+    assert runner.invoke(main.run, arguments).exit_code == 2
 
 
-def test_serve_rejects_an_invalid_file_before_it_listens(runner: CliRunner, tmp_path: Path) -> None:
+def test_serve_rejects_an_invalid_file_before_it_listens(
+    runner: CommandRunner, tmp_path: Path
+) -> None:
     (tmp_path / "g.yaml").write_text("version: 2\n")
-    result = runner.invoke(main.app, ["serve", "--config", str(tmp_path / "g.yaml")])
+    result = runner.invoke(main.run, ["serve", "--config", str(tmp_path / "g.yaml")])
     assert (result.exit_code, "must be 1" in result.output) == (1, True)
 
 
@@ -173,12 +188,12 @@ ENGINES = "version: 1\nlisteners: {api: {port: 0}, admin: {port: 0}}\npools: {p:
 
 
 def test_serve_names_an_access_log_that_cannot_be_written(
-    runner: CliRunner, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    runner: CommandRunner, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "g.yaml").write_text(
         f"{ENGINES}observability: {{access_log: {tmp_path / 'no' / 'a.log'}}}\n"
     )
-    assert runner.invoke(main.app, ["serve", "--config", str(tmp_path / "g.yaml")]).exit_code == 1
+    assert runner.invoke(main.run, ["serve", "--config", str(tmp_path / "g.yaml")]).exit_code == 1
     assert "the gateway cannot start: observability.access_log: " in caplog.text
     assert "a.log" in caplog.text
 
@@ -186,7 +201,11 @@ def test_serve_names_an_access_log_that_cannot_be_written(
 @pytest.mark.parametrize("listener", ["api", "admin"])
 @pytest.mark.parametrize("workers", ["1", "2"])
 def test_serve_names_the_key_of_an_address_it_cannot_bind(
-    runner: CliRunner, tmp_path: Path, caplog: pytest.LogCaptureFixture, listener: str, workers: str
+    runner: CommandRunner,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    listener: str,
+    workers: str,
 ) -> None:
     port = free_port()  # and an address that is kept for documents
     text = ENGINES.replace(
@@ -194,17 +213,17 @@ def test_serve_names_the_key_of_an_address_it_cannot_bind(
     )
     (tmp_path / "g.yaml").write_text(f"{text}observability: {{access_log: 'off'}}\n")
     result = runner.invoke(
-        main.app, ["serve", "--config", str(tmp_path / "g.yaml"), "--workers", workers]
+        main.run, ["serve", "--config", str(tmp_path / "g.yaml"), "--workers", workers]
     )
     assert result.exit_code == 1
     assert f"cannot listen on listeners.{listener}, http://192.0.2.1:{port}: " in caplog.text
 
 
 def test_serve_names_a_port_in_use_and_the_option_to_change_it(
-    runner: CliRunner, used_port: int
+    runner: CommandRunner, used_port: int
 ) -> None:
     result = runner.invoke(
-        main.app, ["serve", "--engine", "http://127.0.0.1:1", "--port", str(used_port)]
+        main.run, ["serve", "--engine", "http://127.0.0.1:1", "--port", str(used_port)]
     )
     assert result.exit_code == 1
     assert f"port {used_port} is in use" in result.output
@@ -212,11 +231,11 @@ def test_serve_names_a_port_in_use_and_the_option_to_change_it(
 
 
 def test_demo_names_a_port_in_use_and_the_option_to_change_it(
-    runner: CliRunner, used_port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    runner: CommandRunner, used_port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     result = runner.invoke(
-        main.app, ["demo", "--admin-port", str(used_port), "--port", str(free_port())]
+        main.run, ["demo", "--admin-port", str(used_port), "--port", str(free_port())]
     )
     assert result.exit_code == 1
     assert f"port {used_port} is in use" in result.output
@@ -225,7 +244,7 @@ def test_demo_names_a_port_in_use_and_the_option_to_change_it(
 
 
 def test_help_imports_neither_the_data_plane_nor_the_configuration() -> None:
-    heavy = ("aiohttp", "pydantic", "mockgpu", "planner", "numpy")
+    heavy = ("aiohttp", "pydantic", "rich", "mockgpu", "planner", "numpy")
     code = f"import sys, gateway.cli.main; print([name for name in {heavy} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
@@ -258,7 +277,9 @@ runpy.run_module("gateway", run_name="__main__")
 """
 
 
-@pytest.mark.parametrize("name", ["gateway.cli.main", "typer", "rich", "gateway.cli.top.command"])
+@pytest.mark.parametrize(
+    "name", ["gateway.cli.main", "argparse", "command_line", "gateway.cli.top.command"]
+)
 def test_ctrl_c_during_imports_prints_no_traceback(name: str) -> None:
     done = subprocess.run(
         [sys.executable, "-c", CTRL_C.format(name=name)], capture_output=True, text=True

@@ -6,10 +6,9 @@ import asyncio
 import json
 from pathlib import Path
 
-from typer.testing import CliRunner
-
 from gateway.cli import main
 from gateway.trials.shadow import MIN_COMPARED
+from tests.command_runner import CommandRunner
 from tests.unit.gateway.reload.running import Running, running
 
 PLAIN = "    policy: prefix_aware\n"
@@ -18,7 +17,7 @@ TRIED = PLAIN + "    shadow: [least_loaded]\n    canary: {policy: round_robin, p
 
 async def typed(harness: Running, *words: str) -> str:
     words = ("status", *words, "--admin", harness.app.admin_url)
-    done = await asyncio.to_thread(CliRunner().invoke, main.app, words)
+    done = await asyncio.to_thread(CommandRunner().invoke, main.run, words)
     assert done.exit_code == 0, done.output
     return str(done.output)
 

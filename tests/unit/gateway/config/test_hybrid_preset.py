@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
-from gateway.cli.main import app
+from gateway.cli.main import run as penstock
+from tests.command_runner import CommandRunner
 
 FILE = Path(__file__).parents[4] / "deploy/config/hybrid-64.yaml"
 TEXT = FILE.read_text()
@@ -20,7 +20,7 @@ def checked(tmp_path: Path, *changes: tuple[str, str]) -> tuple[int, str]:
         text = text.replace(old, new)
     file = tmp_path / "gateway.yaml"
     file.write_text(text)
-    result = CliRunner().invoke(app, ["check", str(file)])
+    result = CommandRunner().invoke(penstock, ["check", str(file)])
     return result.exit_code, result.output
 
 

@@ -10,10 +10,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
 from gateway.cli.doctor.drift import check_drift
-from gateway.cli.main import app as cli
+from gateway.cli.main import run as cli
 from gateway.config import load_text
 from gateway.drift.monitor import DriftMonitor
 from gateway.exchange import Exchange
@@ -24,6 +23,7 @@ from gateway.telemetry.request_shapes import ShapeRecord, ShapeRecorder
 from planner.drift.log import read_log
 from planner.drift.shapes import count_shapes
 from policies.sizing.drift import BINS, ShapeCounts, ShapeMemory
+from tests.command_runner import CommandRunner
 from tests.ports import free_port
 from tests.replaced import stand_in
 from tests.unit.gateway.reload import running as gateway_running
@@ -92,7 +92,7 @@ async def test_drift_is_on_the_admin_page_in_status_and_among_the_causes(tmp_pat
         assert any("Pool chat was sized for other requests: prompt lengths" in text for text in why)
         address = harness.app.admin_url.removeprefix("http://")
         shown = await asyncio.to_thread(
-            CliRunner().invoke, cli, ["status", "--admin", harness.app.admin_url]
+            CommandRunner().invoke, cli, ["status", "--admin", harness.app.admin_url]
         )
         assert "drift of pool chat: since " in shown.output, shown.output
         config = harness.app.reloader.running.config

@@ -9,10 +9,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
-import typer
-from typer.testing import CliRunner
 
+from command_line import UsageError
 from planner.bench.cli import bench, duration_s
+from tests.command_runner import CommandRunner, program
 
 TOKEN = b'data: {"choices":[{"delta":{"content":"a"}}]}\n\n'
 STREAM = TOKEN + TOKEN + b"data: [DONE]\n\n"
@@ -49,9 +49,7 @@ def url() -> Iterator[str]:
 
 
 def type_in(*words: str) -> tuple[int, str, str]:
-    app = typer.Typer(pretty_exceptions_enable=False)
-    app.command()(bench)
-    result = CliRunner().invoke(app, words, env={"NO_COLOR": "1", "COLUMNS": "160"})
+    result = CommandRunner().invoke(program(bench), words)
     return result.exit_code, result.stdout, result.stderr
 
 
@@ -110,5 +108,5 @@ def test_durations_need_a_unit() -> None:
         3600.0,
     ]
     for bad in ("30", "0s", "s", "-1s", "1d"):
-        with pytest.raises(typer.BadParameter):
+        with pytest.raises(UsageError):
             duration_s(bad)

@@ -64,6 +64,4 @@ def test_a_client_that_sends_late_reports_it() -> None:
 
 
 def test_the_table_has_a_dash_where_nothing_was_measured() -> None:
-    console = Console(file=io.StringIO(), width=100)
-    console.print(table(BenchReport(progress().plan, [])))
-    assert "–" in console.file.getvalue()  # type: ignore[attr-defined]
+    assert "–" in "\n".join(table(BenchReport(progress().plan, [])))

@@ -8,21 +8,21 @@ import json
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner, Result
 
-from gateway.cli.main import app
+from gateway.cli.main import run as penstock
 from gateway.config import load_with_warnings
 from planner.drift.cli import hourly_rates
 from planner.drift.shapes import shape_of
 from planner.traces import TraceRequest
 from policies.sizing.drift import ShapeMemory
+from tests.command_runner import CommandRunner, Result
 
 TRACE = Path(__file__).parents[3] / "data" / "mooncake_conversation_1500.jsonl.gz"
 POOL = "version: 1\npools: {main: {endpoints: [{url: 'http://127.0.0.1:9'}]}}\n"
 
 
 def run(*words: str) -> Result:
-    return CliRunner().invoke(app, ["drift", *words])
+    return CommandRunner().invoke(penstock, ["drift", *words])
 
 
 def shorter(folder: Path) -> Path:

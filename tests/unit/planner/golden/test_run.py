@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 from aiohttp import web
-from typer.testing import CliRunner, Result
 
-from gateway.cli.main import app
+from gateway.cli.main import run as penstock
+from tests.command_runner import CommandRunner, Result
 
 PROMPTS = "\n".join(
     json.dumps({"messages": [{"role": "user", "content": f"question {number}"}]})
@@ -72,7 +72,7 @@ def run(folder: Path, base: str, candidate: str, *options: str) -> Result:
     file = folder / "prompts.jsonl"
     file.write_text(PROMPTS)
     words = ["golden", "run", str(file), "--base", base, "--candidate", candidate, *options]
-    return CliRunner().invoke(app, words)
+    return CommandRunner().invoke(penstock, words)
 
 
 def test_an_equal_candidate_ends_with_0_and_shows_the_noise_floor(tmp_path: Path) -> None:
@@ -105,6 +105,6 @@ def test_an_engine_that_is_not_there_and_a_wrong_file_are_named(tmp_path: Path) 
     file = tmp_path / "wrong.jsonl"
     file.write_text("{}\n")
     words = ["golden", "run", str(file), "--base", "http://a", "--candidate", "http://b"]
-    wrong = CliRunner().invoke(app, words)
+    wrong = CommandRunner().invoke(penstock, words)
     assert wrong.exit_code == 2
     assert "line 1 is no request; valid:" in " ".join(wrong.output.split())

@@ -8,11 +8,12 @@ from random import Random
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
-from gateway.cli.main import app, config_in_text
+from gateway.cli.main import config_in_text
+from gateway.cli.main import run as penstock
 from planner.plan import Assumptions, PoolCaseError, cases, recent
 from planner.traces import TraceError
+from tests.command_runner import CommandRunner
 
 CONFIG = """\
 version: 1
@@ -72,7 +73,9 @@ def config(
 
 
 def run(*arguments: object) -> tuple[int, str]:
-    result = CliRunner().invoke(app, ["plan", *map(str, arguments)], env={"COLUMNS": "200"})
+    result = CommandRunner().invoke(
+        penstock, ["plan", *map(str, arguments)], env={"COLUMNS": "200"}
+    )
     return result.exit_code, result.output
 
 

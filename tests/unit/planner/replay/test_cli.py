@@ -9,13 +9,13 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from typer.testing import CliRunner, Result
 
 from gateway.cli import main
 from planner.replay import preset
 from planner.replay.capacity import Capacity
 from planner.replay.report import _shares
 from planner.replay.sweep import Comparison, NoCountedRequestError, _capacity
+from tests.command_runner import CommandRunner, Result
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ def trace(tmp_path: Path) -> Path:
 
 
 def call(*arguments: object) -> Result:
-    return CliRunner().invoke(main.app, ["replay", *map(str, arguments)])
+    return CommandRunner().invoke(main.run, ["replay", *map(str, arguments)])
 
 
 def test_json_has_every_policy_at_every_rate_and_is_the_same_again(trace: Path) -> None:

@@ -12,11 +12,9 @@ from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
 
-import typer
-from typer.testing import CliRunner
-
 from planner.seeds.items import SeedItem
 from planner.size.cli import size
+from tests.command_runner import CommandRunner, program
 
 Outcome = Mapping[str, object]
 ANSWERS: dict[int, list[Callable[[SeedItem], Outcome]]] = {}
@@ -38,11 +36,9 @@ def printed(command: str) -> str:
     # Run `penstock size ...` and return its output.
     #
     # Exit status 3, a missed latency budget, is no failure.
-    program, name, *arguments = shlex.split(command.replace("size.html", os.devnull))
-    assert (program, name) == ("penstock", "size")
-    app = typer.Typer(add_completion=False)
-    app.command()(size)
-    result = CliRunner().invoke(app, arguments)
+    called, name, *arguments = shlex.split(command.replace("size.html", os.devnull))
+    assert (called, name) == ("penstock", "size")
+    result = CommandRunner().invoke(program(size, read_config=json.loads), arguments)
     assert result.exit_code in (0, 3), result.stderr
     return result.stdout
 

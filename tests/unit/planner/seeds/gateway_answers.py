@@ -12,13 +12,12 @@ from random import Random
 from typing import Any
 
 from ruamel.yaml import YAML
-from typer.testing import CliRunner
 
 from gateway.cli.doctor.checklist import CheckedEndpoint, CheckedFleet, run_checklist
 from gateway.cli.doctor.findings import CheckFinding
 from gateway.cli.doctor.probe import ProbeResponse, ProbeResult
 from gateway.cli.doctor.seed_checklist import seed_findings
-from gateway.cli.main import app
+from gateway.cli.main import run as penstock
 from gateway.config import Config, layout_rules, role_rules
 from gateway.metrics.catalogue import Metrics
 from kvtransfer.layout.layout import KvDtype, KvLayout
@@ -37,6 +36,7 @@ from policies.sizing.known_models import facts_of_name
 from policies.sizing.layout import Layout
 from policies.sizing.model_shapes import model_named
 from policies.sizing.rules import PlannedGroup, layout_findings
+from tests.command_runner import CommandRunner
 from tests.unit.planner.seeds.answers import Outcome, answer
 from tests.unit.planner.seeds.sizing_answers import trtllm_of_the_seed
 from tests.unit.policies.builders import ask, candidate
@@ -202,7 +202,7 @@ def _(_item: SeedItem) -> Outcome:
 def _(item: SeedItem) -> Outcome:
     preset = ROOT / item.command.removeprefix("penstock check ")
     data = YAML(typ="safe").load(preset)
-    printed = CliRunner().invoke(app, ["check", str(preset)]).output
+    printed = CommandRunner().invoke(penstock, ["check", str(preset)]).output
     wrong: dict[str, str] = {}
     for name, sizes in {"pp_7": {"pp": 7}, "five_groups": {"dp": 10, "ep": 5}}.items():
         broken = json.loads(json.dumps(data))

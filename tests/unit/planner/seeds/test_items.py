@@ -8,11 +8,10 @@ import json
 from collections.abc import Mapping
 
 import pytest
-import typer
-from typer.testing import CliRunner
 
 from planner.seeds.cli import seeds
 from planner.seeds.items import ItemStatus, SeedItem, seed_items
+from tests.command_runner import CommandRunner, program
 from tests.unit.planner.seeds import gateway_answers, sizing_answers
 from tests.unit.planner.seeds.answers import ANSWERS, member
 
@@ -52,9 +51,7 @@ def test_there_are_119_items_and_each_is_answered_or_says_why_not() -> None:
 
 
 def run(*arguments: str) -> tuple[int, str]:
-    app = typer.Typer(add_completion=False)
-    app.command()(seeds)
-    result = CliRunner().invoke(app, arguments)
+    result = CommandRunner().invoke(program(seeds), arguments)
     return result.exit_code, result.output
 
 

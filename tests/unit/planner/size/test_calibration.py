@@ -9,8 +9,6 @@ from random import Random
 
 import msgspec
 import pytest
-import typer
-from typer.testing import CliRunner
 
 from mockgpu.roofline import PROFILES, Roofline, StepTimes, StepWork
 from planner.replay.fleet import replay
@@ -27,9 +25,9 @@ from policies import registry
 from policies.sizing.gpus import Fit, Gpu, gpu_named
 from policies.sizing.layout import Layout
 from policies.sizing.model_shapes import model_named
+from tests.command_runner import CommandRunner, program
 
-app = typer.Typer()
-app.command()(size)
+SIZE = program(size, read_config=json.loads)
 
 NAME, TP = "llama-3.1-70b-fp8", 4
 MODEL, H100 = model_named(NAME), msgspec.structs.replace(gpu_named("h100"), grid_name="")
@@ -163,7 +161,7 @@ def test_the_command_refuses_what_it_cannot_calibrate(tmp_path: Path) -> None:
         (["--measured-tp", "4", "--last", "x"], "--last: 'x'"),
         (["--measured-tp", "4"], "at least 50 undisturbed prefills"),
     ):
-        result = CliRunner().invoke(app, [NAME, "--calibrate", str(log), *options])
+        result = CommandRunner().invoke(SIZE, [NAME, "--calibrate", str(log), *options])
         assert (result.exit_code, text in result.output) == (2, True), result.output
 
 
@@ -184,6 +182,6 @@ def test_the_command_plans_with_the_fitted_constants(tmp_path: Path) -> None:
         )
     log.write_text("\n".join(lines))
     command = [NAME, "--in", "1000", "--out", "100", "--calibrate", str(log), "--measured-tp", "4"]
-    result = CliRunner().invoke(app, command)
+    result = CommandRunner().invoke(SIZE, command)
     assert "constants fitted to 120 prefills and 120 answers" in result.output
     assert "measured grid" not in result.output

@@ -9,12 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import typer
-from typer.testing import CliRunner, Result
 
 from gateway.cli.main import config_in_text
 from gateway.config import load_with_warnings
 from planner.size.cli import size
+from tests.command_runner import CommandRunner, Result, program
 
 MODELS = Path(__file__).parents[3] / "data" / "models"
 HARBOR = (
@@ -24,9 +23,7 @@ HARBOR = (
 
 
 def run(*arguments: str) -> Result:
-    app = typer.Typer(add_completion=False)
-    app.command()(size)
-    return CliRunner().invoke(app, [*arguments], obj=config_in_text)
+    return CommandRunner().invoke(program(size, read_config=config_in_text), arguments)
 
 
 def plain(*arguments: str) -> dict[str, Any]:

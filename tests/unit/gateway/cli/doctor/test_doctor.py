@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 from redis import Redis
-from typer.testing import CliRunner
 
 from gateway.cli import main
 from gateway.cli.doctor.checklist import CheckedEndpoint, CheckedFleet, run_checklist
@@ -22,6 +21,7 @@ from gateway.config import Config
 from policies.model import Endpoint, EngineKind
 from policies.sizing.layout import Layout
 from tests.chaos.gateway_fleet import gateway_fleet
+from tests.command_runner import CommandRunner
 from tests.redis_server import redis_server
 
 METRICS = b"""vllm:num_requests_running{engine="0"} 1.0
@@ -238,7 +238,7 @@ async def test_probes_report_an_unreachable_engine() -> None:
             "--measure",
             "--json",
         )
-        done = await asyncio.to_thread(CliRunner().invoke, main.app, words)
+        done = await asyncio.to_thread(CommandRunner().invoke, main.run, words)
         reply = json.loads(done.output)
         verdicts = {
             (finding["subject"], finding["check"]): finding["verdict"]
@@ -282,7 +282,7 @@ def test_the_kv_size_of_a_known_model_is_compared_with_the_computed_one(
 def test_discovered_endpoints_are_reported_as_not_checked(tmp_path: Path) -> None:
     file = tmp_path / "gateway.yaml"
     file.write_text("version: 1\npools: {chat: {discover: {file: engines.yaml}}}\n")
-    done = CliRunner().invoke(main.app, ["doctor", "--config", str(file), "--json"])
+    done = CommandRunner().invoke(main.run, ["doctor", "--config", str(file), "--json"])
     reply = [
         (finding["subject"], finding["check"], finding["verdict"])
         for finding in json.loads(done.output)["findings"]
@@ -295,10 +295,10 @@ def test_discovered_endpoints_are_reported_as_not_checked(tmp_path: Path) -> Non
 async def test_an_invalid_file_is_reported_with_line_and_column(tmp_path: Path) -> None:
     file = tmp_path / "gateway.yaml"
     file.write_text("version: 1\npools:\n  chat:\n    endpoints: [{url: 'gpu1:8000'}]\n")
-    done = CliRunner().invoke(main.app, ["doctor", "--config", str(file)])
+    done = CommandRunner().invoke(main.run, ["doctor", "--config", str(file)])
     assert done.exit_code == 1
     assert "gateway.yaml:4:23" in "".join(done.output.split()), done.output
-    assert CliRunner().invoke(main.app, ["doctor"]).exit_code == 2
+    assert CommandRunner().invoke(main.run, ["doctor"]).exit_code == 2
 
 
 def test_findings_of_48_engines_are_grouped_with_the_worst_first() -> None:
@@ -318,8 +318,8 @@ def test_findings_of_few_engines_are_not_grouped() -> None:
 
 
 def test_counts_are_printed_before_the_findings() -> None:
-    done = CliRunner().invoke(
-        main.app, ["doctor", *(f"--engine=http://127.0.0.1:{n}" for n in range(1, 49))]
+    done = CommandRunner().invoke(
+        main.run, ["doctor", *(f"--engine=http://127.0.0.1:{n}" for n in range(1, 49))]
     )
     first, *rest = done.output.splitlines()
     assert "48 failed" in first
@@ -364,8 +364,8 @@ def test_doctor_checks_redis_and_reports_a_wrong_password(
         env = {"KEY": "a key of the fleet's own"} | (
             {} if password is None else {"PASSWORD": password}
         )
-        done = CliRunner().invoke(
-            main.app, ["doctor", "--config", str(tmp_path / "g.yaml"), "--json"], env=env
+        done = CommandRunner().invoke(
+            main.run, ["doctor", "--config", str(tmp_path / "g.yaml"), "--json"], env=env
         )
     (redis_finding,) = [
         finding for finding in json.loads(done.output)["findings"] if finding["check"] == "Redis"
@@ -378,7 +378,7 @@ def test_doctor_checks_redis_and_reports_a_wrong_password(
 async def test_only_the_checklist_of_the_seeds_is_shown_by_its_items() -> None:
     async with gateway_fleet(1) as fleet:
         words = ("doctor", "--engine", fleet.groups[0].url, "--seeds", "--json")
-        done = await asyncio.to_thread(CliRunner().invoke, main.app, words)
+        done = await asyncio.to_thread(CommandRunner().invoke, main.run, words)
     findings = json.loads(done.output)["findings"]
     assert {int(finding["check"].split()[0]) for finding in findings} == set(range(86, 98))
     assert all(finding["seen"] for finding in findings)

@@ -1,0 +1,164 @@
+"""The parameters of a command: how a function's annotated parameters appear on the command line.
+
+    def serve(port: Annotated[int, Option("--port", min=0, help="Port to listen on.")] = 8080): ...
+
+A parameter without an Option or an Argument is passed by the program that runs the command.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from enum import Enum
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, Union, get_args, get_origin
+
+import msgspec
+
+
+class UsageError(Exception):
+    """Raised by a command for options that are wrong or contradict each other."""
+
+
+class Argument(msgspec.Struct, frozen=True, kw_only=True):
+    """Annotation of a positional argument.
+
+    help      text for `--help` and the reference page
+    metavar   name of the value in the help; by default the parameter's name
+    min, max  smallest and largest number
+    is_file   whether the value must be the path of an existing file
+    """
+
+    help: str
+    metavar: str | None = None
+    min: float | None = None
+    max: float | None = None
+    is_file: bool = False
+
+
+class _OptionTraits(Argument, frozen=True, kw_only=True):
+    envvar: str | None = None
+    parse: Callable[[str], Any] | None = None
+    check: Callable[[Any], None] | None = None
+    flags: tuple[str, ...] = ()
+
+
+def Option(*flags: str, **traits: Any) -> _OptionTraits:  # noqa: N802
+    """Return the annotation of an option.
+
+    flags   its names; for a bool also "--yes/--no". By default they follow from the parameter
+    traits  those of Argument, and:
+            envvar: environment variable that is used without the option
+            parse: converts the text; raises ValueError or UsageError for a wrong one
+            check: called with the value if the option is given; raises UsageError for a wrong one
+    """
+    return _OptionTraits(flags=flags, **traits)
+
+
+class Parameter(msgspec.Struct, frozen=True):
+    """One parameter of a command.
+
+    name        name of the function's parameter
+    on          the option's names that take a value, or turn a bool on; () for an argument
+    off         the names that turn a bool off
+    kind        type of one value
+    is_list     whether it may be given several times
+    default     value without it
+    is_required whether it must be given
+    traits      its annotation
+    """
+
+    name: str
+    on: tuple[str, ...]
+    off: tuple[str, ...]
+    kind: type[Any]
+    is_list: bool
+    default: Any
+    is_required: bool
+    traits: Argument
+
+    @property
+    def is_option(self) -> bool:
+        return isinstance(self.traits, _OptionTraits)
+
+    @property
+    def envvar(self) -> str | None:
+        return self.traits.envvar if isinstance(self.traits, _OptionTraits) else None
+
+    def parse(self, text: str) -> Any:
+        """Return the value of a text. Raises ValueError or UsageError if it is wrong."""
+        traits = self.traits
+        if isinstance(traits, _OptionTraits) and traits.parse is not None:
+            return traits.parse(text)
+        if issubclass(self.kind, Enum):
+            return _member(self.kind, text)
+        if self.kind is Path and traits.is_file:
+            _check_file(Path(text))
+        if self.kind in (int, float):
+            return self._number(text)
+        return self.kind(text)
+
+    def _number(self, text: str) -> float:
+        try:
+            number: float = self.kind(text)
+        except ValueError:
+            form = "a whole number" if self.kind is int else "a number"
+            raise ValueError(f"{text!r} is not {form}") from None
+        least, most = self.traits.min, self.traits.max
+        if least is not None and not number >= least:
+            raise ValueError(f"{text} is too small; the smallest value is {least:g}")
+        if most is not None and not number <= most:
+            raise ValueError(f"{text} is too large; the largest value is {most:.10g}")
+        return number
+
+
+def _member(kind: type[Enum], text: str) -> Enum:
+    names = [str(member.value) for member in kind]
+    if text not in names:
+        raise ValueError(f"{text!r} is not one of {', '.join(names)}")
+    return kind(text)
+
+
+def _check_file(path: Path) -> None:
+    if not path.exists():
+        raise ValueError(f"the file {path} does not exist")
+    if path.is_dir():
+        raise ValueError(f"{path} is a directory, not a file")
+
+
+def parameters_of(command: Callable[..., Any]) -> Sequence[Parameter]:
+    """Return the parameters of a command that are given on the command line, in their order."""
+    found = []
+    for name, parameter in inspect.signature(command, eval_str=True).parameters.items():
+        traits = next(
+            (each for each in get_args(parameter.annotation)[1:] if isinstance(each, Argument)),
+            None,
+        )
+        if traits is not None:
+            found.append(_parameter(name, parameter, traits))
+    return found
+
+
+def _parameter(name: str, parameter: inspect.Parameter, traits: Argument) -> Parameter:
+    kind, is_list = _kind(get_args(parameter.annotation)[0])
+    is_required = parameter.default is inspect.Parameter.empty
+    on, off = _flags(name, traits, kind) if isinstance(traits, _OptionTraits) else ((), ())
+    default = None if is_required else parameter.default
+    return Parameter(name, on, off, kind, is_list, default, is_required, traits)
+
+
+def _kind(annotation: Any) -> tuple[type[Any], bool]:
+    if get_origin(annotation) in (Union, UnionType):
+        (annotation,) = (each for each in get_args(annotation) if each is not NoneType)
+    if get_origin(annotation) is list:
+        return get_args(annotation)[0], True
+    return annotation, False
+
+
+def _flags(name: str, option: _OptionTraits, kind: type) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    if not option.flags:
+        flag = name.replace("_", "-")
+        return (f"--{flag}",), (f"--no-{flag}",) if kind is bool else ()
+    parts = [flag.partition("/") for flag in option.flags]
+    return tuple(on for on, _, _ in parts), tuple(off for _, _, off in parts if off)

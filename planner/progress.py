@@ -1,0 +1,34 @@
+"""A progress bar on the terminal for computations that take seconds to minutes."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+
+ShowProgress = Callable[[str, float], None]
+"""A callback with a description of the present work and the share that is done, from 0 to 1."""
+
+
+def can_show_progress() -> bool:
+    """Return whether stderr is a terminal, and rich, which draws progress bars, is installed."""
+    return sys.stderr.isatty() and find_spec("rich") is not None
+
+
+@contextmanager
+def progress_bar(is_quiet: bool) -> Iterator[ShowProgress]:
+    """Show a progress bar on stderr until the block ends; its value is the callback to advance it.
+
+    Nothing is shown if `is_quiet`, or where can_show_progress() is false.
+    """
+    if is_quiet or not can_show_progress():
+        yield lambda name, share: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("", total=1.0)
+        yield lambda name, share: bar.update(task, description=name, completed=share)

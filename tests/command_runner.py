@@ -1,0 +1,74 @@
+"""Runs commands in this process, with their output captured."""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+from command_line import run_command
+
+Program = Callable[[Sequence[str]], None]
+
+
+@dataclass
+class Result:
+    """What a command has printed, and how it ended.
+
+    output     stdout and stderr in the order of printing
+    exception  what it raised, except SystemExit
+    """
+
+    exit_code: int
+    stdout: str
+    stderr: str
+    output: str
+    exception: BaseException | None = None
+
+
+class _Copied(io.StringIO):
+    def __init__(self, copy: io.StringIO) -> None:
+        super().__init__()
+        self._copy = copy
+
+    def write(self, text: str) -> int:
+        self._copy.write(text)
+        return super().write(text)
+
+
+def program(command: Callable[..., Any], **given: object) -> Program:
+    """Return a program that consists of one command, with values for its other parameters."""
+    return lambda words: run_command(command, words, "penstock", os.environ, **given)
+
+
+class CommandRunner:
+    """Runs programs such as gateway.cli.main.run()."""
+
+    def invoke(
+        self,
+        run: Program,
+        words: Sequence[str],
+        env: Mapping[str, str] | None = None,
+        input: str = "",
+    ) -> Result:
+        both = io.StringIO()
+        out, err = _Copied(both), _Copied(both)
+        code, caught = 0, None
+        with (
+            redirect_stdout(out),
+            redirect_stderr(err),
+            mock.patch.dict(os.environ, env or {}),
+            mock.patch.object(sys, "stdin", io.StringIO(input)),
+        ):
+            try:
+                run(words)
+            except SystemExit as ended:
+                code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+            except Exception as error:
+                code, caught = 1, error
+        return Result(code, out.getvalue(), err.getvalue(), both.getvalue(), caught)
