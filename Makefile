@@ -237,7 +237,7 @@ $(VENV)/.pump: kvtransfer/transports/_pump.c $(VENV)/.runtime
 
 $(VENV)/.dev: requirements-dev.lock $(VENV)/.runtime | $(VENV)/.pump
 	@echo "Installing the dependencies of the tests into $(VENV) (once)"
-	@$(PY) -m pip install -q --require-hashes -r requirements-dev.lock
+	@$(PY) -m pip install -q --no-compile --require-hashes -r requirements-dev.lock
 	@touch $@
 
 # The guest's boot image: Debian's kernel and a few modules.

@@ -42,6 +42,7 @@ PAGES = {str(path.relative_to(ROOT)): path.read_text() for path in PATHS}
 WRITTEN = {name: PAGES[name] for name in PAGES.keys() - made()}
 """Handwritten pages. tests/unit/tools/test_docgen.py compares the others with the code."""
 ROOMS = (
+    "command_line",
     "docs",
     "gateway",
     "policies",
