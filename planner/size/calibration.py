@@ -7,9 +7,11 @@ stay near their prior, so a plan for another TP size changes less than one for t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import exp, log
 from pathlib import Path
+from statistics import median
 
 import msgspec
 
@@ -26,11 +28,14 @@ from policies.sizing.rules import valid_tp_sizes
 LEAST_PHASES = 50
 BOUND = log(4.0)  # a constant is at most four times its prior, and at least a quarter of it
 PRIOR_SIGMA = 0.5  # of the logarithm of a constant
-TIME_SIGMA = 0.05  # of the logarithm of a measured time; residuals beyond twice it are outliers
+TIME_SIGMA = 0.05  # of the logarithm of a measured time in the first fit
+LEAST_SIGMA = 0.003  # in the second fit, which takes the spread that the first one found
 MOST_ROUNDS = 30
+LEAST_GAIN = 1e-4  # of the squared residuals, by which a round must reduce them to have another
 HELD_OUT = 5  # every fifth phase only measures the error
 
 Phase = PrefillPhase | DecodePhase
+_KINDS: tuple[type[Phase], ...] = (PrefillPhase, DecodePhase)
 Residuals = Callable[[Sequence[float]], list[float]]
 
 
@@ -104,27 +109,55 @@ def calibrate(model: Llm, gpu: Gpu, tp: int, phases: Sequence[Phase]) -> Calibra
         )
     held_out = phases[::HELD_OUT]
     kept = [phase for index, phase in enumerate(phases) if index % HELD_OUT]
-    # Weights of the kinds are equal, however many phases each has.
-    shares: dict[type[Phase], float] = {
-        PrefillPhase: (2 * prefills / len(phases)) ** -0.5,
-        DecodePhase: (2 * decodes / len(phases)) ** -0.5,
-    }
-
-    def residuals(logs: Sequence[float]) -> list[float]:
-        errors = _errors(model, _scaled(gpu, logs), tp, _api_s(logs), kept)
-        weighed = [
-            _huber(error / TIME_SIGMA) * shares[type(phase)]
-            for error, phase in zip(errors, kept, strict=True)
-        ]
-        return weighed + [value / PRIOR_SIGMA for value in logs]
-
     start = [0.0] * (len(Fit.__struct_fields__) + 1)
-    logs = least_squares(residuals, start, BOUND)
+    # Times spread less than TIME_SIGMA. The prior would then outweigh what tells constants apart
+    # that grow together, such as those of sequences and of their KV.
+    first = _fitted(model, gpu, tp, kept, start, dict.fromkeys(_KINDS, TIME_SIGMA))
+    logs = _fitted(model, gpu, tp, kept, first, _spreads(model, gpu, tp, kept, first))
     fitted, prior = _scaled(gpu, logs), _scaled(gpu, start)
     errors = _tails(model, fitted, tp, _api_s(logs), held_out)
     fitted = msgspec.structs.replace(fitted, errors=errors)
     before = _tails(model, prior, tp, _api_s(start), held_out)
     return Calibration(fitted, before, _api_s(logs), prefills, decodes)
+
+
+def _fitted(
+    model: Llm,
+    gpu: Gpu,
+    tp: int,
+    phases: Sequence[Phase],
+    start: Sequence[float],
+    sigmas: Mapping[type[Phase], float],
+) -> list[float]:
+    # Return the logarithms of the constants' factors; residuals beyond two sigmas are outliers.
+    counts = Counter(map(type, phases))
+    # Weights of the kinds are equal, however many phases each has.
+    weights = {kind: (2 * counts[kind] / len(phases)) ** -0.5 for kind in _KINDS}
+
+    def residuals(logs: Sequence[float]) -> list[float]:
+        errors = _errors(model, _scaled(gpu, logs), tp, _api_s(logs), phases)
+        weighed = [
+            _huber(error / sigmas[type(phase)]) * weights[type(phase)]
+            for error, phase in zip(errors, phases, strict=True)
+        ]
+        return weighed + [value / PRIOR_SIGMA for value in logs]
+
+    return least_squares(residuals, start, BOUND)
+
+
+def _spreads(
+    model: Llm, gpu: Gpu, tp: int, phases: Sequence[Phase], logs: Sequence[float]
+) -> Mapping[type[Phase], float]:
+    # Return the standard deviation of each kind's residuals, from their median without outliers.
+    errors = list(_errors(model, _scaled(gpu, logs), tp, _api_s(logs), phases))
+    pairs = list(zip(phases, errors, strict=True))
+    return {
+        kind: max(
+            LEAST_SIGMA,
+            1.4826 * median(abs(error) for phase, error in pairs if isinstance(phase, kind)),
+        )
+        for kind in _KINDS
+    }
 
 
 def _scaled(gpu: Gpu, logs: Sequence[float]) -> Gpu:
@@ -196,12 +229,7 @@ def least_squares(residuals: Residuals, start: Sequence[float], bound: float) ->
     found = residuals(values)
     loss = _squares(found)
     for _ in range(MOST_ROUNDS):
-        columns = []
-        for index in range(len(values)):
-            moved = list(values)
-            moved[index] += 1e-4
-            pairs = zip(residuals(moved), found, strict=True)
-            columns.append([(after - before) / 1e-4 for after, before in pairs])
+        columns = _jacobian(residuals, values, found)
         normal = [[sum(map(float.__mul__, a, b)) for b in columns] for a in columns]
         slope = [-sum(map(float.__mul__, column, found)) for column in columns]
         gain = 0.0
@@ -218,9 +246,22 @@ def least_squares(residuals: Residuals, start: Sequence[float], bound: float) ->
                 values, found, loss, damping = tried, errors, loss - gain, damping / 5
                 break
             damping *= 5
-        if gain <= 1e-6 * loss:
+        if gain <= LEAST_GAIN * loss:
             return values
     return values
+
+
+def _jacobian(
+    residuals: Residuals, values: Sequence[float], found: Sequence[float]
+) -> list[list[float]]:
+    # Return, for each value, the slope of every residual; `found` are the residuals at `values`.
+    columns = []
+    for index in range(len(values)):
+        moved = list(values)
+        moved[index] += 1e-4
+        pairs = zip(residuals(moved), found, strict=True)
+        columns.append([(after - before) / 1e-4 for after, before in pairs])
+    return columns
 
 
 def _squares(residuals: Sequence[float]) -> float:

@@ -283,6 +283,7 @@ def _calibrated(options: SizeOptions, log: Path | None, tp: int | None, last: st
 
 
 def _run(options: SizeOptions, output: SizeOutput) -> int:
+    _check_output(output)
     batch = output.ladder
     if batch is not None and not 1 <= batch <= 4096:
         raise SizingError(f"--ladder must be from 1 to 4096, not {batch}")
@@ -308,6 +309,23 @@ def _run(options: SizeOptions, output: SizeOutput) -> int:
     else:
         write_line("\n".join(_lines(plans, best, points, steps, batch or 1, results, other)))
     return _status(best)
+
+
+def _check_output(output: SizeOutput) -> None:
+    # Raise SizingError for options that --emit would ignore.
+    options = {
+        "--front": output.front,
+        "--ladder": output.ladder,
+        "--against": output.against,
+        "--from": output.log,
+        "--report": output.report,
+        "--json": output.as_json,
+    }
+    ignored = [name for name, value in options.items() if value not in (None, False)]
+    if output.target is not None and ignored:
+        raise SizingError(
+            f"--emit prints one file alone; run the command again without it for {ignored[0]}"
+        )
 
 
 def _lines(

@@ -18,7 +18,7 @@ from policies.sizing.cost import usd_per_million
 from policies.sizing.layout import Layout
 from policies.sizing.memory import MemoryCheck, min_gpus
 from policies.sizing.model_shapes import Llm
-from policies.sizing.rules import divisors, heads_problem
+from policies.sizing.rules import divisors, heads_problem, valid_tp_sizes
 
 KNEE = 1.4  # below this gain, twice the GPUs are not worth it
 MAX_PP = 16
@@ -195,10 +195,7 @@ def least_pp(draft: Draft) -> None:
     else:
         raise SizingError(_not_held(draft, most))
     if limit is not None and tp * pp > limit:
-        raise SizingError(
-            f"{draft.model.name} needs {tp * pp} GPUs of type {draft.hardware.gpu.name} (TP "
-            f"{tp} x PP {pp}), but only {limit} are available; give --gpus {tp * pp} or more"
-        )
+        raise SizingError(_too_few_gpus(draft, Layout(tp, pp), limit))
     draft.layout = Layout(tp, pp)
     answer = "no PP" if pp == 1 else f"PP {pp}: the least that holds it"
     draft.add(
@@ -207,6 +204,17 @@ def least_pp(draft: Draft) -> None:
         answer,
         "seeds 000, 001, 004 (PP minimal)",
         *_pp_notes(draft),
+    )
+
+
+def _too_few_gpus(draft: Draft, layout: Layout, limit: int) -> str:
+    # `layout` has only the TP sizes of the available GPUs; with more GPUs, TP alone may do.
+    sizes = valid_tp_sizes(draft.facts, draft.hardware.domain)
+    enough = [Layout(tp) for tp in sizes if draft.memory(Layout(tp)).is_enough]
+    needed = min((*enough, layout), key=lambda each: (each.gpus, each.pp))
+    return (
+        f"{draft.model.name} needs {needed.gpus} GPUs of type {draft.hardware.gpu.name} "
+        f"({needed.label}), but only {limit} are available; give --gpus {needed.gpus} or more"
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,11 @@ from planner.size.units import parse_seconds, parse_tokens
 from planner.size.workload import Promise, Workload
 from policies.sizing.gpus import GPUS, Gpu, gpu_from_members, gpu_named
 from policies.sizing.hf_config import shape_from_config
-from policies.sizing.model_shapes import Llm, model_named
+from policies.sizing.model_shapes import MODELS, Llm, model_named
 
 MAX_FILE_BYTES = 4 << 20
 QUANTS = ("auto", "bf16", "fp8")
+_SHORT_NAMES = [name for name in MODELS if "/" not in name]
 
 
 class SizeOptions(msgspec.Struct, frozen=True):
@@ -56,7 +58,7 @@ def model_of(options: SizeOptions) -> Llm:
     """
     text = options.model
     path = Path(text)
-    if path.is_dir():
+    if text and path.is_dir():
         path /= "config.json"
     try:
         if path.suffix == ".json":
@@ -64,13 +66,19 @@ def model_of(options: SizeOptions) -> Llm:
         else:
             model = model_named(text)
     except ValueError as error:
-        hint = "" if path.suffix == ".json" else ", or a config.json"
-        raise SizingError(f"{error}{hint}") from None
+        raise SizingError(f"{error}{'' if path.suffix == '.json' else _advice(text)}") from None
     if options.kv_dtype not in ("bf16", "fp8"):
         raise SizingError(f"unknown --kv-dtype {options.kv_dtype!r}; valid: bf16, fp8")
     if options.quant not in QUANTS:
         raise SizingError(f"unknown --quant {options.quant!r}; valid: {', '.join(QUANTS)}")
     return msgspec.structs.replace(model, kv_bytes=1.0 if options.kv_dtype == "fp8" else 2.0)
+
+
+def _advice(text: str) -> str:
+    # Return what to give in place of an unknown model name.
+    near = get_close_matches(text.lower().rpartition("/")[2], _SHORT_NAMES, 1, 0.75)
+    near_text = f"; the nearest is {near[0]}" if near else ""
+    return f"{near_text}; for any other model, give its config.json or the folder that contains it"
 
 
 def _json(path: Path) -> Any:
@@ -98,7 +106,8 @@ def hardware_of(options: SizeOptions) -> list[PlanHardware]:
         raise SizingError(f"--gpus must be at least 1, not {options.gpus}")
     if options.domain is not None and options.domain < 1:
         raise SizingError(f"--domain must be at least 1, not {options.domain}")
-    prices = _prices(options.price)
+    gpus = [options.calibrated] if options.calibrated else list(map(_gpu, names))
+    prices = _prices(options.price, [gpu.name for gpu in gpus])
     return [
         PlanHardware(
             gpu,
@@ -107,7 +116,7 @@ def hardware_of(options: SizeOptions) -> list[PlanHardware]:
             prices.get(gpu.name, prices.get("", 2.5)),
             options.is_best_effort,
         )
-        for gpu in ([options.calibrated] if options.calibrated else map(_gpu, names))
+        for gpu in gpus
     ]
 
 
@@ -118,8 +127,10 @@ def _gpu(name: str) -> Gpu:
         raise SizingError(str(error)) from None
 
 
-def _prices(text: str) -> Mapping[str, float]:
+def _prices(text: str, known: Sequence[str]) -> Mapping[str, float]:
     # Return dollars per GPU and hour by GPU name; the name "" stands for all others.
+    #
+    # Raises SizingError for a name that is not among `known`.
     prices: dict[str, float] = {}
     for part in text.split(","):
         name, _, number = part.rpartition("=")
@@ -132,6 +143,10 @@ def _prices(text: str) -> Mapping[str, float]:
                 f"--price {part!r} is invalid; write a number such as 2.5, or h100=2.5,h200=3.5"
             )
         prices[name.strip().lower()] = price
+    if unknown := sorted(prices.keys() - {"", *known}):
+        raise SizingError(
+            f"--price names {', '.join(unknown)}, which --gpu does not; valid: {', '.join(known)}"
+        )
     return prices
 
 
@@ -148,9 +163,8 @@ def workload_of(options: SizeOptions, model: Llm) -> Workload:
             f"--out {output:,}, not {context:,}"
         )
     if context > model.max_context:
-        raise SizingError(
-            f"--context {context:,} exceeds the model's maximum of {model.max_context:,} tokens"
-        )
+        source = f"--context {context:,}" if options.context else f"--in plus --out ({context:,})"
+        raise SizingError(f"{source} exceeds the model's maximum of {model.max_context:,} tokens")
     _check_load(options)
     concurrency = options.concurrency
     if concurrency is None and options.rate is None:
@@ -201,7 +215,11 @@ def promises_of(options: SizeOptions) -> tuple[Promise, ...]:
         promises.insert(0, Promise("standard", ttft_s, tpot_s, options.percentile))
     names = [promise.name for promise in promises]
     if len(set(names)) < len(names):
-        raise SizingError(f"--promise names a class twice: {', '.join(names)}")
+        twice = next(name for name in names if names.count(name) > 1)
+        raise SizingError(
+            f"promises for the class {twice!r} are given twice; give each class once, as "
+            "chat:ttft=1s,tpot=40ms,p=99 (--ttft and --tpot are those of the class 'standard')"
+        )
     if options.is_best_effort and not promises:
         raise SizingError("--best-effort requires a promise: --ttft or --tpot")
     return tuple(promises)
@@ -210,8 +228,10 @@ def promises_of(options: SizeOptions) -> tuple[Promise, ...]:
 def _promise(text: str, percentile: float) -> Promise:
     # Return the promise in a text such as NAME:ttft=1s,tpot=40ms,p=99. Raises SizingError.
     name, _, rest = text.partition(":")
-    parts = dict(part.split("=", 1) for part in rest.split(",") if "=" in part)
-    if not name or not parts.keys() & {"ttft", "tpot"} or parts.keys() - {"ttft", "tpot", "p"}:
+    members = rest.split(",")
+    parts = dict(part.split("=", 1) for part in members if "=" in part)
+    is_odd = len(parts) < len(members) or bool(parts.keys() - {"ttft", "tpot", "p"})
+    if not name or is_odd or not parts.keys() & {"ttft", "tpot"}:
         raise SizingError(
             f"--promise {text!r} is invalid; an example is chat:ttft=1s,tpot=40ms,p=99"
         )

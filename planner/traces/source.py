@@ -80,6 +80,8 @@ def looks_like(path: Path) -> str:
     """
     with open_lines(path) as lines:
         first = next((line for line in lines if line.strip()), b"")
+    if not first:
+        raise TraceError(f"{path}:1: the file is empty")
     if first.lstrip(b"\xef\xbb\xbf").upper().startswith(b"TIMESTAMP,"):
         return "azure"
     try:

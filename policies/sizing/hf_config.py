@@ -21,7 +21,9 @@ _UNGATED = frozenset({"gpt2", "gpt_neox", "opt", "falcon", "phi", "starcoder2", 
 _QKV_BIAS = frozenset({"qwen2", "qwen2_moe"})
 # Routers with a bias per expert: for balance (DeepSeek-V3), or of the linear layer.
 _ROUTER_BIAS = frozenset({"deepseek_v3", "gpt_oss"})
-_QK_NORM = frozenset({"qwen3", "qwen3_moe", "gemma3", "gemma3_text"})
+_QK_NORM = frozenset({"qwen3", "qwen3_moe", "qwen3_next", "gemma3", "gemma3_text"})
+# A shared expert whose weight a linear layer of one output gives.
+_GATED_SHARED_EXPERT = frozenset({"qwen2_moe", "qwen3_next"})
 _SANDWICH_NORMS = frozenset({"gemma2", "gemma3", "gemma3_text"})
 
 
@@ -115,6 +117,7 @@ def _gqa(config: ConfigMembers) -> _Attention:
     own = heads * dim * (2 * width + biases) + kv
     own += width if config.flag("attention_bias") else 0
     own += heads if config.family == "gpt_oss" else 0  # attention sinks
+    own += heads * dim * width if config.family == "qwen3_next" else 0  # gates of the output
     norms = 2 * dim if config.family in _QK_NORM else 0
     return _Attention(own, kv, norms, dim, 2 * kv_heads * dim, kv_heads)
 
@@ -160,8 +163,13 @@ def _experts(config: ConfigMembers, kinds: LayerKinds) -> _Experts:
         per_token=per_token,
         routed=layers * count * (_mlp(config, size) + biases),
         shared=layers * _mlp(config, shared_size),
-        routers=layers * count * (width + (config.family in _ROUTER_BIAS)),
+        routers=layers * _router(config, count, width),
     )
+
+
+def _router(config: ConfigMembers, experts: int, width: int) -> float:
+    gate = width if config.family in _GATED_SHARED_EXPERT else 0
+    return experts * (width + (config.family in _ROUTER_BIAS)) + gate
 
 
 def _mlp(config: ConfigMembers, size: int) -> float:

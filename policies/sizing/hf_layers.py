@@ -53,7 +53,8 @@ def layer_kinds(config: ConfigMembers) -> LayerKinds:
     if states and not state:
         raise ConfigError(
             f"config.json: {states} layers have no attention, and the kind of their state is "
-            "unknown; known kinds are Mamba 1 and 2 (mamba_d_state, ssm_state_size)"
+            "unknown; known kinds are Mamba 1 and 2 (mamba_d_state, ssm_state_size) and Gated "
+            "DeltaNet (linear_num_value_heads)"
         )
     return LayerKinds(
         *(layers, len(attention), len(windows), config.optional("sliding_window", 0)),
@@ -96,6 +97,9 @@ def _attention_places(config: ConfigMembers, layers: int) -> list[int]:
     named = config.get("attn_layer_indices")
     if isinstance(named, list):
         return [place for place in named if isinstance(place, int) and 0 <= place < layers]
+    if config.has("full_attention_interval"):
+        interval = config.count("full_attention_interval")
+        return [place for place in range(layers) if (place + 1) % interval == 0]
     if config.has("attn_layer_period"):
         period, offset = config.count("attn_layer_period"), config.optional("attn_layer_offset", 0)
         return [place for place in range(layers) if place % period == offset]
@@ -131,8 +135,11 @@ def _moe_layers(config: ConfigMembers, layers: int) -> int:
 
 
 def _state_space(config: ConfigMembers) -> tuple[float, float]:
-    # Return the parameters of one state-space layer (Mamba 1 or 2), and its state per sequence.
+    # Return the parameters of one state-space layer (Mamba 1 or 2, Gated DeltaNet), and its state
+    # per sequence.
     width = config.count("hidden_size")
+    if config.has("linear_num_value_heads"):
+        return _delta_net(config, width)
     if config.has("mamba_d_state"):
         size, kernel = config.count("mamba_d_state"), config.optional("mamba_d_conv", 4)
         inner = width * config.optional("mamba_expand", 2)
@@ -153,3 +160,14 @@ def _state_space(config: ConfigMembers) -> tuple[float, float]:
     channels = inner + 2 * groups * size
     params = width * (inner + channels + heads) + channels * (kernel + 1) + 3 * heads + inner
     return params + inner * width, STATE_BYTES * (inner * size + channels * (kernel - 1))
+
+
+def _delta_net(config: ConfigMembers, width: int) -> tuple[float, float]:
+    # As Qwen3NextGatedDeltaNet in vLLM (models/qwen3_next.py): one projection to queries, keys,
+    # values and output gates, another to two gates per value head.
+    heads, dim = config.count("linear_num_value_heads"), config.count("linear_value_head_dim")
+    key_dim = config.count("linear_key_head_dim")
+    keys, values = config.count("linear_num_key_heads") * key_dim, heads * dim
+    channels, kernel = 2 * keys + values, config.optional("linear_conv_kernel_dim", 4)
+    params = width * (channels + values + 2 * heads) + channels * kernel + 2 * heads + dim
+    return params + values * width, STATE_BYTES * (values * key_dim + channels * (kernel - 1))

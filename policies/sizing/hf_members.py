@@ -2,9 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 MAX_COUNT = 1 << 40
+
+# Members that published files of a family leave out, from transformers' Gemma3TextConfig.
+_GEMMA_3 = {
+    "vocab_size": 262_208,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "sliding_window": 4_096,
+    "sliding_window_pattern": 6,
+}
+FAMILY_DEFAULTS: Mapping[str, Mapping[str, int]] = MappingProxyType({"gemma3_text": _GEMMA_3})
+
+_ENCODERS = frozenset(
+    {
+        *("albert", "bart", "bert", "clip", "deberta", "deberta-v2", "distilbert", "electra"),
+        *("modernbert", "mpnet", "mt5", "nomic_bert", "roberta", "t5", "whisper", "xlm-roberta"),
+    }
+)
 
 
 class ConfigError(ValueError):
@@ -12,11 +32,20 @@ class ConfigError(ValueError):
 
 
 class ConfigMembers:
-    """The members of a config.json; reading a member of a wrong type raises ConfigError."""
+    """The members of a config.json, with the defaults of its family.
+
+    Raises ConfigError for models with an encoder. Reading a member of a wrong type raises it too.
+    """
 
     def __init__(self, members: dict[str, Any]) -> None:
-        self._members = members
         self.family = str(members.get("model_type", ""))
+        if self.family in _ENCODERS or members.get("is_encoder_decoder") is True:
+            raise ConfigError(
+                f"config.json describes no decoder-only model, but model_type {self.family!r}; "
+                "only decoder-only models can be sized"
+            )
+        given = {name: value for name, value in members.items() if value is not None}
+        self._members = {**FAMILY_DEFAULTS.get(self.family, {}), **given}
 
     def has(self, name: str) -> bool:
         """Return whether config.json has this member with a value that is not null."""

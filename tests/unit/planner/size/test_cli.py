@@ -184,15 +184,25 @@ def test_each_target_is_emitted_alone(target: str, part: str) -> None:
         ),
         (
             ["llama-3.1-70b", "--promise", "c:ttft=1s", "--promise", "c:tpot=1s"],
-            "names a class twice: c, c",
+            "promises for the class 'c' are given twice; give each class once",
         ),
         (["llama-3.1-70b", "--emit", "helmet"], "unknown --emit 'helmet'; valid: vllm, sglang"),
         (
             [str(MODELS / "gpt-oss-120b.json"), "--gpu", "h200", "--emit", "mock"],
             "mock groups need a built-in model",
         ),
+        ([""], "unknown model ''; known models: demo-8b"),
+        (["meta-llama/Llama-3.1-8B"], "; the nearest is llama-3.1-8b; for any other model, give"),
+        (["llama-3.1-70b", "--in", "200k"], "--in plus --out (205,000) exceeds the model's"),
+        (["llama-3.1-70b", "--price", "h200=3"], "names h200, which --gpu does not; valid: h100"),
+        (["llama-3.1-70b", "--promise", "c:ttft=1s,ttft=2s"], "'c:ttft=1s,ttft=2s' is invalid"),
+        (
+            ["llama-3.1-70b", "--emit", "vllm", "--report", "size.html"],
+            "--emit prints one file alone; run the command again without it for --report",
+        ),
+        (["llama-3.1-70b", "--from", "/dev/null"], "/dev/null:1: the file is empty"),
         (["llama-3.1-70b", "--ladder", "0"], "--ladder must be from 1 to 4096, not 0"),
-        (["llama-3.1-405b", "--gpus", "4"], "(TP 4 x PP 2)"),
+        (["llama-3.1-405b", "--gpus", "4"], "needs 8 GPUs of type h100 (TP 8), but only 4 are"),
     ],
 )
 def test_wrong_input_is_one_line_that_says_what_is_valid(

@@ -191,3 +191,12 @@ def test_every_request_is_in_one_bin_of_each_measure() -> None:
     assert {name: len(shares[name]) for name in MEASURES} == BINS
     assert all(shares[name][0] == shares[name][-1] == 0.5 for name in MEASURES)
     assert LIMIT == 0.2
+
+
+def test_a_window_joined_with_the_next_is_compared_with_the_usual_rate_of_both() -> None:
+    watch = DriftWatch(CONVERSATION, [0.5] * 24)
+    shape = RequestShape(1000, 200, 0.6, 2)
+    times = [0.0, 1.0, *(600.0 + n for n in range(298))]
+    assert [window for time in times for window in watch.add(time, shape)] == []
+    (window,) = watch.advance(1200.0)
+    assert (window.requests, window.rate_ratio) == (300, pytest.approx(300 / (0.5 * 1200)))

@@ -8,6 +8,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from policies.sizing.hf_config import shape_from_config
@@ -43,6 +44,8 @@ def shape(name: str) -> Llm:
         ("deepseek-v3", 671_026_419_200),
         ("gpt-oss-120b", 116_829_156_672),
         ("gemma-3-27b", 27_009_346_304),
+        ("gemma-3-4b", 3_880_263_168),
+        ("qwen3-next-80b-a3b", 79_674_391_296),
         ("jamba-mini", 51_570_323_328),
     ],
 )
@@ -107,6 +110,11 @@ def test_windows_and_states_are_read_from_patterns() -> None:
     # 28 layers keep 8192 channels x (16 states + 3 of the convolution), two bytes each.
     assert jamba.state_bytes == 28 * 8192 * 19 * 2
     assert shape("qwen2.5-7b").window_layers == 0
+    # Published files of Gemma 3 name neither their pattern nor, in the smallest, their heads.
+    small, qwen = shape("gemma-3-4b"), shape("qwen3-next-80b-a3b")
+    assert (small.window_layers, small.window, small.heads, small.shardable_kv) == (29, 1024, 8, 4)
+    assert (qwen.state_layers, qwen.kv_token_bytes) == (36, 12 * 2 * 2 * 256 * 2)
+    assert qwen.state_bytes == 36 * 2 * (32 * 128 * 128 + 3 * (2 * 16 + 32) * 128)
 
 
 def test_a_pattern_of_letters_is_read() -> None:
@@ -152,6 +160,9 @@ def test_a_tied_embedding_is_on_the_first_and_the_last_stage() -> None:
             "layer_types must have one entry for each of 80 layers",
         ),
         ({"layer_types": ["linear_attention"] * 80}, "80 layers have no attention"),
+        ({"full_attention_interval": 4}, "60 layers have no attention"),
+        ({"model_type": "bert"}, "no decoder-only model, but model_type 'bert'"),
+        ({"is_encoder_decoder": True}, "only decoder-only models can be sized"),
         ({"quantization_config": {"quant_method": "magic"}}, "quant_method 'magic'"),
         ({"kv_lora_rank": 512}, "lacks qk_rope_head_dim, qk_nope_head_dim, v_head_dim"),
     ],
@@ -286,3 +297,17 @@ def test_layers_with_windows_hold_as_many_tokens_as_vllm_computes(name: str, tok
     model, context = shape(name), 8192
     kept = model.cached_tokens(context, step_tokens=2048, block_tokens=128) * model.kv_token_bytes
     assert 32 * 2**30 * context / kept == pytest.approx(tokens, rel=0.01)
+
+
+@pytest.mark.parametrize(("window_layers", "layers_kept"), [(5, (5, 5)), (6, (4, 8))])
+def test_layers_with_a_window_are_padded_to_groups_of_layers(
+    window_layers: int, layers_kept: tuple[int, int]
+) -> None:
+    # Up to 1.5 times the other kind, one group of each kind is padded to the larger number.
+    layers = 4 + window_layers
+    model = msgspec.structs.replace(
+        model_named("llama-3.1-8b"), layers=layers, window_layers=window_layers, window=1024
+    )
+    full, in_window = 16_384, 192 * 16 + 16
+    kept = layers_kept[0] * full + layers_kept[1] * in_window
+    assert model.cached_tokens(full) * layers == kept
