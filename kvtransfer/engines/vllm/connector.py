@@ -52,14 +52,13 @@ from kvtransfer.engines.vllm.geometry import (
 )
 from kvtransfer.engines.vllm.handoff import WorkerAddress
 from kvtransfer.engines.vllm.options import ConnectorOptions
+from kvtransfer.engines.vllm.prompt_work import PromptChunk
 from kvtransfer.engines.vllm.scheduler import HandoffScheduler, PromptRequest, StepOrders
 from kvtransfer.engines.vllm.store_scheduler import (
-    StepWork,
     StoredRequest,
     StoreOrders,
     StoreReport,
     StoreScheduler,
-    measure_work,
 )
 from kvtransfer.engines.vllm.store_worker import StoreWorker
 from kvtransfer.engines.vllm.weights import identify_weights
@@ -391,7 +390,7 @@ class PenstockConnector(KVConnectorBase_V1):
         has_work = scheduler_output.total_num_scheduled_tokens > 0
         store = StoreOrders()
         if self._store_scheduler is not None:
-            store = self._store_scheduler.take_orders(_work_of(scheduler_output))
+            store = self._store_scheduler.take_orders(_chunks_of(scheduler_output))
         return StepMetadata(self._scheduler.take_orders(has_work), store)
 
     def update_connector_output(self, connector_output: Any) -> None:
@@ -476,17 +475,16 @@ def _stored_request_of(request: Any) -> StoredRequest | None:
     return StoredRequest(request.request_id, tokens, salt, _variant_of(request))
 
 
-def _work_of(output: Any) -> StepWork:
-    # Return what a step computes of prompts.
-    cached = output.scheduled_cached_reqs
+def _chunks_of(output: Any) -> list[PromptChunk]:
+    # Return what a step computes of each request.
+    cached, new = output.scheduled_cached_reqs, output.scheduled_new_reqs
     computed = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
-    computed |= {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
-    return measure_work(
-        [
-            (computed.get(request, 0), count)
-            for request, count in output.num_scheduled_tokens.items()
-        ]
-    )
+    computed |= {request.req_id: request.num_computed_tokens for request in new}
+    prompts = {request.req_id: len(request.prompt_token_ids or ()) for request in new}
+    return [
+        PromptChunk(request, computed.get(request, 0), count, prompts.get(request, 0))
+        for request, count in output.num_scheduled_tokens.items()
+    ]
 
 
 def _weights(config: Any) -> str:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from kvtransfer.engines.vllm.counters import PendingCounts
+from kvtransfer.engines.vllm.prompt_work import PromptChunk, PromptWork
 from kvtransfer.layout.block_pieces import block_format
 from kvtransfer.layout.layout import KvLayout
 from kvtransfer.store.block_keys import TOKEN_BYTES, Key, block_keys, chain_root, rank_keys
@@ -109,6 +110,7 @@ class ChosenLoad(msgspec.Struct, frozen=True):
 
     at_s      time of the lookup
     computed  tokens that the engine had when it asked
+    tokens    tokens of the request
     keys      keys of the request's further blocks
     places    one byte per key: the bits of the tiers that have the block
     count     number of blocks to load
@@ -116,6 +118,7 @@ class ChosenLoad(msgspec.Struct, frozen=True):
 
     at_s: float
     computed: int
+    tokens: int
     keys: list[Key]
     places: bytes
     count: int
@@ -144,6 +147,7 @@ class StoreScheduler:
         self._compatibility = f"{compatibility}/{block_format(layout)}"
         self._rule = FetchRule(layout.block_tokens, step_tokens)
         self._orders = StoreOrders()
+        self._prompts = PromptWork()
         self._keys: dict[str, list[Key]] = {}
         self._chosen: dict[str, ChosenLoad] = {}
         self._used: set[str] = set()
@@ -178,8 +182,10 @@ class StoreScheduler:
         lost = self._store.lost_calls
         places = self._places(keys).partition(b"\0")[0]
         self.counts.add_nonzero("kv_store_lost_calls", self._store.lost_calls - lost)
-        count = self._rule.choose(StoredPrefix(computed, tokens, places), now)
-        return ChosenLoad(now, computed, keys, places, count)
+        others = self._prompts.others(request.id)
+        busy_s = sum(self._rule.compute_s(first, last) for first, last in others)
+        count = self._rule.choose(StoredPrefix(computed, tokens, places, busy_s), now)
+        return ChosenLoad(now, computed, tokens, keys, places, count)
 
     def _places(self, keys: Sequence[Key]) -> bytes:
         # Return the bits of the tiers that have each block on every rank, those of the slowest one.
@@ -211,6 +217,7 @@ class StoreScheduler:
         chosen = self._chosen.pop(request, None)
         if chosen is None:
             return
+        self._prompts.begin(request, chosen.computed + tokens, chosen.tokens)
         size = self._layout.block_tokens
         first, count = chosen.computed // size, tokens // size
         self.counts.add_nonzero("kv_store_declined_tokens", (len(chosen.places) - count) * size)
@@ -245,6 +252,7 @@ class StoreScheduler:
         """Drop the lookups of an ended request. A load that has begun continues to its end."""
         self._keys.pop(request, None)
         self._chosen.pop(request, None)
+        self._prompts.forget(request)
         self._used.discard(request)
 
     def on_report(self, report: StoreReport) -> None:
@@ -273,10 +281,11 @@ class StoreScheduler:
                 is_complete = request not in failed and seconds is not None
                 self._rule.end(pending, self._clock(), is_complete=is_complete, seconds=seconds)
 
-    def take_orders(self, work: StepWork) -> StoreOrders:
+    def take_orders(self, chunks: Sequence[PromptChunk] = ()) -> StoreOrders:
         """Return the orders since the last engine step, with what this step computes."""
+        self._prompts.on_step(chunks)
         orders, self._orders = self._orders, StoreOrders()
-        orders.work = work
+        orders.work = measure_work(chunks)
         return orders
 
 
@@ -286,12 +295,9 @@ def _slowest(bits: Sequence[int]) -> int:
     return IN_MEMORY if all(each & IN_MEMORY for each in bits) else ON_DISK
 
 
-def measure_work(chunks: Sequence[tuple[int, int]]) -> StepWork:
-    """Return the work of a step from the (computed, scheduled) tokens of each request.
-
-    A request with one scheduled token decodes, and does not count.
-    """
-    prompts = [(start, tokens) for start, tokens in chunks if tokens > 1]
+def measure_work(chunks: Sequence[PromptChunk]) -> StepWork:
+    """Return the work of a step. A request with one scheduled token decodes, and does not count."""
+    prompts = [(chunk.computed, chunk.tokens) for chunk in chunks if chunk.tokens > 1]
     return StepWork(
         sum(tokens for _, tokens in prompts),
         sum(tokens * (start + tokens / 2) for start, tokens in prompts),

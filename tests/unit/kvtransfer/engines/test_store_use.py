@@ -15,6 +15,7 @@ import pytest
 from msgspec.structs import replace
 
 from kvtransfer.engines.vllm.options import ConnectorOptions
+from kvtransfer.engines.vllm.prompt_work import PromptChunk, PromptWork
 from kvtransfer.engines.vllm.store_scheduler import (
     LOOKUP_S,
     StepWork,
@@ -85,9 +86,9 @@ class Engine:
             for i in range(self.layout.layers)
         ]
 
-    def step(self, work: StepWork | None = None, step_s: float = 0.0) -> FinishedTransfers:
+    def step(self, *chunks: PromptChunk, step_s: float = 0.0) -> FinishedTransfers:
         # Run a step, and wait for the loads and saves that it began.
-        orders = self.scheduler.take_orders(work or StepWork())
+        orders = self.scheduler.take_orders(chunks)
         done, report = FinishedTransfers(), StoreReport()
         for worker in self.workers:
             worker.execute(orders, step_s)
@@ -251,7 +252,7 @@ def test_each_rank_loads_its_own_part_and_a_block_without_one_is_missing(path: P
         assert two.block(rank, 9) == one.block(rank, 3)
     assert two.block(0, 9) != two.block(1, 9)
     assert one.scheduler.save(request("c", 33), list(range(8)))
-    orders = one.scheduler.take_orders(StepWork())
+    orders = one.scheduler.take_orders()
     one.workers[0].execute(orders, 0.0)
     while not one.workers[0].take_finished().sent:
         pass
@@ -337,7 +338,7 @@ def test_stored_blocks_that_are_faster_to_compute_are_declined(
 ) -> None:
     one, two = pair
     one.saved(request("a"), [3, 4, 5, 6])
-    two.step(StepWork(1000, 0.0), step_s=0.001)
+    two.step(PromptChunk("x", 0, 1000), step_s=0.001)
     two.load_s = 1.0
     assert two.scheduler.loadable_tokens(request("b"), 0) == 16, "memory counts as fast"
     two.scheduler.begin_load("b", [9, 8, 7, 6, 5], 16)
@@ -346,6 +347,42 @@ def test_stored_blocks_that_are_faster_to_compute_are_declined(
     assert two.scheduler.loadable_tokens(request("c"), 0) == 0
     two.scheduler.begin_load("c", [9, 8, 7, 6, 5], 0)
     assert two.counted() == {"kv_store_declined_tokens": 16}
+
+
+def test_blocks_are_loaded_although_computing_is_faster_while_other_prompts_are_computed(
+    pair: tuple[Engine, Engine],
+) -> None:
+    one, two = pair
+    one.saved(request("a"), [3, 4, 5, 6])
+    two.step(PromptChunk("x", 0, 1000), step_s=1.0)
+    two.load_s = 0.5
+    assert two.scheduler.loadable_tokens(request("b"), 0) == 16
+    two.scheduler.begin_load("b", [9, 8, 7, 6, 5], 16)
+    two.step()
+    assert two.scheduler.loadable_tokens(request("idle"), 0) == 0
+    # 4,000 tokens take 4 s, in steps of 1,000.
+    two.step(PromptChunk("long", 0, 1000, 4000), step_s=1.0)
+    assert two.scheduler.loadable_tokens(request("busy"), 0) == 16
+    two.step(PromptChunk("long", 1000, 2980), step_s=2.98)
+    assert two.scheduler.loadable_tokens(request("soon idle"), 0) == 0
+
+
+def test_a_prompt_of_the_same_step_counts_as_work_before_the_next(
+    pair: tuple[Engine, Engine],
+) -> None:
+    one, two = pair
+    one.saved(request("a"), [3, 4, 5, 6])
+    two.step(PromptChunk("x", 0, 1000), step_s=1.0)
+    two.load_s = 0.5
+    two.scheduler.loadable_tokens(request("b"), 0)
+    two.scheduler.begin_load("b", [9, 8, 7, 6, 5], 16)
+    two.step()
+    long = StoredRequest("long", b"\1\0\0\0" * 4000)
+    assert two.scheduler.loadable_tokens(long, 0) == 0
+    two.scheduler.begin_load("long", list(range(1000)), 0)
+    assert two.scheduler.loadable_tokens(request("next"), 0) == 16
+    two.scheduler.forget("long")
+    assert two.scheduler.loadable_tokens(request("after its abort"), 0) == 0
 
 
 def test_a_request_that_waits_for_blocks_is_not_looked_up_at_each_step(
@@ -371,13 +408,30 @@ def test_an_ended_request_leaves_nothing_behind(pair: tuple[Engine, Engine]) -> 
         two.scheduler.forget(name)
     assert two.step().received == {"loading", "used"}
     state = vars(two.scheduler)
-    left = {k for k in ("_keys", "_chosen", "_used", "_loading", "_load_s", "_saving") if state[k]}
-    assert left == set()
+    names = ("_keys", "_chosen", "_used", "_loading", "_load_s", "_saving", "_prompts")
+    assert {name for name in names if state[name]} == set()
+
+
+def test_prompts_are_left_until_their_last_token_is_computed() -> None:
+    work = PromptWork()
+    work.on_step([PromptChunk("a", 0, 60, 100), PromptChunk("b", 8, 2, 10), PromptChunk("c", 9, 1)])
+    assert dict(enumerate(work.others(""))) == {0: (60, 100)}
+    work.on_step([PromptChunk("a", 60, 30)])
+    assert list(work.others("")) == [(90, 100)]
+    assert not list(work.others("a"))
+    # A preempted request is computed again from its cached tokens on.
+    work.on_step([PromptChunk("a", 16, 60)])
+    assert list(work.others("")) == [(76, 100)]
+    work.on_step([PromptChunk("a", 76, 24)])
+    work.on_step([PromptChunk("a", 100, 1)])
+    assert not len(work)
 
 
 def test_the_work_of_a_step_is_that_of_its_prompts() -> None:
-    assert measure_work([(0, 100), (500, 10), (70, 1)]) == StepWork(110, 100 * 50 + 10 * 505)
-    assert measure_work([(70, 1)]) == StepWork()
+    decode = PromptChunk("c", 70, 1)
+    chunks = [PromptChunk("a", 0, 100), PromptChunk("b", 500, 10), decode]
+    assert measure_work(chunks) == StepWork(110, 100 * 50 + 10 * 505)
+    assert measure_work([decode]) == StepWork()
 
 
 def test_the_report_of_several_ranks_is_that_of_the_slowest() -> None:

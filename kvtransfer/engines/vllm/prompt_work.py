@@ -1,0 +1,55 @@
+"""The prompts that an engine has begun and not finished, as vLLM's scheduler process sees them.
+
+A new prompt waits for them, so a fetch of its KV meanwhile costs no time. vLLM computes prompts in
+the order of their arrival, and does not tell a connector which others wait behind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import msgspec
+
+
+class PromptChunk(msgspec.Struct, frozen=True):
+    """What one step of the engine computes of one request.
+
+    computed       tokens of the request whose KV existed before the step
+    tokens         tokens that the step computes; 1: it decodes
+    prompt_tokens  tokens of the prompt; 0: unknown, because an earlier step has begun the request
+    """
+
+    request: str
+    computed: int
+    tokens: int
+    prompt_tokens: int = 0
+
+
+class PromptWork:
+    """The prompts that an engine has begun and not finished. Without I/O; not thread-safe."""
+
+    def __init__(self) -> None:
+        self._left: dict[str, tuple[int, int]] = {}
+
+    def __len__(self) -> int:
+        return len(self._left)
+
+    def begin(self, request: str, computed: int, prompt_tokens: int) -> None:
+        """Add a prompt of which the first `computed` tokens are, or will be, in the cache."""
+        if computed < prompt_tokens:
+            self._left[request] = computed, prompt_tokens
+
+    def on_step(self, chunks: Sequence[PromptChunk]) -> None:
+        """Record what a step computes."""
+        for chunk in chunks:
+            known_tokens = self._left.pop(chunk.request, (0, 0))[1]
+            tokens = chunk.prompt_tokens or known_tokens
+            self.begin(chunk.request, chunk.computed + chunk.tokens, tokens)
+
+    def forget(self, request: str) -> None:
+        """Remove a request that has ended."""
+        self._left.pop(request, None)
+
+    def others(self, request: str) -> Iterator[tuple[int, int]]:
+        """Yield (computed tokens, prompt tokens) of every unfinished prompt but `request`'s."""
+        return (left for name, left in self._left.items() if name != request)
