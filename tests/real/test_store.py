@@ -17,6 +17,7 @@ from typing import Any
 import aiohttp
 import pytest
 
+from kvtransfer.store.client import StoreClient
 from tests.real.asking import Answer, ask, body, differences, prompt
 from tests.real.engines import (
     BLOCK_TOKENS,
@@ -60,6 +61,19 @@ class Store:
             process.wait()
             assert process.stdout is not None
             process.stdout.close()
+
+    def counts(self) -> dict[str, int]:
+        with StoreClient(self.path) as client:
+            return client.stats()
+
+    async def saved_to_disk(self) -> None:
+        # Wait until every block in memory is on disk, too.
+        for _ in range(round(10 * WAIT_S)):
+            counts = self.counts()
+            if counts["stored"] <= counts["saved"]:
+                return
+            await asyncio.sleep(0.1)
+        pytest.fail(f"blocks are not copied to the disk: {counts}")
 
 
 @pytest.fixture(scope="module")
@@ -118,6 +132,17 @@ async def loaded(engine: Engine) -> float:
 async def found(engine: Engine) -> float:
     # Return the stored tokens that were loaded, or computed because that seemed faster.
     return await loaded(engine) + (await engine.numbers())["kv_store_declined_tokens_total"]
+
+
+async def store_in_use(store: Store, engine: Engine) -> None:
+    # Wait until the engine has connected to a store that was started again.
+    for attempt in range(20):
+        await ask(engine.url, body(prompt(150, seed=8000 + attempt), max_tokens=1))
+        await engine.idle_within(WAIT_S)
+        if store.counts()["stored"]:
+            return
+        await asyncio.sleep(2.0)
+    pytest.fail("the engine does not use the store that came back")
 
 
 async def timed(engine: Engine, asked: dict[str, Any]) -> tuple[Answer, float]:
@@ -243,6 +268,37 @@ async def test_a_killed_store_costs_computations_and_no_error(
             return
         await asyncio.sleep(2.0)
     pytest.fail("the engine does not use the store that came back")
+
+
+async def test_prompts_that_only_the_disk_has_are_answered_as_if_computed(
+    idle: tuple[Store, Engine, Engine],
+) -> None:
+    store, engine, other = idle
+    asked = [body(prompt(WORDS, seed=7900 + i), stream=bool(i % 2)) for i in range(4)]
+    computed = [await ask(engine.url, each) for each in asked]
+    await forget_prompts(engine)
+    loaded_tokens = read_blocks = 0.0
+    restarts = 4
+    failed_before = (await other.numbers()).get("kv_store_failed_loads_total", 0)
+    for _ in range(restarts):
+        await store.saved_to_disk()
+        store.kill(signal.SIGTERM)
+        store.start()  # with empty memory
+        await store_in_use(store, other)
+        await forget_prompts(other)
+        before, found_before = await loaded(other), await found(other)
+        for each, whole in zip(asked, computed, strict=True):
+            assert differences(await ask(other.url, each), whole) == []
+        assert await found(other) - found_before == sum(map(full_blocks, computed))
+        loaded_tokens += await loaded(other) - before
+        counts = store.counts()
+        read_blocks += counts["loaded"]
+        assert (counts["corrupt"], counts["failed"]) == (0, 0)
+    print(f"{loaded_tokens:.0f} tokens were loaded, {read_blocks:.0f} blocks read from the disk")
+    assert read_blocks > 0
+    # A worker notices only by its next load that the store was restarted.
+    failed = (await other.numbers()).get("kv_store_failed_loads_total", 0)
+    assert failed - failed_before <= restarts
 
 
 async def test_a_store_killed_under_load_never_changes_an_answer(
