@@ -85,7 +85,8 @@ class EndpointTraits(Section):
         {},
         "Free text by name, such as zone. Only endpoints with equal version and kv_dtype labels "
         "form prefill/decode pairs. From gpu (a100, h100, h200, b200, l40s), the endpoint's speed "
-        "is estimated before any measurement.",
+        "is estimated before any measurement. Replays (`penstock plan`, `auto`) also read "
+        "max_num_seqs and max_num_batched_tokens, the engine's limits of a step.",
     )
     max_concurrency: Count = setting(
         24,

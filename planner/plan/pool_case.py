@@ -23,6 +23,8 @@ from policies.sizing.gpus import GPUS
 from policies.sizing.model_shapes import MODELS
 
 GPU, MODEL = "h100", "llama-3.1-8b"
+LIMIT_LABELS = ("max_num_seqs", "max_num_batched_tokens")
+"""Labels of an endpoint that state these options of vLLM, or their equivalents."""
 
 
 class PoolCaseError(ValueError):
@@ -254,6 +256,7 @@ def _kinds(
                 max_concurrency=endpoint.max_concurrency,
             ),
             **_sizes(endpoint.layout, is_exact=is_exact),
+            **_limits(endpoint.labels),
         )
         for endpoint in pool.endpoints
         if splitting or endpoint.role is not Role.PREFILL
@@ -263,6 +266,15 @@ def _kinds(
 def _sizes(layout: _Layout, *, is_exact: bool) -> dict[str, int]:
     # An assumed model need not be divisible as the real one is.
     return msgspec.structs.asdict(layout) if is_exact else {"tp": layout.tp * layout.pp}
+
+
+def _limits(labels: Mapping[str, str]) -> dict[str, int]:
+    # Return the limits of an engine's steps that the labels state. Raises PoolCaseError.
+    stated = {name: labels[name] for name in LIMIT_LABELS if name in labels}
+    for name, text in stated.items():
+        if not text.isdecimal() or not int(text):
+            raise PoolCaseError(f"the label {name} must be a positive number, not {text!r}")
+    return {name: int(text) for name, text in stated.items()}
 
 
 def _model(models: Sequence[_Model], taken: Assumptions, assumed: list[str]) -> tuple[str, bool]:

@@ -244,3 +244,21 @@ retries: {hedge: 0.1}
     options = case.options(3)
     assert (options.seed, options.learns_lengths) == (3, True)
     assert (options.hedge_share, options.slow_factor, options.slow_start_s) == (0.1, 2.5, 10.0)
+
+
+def test_labels_state_the_limits_of_an_engine_step() -> None:
+    def text(labels: str) -> str:
+        return f"""
+version: 1
+pools:
+  main:
+    endpoints: [{{url: "http://127.0.0.1:9001", labels: {{gpu: h100{labels}}}}}]
+"""
+
+    (usual,) = cases(config_in_text(text("")))["main"].fleet.groups
+    stated = ', max_num_seqs: "128", max_num_batched_tokens: "2048"'
+    (kind,) = cases(config_in_text(text(stated)))["main"].fleet.groups
+    assert (usual.max_num_seqs, usual.max_num_batched_tokens) == (256, 8192)
+    assert (kind.max_num_seqs, kind.max_num_batched_tokens) == (128, 2048)
+    with pytest.raises(PoolCaseError, match="the label max_num_seqs must be a positive number"):
+        cases(config_in_text(text(", max_num_seqs: many")))
