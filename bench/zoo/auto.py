@@ -8,25 +8,27 @@ least there. Its requests end in a log, from which the planner's own code makes 
 a fleet that knows only what a configuration can say. The policies' own capacities and the drawn
 truth are not used for decisions.
 
-A replay has a fixed number of requests, which stand for an interval of 5 minutes and a window of
-7.5 minutes: the second half of the requests, after three comparisons, is what counts.
+Comparisons are INTERVAL_S apart as in the gateway, or less if requests are frequent and short (see
+`interval_of`). The requests that arrive after the third comparison count.
 """
 
 from __future__ import annotations
 
 import argparse
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import lru_cache
 from math import log
 from pathlib import Path
 from time import process_time
 
 import msgspec
 
-from bench.zoo.measure import STEP, Attainments, Case, build_case_of
+from bench.zoo.measure import STEP, Case, build_case_of, find_capacity
 from bench.zoo.space import draw
 from gateway.config.auto_section import DEFAULT_PORTFOLIO
-from planner.auto.evaluate import evaluate, limit_traffic
+from planner.auto.evaluate import evaluate
+from planner.auto.window import choose_window
 from planner.plan.pool_case import PoolCase
 from planner.plan.recent import RecentTraffic
 from planner.replay.fleet import Fleet
@@ -41,34 +43,64 @@ from policies.admission.fairness import FairShares
 from policies.auto.decider import Action, PolicyDecider
 from policies.auto.estimates import PolicyMember
 
-REQUESTS = 3_000
-INTERVAL, WINDOW, COUNTED_FROM = 1 / 6, 1 / 4, 1 / 2
-"""Shares of the replay (0 to 1): time between comparisons, time replayed by one, and time after
-which requests count."""
+INTERVAL_S = 300.0
+"""Most seconds between two comparisons; the gateway's default."""
 
-MOST_REPLAYED = 4_000
+INTERVALS, COMPARISONS = 5, 4
+"""Length of a replay in intervals, and number of comparisons, each at the end of an interval."""
+
+COUNTED_FROM = 3 / 5
+"""Share of the replay (0 to 1) after which requests count."""
+
+LEAST_REQUESTS, LEAST_DURATIONS = 1_500, 3.0
+"""An interval is shorter than INTERVAL_S if this many requests arrive in it, and it is as long as
+this many requests at the limit of their budgets take."""
+
+WINDOW_INTERVALS = 2.0
+"""Length of the replayed part of the log, as the gateway has it by default."""
+
+MOST_REQUESTS = 8_000
+"""Workloads that need more requests are left out."""
 
 
 class AutoResult(msgspec.Struct, frozen=True):
-    """The result of one workload: attainment of each policy alone and of auto, over the counted
-    requests.
+    """The result of one workload.
 
-    decisions  the action, the policy and the reason of each comparison
+    load        load of the replays, as a multiple of the workload's estimated capacity
+    interval_s  seconds between two comparisons
+    start       the policy at the beginning
+    final       the policy in force at the end
+    capacities  load at which each policy alone attains 90 %
+    alone       attainment of each policy alone, over the counted requests
+    auto        attainment with comparisons, over the same requests
+    decisions   the action, the policy and the reason of each comparison
+    compare_s   CPU time in seconds of the comparisons
     """
 
     seed: str
     number: int
     load: float
+    interval_s: float
     start: str
+    final: str
+    capacities: dict[str, float]
     alone: dict[str, float]
     auto: float
     decisions: list[tuple[str, str, str]]
     cpu_s: float
+    compare_s: float
 
     @property
     def ratio(self) -> float:
+        """Return the attainment with comparisons over that of the best policy alone."""
         best = max(self.alone.values())
         return self.auto / best if best else 1.0
+
+    @property
+    def capacity_ratio(self) -> float:
+        """Return the capacity of the final policy over that of the best one."""
+        best = max(self.capacities.values())
+        return self.capacities[self.final] / best if best else 1.0
 
 
 class LoggedFleet(Fleet):
@@ -106,7 +138,7 @@ class LoggedFleet(Fleet):
 
 
 def known_fleet(spec: FleetSpec) -> FleetSpec:
-    """Return the fleet as a configuration describes it: labels, layouts and KV sizes."""
+    """Return the fleet as a configuration describes it: labels, layouts, KV sizes and limits."""
     kinds = tuple(
         GroupKind(
             kind.model,
@@ -114,28 +146,83 @@ def known_fleet(spec: FleetSpec) -> FleetSpec:
             kind.tp,
             role=kind.role,
             kv_tokens=kind.capacity_tokens,
+            max_num_seqs=kind.max_num_seqs,
+            max_num_batched_tokens=kind.labelled_batched_tokens or kind.max_num_batched_tokens,
         )
         for kind in spec.groups
     )
     return FleetSpec(spec.name, kinds, split=spec.split, pairs=spec.pairs)
 
 
-def measure(seed: str, number: int, portfolio: Sequence[str]) -> AutoResult:
-    began = process_time()
-    workload = msgspec.structs.replace(draw(seed, number), requests=REQUESTS)
+class Prepared(msgspec.Struct, frozen=True):
+    """A workload with the load of its replays, and what each policy alone attains there."""
+
+    case: Case
+    load: float
+    capacities: dict[str, float]
+    alone: dict[str, float]
+
+    @property
+    def start(self) -> str:
+        """Return the policy that attains least, with which the pool begins."""
+        return min(self.alone, key=self.alone.__getitem__)
+
+
+def build_long_case(seed: str, number: int) -> Case | None:
+    """Return a drawn workload with as many requests as INTERVALS need; None if these are too
+    many.
+    """
+    workload = draw(seed, number)
     case = build_case_of(workload, 0)
-    load = Attainments(case, portfolio[0]).capacity(0.9, 0)
-    load = STEP ** round(log(max(load, 1 / 30)) / log(STEP))
+    lengths = sorted(request.output_tokens for request in case.requests.requests)
+    duration_s = case.slo.ttft_s + case.slo.tpot_s * lengths[int(0.9 * len(lengths))]
+    shortest_s = max(LEAST_REQUESTS / case.rate_s, LEAST_DURATIONS * duration_s)
+    count = round(INTERVALS * min(INTERVAL_S, shortest_s) * case.rate_s)
+    if count > MOST_REQUESTS:
+        return None
+    return build_case_of(msgspec.structs.replace(workload, requests=count), 0)
+
+
+def prepare(case: Case, portfolio: Sequence[str]) -> Prepared:
+    """Measure each policy alone on the counted requests: the load at which it attains 90 %, and
+    what it attains at the largest of these loads.
+    """
+    step, capacities = 0, {}
+    for policy in portfolio:
+        capacities[policy] = find_capacity(_attainment_of(case, policy), 0.9, step)
+        step = round(log(max(capacities[policy], 1 / 30)) / log(STEP))
+    load = max(capacities.values())
     alone = {policy: _run(case, load, policy, ())[0] for policy in portfolio}
-    start = min(alone, key=alone.__getitem__)
-    attained, decisions = _run(case, load, start, portfolio)
-    return AutoResult(seed, number, load, start, alone, attained, decisions, process_time() - began)
+    return Prepared(case, load, capacities, alone)
 
 
-def _run(
-    case: Case, load: float, start: str, portfolio: Sequence[str]
-) -> tuple[float, list[tuple[str, str, str]]]:
-    # Return the attainment over the counted requests, and the decisions of comparisons.
+def _attainment_of(case: Case, policy: str) -> Callable[[int], float]:
+    # Return a function from a step of load to the attainment of the policy alone.
+    return lru_cache(None)(lambda step: _run(case, STEP**step, policy, ())[0])
+
+
+def measure(prepared: Prepared, portfolio: Sequence[str]) -> AutoResult:
+    """Replay a prepared workload with comparisons, from its worst start."""
+    began, case, start = process_time(), prepared.case, prepared.start
+    attained, chooser = _run(case, prepared.load, start, portfolio)
+    return AutoResult(
+        seed=case.workload.seed,
+        number=case.workload.number,
+        load=prepared.load,
+        interval_s=chooser.interval_s,
+        start=start,
+        final=chooser.policy,
+        capacities=prepared.capacities,
+        alone=prepared.alone,
+        auto=attained,
+        decisions=chooser.decisions,
+        cpu_s=process_time() - began,
+        compare_s=chooser.cpu_s,
+    )
+
+
+def _run(case: Case, load: float, start: str, portfolio: Sequence[str]) -> tuple[float, _Chooser]:
+    # Return the attainment over the counted requests, and the component that compared policies.
     traffic = case.at(load)
     span_s = case.horizon_s or max(request.arrival_s for request in traffic.arrivals)
     options = ReplayOptions(
@@ -143,23 +230,29 @@ def _run(
     )
     fleet = LoggedFleet(case.fleet, traffic, registry.build(start, {}), None, options)
     fleet.lines = []
-    chooser = _Chooser(case, fleet, start, portfolio, span_s)
+    chooser = _Chooser(case, fleet, start, portfolio, span_s / INTERVALS)
     if portfolio:
-        for index in range(1, round(1 / INTERVAL)):
-            fleet.schedule(index * INTERVAL * span_s, chooser.compare)
+        for index in range(1, COMPARISONS + 1):
+            fleet.schedule(index * chooser.interval_s, chooser.compare)
     run = fleet.run()
     counted = [record for record in run.records if record.arrived_s >= COUNTED_FROM * span_s]
     counted = [record for record in counted if record.end is not RequestEnd.CUT]
     good = sum(record.is_good for record in counted) / len(counted) if counted else 0.0
-    return good, chooser.decisions
+    return good, chooser
 
 
 class _Chooser:
     def __init__(
-        self, case: Case, fleet: LoggedFleet, start: str, portfolio: Sequence[str], span_s: float
+        self,
+        case: Case,
+        fleet: LoggedFleet,
+        start: str,
+        portfolio: Sequence[str],
+        interval_s: float,
     ) -> None:
-        self._fleet, self._span_s = fleet, span_s
-        self._policy, self._since_s = start, 0.0
+        self._fleet, self.interval_s = fleet, interval_s
+        self.policy, self._since_s = start, 0.0
+        self.cpu_s = 0.0
         self._portfolio = [PolicyMember(policy) for policy in portfolio]
         self._decider = PolicyDecider()
         self._endpoints = [group.name for group in fleet.groups]
@@ -180,25 +273,28 @@ class _Chooser:
         )
 
     def compare(self, now: float, _: object) -> None:
-        from_s = max(0.0, now - WINDOW * self._span_s)
-        begins_s = max(0.0, now - 2 * WINDOW * self._span_s)
+        began = process_time()
+        window_s = WINDOW_INTERVALS * self.interval_s
         lines = sorted(
-            (line for line in self._fleet.lines if arrived_s(line) >= begins_s), key=arrived_s
+            (line for line in self._fleet.lines if arrived_s(line) >= now - 2 * window_s),
+            key=arrived_s,
         )
         if not lines:
             return
-        lately = RecentTraffic(lines, arrived_s(lines[0]), max(from_s, arrived_s(lines[0])))
-        lately = limit_traffic(lately, from_s, MOST_REPLAYED)
-        names = [PolicyMember(self._policy)]
-        names += [member for member in self._portfolio if member.label != self._policy]
+        from_s = max(now - window_s, arrived_s(lines[0]))
+        lately = RecentTraffic(lines, arrived_s(lines[0]), from_s)
+        lately = choose_window(lately, max(from_s, self._decider.counted_until_s), now)
+        names = [PolicyMember(self.policy)]
+        names += [member for member in self._portfolio if member.label != self.policy]
         estimate = evaluate(self._case, names, self._endpoints, lately, self._since_s)
-        virtual_s = now / self._span_s * 1800.0  # the replay stands for half an hour
+        virtual_s = now / self.interval_s * INTERVAL_S
         decision = self._decider.decide(virtual_s, estimate, may_switch=True)
         self.decisions.append((str(decision.action), decision.member, decision.reason))
         if decision.action is Action.SWITCH:
-            self._decider.on_switched(virtual_s, self._policy)
-            self._policy, self._since_s = decision.member, now
+            self._decider.on_switched(virtual_s, self.policy)
+            self.policy, self._since_s = decision.member, now
             self._fleet.gateway.policy = registry.build(decision.member, {})
+        self.cpu_s += process_time() - began
 
 
 def main() -> None:
@@ -222,25 +318,41 @@ def main() -> None:
         help="file to which results are appended, one JSON object per line",
     )
     args = parser.parse_args()
-    ratios = []
+    portfolio = args.portfolio.split(",")
+    results = []
     for number in range(args.first, args.first + args.count):
         if draw(args.seed, number).split != "none":
             print(f"{number}: split fleet, left out")
             continue
-        result = measure(args.seed, number, args.portfolio.split(","))
+        case = build_long_case(args.seed, number)
+        if case is None:
+            print(f"{number}: more than {MOST_REQUESTS} requests, left out")
+            continue
+        result = measure(prepare(case, portfolio), portfolio)
         with args.out.open("ab") as file:
             file.write(msgspec.json.encode(result) + b"\n")
-        ratios.append(result.ratio)
-        last = result.decisions[-1] if result.decisions else ()
-        print(
-            f"{number}: {result.ratio:.3f} of the best; {result.start} alone "
-            f"{min(result.alone.values()):.3f}, best {max(result.alone.values()):.3f}, "
-            f"auto {result.auto:.3f}; {[decision[0] for decision in result.decisions]} {last}",
-            flush=True,
-        )
-    ratios.sort()
-    share = sum(ratio >= 0.985 for ratio in ratios) / len(ratios)
-    print(f"{len(ratios)} workloads: least {ratios[0]:.3f}, {share:.0%} at 0.985 or more")
+        results.append(result)
+        print(text_of(result), flush=True)
+    for name, ratios in (
+        ("attainment", sorted(result.ratio for result in results)),
+        ("capacity", sorted(result.capacity_ratio for result in results)),
+    ):
+        if ratios:
+            share = sum(ratio >= 0.985 for ratio in ratios) / len(ratios)
+            print(
+                f"{len(ratios)} workloads, {name}: least {ratios[0]:.3f} of the best policy's, "
+                f"{share:.0%} at 0.985 or more"
+            )
+
+
+def text_of(result: AutoResult) -> str:
+    """Return one line about a workload's result."""
+    actions = ",".join(decision[0] for decision in result.decisions)
+    return (
+        f"{result.number}: attains {result.ratio:.3f}, capacity {result.capacity_ratio:.3f} of the "
+        f"best; {result.start} alone {result.alone[result.start]:.3f}, best "
+        f"{max(result.alone.values()):.3f}, auto {result.auto:.3f} with {result.final}; {actions}"
+    )
 
 
 if __name__ == "__main__":

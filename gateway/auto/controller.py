@@ -125,7 +125,7 @@ class AutoPolicyController:
             is_disturbed |= bool(failure)  # a replay takes no CPU while any pool needs it
             if state.trouble:
                 state.counts_from_s = time()
-                state.decider.forget_leader()
+                state.decider.forget()
         is_idle = self._comparison is None or self._comparison.done()
         if is_disturbed and self._comparison and not is_idle:
             self._comparison.cancel()

@@ -60,7 +60,7 @@ def _pool_job(
         tuple(endpoints),
         tuple(members.values()),
         auto.window,
-        state.counts_from_s,
+        max(state.counts_from_s, state.decider.counted_until_s),
         state.in_force_since_s,
     )
 

@@ -52,7 +52,7 @@ class PoolState:
 
     def on_policy_changed(self, policy: PolicyMember, now_s: float) -> None:
         self.policy, self.in_force_since_s = policy, now_s
-        self.decider.forget_leader()
+        self.decider.forget()
 
     def as_json(self) -> dict[str, Any]:
         return {

@@ -21,7 +21,7 @@ from planner.replay.fleet import replay
 from planner.replay.options import ReplayOptions
 from planner.replay.record import ReplayRecord
 from planner.replay.traffic import Traffic
-from planner.traces.access import LoggedRequest
+from planner.traces.access import LoggedRequest, arrived_s
 from policies.contract import Picker, Policy, WeightedScorer
 from policies.model import Candidate, Role, RoutingQuery
 from policies.scorers import constant
@@ -76,7 +76,12 @@ def calibrate(
             ReplayOptions(learns_lengths=True, standard=case.standard, classes=case.classes),
             watch=on_progress,
         )
-        factors = _factors(case, [line for line, _ in pairs], run.records, logged_slots, len(kinds))
+        counted = [
+            sample
+            for sample in zip((line for line, _ in pairs), run.records, logged_slots, strict=True)
+            if lately.counts(arrived_s(sample[0]))
+        ]
+        factors = _factors(case, counted, len(kinds))
         slowness = [
             min(SLOWEST, max(FASTEST, old * factor))
             for old, factor in zip(slowness, factors, strict=True)
@@ -88,14 +93,12 @@ def calibrate(
 
 def _factors(
     case: PoolCase,
-    lines: Sequence[LoggedRequest],
-    records: Sequence[ReplayRecord],
-    logged_slots: Sequence[int | None],
+    counted: Sequence[tuple[LoggedRequest, ReplayRecord, int | None]],
     count: int,
 ) -> list[float]:
     # Return the ratio of logged to replayed time per token of each endpoint.
     ratios: Mapping[int, list[float]] = defaultdict(list)
-    for line, record, slot in zip(lines, records, logged_slots, strict=False):
+    for line, record, slot in counted:
         logged = from_line(line, case.standard)
         replayed = from_record(record)
         if slot is not None and logged is not None and logged.tpot_s and replayed.tpot_s:

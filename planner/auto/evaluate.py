@@ -17,7 +17,7 @@ import msgspec
 from planner.auto.blocks import error_of_mean, in_blocks
 from planner.auto.calibrate import calibrate
 from planner.auto.cpu_budget import OnProgress
-from planner.auto.reproduction import ServedRequest, find_doubt, from_line, from_record
+from planner.auto.reproduction import ServedRequest, find_doubt, from_line, from_record, goodput
 from planner.plan.pool_case import PoolCase
 from planner.plan.recent import RecentTraffic
 from planner.replay.fleet import replay
@@ -54,48 +54,59 @@ def evaluate(
     """
     requests = lately.requests(case.models)
     case = calibrate(case, endpoints, lately, on_progress)
-    runs = _Runs(case, requests, lately.warmup_s, on_progress)
+    runs = _Runs(case, requests, lately, on_progress)
     incumbent = members[0]
     labels = [member.label for member in members]
     if not requests or not runs.records(incumbent, 0):
         empty = tuple(MemberEstimate(label, 0.0) for label in labels)
         return PoolEstimate(case.pool, labels[0], 0, 0.0, "", empty)
     records = runs.records(incumbent, 0)
-    doubt = _doubt(case, lately, records, in_force_since_s)
+    logged, replayed = _served_by_incumbent(case, lately, records, in_force_since_s)
+    doubt = find_doubt(logged, replayed)
+    until_s = min(lately.until_s, arrived_s(lately.lines[-1]))
     span_s = records[-1].arrived_s - records[0].arrived_s
     # With a doubt nothing will be decided, so the others need not be replayed.
-    alone = [MemberEstimate(labels[0], _goodput(records))]
-    estimates = alone if doubt else _compare(runs, members)
-    return PoolEstimate(case.pool, labels[0], len(records), span_s, doubt, tuple(estimates))
+    alone = [MemberEstimate(labels[0], goodput(records))]
+    estimates = alone if doubt else _compare(runs, members, goodput(logged))
+    return PoolEstimate(
+        case.pool, labels[0], len(records), span_s, doubt, tuple(estimates), until_s
+    )
 
 
-def _compare(runs: _Runs, members: Sequence[PolicyMember]) -> list[MemberEstimate]:
+def _compare(runs: _Runs, members: Sequence[PolicyMember], logged: float) -> list[MemberEstimate]:
+    # `logged` is the goodput of the incumbent in the log. Gains are over this if the replay of the
+    # incumbent is worse than the log.
     incumbent, others = members[0], members[1:]
     by_label = {member.label: member for member in others}
-    estimates = [_estimate(runs, member, incumbent, (0,)) for member in others]
+    estimates = [_estimate(runs, member, incumbent, (0,), logged) for member in others]
     best = max(estimates, key=lambda estimate: estimate.gain, default=None)
     if best is not None and best.gain > 0:
-        again = _estimate(runs, by_label[best.member], incumbent, (0, 1))
+        again = _estimate(runs, by_label[best.member], incumbent, (0, 1), logged)
         estimates = [again if estimate is best else estimate for estimate in estimates]
-    goodput = _goodput(runs.records(incumbent, 0))
-    return [MemberEstimate(incumbent.label, goodput), *estimates]
+    return [MemberEstimate(incumbent.label, goodput(runs.records(incumbent, 0))), *estimates]
 
 
 def _estimate(
-    runs: _Runs, member: PolicyMember, incumbent: PolicyMember, seeds: Sequence[int]
+    runs: _Runs,
+    member: PolicyMember,
+    incumbent: PolicyMember,
+    seeds: Sequence[int],
+    logged: float,
 ) -> MemberEstimate:
     own = [runs.records(member, seed) for seed in seeds]
     other = [runs.records(incumbent, seed) for seed in seeds]
+    mean, reference = fmean(map(goodput, own)), fmean(map(goodput, other))
+    less = max(0.0, logged - reference)
     differences = [
-        fmean(of_seeds)
+        fmean(of_seeds) - less
         for of_seeds in zip(
             *(_block_gains(mine, theirs) for mine, theirs in zip(own, other, strict=True)),
             strict=True,
         )
     ]
-    gain = fmean(map(_goodput, own)) - fmean(map(_goodput, other))
+    gain = mean - reference - less
     error = error_of_mean(differences)
-    return MemberEstimate(member.label, fmean(map(_goodput, own)), gain, error)
+    return MemberEstimate(member.label, mean, gain, error, tuple(differences))
 
 
 class _Runs:
@@ -108,10 +119,10 @@ class _Runs:
         self,
         case: PoolCase,
         requests: Sequence[TraceRequest],
-        warmup_s: float,
+        lately: RecentTraffic,
         on_progress: OnProgress | None,
     ) -> None:
-        self._case, self._requests, self._warmup_s = case, requests, warmup_s
+        self._case, self._requests, self._lately = case, requests, lately
         self._on_progress = on_progress
         self._known: dict[tuple[str, int], list[ReplayRecord]] = {}
 
@@ -135,7 +146,9 @@ class _Runs:
                 self._on_progress,
             )
             self._known[key] = [
-                record for record in run.records if record.arrived_s >= self._warmup_s
+                record
+                for record in run.records
+                if self._lately.counts(self._lately.begins_s + record.arrived_s)
             ]
         return self._known[key]
 
@@ -154,34 +167,30 @@ class _Runs:
 def _block_gains(own: Sequence[ReplayRecord], other: Sequence[ReplayRecord]) -> list[float]:
     # Return the differences in goodput of blocks of consecutive requests.
     return [
-        _goodput(mine) - _goodput(theirs)
+        goodput(mine) - goodput(theirs)
         for mine, theirs in zip(in_blocks(own), in_blocks(other), strict=True)
     ]
 
 
-def _goodput(records: Sequence[ReplayRecord]) -> float:
-    total = sum(record.slo.weight for record in records)
-    good = sum(record.slo.weight for record in records if record.is_good)
-    return good / total if total else 0.0
-
-
-def _doubt(
+def _served_by_incumbent(
     case: PoolCase,
     lately: RecentTraffic,
     records: Sequence[ReplayRecord],
     in_force_since_s: float,
-) -> str:
+) -> tuple[list[ServedRequest], list[ServedRequest]]:
+    # Return the requests that the policy in force routed, as the log and the replay served them.
     from_s = max(lately.from_s, in_force_since_s)
     lines = [
         line
         for line in lately.lines
-        if arrived_s(line) >= from_s and (case.models is None or line.model in case.models)
+        if from_s <= arrived_s(line) < lately.until_s
+        and (case.models is None or line.model in case.models)
     ]
     logged = [served for line in lines if (served := _served(line, case)) is not None]
     replayed = [
         from_record(record) for record in records if record.arrived_s >= from_s - lately.begins_s
     ]
-    return find_doubt(logged, replayed)
+    return logged, replayed
 
 
 def _served(line: LoggedRequest, case: PoolCase) -> ServedRequest | None:
@@ -195,15 +204,3 @@ def portfolio(incumbent: PolicyMember, members: Sequence[PolicyMember]) -> tuple
     members    the configured policies; the one in force may be among them
     """
     return (incumbent, *(member for member in members if member.label != incumbent.label))
-
-
-def limit_traffic(lately: RecentTraffic, from_s: float, most: int) -> RecentTraffic:
-    """Return the traffic with only its newest `most` requests.
-
-    Those that arrived before `from_s`, in Unix seconds, only warm caches.
-    """
-    lines = lately.lines[-most:]
-    begins_s = arrived_s(lines[0])
-    if len(lines) < len(lately.lines):
-        from_s = max(from_s, arrived_s(lines[len(lines) // 3]))
-    return RecentTraffic(lines, begins_s, max(from_s, lately.from_s, begins_s))

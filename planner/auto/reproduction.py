@@ -1,6 +1,8 @@
 """Checks whether a replay of the policy in force reproduces the access log.
 
-If the simulated engines differ from the real ones, the replay must not choose a policy for them.
+If the simulated engines are better than the real ones, the replay must not choose a policy for
+them. If they are worse, it may: other policies must then exceed what the log says of the one in
+force.
 """
 
 from __future__ import annotations
@@ -19,13 +21,13 @@ LEAST_LINES = 50
 """Minimum number of logged requests from which a replay can be judged."""
 
 GOODPUT_TOLERANCE = 0.1
-"""Allowed difference between log and replay in the share of good requests, 0 to 1.
+"""Allowed excess of the replay over the log in the share of good requests, 0 to 1.
 
 The error of that share, by chance, is allowed in addition.
 """
 
 TPOT_RATIO, TTFT_RATIO = 1.25, 1.5
-"""The medians of log and replay may differ by this ratio, in either direction.
+"""The medians of the log may exceed those of the replay by this ratio.
 
 TPOT_RATIO  for the median TPOT
 TTFT_RATIO  for the median TTFT
@@ -74,8 +76,8 @@ def from_record(record: ReplayRecord) -> ServedRequest:
 
 
 def find_doubt(logged: Sequence[ServedRequest], replayed: Sequence[ServedRequest]) -> str:
-    """Return, as text, how the replay differs from the log by more than the tolerance; "" if it
-    does not.
+    """Return, as text, how the replay is better than the log by more than the tolerance; "" if it
+    is not.
 
     logged    the requests as the access log has them
     replayed  the same requests as the replay served them
@@ -84,12 +86,12 @@ def find_doubt(logged: Sequence[ServedRequest], replayed: Sequence[ServedRequest
     """
     if len(logged) < LEAST_LINES or not replayed:
         return f"the log has only {len(logged)} comparable requests of the policy in force"
-    real, simulated = _goodput(logged), _goodput(replayed)
+    real, simulated = goodput(logged), goodput(replayed)
     gaps = [
-        _goodput(mine) - _goodput(theirs)
+        goodput(mine) - goodput(theirs)
         for mine, theirs in zip(in_blocks(logged), in_blocks(replayed), strict=True)
     ]
-    if abs(real - simulated) > GOODPUT_TOLERANCE + error_of_mean(gaps):
+    if simulated - real > GOODPUT_TOLERANCE + error_of_mean(gaps):
         return f"{real:.0%} of requests were good, {simulated:.0%} in the replay"
     slo = logged[0].slo
     return _median_doubt(
@@ -107,8 +109,11 @@ def find_doubt(logged: Sequence[ServedRequest], replayed: Sequence[ServedRequest
     )
 
 
-def _goodput(requests: Sequence[ServedRequest]) -> float:
-    return sum(request.is_good for request in requests) / len(requests)
+def goodput(requests: Sequence[ServedRequest | ReplayRecord]) -> float:
+    """Return the share of good requests, weighted by their classes; 0.0 without requests."""
+    total = sum(request.slo.weight for request in requests)
+    good = sum(request.slo.weight for request in requests if request.is_good)
+    return good / total if total else 0.0
 
 
 def _median_doubt(
@@ -124,6 +129,6 @@ def _median_doubt(
         return ""
     real_s, simulated_s = median(real), median(simulated)
     is_near = abs(real_s - simulated_s) <= slack_s
-    if is_near or max(real_s, simulated_s) <= ratio * min(real_s, simulated_s):
+    if is_near or real_s <= ratio * simulated_s:
         return ""
     return f"the median {name} was {real_s:.3g} s, in the replay {simulated_s:.3g} s"

@@ -11,7 +11,8 @@ from typing import BinaryIO
 import msgspec
 
 from planner.auto.cpu_budget import OnProgress
-from planner.auto.evaluate import evaluate, limit_traffic
+from planner.auto.evaluate import evaluate
+from planner.auto.window import choose_window
 from planner.plan.pool_case import PoolCaseError, cases
 from planner.plan.recent import RecentTraffic, recent
 from planner.traces.shape import TraceError
@@ -20,9 +21,6 @@ from policies.auto.job import PoolJob, ReplayAnswer, ReplayJob
 
 TAIL_BYTES = 32 << 20
 """Maximum bytes of the access log that are read, counted from its end."""
-
-MOST_REQUESTS = 4_000
-"""Maximum number of requests in one pool's replays; the newest requests are used."""
 
 
 def read_job(pipe: BinaryIO) -> ReplayJob | None:
@@ -56,5 +54,5 @@ def _evaluate(job: ReplayJob, pool: PoolJob, on_progress: OnProgress | None) -> 
         raise TraceError(f"the access log {job.log} contains no request for this pool")
     from_s = max(pool.counts_from_s, job.now_s - pool.window_s)
     lately = RecentTraffic(lines, lately.begins_s, max(lately.from_s, from_s))
-    lately = limit_traffic(lately, from_s, MOST_REQUESTS)
+    lately = choose_window(lately, from_s, job.now_s)
     return evaluate(case, pool.members, pool.endpoints, lately, pool.in_force_since_s, on_progress)

@@ -7,6 +7,7 @@ is in planner/traces/access.py.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
+from math import inf
 from pathlib import Path
 from statistics import median
 
@@ -30,11 +31,13 @@ class RecentTraffic(msgspec.Struct, frozen=True):
     lines     the log lines
     begins_s  Unix time from which requests are replayed
     from_s    Unix time from which requests count
+    until_s   Unix time before which requests count; later ones only keep engines busy
     """
 
     lines: Sequence[LoggedRequest]
     begins_s: float
     from_s: float
+    until_s: float = inf
 
     @property
     def blocks(self) -> bool:
@@ -46,6 +49,10 @@ class RecentTraffic(msgspec.Struct, frozen=True):
         count.
         """
         return self.from_s - self.begins_s
+
+    def counts(self, arrived_s: float) -> bool:
+        """Return whether a request counts that arrived at this Unix time."""
+        return self.from_s <= arrived_s < self.until_s
 
     def requests(self, models: Collection[str] | None) -> list[TraceRequest]:
         """Return the recent requests for these models, or for all models if None."""

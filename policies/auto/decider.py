@@ -1,9 +1,9 @@
 """Decides whether a pool of endpoints changes its routing policy, from estimates of the policies'
 goodput.
 
-A change is made when the estimated gain exceeds its statistical error. Two estimates in succession
-must show the gain unless it is large, and at most three changes per hour are made. `now` is any
-clock in seconds that does not go back.
+A change is made when the gain exceeds its statistical error. The gains of several estimates are
+pooled (evidence.py); a single estimate is enough only for a large gain. At most three changes per
+hour are made. `now` is any clock in seconds that does not go back.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from enum import StrEnum
 import msgspec
 
 from policies.auto.estimates import MemberEstimate, PoolEstimate
+from policies.auto.evidence import Evidence
 
 LEAST_GAIN = 0.01
 """Minimum gain in goodput (0 to 1) that justifies a change of policy.
@@ -63,13 +64,13 @@ class PolicyDecision(msgspec.Struct, frozen=True):
 class PolicyDecider:
     """Decides about one pool's routing policy, and remembers earlier decisions.
 
-    It remembers the switches of the last hour, and which policy was best in the last estimate.
+    It remembers the switches of the last hour, and the estimates since the last of them.
     """
 
     def __init__(self) -> None:
         self._switched_at: deque[float] = deque(maxlen=MOST_SWITCHES)
         self._left_at: dict[str, float] = {}
-        self._leader = ""
+        self._evidence = Evidence()
 
     def decide(self, now: float, estimate: PoolEstimate, *, may_switch: bool) -> PolicyDecision:
         """Return the decision about a pool's routing policy that follows from one estimate.
@@ -82,8 +83,12 @@ class PolicyDecider:
             )
         if estimate.doubt:
             return _keep(f"the replay does not reproduce the log: {estimate.doubt}")
-        leader, self._leader = self._leader, ""
-        best = _best_other(estimate)
+        self._evidence.add(now, estimate)
+        best = max(
+            self._evidence.pooled(now),
+            key=lambda member: member.gain - member.error,
+            default=None,
+        )
         if best is None:
             return _keep("the portfolio has no other policy")
         required = self._required_gain(now, best)
@@ -93,18 +98,22 @@ class PolicyDecider:
                 f"which does not exceed the {_points(required)} that a change needs",
                 best,
             )
-        self._leader = best.member
         evidence = (
             f"{best.member} would have served {_points(best.gain)} more "
-            f"(error {_points(best.error)}) of {estimate.requests} requests"
+            f"(error {_points(best.error)}) of {self._evidence.requests} requests"
         )
-        if best.member != leader and best.gain < SURE * required:
+        if self._evidence.comparisons < 2 and best.gain < SURE * required:
             return _keep(f"{evidence}; the next estimate must confirm this", best)
         if not may_switch:
             return PolicyDecision(Action.ADVISE, evidence, best.member, best.gain, best.error)
         if self._recent_switches(now) >= MOST_SWITCHES:
             return _keep(f"{evidence}, but {MOST_SWITCHES} changes were made within an hour", best)
         return PolicyDecision(Action.SWITCH, evidence, best.member, best.gain, best.error)
+
+    @property
+    def counted_until_s(self) -> float:
+        """Return the Unix time from which requests have not been compared yet; 0 if none have."""
+        return self._evidence.until_s
 
     def on_switched(self, now: float, left: str) -> None:
         """Record that the pool has switched its routing policy; `left` is the old policy."""
@@ -113,14 +122,14 @@ class PolicyDecider:
             member: left_at for member, left_at in self._left_at.items() if now - left_at < HOUR_S
         }
         self._left_at[left] = now
-        self._leader = ""
+        self._evidence.forget()
 
-    def forget_leader(self) -> None:
-        """Forget which policy was best in the last estimate, so that it must be confirmed again.
+    def forget(self) -> None:
+        """Forget all earlier estimates.
 
         Call it after the configuration or the fleet has changed.
         """
-        self._leader = ""
+        self._evidence.forget()
 
     def _required_gain(self, now: float, best: MemberEstimate) -> float:
         left_at = self._left_at.get(best.member)
@@ -129,11 +138,6 @@ class PolicyDecider:
 
     def _recent_switches(self, now: float) -> int:
         return sum(now - switched_at < HOUR_S for switched_at in self._switched_at)
-
-
-def _best_other(estimate: PoolEstimate) -> MemberEstimate | None:
-    others = [member for member in estimate.members if member.member != estimate.incumbent]
-    return max(others, key=lambda member: member.gain - member.error, default=None)
 
 
 def _keep(reason: str, best: MemberEstimate | None = None) -> PolicyDecision:

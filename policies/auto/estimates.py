@@ -30,12 +30,14 @@ class MemberEstimate(msgspec.Struct, frozen=True):
     goodput  share of requests within the budgets of their service class, weighted by the class
     gain     goodput minus that of the policy in force, on the same arrivals
     error    half of the width of the 95 % interval of the gain
+    gains    the gain in each of several blocks of consecutive requests of equal size
     """
 
     member: str
     goodput: float
     gain: float = 0.0
     error: float = 0.0
+    gains: tuple[float, ...] = ()
 
 
 class PoolEstimate(msgspec.Struct, frozen=True):
@@ -47,6 +49,7 @@ class PoolEstimate(msgspec.Struct, frozen=True):
     doubt      why the estimate cannot be trusted: how the replay of the policy in force differs
                from the log; empty if it does not
     members    the policies, with the one in force first
+    until_s    Unix time before which the compared requests arrived
     """
 
     pool: str
@@ -55,3 +58,4 @@ class PoolEstimate(msgspec.Struct, frozen=True):
     span_s: float
     doubt: str
     members: tuple[MemberEstimate, ...]
+    until_s: float = 0.0

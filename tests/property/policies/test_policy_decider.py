@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import sqrt
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -26,11 +28,16 @@ ESTIMATES = st.tuples(
 )
 
 
+def blocks(gain: float, error: float) -> tuple[float, ...]:
+    spread = error * sqrt(7) / 2.36
+    return (gain - spread, gain + spread) * 4
+
+
 def estimate_of(
     incumbent: str, gains: list[tuple[float, float]], requests: int = 1000, doubt: str = ""
 ) -> PoolEstimate:
     members = [
-        MemberEstimate(name, 0.5, 0.0 if name == incumbent else gain, error)
+        MemberEstimate(name, 0.5, 0.0 if name == incumbent else gain, error, blocks(gain, error))
         for name, (gain, error) in zip(NAMES, gains, strict=True)
     ]
     return PoolEstimate("main", incumbent, requests, 600.0, doubt, tuple(members))

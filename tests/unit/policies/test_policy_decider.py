@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from math import sqrt
+
 from policies.auto.decider import HOUR_S, Action, PolicyDecider
 from policies.auto.estimates import MemberEstimate, PolicyMember, PoolEstimate
 
 
+def member(name: str, gain: float, error: float) -> MemberEstimate:
+    """Return an estimate with eight blocks whose mean and error are these."""
+    spread = error * sqrt(7) / 2.36
+    return MemberEstimate(name, 0.8 + gain, gain, error, (gain - spread, gain + spread) * 4)
+
+
 def estimate(gain: float, error: float = 0.01, **changes: object) -> PoolEstimate:
-    members = (MemberEstimate("slow", 0.8), MemberEstimate("fast", 0.8 + gain, gain, error))
+    members = (MemberEstimate("slow", 0.8), member("fast", gain, error))
     values: dict[str, object] = {
         "pool": "main",
         "incumbent": "slow",
@@ -15,6 +23,7 @@ def estimate(gain: float, error: float = 0.01, **changes: object) -> PoolEstimat
         "span_s": 600.0,
         "doubt": "",
         "members": members,
+        "until_s": 100.0,
     }
     return PoolEstimate(**(values | changes))  # type: ignore[arg-type]
 
@@ -27,7 +36,7 @@ def test_a_large_gain_switches_at_once_and_a_small_one_when_it_is_seen_twice() -
     second = decider.decide(300, estimate(0.03), may_switch=True)
     assert (second.action, second.member) == (Action.SWITCH, "fast")
     assert second.reason == (
-        "fast would have served 3.0 points more (error 1.0 points) of 1000 requests"
+        "fast would have served 3.0 points more (error 0.6 points) of 2000 requests"
     )
 
 
@@ -38,13 +47,33 @@ def test_an_unusable_estimate_changes_nothing_and_the_confirmation_waits_for_the
     assert doubtful.reason == "the replay does not reproduce the log: TPOT differs"
     few = decider.decide(2, estimate(0.5, requests=10), may_switch=True)
     assert few.reason == "only 10 requests were compared, of 200 needed"
+    assert decider.counted_until_s == 100.0
     assert decider.decide(3, estimate(0.03), may_switch=True).action is Action.SWITCH
+
+
+def test_comparisons_that_each_show_too_little_justify_a_switch_together() -> None:
+    decider = PolicyDecider()
+    actions = [
+        decider.decide(300.0 * step, estimate(0.025, 0.03), may_switch=True).action
+        for step in range(5)
+    ]
+    assert actions[:2] == [Action.KEEP] * 2
+    assert actions[-1] is Action.SWITCH
+
+
+def test_a_switch_or_another_fleet_makes_earlier_estimates_void() -> None:
+    for forget in (lambda one: one.on_switched(0.0, "older"), PolicyDecider.forget):
+        decider = PolicyDecider()
+        decider.decide(0, estimate(0.03), may_switch=True)
+        forget(decider)
+        assert decider.counted_until_s == 0.0
+        assert decider.decide(300, estimate(0.03), may_switch=True).action is Action.KEEP
 
 
 def test_a_gain_within_its_error_never_switches() -> None:
     decider = PolicyDecider()
     for now in range(10):
-        decision = decider.decide(now, estimate(0.3, 0.3), may_switch=True)
+        decision = decider.decide(now, estimate(0.05, 0.3), may_switch=True)
         assert (decision.action, decision.member) == (Action.KEEP, "fast")
 
 

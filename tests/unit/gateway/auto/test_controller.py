@@ -73,7 +73,8 @@ async def answer_better(job: ReplayJob) -> ReplayAnswer:
     (pool,) = job.pools
     first, *others = pool.members
     members = [MemberEstimate(first.label, 0.5)]
-    members += [MemberEstimate(other.label, 0.9, 0.4, 0.02) for other in others]
+    gains = (0.378, 0.422) * 4
+    members += [MemberEstimate(other.label, 0.9, 0.4, 0.02, gains) for other in others]
     estimate = PoolEstimate("chat", first.label, 1000, 600.0, "", tuple(members))
     return ReplayAnswer((estimate,), {}, 2.0)
 
@@ -269,3 +270,23 @@ async def test_the_job_has_no_keys_and_names_endpoints_in_order() -> None:
     assert pool.endpoints == ("e0",)
     assert [member.label for member in pool.members] == ["round_robin", "prefix_aware"]
     assert job.cpu_share == 0.05
+
+
+async def test_a_request_is_counted_by_one_comparison_only() -> None:
+    jobs: list[ReplayJob] = []
+
+    async def run(job: ReplayJob) -> ReplayAnswer:
+        jobs.append(job)
+        (pool,) = job.pools
+        members = tuple(
+            MemberEstimate(member.label, 0.5, gains=() if index == 0 else (0.0,) * 8)
+            for index, member in enumerate(pool.members)
+        )
+        until_s = 5000.0 + len(jobs)
+        estimate = PoolEstimate("chat", pool.members[0].label, 1000, 600.0, "", members, until_s)
+        return ReplayAnswer((estimate,), {}, 2.0)
+
+    harness = Harness(run=run)
+    for later_s in (1000.0, 3000.0, 5000.0):
+        await harness.compare(later_s)
+    assert [job.pools[0].counts_from_s for job in jobs] == [0.0, 5001.0, 5002.0]
