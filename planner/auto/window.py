@@ -31,10 +31,11 @@ def complete_until(lines: Sequence[LoggedRequest], now_s: float) -> float:
     """Return the Unix time in seconds before which nearly all arrived requests are in the log.
 
     lines  the log lines in order of arrival
-    now_s  Unix time at which the log was read, in seconds
+    now_s  Unix time at which the log was read, in seconds; the end of a logged request if later
     """
     if not lines:
         return now_s
+    now_s = max(now_s, *(arrived_s(line) + _duration_s(line) for line in lines))
     # The newest half of the lines has too few long answers to show how long requests take.
     middle_s = (arrived_s(lines[0]) + now_s) / 2
     served = [line for line in lines if line.status < 400 and line.last_us is not None]

@@ -75,7 +75,7 @@ def ask(running: GatewayProcess) -> str:
 def test_a_pool_that_began_with_a_bad_policy_switches_and_an_operator_can_undo_it(
     tmp_path: Path, workers: int
 ) -> None:
-    log, lines = tmp_path / "access.jsonl", auto_log.serve("round_robin", 300)
+    log, lines = tmp_path / "access.jsonl", auto_log.serve("round_robin", 500)
     with mock_fleet() as (first, second):
         config = CONFIG.format(workers=workers, first=first, second=second)
         with gateway_process(tmp_path, config, observability=f"{{access_log: '{log}'}}") as running:
@@ -127,7 +127,7 @@ def metrics(running: GatewayProcess) -> str:
 def test_the_replay_process_has_the_lowest_priority_and_ends_with_its_gateway(
     tmp_path: Path,
 ) -> None:
-    log, lines = tmp_path / "access.jsonl", auto_log.serve("round_robin", 300)
+    log, lines = tmp_path / "access.jsonl", auto_log.serve("round_robin", 500)
     auto_log.write(log, lines, time())
     with mock_fleet() as (first, second):
         config = CONFIG.format(workers=1, first=first, second=second)
