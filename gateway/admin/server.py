@@ -198,6 +198,7 @@ def _endpoint_row(live: LiveEndpoint, now: float) -> dict[str, object]:
         },
         "labels": dict(endpoint.labels),
         "max_concurrency": endpoint.max_concurrency,
+        "kv_tokens": load.kv_tokens or None,
         "available": load.is_available,
         "state": endpoint_state(live),
         "cause": health.cause,

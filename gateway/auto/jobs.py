@@ -8,10 +8,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gateway.auto.pool_state import PoolState, member_of
-from gateway.config import AutoPolicy, Config
+from gateway.config import AutoPolicy, Config, Pool
 from policies.auto.job import PoolJob, ReplayJob
 
-ENDPOINT_FIELDS = ("role", "layout", "labels", "max_concurrency")
+ENDPOINT_FIELDS = ("role", "layout", "labels", "max_concurrency", "kv_tokens")
 
 
 def build_job(
@@ -33,6 +33,8 @@ def build_job(
                 for row in rows
                 if row["pool"] == name
             ]
+        else:
+            _add_kv_sizes(tree["pools"][name]["endpoints"], pool, rows)
     tree["pools"] = {name: pool for name, pool in tree["pools"].items() if name in states}
     return ReplayJob(
         tree,
@@ -41,6 +43,16 @@ def build_job(
         min(_section(config, name).cpu_percent for name in states) / 100,
         tuple(_pool_job(config, name, state, rows) for name, state in states.items()),
     )
+
+
+def _add_kv_sizes(
+    endpoints: Sequence[dict[str, Any]], pool: Pool, rows: Sequence[Mapping[str, Any]]
+) -> None:
+    # Add the KV capacities that engines report, where the configuration states none.
+    reported = {row["name"]: row.get("kv_tokens") for row in rows}
+    for values, spec in zip(endpoints, pool.endpoints, strict=True):
+        if values.get("kv_tokens") is None:
+            values["kv_tokens"] = reported.get(spec.display_name)
 
 
 def _pool_job(

@@ -45,7 +45,12 @@ class ScriptedTarget:
         return False
 
     async def endpoint_rows(self) -> Sequence[Mapping[str, Any]]:
-        row = {"name": "e0", "state": self.state, "available": self.state == "up"}
+        row = {
+            "name": "e0",
+            "state": self.state,
+            "available": self.state == "up",
+            "kv_tokens": 90_000,
+        }
         return [{"pool": pool, **row} for pool in self.running.config.pools]
 
     async def change(self, text: bytes, reason: str, *, dry_run: bool) -> ChangeResult:
@@ -270,6 +275,21 @@ async def test_the_job_has_no_keys_and_names_endpoints_in_order() -> None:
     assert pool.endpoints == ("e0",)
     assert [member.label for member in pool.members] == ["round_robin", "prefix_aware"]
     assert job.cpu_share == 0.05
+
+
+@pytest.mark.parametrize(("stated", "replayed"), [("", 90_000), (", kv_tokens: 60000", 60_000)])
+async def test_a_replay_has_the_kv_size_that_the_engine_reports_unless_the_file_states_one(
+    stated: str, replayed: int
+) -> None:
+    jobs: list[ReplayJob] = []
+
+    async def run(job: ReplayJob) -> ReplayAnswer:
+        jobs.append(job)
+        return await answer_better(job)
+
+    await Harness(TEXT.replace("name: e0", f"name: e0{stated}"), run).compare()
+    (endpoint,) = jobs[0].config["pools"]["chat"]["endpoints"]
+    assert endpoint["kv_tokens"] == replayed
 
 
 async def test_a_request_is_counted_by_one_comparison_only() -> None:
