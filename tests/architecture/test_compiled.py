@@ -196,6 +196,17 @@ def test_a_method_handed_on_by_another_module_or_found_in_two_of_a_kin_stays_pyt
     assert " k(" not in declarations("item", of(item=item, kin=kin))
 
 
+def test_a_method_that_a_grandchild_extends_by_super_stays_pythons() -> None:
+    item = ITEM + "    def m(self): pass\n    def k(self): pass\n"
+    kin = (
+        "from item import Item\nclass On(Item):\n    __slots__ = ()\n"
+        "class Last(On):\n    __slots__ = ()\n"
+        "    def m(self):\n        super().m()\n    def k(self): pass\n"
+    )
+    declared = declarations("item", of(item=item, kin=kin))
+    assert [name for name in "mk" if f" {name}(" in declared] == ["k"]
+
+
 def test_private_functions_are_called_without_a_look_up_and_public_ones_are_not() -> None:
     text = "def _own(a, data: bytes): pass\ndef shown(): return _own(1, b'')\ndef _kept(): pass\nTABLE = (_kept,)\n"
     assert declarations("module", of(module=text)) == "cpdef object _own(object a, bytes data)\n"

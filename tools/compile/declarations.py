@@ -105,6 +105,13 @@ def _declare_class(
     }
     # A method that related classes override must stay a Python method.
     excluded = {method.name for other in related.values() for method in _functions(other)}
+    # Cython makes a C function of each method that overrides one, and super() works in none.
+    excluded |= {
+        method.name
+        for other in _distant_kin(node, project)
+        for method in _functions(other)
+        if not list(_c_functions([method], ()))
+    }
     excluded |= _need_python_form({"", full, *related}, project)
     for method in _c_functions(_functions(node), excluded):
         yield f"    {c_types.signature(method, of_class=True)}"
@@ -114,6 +121,23 @@ def _declare_class(
 def _are_related(node: ast.ClassDef, other: ast.ClassDef) -> bool:
     bases = {ast.unparse(base) for base in node.bases}, {ast.unparse(base) for base in other.bases}
     return other.name in bases[0] or node.name in bases[1]
+
+
+def _distant_kin(node: ast.ClassDef, project: Project) -> Iterator[ast.ClassDef]:
+    # Yield the C classes that a class inherits from, or that inherit from it, over several levels.
+    by_name = {other.name: other for other in project.classes.values()}
+
+    def ancestors(of: ast.ClassDef) -> Iterator[str]:
+        for base in of.bases:
+            name = ast.unparse(base)
+            if name in by_name:
+                yield name
+                yield from ancestors(by_name[name])
+
+    above = set(ancestors(node))
+    for other in by_name.values():
+        if other.name in above or node.name in ancestors(other):
+            yield other
 
 
 def _functions(node: ast.ClassDef) -> list[ast.FunctionDef]:

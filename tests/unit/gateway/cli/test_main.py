@@ -306,7 +306,7 @@ def test_serve_warns_when_neither_a_compiled_module_nor_numpy_hashes_prompts() -
     )
     options = ["serve", "--engine", "http://127.0.0.1:1", "--port", "0", "--admin-port", "0"]
     result = subprocess.run(
-        [sys.executable, "-c", program, *options],
+        [sys.executable, "-P", "-c", program, *options],  # -P: PYTHONPATH before this folder
         env=os.environ | {"PYTHONPATH": os.environ.get("PENSTOCK_HOME", str(ROOT))},
         capture_output=True,
         text=True,

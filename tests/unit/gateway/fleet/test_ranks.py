@@ -10,7 +10,9 @@ from gateway.config import Config
 from gateway.fleet.endpoint_registry import EndpointRegistry, to_endpoint
 from gateway.fleet.kv_events.addresses import SourceAddress, SourceError, of_rank
 from gateway.fleet.scrape import parse_scrape
+from gateway.http.write_queue import WriteQueue
 from policies.model import EngineKind
+from tests.replaced import stand_in
 
 METRICS = b"""# TYPE vllm:num_requests_running gauge
 vllm:num_requests_running{model_name="m",engine="0"} 3
@@ -26,8 +28,12 @@ def config(**endpoint: Any) -> Config:
     return Config.model_validate({"version": 1, "pools": {"main": {"endpoints": [spec]}}})
 
 
+def _registry() -> EndpointRegistry:
+    return EndpointRegistry(stand_in(WriteQueue, None))
+
+
 def test_each_pinned_rank_is_an_endpoint_with_a_name_and_a_key_of_its_own() -> None:
-    plan = EndpointRegistry(None).plan(config(name="one"))  # type: ignore[arg-type]
+    plan = _registry().plan(config(name="one"))
     endpoints = [member.endpoint for member in plan.members]
     assert [endpoint.name for endpoint in endpoints] == ["one/dp0", "one/dp1"]
     assert len({endpoint.key for endpoint in endpoints}) == 2
@@ -35,7 +41,7 @@ def test_each_pinned_rank_is_an_endpoint_with_a_name_and_a_key_of_its_own() -> N
 
 
 def test_requests_to_a_rank_carry_its_number() -> None:
-    plan = EndpointRegistry(None).plan(config())  # type: ignore[arg-type]
+    plan = _registry().plan(config())
     for rank, member in enumerate(plan.members):
         member.live.reconfigure(member.endpoint, member.spec, plan.timeouts, None)
         head = member.live.upstream.request_head("/v1/completions")
@@ -43,7 +49,7 @@ def test_requests_to_a_rank_carry_its_number() -> None:
 
 
 def test_without_pinning_the_engine_is_one_endpoint_and_gets_no_rank() -> None:
-    plan = EndpointRegistry(None).plan(config(pin_ranks=False))  # type: ignore[arg-type]
+    plan = _registry().plan(config(pin_ranks=False))
     (member,) = plan.members
     assert member.endpoint.key == ("main", "http://engine:8000")
     assert b"data-parallel" not in member.live.upstream.request_head("/v1/completions")

@@ -7,6 +7,7 @@ import pytest
 from gateway.config import Config, config_from_engines
 from gateway.fleet.endpoint_registry import LiveEndpoint
 from gateway.fleet.endpoint_table import EndpointTable
+from tests.replaced import replace_method
 from tests.unit.gateway.fleet.tables import table_of
 
 URLS = [f"http://127.0.0.1:{port}" for port in range(9000, 9008)]
@@ -25,8 +26,8 @@ def count_changes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         changes.append(live.endpoint.url)
         attach(table, live)
 
-    monkeypatch.setattr(LiveEndpoint, "reconfigure", counting_reconfigure)
-    monkeypatch.setattr(EndpointTable, "_attach_gauges", counting_attach)
+    replace_method(monkeypatch, LiveEndpoint, "reconfigure", counting_reconfigure)
+    replace_method(monkeypatch, EndpointTable, "_attach_gauges", counting_attach)
     return changes
 
 

@@ -8,11 +8,13 @@ from types import SimpleNamespace
 import pytest
 
 from gateway.config.kv_event_sections import KvEvents
+from gateway.fleet.endpoint_table import EndpointTable
 from gateway.fleet.kv_events.exact_prefixes import ExactPrefixes
 from gateway.fleet.kv_events.reader import KvEventReader
 from gateway.metrics.catalogue import Metrics
 from policies.model import EngineKind
 from tests.fair_time import within
+from tests.replaced import stand_in
 
 pytest.importorskip("zmq")
 
@@ -34,8 +36,9 @@ class Live:
 
 async def states(*lives: Live) -> list[str | None]:
     # Start a reader of these endpoints' events, and return what it says of each.
-    exact, table = ExactPrefixes(1 << 20), SimpleNamespace(all=lambda: lives)
-    reader = KvEventReader(table, exact, Metrics())  # type: ignore[arg-type]
+    exact = ExactPrefixes(1 << 20)
+    table = stand_in(EndpointTable, SimpleNamespace(all=lambda: lives))
+    reader = KvEventReader(table, exact, Metrics())
     reader.start()
 
     async def until_subscribed() -> None:
