@@ -115,6 +115,7 @@ class LoadReservation(QueuedPrompt):
         # KV that is handed over cannot be a shared prefix here before it has arrived.
         self.prefix_tokens = 0 if handed else min(self.cached_tokens, prompt)
         self.is_planned = self.has_kv = self.awaits_kv = False
+        self.length_class = -1
         if self.is_decoding:
             self.remaining_tokens, self.is_planned = 0, True
             timeline.start_decoding(self, now)

@@ -13,6 +13,8 @@ from math import inf
 from typing import TYPE_CHECKING
 
 from policies.engine import calibration
+from policies.engine.output_length import RecentLengths
+from policies.engine.running_answers import LengthGroup, RunningAnswers
 from policies.engine.running_averages import EngineAverages
 from policies.engine.shared_prefix_kv import SharedPrefixKv
 
@@ -72,6 +74,8 @@ class EngineModel:
     decode_base_s          total uncorrected seconds of decode steps, without reading the context
     decode_context_s       total uncorrected seconds of decode steps for reading the context
     averages               running averages of the engine's work
+    lengths                lengths of recent answers relative to the expected ones
+    answers                the running answers by age
     idle_delay_s           seconds from a pick to the first step of an idle engine
     step_overhead_s        the part of a step with prompts that is not prefill, in seconds
     forecast_at            when the forecast was computed
@@ -114,7 +118,7 @@ class EngineModel:
             "span",
             "is_stale",
         ),
-        *("context_base", "step_tokens", "steps", "first_tokens_at"),
+        *("answers", "context_base", "lengths", "step_tokens", "steps", "first_tokens_at"),
     )
 
     def __init__(self, now: float = 0.0) -> None:
@@ -133,6 +137,8 @@ class EngineModel:
         self.prefill_s = self.decode_s = 0.0
         self.decode_base_s = self.decode_context_s = self.raw_base_s = self.raw_context_s = 0.0
         self.averages = EngineAverages(now)
+        self.lengths = RecentLengths()
+        self.answers = RunningAnswers(self.lengths)
         self.forecast_at, self.is_stale = -inf, False
         self.idle_delay_s = self.step_overhead_s = 0.0
         self.span = calibration.StepSpan()
@@ -384,8 +390,19 @@ class EngineModel:
             self.kv_prompts -= prompt.prompt_tokens
         else:
             self.prefixes.add(prompt.prefix_tokens)
+        self.answers.add(prompt)
         self.batch += prompt.sequences
         self.context_base += prompt.sequences * (prompt.prompt_tokens - self.steps)
+
+    def answer_groups(self, load: EngineLoad, now: float) -> list[LengthGroup]:
+        """Return the endpoint's answers by their probable length (RunningAnswers.groups).
+
+        Steps since the last event count if the engine only decodes.
+        """
+        steps = self.steps
+        if now > self.step_began_at and self.decode_s > 0.0 and not (self.is_busy or self.queue):
+            steps += (now - self.step_began_at) / self.decode_s
+        return self.answers.groups(load, steps, self.prefill_s)
 
     def on_kv_arrived(self, prompt: QueuedPrompt) -> None:
         """Allocate KV in the modelled engine for a prompt whose KV has arrived from another

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 
 from policies.engine import calibration, load_forecast
 from policies.engine.engine_model import EngineModel
-from policies.engine.output_length import RecentLengths
 from policies.engine.running_averages import ArrivalAverages
 
 if TYPE_CHECKING:
@@ -29,14 +28,13 @@ class EngineTimeline(EngineModel):
     """An engine model that ledger.py keeps up to date with the events of reserved requests.
 
     arrivals  running averages of the prompts recently sent to the endpoint
-    lengths   lengths of its recent answers relative to the expected ones
     """
 
-    __slots__ = ("arrivals", "lengths")
+    __slots__ = ("arrivals",)
 
     def __init__(self, now: float = 0.0) -> None:
         super().__init__(now)
-        self.arrivals, self.lengths = ArrivalAverages(now), RecentLengths()
+        self.arrivals = ArrivalAverages(now)
 
     def on_sent(self, load: EngineLoad, prompt: QueuedPrompt, now: float) -> None:
         """Queue a prompt that was sent to the engine, and update the forecast of the endpoint's
@@ -123,6 +121,7 @@ class EngineTimeline(EngineModel):
         if prompt.is_decoding:
             if output_tokens is not None and prompt.sees_first_token:
                 self._learn_decode_steps(load, prompt, output_tokens, now)
+            self.answers.remove(prompt)
             self.batch -= prompt.sequences
             self.context_base -= prompt.sequences * (
                 prompt.prompt_tokens - prompt.decode_begin_step

@@ -6,8 +6,9 @@ remaining length of a running answer.
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right, insort
 from collections import deque
+from collections.abc import Sequence
 
 DEFAULT_OUTPUT_TOKENS = 256
 """Expected length in tokens of a model's answers before the first answer has ended."""
@@ -16,6 +17,11 @@ MEMORY = 100  # number of answers a mean covers
 SEEN = 5  # answers until a mean has full weight against the more general one
 NOTHING = (0, 0.0)  # number and mean before the first answer
 SPREAD = (0.25, 0.5, 1.0, 1.5, 2.5)  # initial ratios of actual to expected length
+CLASSES = 5
+"""Number of classes of equal probability into which lengths are divided."""
+
+LEAST_RATIO = 1e-3
+"""Smallest ratio of an answer's actual to its expected length that is told apart."""
 
 
 class OutputLengths:
@@ -67,21 +73,30 @@ class OutputLengths:
 
 
 class RecentLengths:
-    """The lengths of one endpoint's recent answers, relative to their expected lengths.
+    """The lengths of one endpoint's recent answers, each divided by its expected length."""
 
-    A value of 2 means an answer twice as long as expected.
-    """
-
-    __slots__ = ("_ordered", "_ratios")
+    __slots__ = ("_ordered", "_quantiles", "_ratios")
 
     def __init__(self) -> None:
-        self._ratios = deque(SPREAD, MEMORY)
-        self._ordered: list[float] | None = None
+        self._ratios, self._ordered = deque(SPREAD), list(SPREAD)
+        self._quantiles: list[float] | None = None
 
     def record(self, output_tokens: float, expected_tokens: float) -> None:
         """Record the length of a complete answer and the length that had been expected."""
-        self._ratios.append(output_tokens / max(1.0, expected_tokens))
-        self._ordered = None
+        ratio = max(LEAST_RATIO, output_tokens / max(1.0, expected_tokens))
+        self._ratios.append(ratio)
+        insort(self._ordered, ratio)
+        if len(self._ratios) > MEMORY:
+            del self._ordered[bisect_left(self._ordered, self._ratios.popleft())]
+        self._quantiles = None
+
+    def quantiles(self) -> Sequence[float]:
+        """Return the medians of CLASSES classes of equal probability, as ratios, in order."""
+        if self._quantiles is None:
+            ordered = self._ordered
+            step = len(ordered) / CLASSES
+            self._quantiles = [ordered[int((number + 0.5) * step)] for number in range(CLASSES)]
+        return self._quantiles
 
     def remaining_tokens(
         self, generated_tokens: float, expected_tokens: float, share: float
@@ -95,8 +110,6 @@ class RecentLengths:
         An answer longer than all earlier ones is expected to double in length.
         """
         ordered = self._ordered
-        if ordered is None:
-            ordered = self._ordered = sorted(self._ratios)
         expected = max(1.0, expected_tokens)
         ended_earlier = bisect_right(ordered, generated_tokens / expected)
         if ended_earlier == len(ordered):

@@ -22,6 +22,9 @@ class QueuedPrompt:
                       other sequences
     sequences         number of answers generated from the prompt
     output_tokens     expected output tokens of each answer
+    length_class      the age of its answer at the last check (RunningAnswers); -1 before the first
+                      token and after the end
+    per_expected_token   1 over the length that was then expected of it
     sees_first_token  whether the engine reports the first token; otherwise it is assumed to arrive
                       when the step ends
 
@@ -51,6 +54,8 @@ class QueuedPrompt:
             "prompt_tokens",
             "sequences",
             "decode_begin_step",
+            "length_class",
+            "per_expected_token",
             "sees_first_token",
         ),
     )
@@ -72,6 +77,8 @@ class QueuedPrompt:
     prompt_tokens: int
     sequences: int
     decode_begin_step: float
+    length_class: int
+    per_expected_token: float
     sees_first_token: bool
 
     @property

@@ -26,9 +26,6 @@ LEAST_BUDGET = 0.05
 """Smallest share of the TTFT budget (0 to 1) that prices assume to be left, however long the
 request has waited."""
 
-SHORTEST = 32.0
-"""Minimum length in tokens that prices assume for answers which other requests slow down."""
-
 UNKNOWN_KV_TOKENS = 500_000.0
 """KV capacity in tokens that is assumed for an endpoint which has not reported its own."""
 
@@ -68,10 +65,11 @@ class PricedPolicy(PolicyParams, frozen=True):
                 time that others' prefills take of it counts `lumps` times: it comes in lumps, which
                 a short answer cannot average out
         others  others_weight x the increase in loss, by its prefill and its sequence, of each
-                request that decodes there, at the slope of their present step time plus `stall` x
-                the queue spread over an answer (many answers are shorter than expected and feel a
-                queue more). Prompts that wait for KV stall no one, and a request that only prefills
-                here has one token, so nothing to lose after it
+                answer that runs or waits there. The delays that an answer has had, the queue in
+                front and this prefill are spread over its length, which is not known: the loss is
+                the mean over the lengths that the answer may still have by its age
+                (running_answers.py). Prompts that wait for KV delay no answer, and a request that
+                only prefills here has one token, so nothing to lose after it
         work    work_weight x prefill over the TTFT budget: engine time that is lost to others; plus
                 regret_weight x the endpoint's eviction regret: cache that is evicted, also by KV
                 that was computed elsewhere
@@ -96,9 +94,8 @@ class PricedPolicy(PolicyParams, frozen=True):
     late: Factor = 1.35
     overdue: NonNegative = 0.6
     tpot_weight: NonNegative = 1.0
-    lumps: Factor = 3.0
-    others_weight: NonNegative = 2.0
-    stall: NonNegative = 2.0
+    lumps: Factor = 2.0
+    others_weight: NonNegative = 1.0
     work_weight: NonNegative = 1.0
     regret_weight: NonNegative = 3.0
     kv_weight: NonNegative = 0.5
@@ -204,11 +201,11 @@ class PriceScorer:
         """
         weights, request, load = self.weights, query.request, candidates[index].load
         fast, attention, slow = (factors[index] for factors in self.speeds(candidates))
-        slo, answer = request.slo, max(SHORTEST, load.expected_tokens / (load.answers or 1))
+        slo, room = request.slo, load.kv_tokens or UNKNOWN_KV_TOKENS
         cached_here = (
             query.cached_by_slot[load.slot] if load.slot < len(query.cached_by_slot) else 0
         )
-        uncached, room = request.prompt_tokens - cached_here, load.kv_tokens or UNKNOWN_KV_TOKENS
+        uncached = request.prompt_tokens - cached_here
         pair_s = attention * load.attention_s_per_pair
         token_s = load.prefill_s_per_token + (cached_here + 0.5 * uncached) * pair_s
         fill_s = fast * uncached * token_s
@@ -224,19 +221,17 @@ class PriceScorer:
         first_s = transfer_s + start_s + load.fixed_ttft_s + work_s
         context_s = load.decode_s_per_context_token
         sequence_s = load.decode_s_per_sequence + context_s * request.prompt_tokens
-        more_s = part.decodes * slow * sequence_s
-        step_s = slow * load.decode_s_per_token + more_s
-        added = (work_s / answer + more_s) / slo.tpot_s
-        slope = min(
-            weights.late, (step_s + weights.stall * wait_s / answer) / slo.tpot_s + 0.5 * added
-        )
-        if context_s > load.belief.context_s:
-            step_s *= 1.0 + (weights.lumps - 1.0) * (1.0 - load.belief.context_s / context_s)
+        more_s, step_s = part.decodes * slow * sequence_s, slow * load.decode_s_per_token
+        busy = prefill_share(load)
+        own_s = (step_s + more_s) * (1.0 + (weights.lumps - 1.0) * busy)
         grown = (uncached + part.decodes * request.output_tokens) / room
         return PriceTerms(
             ttft=self._loss(first_s / patience_s(request, query.now)),
-            tpot=part.decodes * weights.tpot_weight * self._loss(step_s / slo.tpot_s),
-            others=weights.others_weight * load.expected_tokens / answer * added * 3.0 * slope**2,
+            tpot=part.decodes * weights.tpot_weight * self._loss(own_s / slo.tpot_s),
+            others=weights.others_weight
+            * self._loss_of_others(
+                load, query.now, slo.tpot_s, step_s * (1.0 - 0.5 * busy), more_s, wait_s, work_s
+            ),
             work=weights.work_weight
             / slo.ttft_s
             * (work_s + weights.regret_weight * load.eviction_regret * fill_s),
@@ -246,6 +241,28 @@ class PriceScorer:
                 + slot_loss(load, usual)
             ),
         )
+
+    def _loss_of_others(
+        self,
+        load: EndpointLoad,
+        now: float,
+        tpot_s: float,
+        step_s: float,
+        more_s: float,
+        wait_s: float,
+        work_s: float,
+    ) -> float:
+        # Return the loss that a request causes to the endpoint's answers.
+        #
+        # Their steps take `step_s` each, and `more_s` more with the request. The prefills before
+        # it take `wait_s`, its own `work_s`.
+        loss = 0.0
+        for count, per_token, began_s in load.timeline.answer_groups(load, now):
+            delayed_s = wait_s + load.timeline.prefill_s - began_s
+            before = step_s + delayed_s * per_token
+            after = before + more_s + work_s * per_token
+            loss += count * (self._loss(after / tpot_s) - self._loss(before / tpot_s))
+        return loss
 
     def speeds(self, candidates: Sequence[Candidate]) -> SpeedFactors:
         """Return lists of correction factors, by candidate, for prefill, attention and decode
@@ -279,17 +296,17 @@ class _PriceLoop:
     # costs twice as much in the interpreter.
 
     __slots__ = (
-        *("beyond", "fresh_s", "kv", "late", "lumps", "others", "overdue", "regret", "stall"),
-        *("now", "per_tpot", "per_ttft", "per_others", "per_work", "prompt"),
+        *("beyond", "fresh_s", "kv", "late", "lumps", "others", "overdue", "regret"),
+        *("now", "per_tpot", "per_ttft", "per_work", "prompt"),
         *("decoded", "later", "own", "prefills", "tpot", "work"),
     )
 
     def __init__(self, weights: PricedPolicy) -> None:
         self.late, self.overdue = weights.late, weights.overdue
         self.beyond = weights.late**3 - weights.overdue * weights.late
-        self.fresh_s, self.stall = weights.fresh_s, weights.stall
-        self.tpot, self.lumps = weights.tpot_weight, weights.lumps - 1.0
-        self.others, self.work = 3.0 * weights.others_weight, weights.work_weight
+        self.fresh_s, self.lumps = weights.fresh_s, weights.lumps - 1.0
+        self.tpot = weights.tpot_weight
+        self.others, self.work = weights.others_weight, weights.work_weight
         self.regret, self.kv = weights.regret_weight, weights.kv_weight
         self.set_request(USUAL_REQUEST, 0.0, WHOLE_REQUEST)
 
@@ -299,7 +316,7 @@ class _PriceLoop:
         self.prompt, self.now, self.prefills = float(request.prompt_tokens), now, part.prefills
         self.per_ttft, self.per_tpot = 1.0 / patience_s(request, now), 1.0 / tpot_s
         self.later, self.own = decodes * request.output_tokens, decodes * self.tpot
-        self.decoded, self.per_others = decodes / tpot_s, self.others * tpot_s
+        self.decoded = decodes / tpot_s
         self.per_work = self.work / request.slo.ttft_s
 
     def prices(self, rows: Iterable[_Row], cached: Sequence[int], usual: float) -> list[float]:
@@ -309,6 +326,8 @@ class _PriceLoop:
         now: float = self.now
         per_tpot: float = self.per_tpot
         late: float = self.late
+        beyond: float = self.beyond
+        overdue: float = self.overdue
         fast: float
         attention: float
         slow: float
@@ -316,10 +335,9 @@ class _PriceLoop:
         for candidate, fast, attention, slow, delay_s in rows:
             load: EndpointLoad = candidate.load
             hit: float = cached[load.slot] if load.slot < known else 0
-            expected: float = load.expected_tokens
             answers: float = load.answers
             room: float = load.kv_tokens or UNKNOWN_KV_TOKENS
-            used: float = load.kv_used_tokens + 0.5 * expected
+            used: float = load.kv_used_tokens + 0.5 * load.expected_tokens
             uncached = prompt - hit
             pairs_s: float = attention * (hit + 0.5 * uncached) * load.attention_s_per_pair
             fill_s = fast * uncached * (load.prefill_s_per_token + pairs_s)
@@ -343,23 +361,54 @@ class _PriceLoop:
             context_s: float = load.decode_s_per_context_token
             more = self.decoded * slow * (load.decode_s_per_sequence + context_s * prompt)
             step = slow * load.decode_s_per_token * per_tpot + more
-            harm = 0.0
-            if expected:
-                answer = expected / (answers or 1.0)
-                per_answer = per_tpot / (answer if answer > SHORTEST else SHORTEST)
-                more += work_s * per_answer
-                slope = min(late, step + self.stall * per_answer * wait_s + 0.5 * more)
-                harm = self.per_others * expected * per_answer * more * slope * slope
-            if context_s > load.belief.context_s:  # stretched by others' prefills
-                step *= 1.0 + self.lumps * (1.0 - load.belief.context_s / context_s)
+            busy = prefill_share(load)
+            harm: float = 0.0
+            if answers:
+                pace = (step - more) * (1.0 - 0.5 * busy)
+                harm = self._harm(load, pace, more, wait_s, work_s)
+            step *= 1.0 + self.lumps * busy
             prices.append(
-                (first * first * first if first < late else self.beyond + self.overdue * first)
-                + self.own
-                * (step * step * step if step < late else self.beyond + self.overdue * step)
-                + (harm + self.kv * lack)
+                (first * first * first if first < late else beyond + overdue * first)
+                + self.own * (step * step * step if step < late else beyond + overdue * step)
+                + (self.others * harm + self.kv * lack)
                 + self.per_work * (work_s + self.regret * load.eviction_regret * fill_s)
             )
         return prices
+
+    def _harm(
+        self, load: EndpointLoad, pace: float, more: float, wait_s: float, work_s: float
+    ) -> float:
+        # Return the loss that a request causes to the answers of an endpoint.
+        #
+        # pace and more are shares of the TPOT budget: the answers' step time, and its increase.
+        # The prefills before the request take `wait_s` seconds, its own `work_s`.
+        timeline, harm = load.timeline, 0.0
+        late: float = self.late
+        beyond: float = self.beyond
+        overdue: float = self.overdue
+        per_tpot: float = self.per_tpot
+        delayed_s: float = wait_s + timeline.prefill_s
+        for count, per_token, began_s in timeline.answer_groups(load, self.now):
+            per_second = per_token * per_tpot
+            before = pace + (delayed_s - began_s) * per_second
+            after = before + more + work_s * per_second
+            harm += count * (
+                (after * after * after if after < late else beyond + overdue * after)
+                - (before * before * before if before < late else beyond + overdue * before)
+            )
+        return harm
+
+
+def prefill_share(load: EndpointLoad) -> float:
+    """Return the share of the expected step time, 0 to 1, that prefills of later requests take.
+
+    A running answer is expected to feel half of them, because half of its tokens are generated in
+    the mean.
+    """
+    context_s: float = load.decode_s_per_context_token
+    if context_s > load.belief.context_s:  # stretched by prefills
+        return 1.0 - load.belief.context_s / context_s
+    return 0.0
 
 
 def patience_s(request: Request, now: float) -> float:

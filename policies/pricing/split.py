@@ -86,25 +86,21 @@ class SplitRule(msgspec.Struct, frozen=True):
     handoff_s, kv_token_s  time of a KV transfer, fixed and per token (320 KiB per token at 50
                            GB/s), until handoffs were measured: for policies that price a split,
                            which need no threshold
-    pair_gain         share of the single endpoint's price that a pair must save, because it stores
-                      the prompt's KV twice for a while
     """
 
     threshold_tokens: int = 2048
     hysteresis: float = 0.25
     handoff_s: float = 0.01
     kv_token_s: float = 6.5e-6
-    pair_gain: float = 0.15
 
     def __post_init__(self) -> None:
         if self.threshold_tokens < 1 or not 0.0 <= self.hysteresis < 1.0:
             raise ValueError(
                 f"splitting: threshold_tokens >= 1 and 0 <= hysteresis < 1 are required, got {self}"
             )
-        if self.handoff_s < 0.0 or self.kv_token_s < 0.0 or not 0.0 <= self.pair_gain < 1.0:
+        if self.handoff_s < 0.0 or self.kv_token_s < 0.0:
             raise ValueError(
-                "splitting: handoff_s >= 0, kv_token_s >= 0 and 0 <= pair_gain < 1 are "
-                f"required, got {self}"
+                f"splitting: handoff_s >= 0 and kv_token_s >= 0 are required, got {self}"
             )
 
 
@@ -372,7 +368,7 @@ class PricedSplitter(Splitter, frozen=True):
             if _has_candidate(pools.alone, query):
                 return SplitDecision(None, SplitReason.WHOLE_CHEAPER, splitting)
             return SplitDecision(pair, SplitReason.NO_SINGLE_ENDPOINT, splitting)
-        if pair.prefill.score + pair.decode.score > (1.0 - self.rule.pair_gain) * whole.score:
+        if pair.prefill.score + pair.decode.score > whole.score:
             return SplitDecision(pair, SplitReason.PAIR_CHEAPER, splitting)
         return SplitDecision(None, SplitReason.WHOLE_CHEAPER, splitting)
 

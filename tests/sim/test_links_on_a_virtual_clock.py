@@ -53,7 +53,7 @@ def test_the_share_of_split_requests_falls_as_links_slow_down() -> None:
     shares = [split_share(link_gb_s) for link_gb_s in (50.0, 5.0, 1.0, 0.125)]
     assert shares[0] > 0.3
     assert shares[1] < 0.5 * shares[0]
-    assert max(shares[2:]) < 0.05
+    assert max(shares[2:]) < 0.2 * shares[0]
 
 
 def test_a_slow_link_costs_little_beside_never_splitting() -> None:

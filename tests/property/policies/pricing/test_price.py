@@ -1,4 +1,4 @@
-"""Property tests of prices: more waiting requests never lower one, and a longer cached prefix never
+"""Property tests of prices: less free memory never lowers one, and a longer cached prefix never
 raises one.
 """
 
@@ -35,7 +35,7 @@ prices = st.builds(
         st.floats(0.0, 3.0),
         weight,
         st.floats(1.0, 9.0),
-        *[weight] * 5,
+        *[weight] * 4,
         st.floats(1.0, 4.0),
     ),
 )
@@ -118,6 +118,9 @@ def test_more_backlog_reserved_memory_or_regret_or_less_free_memory_is_never_che
     part: PhaseShare,
     data: st.DataObject,
 ) -> None:
+    if number == "prefill_done_at":  # answers that a queue has made late have less to lose
+        one.load.answers = one.load.expected_tokens = 0
+
     def worsen(load: EndpointLoad) -> None:
         setattr(load, number, getattr(load, number) + data.draw(WORSE[number]))
 

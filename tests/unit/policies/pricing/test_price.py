@@ -134,8 +134,8 @@ def test_a_wait_for_kv_delays_only_the_own_first_token() -> None:
 def test_a_queue_delays_the_own_first_token_and_running_answers() -> None:
     question, idle, queue = (
         ask(4000, 300),
-        outlook(0, expected_tokens=7000),
-        outlook(1, expected_tokens=7000, prefill_done_at=103.0),
+        outlook(0, answers=20, expected_tokens=7000),
+        outlook(1, answers=20, expected_tokens=7000, prefill_done_at=103.0),
     )
     assert term(question, queue, "ttft") > 10 * term(question, idle, "ttft")
     assert term(question, queue, "others") > term(question, idle, "others")
@@ -175,8 +175,10 @@ def test_an_endpoint_with_eviction_regret_costs_more_to_fill() -> None:
 def test_a_full_memory_repels_more_than_a_long_way_to_the_next_free_one() -> None:
     question = ask(8000, 300)
     full, free = (
-        outlook(0, kv_used_tokens=1_200_000, answers=100),
-        outlook(1, kv_used_tokens=60_000, answers=100, prefill_done_at=100.5),
+        outlook(0, kv_used_tokens=1_200_000, answers=100, expected_tokens=35_000),
+        outlook(
+            1, kv_used_tokens=60_000, answers=100, expected_tokens=35_000, prefill_done_at=100.5
+        ),
     )
     assert term(question, full, "kv") > term(question, free, "kv")
     assert PRICES.scores(question, [full, free])[1] > PRICES.scores(question, [full, free])[0]
@@ -264,7 +266,7 @@ def test_a_slow_endpoint_is_passed_over_and_noise_decides_nothing() -> None:
 
 
 def test_the_halves_of_a_split_request_pay_for_what_they_do() -> None:
-    question, one = ask(8000, 300), [outlook(0, expected_tokens=5000)]
+    question, one = ask(8000, 300), [outlook(0, answers=10, expected_tokens=5000)]
     prefill = PRICES.explain(question, one, 0, PhaseShare(decodes=0.0, transfer_s=0.2))
     decode, whole = (
         PRICES.explain(question, one, 0, DECODE_PHASE),
@@ -291,16 +293,23 @@ def test_decoding_pays_for_the_prompts_queued_before_its_kv() -> None:
     assert queued.ttft > 0.1
 
 
-def test_pace_lost_to_prefills_counts_more_than_pace_lost_to_a_large_batch() -> None:
+def test_answers_that_run_already_feel_half_of_the_prefills_that_new_ones_expect() -> None:
     question = ask(8000, 300)
-    crowded, among_prompts = (
-        outlook(0, decode_s_per_token=0.03),
-        outlook(1, decode_s_per_token=0.03),
-    )
+    numbers = {"decode_s_per_token": 0.05, "answers": 20, "expected_tokens": 7000}
+    crowded, among_prompts = outlook(0, **numbers), outlook(1, **numbers)
     among_prompts.load.decode_s_per_context_token = 1.5 * among_prompts.load.belief.context_s
     crowded.load.decode_s_per_context_token = crowded.load.belief.context_s
-    assert term(question, among_prompts, "tpot") > 2 * term(question, crowded, "tpot")
-    assert PRICES.prices(question, [among_prompts])[0] > PRICES.prices(question, [crowded])[0]
+    assert term(question, among_prompts, "others") < term(question, crowded, "others")
+
+
+def test_answers_that_are_late_in_any_case_have_less_to_lose_than_those_just_in_time() -> None:
+    question = ask(8000, 300)
+    numbers = {"answers": 20, "expected_tokens": 2000}
+    in_time, late = (
+        outlook(slot, prefill_done_at=100.0 + wait_s, **numbers)
+        for slot, wait_s in enumerate((2.0, 60.0))
+    )
+    assert term(question, late, "others") < 0.5 * term(question, in_time, "others")
 
 
 def test_halves_add_up_in_the_unrolled_form_as_well() -> None:
@@ -308,6 +317,7 @@ def test_halves_add_up_in_the_unrolled_form_as_well() -> None:
         outlook(
             slot,
             prefill_done_at=100.0 + slot,
+            answers=2 * slot,
             expected_tokens=700 * slot,
             kv_reserved=99_000 * slot,
             decode_s_per_context_token=9e-8 * slot,
