@@ -92,7 +92,7 @@ class StreamedAnswer:
         Raises TranslationError if an event is too long.
         """
         for event in self._events.feed(data):
-            payload = event.strip()
+            payload = bytes(event.strip())
             if payload[:1] == b"{":
                 self._read(payload)
 

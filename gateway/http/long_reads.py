@@ -4,6 +4,9 @@ The event loop reads up to 256 KiB from a connection at once. To relay them may 
 milliseconds: an engine may send thousands of small chunks in one read, or events whose every byte
 is examined. Meanwhile nothing else would run. Nothing more is read from such a connection until all
 slices of its last read have been relayed.
+
+A short read may lead to long work too: it may decide that a long beginning of a stream is relayed,
+or end a translated stream. A relay processes such work in steps, each of which counts as a slice.
 """
 
 from __future__ import annotations
@@ -13,10 +16,12 @@ from collections import deque
 from time import monotonic
 from typing import TYPE_CHECKING, Protocol
 
+from gateway.protocol.steps import STEP_BYTES
+
 if TYPE_CHECKING:
     from gateway.protocol.relay import Relay
 
-SLICE = 32 * 1024
+SLICE = STEP_BYTES
 """Maximum bytes of a long read that are relayed at once; this takes a millisecond at most."""
 ITERATION_S = 0.0005
 """Duration of an event loop iteration, in seconds, after which it relays no further slice."""
@@ -35,10 +40,11 @@ class LongReads:
     The connections take turns, so that a connection with a long read does not delay the others.
     """
 
-    __slots__ = ("_loop", "_slices")
+    __slots__ = ("_is_scheduled", "_loop", "_slices")
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
+        self._is_scheduled = False
         self._slices: dict[SlicedConnection, deque[tuple[Relay, bytes]]] = {}
 
     def has_slices(self, connection: SlicedConnection) -> bool:
@@ -56,16 +62,36 @@ class LongReads:
 
         Pauses reading from `transport` until then.
         """
-        if not self._slices:
-            self._loop.call_soon(self._run)
+        self._schedule()
         transport.pause_reading()
         slices = self._slices.setdefault(connection, deque())
         slices.extend((relay, data[at : at + SLICE]) for at in range(0, len(data), SLICE))
 
+    def add_step(
+        self, connection: SlicedConnection, relay: Relay, transport: asyncio.Transport | None
+    ) -> None:
+        """Let `relay` process more of what it has received, before anything else is relayed.
+
+        Pauses reading from `transport` until then, unless it is closing or None.
+        """
+        self._schedule()
+        if transport is not None and not transport.is_closing():
+            transport.pause_reading()
+        self._slices.setdefault(connection, deque()).appendleft((relay, b""))
+
     def flush(self, connection: SlicedConnection) -> None:
         """Relay all slices of a connection now, because it is closing."""
-        for relay, data in self._slices.pop(connection, ()):
+        while connection in self._slices:
+            slices = self._slices[connection]
+            relay, data = slices.popleft()
+            if not slices:
+                del self._slices[connection]
             connection.process_deferred(relay, data)
+
+    def _schedule(self) -> None:
+        if not self._is_scheduled:
+            self._is_scheduled = True
+            self._loop.call_soon(self._run)
 
     def _run(self) -> None:
         ends = monotonic() + ITERATION_S
@@ -75,8 +101,9 @@ class LongReads:
                 if monotonic() >= ends:
                     break
         finally:
+            self._is_scheduled = False
             if self._slices:
-                self._loop.call_soon(self._run)
+                self._schedule()
 
     def _relay_next(self) -> None:
         connection = next(iter(self._slices))

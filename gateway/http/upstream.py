@@ -16,11 +16,12 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from gateway.http.ack_delay import delay_acks
 from gateway.http.connect_errors import is_local_error
 from gateway.http.eager_task import EagerFuture, new_future, timeout_after
 from gateway.http.read_turns import LONG_READ
 from gateway.http.write_queue import WriteQueue
-from gateway.protocol.relay import DONE, Relay, UpstreamError
+from gateway.protocol.relay import BEHIND, DONE, Relay, UpstreamError
 from gateway.util.tls import WRITE_BUFFER_BYTES, Encryption
 
 MAX_IDLE_S = 4.0  # below the 5 s after which vLLM's server closes idle connections (engines.md A.9)
@@ -36,7 +37,8 @@ LOST_KINDS = ("reset", "no_answer")  # kinds of failure in which no byte of a re
 # A connection lost later than this may be due to a proxy's idle timeout, not to a dead engine.
 RECENT_S = 5.0
 
-QUICKACK: int | None = getattr(socket, "TCP_QUICKACK", None)  # Linux only
+# What _examine() checks after each read: nothing, further steps, or whether to delay ACKs as well.
+NOTHING, STEPS, STEPS_AND_ACKS = range(3)
 
 
 class Downstream(Protocol):
@@ -79,9 +81,9 @@ class UpstreamConnection:
     """
 
     __slots__ = (
-        "_acks_each_chunk",
         "_done",
         "_downstream",
+        "_examined",
         "_is_half_closed",
         "_long_read",
         "_outbox",
@@ -104,7 +106,7 @@ class UpstreamConnection:
         self.idle_since = 0.0
         self._paused = self._is_half_closed = False
         self._long_read = LONG_READ  # bytes from which on a read is relayed in slices
-        self._acks_each_chunk = True
+        self._examined = STEPS_AND_ACKS
 
     @property
     def is_open(self) -> bool:
@@ -125,7 +127,7 @@ class UpstreamConnection:
             self._finish(UpstreamError("reset", message))
             return done
         self._relay, self._downstream = relay, downstream
-        self._acks_each_chunk = True
+        self._examined = STEPS_AND_ACKS
         self.last_activity_at = monotonic()
         downstream.set_source(self)
         body = payload.body
@@ -264,8 +266,16 @@ class UpstreamConnection:
             self.last_activity_at = now
         if relay.state is DONE:
             self._finish(None)
-        elif self._acks_each_chunk and relay.event_count > 1:
-            self._delay_acks()
+        elif self._examined:
+            self._examine(relay)
+
+    def _examine(self, relay: Relay) -> None:
+        if relay.state is BEHIND:
+            self._outbox.long_reads.add_step(self, relay, self.transport)
+            self._long_read = 0
+        elif self._examined == STEPS_AND_ACKS and relay.event_count > 1:
+            self._examined = NOTHING if relay.translator is None else STEPS
+            delay_acks(self.transport)
 
     def _relay_in_slices(self, relay: Relay, data: bytes, transport: asyncio.Transport) -> None:
         if self._outbox.budget_spent:  # this connection's deferred chunks come first
@@ -281,18 +291,6 @@ class UpstreamConnection:
         self._long_read = LONG_READ
         if self.is_open and self.transport is not None and not self._paused:
             self.transport.resume_reading()
-
-    def _delay_acks(self) -> None:
-        # Let the kernel acknowledge two chunks of a stream with one packet.
-        #
-        # Linux acknowledges each chunk at once (quick-ack mode) on a connection that only receives,
-        # which costs CPU on both sides. With TCP_QUICKACK off, it waits for a second chunk or 40
-        # ms. A silence of 40 ms re-enters quick-ack mode, as before every first token, so this is
-        # done once per stream. An engine that leaves Nagle's algorithm on waits 40 ms too, once.
-        self._acks_each_chunk = False
-        if QUICKACK is not None and self.is_open and self.transport is not None:
-            with suppress(OSError):  # the kernel lacks the option: keep acknowledging each chunk
-                self.transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, QUICKACK, 0)
 
     def process_deferred(self, relay: Relay, data: bytes) -> None:
         """Relay a chunk that was deferred, or a slice of a long read, if its response (`relay`) is
@@ -311,11 +309,11 @@ class UpstreamConnection:
             self.abort()
             raise
         finally:
-            self._long_read = long_read
+            if self._long_read:  # otherwise another step must be processed before the next read
+                self._long_read = long_read
 
     def eof_received(self) -> None:
-        self._outbox.long_reads.flush(self)
-        self._outbox.flush_connection(self)
+        self._relay_what_was_read()
         relay = self._relay
         if relay is None or self._downstream is None or relay.state is DONE:
             return
@@ -327,9 +325,13 @@ class UpstreamConnection:
         self._downstream.write(out)
         self._finish(None)
 
-    def connection_lost(self, exc: Exception | None) -> None:
+    def _relay_what_was_read(self) -> None:
         self._outbox.long_reads.flush(self)
         self._outbox.flush_connection(self)
+        self._outbox.long_reads.flush(self)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._relay_what_was_read()
         self.transport = None
         self._pool.discard(self)
         message = f"the connection to the engine was lost: {exc or 'closed'}"

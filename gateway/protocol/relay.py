@@ -11,6 +11,7 @@ reasons and a proper end.
 from __future__ import annotations
 
 import re
+from collections import deque
 from collections.abc import Callable
 from enum import Enum, auto
 
@@ -32,6 +33,7 @@ from gateway.protocol.response_framing import (
     new_body,
 )
 from gateway.protocol.rewrite import ModelNameRewriter
+from gateway.protocol.steps import STEP_BYTES
 from gateway.protocol.stream_scan import (
     DONE_MARKER,
     MAX_REFUSAL_BYTES,
@@ -60,6 +62,7 @@ class RelayState(Enum):
     REFUSED  an error response is being collected
     HELD     no byte has been returned for the client
     FLOWING  the body is being forwarded
+    BEHIND   the body is being forwarded, and not all received bytes have been processed
     DONE     the response is complete
     """
 
@@ -67,16 +70,20 @@ class RelayState(Enum):
     REFUSED = auto()
     HELD = auto()
     FLOWING = auto()
+    BEHIND = auto()
     DONE = auto()
 
 
 # Module-level names, because looking up an Enum member on its class is ten times slower.
-HEAD, REFUSED, HELD, FLOWING, DONE = RelayState
+HEAD, REFUSED, HELD, FLOWING, BEHIND, DONE = RelayState
 
 
 class Relay(PayloadScan):
     """Relays one response: pass the engine's bytes to feed(), and send what it returns to the
     client.
+
+    Some bytes lead to more work than may be done at once. Then `state` is BEHIND, and feed() must
+    be called again, with b"", in a later iteration of the event loop.
 
     Set by the caller:
 
@@ -110,6 +117,7 @@ class Relay(PayloadScan):
         "_partial_head",
         "_refusal",
         "_refusal_bytes",
+        "_unprocessed",
         "bytes_sent",
         "chunk_gaps",
         "first_byte_at",
@@ -170,8 +178,10 @@ class Relay(PayloadScan):
     def feed(self, data: bytes, now: float) -> bytes:
         """Process bytes from the engine and return bytes for the client.
 
-        `now` is in monotonic seconds. Raises UpstreamError when the response is malformed or
-        broken.
+        In the state BEHIND, b"" makes the relay process more of what it received before; other
+        bytes make it process all of that first. `now` is in monotonic seconds.
+
+        Raises UpstreamError when the response is malformed or broken.
         """
         if self.state is not FLOWING:
             return self._begin(data, now)
@@ -201,7 +211,7 @@ class Relay(PayloadScan):
             data = self._reframe(payload)
         elif self._held_size_line or body.partial:
             data = self._hold_size_line(data)
-        if body.is_complete:
+        if body.is_complete and self.state is FLOWING:
             data = self._finish_body(data)
         self.bytes_sent += len(data)
         return data
@@ -218,12 +228,15 @@ class Relay(PayloadScan):
             raise UpstreamError(
                 "truncated", "the engine closed the connection before its response began"
             )
+        earlier = self._catch_up(self.last_data_at or 0.0)
         self._body.is_complete = True
         if self.state is REFUSED:
             return self._collect_refusal(b"")
-        out = self._finish_body(self._reframe(b""))
+        out = self._reframe(b"")
+        if self.state is FLOWING:
+            out = self._finish_body(out)
         self.bytes_sent += len(out)
-        return out
+        return earlier + out + self._catch_up(self.last_data_at or 0.0)
 
     @property
     def is_at_boundary(self) -> bool:
@@ -247,7 +260,8 @@ class Relay(PayloadScan):
         """
         if not self.is_at_boundary:
             return b""
-        event = b"" if self._is_done_sent else self._last_event(self._error_event(failure, message))
+        event = b"" if self._is_done_sent else self._error_event(failure, message)
+        event = self._last_event(event)
         return event if self.is_http_1_0 else encode_chunk(event) + LAST_CHUNK
 
     @property
@@ -257,10 +271,7 @@ class Relay(PayloadScan):
 
     def _begin(self, data: bytes, now: float) -> bytes:
         if self._held_start is not None:
-            if self._held_start.is_undecided(data):
-                return b""
-            data, self._held_start = bytes(self._held_start.data), None
-            return self._commit(data, now)
+            return self._hold_or_commit(self._held_start, data, now)
         if self._partial_head is not None:
             data = self._partial_head.add(data)
             if not data:
@@ -289,7 +300,15 @@ class Relay(PayloadScan):
             data = data[offset:]
         if self.state is REFUSED:
             return self._collect_refusal(data)
+        if self.state is BEHIND:
+            return self._continue(data, now)
         return b"" if self._is_undecided(data) else self._commit(data, now)
+
+    def _hold_or_commit(self, held: HeldStart, data: bytes, now: float) -> bytes:
+        if held.is_undecided(data):
+            return b""
+        self._held_start = None
+        return self._commit(bytes(held.data), now)
 
     def _is_undecided(self, data: bytes) -> bool:
         # Return whether the first bytes do not yet show if this stream begins with an error.
@@ -326,6 +345,7 @@ class Relay(PayloadScan):
         # Only a response that does not arrive whole in one read needs these fields.
         self._begin_scan(head.is_sse)
         self._is_torn = False
+        self._unprocessed: deque[bytes] | None = None  # pieces of a long held start, in BEHIND
         self._refusal, self._refusal_bytes = bytearray(), 0
         self._held_size_line: bytes = (
             b""  # a partial chunk size line that has not been forwarded yet
@@ -384,13 +404,60 @@ class Relay(PayloadScan):
         on_first, self.on_first_token = self.on_first_token, None
         head = self._client_head()
         self.bytes_sent += len(head)
-        out = head + self.feed(data, now)
+        first = data if len(data) <= STEP_BYTES else data[:STEP_BYTES]
+        out = head + self.feed(first, now)
         if self._body.is_complete and not self._last_payload:
             raise UpstreamError("no_answer", "the engine's response is empty")
         self.is_committed, self.on_first_token = True, on_first
         if self.first_token_at is not None:
             self._notify_first_token()
+        if first is not data:
+            steps = range(STEP_BYTES, len(data), STEP_BYTES)
+            self._unprocessed = deque(data[at : at + STEP_BYTES] for at in steps)
+            self._note_progress()
         return out
+
+    def _continue(self, data: bytes, now: float) -> bytes:
+        if not data:
+            return self._process_step(now)
+        out = self._catch_up(now)
+        if self.state is FLOWING:
+            return out + self.feed(data, now)
+        self._body.surplus_bytes += len(data)
+        return out
+
+    def _process_step(self, now: float) -> bytes:
+        # Process more of what was received earlier: the rest of a translation, or of a held start.
+        translator = self.translator
+        self.state = FLOWING
+        if translator is not None and translator.is_behind:
+            payload = translator.more()
+            is_last = not translator.is_behind
+            out = self._frame(payload, is_last=is_last)
+            if is_last and self._body.is_complete:
+                out = self._finish_body(out)
+            self.bytes_sent += len(out)
+        else:
+            out = self.feed(self._unprocessed.popleft(), now) if self._unprocessed else b""
+        self._note_progress()
+        return out
+
+    def _note_progress(self) -> None:
+        # Enter the state BEHIND if there is more to process.
+        if self._unprocessed and self.state is DONE:
+            self._body.surplus_bytes += sum(map(len, self._unprocessed))
+            self._unprocessed.clear()
+        elif self.state is FLOWING and (
+            self._unprocessed or (self.translator is not None and self.translator.is_behind)
+        ):
+            self.state = BEHIND
+
+    def _catch_up(self, now: float) -> bytes:
+        # Process all that was received earlier, at once.
+        out = []
+        while self.state is BEHIND:
+            out.append(self._process_step(now))
+        return b"".join(out)
 
     def _relay_whole(self, head: ResponseHead, payload: bytes, now: float) -> bytes:
         # Relay a response that is no stream and has arrived as a whole in one read.
@@ -436,9 +503,19 @@ class Relay(PayloadScan):
             payload = self.translator.feed(
                 payload, is_sse=self.head.is_sse, is_complete=self._body.is_complete
             )
+            if self.translator.is_behind:
+                self.state = BEHIND
+            return self._frame(payload, is_last=not self.translator.is_behind)
+        return self._frame(payload, is_last=True)
+
+    def _frame(self, payload: bytes, *, is_last: bool) -> bytes:
+        # Return the payload as a chunk for the client, or bare for a client without chunks.
+        #
+        # `is_last` if all output that the received bytes have led to is in it or before it.
         if self.is_http_1_0:
             return payload
-        return encode_chunk(payload) + (LAST_CHUNK if self._body.is_complete else b"")
+        ends = is_last and self._body.is_complete
+        return encode_chunk(payload) + (LAST_CHUNK if ends else b"")
 
     def _last_event(self, event: bytes) -> bytes:
         # Return a stream's last event, `event`, translated to the client's API if necessary.

@@ -6,8 +6,6 @@ request more.
 
 from __future__ import annotations
 
-from typing import Any
-
 import msgspec
 
 
@@ -102,7 +100,12 @@ class ChatAnswer(msgspec.Struct, frozen=True):
     created: int = 0
     choices: tuple[ChatChoice, ...] = ()
     usage: ChatUsage | None = None
-    error: Any = None
+    error: msgspec.Raw = msgspec.Raw()
+
+    @property
+    def has_error(self) -> bool:
+        """Return whether the engine reported an error in place of an answer."""
+        return bytes(self.error) not in (b"", b"null")
 
 
 class ErrorDetail(msgspec.Struct, frozen=True):
@@ -118,9 +121,10 @@ class TranslationError(Exception):
 
 
 _read_answer = msgspec.json.Decoder(ChatAnswer).decode
+_read_error = msgspec.json.Decoder(ErrorDetail | str).decode
 
 
-def read_answer(data: bytes) -> ChatAnswer:
+def read_answer(data: bytes | bytearray) -> ChatAnswer:
     """Decode a chat completion or a chunk of one. Raises TranslationError if it is malformed."""
     try:
         return _read_answer(data)
@@ -130,14 +134,13 @@ def read_answer(data: bytes) -> ChatAnswer:
         ) from None
 
 
-def read_error(error: object) -> ErrorDetail:
-    """Return the error object in an engine's error response.
+def read_error(error: msgspec.Raw) -> ErrorDetail:
+    """Return the error object in an engine's error response, given as JSON.
 
     A string becomes its message; any other value that is no error object gives a default.
     """
-    if isinstance(error, str):
-        return ErrorDetail(error)
     try:
-        return msgspec.convert(error, ErrorDetail)
-    except msgspec.ValidationError:
+        detail = _read_error(error)
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
         return ErrorDetail()
+    return ErrorDetail(detail) if isinstance(detail, str) else detail

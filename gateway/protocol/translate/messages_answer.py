@@ -20,6 +20,7 @@ from gateway.protocol.translate.chat_answers import (
     read_error,
 )
 from gateway.protocol.translate.event_stream import format_event
+from gateway.protocol.translate.long_text import encode_in_pieces, to_text
 from gateway.protocol.translate.request_reader import encode
 from gateway.protocol.translate.stream_translator import StreamTranslator
 
@@ -43,11 +44,11 @@ _TYPES_IN_STREAM: Mapping[str, str] = MappingProxyType(
         "service_unavailable_error": "overloaded_error",
     }
 )
-_decode = msgspec.json.Decoder().decode
+_decode_object = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 
 
-def from_chat(body: bytes, model: str) -> bytes:
-    """Translate a chat completion to an Anthropic message of `model`.
+def from_chat(body: bytes | bytearray, model: str) -> Iterator[bytes]:
+    """Translate a chat completion to an Anthropic message of `model`; return its JSON in pieces.
 
     Raises TranslationError if the completion is malformed.
     """
@@ -57,12 +58,14 @@ def from_chat(body: bytes, model: str) -> bytes:
     choice, content = answer.choices[0], list[dict[str, Any]]()
     message = choice.message
     if message.thought:
-        content.append({"type": "thinking", "thinking": message.thought, "signature": ""})
+        content.append(
+            {"type": "thinking", "thinking": to_text([message.thought]), "signature": ""}
+        )
     if text := message.content or message.refusal:
-        content.append({"type": "text", "text": text})
+        content.append({"type": "text", "text": to_text([text])})
     content += [_tool_use(call, _arguments(call)) for call in message.tool_calls or ()]
     reason, sequence = _stop(choice, has_tools=bool(message.tool_calls))
-    return encode(
+    return encode_in_pieces(
         _message(answer.id, model, content, answer.usage or ChatUsage())
         | {"stop_reason": reason, "stop_sequence": sequence}
     )
@@ -71,12 +74,11 @@ def from_chat(body: bytes, model: str) -> bytes:
 def from_error(status: int, body: bytes) -> bytes:
     """Translate the body of an error response from OpenAI's format to Anthropic's."""
     try:
-        detail = msgspec.json.decode(body, type=ChatAnswer).error
-    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
-        detail = None
+        detail = read_error(read_answer(body).error)
+    except TranslationError:
+        detail = ErrorDetail()
     kind = _ERROR_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
-    message = read_error(detail).message
-    return encode({"type": "error", "error": {"type": kind, "message": message}})
+    return encode({"type": "error", "error": {"type": kind, "message": detail.message}})
 
 
 def _message(
@@ -124,15 +126,15 @@ def _tool_use(call: ChatToolCall, arguments: object) -> dict[str, Any]:
 
 
 def _arguments(call: ChatToolCall) -> object:
-    # Return the arguments of a tool call as an object.
+    # Return the arguments of a tool call as an object: the model's own JSON, if it is valid.
     #
     # Invalid arguments are wrapped in an object as text, so that nothing is lost.
     text = call.function.arguments or "{}"
     try:
-        arguments = _decode(text)
+        _decode_object(text)
     except (msgspec.DecodeError, RecursionError):
-        arguments = None
-    return arguments if isinstance(arguments, dict) else {"INVALID_JSON": text}
+        return {"INVALID_JSON": to_text([text])}
+    return msgspec.Raw(text)
 
 
 class MessagesStream(StreamTranslator):
@@ -148,16 +150,16 @@ class MessagesStream(StreamTranslator):
 
     def _start(self, answer: ChatAnswer) -> Iterator[bytes]:
         message = _message(answer.id, self._model, [], self.usage)
-        yield format_event("message_start", {"type": "message_start", "message": message})
+        yield from format_event("message_start", {"type": "message_start", "message": message})
 
     def _delta(self, choice: ChatChoice) -> Iterator[bytes]:
         delta = choice.delta
         if delta.thought:
             yield from self._open("thinking", {"type": "thinking", "thinking": "", "signature": ""})
-            yield self._piece({"type": "thinking_delta", "thinking": delta.thought})
+            yield from self._piece({"type": "thinking_delta", "thinking": to_text([delta.thought])})
         if text := delta.content or delta.refusal:
             yield from self._open("text", {"type": "text", "text": ""})
-            yield self._piece({"type": "text_delta", "text": text})
+            yield from self._piece({"type": "text_delta", "text": to_text([text])})
         for call in delta.tool_calls or ():
             yield from self._call(call)
 
@@ -167,8 +169,9 @@ class MessagesStream(StreamTranslator):
             self.note_call(call.index)
             yield from self._open(kind, _tool_use(call, {}))
         if call.function.arguments:
-            piece = {"type": "input_json_delta", "partial_json": call.function.arguments}
-            yield self._piece(piece)
+            arguments = to_text([call.function.arguments])
+            piece = {"type": "input_json_delta", "partial_json": arguments}
+            yield from self._piece(piece)
 
     def _open(self, kind: str | tuple[str, int], block: dict[str, Any]) -> Iterator[bytes]:
         # Start a content block, and end the current one if it is of another kind.
@@ -178,18 +181,18 @@ class MessagesStream(StreamTranslator):
         self._kind = kind
         self._index += 1
         start = {"type": "content_block_start", "index": self._index, "content_block": block}
-        yield format_event("content_block_start", start)
+        yield from format_event("content_block_start", start)
 
     def _close(self) -> Iterator[bytes]:
         if self._kind is None:
             return
         if self._kind == "thinking":
-            yield self._piece({"type": "signature_delta", "signature": ""})
+            yield from self._piece({"type": "signature_delta", "signature": ""})
         self._kind = None
         stop = {"type": "content_block_stop", "index": self._index}
-        yield format_event("content_block_stop", stop)
+        yield from format_event("content_block_stop", stop)
 
-    def _piece(self, delta: dict[str, Any]) -> bytes:
+    def _piece(self, delta: dict[str, Any]) -> Iterator[bytes]:
         event = {"type": "content_block_delta", "index": self._index, "delta": delta}
         return format_event("content_block_delta", event)
 
@@ -198,10 +201,10 @@ class MessagesStream(StreamTranslator):
         reason, sequence = _stop(self.ending, has_tools=bool(self.seen_calls))
         delta = {"stop_reason": reason, "stop_sequence": sequence}
         event = {"type": "message_delta", "delta": delta, "usage": _usage(self.usage)}
-        yield format_event("message_delta", event)
-        yield format_event("message_stop", {"type": "message_stop"})
+        yield from format_event("message_delta", event)
+        yield from format_event("message_stop", {"type": "message_stop"})
 
     def _fail(self, detail: ErrorDetail) -> Iterator[bytes]:
         kind = _TYPES_IN_STREAM.get(detail.type or "", "api_error")
         error = {"type": "error", "error": {"type": kind, "message": detail.message}}
-        yield format_event("error", error)
+        yield from format_event("error", error)

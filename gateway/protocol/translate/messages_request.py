@@ -84,7 +84,7 @@ def to_tokenize(body: bytes) -> bytes:
     return encode({name: chat[name] for name in names if name in chat})
 
 
-def count_of(answer: bytes) -> bytes:
+def count_of(answer: bytes | bytearray) -> bytes:
     """Translate an engine's answer to /tokenize into the answer to a count_tokens request.
 
     Raises TranslationError if the answer is malformed.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from gateway.protocol.translate.chat_answers import (
@@ -11,7 +11,8 @@ from gateway.protocol.translate.chat_answers import (
     TranslationError,
     read_answer,
 )
-from gateway.protocol.translate.request_reader import encode, read_object
+from gateway.protocol.translate.long_text import Text, encode_in_pieces, to_text
+from gateway.protocol.translate.request_reader import read_object
 from gateway.protocol.translate.responses_input import flat_name
 
 _ECHOED: Mapping[str, Any] = {
@@ -54,10 +55,10 @@ def echo(request: bytes) -> dict[str, Any]:
     }
 
 
-def from_chat(body: bytes, model: str, echoed: Mapping[str, Any]) -> bytes:
-    """Translate a chat completion to a response of `model`; `echoed` is what echo() returned.
+def from_chat(body: bytes | bytearray, model: str, echoed: Mapping[str, Any]) -> Iterator[bytes]:
+    """Translate a chat completion to a response of `model`; return its JSON in pieces.
 
-    Raises TranslationError if the completion is malformed.
+    `echoed` is what echo() returned. Raises TranslationError if the completion is malformed.
     """
     answer = read_answer(body)
     if not answer.choices:
@@ -65,15 +66,17 @@ def from_chat(body: bytes, model: str, echoed: Mapping[str, Any]) -> bytes:
     choice, key = answer.choices[0], answer.id.removeprefix("chatcmpl-")
     message, output = choice.message, list[dict[str, Any]]()
     if message.thought:
-        output.append(reasoning_item(f"rs_{key}_{len(output)}", message.thought))
+        output.append(reasoning_item(f"rs_{key}_{len(output)}", to_text([message.thought])))
     if text := message.content or message.refusal:
-        part = refusal_part(text) if not message.content else text_part(text)
+        make_part = text_part if message.content else refusal_part
+        part = make_part(to_text([text]))
         output.append(message_item(f"msg_{key}_{len(output)}", part, "completed"))
     names = function_names(echoed)
     for call in message.tool_calls or ():
-        output.append(call_item(f"fc_{key}_{len(output)}", call, "completed", names))
+        arguments = to_text([call.function.arguments or ""])
+        output.append(call_item(f"fc_{key}_{len(output)}", call, "completed", names, arguments))
     head = response_head(key, model, answer.created, echoed)
-    return encode(
+    return encode_in_pieces(
         head
         | ended(choice.finish_reason, output)
         | {"usage": usage_of(answer.usage or ChatUsage())}
@@ -126,12 +129,12 @@ def usage_of(usage: ChatUsage) -> dict[str, Any]:
     }
 
 
-def text_part(text: str) -> dict[str, Any]:
+def text_part(text: Text) -> dict[str, Any]:
     """Return a content part of the Responses API that contains this text."""
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
 
 
-def refusal_part(text: str) -> dict[str, Any]:
+def refusal_part(text: Text) -> dict[str, Any]:
     """Return a content part of the Responses API in which the model refuses the request."""
     return {"type": "refusal", "refusal": text}
 
@@ -148,7 +151,7 @@ def message_item(item_id: str, part: dict[str, Any] | None, status: str) -> dict
     }
 
 
-def reasoning_item(item_id: str, text: str | None) -> dict[str, Any]:
+def reasoning_item(item_id: str, text: Text | None) -> dict[str, Any]:
     """Return an output item with reasoning text, or without content if `text` is None."""
     content = [] if text is None else [{"type": "reasoning_text", "text": text}]
     return {"id": item_id, "type": "reasoning", "summary": [], "content": content}
@@ -168,7 +171,11 @@ def function_names(echoed: Mapping[str, Any]) -> Mapping[str, Mapping[str, str]]
 
 
 def call_item(
-    item_id: str, call: ChatToolCall, status: str, names: Mapping[str, Mapping[str, str]]
+    item_id: str,
+    call: ChatToolCall,
+    status: str,
+    names: Mapping[str, Mapping[str, str]],
+    arguments: Text,
 ) -> dict[str, Any]:
     """Return a function call as an output item, with the arguments received so far.
 
@@ -181,5 +188,5 @@ def call_item(
         "status": status,
         "call_id": call.id or "",
         **names.get(name, {"name": name}),
-        "arguments": call.function.arguments or "",
+        "arguments": arguments,
     }

@@ -10,12 +10,12 @@ import msgspec
 from gateway.protocol.translate.chat_answers import (
     ChatAnswer,
     ChatChoice,
-    ChatFunction,
     ChatToolCall,
     ErrorDetail,
     TranslationError,
 )
 from gateway.protocol.translate.event_stream import format_event
+from gateway.protocol.translate.long_text import Text, to_text
 from gateway.protocol.translate.responses_answer import (
     call_item,
     ended,
@@ -29,8 +29,8 @@ from gateway.protocol.translate.responses_answer import (
 )
 from gateway.protocol.translate.stream_translator import StreamTranslator
 
-MAX_ANSWER_CHARS = 32 * 1024 * 1024
-"""Maximum characters of one answer's text, which the last events repeat."""
+MAX_ANSWER_CHARS = 8 * 1024 * 1024
+"""Maximum characters of one answer's text, which the last events repeat four times."""
 
 
 class OpenItem(msgspec.Struct):
@@ -42,9 +42,9 @@ class OpenItem(msgspec.Struct):
     pieces: list[str] = []
 
     @property
-    def text(self) -> str:
-        """Return the text of the output item so far: all received pieces, joined."""
-        return "".join(self.pieces)
+    def text(self) -> Text:
+        """Return the text of the output item so far, from all received pieces."""
+        return to_text(self.pieces)
 
 
 class ResponsesStream(StreamTranslator):
@@ -72,19 +72,19 @@ class ResponsesStream(StreamTranslator):
         self._key = answer.id.removeprefix("chatcmpl-")
         self._head = response_head(self._key, self._model, answer.created, self._echoed)
         for name in ("created", "in_progress"):
-            yield self._emit(f"response.{name}", {"response": self._head})
+            yield from self._emit(f"response.{name}", {"response": self._head})
 
     def _delta(self, choice: ChatChoice) -> Iterator[bytes]:
         delta = choice.delta
         if delta.thought:
             yield from self._open("reasoning")
-            yield self._piece("response.reasoning_text.delta", delta.thought)
+            yield from self._piece("response.reasoning_text.delta", delta.thought)
         if delta.content:
             yield from self._open("text")
-            yield self._piece("response.output_text.delta", delta.content, logprobs=[])
+            yield from self._piece("response.output_text.delta", delta.content, logprobs=[])
         if delta.refusal:
             yield from self._open("refusal")
-            yield self._piece("response.refusal.delta", delta.refusal)
+            yield from self._piece("response.refusal.delta", delta.refusal)
         for call in delta.tool_calls or ():
             yield from self._call(call)
 
@@ -95,7 +95,9 @@ class ResponsesStream(StreamTranslator):
             yield from self._close()
             yield from self._open("call", call)
         if call.function.arguments:
-            yield self._piece("response.function_call_arguments.delta", call.function.arguments)
+            yield from self._piece(
+                "response.function_call_arguments.delta", call.function.arguments
+            )
 
     def _open(self, kind: str, call: ChatToolCall | None = None) -> Iterator[bytes]:
         # Start an output item, and end the current one if it is of another kind.
@@ -105,9 +107,11 @@ class ResponsesStream(StreamTranslator):
         prefix = {"reasoning": "rs", "call": "fc"}.get(kind, "msg")
         self._item = OpenItem(kind, f"{prefix}_{self._key}_{len(self._output)}", call)
         event = {"output_index": len(self._output), "item": self._item_now("in_progress", None)}
-        yield self._emit("response.output_item.added", event)
+        yield from self._emit("response.output_item.added", event)
         if kind != "call":
-            yield self._emit("response.content_part.added", self._locate_part(part=self._part("")))
+            yield from self._emit(
+                "response.content_part.added", self._locate_part(part=self._part(""))
+            )
 
     def _close(self) -> Iterator[bytes]:
         # End the current item: yield the events that repeat its text, and the item itself.
@@ -119,24 +123,26 @@ class ResponsesStream(StreamTranslator):
             position = {"item_id": item.item_id, "output_index": len(self._output)}
             name = self._item_now("completed", text)["name"]
             done = {**position, "name": name, "arguments": text}
-            yield self._emit("response.function_call_arguments.done", done)
+            yield from self._emit("response.function_call_arguments.done", done)
         else:
-            yield self._emit(*self._text_done(item.kind, text))
-            yield self._emit("response.content_part.done", self._locate_part(part=self._part(text)))
+            yield from self._emit(*self._text_done(item.kind, text))
+            yield from self._emit(
+                "response.content_part.done", self._locate_part(part=self._part(text))
+            )
         finished = self._item_now("completed", text)
         event = {"output_index": len(self._output), "item": finished}
-        yield self._emit("response.output_item.done", event)
+        yield from self._emit("response.output_item.done", event)
         self._output.append(finished)
         self._item = None
 
-    def _text_done(self, kind: str, text: str) -> tuple[str, dict[str, Any]]:
+    def _text_done(self, kind: str, text: Text) -> tuple[str, dict[str, Any]]:
         if kind == "reasoning":
             return "response.reasoning_text.done", self._locate_part(text=text)
         if kind == "refusal":
             return "response.refusal.done", self._locate_part(refusal=text)
         return "response.output_text.done", self._locate_part(text=text, logprobs=[])
 
-    def _item_now(self, status: str, text: str | None) -> dict[str, Any]:
+    def _item_now(self, status: str, text: Text | None) -> dict[str, Any]:
         # Return the current output item in the form that an event contains.
         #
         # status  "in_progress" or "completed"
@@ -146,13 +152,11 @@ class ResponsesStream(StreamTranslator):
         if item.kind == "reasoning":
             return reasoning_item(item.item_id, text)
         if item.call is not None:
-            function = ChatFunction(item.call.function.name, text)
-            call = ChatToolCall(item.call.id, function)
-            return call_item(item.item_id, call, status, self._names)
+            return call_item(item.item_id, item.call, status, self._names, text or "")
         part = None if text is None else self._part(text)
         return message_item(item.item_id, part, status)
 
-    def _part(self, text: str) -> dict[str, Any]:
+    def _part(self, text: Text) -> dict[str, Any]:
         kind = self._item.kind if self._item is not None else "text"
         if kind == "reasoning":
             return {"type": "reasoning_text", "text": text}
@@ -166,19 +170,19 @@ class ResponsesStream(StreamTranslator):
         position = {"item_id": item_id, "output_index": len(self._output), "content_index": 0}
         return position | members
 
-    def _piece(self, name: str, text: str, **members: Any) -> bytes:
+    def _piece(self, name: str, text: str, **members: Any) -> Iterator[bytes]:
         item = self._item
         assert item is not None
         self._size += len(text)
         if self._size > MAX_ANSWER_CHARS:
             raise TranslationError("The engine's answer is too long to be translated.")
         item.pieces.append(text)
-        event = self._locate_part(delta=text, **members)
+        event = self._locate_part(delta=to_text([text]), **members)
         if item.kind == "call":
             del event["content_index"]
         return self._emit(name, event)
 
-    def _emit(self, name: str, members: dict[str, Any]) -> bytes:
+    def _emit(self, name: str, members: dict[str, Any]) -> Iterator[bytes]:
         event = {"type": name, "sequence_number": self._sequence, **members}
         self._sequence += 1
         return format_event(name, event)
@@ -186,10 +190,10 @@ class ResponsesStream(StreamTranslator):
     def _end(self) -> Iterator[bytes]:
         yield from self._close()
         last = ended(self.ending.finish_reason, self._output) | {"usage": usage_of(self.usage)}
-        yield self._emit(f"response.{last['status']}", {"response": self._head | last})
+        yield from self._emit(f"response.{last['status']}", {"response": self._head | last})
 
     def _fail(self, detail: ErrorDetail) -> Iterator[bytes]:
         code = detail.code if isinstance(detail.code, str) else "server_error"
         error = {"code": code, "message": detail.message}
         state = {"status": "failed", "error": error, "output": self._output}
-        yield self._emit("response.failed", {"response": self._head | state})
+        yield from self._emit("response.failed", {"response": self._head | state})

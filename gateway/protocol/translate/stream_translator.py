@@ -16,14 +16,18 @@ from gateway.protocol.translate.chat_answers import (
 )
 from gateway.protocol.translate.event_stream import EventReader
 
+MAX_EVENT_BYTES = 1024 * 1024
+"""Maximum bytes of one event. The text of an honest event is far shorter."""
+_MAX_DONE_BYTES = 64
 TOO_EARLY = ErrorDetail("The engine's answer ended too early.")
 
 
 class StreamTranslator(ABC):
     """Translates the bytes of one stream of chat chunks to the events of another API.
 
-    feed() takes bytes in any pieces; finish() marks the end of the engine's answer. After the last
-    event, or an error, both return nothing.
+    feed() takes bytes in any pieces; finish() marks the end of the engine's answer. Both yield the
+    client's bytes in pieces, and do their work only while these are taken. After the last event, or
+    an error, both yield nothing.
 
     ending  the last choice that had a finish reason
     usage   the last token counts
@@ -32,38 +36,37 @@ class StreamTranslator(ABC):
     __slots__ = ("_events", "_has_started", "_is_over", "ending", "seen_calls", "usage")
 
     def __init__(self) -> None:
-        self._events = EventReader()
+        self._events = EventReader(MAX_EVENT_BYTES)
         self._has_started = self._is_over = False
         self.ending = ChatChoice()
         self.usage = ChatUsage()
         self.seen_calls: set[int] = set()
 
-    def feed(self, data: bytes) -> bytes:
-        """Translate the engine's next bytes of a stream, and return the complete events for the
+    def feed(self, data: bytes) -> Iterator[bytes]:
+        """Translate the engine's next bytes of a stream, and yield the complete events for the
         client.
         """
         return self._translate(lambda: self._events.feed(data))
 
-    def finish(self) -> bytes:
-        """Return the remaining events for the client when the engine's stream is over.
+    def finish(self) -> Iterator[bytes]:
+        """Yield the remaining events for the client when the engine's stream is over.
 
         An answer without a finish reason ends with an error event.
         """
-        left = self._translate(self._events.flush)
-        if self._is_over:
-            return left
-        if self.ending.finish_reason is None:
-            return left + self._stop(self._fail(TOO_EARLY))
-        return left + self._stop(self._end())
+        yield from self._translate(self._events.flush)
+        if not self._is_over:
+            failed = self.ending.finish_reason is None
+            yield from self._stop(self._fail(TOO_EARLY) if failed else self._end())
 
-    def finish_with(self, event: bytes) -> bytes:
-        """Return the client's events for `event`, the last event of a stream, which the gateway
+    def finish_with(self, event: bytes) -> Iterator[bytes]:
+        """Yield the client's events for `event`, the last event of a stream, which the gateway
         itself created.
 
         An event that the engine has not finished is dropped.
         """
-        self._events = EventReader()
-        return self.feed(event) + self.finish()
+        self._events = EventReader(MAX_EVENT_BYTES)
+        yield from self.feed(event)
+        yield from self.finish()
 
     @abstractmethod
     def _start(self, answer: ChatAnswer) -> Iterator[bytes]:
@@ -95,43 +98,41 @@ class StreamTranslator(ABC):
             )
         self.seen_calls.add(index)
 
-    def _translate(self, read: Callable[[], list[bytes]]) -> bytes:
-        out: list[bytes] = []
+    def _translate(self, read: Callable[[], list[bytearray]]) -> Iterator[bytes]:
         try:
             for event in () if self._is_over else read():
-                out.append(self._event(event))
+                yield from self._event(event)
                 if self._is_over:
                     break
         except TranslationError as error:
-            out.append(self._stop(self._fail(ErrorDetail(str(error)))))
-        return b"".join(out)
+            yield from self._stop(self._fail(ErrorDetail(str(error))))
 
-    def _event(self, data: bytes) -> bytes:
-        if data.strip() == b"[DONE]":
-            return self._stop(self._end())
+    def _event(self, data: bytearray) -> Iterator[bytes]:
+        if len(data) <= _MAX_DONE_BYTES and data.strip() == b"[DONE]":
+            yield from self._stop(self._end())
+            return
         answer = read_answer(data)
-        if answer.error is not None:
-            return self._stop(self._fail(read_error(answer.error)))
+        if answer.has_error:
+            yield from self._stop(self._fail(read_error(answer.error)))
+            return
         if answer.usage is not None:
             self.usage = answer.usage
-        started = self._begin(answer)
-        if not answer.choices:
-            return started
-        choice = answer.choices[0]
-        if choice.finish_reason is not None:
-            self.ending = choice
-        return started + b"".join(self._delta(choice))
+        yield from self._begin(answer)
+        if answer.choices:
+            choice = answer.choices[0]
+            if choice.finish_reason is not None:
+                self.ending = choice
+            yield from self._delta(choice)
 
-    def _begin(self, answer: ChatAnswer) -> bytes:
-        if self._has_started:
-            return b""
-        self._has_started = True
-        return b"".join(self._start(answer))
+    def _begin(self, answer: ChatAnswer) -> Iterator[bytes]:
+        if not self._has_started:
+            self._has_started = True
+            yield from self._start(answer)
 
-    def _stop(self, last: Iterator[bytes]) -> bytes:
-        # Return the last events, and mark the stream as ended.
+    def _stop(self, last: Iterator[bytes]) -> Iterator[bytes]:
+        # Yield the last events, and mark the stream as ended.
         #
         # If no event was sent before, the events that begin a stream precede them.
-        started = self._begin(ChatAnswer())
+        yield from self._begin(ChatAnswer())
         self._is_over = True
-        return started + b"".join(last)
+        yield from last

@@ -55,7 +55,7 @@ def _responses(body: bytes, model: str) -> NewTranslator:
 
 
 def _count(body: bytes, model: str) -> NewTranslator:
-    return lambda: AnswerTranslator(messages_request.count_of)
+    return lambda: AnswerTranslator(lambda answer: iter((messages_request.count_of(answer),)))
 
 
 TRANSLATIONS: Mapping[str, Translation] = MappingProxyType(

@@ -17,6 +17,8 @@ from tests.unit.gateway.protocol.translate.chats import (
     USAGE,
     Piece,
     answer,
+    feed,
+    finish,
     message_of,
     response_of,
     stream,
@@ -36,8 +38,8 @@ CUTS = st.lists(st.integers(0, 4000), max_size=12)
 
 def fed(translator: StreamTranslator, data: bytes, cuts: list[int]) -> bytes:
     places = [0, *sorted(min(cut, len(data)) for cut in cuts), len(data)]
-    out = [translator.feed(data[start:end]) for start, end in pairwise(places)]
-    return b"".join(out) + translator.finish()
+    out = [feed(translator, data[start:end]) for start, end in pairwise(places)]
+    return b"".join(out) + finish(translator)
 
 
 @given(ANSWERS, st.integers(1, 9), CUTS)
@@ -47,7 +49,7 @@ def test_a_messages_stream_adds_up_to_the_whole_message(
     data = stream(pieces, size=size)
     out = fed(MessagesStream("asked"), data, cuts)
     assert out == fed(MessagesStream("asked"), data, [])
-    whole = json.loads(messages_answer.from_chat(answer(pieces), "asked"))
+    whole = json.loads(b"".join(messages_answer.from_chat(answer(pieces), "asked")))
     assert message_of(out) == whole
     assert whole["usage"]["input_tokens"] + whole["usage"]["cache_read_input_tokens"] == 120
     assert whole["usage"]["output_tokens"] == USAGE["completion_tokens"]
@@ -63,7 +65,7 @@ def test_a_responses_stream_adds_up_to_the_whole_response(
     data = stream(pieces, size=size)
     out = fed(ResponsesStream("asked", ECHOED), data, cuts)
     assert out == fed(ResponsesStream("asked", ECHOED), data, [])
-    whole = json.loads(responses_answer.from_chat(answer(pieces), "asked", ECHOED))
+    whole = json.loads(b"".join(responses_answer.from_chat(answer(pieces), "asked", ECHOED)))
     assert response_of(out) == whole
     assert (whole["usage"]["input_tokens"], whole["usage"]["output_tokens"]) == (120, 30)
     assert [item["arguments"] for item in whole["output"] if item["type"] == "function_call"] == [
@@ -84,4 +86,4 @@ def test_any_bytes_give_a_stream_that_ends(data: bytes, cuts: list[int]) -> None
     for translator in (MessagesStream("asked"), ResponsesStream("asked", ECHOED)):
         out = fed(translator, data, cuts)
         assert out.endswith(b"\n\n")
-        assert translator.feed(b"data: [DONE]\n\n") == b""
+        assert feed(translator, b"data: [DONE]\n\n") == b""

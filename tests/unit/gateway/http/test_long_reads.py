@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+from itertools import pairwise
 from typing import cast
 
 import pytest
 
-from gateway.http import long_reads
+from gateway.http import long_reads, upstream
 from gateway.http.long_reads import SLICE, LongReads
 from gateway.http.read_turns import LONG_READ
+from gateway.http.upstream import UpstreamConnection
 from gateway.http.write_queue import WRITES_PER_TURN
 from gateway.protocol.relay import Relay
+from gateway.protocol.response_framing import LAST_CHUNK, encode_chunk
+from gateway.protocol.translate import translations
 from tests.unit.gateway.http.connection_harness import FakeTransport, turns
 from tests.unit.gateway.http.test_read_turns import LONG, new_upstream
-from tests.unit.gateway.http.test_write_queue import RELAY, FakeConnection, FakeLoop
+from tests.unit.gateway.http.test_upstream import FakeClient
+from tests.unit.gateway.http.test_write_queue import HEAD, RELAY, FakeConnection, FakeLoop
+from tests.unit.gateway.protocol.translate import chats
+
+REQUEST = b'{"model":"m","input":"hi"}'
+TEXT = "x" * 300_000
+MOST_WRITTEN = 3 * SLICE  # in one iteration: a step may exceed SLICE by one piece
 
 
 class SlicedStream:
@@ -118,3 +128,71 @@ async def test_a_connection_with_bytes_behind_its_answer_is_not_used_again() -> 
     assert client.text.count(b"x") == 1_000_000
     assert b"surplus" not in client.text
     assert transport.closed
+
+
+def translated_answer() -> list[bytes]:
+    data = chats.stream([("text", TEXT)], size=len(TEXT))
+    reads = [data[start : start + 20_000] for start in range(0, len(data), 20_000)]
+    return [*map(encode_chunk, reads), LAST_CHUNK]
+
+
+@pytest.fixture
+def one_step_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Relay one slice per iteration, however fast the machine is.
+    monkeypatch.setattr(long_reads, "ITERATION_S", 0.0)
+
+
+def new_translated() -> tuple[UpstreamConnection, FakeTransport, FakeClient]:
+    translator = translations._responses(REQUEST, "m")()
+    connection, transport, client = new_upstream(HEAD, translator)
+    connection._examined = upstream.STEPS  # the fake transport has no socket whose option to set
+    return connection, transport, client
+
+
+async def test_a_translated_answer_is_written_little_by_little(one_step_at_once: None) -> None:
+    connection, transport, client = new_translated()
+    for read in translated_answer():
+        connection.data_received(read)
+    written = [len(client.text)]
+    while transport.paused:
+        await asyncio.sleep(0)
+        written.append(len(client.text))
+    assert max(later - earlier for earlier, later in pairwise(written)) <= MOST_WRITTEN
+    assert client.text.endswith(LAST_CHUNK)
+    assert client.text.count(b"x" * 10_000) >= 5 * len(TEXT) // 10_000 - 50
+    assert connection in connection._pool._idle
+
+
+async def test_the_end_of_a_connection_writes_the_rest_of_a_translated_answer(
+    one_step_at_once: None,
+) -> None:
+    connection, _, client = new_translated()
+    for read in translated_answer():
+        connection.data_received(read)
+    assert not client.text.endswith(LAST_CHUNK)
+    connection.connection_lost(None)
+    assert client.text.endswith(LAST_CHUNK)
+    await turns()
+
+
+def test_steps_of_many_answers_are_scheduled_once_per_iteration(one_step_at_once: None) -> None:
+    loop = FakeLoop()
+    reads = LongReads(cast(asyncio.AbstractEventLoop, loop))
+    left = dict.fromkeys(range(3), 10)
+
+    class Stepping(SlicedStream):
+        def process_deferred(self, relay: Relay, data: bytes) -> None:
+            done.append(self)
+            left[streams.index(self)] -= 1
+            if left[streams.index(self)]:
+                reads.add_step(self, relay, self.transport)
+
+    done: list[Stepping] = []
+    streams = [Stepping() for _ in range(3)]
+    for stream in streams:
+        reads.add_step(stream, RELAY, stream.transport)
+    iterations = 0
+    while loop.turn():
+        iterations += 1
+        assert len(done) == iterations
+    assert not any(left.values())

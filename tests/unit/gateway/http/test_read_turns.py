@@ -13,6 +13,7 @@ from gateway.http.read_turns import LONG_READ, PIECE_TURNS, TURNS, ReadTurns
 from gateway.http.upstream import ConnectionPool, UpstreamConnection, UpstreamTimeouts
 from gateway.http.write_queue import BYTES_PER_TURN, WRITES_PER_TURN, WriteQueue
 from gateway.protocol.relay import Relay
+from gateway.protocol.translate.answer_translator import AnswerTranslator
 from tests.unit.gateway.http.connection_harness import FakeTransport, Harness, turns
 from tests.unit.gateway.http.test_upstream import FakeClient, FakePayload
 from tests.unit.gateway.http.test_write_queue import RELAY, FakeConnection, FakeLoop
@@ -135,7 +136,9 @@ async def test_an_iteration_parses_few_of_the_pieces_that_it_has_read() -> None:
     await turns()
 
 
-def new_upstream() -> tuple[UpstreamConnection, FakeTransport, FakeClient]:
+def new_upstream(
+    head: bytes = ANSWER, translator: AnswerTranslator | None = None
+) -> tuple[UpstreamConnection, FakeTransport, FakeClient]:
     pool = ConnectionPool(
         "http://127.0.0.1:1",
         None,
@@ -145,8 +148,8 @@ def new_upstream() -> tuple[UpstreamConnection, FakeTransport, FakeClient]:
     connection, client = UpstreamConnection(pool), FakeClient()
     transport = FakeTransport(cast(asyncio.Protocol, connection))
     connection.transport = transport
-    connection.start(b"", FakePayload(), Relay(b""), client)
-    connection.data_received(ANSWER)
+    connection.start(b"", FakePayload(), Relay(b"", translator=translator), client)
+    connection.data_received(head)
     return connection, transport, client
 
 

@@ -11,9 +11,9 @@ from time import monotonic
 import pytest
 import uvloop
 
+from gateway.http.ack_delay import QUICKACK
 from gateway.http.upstream import (
     MAX_IDLE_S,
-    QUICKACK,
     ConnectionPool,
     UpstreamConnection,
     UpstreamTimeouts,
@@ -512,7 +512,7 @@ async def test_a_kernel_without_quickack_does_not_break_streams(
         b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
     )
     whole = head + 3 * event + encode_chunk(b"data: [DONE]\n\n") + b"0\r\n\r\n"
-    monkeypatch.setattr("gateway.http.upstream.QUICKACK", 255)  # an option that no kernel has
+    monkeypatch.setattr("gateway.http.ack_delay.QUICKACK", 255)  # an option that no kernel has
     async with engines() as fake:
         fake.react = lambda engine: engine.transport.write(whole)
         assert (await fake.ask()).state is RelayState.DONE

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from gateway.protocol.translate.stream_translator import StreamTranslator
+
 Piece = tuple[str, Any]
 """A part of an answer: ("thought", text), ("text", text), or ("call", (name, arguments))."""
 
@@ -155,3 +157,11 @@ def response_of(data: bytes) -> dict[str, Any]:
     last = decoded[-1]["response"]
     assert [item["id"] for item in last["output"]] == [item["id"] for item in done]
     return dict(last)
+
+
+def feed(translator: StreamTranslator, data: bytes) -> bytes:
+    return b"".join(translator.feed(data))
+
+
+def finish(translator: StreamTranslator) -> bytes:
+    return b"".join(translator.finish())

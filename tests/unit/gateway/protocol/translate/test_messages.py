@@ -14,7 +14,15 @@ from hypothesis import strategies as st
 from gateway.protocol.errors import GatewayError
 from gateway.protocol.translate import messages_answer, messages_request
 from gateway.protocol.translate.messages_answer import MessagesStream
-from tests.unit.gateway.protocol.translate.chats import answer, chunk, events, message_of, stream
+from tests.unit.gateway.protocol.translate.chats import (
+    answer,
+    chunk,
+    events,
+    feed,
+    finish,
+    message_of,
+    stream,
+)
 
 TOOL = {"name": "run", "description": "Run it.", "input_schema": {"type": "object"}}
 BASE: dict[str, Any] = {
@@ -238,10 +246,12 @@ def test_a_body_that_is_no_object_is_refused(body: bytes) -> None:
     ],
 )
 def test_reasons_to_stop(finish: str, choice: dict[str, Any], expected: tuple[str, object]) -> None:
-    whole = json.loads(messages_answer.from_chat(answer([("text", "a")], finish, **choice), "m"))
+    whole = json.loads(
+        b"".join(messages_answer.from_chat(answer([("text", "a")], finish, **choice), "m"))
+    )
     assert (whole["stop_reason"], whole["stop_sequence"]) == expected
     translator = MessagesStream("m")
-    streamed = message_of(translator.feed(stream([("text", "a")], finish, **choice)))
+    streamed = message_of(feed(translator, stream([("text", "a")], finish, **choice)))
     assert (streamed["stop_reason"], streamed["stop_sequence"]) == expected
 
 
@@ -249,7 +259,7 @@ def test_the_events_of_a_stream_come_in_order() -> None:
     pieces = [("thought", "hm"), ("text", "ok"), ("call", ("run", '{"a":1}')), ("call", ("up", ""))]
     names = [
         (event["type"], event.get("index"))
-        for event in events(MessagesStream("m").feed(stream(pieces, "tool_calls", size=99)))
+        for event in events(feed(MessagesStream("m"), stream(pieces, "tool_calls", size=99)))
     ]
     assert names == [
         ("message_start", None),
@@ -273,12 +283,12 @@ def test_the_events_of_a_stream_come_in_order() -> None:
 def test_an_error_in_a_stream_is_an_error_event_and_its_end() -> None:
     translator = MessagesStream("m")
     failed = b'data: {"error": {"message": "gone", "type": "overloaded_error", "code": 503}}\n\n'
-    out = translator.feed(chunk({"content": "a"}) + failed + b"data: [DONE]\n\n")
+    out = feed(translator, chunk({"content": "a"}) + failed + b"data: [DONE]\n\n")
     assert events(out)[-1] == {
         "type": "error",
         "error": {"type": "overloaded_error", "message": "gone"},
     }
-    assert translator.finish() == b""
+    assert finish(translator) == b""
 
 
 def test_calls_that_are_written_at_once_are_an_error_not_a_mixture() -> None:
@@ -286,12 +296,12 @@ def test_calls_that_are_written_at_once_are_an_error_not_a_mixture() -> None:
         piece = {"index": index, "id": f"c{index}", "function": {"name": "run", "arguments": "{}"}}
         return chunk({"tool_calls": [piece]})
 
-    out = MessagesStream("m").feed(call(0) + call(1) + call(0))
+    out = feed(MessagesStream("m"), call(0) + call(1) + call(0))
     assert events(out)[-1]["type"] == "error"
 
 
 def test_arguments_that_are_no_object_are_kept() -> None:
-    whole = json.loads(messages_answer.from_chat(answer([("call", ("run", "[1"))]), "m"))
+    whole = json.loads(b"".join(messages_answer.from_chat(answer([("call", ("run", "[1"))]), "m")))
     assert whole["content"][0]["input"] == {"INVALID_JSON": "[1"}
     assert whole["stop_reason"] == "tool_use"
 

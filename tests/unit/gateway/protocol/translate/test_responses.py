@@ -17,6 +17,8 @@ from tests.unit.gateway.protocol.translate.chats import (
     answer,
     chunk,
     events,
+    feed,
+    finish,
     response_of,
     stream,
 )
@@ -101,9 +103,11 @@ def test_functions_of_a_namespace_have_it_in_their_names_and_get_it_back() -> No
 
     known = responses_answer.echo(json.dumps(REQUEST | {"tools": [group, TOOL]}).encode())
     pieces: list[Piece] = [("call", ("team__run", '{"a":1}')), ("call", ("run", "{}"))]
-    whole = json.loads(responses_answer.from_chat(answer(pieces, "tool_calls"), "m", known))
+    whole = json.loads(
+        b"".join(responses_answer.from_chat(answer(pieces, "tool_calls"), "m", known))
+    )
     translator = ResponsesStream("m", known)
-    streamed = translator.feed(stream(pieces, "tool_calls")) + translator.finish()
+    streamed = feed(translator, stream(pieces, "tool_calls")) + finish(translator)
     for response in (whole, response_of(streamed)):
         calls = [(item["name"], item.get("namespace")) for item in response["output"]]
         assert calls == [("run", "team"), ("run", None)]
@@ -179,7 +183,7 @@ def test_nothing_asked_for_is_nothing_refused() -> None:
 
 
 def test_a_whole_answer_is_what_the_sdk_expects() -> None:
-    whole = responses_answer.from_chat(answer(PIECES, "tool_calls"), "m", echoed())
+    whole = b"".join(responses_answer.from_chat(answer(PIECES, "tool_calls"), "m", echoed()))
     response = Response.model_validate_json(whole)
     assert [item.type for item in response.output] == [
         "reasoning",
@@ -195,7 +199,7 @@ def test_a_whole_answer_is_what_the_sdk_expects() -> None:
 
 
 def test_the_events_of_a_stream_are_what_the_sdk_expects_in_order() -> None:
-    out = ResponsesStream("m", echoed()).feed(stream(PIECES, "tool_calls", size=99))
+    out = feed(ResponsesStream("m", echoed()), stream(PIECES, "tool_calls", size=99))
     adapter = TypeAdapter[Any](ResponseStreamEvent)
     for event in events(out):
         assert adapter.validate_python(event).type == event["type"]
@@ -216,25 +220,27 @@ def test_the_events_of_a_stream_are_what_the_sdk_expects_in_order() -> None:
 
 
 def test_an_answer_that_is_cut_off_is_incomplete() -> None:
-    out = ResponsesStream("m", echoed()).feed(stream([("text", "a")], "length"))
+    out = feed(ResponsesStream("m", echoed()), stream([("text", "a")], "length"))
     assert events(out)[-1]["type"] == "response.incomplete"
     response = response_of(out)
     assert response["incomplete_details"] == {"reason": "max_output_tokens"}
-    whole = json.loads(responses_answer.from_chat(answer([("text", "a")], "length"), "m", echoed()))
+    whole = json.loads(
+        b"".join(responses_answer.from_chat(answer([("text", "a")], "length"), "m", echoed()))
+    )
     assert response == whole
 
 
 def test_an_error_in_a_stream_fails_the_response() -> None:
     translator = ResponsesStream("m", echoed())
     failed = b'data: {"error": {"message": "gone", "code": "overloaded"}}\n\n'
-    last = events(translator.feed(chunk({"content": "a"}) + failed))[-1]
+    last = events(feed(translator, chunk({"content": "a"}) + failed))[-1]
     assert last["type"] == "response.failed"
     assert last["response"]["error"] == {"code": "overloaded", "message": "gone"}
-    assert translator.finish() == b""
+    assert finish(translator) == b""
 
 
 def test_an_error_before_anything_else_has_a_response_too() -> None:
-    out = ResponsesStream("m", echoed()).feed(b'data: {"error": "gone"}\n\n')
+    out = feed(ResponsesStream("m", echoed()), b'data: {"error": "gone"}\n\n')
     assert [event["type"] for event in events(out)] == [
         "response.created",
         "response.in_progress",

@@ -1,0 +1,50 @@
+"""Limits how much of a response is processed at once, so that other requests never wait long.
+
+A few bytes of an engine may lead to much work, such as the last event of a translated stream, which
+repeats the whole answer. Such work is done in steps of at most about a millisecond. No I/O.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+
+STEP_BYTES = 32 * 1024
+"""Number of bytes of input, or of output, after which a step ends."""
+
+
+class StepQueue:
+    """Output in pieces that are generated only when they are taken, about STEP_BYTES at a time.
+
+    The order of the output is that of the add() calls.
+    """
+
+    __slots__ = ("_waiting",)
+
+    def __init__(self) -> None:
+        self._waiting: deque[Iterator[bytes]] = deque()
+
+    def __bool__(self) -> bool:
+        """Return whether there may be more output."""
+        return bool(self._waiting)
+
+    def add(self, pieces: Iterator[bytes]) -> None:
+        """Append output; no piece should be longer than STEP_BYTES."""
+        self._waiting.append(pieces)
+
+    def take(self) -> bytes:
+        """Generate and return the next output, at least STEP_BYTES unless less is left."""
+        taken, size = list[bytes](), 0
+        while self._waiting:
+            for piece in self._waiting[0]:
+                taken.append(piece)
+                size += len(piece)
+                if size >= STEP_BYTES:
+                    return b"".join(taken)
+            self._waiting.popleft()
+        return b"".join(taken)
+
+    def take_all(self) -> bytes:
+        """Generate and return all output at once."""
+        waiting, self._waiting = self._waiting, deque()
+        return b"".join(piece for pieces in waiting for piece in pieces)
