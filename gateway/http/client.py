@@ -58,7 +58,7 @@ class Client(Downstream, Protocol):
         """Receive the request's body and return all of it.
 
         `reserve` is called with the number of bytes received so far and may raise GatewayError.
-        `wait_for_turn` is awaited before the pieces of a large body are joined. Raises GatewayError
+        `wait_for_turn` is awaited once the pieces of a large body are joined. Raises GatewayError
         when the body is refused.
         """
         ...

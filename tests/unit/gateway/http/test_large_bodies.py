@@ -5,13 +5,20 @@ parse wait in between.
 from __future__ import annotations
 
 import asyncio
+import tracemalloc
 from itertools import pairwise
 from time import monotonic
 
 import pytest
 
 from gateway.http import large_bodies
-from gateway.http.large_bodies import PAUSE_FACTOR, QUICK_S, LargeBodies
+from gateway.http.large_bodies import (
+    JOINED_AT_ONCE,
+    PAUSE_FACTOR,
+    QUICK_S,
+    LargeBodies,
+    join_pieces,
+)
 
 
 @pytest.fixture
@@ -62,3 +69,48 @@ async def test_the_client_of_quick_bodies_never_waits(cpu_s: list[float]) -> Non
         cpu_s[0] += QUICK_S / 2
         await asyncio.sleep(0)
     assert not bodies._paused_until
+
+
+async def test_slow_bodies_of_a_client_that_arrive_at_once_are_not_parsed_one_after_another(
+    cpu_s: list[float],
+) -> None:
+    bodies, parsed = LargeBodies(), list[str]()
+
+    async def parse(client: str) -> None:
+        await bodies.wait_for_turn(client)
+        parsed.append(client)
+        cpu_s[0] += 2 * QUICK_S
+
+    tasks = [asyncio.ensure_future(parse(client)) for client in ("slow", "slow", "slow", "other")]
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert parsed == ["slow", "other"]
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def test_the_pieces_of_a_large_body_are_joined_over_several_iterations() -> None:
+    pieces = [bytes([number]) * 100_000 for number in range(50)]
+    expected, left = b"".join(pieces), [50]
+    joining = asyncio.ensure_future(join_pieces(pieces))
+    while not joining.done():
+        await asyncio.sleep(0)
+        left.append(len(pieces))
+    assert joining.result() == expected
+    most = JOINED_AT_ONCE // 100_000 + 1
+    assert max(before - after for before, after in pairwise(left)) <= most
+    assert not pieces
+
+
+async def test_a_joined_body_is_never_in_memory_twice() -> None:
+    pieces = [bytes(65_536) for _ in range(128)]
+    size = sum(map(len, pieces))
+    tracemalloc.start()
+    try:
+        body = await join_pieces(pieces)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert len(body) == size
+    assert peak < 1.2 * size  # what was there before is not traced
