@@ -109,6 +109,10 @@ BestEffort = Annotated[
         "still pays off instead of failing.",
     ),
 ]
+SmallestTp = Annotated[
+    int,
+    Option("--tp", help="Least TP size to use, where more than the least pays off."),
+]
 Front = Annotated[
     bool,
     Option(
@@ -231,6 +235,7 @@ def size(
     domain: DomainGpus = None,
     price: Price = "2.5",
     best_effort: BestEffort = False,
+    tp: SmallestTp = 1,
     front: Front = False,
     ladder: Ladder = None,
     against: Against = None,
@@ -248,7 +253,7 @@ def size(
     options = SizeOptions(
         *(model, gpu, gpus, in_, out, cached, rate, concurrency, context, ttft, tpot, percentile),
         *(tuple(promise or ()), max_concurrency, headroom, quant, kv_dtype, domain, price),
-        best_effort,
+        *(best_effort, tp),
     )
     try:
         if calibrate is not None or measured_tp is not None:

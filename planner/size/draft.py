@@ -52,6 +52,7 @@ class PlanHardware(msgspec.Struct, frozen=True):
     price_hour      price of one GPU in dollars per hour
     is_best_effort  what to do if no TP size keeps a promised latency: True raises TP for as long as
                     that speeds up decoding
+    smallest_tp     TP sizes below this one are not considered
     """
 
     gpu: Gpu
@@ -59,6 +60,7 @@ class PlanHardware(msgspec.Struct, frozen=True):
     gpus: int | None = None
     price_hour: float = 2.5
     is_best_effort: bool = False
+    smallest_tp: int = 1
 
 
 class FleetPlan(msgspec.Struct, frozen=True):
@@ -123,7 +125,11 @@ class Draft:
         self.model, self.hardware, self.work, self.grids = model, hardware, work, grids
         self.facts: ModelFacts = facts_of(model)
         limit = min(hardware.domain, hardware.gpus or hardware.domain)
-        self.tp_sizes = valid_tp_sizes(self.facts, limit)
+        sizes = valid_tp_sizes(self.facts, limit)
+        if (smallest := hardware.smallest_tp) > 1 and smallest not in sizes:
+            valid = ", ".join(map(str, sizes))
+            raise SizingError(f"--tp {smallest} is not possible for {model.name}; valid: {valid}")
+        self.tp_sizes = [tp for tp in sizes if tp >= smallest]
         self.demand = Demand(work.context, work.max_concurrency or 1, work.headroom)
         self.layout = Layout()
         self.least_tp = 1

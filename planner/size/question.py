@@ -25,6 +25,7 @@ _SHORT_NAMES = [name for name in MODELS if "/" not in name]
 class SizeOptions(msgspec.Struct, frozen=True):
     """The options of `penstock size` as given on the command line.
 
+    smallest_tp  TP sizes below this one are not considered (--tp)
     calibrated   the GPU of `gpu` with constants fitted to a log (--calibrate)
     """
 
@@ -48,6 +49,7 @@ class SizeOptions(msgspec.Struct, frozen=True):
     domain: int | None
     price: str
     is_best_effort: bool
+    smallest_tp: int = 1
     calibrated: Gpu | None = None
 
 
@@ -107,6 +109,8 @@ def hardware_of(options: SizeOptions) -> list[PlanHardware]:
     if options.domain is not None and options.domain < 1:
         raise SizingError(f"--domain must be at least 1, not {options.domain}")
     gpus = [options.calibrated] if options.calibrated else list(map(_gpu, names))
+    if options.smallest_tp < 1:
+        raise SizingError(f"--tp must be at least 1, not {options.smallest_tp}")
     prices = _prices(options.price, [gpu.name for gpu in gpus])
     return [
         PlanHardware(
@@ -115,6 +119,7 @@ def hardware_of(options: SizeOptions) -> list[PlanHardware]:
             options.gpus,
             prices.get(gpu.name, prices.get("", 2.5)),
             options.is_best_effort,
+            options.smallest_tp,
         )
         for gpu in gpus
     ]

@@ -15,7 +15,9 @@ from mockgpu.grids import Grid
 from planner.size import gates, load_gates
 from planner.size.draft import Draft, FleetPlan, PlanHardware, RecipeGate, SizingError
 from planner.size.workload import Workload
+from policies.sizing.known_models import facts_of
 from policies.sizing.model_shapes import MODELS, Llm, fp8
+from policies.sizing.rules import valid_tp_sizes
 
 __all__ = ["FleetPlan", "PlanHardware", "RecipeGate", "SizingError", "plan_fleet", "variants"]
 
@@ -52,7 +54,7 @@ def plan_fleet(
     problems: list[str] = []
     for model in candidates:
         try:
-            plans.append(_plan(model, hardware, work, grids))
+            plans.append(_plan_with_note(model, hardware, work, grids))
         except SizingError as error:
             problems.append(str(error))
     if not plans:
@@ -60,6 +62,33 @@ def plan_fleet(
     best = min(plans, key=lambda plan: (len(plan.shortfalls), plan.gpus))
     first = gates.quantise(candidates, plans, problems, best)
     return msgspec.structs.replace(best, gates=(first, *best.gates))
+
+
+def _plan_with_note(
+    model: Llm, hardware: PlanHardware, work: Workload, grids: Sequence[Grid]
+) -> FleetPlan:
+    # Return the plan of the least TP, with a note if a larger one needs fewer GPUs: beside the
+    # weights, the least TP may leave memory for few requests.
+    least = _plan(model, hardware, work, grids)
+    limit = min(hardware.domain, hardware.gpus or hardware.domain, least.gpus - 1)
+    wider = [
+        _plan(model, msgspec.structs.replace(hardware, smallest_tp=tp), work, grids)
+        for tp in valid_tp_sizes(facts_of(model), limit)
+        if tp > least.layout.gpus
+    ]
+    best = min((least, *wider), key=lambda plan: (len(plan.shortfalls), plan.gpus))
+    if best.gpus >= least.gpus:
+        return least
+    note = (
+        f"--tp {best.layout.tp} needs fewer GPUs, {best.gpus} instead of {least.gpus}: a replica "
+        f"takes {best.ceiling} requests at once instead of {least.ceiling}. Seeds 001 and 002 take "
+        "the least TP, 003 a larger one where KV is short"
+    )
+    explained = (
+        msgspec.structs.replace(gate, notes=(note, *gate.notes)) if gate.number == 8 else gate
+        for gate in least.gates
+    )
+    return msgspec.structs.replace(least, gates=tuple(explained))
 
 
 def _plan(model: Llm, hardware: PlanHardware, work: Workload, grids: Sequence[Grid]) -> FleetPlan:

@@ -201,6 +201,11 @@ def test_each_target_is_emitted_alone(target: str, part: str) -> None:
             "--emit prints one file alone; run the command again without it for --report",
         ),
         (["llama-3.1-70b", "--from", "/dev/null"], "/dev/null:1: the file is empty"),
+        (
+            ["llama-3.1-70b", "--tp", "7"],
+            "--tp 7 is not possible for meta-llama/Llama-3.1-70B-Instruct-FP8; valid: 1, 2, 4, 8",
+        ),
+        (["llama-3.1-70b", "--tp", "0"], "--tp must be at least 1, not 0"),
         (["llama-3.1-70b", "--ladder", "0"], "--ladder must be from 1 to 4096, not 0"),
         (["llama-3.1-405b", "--gpus", "4"], "needs 8 GPUs of type h100 (TP 8), but only 4 are"),
     ],
@@ -288,3 +293,18 @@ def test_the_command_loads_no_server_and_no_arrays() -> None:
     ).stdout.split()
     heavy = {"numpy", "aiohttp", "uvloop", "pydantic", "planner.replay", "gateway", "ruamel"}
     assert not heavy & set(loaded)
+
+
+def test_a_larger_tp_with_fewer_gpus_is_named_and_can_be_chosen() -> None:
+    command = [str(MODELS / "gpt-oss-120b.json"), "--in", "4000", "--out", "500"]
+    command += ["--context", "16k", "--rate", "5", "--ttft", "1s", "--tpot", "50ms", "--json"]
+    (least,) = json.loads(run(*command).stdout)["plans"]
+    (wider,) = json.loads(run(*command, "--tp", "2").stdout)["plans"]
+    assert (least["layout"]["tp"], least["gpus"], wider["layout"]["tp"], wider["gpus"]) == (
+        1,
+        5,
+        2,
+        2,
+    )
+    assert "--tp 2 needs fewer GPUs, 2 instead of 5" in least["gates"][7]["notes"][0]
+    assert wider["gates"][7]["notes"][0].startswith("seeds 000 and 002 replicate first")
