@@ -17,7 +17,7 @@ from policies.load import EndpointLoad
 from policies.model import Request
 
 FREE_KV = 0.9
-"""Below this share of KV in use, 0 to 1, waiting prompts are assumed not to wait for KV.
+"""Share of KV in use (0 to 1) below which waiting prompts are assumed not to wait for KV.
 
 They then wait for something else, such as a free sequence of the engine's batch.
 """
@@ -248,11 +248,10 @@ def reserve_decode(
 
 
 def set_modelled(load: EndpointLoad, modelled: bool, now: float) -> None:
-    """Set whether the endpoint's engine is modelled from now on: whether any policy reads the
-    forecast.
+    """Set whether the endpoint's engine is modelled from now on.
 
-    The timeline restarts with the current reservations, without the progress of prompts in prefill.
-    The learned speed is kept.
+    It is if any policy reads the forecast. The timeline restarts with the current reservations,
+    without the progress of prompts in prefill. The learned speed is kept.
     """
     if load.is_modelled == modelled:
         return

@@ -137,7 +137,4 @@ class EndpointLoad(EngineLoad):
 
 
 LOAD_FIELDS = (*EngineLoad.__slots__, *EndpointLoad.__slots__)
-"""The names of all attributes of an EndpointLoad.
-
-`__slots__` of the class contains only its own, not those of its base.
-"""
+"""The names of all attributes of an EndpointLoad, with those of its base class."""

@@ -30,10 +30,10 @@ def best(query: RoutingQuery, candidates: Sequence[Candidate], scores: Sequence[
 
 
 def best_with_tie_breakers(*costs: Callable[[EndpointLoad], float]) -> Picker:
-    """Return a picker of the candidate with the highest score, with costs that break ties.
+    """Return a picker of the candidate with the highest score.
 
-    Among candidates of equal score, the lowest first cost wins, then the lowest second one, and so
-    on. Remaining ties are broken at random.
+    Each of the given cost functions breaks ties of those before it: the lowest cost wins. Remaining
+    ties are broken at random.
     """
 
     def pick(query: RoutingQuery, candidates: Sequence[Candidate], scores: Sequence[float]) -> int:
@@ -127,9 +127,9 @@ class Rotation:
         return chosen
 
     def last_turn(self, candidate: Candidate, now: float) -> float:
-        """Return the number of the candidate's last turn in the round robin.
+        """Return when the candidate was last chosen: the number of that pick, counted from 1.
 
-        Turns are counted from 1; 0 means that it had none.
+        Returns 0 if it has not been chosen yet.
         """
         return max(0.0, self._last_turn.get(candidate.load.slot, 0.0))
 

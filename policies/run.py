@@ -18,9 +18,13 @@ def pick(
 ) -> Pick | None:
     """Choose the endpoint for a request by a policy.
 
+    policy      the routing policy
+    query       the request and what is known about it
+    candidates  the endpoints to choose from; of a large pool, a shortlist
+    considered  number of endpoints from which a shortlist was chosen, for Pick.candidate_count; 0:
+                `candidates` are all
+
     Returns None if the filters keep no candidate; `rejecting_filter` then names the filter.
-    `candidates` may be a shortlist. `considered` is then the number of candidates that it was
-    chosen from, for Pick.candidate_count; 0: `candidates` are all.
     """
     remaining = candidates
     for filter_ in policy.filters if query.failed_endpoints else policy.first_attempt_filters:
@@ -65,7 +69,8 @@ def repick(pick: Pick, candidate: Candidate, cached: Sequence[int]) -> Pick:
 def rejecting_filter(policy: Policy, query: RoutingQuery, candidates: Sequence[Candidate]) -> str:
     """Return the name of the filter that removed the last candidate.
 
-    Returns "no_candidates" if there were none at all. Raises ValueError if the filters keep one.
+    Returns "no_candidates" if there were none at all. Raises ValueError if the filters keep some
+    candidate.
     """
     remaining = candidates
     if not remaining:

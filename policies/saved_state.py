@@ -253,9 +253,12 @@ def belief_state(belief: SpeedBelief) -> BeliefState:
 
 
 def restore_belief(belief: SpeedBelief, state: BeliefState) -> bool:
-    """Restore an endpoint's learned speed `belief` from its saved state.
+    """Restore an endpoint's learned speed from its saved state.
 
-    Returns False, without changes, if the saved estimate `shape` differs or numbers are invalid.
+    Returns False, without changes, if the saved estimate (`shape`) differs or numbers are invalid.
+
+    belief  the learned speed to change
+    state   the saved state
     """
     filters = (
         (belief.prompts, state.prompts),
@@ -310,7 +313,7 @@ def admission_state(live: PricedAdmission | SessionCap) -> AdmissionState:
 def restore_admission(live: PricedAdmission | SessionCap, state: AdmissionState) -> None:
     """Restore the state that `admission_state` returned.
 
-    It may have been saved by an admission policy of the other kind.
+    The policy that saved it may have been another kind of admission policy with sessions.
     """
     if not isinstance(live, SessionCap) and state.means != _NO_MEANS:
         live._budget, live._tpot_budget, live._typical_s, live._per_weight, _ = state.means

@@ -13,7 +13,7 @@ from policies.load import EndpointLoad
 from policies.model import Candidate, RoutingQuery
 
 FULL_KV = 0.9
-"""The share of KV memory in use above which a new request may have to wait for memory."""
+"""Share of KV memory in use (0 to 1) above which a new request may have to wait for memory."""
 
 _TYPICAL_PROMPT = 1000.0
 """Number of prompt tokens that a sort key assumes for the request.

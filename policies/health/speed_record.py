@@ -233,7 +233,9 @@ class SampleTrack:
 
     @property
     def usual_ratio(self) -> float:
-        """Return the usual ratio of the endpoint's time to its peers' time; 0 until it is known."""
+        """Return how many times as long as its peers the endpoint usually takes; 0 until it is
+        known.
+        """
         return exp(self.log_usual_ratio) if self.review_count >= LEAST_USUAL else 0.0
 
     def update_usual_ratio(self, ratio: float) -> None:
@@ -388,12 +390,13 @@ class SpeedRecord:
     def on_overtaken(
         self, tokens: int, work: int, now: float, *, late_s: float, step_s: float = 0.0
     ) -> None:
-        """Record that a prompt left the endpoint before its first token, for another endpoint.
+        """Record that a request left the endpoint before its first token, for another endpoint.
 
-        That endpoint answered first, or this one was late.
+        The other endpoint answered first, or this one was late.
 
         tokens  uncached tokens of the prompt
         work    tokens of the step in which the prompt would have been computed
+        now     monotonic seconds
         late_s  minimum seconds that this step will take, if it is late; 0: it is not. If the prompt
                 was the next to be computed, this is added as a sample, at most one per step
         step_s  as for on_dropped()
@@ -474,7 +477,7 @@ class SpeedRecord:
         return True
 
     def accept(self) -> None:
-        """Discard all samples and any verdict, because the endpoint may get requests again."""
+        """Discard all samples and any verdict: the endpoint may get requests again."""
         self.restart()
         self.slowness, self._probe_gap_s = None, FIRST_PROBE_GAP_S
 

@@ -16,30 +16,32 @@ from policies.health.speed_record import LEAST_PACED, Measure, SpeedRecord, Spee
 from policies.load import NO_SOFT_CAP, EndpointLoad
 
 LEAST_LATE_S = 0.1
-"""No step and no request counts as late before this many seconds.
+"""Minimum duration, in seconds, of a step or request that counts as late.
 
-For an endpoint that has been as fast as its peers, sending a request elsewhere must also save at
-least this much time.
+A request is sent away from an endpoint that has been as fast as its peers only if that also saves
+at least this much time.
 """
 
 UNPROVEN_RATIO, PROVEN_RATIO = 2.0, 2.5
-"""A running step counts as a stall if it takes this multiple of the peers' time.
+"""How many times as long as at its peers a running step must take to count as a stall.
 
 UNPROVEN_RATIO  for an endpoint that has not been as fast as its peers yet
 PROVEN_RATIO    for an endpoint that has
 """
 
 LATE_FACTOR, DOUBTED_FACTOR = 2.0, 1.2
-"""A request counts as late if it takes this multiple of its expected time.
+"""How many times its expected time a request must take to count as late.
 
 LATE_FACTOR     usually
-DOUBTED_FACTOR  at an endpoint in doubt
+DOUBTED_FACTOR  at an endpoint in doubt, one that was late before or seems slow
 """
 
 DOUBT_RATIO, DOUBT_S = 3.0, 2.0
-"""A running step that takes far too long puts its endpoint in doubt: it then gets few requests.
+"""When an endpoint is in doubt because of a step that takes far too long.
 
-DOUBT_RATIO  multiple of the peers' time from which on this is so
+An endpoint in doubt gets few requests.
+
+DOUBT_RATIO  how many times as long as at its peers the step must take
 DOUBT_S      seconds that the doubt lasts; they cover two reviews of speeds
 """
 
@@ -49,18 +51,19 @@ capacity.
 """
 
 RAMP_S, RAMP_END = 0.5, 64
-"""After a doubt, the endpoint's limit of concurrent requests grows step by step.
+"""How an endpoint's limit of concurrent requests grows again after a doubt.
 
-Policies that equalize what each endpoint was given in the past would otherwise send it a burst.
+It grows step by step, because policies that equalize what each endpoint was given in the past would
+otherwise send it a burst.
 
 RAMP_S    seconds in which the limit doubles
 RAMP_END  limit at which the growth ends: from then on there is no limit
 """
 
 LEAST_PEERS = 2
-"""Once this many endpoints have completed prompts, only reviews renew the expected times.
+"""Number of endpoints with completed prompts from which only reviews renew the expected times.
 
-With fewer, the times are computed whenever they are needed.
+With fewer endpoints, the times are computed whenever they are needed.
 """
 
 
@@ -137,7 +140,8 @@ class Expectations:
         )
 
     def step_ratio(self, member: ReviewedEndpoint, now: float) -> float:
-        """Return the age of a running prefill step, relative to the time that peers need for it.
+        """Return how long a running prefill step has taken, divided by the time that peers need for
+        it.
 
         Returns 0 if that is unknown.
         """
@@ -197,12 +201,13 @@ class Expectations:
 
 
 def choose_doubted(stalled: Sequence[tuple[float, int]], doubted: Sequence[bool]) -> list[int]:
-    """Return the indices of the stalled endpoints that become doubted now.
+    """Return the indices of the stalled endpoints that are in doubt from now on and get few
+    requests.
 
     At least half of all endpoints stay undoubted.
 
     stalled  (ratio, index) of stalled endpoints, the highest ratio first
-    doubted  for every endpoint, whether it is doubted already
+    doubted  for every endpoint, whether it is in doubt already
     """
     free, result = len(doubted) - sum(doubted), list[int]()
     for ratio, index in stalled:

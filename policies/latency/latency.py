@@ -37,17 +37,19 @@ def is_first_token_late(load: EngineLoad, now: float) -> bool:
 
 
 def room_s(load: EngineLoad, prompt_tokens: float) -> float:
-    """Return the seconds until ended requests have freed enough KV for `prompt_tokens` tokens.
+    """Return the seconds until enough KV memory is free for `prompt_tokens` tokens.
 
-    Returns 0 if that much KV is free already.
+    Memory becomes free as requests end. Returns 0 if that much is free already.
     """
     missing = prompt_tokens - load.free_kv_tokens
     return missing * load.s_per_freed_kv_token if missing > 0.0 else 0.0
 
 
 def prefill_s(load: EngineLoad, uncached: float, cached: float) -> float:
-    """Return the seconds in which the endpoint computes `uncached` prompt tokens that follow
-    `cached` ones.
+    """Return the seconds that the endpoint needs to compute part of a prompt.
+
+    uncached  number of prompt tokens to compute
+    cached    number of prompt tokens before them, which attention reads too
     """
     return (
         uncached * load.prefill_s_per_token

@@ -35,10 +35,10 @@ _TOKEN_BYTES = 4
 
 
 def scope_seed(lora_name: str, salt: str) -> int:
-    """Return the number with which the chain of block keys begins, for a LoRA adapter and a cache
-    salt.
+    """Return the number with which a chain of block keys begins.
 
-    Blocks of different adapters or salts therefore never have equal content keys.
+    It depends on the LoRA adapter and the cache salt, so blocks of different adapters or salts
+    never have equal content keys.
     """
     return xxh3_64_intdigest(f"{lora_name}\0{salt}".encode("utf-8", "surrogatepass")) & ~_MEDIA
 
@@ -209,10 +209,11 @@ class CachedBlocks:
             self.holders.pop(key, None)
 
     def retire(self, known: dict[EngineHash, int], bit: int) -> None:
-        """Mark blocks that a source has lost for later removal.
+        """Mark blocks that a source has lost, so that `purge` removes them from the index in small
+        steps.
 
-        `purge` removes them from the index in small steps. `known` maps the source's names of the
-        blocks to content keys, and `bit` is the source's bit.
+        known  content key by the source's name of the block
+        bit    the source's bit
         """
         self._retired.append((known, bit))
 

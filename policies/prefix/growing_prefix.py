@@ -14,14 +14,11 @@ from policies.prefix.fingerprint import Fingerprint
 REMEMBERED = 16_384
 """Default number of prompts whose ends are stored; each takes about 300 bytes."""
 MAX_LISTED_BLOCKS = 8
-"""Maximum number of blocks of a prompt that are compared with the ends of other prompts.
-
-They are the last ones of the prompt.
-"""
+"""Number of last blocks of a prompt that are compared with the ends of other prompts."""
 MAX_GROWTH_BYTES = 1024 * 1024
-"""Maximum bytes that are searched for the model's answer.
+"""Maximum number of bytes of new messages that are searched for the model's answer.
 
-They are the messages that were added since the previous turn.
+New messages are those added since the previous turn.
 """
 
 _MAX_BLANKS = 64

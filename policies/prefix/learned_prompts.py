@@ -95,10 +95,11 @@ class LearnedPrompts:
         return KnownPrefix(prompt.chains, tokens, prompt.tokens / prompt.n_bytes, is_whole)
 
     def learn(self, fingerprint: Fingerprint, chains: Mapping[int, Keys], tokens: int) -> None:
-        """Record a prompt's tokens; `chains` has the content keys of its blocks by block size in
-        tokens.
+        """Record a prompt's tokens. A prompt shorter than one block of bytes is ignored.
 
-        A prompt shorter than one block of bytes cannot be recognised, and is ignored.
+        fingerprint  fingerprint of the prompt
+        chains       content keys of its token blocks, by block size in tokens
+        tokens       number of its tokens
         """
         keys = fingerprint.sampled_keys
         if not keys or not tokens:

@@ -311,12 +311,13 @@ class PrefixIndex:
         return self._holders[slot].held if slot < len(self._holders) else 0.0
 
     def eviction_regret(self, slot: int) -> float:
-        """Return the share of an endpoint's evicted prompt tokens that were requested again, 0 to
-        1.
+        """Return the share (0 to 1) of an endpoint's evicted prompt tokens that were requested
+        again.
 
-        The index thus works as a ghost list: an entry whose holders have all expired stays in the
-        table until its key is used again or the memory limit drops it. The share decays over as
-        many evictions as the endpoint's cache holds.
+        A high share shows that the cache is too small. To measure it, an entry whose endpoints have
+        all evicted the block stays in the table until its key is used again or the memory limit
+        drops it (a ghost list). The share decays over as many evictions as the endpoint's cache
+        holds.
         """
         return self._holders[slot].regret() if slot < len(self._holders) else 0.0
 
@@ -389,8 +390,12 @@ class PrefixIndex:
             self.insert_keys(fingerprint.sampled_keys, slot, tokens_per_block)
 
     def insert_keys(self, keys: Keys, slot: int, tokens_per_block: float) -> None:
-        """Record a prompt like `insert`, given at least one of its sampled keys
-        (sampled_keys.py).
+        """Record that a prompt was sent to an endpoint, like `insert`, but by a part of its block
+        keys.
+
+        keys              sampled keys of the prompt (sampled_keys.py), at least one
+        slot              slot of the endpoint
+        tokens_per_block  number of tokens of the prompt per block
         """
         holder = self._holder(slot)
         if len(keys) > self._most_blocks:
@@ -471,16 +476,23 @@ class PrefixIndex:
     def trim(
         self, fingerprint: Fingerprint, slot: int, kept_tokens: int, prompt_tokens: int
     ) -> None:
-        """Record that the endpoint in this slot failed in prefill.
+        """Record that an endpoint failed while it computed a prompt.
 
-        It then has at most `kept_tokens` of the prompt cached.
+        It has then cached only the beginning of the prompt.
+
+        fingerprint    fingerprint of the prompt
+        slot           slot of the endpoint
+        kept_tokens    maximum number of tokens that stay recorded as cached
+        prompt_tokens  number of tokens of the prompt
         """
         if fingerprint.sampled_keys:
             tokens_per_block = prompt_tokens * fingerprint.block_bytes / fingerprint.n_bytes
             self.trim_keys(fingerprint.sampled_keys, slot, kept_tokens, tokens_per_block)
 
     def trim_keys(self, keys: Keys, slot: int, kept_tokens: int, tokens_per_block: float) -> None:
-        """Record a prompt that failed in prefill like `trim`, given only its sampled keys."""
+        """Record that an endpoint failed while it computed a prompt, like `trim`, but by sampled
+        keys alone.
+        """
         if slot >= len(self._holders):
             return
         first = bisect_right(

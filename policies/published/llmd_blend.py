@@ -16,16 +16,17 @@ from policies.published.view import cached_tokens, kv_used, queued_requests
 
 
 class LlmdBlend(PolicyParams, frozen=True):
-    """A policy that adds four weighted scores: cached share, short queue, free KV, and turns.
+    """A policy that adds four weighted scores, each from 0 to 1.
 
-    The last score gives prompts that no endpoint has cached to endpoints in turn. Source: the
-    default profile of llm-d's inference scheduler until August 2026: prefix-cache-scorer 3,
-    queue-scorer 2, kv-cache-utilization-scorer 2, no-hit-lru-scorer 2, max-score-picker.
+    They are: the cached share of the prompt, a short queue, free KV, and how long ago the endpoint
+    last got a prompt that no endpoint had cached. Source: the default profile of llm-d's inference
+    scheduler until August 2026: prefix-cache-scorer 3, queue-scorer 2, kv-cache-utilization-scorer
+    2, no-hit-lru-scorer 2, max-score-picker.
 
-    prefix_weight  weight of the cached share of the prompt; all four scores are 0 to 1
+    prefix_weight  weight of the cached share of the prompt
     queue_weight   weight of a short queue
     kv_weight      weight of free KV
-    no_hit_weight  weight of the turns of prompts that no endpoint has cached
+    no_hit_weight  weight of the fourth score, which spreads prompts without a cache hit
     fresh_s        maximum age of scraped metrics in seconds
     """
 
@@ -75,7 +76,7 @@ def short_queue(fresh_s: float) -> Scorer:
 
 
 def free_memory(fresh_s: float) -> Scorer:
-    """Return a scorer by the share of KV memory, 0 to 1, that is not in use.
+    """Return a scorer whose score is the share of KV memory (0 to 1) that is not in use.
 
     Metrics older than `fresh_s` seconds are ignored.
     """

@@ -56,9 +56,11 @@ class LlmdPredictor(PolicyParams, frozen=True):
 def affinity(warm_share: float, break_s: float, explore: float) -> Filter:
     """Return a filter that keeps the endpoints with most of the prompt cached ("warm").
 
-    The parameters are those of LlmdPredictor. All endpoints are kept in three cases: none is warm;
-    the wait at warm ones is more than `break_s` seconds longer; or the request belongs to the share
-    `explore`.
+    The parameters are those of LlmdPredictor. All endpoints are kept in three cases:
+
+    - no endpoint is warm
+    - the wait at warm ones is more than `break_s` seconds longer
+    - the request belongs to the share `explore`
     """
     exploring = int(explore * 2**32)
 

@@ -126,8 +126,10 @@ class ExploitExplore:
 
 
 class SentWork:
-    """One past pick of Preble's rule: time, request, slot, GPU seconds, cached and total prompt
-    tokens.
+    """One past pick of Preble's rule.
+
+    It has the time, the request, the endpoint's slot, the work in GPU seconds, and the numbers of
+    cached and of all prompt tokens.
     """
 
     __slots__ = ("at", "cached", "id", "prompt", "seconds", "slot")

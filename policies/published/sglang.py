@@ -28,7 +28,8 @@ class SglangCacheAware(PolicyParams, frozen=True):
     cache_threshold        share of the prompt that must be cached at some endpoint to go there
     balance_abs_threshold  loads count as unbalanced only if the most and the fewest requests differ
                            by more than this
-    balance_rel_threshold  ... and if the most is more than this multiple of the fewest
+    balance_rel_threshold  a second condition for that: the most is more than this multiple of the
+                           fewest
     """
 
     cache_threshold: Fraction = 0.3

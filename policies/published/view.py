@@ -55,12 +55,11 @@ def kv_used(load: EndpointLoad, oldest: float) -> float:
 
 
 def prefill_s(load: EndpointLoad, new: int, cached: int) -> float:
-    """Return the seconds to compute `new` prompt tokens behind `cached` ones, by hardware figures
-    alone.
+    """Return the seconds to compute `new` prompt tokens that follow `cached` ones.
 
-    Published predictors are fitted offline, one per kind of engine. The learned speed is left out
-    on purpose: the least of many noisy estimates is the most wrong one, and all requests would go
-    there.
+    Only figures of the hardware are used, as published predictors are fitted offline, one per kind
+    of engine. The learned speed is left out on purpose: the least of many noisy estimates is the
+    most wrong one, and all requests would go there.
     """
     shape = load.belief.shape
     return new * (shape.token_s + shape.wire_s + shape.pair_s * (cached + 0.5 * new))

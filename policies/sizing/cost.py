@@ -45,7 +45,7 @@ class RequestSeconds(msgspec.Struct, frozen=True):
     prompt_tokens  its uncached prompt tokens
     cached_tokens  its cached prompt tokens
     answer_tokens  its generated tokens
-    prompt_s       seconds to compute the uncached tokens as if no tokens stood before them
+    prompt_s       seconds to compute the uncached tokens if no cached ones preceded them
     cached_s       additional seconds because these tokens attend to the cached ones
     answer_s       its share of the decode steps of all its answer tokens
     """
@@ -79,8 +79,7 @@ class TokenPrices(msgspec.Struct, frozen=True):
 
 
 def token_prices(use: RequestSeconds, price_hour: float, gpus: int) -> TokenPrices:
-    """Return the price of each kind of token in a request, such that all its tokens cost what it
-    cost.
+    """Return prices for each kind of token of a request, whose sum is what the request cost.
 
     use         the engine seconds of the request
     price_hour  dollars per GPU and hour
@@ -163,8 +162,9 @@ class RequestShare:
 
 
 def decode_weight(batch: int, context_tokens: float, kv_tokens: float) -> float:
-    """Return the weight of a decoding request: its share of the batch or of the KV, whichever is
-    larger.
+    """Return the weight of a decoding request in the division of an engine's time.
+
+    It is its share of the batch or of the KV, whichever is larger.
 
     batch           number of decoding requests
     context_tokens  tokens of this request's context

@@ -26,9 +26,9 @@ BYTES_PER_TOKEN = 4  # of a request body, where no engine reports prompt tokens
 # Events of a stream without a token: the role or the usage, and [DONE].
 EVENTS_WITHOUT_TOKENS = 2
 WARM_S: Mapping[str, float] = {"uncached": 1200.0, "turns": 3600.0}
-"""Seconds from the start after which a measure is compared.
+"""Seconds after the start before which a measure is not compared, by measure.
 
-Before that, prompts and sessions that began earlier would be taken for new ones.
+Until then, prompts and sessions that began earlier would be taken for new ones.
 """
 
 MAX_BLOCKS, MAX_SESSIONS = 1 << 21, 1 << 15
@@ -66,7 +66,8 @@ def request_tokens(
 
 
 class ShapeMemory:
-    """Remembers prompt blocks and sessions, to tell new ones from those that were seen before.
+    """Remembers the blocks of prompts and the sessions seen so far, to tell new ones from known
+    ones.
 
     Blocks are in a table of fixed size, 8 bytes each, so memory is bounded. A new block replaces an
     older one; a block is forgotten after about `blocks` further ones.
@@ -141,10 +142,14 @@ def _power(number: int) -> int:
 
 
 def psi(expected: Sequence[float], counts: Sequence[int]) -> float:
-    """Return the population stability index of counts against expected shares, less its bias.
+    """Return the population stability index, which measures how much counts differ from expected
+    shares.
 
-    Equal distributions have a positive index by chance, (bins - 1) / requests on average; it is
-    subtracted, so that small windows do not alarm. The result is at least zero.
+    expected  expected share of each bin
+    counts    counted requests of each bin
+
+    Equal distributions have a positive index by chance, (bins - 1) / requests on average. That is
+    subtracted, so that small windows raise no alarm. The result is at least zero.
     """
     total, bins = sum(counts), len(counts)
     if not total:
@@ -163,8 +168,7 @@ def psi(expected: Sequence[float], counts: Sequence[int]) -> float:
 
 
 class DriftWindow(msgspec.Struct, frozen=True):
-    """One window of requests: the stability index of each measure, and whether the window raises an
-    alarm.
+    """The result of one window (ten minutes or more) of requests.
 
     ends_s      end of the window in seconds
     index       stability index by measure; measures that are not compared yet are left out

@@ -185,7 +185,7 @@ def gqa(
 
 
 def fp8(model: Llm, name: str, grid_name: str = "") -> Llm:
-    """Return the same model shape with weights of one byte.
+    """Return the model shape with weights in fp8, one byte each.
 
     The KV cache stays bf16, as in vLLM's default.
     """

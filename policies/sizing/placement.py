@@ -29,12 +29,12 @@ class PlacedGroup(msgspec.Struct, frozen=True):
 def placement_problems(
     sizes: Mapping[str, int], groups: Sequence[PlacedGroup]
 ) -> Iterator[tuple[int, str]]:
-    """Yield the problems of groups that cannot be placed, as (index of the group, problem).
+    """Yield the groups of GPUs that cannot be placed, each as (index of the group, problem).
 
-    sizes   number of GPUs of each link domain
+    sizes   number of GPUs of each link domain (GPUs with fast links)
     groups  the engine processes, without those of unknown size
 
-    A problem's text includes the valid values.
+    The text of a problem says which values would be valid.
     """
     used = dict.fromkeys(sizes, 0)
     for place, group in enumerate(groups):
