@@ -327,16 +327,18 @@ class Agent:
 
     @property
     def epoch(self) -> bytes:
-        """Return the 16 random bytes drawn when this agent started.
+        """Return the random id of this run of the agent, 16 bytes.
 
-        Tickets issued by an earlier run of the agent contain different bytes.
+        Tickets that the agent issued before a restart contain another one and are therefore
+        refused.
         """
         return self._card.epoch
 
     def decline(self, name: str, detail: str = "") -> None:
-        """Report to agents that wait for an offer of this name that it will not be made.
+        """Tell agents that wait for an offer of this name that it will not be made.
 
-        The report is repeated to agents that ask within the next seconds.
+        Agents that ask within the next seconds are told so as well. `detail` is the reason, for
+        their logs.
         """
         with self._lock:
             self._run_commands(self._source.decline(name, detail, self._clock.now()))

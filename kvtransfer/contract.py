@@ -31,6 +31,7 @@ class TransportError(Exception):
 class WindowVerdict(StrEnum):
     """Whether the bytes of a window (a piece of a KV transfer) arrived intact.
 
+    OK       they did
     STALE    the source's blocks changed owner while they were read
     CORRUPT  the bytes differ from those that were sent
     """
@@ -121,7 +122,8 @@ class Link(Protocol):
         ...
 
     def drop(self, transfer: int) -> None:
-        """Drop the queued windows (pieces of KV) of a transfer; only a source calls this.
+        """Remove the windows (pieces of KV) of a transfer from the send queue; only a source calls
+        this.
 
         A window whose sending has begun ends as STALE.
         """
@@ -140,7 +142,10 @@ class Link(Protocol):
         """Use the permission that the sink has granted to write to its memory; only a source calls
         this.
 
-        For shared memory (shm), also share the source's memory with the sink.
+        transfer  number of the transfer
+        grant     the data that the sink's `grant` returned
+
+        For shared memory (shm), the call also shares the source's memory with the sink.
         """
         ...
 
@@ -155,10 +160,10 @@ class Link(Protocol):
         ...
 
     def secure(self, window_key: bytes) -> None:
-        """Set the 32-byte key that both ends derive when they prove their identity, before the
-        first KV bytes.
+        """Set the key with which a transport encrypts KV, before the first KV bytes.
 
-        A transport that encrypts KV uses it. Control messages are authenticated by the agents
+        Both ends derive the same 32 bytes when they prove their identity. A transport without
+        encryption ignores the key. Control messages are authenticated by the agents
         (kvtransfer/protocol/session.py).
         """
         ...

@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 MOST_STEPS = 4096
 _GROWTH = 0.2
-"""Growth of a batch's mean context, as a share, at which a run of steps ends.
+"""How much a batch's mean context may grow, as a share, before a run of steps ends.
 
 Within that growth, the parabola is exact to 0.1 %, and to 0.2 % where the measured grid has a kink.
 """

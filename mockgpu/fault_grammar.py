@@ -58,7 +58,7 @@ class InjectedFault(msgspec.Struct, frozen=True):
     after    amount after which the fault strikes: tokens of the answer, or bytes between transfer
              agents for faults of the wire
     status   HTTP status of the answer
-    factor   factor on the duration of steps
+    factor   how many times as long each engine step takes
     only     which steps the fault `slow` affects: "prefill" (steps with prompt tokens), "decode"
              (other steps), or "" (all steps)
     rank     number of the lost rank
@@ -80,10 +80,10 @@ class InjectedFault(msgspec.Struct, frozen=True):
     end_s: float = inf
 
     def should_strike(self, elapsed_s: float, rng: Random) -> bool:
-        """Return whether the fault strikes this request.
+        """Return whether the fault strikes a request that arrives now.
 
-        It does so only in its period, at random with the probability `chance`. `elapsed_s` is in
-        seconds since the injection.
+        elapsed_s  seconds since the injection; the fault strikes only in its period
+        rng        randomness for the probability `chance`
         """
         return self.start_s <= elapsed_s < self.end_s and (
             self.chance >= 1 or rng.random() < self.chance

@@ -203,11 +203,16 @@ async def run_fleet(
     seed: int = 0,
     keep_alive_s: float = KEEP_ALIVE_S,
 ) -> AsyncIterator[list[FleetGroup]]:
-    """Serve one mock engine for each of `specs` during an `async with` block, and yield the
-    engines.
+    """Serve mock engines during an `async with` block, and yield them.
 
-    The engines listen on `port`, `port + 1`, ..., or on free ports if it is 0. Raises OSError if a
-    port is taken, and FaultError for an invalid fault specification.
+    specs         the parameters of each engine
+    host          address to listen on
+    port          port of the first engine; the others get the next ones. 0: free ports
+    fault         faults to inject from the start (fault_grammar.py)
+    seed          random seed for faults with a probability
+    keep_alive_s  seconds after which an idle client connection is closed
+
+    Raises OSError if a port is taken, and FaultError for an invalid fault specification.
     """
     # Inproc agents need a shared wire.
     wire = _wire() if any(_inproc(spec) for spec in specs) else None

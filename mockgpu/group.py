@@ -266,7 +266,7 @@ class TpGroup:
             self._enter(job)
 
     def mark_fault(self, job: Job, fault: InjectedFault) -> None:
-        """Mark a job, so that a fault will hit its KV, or the engine while the job runs."""
+        """Mark a job, so that a fault hits it: its KV, or the engine while the job runs."""
         if self._kill_faults is None:
             self._kill_faults = KillFaults(self, self._loop)
         self._kill_faults.mark(job, fault)
@@ -396,7 +396,7 @@ class TpGroup:
         return plan
 
     def on_step_timed(self, plan: StepPlan, step_s: float) -> None:
-        """Let the faults of single jobs know when the step will end."""
+        """Tell the faults of single jobs how long the step that begins now will take."""
         if self._kill_faults is not None:
             self._kill_faults.on_step_planned(plan, step_s)
 

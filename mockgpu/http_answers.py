@@ -44,8 +44,13 @@ def reset_now(request: web.Request) -> NoReturn:
 
 
 async def break_whole(request: web.Request, body: bytes, kind: FaultKind) -> NoReturn:
-    """Send the headers of a response and none or half of its body, then close the connection and
-    leave the handler.
+    """Send the headers of a response and none or half of its body, then close the connection.
+
+    The function never returns: it raises an exception that ends the handler.
+
+    request  the request to answer
+    body     the whole body
+    kind     the kind of fault, which decides how much is sent
     """
     response = web.StreamResponse(headers={"Content-Type": JSON, "Content-Length": str(len(body))})
     await response.prepare(request)

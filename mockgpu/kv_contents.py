@@ -71,9 +71,11 @@ def token_states(tokens: bytes, keys: Sequence[int]) -> Words:
 
 
 def slot_masks(layout: KvLayout) -> Words:
-    """Return the mask of every cache position of the whole model.
+    """Return a mask for every position of the KV cache, with which stored bytes are combined by
+    xor.
 
-    Shape: [layers, 2 (1 with MLA), kv heads, words per head].
+    So bytes that are stored at a wrong position are found. Shape: [layers, 2 (1 with MLA), kv
+    heads, words per head].
     """
     shape = (layout.layers, layout.parts, layout.kv_heads, layout.row_bytes // WORD_BYTES)
     numbers = np.arange(1, 1 + int(np.prod(shape)), dtype=np.uint64)

@@ -75,7 +75,10 @@ class KvMemory:
                 view[chosen, :, :, :, first:last] = part[:, None, None, None, :, None] ^ masks
 
     def taint(self, blocks: Sequence[int], states: Words) -> int:
-        """Verify the KV of tokens [0, len(states)) in these blocks.
+        """Verify the KV of a prompt's first tokens.
+
+        blocks  the blocks with the KV
+        states  the expected states of these tokens (kv_contents.token_states)
 
         Returns 0 if it is correct, otherwise a digest of the errors. On every rank, the bytes are
         unmasked and compared with the tokens' states in each layer, head and replica.

@@ -36,7 +36,9 @@ Blocks of further requests are not saved.
 
 Result = TypeVar("Result")
 Runner = Callable[[Callable[[], Any]], Awaitable[Any]]
-"""Runs a blocking call without blocking the event loop."""
+"""A function that runs a blocking call, such as a request to the store, without blocking the event
+loop.
+"""
 
 
 class StoreOwner(Protocol):

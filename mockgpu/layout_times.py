@@ -43,7 +43,8 @@ def rank_model(model: Llm, layout: Layout) -> Llm:
 
 
 def travel_s(model: Llm, gpu: Gpu, layout: Layout, tokens: float, skew: float = 1.0) -> float:
-    """Return the seconds for which a step's tokens travel between pipeline stages and to experts.
+    """Return the seconds that a step's tokens spend on the way between pipeline stages and to
+    experts.
 
     tokens  number of tokens of the step
     skew    load of the busiest expert rank divided by the mean load; the busiest rank receives this
@@ -122,7 +123,10 @@ class LayoutTimes:
         return seconds + travel_s(self._model, self._gpu, self._layout, tokens, self._skew)
 
     def experts_s(self, parts: StepTimeParts) -> float:
-        """Return the seconds that one rank's experts take in a step of this duration."""
+        """Return the part of a step's duration that one rank's experts take, in seconds.
+
+        `parts` are the parts of the duration of the whole step.
+        """
         if parts.flops_s >= parts.weights_s:
             return parts.flops_s * self.expert_share
         return max(0.0, parts.weights_s - self.dense_weights_s)

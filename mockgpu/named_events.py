@@ -75,7 +75,9 @@ def chat_body(members: Mapping[str, Any]) -> RequestBody:
 
 
 def chat_of(text: str, model: object, **members: Any) -> RequestBody:
-    """Build a chat request with one user message. Raises ApiError if it is invalid."""
+    """Return a chat request whose only message is `text`, from the user. Raises ApiError if it is
+    invalid.
+    """
     return chat_body({"model": model, "messages": [{"role": "user", "content": text}], **members})
 
 

@@ -101,7 +101,9 @@ class StreamSink:
 
 
 class FaultySink(StreamSink):
-    """A StreamSink with a fault: it breaks the stream off, or splits it in unusual places."""
+    """A StreamSink with a fault: it ends the stream too early, or splits its bytes in unusual
+    places.
+    """
 
     __slots__ = ("_broken", "_fault", "_made")
 
@@ -153,10 +155,10 @@ class FaultySink(StreamSink):
 
 
 def break_off(transport: asyncio.Transport, kind: FaultKind, last: bytes = b"") -> None:
-    """Leave a response unfinished in the way of this fault kind.
+    """Leave a response unfinished, in one of three ways that the fault's kind decides.
 
-    The connection is reset, closed after the bytes `last` as if the response had ended, or left
-    open without further bytes (stall).
+    The connection is reset; or it is closed after the bytes `last`, as if the response had ended;
+    or it is left open without further bytes (stall).
     """
     if kind is FaultKind.CUT and not transport.is_closing():
         transport.write(last)

@@ -153,7 +153,7 @@ class Roofline:
         self._correction = correction if profile.exact else None
 
     def terms(self, work: StepWork) -> StepTimeParts:
-        """Return the parts of one engine step's duration by the equation, in seconds.
+        """Return how long each part of one engine step takes, in seconds, by the equation.
 
         The total is max(weights, FLOPs) + KV + attention + overheads + collectives.
         """

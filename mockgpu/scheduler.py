@@ -60,8 +60,9 @@ class Scheduler:
 
     @property
     def queued(self) -> int:
-        """Return the number of jobs that wait for KV blocks, for incoming KV, or for a place in the
-        batch.
+        """Return the number of jobs that do not run yet.
+
+        They wait for KV blocks, for incoming KV, or for one of the sequences of the batch.
         """
         return len(self.waiting) + len(self.fetching) + len(self.fetched)
 

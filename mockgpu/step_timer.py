@@ -42,7 +42,7 @@ class SteppingRank(Protocol):
         ...
 
     def finish_step(self, plan: StepPlan, step_s: float) -> None:
-        """Deliver the results of an engine step that has just ended."""
+        """Deliver the results of the step `plan`, which has just ended after `step_s` seconds."""
         ...
 
 

@@ -47,7 +47,10 @@ class StoreAnnouncer:
         self._task = asyncio.ensure_future(self._poll())
 
     def track(self, job: Job, keys: Sequence[Key], first: int) -> None:
-        """Announce blocks number `first` and further ones of a job, wherever the store has them."""
+        """Announce a job's blocks from number `first` on, in every tier where the store has them.
+
+        `keys` are the keys of these blocks.
+        """
         for index, key in enumerate(keys, first):
             self._tracked.pop(key, None)
             self._tracked[key] = _Tracked(job, index)

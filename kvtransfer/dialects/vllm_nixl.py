@@ -105,7 +105,7 @@ def decode(terms: HandoffTerms, answer: PrefillResponse | None) -> DecodeRequest
 
 
 def validate(raw: bytes) -> HandoffObject | UnusableResponse:
-    """Parse kv_transfer_params.
+    """Parse kv_transfer_params, the member with which a prefill engine says where its KV is.
 
     Returns an UnusableResponse if a required member is missing or implausible.
     """

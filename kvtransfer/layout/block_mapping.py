@@ -163,9 +163,12 @@ def split_segments(
 def max_runs(
     src: KvLayout, dst: KvLayout, share: PairShare, tokens: int, most_run_bytes: int
 ) -> int:
-    """Return an upper bound of the number of runs (contiguous byte ranges) of a token range.
+    """Return an upper bound of the number of byte ranges (runs) that a token range is copied in.
 
-    The range has `tokens` tokens and lies within one block at both ends.
+    src, dst        layouts of source and sink
+    share           the heads and layers that the two ranks have in common
+    tokens          number of tokens of the range, which lies within one block at both ends
+    most_run_bytes  maximum bytes of one run
     """
     axes, n_bytes = _axes(src, dst, share, tokens)
     return prod(axis.size for axis in axes) * -(-n_bytes // most_run_bytes)
@@ -174,8 +177,12 @@ def max_runs(
 def build_runs(
     src: KvLayout, dst: KvLayout, segments: Segments, share: PairShare, most_run_bytes: int
 ) -> ByteRuns:
-    """Return the byte ranges (runs) to copy for these token ranges, none longer than
-    `most_run_bytes`.
+    """Return the byte ranges (runs) to copy for some token ranges.
+
+    src, dst        layouts of source and sink
+    segments        the token ranges
+    share           the heads and layers that the two ranks have in common
+    most_run_bytes  maximum bytes of one run
 
     Contiguous runs are joined. If blocks are not the outermost axis on either side, runs are in the
     order of the sink's memory, where the blocks of one layer or head are neighbours.

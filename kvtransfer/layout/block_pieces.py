@@ -43,7 +43,7 @@ class BlockPieces:
 
 
 def block_format(layout: KvLayout) -> str:
-    """Return a name of the order of a block's bytes on each rank, which is equal for equal formats.
+    """Return a name for the order of a block's bytes on each rank; equal orders have equal names.
 
     It covers everything that a layout states, apart from the number of blocks.
     """

@@ -295,7 +295,8 @@ def _fingerprint(layout: KvLayout) -> str:
 
 @lru_cache(64)
 def pair_fingerprint(src: KvLayout, dst: KvLayout) -> str:
-    """Return one fingerprint of both KV layouts of a transfer, as text, on which both ends must
-    agree.
+    """Return a fingerprint of the KV layouts of source and sink, as text.
+
+    Both ends of a transfer compare it, so that they compute the same plan.
     """
     return f"{src.fingerprint()}-{dst.fingerprint()}"

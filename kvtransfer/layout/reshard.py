@@ -330,7 +330,9 @@ def _check_range(src: KvLayout, dst: KvLayout, skip_tokens: int, tokens: int) ->
 
 
 def source_ranks(src: KvLayout, dst: KvLayout, dst_rank: int) -> list[int]:
-    """Return the source ranks from which one sink rank fetches KV, if ranks fetch separately."""
+    """Return the source ranks from which the sink rank `dst_rank` fetches KV, if ranks fetch
+    separately.
+    """
     return sorted({pair.src_rank for pair in _rank_pairs(src, dst) if pair.dst_rank == dst_rank})
 
 
@@ -355,9 +357,9 @@ def _rank_pairs(src: KvLayout, dst: KvLayout) -> list[RankPair]:
 
 
 def layers_per_group(layout: KvLayout, tokens: int, group_bytes: int = GROUP_BYTES) -> int:
-    """Return the minimum number of layers whose KV of `tokens` tokens has `group_bytes` bytes.
+    """Return how many layers to send together, so that a link is kept busy.
 
-    That much data per group keeps a link busy.
+    It is the minimum number of layers whose KV of `tokens` tokens has `group_bytes` bytes.
     """
     layer_bytes = tokens * layout.bytes_per_token // layout.layers
     return min(layout.layers, max(1, -(-group_bytes // max(1, layer_bytes))))
@@ -365,7 +367,7 @@ def layers_per_group(layout: KvLayout, tokens: int, group_bytes: int = GROUP_BYT
 
 @lru_cache(64)
 def max_pairs(src: KvLayout, dst: KvLayout, group_layers: int) -> int:
-    """Return an upper bound of the number of stage and rank pairs that a transfer plan examines.
+    """Return an upper bound of the number of rank pairs that a transfer plan examines.
 
     The time to plan grows with it, whatever the number of blocks.
     """

@@ -131,7 +131,12 @@ class PeerLink:
 def incompatibility(
     mine: AgentCard, theirs: AgentCard, version: int
 ) -> tuple[EndReason, str] | None:
-    """Return why two agents cannot exchange KV, as (reason, text); None if they can."""
+    """Return why two agents cannot exchange KV, as (reason, text); None if they can.
+
+    mine     this agent's card
+    theirs   the other agent's card
+    version  the protocol version of the other agent
+    """
     if version != VERSION:
         return EndReason.VERSION, f"version {VERSION} here, {version} there"
     if mine.family != theirs.family:
@@ -143,8 +148,8 @@ def incompatibility(
 def wrong_peer_error(peer_link: PeerLink) -> tuple[EndReason, str] | None:
     """Return an error if a link reached another agent than the expected one, else None.
 
-    The link over which the address was learnt names the expected agent. An address that another
-    host reports may mean a different agent on this host.
+    The address of a link may have been reported by another host, where it means a different agent
+    than on this host. The link over which it was learnt names the expected agent.
     """
     parent = None if peer_link.dial_request is None else peer_link.dial_request.parent
     if parent is None or parent.has_same_peer(peer_link):

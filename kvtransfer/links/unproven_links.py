@@ -32,8 +32,9 @@ class UnprovenLinks:
         return link in self._address_of
 
     def admit(self, link: Link) -> Link | None:
-        """Add a connection; return the one that the caller must close to stay within the limit, or
-        None.
+        """Add a connection whose peer has not proven its identity yet.
+
+        Returns the connection that the caller must close to stay within the limit, or None.
         """
         address = client_address(link.peer)
         dropped = self._victim(address)

@@ -255,8 +255,9 @@ def check_texts(name: str, ticket: str | None = None) -> None:
 
 
 def check_seconds(what: str, seconds: float) -> None:
-    """Raise ValueError for a negative or infinite time or NaN, with which blocks would be held for
-    ever.
+    """Raise ValueError if a time is negative, infinite or NaN.
+
+    With such a time, blocks would be held for ever. `what` names the time in the message.
     """
     if not 0.0 <= seconds < inf:
         raise ValueError(

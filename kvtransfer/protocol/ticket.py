@@ -25,9 +25,9 @@ _MAC_BYTES = 32
 _LEAST_KEY_BYTES = 16
 _DOMAIN = b"penstock kv ticket 1\0"
 AHEAD = bytes(16)
-"""The digest of a ticket that is issued before its offer.
+"""The digest in a ticket that is issued before its offer.
 
-The offer's blocks are not known yet, so they cannot be hashed.
+Usually the digest covers the offer's blocks, which are not known at that time.
 """
 
 _Name = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
@@ -125,8 +125,13 @@ def mint(key: bytes, ticket: Ticket) -> str:
 
 
 def check(key: bytes, text: str, now: float, *, epoch: bytes, sink: str | None = None) -> Ticket:
-    """Verify and decode a ticket of this agent, which must be of this epoch, not expired, and for
-    `sink`.
+    """Verify and decode a ticket of this agent.
+
+    key    the fleet's key
+    text   the signed text
+    now    present time on this host's monotonic clock; the ticket must not have expired
+    epoch  random bytes of this run of the agent, which the ticket must contain
+    sink   the agent that presents the ticket, which must permit it
 
     Raises TicketRefused. No field is read before the HMAC is verified.
     """

@@ -92,11 +92,13 @@ class BlockStore:
             return bytes(map(self._index.places, keys))
 
     def acquire(self, owner: int, keys: Sequence[Key]) -> tuple[int, list[int]]:
-        """Lease the longest stored prefix of these blocks in memory; return the lease's number and
-        slots.
+        """Lease the longest stored prefix of these blocks, for reading from memory.
 
-        Blocks that are only on disk are loaded first, as long as memory has room for them. `owner`
-        is the connection with which the lease ends.
+        Returns the number of the lease, and the blocks' slots. Blocks that are only on disk are
+        loaded first, as long as memory has room for them.
+
+        owner  the connection with which the lease ends
+        keys   keys of consecutive blocks of a prompt
         """
         # A lease for the part in memory keeps it there while the rest is loaded.
         number, slots = self._acquire(owner, keys)
@@ -114,7 +116,9 @@ class BlockStore:
             return self._index.acquire(owner, keys, self._now())
 
     def use(self, keys: Sequence[Key]) -> None:
-        """Mark consecutive blocks of a prompt as used now, for the order of eviction."""
+        """Mark consecutive blocks of a prompt as used now, so that they are evicted later than
+        others.
+        """
         with self._lock:
             self._index.use(keys)
 

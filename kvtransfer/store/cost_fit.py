@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from itertools import combinations
 
 DECAY = 0.9
-"""Factor on the weight of all earlier measurements when a new one is added.
+"""Factor by which the weight of earlier measurements falls with every new one.
 
 About the last ten measurements decide the result.
 """

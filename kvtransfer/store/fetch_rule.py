@@ -26,42 +26,44 @@ The disk's speed is not known yet, so these reads are small and grow.
 """
 
 FIRST_READ_COST = 0.25
-"""Limit of the second and later first reads: their expected seconds, divided by those of computing
-the whole prompt.
+"""Maximum expected cost of an early read that only measures the disk.
+
+It applies from the second read on. The cost is the read's expected seconds, divided by those of
+computing the whole prompt.
 """
 
 STALE_S = 30.0
-"""Age in seconds of a tier's last read from which on the tier is measured again.
+"""Seconds after which a tier that was not read is measured again.
 
 Without this, a tier that seemed slow once would never be read again.
 """
 
 STALE_READ_COST = 0.05
-"""Limit of such a repeated measurement: its expected seconds, divided by those of computing the
-prompt.
+"""Maximum expected cost of a read that measures a tier again after STALE_S.
 
-The limit applies at the age STALE_S, and grows in proportion to the age, up to 1.
+The cost is the read's expected seconds, divided by those of computing the prompt. The limit applies
+at the age STALE_S, and grows in proportion to the age, up to 1.
 """
 
 CHANGE = 0.5
-"""Relative error of a predicted read time above which a tier's earlier measurements are dropped.
+"""Relative error of a predicted read time that shows that a tier's speed has changed.
 
-The error is divided by the measured time. One this large means that the tier's speed has changed.
+The error is divided by the measured time. Above this error, the tier's earlier measurements are
+dropped.
 """
 
 _MEMORY, _DISK = 1, 2
 _TIER_OF_BITS = bytes(_MEMORY if bits & IN_MEMORY else _DISK * (bits > 0) for bits in range(256))
 _MAX_RUNS = 64
-"""Number of runs (consecutive blocks in one tier) that a choice considers; blocks after them are
-computed.
+"""Maximum number of runs (consecutive blocks in one tier) that a choice considers.
+
+Blocks after them are computed.
 """
 _RUN = re.compile(rb"\x01+|\x02+")
 
 
 class StoredPrefix(msgspec.Struct, frozen=True):
-    """A prompt, and the tiers in which its next blocks are stored.
-
-    The next blocks are those after the blocks in the engine's own cache.
+    """A prompt, and where its blocks are stored that the engine does not have in its own cache.
 
     start   number of tokens whose KV the engine has
     tokens  number of tokens of the prompt
@@ -94,7 +96,7 @@ class PendingFetch(msgspec.Struct, eq=False):
 class TierRun(NamedTuple):
     """Consecutive blocks [first, last) of a prompt that are stored in one tier.
 
-    disk_blocks  number of the prompt's earlier blocks that are on disk
+    disk_blocks  number of the prompt's blocks before them that are on disk
     """
 
     first: int

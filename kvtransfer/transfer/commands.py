@@ -96,7 +96,10 @@ class DialPeer(msgspec.Struct, frozen=True):
 
 
 class EndGroup(msgspec.Struct, frozen=True):
-    """Command of the source to end all of its KV offers, because a rank of its group is lost."""
+    """Command of the source to end all of its KV offers.
+
+    A rank of its group is lost, and the KV of a group is of use only as a whole.
+    """
 
     detail: str
 

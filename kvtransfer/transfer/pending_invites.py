@@ -64,10 +64,14 @@ class PendingInvites:
         return self._waiting.get(name, {}).get(rank)
 
     def add(self, link: Link, invite: Invite, rank: int, now: float) -> EndReason | None:
-        """Let an invitation wait for the offer of its KV.
+        """Keep a sink's invitation to send it KV until the offer of that KV is made.
 
-        `rank` is the sink's only rank; -1: it has all ranks. Returns None, or the reason why the
-        invitation is refused.
+        link    connection to the sink
+        invite  the invitation
+        rank    the sink's only rank; -1: it has all ranks
+        now     time in seconds
+
+        Returns None, or the reason why the invitation is refused.
         """
         ended = self._ended.get(invite.name, now)
         if ended is not None:
@@ -109,9 +113,13 @@ class PendingInvites:
             del self._waiting[name]
 
     def withdraw(self, link: Link, transfer: int, agent: str | None, now: float) -> bool:
-        """Remove the waiting invitation of this transfer; return False if there is none.
+        """Remove the invitation of a transfer that the sink no longer wants; return False if there
+        is none.
 
-        `agent` is the sink if it will not want the offer later either; None: it may want it.
+        link      connection to the sink
+        transfer  the sink's number of the transfer
+        agent     name of the sink, if it will not want the offer later either; None: it may want it
+        now       time in seconds
         """
         waiting = self._names.get((link, transfer))
         if waiting is None:

@@ -217,7 +217,10 @@ class SendQueue:
         offer.windows = _windows(offer, plan)
 
     def release(self, offer: LeasedOffer, now: float, *, landed: bool) -> None:
-        """Remove an offer that has ended from the queue, and give back its send credit."""
+        """Remove an offer that has ended from the queue, and give back its send credit.
+
+        `landed` is whether the sink has received all of it.
+        """
         del self.claimed[offer.transfer]
         self._turns.remove(offer.transfer)
         left = self.credits.forget(offer.transfer)
@@ -276,11 +279,11 @@ class SendQueue:
 
 
 def blocks_of(runs: ByteRuns, block_bytes: int) -> NDArray[np.int64]:
-    """Return the numbers of the KV blocks that these byte ranges read, in order, without direct
-    repetitions.
+    """Return the numbers of the KV blocks that these byte ranges read, in order.
 
-    Valid only where blocks are outermost in memory. Otherwise a run's offset does not give its
-    block, and a window depends on all blocks of its offer.
+    A number that follows itself is left out. Valid only where blocks are outermost in memory.
+    Otherwise a run's offset does not give its block, and a window depends on all blocks of its
+    offer.
     """
     if runs.count == 1:
         begin, size = runs.src.item(), runs.length.item()

@@ -31,11 +31,10 @@ L = TypeVar("L", bound=StreamLink)
 def accepted_sockets(
     listener: socket.socket, closed: threading.Event
 ) -> Iterator[tuple[socket.socket, Any]]:
-    """Yield the sockets that `listener` accepts, with their addresses, until the event `closed` is
-    set.
+    """Accept connections until the event `closed` is set, and yield each socket with its address.
 
-    The caller must then close the listener. After any other error (no file descriptor left, the
-    peer has gone, the network is down) the function waits a moment and continues.
+    The caller must then close `listener`. After any other error (no file descriptor left, the peer
+    has gone, the network is down) the function waits a moment and continues.
     """
     while not closed.is_set():
         try:

@@ -86,8 +86,10 @@ def _copy_regular(
 
 
 def is_fine_grained(runs: ByteRuns, n_bytes: int) -> bool:
-    """Return whether the byte ranges are so many and so short that copying them to one buffer saves
+    """Return whether byte ranges are so many and so short that a copy to one buffer first saves
     time.
+
+    `n_bytes` is the sum of their lengths.
     """
     return runs.count >= _MANY and n_bytes < runs.count * _FINE
 

@@ -277,8 +277,9 @@ class InprocLink:
         )
 
     def on_far_closed(self, reason: str) -> None:
-        """Report to this end's owner, once, that the other end of the simulated connection has
-        closed.
+        """Record that the other end of the simulated connection has closed.
+
+        The owner of this end is told once, with the reason.
         """
         self.notify_owner(lambda owner: owner.on_lost(self, reason))
         self._closed = True

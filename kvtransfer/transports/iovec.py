@@ -183,8 +183,9 @@ class MemoryPieces:
 
     @classmethod
     def over(cls, scratch: Bytes, size: int, iovecs: Iovecs) -> MemoryPieces:
-        """Return `size` bytes of memory in pieces that all overlap in `scratch`, to read and
-        discard bytes.
+        """Return `size` bytes of memory to read into and discard.
+
+        All pieces are the same buffer `scratch`.
         """
         count = -(-size // scratch.size) if size else 0
         lengths = np.full(count, scratch.size, np.int64)

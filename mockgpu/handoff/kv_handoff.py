@@ -219,9 +219,7 @@ class KvHandoff:
             self._free(job)
 
     def decline(self, leg: DecodeLeg) -> None:
-        """Notify the sending engine that its KV will not be fetched, so that it frees the
-        blocks.
-        """
+        """Tell the sending engine that its KV will not be fetched, so that it frees the blocks."""
         if not leg.is_parked and not self._closed:
             self._spawn(self._decline(leg))
 

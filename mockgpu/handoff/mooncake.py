@@ -41,7 +41,8 @@ class MooncakeDialect:
     ) -> ParsedHandoff:
         """Parse the handoff fields of a request in Mooncake's protocol.
 
-        A request that does not fit the engine's role kills the engine.
+        Fields without a transfer id, or for an engine of the other role, kill the real engine. Here
+        they raise MalformedHandoffError with `fatal`.
         """
         params = checked_object(body)
         if params is None:

@@ -246,8 +246,9 @@ class TrtllmDialect:
         offered: OfferedKv | None,
         identity: EngineIdentity,
     ) -> dict[str, Any]:
-        """Return the prompt's token ids as TensorRT-LLM's context (prefill) server rendered
-        them.
+        """Return the token ids of the prompt, which the generation server needs.
+
+        The context (prefill) server has rendered them.
         """
         return {"prompt_token_ids": token_ids(parsed.prompts[0])}
 

@@ -28,5 +28,5 @@ def in_blocks(items: Sequence[Item]) -> list[Sequence[Item]]:
 
 
 def error_of_mean(of_blocks: Sequence[float]) -> float:
-    """Return half of the width of the 95 % interval of the mean of BLOCKS values."""
+    """Return the error of the mean of BLOCKS values: half of the width of its 95 % interval."""
     return T_95 * stdev(of_blocks) / sqrt(len(of_blocks))

@@ -27,14 +27,14 @@ from policies.model import Candidate, Role, RoutingQuery
 from policies.scorers import constant
 
 LEAST_SAMPLES = 20
-"""An endpoint's own speed is derived from at least this many requests.
+"""Minimum number of requests from which an endpoint's own speed is derived.
 
 With fewer, the median speed of the other endpoints is used.
 """
 
 SLOWEST, FASTEST = 10.0, 0.1
 CLOSE = 0.05
-"""If all speeds change by less than this relative amount, no further replay is made."""
+"""Relative change of all speeds below which no further replay is made."""
 
 ROUNDS = 3
 """Maximum number of replays for the correction of speeds.
@@ -49,7 +49,7 @@ def calibrate(
     lately: RecentTraffic,
     on_progress: OnProgress | None = None,
 ) -> PoolCase:
-    """Return the replay case with the speeds of its TP groups corrected by the access log.
+    """Return the replay case with engine speeds corrected by the access log.
 
     case         the pool's configuration for a replay
     endpoints    names of the groups in the log, in order

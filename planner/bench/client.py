@@ -36,8 +36,8 @@ class BenchRecord(msgspec.Struct):
     last_s   time of the last token
     gaps_s   seconds between events with tokens
     status   HTTP status; None without a response
-    error    None, or the kind: http_429, connect, disconnected, timeout, stream_error, truncated,
-             empty, unfinished
+    error    None after a complete answer, else what went wrong: http_429, connect, disconnected,
+             timeout, stream_error, truncated, empty, unfinished
     """
 
     session: int

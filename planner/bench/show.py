@@ -52,9 +52,10 @@ class LiveProgress:
 
 
 def describe(progress: RunProgress) -> str:
-    """Return one line about a benchmark run.
+    """Return the progress of a benchmark run as one line of text.
 
-    It has the numbers of requests done and running, the errors, and the median TTFT of the latest.
+    It has the numbers of finished and running requests, the errors, and the median TTFT of the
+    latest requests.
     """
     recent = progress.records[-_RECENT:]
     errors = sum(record.error is not None for record in progress.records)

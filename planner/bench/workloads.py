@@ -77,8 +77,10 @@ def lognormal(rng: Random, median: float, mean: float, least: int, most: int) ->
 
 
 def poisson(rate: float, seed: int) -> Iterator[float]:
-    """Yield the times of independent arrivals in seconds from the start, `rate` per second on
-    average.
+    """Yield arrival times, in seconds from the start, of a Poisson process.
+
+    rate  mean number of arrivals per second
+    seed  random seed; equal seeds give equal times
     """
     rng = Random(f"arrivals {seed}")
     due_s = 0.0

@@ -212,9 +212,10 @@ def _block(requests: Sequence[TraceRequest], begin_s: float, pool: str) -> str:
 
 
 def hourly_rates(times_s: Sequence[float]) -> list[float]:
-    """Return the requests per second in each hour of the day, from ascending times of arrival.
+    """Return the requests per second in each hour of the day (UTC), 24 numbers.
 
-    An hour that the log covers in part counts with that part; one that it does not cover is 0.
+    `times_s` are the times of arrival, ascending, in Unix seconds. An hour that the log covers in
+    part counts with that part; one that it does not cover is 0.
     """
     counts, seconds = [0] * 24, [0.0] * 24
     for at_s in times_s:

@@ -1,4 +1,5 @@
-"""Converts recorded requests to shapes, such as the turn of the session and the prompt's new share.
+"""Converts recorded requests to the measures of workload drift, such as the prompt length and the
+turn of the session.
 
 No I/O.
 """
@@ -28,10 +29,13 @@ def count_shapes(requests: Iterable[TraceRequest]) -> ShapeCounts:
 def windows_of(
     requests: Iterable[TraceRequest], watch: DriftWatch, begin_s: float = 0.0
 ) -> Iterator[DriftWindow]:
-    """Group requests into consecutive windows of time, and yield these in order.
+    """Group requests into consecutive windows (usually ten minutes), and yield these in order.
 
-    `begin_s` is the time of their beginning, in Unix seconds where it is known. The last,
-    incomplete window is left out.
+    requests  the recorded requests in order of arrival
+    watch     compares each window with what the fleet was sized for
+    begin_s   time of the first request, in Unix seconds where it is known
+
+    The last, incomplete window is left out.
     """
     memory = ShapeMemory()
     for request in requests:

@@ -27,7 +27,7 @@ from policies.sizing.drift import ShapeMemory
 
 LEAST_GAIN = 0.05
 MAX_LOST = 0.005
-"""A suggested fleet may lower the attainment by at most this much, 0 to 1.
+"""Largest loss of attainment (0 to 1) that a suggested fleet may cause.
 
 Attainment is the share of requests that are served in time.
 """
@@ -52,7 +52,7 @@ class SuggestionError(ValueError):
 
 
 class SuggestionInput(msgspec.Struct, frozen=True):
-    """What a suggestion is computed from.
+    """The configuration and the options from which another fleet is suggested.
 
     config    the running configuration as plain values
     assumed   model and GPU, where the configuration does not name them

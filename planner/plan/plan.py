@@ -31,10 +31,9 @@ class PoolComparison(msgspec.Struct, frozen=True):
 
     @property
     def gain(self) -> float:
-        """Return by how much the changed configuration raises SLO attainment, as a share of
-        requests.
+        """Return by how much the changed configuration raises the SLO attainment, -1 to 1.
 
-        Of all service classes, the smallest increase counts.
+        It is computed for each service class, and the smallest value is returned.
         """
         before, after = self.before, self.after
         if before is None or after is None:

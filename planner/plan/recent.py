@@ -45,7 +45,7 @@ class RecentTraffic(msgspec.Struct, frozen=True):
 
     @property
     def warmup_s(self) -> float:
-        """Return the length in seconds of the traffic that warms caches, before the requests that
+        """Return the seconds of traffic that only fills caches; it precedes the requests that
         count.
         """
         return self.from_s - self.begins_s
@@ -59,10 +59,10 @@ class RecentTraffic(msgspec.Struct, frozen=True):
         return [request for _, request in self.pairs(models)]
 
     def pairs(self, models: Collection[str] | None) -> list[tuple[LoggedRequest, TraceRequest]]:
-        """Return the log lines for these models, or for all models if None, each with its request.
+        """Return the log lines for some models, each with the request to replay.
 
-        A refused request is assumed to have wanted an answer of median length. A request that
-        failed for another reason is left out.
+        `models` are the models' names; None: all. A refused request is assumed to have wanted an
+        answer of median length. A request that failed for another reason is left out.
         """
         lines = [line for line in self.lines if models is None or line.model in models]
         lengths = [line.completion_tokens for line in lines if line.completion_tokens]

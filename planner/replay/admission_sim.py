@@ -42,8 +42,9 @@ class AdmissionSim:
             self._fleet.schedule(0.0, self._tick)
 
     def arrive(self, now: float, inflight: InflightRequest) -> None:
-        """Simulate the first attempt of a client to enter; from now on the client's patience runs
-        out.
+        """Simulate the arrival of a request, which enters, waits or is refused.
+
+        The client's patience begins to run out at this time.
         """
         if self._clients.patience_s is not None:
             self._fleet.schedule(now + self._clients.patience_s, self._give_up, inflight)

@@ -34,8 +34,9 @@ def keys_of(request: TraceRequest, block_tokens: int) -> tuple[int, ...]:
 
 
 class UnlimitedCache:
-    """A simulated cache that never evicts, to find how much of each prompt could have been
-    cached.
+    """A simulated cache that never evicts.
+
+    It shows how much of each prompt could have been cached at best.
     """
 
     __slots__ = ("_block_tokens", "_known")

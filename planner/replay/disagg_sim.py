@@ -162,8 +162,9 @@ class DisaggSim:
             inflight.pair = None
 
     def fetch(self, decode_group: ReplayGroup, job: Job, now: float) -> None:
-        """Transfer the KV that the decode group lacks over the groups' links, one transfer after
-        another.
+        """Transfer the KV that the decode group lacks.
+
+        The transfers of a group's link follow one another, so this one may have to wait.
         """
         inflight = self._fleet.inflight[job]
         prefill_group = inflight.prefill_group

@@ -14,7 +14,7 @@ from policies import ledger
 from policies.health.slow_start import soft_cap
 
 Reading = tuple[ReplayGroup, EngineMetrics]
-"""One scrape of a simulated group's metrics."""
+"""One scrape of a simulated group: the group, and the metrics that its engine reported."""
 SWEEP_S = 0.25
 """Seconds between two updates of the soft cap during slow start, as in the gateway."""
 

@@ -64,7 +64,7 @@ def replay(
                the groups' caps
     options    the options of the replay; None: the defaults
     limits     limits of the wait queue
-    shares     parameters for sharing between tenants
+    shares     how a contended pool is shared between tenants
     watch      called with (clock, finished requests) at every end of a request
     """
     wait_queue = None if admission is None else WaitQueue[int](admission, limits, shares)
@@ -232,8 +232,9 @@ class Fleet:
     def send(
         self, now: float, inflight: InflightRequest, group: ReplayGroup, pick: Pick, job: Job
     ) -> None:
-        """Send a job to a group: update the prefix index, and queue the job after the API
-        latency.
+        """Send a job to a group, and record its prompt in the gateway's prefix index.
+
+        The job enters the queue of the group's engine after the API latency.
         """
         if inflight.record.entered_s is None:
             inflight.record.entered_s = now
@@ -325,7 +326,10 @@ class Fleet:
         self.disagg.fetch(group, job, now)
 
     def stop_expecting(self, inflight: InflightRequest) -> None:
-        """Stop counting a request's KV blocks as blocks that its group will soon have cached."""
+        """Record that a group will not compute a request's KV blocks after all, or has done so.
+
+        They no longer count as blocks that the group will soon have cached.
+        """
         if inflight.is_expected:
             inflight.is_expected = False
             assert inflight.group is not None

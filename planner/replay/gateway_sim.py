@@ -103,10 +103,10 @@ class GatewaySim:
         return fingerprint_of_chain(keys, block_bytes, n_bytes, salt)
 
     def query(self, inflight: InflightRequest, now: float) -> RoutingQuery:
-        """Return the routing query, with the prompt tokens that each group is believed to have
-        cached.
+        """Return the question for the policy: the request, and the cached prompt tokens at each
+        group.
 
-        With an exact view, these are the really cached ones.
+        The numbers are what the gateway believes or, with an exact view, what is really cached.
         """
         request, fingerprint, keys = inflight.request, inflight.fingerprint, inflight.keys
         cached: Sequence[int] = ()
@@ -168,8 +168,12 @@ class GatewaySim:
     def confirm(
         self, slot: int, believed_tokens: int, cached_tokens: int, prompt_tokens: int
     ) -> None:
-        """Compare the cached tokens that an answer reports with `believed_tokens`, the number
-        expected.
+        """Correct the prefix index by the number of cached tokens that an answer reports.
+
+        slot             slot of the group
+        believed_tokens  number of cached prompt tokens that was expected
+        cached_tokens    number that the engine reported
+        prompt_tokens    number of tokens of the prompt
         """
         if self.policy.reads_prefix and not self._is_event_lost():
             self.index.confirm(

@@ -148,7 +148,7 @@ class ReplayGroup:
         self.totals.busy_s += self.engine.busy_s
 
     def expect(self, keys: tuple[int, ...]) -> None:
-        """Count these KV blocks as blocks that the group will soon have computed and cached."""
+        """Count KV blocks as blocks that the group will soon have computed and cached."""
         self.expected_keys.update(keys)
 
     def expect_no_more(self, keys: tuple[int, ...]) -> None:

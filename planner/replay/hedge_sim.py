@@ -29,7 +29,9 @@ class Hedges:
         self.won = 0
 
     def may_send(self) -> bool:
-        """Return whether the allowed share of hedges (second attempts) permits one more."""
+        """Return whether one more request may get a second attempt (hedge), within the allowed
+        share.
+        """
         came = self._fleet.arrived - self._paid_for
         self._paid_for += came
         paid_back = min(self._credit, came)

@@ -57,7 +57,7 @@ class GroupFault(msgspec.Struct, frozen=True):
     group       index of the group in the fleet; all data-parallel ranks of an engine count as one
     kind        kind of fault
     duration_s  how long it lasts; None: for ever
-    factor      factor on the times of steps, for a slow group
+    factor      how many times as long the steps of a slow group take
     only        which steps are slow: prefill (with prompt tokens), decode (without), or empty for
                 both
     """

@@ -213,7 +213,8 @@ def regret(own: Mapping[str, float], others: Iterable[Mapping[str, float]]) -> f
     own     the policy's figure by workload; more is better
     others  the same for each other policy
 
-    The result is the minimum over workloads of own figure / best other figure; higher is better.
+    For each workload, the own figure is divided by the best other one. The result is the smallest
+    of these quotients: 0.9 means that the policy is never more than 10 % worse than the best.
     Workloads where all figures are 0 do not count.
     """
     rivals = list(others)

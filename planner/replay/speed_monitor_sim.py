@@ -129,7 +129,9 @@ class SpeedMonitorSim:
         self._doubt(now, group)
 
     def on_dropped(self, now: float, inflight: InflightRequest, group: ReplayGroup) -> None:
-        """Record that a request was withdrawn before its first token."""
+        """Record that a request was withdrawn before its first token, and not because the group is
+        slow.
+        """
         step_s = self._expectations.running_step_s(_member(group))
         group.speed.on_dropped(_awaited_tokens(inflight), now, step_s=step_s)
 

@@ -28,8 +28,13 @@ _EDGE = 1
 def figure_tables(
     heads: Sequence[str], rows: Sequence[Sequence[str]], width: int
 ) -> Iterator[Table]:
-    """Yield the result table, or several with policy and load in each if the columns exceed
-    `width`.
+    """Yield the result as one table, or as several if its columns exceed the width.
+
+    heads  names of the columns
+    rows   the cells of each row
+    width  maximum width in characters
+
+    Every table begins with the columns for policy and load.
     """
     widths = [_widest(head, [row[column] for row in rows]) for column, head in enumerate(heads)]
     widths[0] = min(widths[0], width // 2)  # longer names wrap

@@ -11,8 +11,13 @@ from policies.sizing.model_shapes import Llm
 
 
 def collectives_share(model: Llm, gpu: Gpu, tp: int, batch: int, context: int) -> float:
-    """Return the share of a decode step's time that collectives take, 0 to 1, by the step-time
-    equation.
+    """Return the share of a decode step's time (0 to 1) that collective operations take.
+
+    Collectives, such as all-reduce, exchange data among the GPUs of a TP group. The share is
+    computed by the step-time equation.
+
+    batch    number of decoding requests
+    context  tokens of each request's context
     """
     parts = roofline_for(model, gpu, tp).terms(StepWork(0, 0.0, batch, batch * context))
     return parts.collectives_s / parts.total_s

@@ -148,8 +148,9 @@ def _reason(memory: MemoryCheck, batch: int) -> str:
 
 
 def headline(points: Sequence[FleetPoint], work: Workload) -> str:
-    """Return the main result of a sizing as one sentence: whether to replicate, or for what to use
-    TP.
+    """Return the main result of a sizing as one sentence.
+
+    It says whether to use several small replicas or larger TP groups, and for what.
     """
     feasible = [point for point in points if not point.reason]
     if not feasible:

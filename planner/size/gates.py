@@ -29,9 +29,12 @@ MAX_CP = 8
 def quantise(
     candidates: Sequence[Llm], plans: Sequence[FleetPlan], problems: Sequence[str], best: FleetPlan
 ) -> RecipeGate:
-    """Return the first gate of the recipe: whether weights of one byte save GPUs at equal promises.
+    """Return the first gate of the recipe: whether fp8 weights save GPUs at equal promises.
 
-    `best` is the chosen plan; `problems` say why other candidates have no plan.
+    candidates  the models with and without quantised weights
+    plans       the plans of those that have one
+    problems    why other candidates have no plan
+    best        the chosen plan
     """
     numbers = [
         f"{plan.model.name}: {gb(plan.model.weights_bytes)} of weights, {plan.layout.label}, "

@@ -61,10 +61,10 @@ class ReplicaTimes:
         return self._decode[key]
 
     def bubble_s(self, tokens: int) -> float:
-        """Return the seconds of a prefill of `tokens` tokens in which all pipeline stages but one
-        wait.
+        """Return the seconds of a prefill in which all pipeline stages but one wait (the pipeline
+        bubble).
 
-        They are the times of pp - 1 stages.
+        They are the times of pp - 1 stages. `tokens` is the number of prompt tokens.
         """
         return self.prefill_s(tokens) * (self.layout.pp - 1) / self.layout.pp
 
@@ -106,11 +106,11 @@ class BatchTimes(msgspec.Struct, frozen=True):
 
 
 def at_batch(times: ReplicaTimes, work: Workload, batch: int) -> BatchTimes:
-    """Return a replica's estimated times at a steady batch, where each request waits for others'
-    prefills.
+    """Return a replica's estimated times when it always has `batch` requests.
 
-    A cycle of the batch is its prefills and the steps of one answer. Prefills of a pipeline
-    overlap, one in each stage; ranks of DP prefill at the same time.
+    A cycle of the batch is its prefills and the steps of one answer; each request waits for the
+    prefills of others. Prefills of a pipeline overlap, one in each stage; ranks of DP prefill at
+    the same time.
     """
     lanes = times.layout.pp * times.layout.dp
     ttft_s = times.prefill_s(work.uncached, work.cached)

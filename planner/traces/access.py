@@ -74,9 +74,10 @@ def access(
 def read_access(
     lines: Iterable[bytes], name: str, models: Collection[str] | None
 ) -> tuple[float, list[TraceRequest]]:
-    """Return the requests of an access log for these models, and the Unix time of the first.
+    """Return the Unix time of the first request of an access log, and the requests.
 
-    With None, those for all models. See `access`.
+    `models` are the models whose requests count; None: all. The function access() says which
+    requests are left out.
     """
     rows = [
         row

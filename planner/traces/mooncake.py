@@ -15,9 +15,10 @@ from planner.text_generator import BLOCK_TOKENS
 from planner.traces.shape import BlockId, Tokens, TraceError, TraceRequest, open_lines, parse_lines
 
 GRID_S = 3.0
-"""Mooncake's timestamps are on a grid of three seconds.
+"""Resolution of Mooncake's timestamps in seconds.
 
-Sent unchanged, requests would come in artificial batches.
+Requests of the same time are spread over this span. Sent unchanged, they would come in artificial
+batches.
 """
 
 

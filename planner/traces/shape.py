@@ -31,7 +31,8 @@ TRACE_BITS, PART_BITS = 48, 8
 # 2^64 over the golden ratio: its multiples are far apart modulo 2^64.
 _GOLDEN = 0x9E3779B97F4A7C15
 PRIVATE = 1 << 32
-"""The first block id that belongs to a single session; smaller ids may be shared."""
+"""The first block id that belongs to a single session; smaller ids may be shared between sessions.
+"""
 
 BlockId = Annotated[int, Meta(ge=0, lt=1 << TRACE_BITS)]
 Tokens = Annotated[int, Meta(ge=0, le=1 << 24)]

@@ -74,7 +74,7 @@ def _read(path: Path, kind: str | None, within: tuple[Path, ...]) -> list[TraceR
 
 
 def looks_like(path: Path) -> str:
-    """Return the format of a file of recorded traffic, from its first line.
+    """Return the format of a trace file, recognised by its first line.
 
     Raises TraceError if the file has none of the known formats.
     """

@@ -314,10 +314,9 @@ class PrefixIndex:
         """Return the share (0 to 1) of an endpoint's evicted prompt tokens that were requested
         again.
 
-        A high share shows that the cache is too small. To measure it, an entry whose endpoints have
-        all evicted the block stays in the table until its key is used again or the memory limit
-        drops it (a ghost list). The share decays over as many evictions as the endpoint's cache
-        holds.
+        The index works as a ghost list for that: an entry whose holders have all expired stays in
+        the table until its key is used again or the memory limit drops it. The share decays over as
+        many evictions as the endpoint's cache holds.
         """
         return self._holders[slot].regret() if slot < len(self._holders) else 0.0
 
@@ -390,12 +389,8 @@ class PrefixIndex:
             self.insert_keys(fingerprint.sampled_keys, slot, tokens_per_block)
 
     def insert_keys(self, keys: Keys, slot: int, tokens_per_block: float) -> None:
-        """Record that a prompt was sent to an endpoint, like `insert`, but by a part of its block
-        keys.
-
-        keys              sampled keys of the prompt (sampled_keys.py), at least one
-        slot              slot of the endpoint
-        tokens_per_block  number of tokens of the prompt per block
+        """Record that a prompt was sent to an endpoint, like `insert`, given at least one of the
+        prompt's sampled keys (sampled_keys.py).
         """
         holder = self._holder(slot)
         if len(keys) > self._most_blocks:
@@ -478,12 +473,7 @@ class PrefixIndex:
     ) -> None:
         """Record that an endpoint failed while it computed a prompt.
 
-        It has then cached only the beginning of the prompt.
-
-        fingerprint    fingerprint of the prompt
-        slot           slot of the endpoint
-        kept_tokens    maximum number of tokens that stay recorded as cached
-        prompt_tokens  number of tokens of the prompt
+        It has then cached only the beginning, at most `kept_tokens` tokens.
         """
         if fingerprint.sampled_keys:
             tokens_per_block = prompt_tokens * fingerprint.block_bytes / fingerprint.n_bytes

@@ -101,7 +101,7 @@ class ReportMetadata(KVConnectorWorkerMetadata):
     report: StoreReport
 
     def aggregate(self, other: Any) -> ReportMetadata:
-        """Return the report of the slower rank, for each load and for the step."""
+        """Return one report of two ranks: for each load and for the step, the longer time."""
         return ReportMetadata(self.report.merged(other.report))
 
 

@@ -140,11 +140,13 @@ def describe_cache(facts: CacheFacts) -> KvLayout:
 
 
 def find_memory(layout: KvLayout, views: Sequence[LayerView]) -> int:
-    """Return the address of a rank's KV memory, if every layer has the place that the layout
-    requires.
+    """Return the address of a rank's KV memory.
 
-    `views` are in the order of the layers. Raises UnsupportedCache for any other placement, such as
-    padded pages or caches that vLLM allocated separately.
+    layout  the layout that the memory must have
+    views   the tensor of each layer, in the order of the layers
+
+    Raises UnsupportedCache if the tensors lie elsewhere than the layout says, as with padded pages
+    or caches that vLLM allocated separately.
     """
     if len(views) != layout.layers:
         raise UnsupportedCache(

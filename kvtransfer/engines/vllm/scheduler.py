@@ -183,9 +183,9 @@ class HandoffScheduler:
         return handoff
 
     def begin_load(self, request: str, blocks: Sequence[int], tokens: int) -> None:
-        """Order the workers to load the KV of the handoff's last `tokens` tokens.
+        """Order the workers to load the KV of the last `tokens` tokens of a handoff into `blocks`.
 
-        0 means that the KV is not needed. Does nothing for a request without a handoff, or when
+        With 0 tokens, the KV is not needed. Does nothing for a request without a handoff, or when
         called again for the same request.
         """
         handoff = self._accepted.pop(request, None)

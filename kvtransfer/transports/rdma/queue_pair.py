@@ -52,10 +52,10 @@ class QueuePairEpochs:
         return QueuePairSetup(self.epoch, self.pair.card)
 
     def join(self, setup: QueuePairSetup) -> QueuePairReady | None:
-        """Connect to the peer's queue pair of the current epoch, and return the message about it.
+        """Connect to the peer's queue pair, as described in its message `setup`.
 
-        Returns None if that epoch is over or already connected. Raises TransportError for a later
-        epoch.
+        Returns the message to send to the peer, or None if that epoch is over or already connected.
+        Raises TransportError for a later epoch.
         """
         if setup.epoch < self.epoch or self._joined or self.pair is None:
             return None

@@ -110,10 +110,10 @@ class RdmaReceiver:
         return trailer
 
     def on_trailer(self, trailer: RdmaTrailer) -> RdmaTrailer | None:
-        """Record the trailer of a window (piece of KV); return it if the window is complete, else
-        None.
+        """Record the trailer of a window (piece of KV).
 
-        Numbers only grow, so older windows are over.
+        Returns the trailer if the window is complete now, else None. Numbers only grow, so windows
+        before this one have ended.
         """
         self._newest = max(self._newest, trailer.number)
         complete = trailer.number in self._written or trailer.verdict is not WindowVerdict.OK
@@ -136,8 +136,9 @@ class RdmaReceiver:
             return transfer in self._openings
 
     def verify(self, trailer: RdmaTrailer, window: WindowSlice) -> WindowVerdict:
-        """Return the verdict on a complete window (piece of KV), and copy staged bytes to their
-        place.
+        """Return whether a complete window (piece of KV) is intact.
+
+        Bytes in the staging buffer are copied to their place first.
         """
         if trailer.verdict is not WindowVerdict.OK:
             return trailer.verdict
