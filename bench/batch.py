@@ -3,13 +3,15 @@
     make batch
     python bench/batch.py --lines 2000 --places 32 --seeds 1 2
 
-The same live traffic runs twice against fresh mock engines: beside a batch until that has ended,
-and alone for as long. It offers 0.9 of what the engines' places can serve, a part of it in bursts.
-The completion window of the batch is twice the time that it needs on the rest of the places. The
-gateway is killed (SIGKILL) and started again at the same moments of both runs. Live requests that a
-kill breaks count in neither run. Printed are the shares of live requests within their latency
-targets, the stopped requests of the batch, and the tokens that engines generated in excess of those
-in answers.
+The same live traffic runs twice against fresh mock engines: beside a batch until the batch has
+ended, and alone for as long. It uses 0.9 of the engines' capacity, in part in bursts. The
+completion window of the batch is twice the time that it needs on the rest of the capacity.
+
+The gateway is killed (SIGKILL) and started again at the same moments of both runs. Live requests
+that a kill breaks count in neither run.
+
+Printed are the shares of live requests within their latency targets, how often requests of the
+batch were stopped, and how many tokens engines generated more than once.
 """
 
 from __future__ import annotations
@@ -79,7 +81,7 @@ class Outcome(NamedTuple):
 
     The counts of the batch are zero in the run without a batch.
 
-    long_stops  stopped answers of the batch with LONG_TOKENS and more kept tokens
+    long_stops  how often an answer of the batch was stopped that had LONG_TOKENS or more tokens
     lag_s       how late timers of this process were: the 99th percentile, which shows whether the
                 machine had CPU to spare
     """
@@ -302,7 +304,11 @@ async def measure(
 ) -> Outcome:
     """Send the live requests to fresh engines, and return the measurements.
 
-    With `window_s`, a batch with that deadline runs beside them, and its end ends them.
+    options   the options of the program
+    times     when live requests are sent, in seconds
+    kills     when the gateway is killed, in seconds
+    window_s  completion window of a batch that runs beside them, in seconds; the run ends with the
+              batch. None: there is no batch
     """
     with tempfile.TemporaryDirectory() as work, mock_groups(options.speed) as urls:
         port, admin = free_port(), free_port()
@@ -487,7 +493,11 @@ def parse_options(text: str | None) -> argparse.Namespace:
 
 
 Measure = Callable[[list[float], list[float], float | None], Outcome]
-"""A function that takes the times of live requests, those of kills, and the window of a batch."""
+"""A function that runs the live requests and returns the measurements.
+
+Its arguments are the times of live requests, the times of kills, and the completion window of a
+batch in seconds; None: there is no batch.
+"""
 
 
 def run(options: argparse.Namespace, service_s: float, measure: Measure) -> None:

@@ -40,7 +40,7 @@ from tests.scraped import total  # noqa: E402
 
 
 class LiveClient(LineClient):
-    """Takes the place of a live client's connection, and notes the times of tokens."""
+    """Acts as the connection of a live client, and records when tokens arrive."""
 
     def __init__(self, number: int) -> None:
         request = bench.body(f"Live question {number}?", bench.LIVE_TOKENS) | {"stream": True}

@@ -19,8 +19,7 @@ ROUNDS = 200_000
 
 
 def main() -> None:
-    """Print the cost of each metrics call, and the duration of one metrics scrape with 64
-    endpoints.
+    """Print the cost of each metrics call, and of one metrics scrape with 64 endpoints.
 
     Each figure is the median of seven runs.
     """

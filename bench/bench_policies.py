@@ -207,8 +207,10 @@ class LedgerBench:
         self.decoding.pop(0).finish(self.now, 100)
 
     def measure_round(self) -> list[float]:
-        """Measure one round, and return the microseconds of each ledger call: `reserve`,
-        `first_token`, `finished`, and all TTFT predictions.
+        """Measure one round, and return the microseconds of each kind of call.
+
+        The calls are `reserve`, `first_token`, `finished`, and the prediction of all TTFTs, in this
+        order.
         """
         spent: list[list[float]] = [[], [], []]
         for _ in range(PROMPTS):

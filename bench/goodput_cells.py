@@ -42,13 +42,14 @@ Requests with equal timestamps are spread over this time, differently for each s
 MIX_B2B_RATE = 4.0
 B2B_S, WARM = 400.0, 0.15
 IDLE = 8.0
-"""Divisor of the first load to try that gives a load at which the fleet counts as idle."""
+"""Number by which the first load to try is divided to get a load at which the fleet counts as idle.
+"""
 
 RELATIVE = 0.95
-"""Attainment target above which targets are relative to the idle fleet.
+"""Attainment target above which a target is relative to the attainment of the idle fleet.
 
-Some prompts are too long to meet their budgets on any fleet. A target of 0.99 then means 0.99 times
-the attainment of the idle fleet.
+Some prompts are too long to meet their budgets on any fleet. A target of 0.99 therefore means 0.99
+times the attainment of the idle fleet.
 """
 
 TROUBLES = {

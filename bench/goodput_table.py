@@ -137,16 +137,18 @@ def _capacities_and_ratios(
 
 
 def format_geomean(row: dict[str, list[float]], names: Sequence[str]) -> str:
-    """Return the geometric mean of a row as text, with the number of workloads if some were not
-    measured.
+    """Return the geometric mean of a row of the table as text.
+
+    If some workloads were not measured, the text includes the number of those that were.
     """
     mean = f"{geomean(row):.3f}"
     return mean if len(row) == len(names) else f"{mean} ({len(row)} of {len(names)})"
 
 
 def geomean(row: dict[str, list[float]]) -> float:
-    """Return the geometric mean over workloads of the seeds' mean ratios; about 0 if a capacity is
-    0.
+    """Return the geometric mean of a row: over workloads, of the mean ratio of all seeds.
+
+    It is about 0 if a capacity is 0.
     """
     return exp(fmean(log(max(fmean(ratios), 1e-6)) for ratios in row.values())) if row else 0.0
 
@@ -228,8 +230,8 @@ def _overload_cells(group: Sequence[Measurement]) -> list[str]:
 
 
 def trouble(measurements: Sequence[Measurement]) -> list[str]:
-    """Return the table of Penstock's capacity with outdated metrics or lost cache events, as
-    Markdown lines.
+    """Return a table as Markdown lines: Penstock's capacity when metrics are outdated or cache
+    events lost.
     """
     values_of = grouped(
         measurements,

@@ -54,8 +54,10 @@ def counted(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def owners(name: str) -> list[tuple[Any, str]]:
-    """Return the classes or modules of the gateway that define `name`, each with the last part of
-    the name.
+    """Return the classes and modules of the gateway that define a function or method.
+
+    `name` is the function's name, possibly with that of its class, as in Relay.feed. Each result is
+    followed by the last part of the name.
     """
     class_name, _, last = name.rpartition(".")
     modules = [

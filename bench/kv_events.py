@@ -168,8 +168,14 @@ async def run(seconds: float, count: int, faults: str, seed: int, block_bytes: i
 def summary(
     app: App, moments: list[dict[str, Any]], answers: int, predictions: Predictions
 ) -> dict[str, Any]:
-    """Return the worst comparison of the run, the counts of injected faults, and the errors of
-    predictions.
+    """Return the results of the whole run.
+
+    They are the worst comparison, the counts of injected faults, and the errors of predictions.
+
+    app          the gateway
+    moments      the comparisons
+    answers      number of answers
+    predictions  the predictions that were compared with answers
     """
     events = app.gateway.endpoints.prefixes.exact.endpoints.values()
     sources = [source for endpoint in events for source in endpoint.sources]

@@ -56,9 +56,9 @@ CALLBACKS = frozenset(
 WARM_UP, COUNTED = 32, 33
 FLEETS = (4, 64, 1024)
 SHORT, LONG = 4, 24
-"""Numbers of chunks of two streams that are compared.
+"""Numbers of chunks of the two streams from which the cost of one chunk is computed.
 
-The difference of their counts, divided by the additional chunks, is the cost of one chunk.
+It is the difference of their instruction counts, divided by the number of additional chunks.
 """
 
 QUESTION = "How does a water wheel work? ################"

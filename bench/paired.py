@@ -42,10 +42,10 @@ from systems import (
 
 @dataclass(frozen=True)
 class PairedCell:
-    """One kind of traffic in the comparison.
+    """One kind of traffic for which the CPU time of two versions is compared.
 
-    policy   the routing policy
-    measure  function that measures the CPU time
+    policy   the routing policy of both gateways
+    measure  function that measures the CPU time of one gateway for this traffic
     """
 
     name: str

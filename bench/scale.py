@@ -143,8 +143,9 @@ def measure_background(sizes: list[int]) -> None:
 
 
 class LoopTurns:
-    """Measures the longest time for which the event loop was blocked, in seconds of processor
-    time.
+    """Measures the longest time for which the event loop was blocked.
+
+    The time is processor time in seconds, so that other load on the machine does not count.
     """
 
     def __init__(self) -> None:

@@ -74,9 +74,13 @@ class Verdict:
 
 
 def compare(results: Results, row: Row, other: str) -> Comparison | None:
-    """Compare our values with those of another system from the same rounds.
+    """Compare our values with those of another system, round by round.
 
-    Returns None if there is no such round.
+    Returns None if no round has both.
+
+    results  the measurements of all systems
+    row      the quantity to compare
+    other    name of the other system
     """
     samples = results.samples.get(row.name, {})
     ours, theirs = samples.get(results.ours, {}), samples.get(other, {})
@@ -105,8 +109,8 @@ def verdicts(results: Results) -> list[Verdict]:
 
 
 def markdown(results: Results) -> str:
-    """Return the tables of medians, of comparisons and of goals, and the reasons to doubt them, as
-    Markdown.
+    """Return the results as Markdown: tables of medians, comparisons and goals, and doubts about
+    them.
     """
     others = [name for name in COLUMNS if name != results.ours]
     lines = _table(

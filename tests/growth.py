@@ -9,7 +9,7 @@ from time import thread_time
 
 FACTOR = 4
 MOST_GROWTH = 8.0
-"""Maximum growth of CPU time when the work grows by FACTOR.
+"""Largest accepted growth of CPU time when the work grows by FACTOR.
 
 Linear work grows by about FACTOR, quadratic work by FACTOR squared.
 """

@@ -28,8 +28,12 @@ class S3Server:
     """The S3 server in a thread.
 
     log    method, path, query and range of each request
-    fault  function that is called with each request; it returns "lose" to carry the request out and
-           answer 500, "refuse" to answer 500 at once, "forbid" to answer 403, or None
+    fault  function that is called with each request, and returns how it fails:
+
+    - "lose": it is carried out, and the response is 500
+    - "refuse": the response is 500 at once
+    - "forbid": the response is 403
+    - None: it does not fail
     """
 
     def __init__(self, port: int = 0) -> None:

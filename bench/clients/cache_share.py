@@ -56,8 +56,9 @@ class EndlessCache:
 
 
 def endless_hits(exchanges: Sequence[Exchange]) -> int:
-    """Return the number of prompt tokens, of all recorded requests, that a KV cache without size
-    limit would have cached.
+    """Return how many prompt tokens a KV cache without size limit would have had cached.
+
+    `exchanges` are all recorded requests with their answers, in order.
     """
     cache, total = EndlessCache(), 0
     for exchange in exchanges:

@@ -61,7 +61,10 @@ def cleaned_literal(text: str, following: str) -> str:
 
 
 def mark_of(text: str) -> str:
-    """Return the placeholder for a text in a recording; a short text is replaced by other words."""
+    """Return the placeholder that replaces a text in a recording.
+
+    A text that is shorter than its placeholder is replaced by other words of the same length.
+    """
     length, name = len(text.encode()), xxh3_64_hexdigest(text.encode())[:6]
     mark = f"⟦{length}:{name}⟧"
     return mark if length > len(mark.encode()) else filler(length, name)
@@ -85,8 +88,9 @@ def cleaned_headers(headers: list[list[str]]) -> dict[str, str]:
 
 
 def difference(before: str, after: str) -> Difference:
-    """Return the changes from `before` to `after`: a list of new texts, and of ranges [start, end]
-    of `before` that stay.
+    """Return the changes from `before` to `after`, compactly.
+
+    The result has a list of new texts, and the ranges [start, end] of `before` that stay.
     """
     old, new = _TOKENS.findall(before), _TOKENS.findall(after)
     starts = [0, *accumulate(map(len, old))]

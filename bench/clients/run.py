@@ -183,10 +183,15 @@ def judge(
     lines: Any,
     engine_hits: int,
 ) -> Result:
-    """Return the result of one client program, computed from its counts and the recorded exchanges.
+    """Return the result of one client program.
 
-    `engine_hits` is the number of cached tokens that the engines counted; it is used for streams
-    without usage.
+    spec         the program
+    version      its version
+    counted      what the program itself counted
+    exchanges    the recorded exchanges with the gateway
+    lines        the gateway's access log
+    engine_hits  number of cached tokens that the engines counted; it is used for streams without
+                 usage
     """
     asked = [each for each in exchanges if each.path in READERS]
     logged = [lines.get(_request_id(each), {}) for each in asked]

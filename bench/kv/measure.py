@@ -100,10 +100,15 @@ It is above 1, so that the whole transfer could take place during the prefill.
 
 
 def exposed_share(pair: Pair, pool_bytes: int, rng: random.Random) -> float:
-    """Measure the part of a layer-wise transfer that takes place after the prefill.
+    """Measure how much of a layer-wise transfer takes place after the prefill, when a client waits
+    for it.
 
     Returns the time from the end of the last layer's prefill to the end of the transfer, divided by
     the time of the same transfer without a prefill.
+
+    pair        the two processes
+    pool_bytes  memory per process from which blocks are chosen
+    rng         randomness for the choice
     """
     alone_s = _request(pair, pool_bytes, rng, 0.0)
     return _request(pair, pool_bytes, rng, PREFILL_SHARE * alone_s) / alone_s

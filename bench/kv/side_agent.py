@@ -136,8 +136,9 @@ class Layers(Agents):
     def custom(self, what: str, prefill_s: float = 0.0) -> float:
         """Run one side of a layer-wise transfer and return its duration in seconds.
 
-        what       "fetch": receive the chosen blocks; "offer": send them, and measure from the last
-                   layer until the source knows that all blocks have arrived
+        what       "fetch": receive the chosen blocks; "offer": send them. An offer is timed from
+                   the end of the last layer's prefill until the source knows that all blocks have
+                   arrived
         prefill_s  duration of the simulated prefill, which uses no CPU; 0: the prefill ends before
                    the offer
         """

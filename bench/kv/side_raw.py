@@ -17,7 +17,7 @@ from pool import Bytes, Draw
 
 BUFFER = 1 << 20
 AT_ONCE = 512 << 10
-"""Bytes of blocks that one system call moves.
+"""Number of bytes that one system call moves.
 
 So few bytes are still in a core's cache when their digest is computed.
 """

@@ -22,8 +22,8 @@ from pool import Bytes, Draw, draw, wipe, wrong_blocks
 class Side(Protocol):
     """One end of a transfer, source or sink, which the module of each transport implements.
 
-    prepare  build descriptors of the blocks in `drawn`: one for all of them, or with `each` True
-             one per block
+    prepare  build descriptors of the chosen blocks: one for all of them or, if its argument `each`
+             is true, one per block
     begin    called before the measured time
     run      move all blocks at once
     post     move the block with this index; a side may have `posts` instead, which moves each of

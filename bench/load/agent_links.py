@@ -47,9 +47,11 @@ async def agent() -> AsyncIterator[Source]:
 
 
 async def link_times(source: Source, links: int) -> list[float]:
-    """Connect `links` members to a KV agent one after another.
+    """Connect clients to a KV agent one after another, and return the seconds until each is
+    accepted.
 
-    Returns the seconds until each one is accepted.
+    source  the agent
+    links   number of clients, which know the fleet's key
     """
     members, times = group("d", SMALL, [make(TRANSPORT, InprocWire(ThreadClock()))]), []
     try:

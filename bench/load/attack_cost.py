@@ -203,8 +203,11 @@ def prepared(base: int) -> Iterator[tuple[Attacked, Path]]:
 
 
 async def measure_agent(name: str, pairs: int, links: int) -> Result:
-    """Measure how fast fleet members connect to a KV agent while clients without the key attack
-    its port.
+    """Measure how fast clients with the key connect to a KV agent during an attack on its port.
+
+    name   name of the attack, which is by clients without the key
+    pairs  number of periods with, and as many without, the attack
+    links  number of connections per period
     """
     counted = []
     async with agent() as source:

@@ -33,7 +33,7 @@ class TimedRequest:
 
     sent_s         when the request was passed to the kernel
     answered_s     when the first bytes of the response reached the socket
-    unread_s       seconds from then until this process read them
+    unread_s       seconds between their arrival at the socket and the read by this process
     retry_after_s  the retry-after-ms header, in seconds
     ended          resolves when the response is complete or the connection has ended
     """

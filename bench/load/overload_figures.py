@@ -185,10 +185,10 @@ def _refused(clients: Sequence[ClientRecord]) -> list[Try]:
 
 
 def is_good(client: ClientRecord) -> bool:
-    """Return whether a client's admitted attempt kept both latency budgets and has an intact
-    answer.
+    """Return whether a client got an intact answer within both latency budgets.
 
-    The end of the run may have cut the answer.
+    The budgets count for the attempt that was admitted. An answer that the end of the run cut off
+    counts as intact.
     """
     if not (client.whole or client.cut) or client.first_s is None or client.last_s is None:
         return False

@@ -153,9 +153,10 @@ class ClientLoad:
         return round_trips
 
     async def measure_busy(self) -> list[tuple[float, float]]:
-        """Measure round trips to the null server, which only refuses, while the plan runs.
+        """Measure round trips to the null server while the plan runs.
 
-        Returns (seconds since the plan began, round trip in seconds).
+        That server only refuses requests, so the times show how much other load the machine has.
+        Each result has two numbers: seconds since the plan began, and the round trip in seconds.
         """
         round_trips = []
         await _sleep_until(self._plan.begin_s)

@@ -37,7 +37,7 @@ ATTAINMENT = 0.9  # share of requests within both budgets at capacity, as in doc
 SETTLED_S, JUDGED_S = 50.0, 50.0
 
 BASE = 0.5
-"""Load before and after the overload, as a share of the capacity.
+"""Load before and after the overload, as a share (0 to 1) of the capacity.
 
 The rest of the capacity is left for retries.
 """

@@ -68,7 +68,7 @@ KINDS: Mapping[str, Kind] = {
 
 
 class Clients:
-    """Simulated users with one request at a time each.
+    """Simulated users, each with one request at a time.
 
     fates       number of requests by kind and outcome: ok, left (by the client), refused (as
                 expected), lost with its engine, unexpected

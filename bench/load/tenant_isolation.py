@@ -71,7 +71,9 @@ class AnswerFacts(msgspec.Struct, frozen=True):
 class Figures(msgspec.Struct, frozen=True):
     """The results of the probes in one mode, with or without isolation.
 
-    isolate       the mode
+    AUC is the area under the ROC curve: 0.5 means that the score reveals nothing.
+
+    isolate       whether tenants were isolated
     probes        number of probes
     by_usage      AUC of the score by cached tokens
     by_ttft       AUC of the score by time to first token
@@ -138,8 +140,12 @@ class TenantClient:
 async def run_probes(
     client: TenantClient, count: int, words: int, rng: random.Random
 ) -> tuple[Area, Area]:
-    """Send `count` probes of each kind in random order; return the AUCs of both scores, by usage
-    and by TTFT.
+    """Send probes in random order, and return the AUC of the score by cached tokens and by TTFT.
+
+    client  sends prompts as either tenant
+    count   number of probes with the victim's prompt, and as many with another one
+    words   number of words in a prompt
+    rng     randomness for prompts and order
     """
     sides = [True, False] * count
     rng.shuffle(sides)
@@ -163,7 +169,7 @@ async def run_probes(
 
 
 async def measure_hits(client: TenantClient, count: int, words: int, rng: random.Random) -> float:
-    """Send a tenant's prompts, repeated and extended; return the share of their tokens that was
+    """Send `count` prompts of a tenant, repeated and extended; return the share of tokens found
     cached.
     """
     cached = total = 0

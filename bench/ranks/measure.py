@@ -1,6 +1,4 @@
-"""Replays one arm of the comparison on one seed, and records which data-parallel ranks get new
-work.
-"""
+"""Replays one way to choose data-parallel ranks on one seed, and records the work of the ranks."""
 
 from __future__ import annotations
 
@@ -38,9 +36,10 @@ ARMS = {
     "priced": (RankChoice.GATEWAY, "priced"),
     "least_loaded": (RankChoice.GATEWAY, "least_loaded"),
 }
-"""The compared ways to choose a rank (arms), by name: what chooses it, and the gateway's policy.
+"""The compared ways to choose a rank, by name.
 
-Further names stand for oracles, which know the true state of every rank:
+A value says which component chooses, and the gateway's policy. Further names stand for oracles,
+which know the true state of every rank:
 
 oracle      spreads no sessions: a new session is a request like any other
 oracle:0.1  spreads sessions: each one at a rank counts as 0.1 s of work when a new one comes

@@ -1,12 +1,13 @@
-"""Compare picks of data-parallel ranks by the gateway, the engine and an oracle: `make ranks`.
+"""Compares ways to choose data-parallel ranks: by the gateway, the engine or an oracle (`make
+ranks`).
 
     python -m bench.ranks.run [--seeds 11-30] [--arms vllm,turns,prefix_aware,oracle:0.1]
 
-One engine of 8 ranks in lockstep serves agent sessions that each seed draws. The number of users of
-a seed is the largest at which the oracle, the last arm, still serves 90 % of the requests within
-their budgets. All arms get that traffic. Rank-blind arms get half and a quarter of the users as
-well, because they may do better with fewer. Results are in simulated time and depend on the seeds
-alone.
+An arm is one way to choose. One engine of 8 ranks in lockstep serves agent sessions that each seed
+determines. The number of users of a seed is the largest at which the oracle, the last arm, still
+serves 90 % of the requests within their budgets. All arms get that traffic. Arms that do not see
+ranks get half and a quarter of the users as well, because they may do better with fewer. Results
+are in simulated time and depend on the seeds alone.
 """
 
 from __future__ import annotations
@@ -36,17 +37,21 @@ FEWER = (0.5, 0.25)
 # Student's t for 95 % by degrees of freedom; 1.96 beyond.
 T_95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.18, 2.16, 2.14, 2.13)
 LEAST = 1 / (HORIZON_S - COLD_S)
-"""Goodput of a run with a single good request, in requests per second.
+"""Goodput that is assumed for a way to choose without any good request, in requests per second.
 
-It is assumed for an arm without any, because a ratio to 0 does not exist.
+It is that of a run with one good request, because a ratio to 0 does not exist.
 """
 
 
 def find_users(oracle: str, seed: int, log_line: Callable[[str], None]) -> Measurement:
-    """Return the oracle's result at the largest number of users that it serves well.
+    """Return the oracle's result at the largest number of users of which it serves 90 % of the
+    requests within their budgets.
 
-    Well means that 90 % of the requests are within their budgets. Numbers of users are tried on a
-    geometric grid.
+    Numbers of users are tried on a geometric grid.
+
+    oracle    name of the oracle
+    seed      seed of the sessions
+    log_line  function that is called with a line about each run
     """
     step = 0
     at = _measured(oracle, seed, _users(step), log_line)

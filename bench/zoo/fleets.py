@@ -24,8 +24,9 @@ IDLE_TTFT, IDLE_TPOT = 2.5, 1.8
 """Minimum latency budgets, as multiples of the latency at the slowest idle engine."""
 
 LONGEST_PREFILL_S = 10.0
-"""Seconds in which the slowest idle engine must be able to compute or transfer the longest
-prompt.
+"""Maximum seconds that the slowest idle engine may need to compute or transfer the longest prompt.
+
+It limits the length of prompts.
 """
 
 SHORTEST_LIMIT = 4_000

@@ -41,19 +41,22 @@ capacity.
 """
 
 COLD = 0.2
-"""Share of the first requests, which fill the caches and are not counted."""
+"""Share of the requests, from the first one on, that fill the caches and are not counted."""
 
 
 COLD_SESSIONS = 0.35
 SHRINK = 0.75
-"""Factor by which the longest prompt is reduced until the arrivals last long enough."""
+"""Factor by which the longest prompt is shortened, repeatedly, until the arrivals last long enough.
+"""
 
 TURNS = 5.0
 """Minimum duration of a replay of sessions in turns; pauses are shortened if necessary."""
 
 SECONDS_PER_TOKEN, FIXED_S = 0.03, 1.0
-"""Constants of the estimated duration of an answer, from which the number of sessions at load 1 is
-derived."""
+"""Constants of the estimated duration of an answer, in seconds per token and in seconds.
+
+The number of sessions at load 1 is derived from that duration.
+"""
 
 
 class Case(msgspec.Struct, frozen=True):
@@ -174,7 +177,11 @@ class Attainments:
         return sum(record.is_good for record in counted) / len(counted)
 
     def capacity(self, target: float, start: int) -> float:
-        """Return the load at which attainment falls below `target`; 0.0 if always below it."""
+        """Return the highest load at which the attainment is at least `target`; 0.0 if there is
+        none.
+
+        start  grid step of the first load tried
+        """
         return find_capacity(self.at, target, start)
 
 

@@ -84,8 +84,9 @@ class Comparison:
         self._file = file
 
     def run(self, policies: Sequence[str], quick: bool = False) -> None:
-        """Measure the results that are missing: capacities first, then, unless `quick`, the other
-        figures.
+        """Measure the results that are missing from the file.
+
+        Capacities come first. The other figures follow, unless `quick` is true.
         """
         start = 0
         for policy in policies:

@@ -15,7 +15,7 @@ from random import Random
 import msgspec
 
 BLOCK = 20
-"""Number of consecutive workloads that are drawn together."""
+"""Number of consecutive workloads that together have nearly the shares in WEIGHTS."""
 
 WEIGHTS: Mapping[str, Mapping[str, float]] = {
     # gamma: a coefficient of variation from 2 to 13; spikes: moments with 3 to 6 times the rate
@@ -61,20 +61,23 @@ SPANS = 6.0
 
 
 class Workload(msgspec.Struct, frozen=True):
-    """One drawn workload. Lengths are in tokens, times in seconds.
+    """One random workload. Lengths are in tokens, times in seconds.
 
-    number, seed     its place in the sequence that the seed determines
-    requests         number of requests of one replay
-    spread           coefficient of variation of the gaps, or height of the wave or spikes
-    prompt_median, prompt_sigma   log-normal length of the part of a prompt that is not shared
-    answer_tokens, answer_sigma   mean and spread of answers (requests.py)
-    shared_tokens    length of the shared part: system prompt, tree node or document
-    shared_count     number of system prompts, roots or documents; turns of a session
-    skew             exponent of Zipf's law
-    think_s          median pause in a session
-    condition_draw   random number from 0 to 1 that chooses details of the condition
-    prefill_share    share of prefill engines in separate pools
-    link_gb_s        speed of each engine's network link in GB/s
+    number          its place in the sequence that the seed determines
+    seed            that seed
+    requests        number of requests of one replay
+    spread          coefficient of variation of the gaps, or height of the wave or spikes
+    prompt_median   median length of the part of a prompt that is not shared
+    prompt_sigma    sigma of that log-normal length
+    answer_tokens   mean length of answers (requests.py)
+    answer_sigma    spread of that length
+    shared_tokens   length of the shared part: system prompt, tree node or document
+    shared_count    number of system prompts, roots or documents; turns of a session
+    skew            exponent of Zipf's law
+    think_s         median pause in a session
+    condition_draw  random number from 0 to 1 that chooses details of the condition
+    prefill_share   share of prefill engines in separate pools
+    link_gb_s       speed of each engine's network link in GB/s
     """
 
     number: int

@@ -55,7 +55,7 @@ def dotted_name(path: Path) -> str:
 
 
 def package_of(name: str) -> str:
-    """Return the package of a module for the table of allowed imports.
+    """Return the package to which a module belongs in the table of allowed imports.
 
     It is two levels below a top-level folder, or a single module.
 

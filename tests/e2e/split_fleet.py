@@ -1,7 +1,7 @@
 """A gateway and mock prefill and decode engines that transfer real KV bytes, in one event loop.
 
-The mock derives its output tokens from the KV that it has. A split request therefore returns the
-same text as one engine alone only if every byte arrived in its place (mockgpu/text.py).
+The mock computes its output tokens from the KV that it has. A split request therefore returns the
+same text as a request to one engine only if every byte arrived in its place (mockgpu/text.py).
 """
 
 from __future__ import annotations

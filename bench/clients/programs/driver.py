@@ -66,8 +66,9 @@ def measure(pump: int) -> str:
 
 
 Call = Callable[[int], tuple[str, dict[str, Any]]]
-"""A function that returns the name and the arguments of the tool that measures the depth at a
-pump.
+"""A function that returns the call of a tool in one session: the tool's name and its arguments.
+
+The tool stands for an agent's tools; it measures the depth at the pump with the given number.
 """
 
 

@@ -21,7 +21,10 @@ tiers = st.lists(st.tuples(st.sampled_from(b"\x01\x02\x03"), st.integers(1, 40))
 
 
 class World:
-    """An engine and its store whose true costs are known: seconds per unit of each amount."""
+    """A simulated engine and its store, whose true costs are known.
+
+    The costs are seconds per unit of each amount. The rule must learn them.
+    """
 
     def __init__(self, random: Random) -> None:
         self.memory_s = BLOCK_BYTES / (random.choice([5, 12.5, 25]) * 1e9)

@@ -19,8 +19,9 @@ owners = st.integers(1, 3)
 class StoreMachine(RuleBasedStateMachine):
     """Writers, readers and copies between the tiers, in any order; each block fits one slot.
 
-    memory, disk  the key whose bytes a slot has; None: the slot is empty or half written
-    leased        for each lease, the slots and the keys that were promised to its reader
+    memory  by slot in memory: the key whose bytes it has; None: it is empty or half written
+    disk    by slot on disk: the same
+    leased  for each lease, the slots and the keys that were promised to its reader
     """
 
     def __init__(self) -> None:

@@ -197,7 +197,7 @@ async def test_a_client_that_disconnects_closes_both_legs(stage: str) -> None:
 
 
 class Connecting:
-    """Makes connection attempts to the given engines hang.
+    """Replaces connecting to the given engines by attempts that hang.
 
     `begun` waits until a request has tried to connect to each of them.
     """

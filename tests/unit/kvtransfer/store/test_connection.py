@@ -1,4 +1,4 @@
-"""A connection to a store: lost, silent, unfit, and back again."""
+"""Tests of an engine's connection to a store: lost, silent, with too small slots, and restored."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests that ReceiveTracker accepts runs (stretches of bytes) in any order, each once, and only of
+"""Tests that ReceiveTracker accepts byte ranges (runs) in any order, each once, and only those of
 its plan.
 """
 

@@ -221,8 +221,11 @@ def fleet(waiting: int) -> list[Candidate]:
 
 
 def returning(lost: int, waiting: int, sessions: WorkingSet | None = None) -> WorkingSet:
-    """Return a state in which each session came back twice, and found `lost` of its 100 context
-    tokens evicted.
+    """Return a state in which each session came back twice and found part of its context evicted.
+
+    lost      evicted tokens of the 100 tokens of each context
+    waiting   number of prompts that wait at the engines
+    sessions  number of sessions
     """
     inside = sessions or WorkingSet(EVIDENCE)
     for turn in range(3):

@@ -30,9 +30,9 @@ def stored(tokens: list[int]) -> bytes:
 
 
 def prefixes(*cached: int) -> ExactPrefixes:
-    """Return the prefix index of one endpoint.
+    """Return the prefix index of one endpoint with data-parallel ranks.
 
-    Each of its data-parallel ranks has cached the given number of the prompt's tokens.
+    Each argument is the number of the prompt's tokens that one rank has cached.
     """
     index = ExactPrefixes(1 << 20)
     sources = [index.new_source(has_replay=False) for _ in cached]
