@@ -109,8 +109,6 @@ class Race:
     ) -> None:
         """Initialize a race of two attempts to serve one request.
 
-        exchange     the record of the request
-        client       the client's connection
         first        the connection of the first attempt
         pick         the pick of the second endpoint
         reservation  the capacity reserved there

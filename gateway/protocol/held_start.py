@@ -154,5 +154,7 @@ class HeldNamedEvents(HeldStart):
         start = max(0, searched - LONGEST_MATCH)
         has_begun = self._grammar.first.search(self.data, start) is not None
         if self._has_ended and not has_begun:
-            raise UpstreamError("truncated", "the engine ended its stream before its answer")
+            raise UpstreamError(
+                "truncated", "the engine ended its stream before it began an answer"
+            )
         return len(self.data) < MAX_LEADING_ERROR and not has_begun

@@ -76,7 +76,7 @@ class LongEvent:
             self._tail = text[end:]
             return b""
         if match[1].decode() in self._lists:
-            raise UpstreamError("framing", "the engine sent an event with two lists of a name")
+            raise UpstreamError("framing", "the engine sent an event that has the same list twice")
         self._kept += text[: match.end()]
         self._name, self._ids, self._count = match[1].decode(), array("I"), 0
         return text[match.end() :]
@@ -92,7 +92,7 @@ class LongEvent:
             return text[end:]
         cut = text.rfind(b",")
         if len(text) - cut > _MAX_ID:
-            raise UpstreamError("framing", "the engine sent a list that is not one of token ids")
+            raise UpstreamError("framing", "the engine sent a list whose items are not token ids")
         if cut >= 0:
             self._add_ids(text[:cut])
         self._tail = text[cut + 1 :]

@@ -97,12 +97,9 @@ class ContinuationTerms(msgspec.Struct, frozen=True):
         shown: Sequence[int],
         extra_members: Mapping[str, str] = _NO_MEMBERS,
     ) -> bytes:
-        """Return the body of a request that continues a broken answer.
+        """Return the body of a request that continues a broken answer after the token ids `shown`.
 
-        model          the engine's name of the model
-        prompt         token ids of the prompt
-        shown          token ids of the answer so far, whose text the client has
-        extra_members  raw JSON of further members by name
+        `prompt` has the prompt's token ids, `extra_members` raw JSON of further members by name.
         """
         left = None if self.max_tokens is None else self.max_tokens - len(shown)
         body = {

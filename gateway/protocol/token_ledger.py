@@ -298,7 +298,9 @@ class Ledger:
         repeated = self._repeated
         is_same = text.startswith(repeated) or (repeated.startswith(text) and not is_last)
         if not is_same:
-            raise UpstreamError(DIVERGED, "text that the client has came out differently")
+            raise UpstreamError(
+                DIVERGED, "the engine generated another text than the client has already"
+            )
         self._repeated = repeated[len(text) :]
         return text[len(repeated) :]
 

@@ -85,11 +85,11 @@ class StoreClient:
         prefix, fds, _, _ = socket.recv_fds(self._connection, LENGTH_BYTES, 1)
         try:
             if not prefix or not fds:
-                raise ConnectionEndedError("the store refused this client")
+                raise ConnectionEndedError("the store closed the connection instead of a greeting")
             prefix += receive_exactly(self._connection, LENGTH_BYTES - len(prefix))
             answer = decode_answer(receive_exactly(self._connection, body_length(prefix)))
             if not isinstance(answer, StoreDescription) or answer.version != VERSION:
-                raise StoreProtocolError("a store of another version")
+                raise StoreProtocolError("the store has another protocol version than this client")
         except BaseException:
             for fd in fds:
                 os.close(fd)

@@ -147,7 +147,9 @@ def body_length(prefix: bytes) -> int:
     """Return the length of the message that follows. Raises StoreProtocolError if too long."""
     length = int.from_bytes(prefix, "little")
     if not 0 < length <= MAX_MESSAGE_BYTES:
-        raise StoreProtocolError(f"a message of {length} bytes")
+        raise StoreProtocolError(
+            f"a message of {length} bytes is empty or exceeds the limit of {MAX_MESSAGE_BYTES}"
+        )
     return length
 
 
@@ -174,9 +176,13 @@ def _check_limits(message: ToStore) -> None:
     if isinstance(message, PutBlocks):
         most = MAX_PUT_KEYS
         if len(message.keys) != len(message.lengths) or min(message.lengths, default=0) < 0:
-            raise StoreProtocolError("lengths that do not fit the keys")
+            raise StoreProtocolError(
+                "each key of the message needs one length, which is not negative"
+            )
     elif isinstance(message, AcquireBlocks):
         most = MAX_LEASE_KEYS
     keys = getattr(message, "keys", [])
     if len(keys) > most or not are_keys(keys):
-        raise StoreProtocolError(f"{len(keys)} keys, or keys of a wrong length")
+        raise StoreProtocolError(
+            f"a message has {len(keys)} keys, at most {most}, or a key of a wrong length"
+        )

@@ -172,7 +172,7 @@ class _Client:
         self._connection.settimeout(self._store.options.io_s)
         message = decode_request(receive_message(self._connection))
         if not isinstance(message, Greeting) or message.version != VERSION:
-            raise StoreProtocolError("a client of another version")
+            raise StoreProtocolError("the client has another protocol version than this store")
         memory = self._store.memory
         described = encode(StoreDescription(VERSION, memory.geometry))
         socket.send_fds(self._connection, [described], [memory.fd])

@@ -148,9 +148,8 @@ def _reason(memory: MemoryCheck, batch: int) -> str:
 
 
 def headline(points: Sequence[FleetPoint], work: Workload) -> str:
-    """Return the main result of a sizing as one sentence.
-
-    It says whether to use several small replicas or larger TP groups, and for what.
+    """Return the main result of a sizing as one sentence: whether to replicate, or for what to use
+    TP.
     """
     feasible = [point for point in points if not point.reason]
     if not feasible:

@@ -31,10 +31,7 @@ def quantise(
 ) -> RecipeGate:
     """Return the first gate of the recipe: whether fp8 weights save GPUs at equal promises.
 
-    candidates  the models with and without quantised weights
-    plans       the plans of those that have one
-    problems    why other candidates have no plan
-    best        the chosen plan
+    `best` is the chosen plan; `problems` say why other candidates have no plan.
     """
     numbers = [
         f"{plan.model.name}: {gb(plan.model.weights_bytes)} of weights, {plan.layout.label}, "

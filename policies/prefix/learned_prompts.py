@@ -95,11 +95,10 @@ class LearnedPrompts:
         return KnownPrefix(prompt.chains, tokens, prompt.tokens / prompt.n_bytes, is_whole)
 
     def learn(self, fingerprint: Fingerprint, chains: Mapping[int, Keys], tokens: int) -> None:
-        """Record a prompt's tokens. A prompt shorter than one block of bytes is ignored.
+        """Record a prompt's tokens; `chains` has the content keys of its blocks by block size in
+        tokens.
 
-        fingerprint  fingerprint of the prompt
-        chains       content keys of its token blocks, by block size in tokens
-        tokens       number of its tokens
+        A prompt shorter than one block of bytes cannot be recognised, and is ignored.
         """
         keys = fingerprint.sampled_keys
         if not keys or not tokens:

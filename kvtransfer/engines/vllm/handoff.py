@@ -92,7 +92,7 @@ def seal_handoff(key: bytes, handoff: Handoff) -> str:
 def open_handoff(key: bytes, text: object) -> Handoff:
     """Return the handoff in a signed text. Raises HandoffRefused if it is malformed or forged."""
     if not isinstance(text, str) or len(text) > _MAX_CHARS:
-        raise HandoffRefused("the handoff is not text of a plausible length")
+        raise HandoffRefused(f"the handoff is not a text of at most {_MAX_CHARS} characters")
     try:
         data = base64.b64decode(text, altchars=b"-_", validate=True)
     except ValueError as error:
