@@ -228,7 +228,7 @@ async def watch_lag(lags_s: list[float]) -> None:
 
 
 class JournalWatch:
-    """Keeps the journal of the only batch readable after the gateway has deleted it."""
+    """Reads the journal of the only batch, also after the gateway has deleted the file."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

@@ -304,7 +304,9 @@ class Exchange:
             holder.release_body(self.body_bytes)
 
     def give_back_retry_turn(self, gate: AdmissionController) -> None:
-        """Return the request's retry to the gateway's retry budget, if it holds one."""
+        """End this request's use of the gateway's retry budget, if it holds one of the permitted
+        retries.
+        """
         if self.holds_retry_turn:
             self.holds_retry_turn = False
             gate.release_retry()

@@ -102,7 +102,10 @@ class Route(msgspec.Struct, frozen=True):
 
 
 class CanaryRoute(msgspec.Struct, frozen=True):
-    """A second route for some of a route's requests, with another routing policy."""
+    """The second route of a model in a canary trial, and which requests take it.
+
+    It routes these requests by another policy.
+    """
 
     sampler: CanarySampler
     route: Route

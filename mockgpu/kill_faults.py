@@ -21,7 +21,9 @@ WATCH_S = 0.0005
 
 
 class FaultTarget(Protocol):
-    """The interface of a mock engine to the faults that hit its requests."""
+    """What the faults of single requests use of a mock engine: its jobs, its KV, and a way to end
+    it.
+    """
 
     scheduler: Scheduler
     memory: KvMemory | None
@@ -32,7 +34,11 @@ class FaultTarget(Protocol):
 
 
 class KillFaults:
-    """The faults assigned to single jobs, and the events that trigger them."""
+    """The faults that will hit single jobs of one mock engine.
+
+    Each job has at most one. It takes effect at a certain event of the job: a step, the end of its
+    prompt, an offer of its KV, or a transfer.
+    """
 
     def __init__(self, target: FaultTarget, loop: asyncio.AbstractEventLoop) -> None:
         self._target = target

@@ -42,7 +42,7 @@ loop.
 
 
 class StoreOwner(Protocol):
-    """The interface of a mock engine to its StoreTier."""
+    """What a StoreTier uses of its mock engine: the scheduler, and the memory with the KV."""
 
     scheduler: Scheduler
     memory: KvMemory | None

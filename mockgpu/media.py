@@ -30,9 +30,10 @@ def render_medium(part: object) -> bytes | None:
 
 
 def render_parts(parts: list[Any]) -> list[bytes] | None:
-    """Return the content parts of a message one by one, or None if none of them has media.
+    """Return the rendered content parts of a message, or None if none of them has media.
 
-    Media have whole tokens; text and other parts are not padded to such.
+    A medium, such as an image, takes a whole number of tokens. Text and other parts are not padded
+    to whole tokens here.
     """
     media = [render_medium(part) for part in parts]
     if not any(media):

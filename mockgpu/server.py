@@ -208,9 +208,7 @@ class MockServer:
         choices = build_choices(parsed)
         if parsed.leg is not None and len(choices) > 1:
             self.group.metrics.malformed_handoffs += 1
-            raise MalformedHandoffError(
-                f"a split request must have one sequence, not {len(choices)}"
-            )
+            raise MalformedHandoffError(f"{len(choices)} sequences, but one is allowed")
         answer = PendingResponse(len(choices), asyncio.get_running_loop())
         if parsed.is_stream:
             return await self._stream(request, parsed, choices, answer, fault)

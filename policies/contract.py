@@ -21,7 +21,7 @@ It may return its argument, and never changes it.
 
 
 class RetryFilter:
-    """A filter that applies to retries only; on a first attempt it keeps all candidates."""
+    """A filter that applies to retries only; at a first attempt it keeps all candidates."""
 
     __slots__ = ("__name__", "_keep")
 

@@ -43,11 +43,11 @@ class Churn:
     def excuses(self, name: str, started: float, ended: float) -> bool:
         """Return whether an engine failed during a period, or shortly before it.
 
+        Wrong answers in such a period do not count as errors.
+
         name     name of the engine
         started  beginning of the period, in time.monotonic seconds
-        ended    its end, likewise
-
-        Wrong answers in such a period do not count as errors.
+        ended    end of the period, in time.monotonic seconds
         """
         return any(
             broken == name and started - NOTICED_S < time_s < ended

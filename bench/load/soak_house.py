@@ -65,7 +65,7 @@ class Group:
 
 
 class SoakFleet:
-    """The running gateway and its engines. It writes the gateway's configuration file."""
+    """The running gateway of a soak test, and its engines, which can be added and removed."""
 
     def __init__(
         self, groups: list[Group], running: GatewayProcess, file: Path, http: aiohttp.ClientSession

@@ -169,8 +169,9 @@ class PoolQueue:
         return 1.0 if self.sessions is None else min(1.0, self.sessions.memory_share)
 
     def learns_from(self, request: Request) -> bool:
-        """Return whether this request must be reported to the admission policy, by on_reserved()
-        and on_finished().
+        """Return whether the admission policy needs to know how this request ends.
+
+        If so, the request must be reported by on_reserved() and on_finished().
         """
         return self.wants_feedback or (self.reads_sessions and bool(request.session))
 

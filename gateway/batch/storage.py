@@ -42,7 +42,7 @@ class StorageQuota(msgspec.Struct, frozen=True):
 
 
 class OpenBatch(msgspec.Struct, frozen=True):
-    """An unfinished batch, by its id and the digest of its tenant's name."""
+    """The names of an unfinished batch: its id, and the digest of its tenant's name."""
 
     created_at: int
     tenant_digest: str

@@ -17,26 +17,26 @@ class SizedFor(Section):
     """
 
     prompt: Shares = Field(
-        description="Shares of requests by prompt tokens. 21 bins, which begin at 1, 2, 4, 8, ... "
-        "tokens.",
+        description="Expected share of requests in each of 21 bins of prompt tokens. The bins "
+        "begin at 1, 2, 4, 8, ... tokens.",
         min_length=21,
         max_length=21,
     )
     output: Shares = Field(
-        description="Shares of requests by output tokens. 17 bins, which begin at 1, 2, 4, 8, ... "
-        "tokens.",
+        description="Expected share of requests in each of 17 bins of output tokens. The bins "
+        "begin at 1, 2, 4, 8, ... tokens.",
         min_length=17,
         max_length=17,
     )
     uncached: Shares = Field(
-        description="Shares of requests by the share of their prompt that was not cached. 10 "
-        "bins, each a tenth wide.",
+        description="Expected share of requests in each of 10 bins, by the share of the prompt "
+        "that is not cached. Each bin is a tenth wide.",
         min_length=10,
         max_length=10,
     )
     turns: Shares = Field(
-        description="Shares of requests by their turn in the session. 9 bins, which begin at turn "
-        "1, 2, 4, ...",
+        description="Expected share of requests in each of 9 bins, by their turn in the session. "
+        "The bins begin at turn 1, 2, 4, ...",
         min_length=9,
         max_length=9,
     )

@@ -41,7 +41,9 @@ class StoreOptions(msgspec.Struct, frozen=True, kw_only=True):
         if bool(self.disk_bytes) != bool(self.directory):
             raise ValueError("a disk tier needs both a directory and a size")
         if not min(self.lease_s, self.io_s, self.save_s) > 0 or self.max_clients < 1:
-            raise ValueError("lease_s, io_s and save_s must be positive, and max_clients at least 1")
+            raise ValueError(
+                "lease_s, io_s and save_s must be positive, and max_clients at least 1"
+            )
         _ = self.memory_geometry
 
     @property

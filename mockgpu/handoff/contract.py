@@ -100,7 +100,9 @@ class EngineDialect(Protocol):
 
 
 class OfferPort(Protocol):
-    """The methods of kvtransfer's Offer (KV kept for another engine) that are used here."""
+    """What a mock engine uses of kvtransfer's Offer, the handle of KV that another engine may
+    fetch.
+    """
 
     name: str
     ticket: str

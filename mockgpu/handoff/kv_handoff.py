@@ -28,7 +28,7 @@ DECLINE_S = 1.0
 
 
 class HandoffOwner(Protocol):
-    """The interface of a mock engine to its KvHandoff."""
+    """What a KvHandoff uses of its mock engine: the scheduler, and reactions to KV that moved."""
 
     scheduler: Scheduler
 
@@ -136,7 +136,7 @@ class KvHandoff:
         return bool(self.agent.stats()["reservations"]["moving"])
 
     def revoke_offer(self, job: Job) -> None:
-        """Revoke a job's offered KV, as if its blocks had been evicted."""
+        """End the offer of a job's KV, as if the engine had evicted the blocks."""
         self._offers[job].revoke()
 
     def offer(self, job: Job) -> OfferedKv:

@@ -110,7 +110,10 @@ class TenantCounters:
             }
 
     def stop_forgiving(self) -> None:
-        """Stop the decay of past usage because a request waits; the next `forgive` restarts it."""
+        """Stop the decay of past usage, because a request waits.
+
+        The next call of `forgive` starts it again.
+        """
         self._faded_at = None
 
     def _prune(self) -> None:

@@ -30,7 +30,7 @@ class ModelFacts(msgspec.Struct, frozen=True):
 
 
 def facts_of(model: Llm) -> ModelFacts:
-    """Return the properties of a model shape that limit its layouts."""
+    """Return what limits the layouts of a model: its numbers of heads, layers and experts."""
     kv_heads = None if model.mla else model.shardable_kv
     return ModelFacts(model.heads, kv_heads, model.layers, model.experts)
 

@@ -50,7 +50,7 @@ RESERVE_ERROR_BYTES = 2 * GIB
 
 
 class MemoryVerdict(Enum):
-    """Whether a layout holds the model's weights, and at least one request."""
+    """Whether an engine can run with a layout: it must hold the weights, and KV of a request."""
 
     DOES_NOT_LOAD = "does not load"
     SERVES_NONE = "loads, but serves no request"

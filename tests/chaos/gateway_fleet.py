@@ -111,8 +111,8 @@ class GatewayFleet:
 class Answer:
     """A response of the gateway as a client received it.
 
-    fate  how it ended: ok, error_event, broken, silent (incomplete without an error), or the status
-          of a refusal
+    fate  how it ended: ok, error_event, broken, silent (it ended too early without an error), or
+          the HTTP status of a refusal
     """
 
     def __init__(self, status: int, headers: Mapping[str, str], text: bytes, broke: bool) -> None:

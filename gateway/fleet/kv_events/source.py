@@ -144,7 +144,7 @@ class EventSource:
         self._drop_held()
 
     def reset(self) -> None:
-        """Discard all blocks of the rank and start over with the next message."""
+        """Discard all blocks of the rank; the next message counts as the first one."""
         self._forget()
         self._next = None
         self._published_at = _NEVER

@@ -66,7 +66,7 @@ class LoadOrder(msgspec.Struct, frozen=True):
 
 
 class StepOrders(msgspec.Struct):
-    """The instructions of vLLM's scheduler to all workers for the KV transfers of one engine step.
+    """The orders of vLLM's scheduler to all workers for the KV transfers of one engine step.
 
     offers    completed prefills whose KV is to be offered
     loads     handoffs whose KV is to be fetched

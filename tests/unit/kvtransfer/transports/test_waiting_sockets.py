@@ -22,7 +22,7 @@ NO_REGIONS: tuple[Region, ...] = ()
 
 
 class Sockets:
-    """Connected pairs of sockets, of which the accepted ends wait."""
+    """Connected pairs of sockets; the accepted end of each pair is in a WaitingSockets."""
 
     def __init__(self, stack: ExitStack) -> None:
         self.listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
