@@ -94,7 +94,10 @@ def test_no_file_is_in_both_wheels(penstock: Wheel, kv: Wheel) -> None:
     assert penstock.files() & kv.files() == set()
     tops = [{name.split("/")[0] for name in each.files()} for each in (penstock, kv)]
     ours = [{top for top in some if not top.endswith(".dist-info")} for some in tops]
-    assert ours == [{"gateway", "mockgpu", "planner", "policies"}, {"kvtransfer", "penstock_kv"}]
+    assert ours == [
+        {"command_line", "gateway", "mockgpu", "planner", "policies"},
+        {"kvtransfer", "penstock_kv"},
+    ]
 
 
 def test_penstock_requires_penstock_kv_of_its_own_version(penstock: Wheel, kv: Wheel) -> None:
