@@ -13,9 +13,9 @@ import msgspec
 from xxhash import xxh3_64_intdigest
 
 from mockgpu.job import Job
-from mockgpu.json_frame import JsonFrame
 from mockgpu.leg_params import DecodeLeg, PrefillLeg
 from mockgpu.request_parser import ParsedRequest
+from mockgpu.structured_output import JsonFrame
 from mockgpu.text import (
     TOKEN_BYTES,
     GeneratedText,
