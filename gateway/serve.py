@@ -241,7 +241,7 @@ async def _receive_body(gateway: Gateway, exchange: Exchange, client: Client) ->
     gate = gateway.gate
     payer = exchange.tenant or exchange.client
     return await client.read_body(
-        partial(exchange.take_memory, gate), partial(gate.large_bodies.wait_for_turn, payer)
+        partial(exchange.take_memory, gate), partial(gate.large_bodies.join_in_turn, payer)
     )
 
 

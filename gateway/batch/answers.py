@@ -23,7 +23,7 @@ from gateway.protocol.translate.chat_answers import TranslationError
 from gateway.protocol.translate.event_stream import EventReader
 
 if TYPE_CHECKING:
-    from gateway.http.large_bodies import WaitForTurn
+    from gateway.http.large_bodies import JoinInTurn
     from gateway.http.upstream import UpstreamConnection
 
 MAX_ANSWER_BYTES = 32 * 1024 * 1024
@@ -221,7 +221,7 @@ class LineClient:
         return self._request_body
 
     async def read_body(
-        self, reserve: Callable[[int], None], wait_for_turn: WaitForTurn | None = None
+        self, reserve: Callable[[int], None], join_in_turn: JoinInTurn | None = None
     ) -> bytes:
         reserve(len(self._request_body))
         return self._request_body

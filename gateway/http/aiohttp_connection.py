@@ -29,7 +29,7 @@ from gateway.http import head_errors
 from gateway.http.client_connections import ClientConnections, unread_budget_error
 from gateway.http.connection import ClientConnection, Serve, add_piece
 from gateway.http.connection_phase import Phase
-from gateway.http.large_bodies import LARGE_BODY, WaitForTurn, join_pieces
+from gateway.http.large_bodies import LARGE_BODY, JoinInTurn
 from gateway.http.write_queue import WriteQueue
 from gateway.protocol.apis import API_PATHS, stored_api
 from gateway.protocol.errors import Failure, GatewayError, new_request_id
@@ -149,13 +149,13 @@ class AiohttpConnection(ClientConnection, RequestHandler):
         return b""
 
     async def read_body(
-        self, reserve: Callable[[int], None], wait_for_turn: WaitForTurn | None = None
+        self, reserve: Callable[[int], None], join_in_turn: JoinInTurn | None = None
     ) -> bytes:
         """Receive the request's body and return all of it.
 
         `reserve` is called with the number of bytes received so far; it may raise GatewayError when
         memory is short. The announced length is not reserved, because announcing it costs the
-        client nothing. `wait_for_turn` is awaited once the pieces of a large body are joined.
+        client nothing. `join_in_turn` joins the pieces of a large body when it may be parsed.
         Raises GatewayError for a body that is too large, too slow, encoded or cut off.
         """
         message, payload = self._message, self._payload
@@ -175,10 +175,8 @@ class AiohttpConnection(ClientConnection, RequestHandler):
             ) from None
         self._body_read = True
         self.phase = Phase.SERVING
-        if wait_for_turn is not None and payload.total_bytes >= LARGE_BODY:
-            body = await join_pieces(pieces)
-            await wait_for_turn()
-            return body
+        if join_in_turn is not None and payload.total_bytes >= LARGE_BODY:
+            return await join_in_turn(pieces)
         return b"".join(pieces)
 
     # asyncio.Protocol

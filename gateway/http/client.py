@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
-from gateway.http.large_bodies import WaitForTurn
+from gateway.http.large_bodies import JoinInTurn
 from gateway.http.upstream import Downstream
 from gateway.protocol.error_shapes import OPENAI, ErrorShape
 from gateway.protocol.errors import GatewayError
@@ -53,12 +53,12 @@ class Client(Downstream, Protocol):
         ...
 
     async def read_body(
-        self, reserve: Callable[[int], None], wait_for_turn: WaitForTurn | None = None
+        self, reserve: Callable[[int], None], join_in_turn: JoinInTurn | None = None
     ) -> bytes:
         """Receive the request's body and return all of it.
 
         `reserve` is called with the number of bytes received so far and may raise GatewayError.
-        `wait_for_turn` is awaited once the pieces of a large body are joined. Raises GatewayError
+        `join_in_turn` joins the pieces of a large body when it may be parsed. Raises GatewayError
         when the body is refused.
         """
         ...

@@ -19,7 +19,7 @@ from gateway.http.client_connections import ClientConnections, unread_budget_err
 from gateway.http.connection import ClientConnection, Serve, add_piece
 from gateway.http.connection_phase import BODY, CLOSING, HEAD, IDLE, SERVING
 from gateway.http.eager_task import EagerFuture, EagerTask, new_future
-from gateway.http.large_bodies import LARGE_BODY, WaitForTurn, join_pieces
+from gateway.http.large_bodies import LARGE_BODY, JoinInTurn
 from gateway.http.read_turns import LONG_READ
 from gateway.http.write_queue import WriteQueue
 from gateway.protocol.errors import GatewayError, new_request_id
@@ -119,14 +119,14 @@ class FastConnection(ClientConnection, asyncio.Protocol):
         return b"" if self._missing else self._pieces.pop()
 
     async def read_body(
-        self, reserve: Callable[[int], None], wait_for_turn: WaitForTurn | None = None
+        self, reserve: Callable[[int], None], join_in_turn: JoinInTurn | None = None
     ) -> bytes:
         """Wait for the rest of the request's body and return all of it.
 
         `reserve` is called with the number of bytes received so far. The announced length is not
-        reserved, because announcing it costs the client nothing. `wait_for_turn` is awaited once
-        the pieces of a large body are joined. Raises GatewayError when the body arrives too slowly
-        or `reserve` finds no memory.
+        reserved, because announcing it costs the client nothing. `join_in_turn` joins
+        the pieces of a large body when it may be parsed. Raises GatewayError when the body arrives
+        too slowly or `reserve` finds no memory.
         """
         if self._missing:
             reserve(self._body_bytes - self._missing)
@@ -138,9 +138,8 @@ class FastConnection(ClientConnection, asyncio.Protocol):
             try:
                 await self._body_done
                 self.phase = SERVING
-                if wait_for_turn is not None and self._body_bytes >= LARGE_BODY:
-                    self._pieces = [await join_pieces(self._pieces)]
-                    await wait_for_turn()
+                if join_in_turn is not None and self._body_bytes >= LARGE_BODY:
+                    self._pieces = [await join_in_turn(self._pieces)]
             except BaseException:
                 self._pieces = []  # the connection may linger
                 raise

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import tracemalloc
-from itertools import pairwise
+from itertools import count, pairwise
 from time import monotonic
 
 import pytest
@@ -35,7 +35,7 @@ async def test_simultaneous_bodies_are_parsed_in_loop_iterations_of_their_own(
     bodies, order = LargeBodies(), list[str]()
 
     async def parse(name: str) -> None:
-        await bodies.wait_for_turn(name)
+        await bodies.join_in_turn(name, [])
         order.append(name)
 
     tasks = [asyncio.ensure_future(parse(name)) for name in "abc"]
@@ -50,11 +50,11 @@ async def test_simultaneous_bodies_are_parsed_in_loop_iterations_of_their_own(
 async def test_only_the_client_of_a_slow_body_has_to_wait(cpu_s: list[float]) -> None:
     bodies = LargeBodies()
     began = monotonic()
-    await bodies.wait_for_turn("slow")
+    await bodies.join_in_turn("slow", [])
     cpu_s[0] += 2 * QUICK_S
     await asyncio.sleep(0)
-    waiting = [asyncio.ensure_future(bodies.wait_for_turn("slow")) for _ in range(2)]
-    await bodies.wait_for_turn("other")
+    waiting = [asyncio.ensure_future(bodies.join_in_turn("slow", [])) for _ in range(2)]
+    await bodies.join_in_turn("other", [])
     assert not any(task.done() for task in waiting)
     await asyncio.gather(*waiting)
     assert monotonic() - began >= PAUSE_FACTOR * 2 * QUICK_S
@@ -65,7 +65,7 @@ async def test_only_the_client_of_a_slow_body_has_to_wait(cpu_s: list[float]) ->
 async def test_the_client_of_quick_bodies_never_waits(cpu_s: list[float]) -> None:
     bodies = LargeBodies()
     for _ in range(100):
-        await bodies.wait_for_turn("quick")
+        await bodies.join_in_turn("quick", [])
         cpu_s[0] += QUICK_S / 2
         await asyncio.sleep(0)
     assert not bodies._paused_until
@@ -77,7 +77,7 @@ async def test_slow_bodies_of_a_client_that_arrive_at_once_are_not_parsed_one_af
     bodies, parsed = LargeBodies(), list[str]()
 
     async def parse(client: str) -> None:
-        await bodies.wait_for_turn(client)
+        await bodies.join_in_turn(client, [])
         parsed.append(client)
         cpu_s[0] += 2 * QUICK_S
 
@@ -97,7 +97,7 @@ async def test_the_pieces_of_a_large_body_are_joined_over_several_iterations() -
     while not joining.done():
         await asyncio.sleep(0)
         left.append(len(pieces))
-    assert joining.result() == expected
+    assert joining.result()[0] == expected
     most = JOINED_AT_ONCE // 100_000 + 1
     assert max(before - after for before, after in pairwise(left)) <= most
     assert not pieces
@@ -108,9 +108,33 @@ async def test_a_joined_body_is_never_in_memory_twice() -> None:
     size = sum(map(len, pieces))
     tracemalloc.start()
     try:
-        body = await join_pieces(pieces)
+        body, _ = await join_pieces(pieces)
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
     assert len(body) == size
     assert peak < 1.2 * size  # what was there before is not traced
+
+
+async def test_bodies_that_wait_for_their_turn_are_not_joined(cpu_s: list[float]) -> None:
+    bodies = LargeBodies()
+    await bodies.join_in_turn("slow", [])
+    cpu_s[0] += 2 * QUICK_S
+    await asyncio.sleep(0)
+    pieces = [b"a" * 100_000 for _ in range(20)]
+    waiting = asyncio.ensure_future(bodies.join_in_turn("slow", pieces))
+    for _ in range(50):
+        await asyncio.sleep(0)
+    assert len(pieces) == 20
+    waiting.cancel()
+    await asyncio.gather(waiting, return_exceptions=True)
+
+
+async def test_the_time_of_the_join_counts_for_the_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Every look at the clock finds that nearly as much time has passed as has no consequences.
+    ticks = count()
+    monkeypatch.setattr(large_bodies, "thread_time", lambda: 0.9 * QUICK_S * next(ticks))
+    bodies = LargeBodies()
+    await bodies.join_in_turn("slow", [b"a" * JOINED_AT_ONCE for _ in range(4)])
+    await asyncio.sleep(0)
+    assert "slow" in bodies._paused_until
