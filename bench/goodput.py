@@ -245,7 +245,7 @@ def handwritten_part(path: Path) -> str:
     return heading + remainder
 
 
-def main() -> None:
+def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--data", type=Path, required=True, help="folder with the recorded traces")
     parser.add_argument(
@@ -293,8 +293,12 @@ def main() -> None:
         "build/goodput)",
     )
     parser.add_argument("--page", type=Path, help="Markdown file to which the tables are written")
-    args = parser.parse_args()
-    results, traces = Results(args.out, args.any_code), TraceFolder(str(args.traces))
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = _options()
+    results, traces = Results(args.out, args.any_code), TraceFolder(str(args.data))
     seeds = range(1, (args.seeds or (1 if args.quick else 3)) + 1)
     tables, policies = args.tables.split(","), args.policies.split(",")
     plans: dict[str, Callable[[], Iterator[Cell]]] = {

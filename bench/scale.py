@@ -257,7 +257,7 @@ def measure_streams(counts: list[int], base: int, work: Path) -> None:
         print(f"streams       {count:5} open       {kib:5.2f} KiB each", flush=True)
 
 
-def main() -> None:
+def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -293,7 +293,11 @@ def main() -> None:
     parser.add_argument(
         "--streams", default="500,1000,2000", help="numbers of open streams to measure"
     )
-    options = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> None:
+    options = _options()
     sizes = [int(size) for size in options.endpoints.split(",")]
     parts = options.parts.split(",")
     build_tools()
