@@ -337,7 +337,7 @@ class Agent:
     def decline(self, name: str, detail: str = "") -> None:
         """Tell agents that wait for an offer of this name that it will not be made.
 
-        Agents that ask within the next seconds are told so as well. `detail` is the reason, for
+        Agents that ask within the next seconds get the same answer. `detail` is the reason, for
         their logs.
         """
         with self._lock:

@@ -279,7 +279,7 @@ class InprocLink:
     def on_far_closed(self, reason: str) -> None:
         """Record that the other end of the simulated connection has closed.
 
-        The owner of this end is told once, with the reason.
+        The owner of this end gets one call, with the reason.
         """
         self.notify_owner(lambda owner: owner.on_lost(self, reason))
         self._closed = True

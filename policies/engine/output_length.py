@@ -21,7 +21,7 @@ CLASSES = 5
 """Number of classes of equal probability into which lengths are divided."""
 
 LEAST_RATIO = 1e-3
-"""Smallest ratio of an answer's actual to its expected length that is told apart."""
+"""Smallest ratio of actual to expected length that is recorded; shorter answers count as this."""
 
 
 class OutputLengths:

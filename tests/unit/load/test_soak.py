@@ -1,4 +1,4 @@
-"""Tests of the judgement of a soak test: memory that levels off is told apart from a leak."""
+"""Tests of the judgement of a soak test: memory that levels off is no leak."""
 
 from __future__ import annotations
 

@@ -333,16 +333,24 @@ def test_few_blocks_are_kept_for_saving(pair: tuple[Engine, Engine]) -> None:
     assert one.counted()["kv_store_skipped_saves"] == 1
 
 
+def after_one_load(pair: tuple[Engine, Engine], step_s: float, load_s: float) -> Engine:
+    # Return the second engine, which has computed 1,000 tokens and loaded 16 that the first saved.
+    #
+    # The seconds of each are the engine's first observations of its own speed and the store's.
+    one, two = pair
+    one.saved(request("a"), [3, 4, 5, 6])
+    two.step(PromptChunk("x", 0, 1000), step_s=step_s)
+    two.load_s = load_s
+    assert two.scheduler.loadable_tokens(request("b"), 0) == 16, "memory counts as fast at first"
+    two.scheduler.begin_load("b", [9, 8, 7, 6, 5], 16)
+    two.step()
+    return two
+
+
 def test_stored_blocks_that_are_faster_to_compute_are_declined(
     pair: tuple[Engine, Engine],
 ) -> None:
-    one, two = pair
-    one.saved(request("a"), [3, 4, 5, 6])
-    two.step(PromptChunk("x", 0, 1000), step_s=0.001)
-    two.load_s = 1.0
-    assert two.scheduler.loadable_tokens(request("b"), 0) == 16, "memory counts as fast"
-    two.scheduler.begin_load("b", [9, 8, 7, 6, 5], 16)
-    two.step()
+    two = after_one_load(pair, step_s=0.001, load_s=1.0)
     two.counted()
     assert two.scheduler.loadable_tokens(request("c"), 0) == 0
     two.scheduler.begin_load("c", [9, 8, 7, 6, 5], 0)
@@ -352,13 +360,7 @@ def test_stored_blocks_that_are_faster_to_compute_are_declined(
 def test_blocks_are_loaded_although_computing_is_faster_while_other_prompts_are_computed(
     pair: tuple[Engine, Engine],
 ) -> None:
-    one, two = pair
-    one.saved(request("a"), [3, 4, 5, 6])
-    two.step(PromptChunk("x", 0, 1000), step_s=1.0)
-    two.load_s = 0.5
-    assert two.scheduler.loadable_tokens(request("b"), 0) == 16
-    two.scheduler.begin_load("b", [9, 8, 7, 6, 5], 16)
-    two.step()
+    two = after_one_load(pair, step_s=1.0, load_s=0.5)
     assert two.scheduler.loadable_tokens(request("idle"), 0) == 0
     # 4,000 tokens take 4 s, in steps of 1,000.
     two.step(PromptChunk("long", 0, 1000, 4000), step_s=1.0)
@@ -370,13 +372,7 @@ def test_blocks_are_loaded_although_computing_is_faster_while_other_prompts_are_
 def test_a_prompt_of_the_same_step_counts_as_work_before_the_next(
     pair: tuple[Engine, Engine],
 ) -> None:
-    one, two = pair
-    one.saved(request("a"), [3, 4, 5, 6])
-    two.step(PromptChunk("x", 0, 1000), step_s=1.0)
-    two.load_s = 0.5
-    two.scheduler.loadable_tokens(request("b"), 0)
-    two.scheduler.begin_load("b", [9, 8, 7, 6, 5], 16)
-    two.step()
+    two = after_one_load(pair, step_s=1.0, load_s=0.5)
     long = StoredRequest("long", b"\1\0\0\0" * 4000)
     assert two.scheduler.loadable_tokens(long, 0) == 0
     two.scheduler.begin_load("long", list(range(1000)), 0)
