@@ -9,7 +9,7 @@ lengths are distributed.
 from __future__ import annotations
 
 from bisect import bisect_right
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 from typing import TYPE_CHECKING
 
 from policies.engine.output_length import CLASSES, RecentLengths
@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 
 LEAST_TOKENS = 8.0
 """Minimum assumed length of an answer in tokens. A prefill makes shorter ones late in any case."""
+
+MOST_ENDED = 64
+"""Number of ended answers, beside as many as are running, that the heap of ages may hold."""
 
 LengthGroup = tuple[float, float, float]
 """Running answers of about one final length: their expected number, 1 over that length in tokens,
@@ -68,6 +71,8 @@ class RunningAnswers:
             self._leave(prompt)
             prompt.length_class = -1
             self._groups = None
+            if len(self._next) > MOST_ENDED + 2 * sum(self._counts):
+                self._drop_ended()
 
     def groups(self, load: EngineLoad, steps: float, prefill_s: float) -> list[LengthGroup]:
         """Return the endpoint's answers grouped by age and by their probable final length.
@@ -117,6 +122,13 @@ class RunningAnswers:
                 self._leave(prompt)
                 self._enter(prompt, steps)
                 self._groups = None
+
+    def _drop_ended(self) -> None:
+        # Remove ended answers from the heap.
+        #
+        # `groups` removes them too, but policies that do not price never call it.
+        self._next = [entry for entry in self._next if entry[2].length_class >= 0]
+        heapify(self._next)
 
     def _enter(self, prompt: QueuedPrompt, steps: float) -> None:
         generated, expected = steps - prompt.decode_begin_step, prompt.output_tokens

@@ -7,7 +7,7 @@ import pytest
 from policies import ledger
 from policies.engine.output_length import CLASSES
 from policies.engine.peer_load import PeerShare
-from policies.engine.running_answers import LEAST_TOKENS
+from policies.engine.running_answers import LEAST_TOKENS, MOST_ENDED
 from policies.ledger import LoadReservation
 from policies.load import EndpointLoad
 from tests.unit.policies.builders import ask
@@ -112,3 +112,12 @@ def test_groups_tell_how_much_prefill_their_answers_have_had() -> None:
     begin(load, 102.0)
     (_, _, began_s) = load.timeline.answer_groups(load, 102.1)[0]
     assert load.timeline.prefill_s - began_s > before_s > 0.0
+
+
+def test_ended_answers_take_no_memory_where_no_policy_asks_for_lengths() -> None:
+    load = endpoint(20, 500)
+    begin(load, 100.0)
+    for number in range(1000):
+        begin(load, 101.0 + number).finish(101.5 + number, output_tokens=20)
+    assert len(load.timeline.answers._next) <= MOST_ENDED + 4
+    assert sum(count for count, _ in lengths(load, 1200.0)) == pytest.approx(1.0)
