@@ -36,11 +36,11 @@ from gateway.protocol.forwarded import TrustedProxies, proxy_request_id
 from gateway.protocol.openai import Call, CallContext, parse_call
 from gateway.proxy import tier_fallback
 from gateway.proxy.attempts import attempts, end_retries
-from gateway.proxy.pair import SplitAttempts, SplitPlan
-from gateway.proxy.rest import continue_stream
+from gateway.proxy.resume import continue_stream
 from gateway.proxy.served_api import call_for_engines
-from gateway.proxy.stored import explain_missing, pin_route, serve_stored
-from gateway.proxy.whole import UncountedPlan, WholePlan
+from gateway.proxy.split_request import SplitAttempts, SplitPlan
+from gateway.proxy.stored_responses import explain_missing, pin_route, serve_stored
+from gateway.proxy.whole_request import UncountedPlan, WholePlan
 from gateway.route import Gateway, Route, Snapshot
 from gateway.telemetry.slo_outcomes import admission_outcome
 from policies.model import Request, RoutingQuery

@@ -1,8 +1,8 @@
 """Computes the duration of one engine step from bytes read, operations and collectives.
 
 The equation and its eight constants per GPU (policies/sizing/gpus.py) hold for any model and TP
-size. If a measured grid exists (grids.py), it corrects the equation so that every measured point is
-met exactly. Scheduling and clocks are elsewhere.
+size. If a measured grid exists (step_time_grids.py), it corrects the equation so that every
+measured point is met exactly. Scheduling and clocks are elsewhere.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class StepTimeParts(NamedTuple):
 
 
 class Correction(Protocol):
-    """Correction factors of step times (measured / computed) from a measured grid (grids.py)."""
+    """Factors that correct computed step times: measured / computed (step_time_grids.py)."""
 
     def prefill(self, tokens: int) -> float:
         """Return the correction factor for a prefill-only step of `tokens` prompt tokens."""

@@ -30,8 +30,8 @@ from statistics import median
 import msgspec
 
 from bench.load.overload_figures import Bound, Figures, figures
-from bench.load.overload_house import READY_S, generate_load, run_fleet
 from bench.load.overload_plan import POLICY, Plan, find_capacity_per_s
+from bench.load.overload_processes import READY_S, generate_load, run_fleet
 
 MAX_RUNS = 5
 

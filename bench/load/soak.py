@@ -38,7 +38,7 @@ import msgspec
 from bench.load.slope import Point, Slope, slope
 from bench.load.soak_churn import Churn
 from bench.load.soak_clients import Clients
-from bench.load.soak_house import LEASE_S, SoakFleet, run_fleet
+from bench.load.soak_processes import LEASE_S, SoakFleet, run_fleet
 
 MB_PER_HOUR = 1e6 / 3600  # in bytes per second
 MAX_GROWTH = 0.5 * MB_PER_HOUR

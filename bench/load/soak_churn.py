@@ -13,7 +13,7 @@ from contextlib import suppress
 from random import Random
 from typing import Any
 
-from bench.load.soak_house import Group, SoakFleet, start_group
+from bench.load.soak_processes import Group, SoakFleet, start_group
 
 FROZEN_S = 8.0
 NOTICED_S = 15.0

@@ -15,7 +15,7 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from bench.load.soak_house import SPLIT, WHOLE
+from bench.load.soak_processes import SPLIT, WHOLE
 from mockgpu.text import expected_text
 from planner.bench.timeline import AnswerTimeline
 

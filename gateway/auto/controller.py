@@ -17,10 +17,10 @@ from typing import Any
 
 from gateway.auto.jobs import build_job
 from gateway.auto.pool_state import PoolState, SwitchRecord, member_of
+from gateway.auto.preconditions import find_failure, find_trial
 from gateway.auto.replay_process import ReplayError, run_replay
 from gateway.auto.target import AutoTarget, ChangeResult
 from gateway.auto.text_edit import with_pin, with_policy
-from gateway.auto.trouble import find_failure, find_trial
 from gateway.config import AutoPolicy
 from gateway.metrics.auto_metrics import AutoMetrics
 from policies.auto.decider import Action, PolicyDecision

@@ -16,7 +16,7 @@ from collections import deque
 from time import monotonic
 from typing import TYPE_CHECKING, Protocol
 
-from gateway.protocol.steps import STEP_BYTES
+from gateway.protocol.step_queue import STEP_BYTES
 
 if TYPE_CHECKING:
     from gateway.protocol.relay import Relay

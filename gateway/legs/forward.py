@@ -16,8 +16,8 @@ from gateway.http.client import Client
 from gateway.protocol.apis import CHAT, COMPLETIONS, Api
 from gateway.protocol.errors import response_not_found
 from gateway.protocol.event_relay import EventRelay
-from gateway.protocol.forms import form_type
 from gateway.protocol.forwarded import all_values
+from gateway.protocol.multipart import form_type
 from gateway.protocol.openai import Call
 from gateway.protocol.relay import Relay, UpstreamError
 from gateway.protocol.rewrite import ModelNameRewriter

@@ -71,8 +71,9 @@ class HedgedRoute(Protocol):
 
 
 class HedgedRequest(Protocol):
-    """The interface of a request that waits for its first byte; the plan in gateway/proxy/whole.py
-    implements it.
+    """The interface of a request that waits for its first byte.
+
+    The plan in gateway/proxy/whole_request.py implements it.
     """
 
     @property
@@ -235,8 +236,8 @@ class Race:
 class Hedger:
     """Starts second attempts (hedges) for late requests, and moves requests from slow endpoints.
 
-    waiting   attempts in progress, which gateway/proxy/whole.py adds and removes; sweep() removes
-              those whose answer has begun
+    waiting   attempts in progress; gateway/proxy/whole_request.py adds and removes them, and
+              sweep() removes those whose answer has begun
     retrying  requests that may hold a retry of the retry budget, added by gateway/proxy/attempts.py
     allowed   number of hedges that may start now, so that they stay within their configured share
               of all requests

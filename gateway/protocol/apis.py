@@ -13,8 +13,8 @@ import msgspec
 from gateway.protocol import error_shapes, event_grammar
 from gateway.protocol.error_shapes import ErrorShape
 from gateway.protocol.event_grammar import EventGrammar
-from gateway.protocol.forms import read_form
 from gateway.protocol.json_members import read_members
+from gateway.protocol.multipart import read_form
 
 MAX_INPUTS = 2048
 """Maximum number of inputs in a request that generates no text, such as a list for embeddings; as

@@ -18,7 +18,6 @@ from gateway.protocol.apis import CHAT, PREAMBLE, Api
 from gateway.protocol.cache_salts import MAX_CLIENT_SALT, CacheSalts
 from gateway.protocol.call_shapes import CONVERSATION, ShapeCache, ShapeKey, shape_key
 from gateway.protocol.errors import Failure, GatewayError
-from gateway.protocol.forms import edit_form
 from gateway.protocol.json_members import (
     MAX_MEMBERS,
     TooManyMembersError,
@@ -41,6 +40,7 @@ from gateway.protocol.media import (
     may_contain_media,
     replace_media,
 )
+from gateway.protocol.multipart import edit_form
 from gateway.protocol.sequences import SEQUENCE_MEMBERS, count_sequences, read_prompts
 from gateway.protocol.service_class import MAX_PRIORITY, RequestPreferences
 from gateway.protocol.sessions import SESSION_MEMBERS, with_body_session

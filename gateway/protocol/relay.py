@@ -33,7 +33,7 @@ from gateway.protocol.response_framing import (
     new_body,
 )
 from gateway.protocol.rewrite import ModelNameRewriter
-from gateway.protocol.steps import STEP_BYTES
+from gateway.protocol.step_queue import STEP_BYTES
 from gateway.protocol.stream_scan import (
     DONE_MARKER,
     MAX_REFUSAL_BYTES,

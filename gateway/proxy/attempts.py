@@ -1,9 +1,9 @@
 """The attempt loop: pick an endpoint, reserve capacity and send, until an endpoint answers.
 
 There is one loop for all requests to endpoints. A plan decides what is sent: a whole request
-(whole.py), a request split into prefill and decode (pair.py), or the rest of a broken stream
-(rest.py). This module also contains the rules for retries: the retry budget, and the health check
-of an endpoint before it gets a retry.
+(whole_request.py), a request split into prefill and decode (split_request.py), or the rest of a
+broken stream (resume.py). This module also contains the rules for retries: the retry budget, and
+the health check of an endpoint before it gets a retry.
 """
 
 from __future__ import annotations

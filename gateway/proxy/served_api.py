@@ -18,7 +18,7 @@ from gateway.protocol.translate.translations import (
     translated,
     translated_losslessly,
 )
-from gateway.proxy.stored import may_store
+from gateway.proxy.stored_responses import may_store
 from gateway.route import Gateway, Route
 
 

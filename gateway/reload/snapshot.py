@@ -25,7 +25,7 @@ from gateway.protocol.cache_salts import new_cache_salts
 from gateway.protocol.response_ids import new_response_ids
 from gateway.protocol.service_class import ServiceClasses
 from gateway.protocol.translate.translations import TRANSLATIONS, translated_paths
-from gateway.proxy.rest import prepare_recorded
+from gateway.proxy.resume import prepare_recorded
 from gateway.route import CanaryRoute, ModelScope, PoolTrials, Route, Snapshot
 from gateway.trials import shadow
 from gateway.trials.canary import CanaryArms, create_sampler

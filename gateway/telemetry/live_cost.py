@@ -1,7 +1,7 @@
 """Counts the cost of requests in dollars, from the capacity that they reserve at engines.
 
-The count is updated a few times per second, independently of requests. policies/sizing/live_cost.py
-divides the dollars.
+The count is updated a few times per second, independently of requests.
+policies/sizing/cost_meter.py divides the dollars.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 from gateway.metrics.catalogue import Metrics
 from policies.ledger import LoadReservation
 from policies.sizing.cost import decode_weight
-from policies.sizing.live_cost import CostMeter, EngineUse
+from policies.sizing.cost_meter import CostMeter, EngineUse
 
 if TYPE_CHECKING:
     from policies.load import EndpointLoad

@@ -49,7 +49,7 @@ from gateway.workers.auto_rollback import WorkersRollbackTarget
 from gateway.workers.auto_target import WorkersAutoTarget
 from gateway.workers.config_rollout import ConfigRollout
 from gateway.workers.drift_collector import DriftCollector
-from gateway.workers.settings import WorkerLaunchSettings
+from gateway.workers.launch_settings import WorkerLaunchSettings
 from gateway.workers.supervisor_metrics import SupervisorMetrics
 from gateway.workers.worker_process import Worker, make_inheritable, new_listener
 

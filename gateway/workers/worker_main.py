@@ -20,7 +20,7 @@ from gateway.http.listener_sockets import API
 from gateway.lifecycle import run_gateway
 from gateway.restart.start_options import StartOptions, WorkerSettings
 from gateway.telemetry import operator_log
-from gateway.workers.settings import (
+from gateway.workers.launch_settings import (
     LENGTH,
     MAX_SETTINGS_BYTES,
     WorkerLaunchSettings,

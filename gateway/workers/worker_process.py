@@ -14,7 +14,7 @@ from typing import Any
 import aiohttp
 
 from gateway.http.listener_sockets import bind
-from gateway.workers.settings import WorkerLaunchSettings, pack_settings
+from gateway.workers.launch_settings import WorkerLaunchSettings, pack_settings
 
 READY_TIMEOUT_S = 60.0
 REQUEST_TIMEOUT_S = 30.0

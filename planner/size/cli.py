@@ -16,14 +16,21 @@ from typing import Annotated, Any
 import msgspec
 
 from command_line import Argument, Option, write_line
-from mockgpu.grids import Grid, load_grids
+from mockgpu.step_time_grids import Grid, load_grids
 from planner.output_files import check_writable
 from planner.size import show
 from planner.size.draft import FleetPlan, SizingError
 from planner.size.emit import EMITTERS, Emission, emit
 from planner.size.finalist import Finalist
-from planner.size.front import BATCHES, FleetPoint, LadderStep, fleet_points, headline, tp_ladder
-from planner.size.question import SizeOptions, hardware_of, model_of, workload_of
+from planner.size.input_options import SizeOptions, hardware_of, model_of, workload_of
+from planner.size.pareto_front import (
+    BATCHES,
+    FleetPoint,
+    LadderStep,
+    fleet_points,
+    headline,
+    tp_ladder,
+)
 from planner.size.recipe import plan_fleet, variants
 from policies.sizing.gpus import GPUS
 from policies.sizing.model_shapes import MODELS, Llm
@@ -358,7 +365,7 @@ def _lines(
 
 
 def _page(options: SizeOptions, model: Llm, plan: FleetPlan, grids: Sequence[Grid]) -> str:
-    from planner.size.page import size_page
+    from planner.size.report_page import size_page
 
     hardware, context = plan.hardware, plan.work.mean_context
     points = fleet_points(variants(model, options.quant), hardware, plan.work, grids)
@@ -395,7 +402,7 @@ def _replayed(
     # The replay is imported only then.
     if output.log is None:
         return []
-    from planner.size.replays import replay_log
+    from planner.size.access_log import replay_log
 
     enough = msgspec.structs.replace(plan.hardware, gpus=plan.hardware.gpus or plan.gpus)
     models = variants(model, options.quant)

@@ -2,7 +2,7 @@
 
 Each gate takes what the gates before it decided, and records its question, numbers, answer and the
 source it follows (docs/sizing.md lists these "seeds"). Gates are in gates.py and load_gates.py.
-front.py compares all layouts, and show.py prints.
+pareto_front.py compares all layouts, and show.py prints.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from mockgpu.grids import Grid
+from mockgpu.step_time_grids import Grid
 from planner.size import gates, load_gates
 from planner.size.draft import Draft, FleetPlan, PlanHardware, RecipeGate, SizingError
 from planner.size.workload import Workload

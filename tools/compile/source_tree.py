@@ -60,7 +60,7 @@ OFF_PATH = (
     *_modules("gateway/protocol", "response_store resume_terms upstream_error"),
     *_modules("gateway/protocol/translate", "messages_content messages_request request_reader"),
     *_modules("gateway/protocol/translate", "responses_input responses_request"),
-    *_modules("gateway/proxy", "rest tier_fallback"),
+    *_modules("gateway/proxy", "resume tier_fallback"),
     *_modules("gateway/telemetry", "operator_log otlp resource semconv"),
     *_modules("policies", "admission_registry engine_kinds model param_types presets registry"),
     *_modules("policies", "saved_state"),
@@ -81,9 +81,11 @@ SMALL = (
     *_modules("gateway/http", "aiohttp_connection client_connections close_queue head_errors"),
     *_modules("gateway/http", "connection_phase large_bodies long_reads read_turns tls_listener"),
     *_modules("gateway/legs", "hedge"),
-    *_modules("gateway/protocol", "api_keys cache_salts cors error_shapes errors forms long_event"),
-    *_modules("gateway/protocol", "rewrite service_class sessions short_response token_ledger"),
-    *_modules("gateway/proxy", "attempts served_api stored"),
+    *_modules("gateway/protocol", "api_keys cache_salts cors error_shapes errors long_event"),
+    *_modules(
+        "gateway/protocol", "multipart rewrite service_class sessions short_response token_ledger"
+    ),
+    *_modules("gateway/proxy", "attempts served_api stored_responses"),
     *_modules("gateway/telemetry", "live_cost log_file request_shapes spans"),
     *_modules("policies", "contract"),
     *_modules("policies/prefix", "cached_blocks learned_prompts"),

@@ -40,7 +40,7 @@ def top(
 
 
 def _show(server: AdminClient, *, once: bool) -> None:
-    from gateway.cli.top.live_view import print_once, show_without_keys
+    from gateway.cli.top.noninteractive import print_once, show_without_keys
 
     if once:
         print_once(server.request("GET", "/live"))

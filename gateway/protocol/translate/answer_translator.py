@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from gateway.protocol.steps import StepQueue
+from gateway.protocol.step_queue import StepQueue
 from gateway.protocol.translate.chat_answers import TranslationError
 from gateway.protocol.translate.stream_translator import StreamTranslator
 from gateway.protocol.upstream_error import UpstreamError

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.protocol.errors import GatewayError
-from gateway.protocol.forms import MAX_FIELD_BYTES, MAX_PARTS, edit_form, form_type, read_form
+from gateway.protocol.multipart import MAX_FIELD_BYTES, MAX_PARTS, edit_form, form_type, read_form
 
 FILE = 'Content-Disposition: form-data; name="file"; filename="a.wav"\r\nContent-Type: audio/wav'
 

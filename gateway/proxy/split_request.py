@@ -20,7 +20,7 @@ from gateway.protocol.json_splice import shape
 from gateway.protocol.openai import Call
 from gateway.protocol.relay import UpstreamError
 from gateway.proxy.attempts import AttemptPlan, no_endpoint_error, permit_retry
-from gateway.proxy.whole import WholePlan, pick_longest
+from gateway.proxy.whole_request import WholePlan, pick_longest
 from gateway.route import Gateway, Route
 from policies import run
 from policies.model import Pick, RoutingQuery

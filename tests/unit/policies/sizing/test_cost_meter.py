@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policies.sizing.live_cost import CostMeter, EngineUse, divide_usd
+from policies.sizing.cost_meter import CostMeter, EngineUse, divide_usd
 
 PRICES = st.floats(0.1, 100)
 WEIGHTS = st.dictionaries(st.sampled_from("abc"), st.floats(0.01, 50), max_size=3)

@@ -13,7 +13,7 @@ from math import log10
 import msgspec
 
 from planner.size.draft import FleetPlan
-from planner.size.front import BATCHES, FleetPoint, LadderStep, headline
+from planner.size.pareto_front import BATCHES, FleetPoint, LadderStep, headline
 from planner.size.show import plan_lines
 from planner.size.units import ms, usd
 from planner.size.workload import Promise

@@ -12,8 +12,8 @@ from planner.replay.arguments import ArgumentError, parse_seconds
 from planner.size.draft import SizingError
 from planner.size.emit import POOL, Emission, emit
 from planner.size.finalist import Finalist
-from planner.size.finalists import known_model, replay_finalists
-from planner.size.front import FleetPoint
+from planner.size.finalist_replays import known_model, replay_finalists
+from planner.size.pareto_front import FleetPoint
 from planner.traces import TraceError, TraceRequest, read_trace, slice_span
 
 ConfigReader = Callable[[str], Mapping[str, Any]]

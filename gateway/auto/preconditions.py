@@ -1,4 +1,7 @@
-"""Finds reasons why the routing policies of a pool can be neither compared nor changed now."""
+"""The preconditions of a comparison of routing policies: healthy endpoints, and no other trial.
+
+While a pool does not meet them, its policies are neither compared nor changed.
+"""
 
 from __future__ import annotations
 

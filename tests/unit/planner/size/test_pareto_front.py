@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from mockgpu.grids import load_grids
+from mockgpu.step_time_grids import load_grids
 from planner.size.draft import PlanHardware
-from planner.size.front import FleetPoint, best_of, fleet_points, headline, tp_ladder
+from planner.size.pareto_front import FleetPoint, best_of, fleet_points, headline, tp_ladder
 from planner.size.recipe import variants
 from planner.size.timing import ReplicaTimes, at_batch, largest_batch
 from planner.size.workload import Promise, Workload

@@ -13,7 +13,7 @@ from gateway.protocol.errors import Failure
 from gateway.protocol.relay import BEHIND, DONE, Relay
 from gateway.protocol.response_framing import LAST_CHUNK, ChunkedBody, encode_chunk
 from gateway.protocol.resume_terms import ContinuationTerms
-from gateway.protocol.steps import STEP_BYTES
+from gateway.protocol.step_queue import STEP_BYTES
 from gateway.protocol.token_ledger import Ledger, LedgerRecorder, RecordedRelay
 from gateway.protocol.translate import translations
 from gateway.protocol.translate.answer_translator import AnswerTranslator

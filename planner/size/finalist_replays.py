@@ -19,7 +19,7 @@ from planner.replay.spec import FleetSpec, GroupKind, validate
 from planner.replay.traffic import traffic
 from planner.size.draft import FleetPlan, SizingError
 from planner.size.finalist import Finalist
-from planner.size.front import FleetPoint
+from planner.size.pareto_front import FleetPoint
 from planner.traces.shape import TraceRequest
 from policies.model import Role
 from policies.pricing.split import SplitRule

@@ -1,3 +1,0 @@
-"""Queries the engines in the background about their health, load and models, apart from client
-requests.
-"""
