@@ -225,6 +225,7 @@ class App:
         self.gateway.mirrors = self._mirrors.configure(config)
         self._tls.update(config.listeners)
         limit_send_buffers(chain(*self.sockets.values()), config.limits.send_buffer)
+        limit_receive_buffers(self.sockets.get(API, ()), config.limits.receive_buffer)
         if self.auto is not None:
             self.auto.on_applied(trigger)
         await self._trial.on_applied(trigger)
@@ -497,9 +498,11 @@ class App:
         factory = self._tls.wrap_factory(name, listener.tls, factory)
         sockets = self.sockets.get(name) or bind(listener.host, listener.port)
         self.sockets[name] = sockets
-        limit_send_buffers(sockets, self.gateway.snapshot.config.limits.send_buffer)
-        if name == ADMIN:
-            limit_receive_buffers(sockets, ADMIN_RECEIVE_BUFFER)
+        limits = self.gateway.snapshot.config.limits
+        limit_send_buffers(sockets, limits.send_buffer)
+        limit_receive_buffers(
+            sockets, ADMIN_RECEIVE_BUFFER if name == ADMIN else limits.receive_buffer
+        )
         self._servers[name] = [
             await self._loop.create_server(factory, sock=listening, backlog=BACKLOG)
             for listening in sockets

@@ -8,7 +8,7 @@ from pydantic import model_validator
 
 from gateway.config.values import Count, Duration, Section, Size, setting
 
-MIN_SEND_BUFFER, MAX_SEND_BUFFER = 16 << 10, 1 << 30
+MIN_SOCKET_BUFFER, MAX_SOCKET_BUFFER = 16 << 10, 1 << 30
 
 
 class Limits(Section):
@@ -47,6 +47,12 @@ class Limits(Section):
         "of which a quarter may be unsent. It also limits a connection's speed: the default "
         "allows about 180 KiB per round trip.",
     )
+    receive_buffer: Size = setting(
+        "512KiB",
+        "Kernel memory per client connection for bytes that the gateway has not read yet. It also "
+        "limits the speed of uploads: the default allows about 360 KiB per round trip. Linux "
+        "uses at most twice net.core.rmem_max.",
+    )
     body_chunks: Count = setting(
         16384, "Maximum number of chunks in a request body with chunked transfer coding."
     )
@@ -74,6 +80,7 @@ class Limits(Section):
             raise ValueError(
                 "body must not be larger than body_budget, because such a body would never fit"
             )
-        if not MIN_SEND_BUFFER <= self.send_buffer <= MAX_SEND_BUFFER:
-            raise ValueError("send_buffer must be between 16KiB and 1GiB")
+        for name in ("send_buffer", "receive_buffer"):
+            if not MIN_SOCKET_BUFFER <= getattr(self, name) <= MAX_SOCKET_BUFFER:
+                raise ValueError(f"{name} must be between 16KiB and 1GiB")
         return self

@@ -75,11 +75,15 @@ def limit_receive_buffers(listening: Iterable[socket.socket], memory_bytes: int)
     """Limit each accepted connection to `memory_bytes` of kernel memory for unread bytes.
 
     Without a limit, the kernel may keep the maximum of tcp_rmem, often 32 MiB, for a client that
-    sends faster than it is read. The limit also caps the speed of uploads.
+    sends faster than it is read: it enlarges the buffer while the gateway reads, and what has
+    arrived by then stays when reading pauses. The limit also caps the speed of uploads. It takes
+    effect up to twice net.core.rmem_max.
     """
     for listener in listening:
-        # The kernel doubles the value.
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, memory_bytes // 2)
+        if listener.fileno() >= 0:
+            listener.setsockopt(
+                socket.SOL_SOCKET, socket.SO_RCVBUF, memory_bytes // 2
+            )  # the kernel doubles it
 
 
 def sockets_from_systemd(env: MutableMapping[str, str]) -> SocketsByName:

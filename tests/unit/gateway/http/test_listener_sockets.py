@@ -153,10 +153,31 @@ def test_the_kernel_keeps_few_bytes_of_a_client_that_is_not_read() -> None:
     assert sent < 512 * 1024
 
 
+def test_the_kernel_keeps_few_bytes_of_a_client_that_is_read_with_pauses() -> None:
+    (listener,) = bind("127.0.0.1", 0)
+    limit_receive_buffers([listener], 256 * 1024)
+    listener.setblocking(True)
+    with listener, socket.socket() as client:
+        client.connect(listener.getsockname())
+        accepted = listener.accept()[0]
+        client.setblocking(False)
+        accepted.setblocking(False)
+        with accepted:
+            for _ in range(200):  # the kernel enlarges the buffer of a connection that is read
+                with suppress(BlockingIOError):
+                    while True:
+                        client.send(bytes(256 * 1024))
+                with suppress(BlockingIOError):
+                    while True:
+                        accepted.recv(256 * 1024)
+            assert accepted.getsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF) == 256 * 1024
+
+
 def test_a_closed_listener_is_skipped_by_a_new_limit() -> None:
     listener = bind("127.0.0.1", 0)[0]
     listener.close()
     limit_send_buffers([listener], 256 * 1024)
+    limit_receive_buffers([listener], 256 * 1024)
 
 
 @pytest.mark.parametrize("abstract", [False, True])

@@ -75,13 +75,19 @@ async def test_each_listener_limits_the_memory_of_connections_and_follows_a_relo
         assert {item.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) for item in listening} == {
             256 * 1024
         }
-        assert (await harness.put(harness.text() + "limits: {send_buffer: 64KiB}\n"))[0] == 200
+        sent = "limits: {send_buffer: 64KiB, receive_buffer: 128KiB}\n"
+        assert (await harness.put(harness.text() + sent))[0] == 200
         assert {item.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) for item in listening} == {
             64 * 1024
         }
         assert {
             item.getsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT) for item in listening
         } == {16 * 1024}
+        received = {
+            name: {item.getsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF) for item in own}
+            for name, own in harness.app.sockets.items()
+        }
+        assert received == {"api": {128 * 1024}, "admin": {256 * 1024}}
 
 
 async def test_an_edit_between_loading_and_watching_the_file_is_not_missed(tmp_path: Path) -> None:
