@@ -15,6 +15,7 @@ from gateway.admission.controller import AdmissionController
 from gateway.config import Tenant
 from gateway.fleet.outgoing_updates import OutgoingUpdates
 from gateway.peers import messages
+from policies.admission.peer_quota import apply_peer_usage, quota_usage
 from policies.admission.sessions import SessionUpdate
 
 MAX_ROWS = 1000
@@ -66,7 +67,7 @@ class UsageSync:
         taken, updates.quota_use = updates.quota_use, {}
         quotas = self._admission.quotas.by_tenant
         for quota_rows in batches(
-            (digest(tenant), quotas[tenant].usage_message(requests, tokens, now))
+            (digest(tenant), quota_usage(quotas[tenant], requests, tokens, now))
             for tenant, (requests, tokens) in taken.items()
             if tenant in quotas and (requests or tokens)
         ):
@@ -122,7 +123,7 @@ class UsageSync:
             quota = self._admission.quotas.by_tenant.get(name)
             if quota is not None:
                 own = self._updates.quota_use.get(name, (0, 0))
-                quota.apply_peer_usage(spent, quota.usage_message(*own, now))
+                apply_peer_usage(quota, spent, quota_usage(quota, *own, now))
 
     def on_sessions(self, message: messages.ActiveSessions, age_s: float, now: float) -> None:
         """Count the sessions that another gateway served `age_s` seconds ago."""

@@ -2,29 +2,18 @@
 
 A Quota consists of two token buckets (Turner 1986, as in most API rate limits). A bucket is full at
 first, holds at most one minute's worth, and is refilled evenly. Each gateway has its own buckets
-and subtracts the usage that other gateways report. Shares of a contended pool are in fairness.py.
-The gateway sends refusals to clients and exchanges usage with other gateways.
+and subtracts the usage that other gateways report (peer_quota.py). Shares of a contended pool are
+in fairness.py. The gateway sends refusals to clients.
 """
 
 from __future__ import annotations
 
 from math import inf
-from typing import Annotated
 
 import msgspec
 
 MINUTE_S = 60.0
 NOTHING_MISSING = 1e-9  # share of a limit below which a shortage is a rounding error
-DRIFT = 0.05
-"""Share of the difference between two gateways' bucket levels that one message corrects, 0 to 1.
-
-All levels fall and refill equally. Without this correction, a gateway that started later or was
-disconnected would never reach the level of the others. If two gateways send at the same time, each
-compares a level that lacks the other's newest usage, so this share of that usage is not counted.
-"""
-
-SignedCount = Annotated[int, msgspec.Meta(ge=-(1 << 50), le=1 << 50)]
-BucketLevel = Annotated[float, msgspec.Meta(ge=-1e15, le=1e15)]
 
 
 class QuotaLimits(msgspec.Struct, frozen=True):
@@ -53,23 +42,6 @@ class QuotaRefusal(msgspec.Struct, frozen=True):
     remaining: int
     retry_after_s: float
     reset_s: float
-
-
-class QuotaUsage(msgspec.Struct, frozen=True, array_like=True):
-    """A tenant's usage at one gateway since that gateway's previous message.
-
-    A number is negative if more was refunded than used. A level is None if the bucket has no limit.
-
-    requests       requests used
-    tokens         tokens used
-    requests_left  level of the gateway's bucket of requests before this usage
-    tokens_left    level of its bucket of tokens before this usage
-    """
-
-    requests: SignedCount
-    tokens: SignedCount
-    requests_left: BucketLevel | None
-    tokens_left: BucketLevel | None
 
 
 class TokenBucket:
@@ -153,7 +125,7 @@ class Quota:
                 reset_s = (bucket.limit - left) * MINUTE_S / bucket.limit
                 refusal = QuotaRefusal(unit, bucket.limit, max(0, int(left)), wait_s, reset_s)
         if refusal is None:
-            self._count(requests, tokens)
+            self.charge(requests, tokens)
         return refusal
 
     def correct(self, tokens: int) -> None:
@@ -162,53 +134,25 @@ class Quota:
 
         A negative difference is a refund.
         """
-        self._count(0, tokens)
+        self.charge(0, tokens)
 
     def refund(self, tokens: int, requests: int = 1) -> None:
         """Return the requests and tokens of a request that was refused for another reason."""
-        self._count(-requests, -tokens)
+        self.charge(-requests, -tokens)
 
-    def usage_message(self, requests: int, tokens: int, now: float) -> QuotaUsage:
-        """Return the message that reports a tenant's usage to the other gateways.
-
-        requests  requests used since the previous message
-        tokens    tokens used since then
-        """
-        return QuotaUsage(
-            requests, tokens, _left(self._requests, requests, now), _left(self._tokens, tokens, now)
+    def levels(self, now: float) -> tuple[float | None, float | None]:
+        """Return how many requests and how many tokens are left; None for what has no limit."""
+        return (
+            None if self._requests is None else self._requests.level(now),
+            None if self._tokens is None else self._tokens.level(now),
         )
 
-    def apply_peer_usage(self, theirs: QuotaUsage, ours: QuotaUsage) -> None:
-        """Take into account the usage of the same tenant at another gateway.
+    def charge(self, requests: float, tokens: float) -> None:
+        """Subtract requests and tokens from the quota, even if fewer are left.
 
-        The reported usage is subtracted. The levels also move a little towards those of the other
-        gateway (DRIFT).
-
-        theirs  the other gateway's message
-        ours    this gateway's usage that the other gateway has not received yet
+        Negative numbers are refunds.
         """
-        if self._requests is not None:
-            self._requests.take(
-                theirs.requests + _drift_correction(ours.requests_left, theirs.requests_left)
-            )
-        if self._tokens is not None:
-            self._tokens.take(
-                theirs.tokens + _drift_correction(ours.tokens_left, theirs.tokens_left)
-            )
-
-    def _count(self, requests: int, tokens: int) -> None:
         if self._requests is not None:
             self._requests.take(requests)
         if self._tokens is not None:
             self._tokens.take(tokens)
-
-
-def _left(bucket: TokenBucket | None, taken: int, now: float) -> float | None:
-    return None if bucket is None else bucket.level(now) + taken
-
-
-def _drift_correction(ours: float | None, theirs: float | None) -> float:
-    # Return the amount to subtract so that the levels of two gateways converge.
-    #
-    # Return 0 without a limit.
-    return 0.0 if ours is None or theirs is None else DRIFT * (ours - theirs)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from policies.admission.peer_quota import apply_peer_usage, quota_usage
 from policies.admission.quota import Quota, QuotaLimits
 
 COMES = st.lists(st.tuples(st.floats(0.0, 40.0), st.integers(1, 5000)), min_size=1, max_size=60)
@@ -71,22 +72,24 @@ def test_a_clock_that_goes_back_refills_nothing() -> None:
     )
 
 
-class House:
+class Gateways:
     def __init__(self, size: int, limit: int) -> None:
         self.quotas = [Quota(QuotaLimits(None, limit)) for _ in range(size)]
-        self.untold = [0] * size
+        self.unreported = [0] * size
         self.admitted = [0] * size
 
-    def ask(self, at: int, tokens: int, now: float) -> None:
+    def take(self, at: int, tokens: int, now: float) -> None:
         if self.quotas[at].take(tokens, now) is None:
-            self.untold[at] += tokens
+            self.unreported[at] += tokens
             self.admitted[at] += tokens
 
-    def tell(self, at: int, now: float) -> None:
-        reported, self.untold[at] = self.quotas[at].usage_message(0, self.untold[at], now), 0
+    def report(self, at: int, now: float) -> None:
+        reported, self.unreported[at] = quota_usage(self.quotas[at], 0, self.unreported[at], now), 0
         for other, quota in enumerate(self.quotas):
             if other != at:
-                quota.apply_peer_usage(reported, quota.usage_message(0, self.untold[other], now))
+                apply_peer_usage(
+                    quota, reported, quota_usage(quota, 0, self.unreported[other], now)
+                )
 
 
 @given(
@@ -101,40 +104,40 @@ class House:
 def test_connected_gateways_admit_as_much_as_one_plus_the_update_interval(
     size: int, limit: int, comes: list[tuple[float, int, int]]
 ) -> None:
-    house, now, told_at, before, most = House(size, limit), 1000.0, 1000.0, 0, 0
+    gateways, now, reported_at, before, most = Gateways(size, limit), 1000.0, 1000.0, 0, 0
     for gap_s, index, amount in comes:
         now += gap_s
-        while told_at + 0.1 <= now:
-            told_at += 0.1
+        while reported_at + 0.1 <= now:
+            reported_at += 0.1
             for index in range(size):
-                house.tell(index, told_at)
-            before = sum(house.admitted)
-            if told_at + 60.0 < now:
-                told_at = now
-        house.ask(index % size, amount, now)
-        most = max(most, sum(house.admitted) - before)
-        assert sum(house.admitted) <= limit * (1.0 + (now - 1000.0) / 60.0) + most + 1e-3
+                gateways.report(index, reported_at)
+            before = sum(gateways.admitted)
+            if reported_at + 60.0 < now:
+                reported_at = now
+        gateways.take(index % size, amount, now)
+        most = max(most, sum(gateways.admitted) - before)
+        assert sum(gateways.admitted) <= limit * (1.0 + (now - 1000.0) / 60.0) + most + 1e-3
 
 
 @given(st.integers(2, 4), st.integers(0, 3))
 def test_a_gateway_that_comes_later_knows_soon_that_a_quota_is_used_up(
     size: int, late: int
 ) -> None:
-    house, now = House(size, 6000), 0.0
+    gateways, now = Gateways(size, 6000), 0.0
 
     def minute() -> list[int]:
         nonlocal now
-        before = list(house.admitted)
+        before = list(gateways.admitted)
         for _ in range(600):
             now += 0.1
             for index in range(size):
-                house.ask(index, 20, now)
-                house.tell(index, now)
-        return [after - was for after, was in zip(house.admitted, before, strict=True)]
+                gateways.take(index, 20, now)
+                gateways.report(index, now)
+        return [after - was for after, was in zip(gateways.admitted, before, strict=True)]
 
     minute()
-    house.quotas[late % size] = Quota(QuotaLimits(None, 6000))
+    gateways.quotas[late % size] = Quota(QuotaLimits(None, 6000))
     assert sum(minute()) <= 12_200  # a minute's worth, and the new gateway's full bucket
-    left = [quota.usage_message(0, 0, now).tokens_left or 0.0 for quota in house.quotas]
+    left = [quota.levels(now)[1] or 0.0 for quota in gateways.quotas]
     assert max(left) - min(left) < 1.0
     assert sum(minute()) == 6000

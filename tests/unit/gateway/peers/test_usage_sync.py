@@ -100,7 +100,7 @@ async def test_use_during_a_disconnect_is_not_sent_afterwards() -> None:
         assert not gateway.view.updates.charges
     run([one, two], now + 0.2, 0.2)
     for gateway in (one, two):
-        left = gateway.gate.quotas.by_tenant["a"].usage_message(0, 0, now).requests_left
+        left = gateway.gate.quotas.by_tenant["a"].levels(now)[0]
         assert left is not None
         assert left >= 0.0
 
