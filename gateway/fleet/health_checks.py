@@ -3,6 +3,7 @@
 poll_plan.py decides which requests are due at a poll. Polls use connections that stay open
 (http/poll_client.py). Requests that make an engine generate tokens are rare and use aiohttp's
 client. If an engine's metrics cannot be read, policies rely on the gateway's own reservations.
+Whether an endpoint that was ejected as slow may return is decided in speed_recovery.py.
 """
 
 from __future__ import annotations
@@ -19,7 +20,6 @@ from time import monotonic
 from typing import Any
 
 import aiohttp
-import msgspec
 
 from gateway.config import Config
 from gateway.fleet import scrape
@@ -27,6 +27,7 @@ from gateway.fleet.endpoint_registry import LiveEndpoint
 from gateway.fleet.endpoint_table import OUT_OF_ROTATION, EndpointTable
 from gateway.fleet.model_list_news import ModelListNews
 from gateway.fleet.poll_plan import PollPlan, least_probe_s
+from gateway.fleet.speed_recovery import SpeedRecovery, is_ejected_as_slow
 from gateway.http.connect_errors import is_local_error
 from gateway.http.poll_client import ConnectError, ConnectionLostError, PollClient
 from gateway.protocol.apis import RESPONSES, api_paths
@@ -35,8 +36,7 @@ from gateway.protocol.response_store import shows_store, store_request
 from gateway.protocol.translate.translations import TRANSLATIONS
 from kvtransfer.dialects import standalone_members
 from policies.engine_kinds import ENGINE_TRAITS, MODELS_PATH
-from policies.health.health import HealthEvent, is_probe_due
-from policies.health.speed_record import Measure, Slowness
+from policies.health.health import is_probe_due
 from policies.model import Role
 
 log = logging.getLogger("penstock")
@@ -53,37 +53,6 @@ PROBE_ERRORS = (
     *(ConnectError, ConnectionLostError, FramingError),
 )
 FIRST_POLLS = 128  # endpoints polled at the same time before the gateway serves
-
-
-class SpeedProbe(msgspec.Struct, frozen=True):
-    """A test request that measures an engine's speed.
-
-    words   number of random words in its prompt
-    tokens  number of tokens to generate
-    """
-
-    words: int
-    tokens: int
-
-
-PREFILL_PROBE, DECODE_PROBE = SpeedProbe(1000, 1), SpeedProbe(1, 16)
-SPEED_PROBE_TIMEOUT_S = 30.0
-
-# A probe passes below CLEAR_RATIO times the peers' time plus LEAST_EXCESS_S.
-CLEAR_RATIO, LEAST_EXCESS_S = 1.6, 0.02
-
-# The least time of a peer is an estimate that grows by this factor with every probe.
-PEER_TIME_GROWTH = 1.05
-
-# Comparisons in a row that an endpoint must pass: in any single one the peer may be busy.
-CLEAR_ROUNDS = 3
-
-
-def is_ejected_as_slow(live: LiveEndpoint) -> bool:
-    """Return whether the endpoint was ejected for slowness, which a probe of its /health page does
-    not detect.
-    """
-    return live.health.cause is HealthEvent.SLOW and live.speed.slowness is not None
 
 
 class HealthChecker:
@@ -106,7 +75,7 @@ class HealthChecker:
         self._progress_task: asyncio.Task[None] | None = None
         self._progress_checks: dict[LiveEndpoint, asyncio.Task[None]] = {}
         self._recoveries: dict[LiveEndpoint, asyncio.Task[None]] = {}
-        self._peer_s: dict[LiveEndpoint, tuple[Slowness, float]] = {}
+        self._speed_recovery = SpeedRecovery(endpoints, self._complete)
         self._checks: dict[LiveEndpoint, asyncio.Task[bool | None]] = {}
         self._listings: dict[LiveEndpoint, asyncio.Task[None]] = {}
         self._session: aiohttp.ClientSession | None = None
@@ -158,7 +127,7 @@ class HealthChecker:
             task = tasks.pop(live, None)
             if task is not None:
                 task.cancel()
-        self._peer_s.pop(live, None)
+        self._speed_recovery.forget(live)
         self._plans.pop(live, None)
         client = self._clients.pop(live, None)
         if client is not None:
@@ -307,7 +276,7 @@ class HealthChecker:
             else:
                 status = None
         elif status == 200 and is_ejected_as_slow(live) and is_probe_due(live.health, monotonic()):
-            status = 200 if await self._keeps_pace(live) else None
+            status = 200 if await self._speed_recovery.is_as_fast_as_peer(live) else None
         if status == 200 and is_due and live.health.state in OUT_OF_ROTATION:
             # It may have been restarted with other models, or as another version.
             live.api_paths, live.has_tried_apis, live.keeps_responses = frozenset(), False, None
@@ -355,81 +324,28 @@ class HealthChecker:
         # Return whether the engine generates one token in time.
         #
         # A 4xx response shows nothing about the engine, so it counts as success.
-        model = _model_of(live)
-        if model is None:
+        if _model_of(live) is None:
             return True
-        request: dict[str, str | int] = {"model": model, "prompt": "1", "max_tokens": 1}
-        if live.endpoint.role is not Role.BOTH:
-            request |= standalone_members(live.endpoint.engine)
-        try:
-            status, _ = await self._fetch(
-                live, "/v1/completions", timeout_s, METRICS_LIMIT, request
-            )
-        except PROBE_ERRORS:
-            return False
-        return status < 500
+        status = await self._complete(live, timeout_s, {"prompt": "1", "max_tokens": 1})
+        return status is not None and status < 500
 
-    async def _keeps_pace(self, live: LiveEndpoint) -> bool:
-        # Return whether an endpoint that was ejected for slowness is as fast as a peer again.
+    async def _complete(
+        self, live: LiveEndpoint, timeout_s: float, members: dict[str, object]
+    ) -> int | None:
+        # Request a completion with these members; return its status, or None without an answer.
         #
-        # The ejected endpoint is idle and the peer is not. Therefore the shortest time that a peer
-        # has needed since the ejection counts.
-        peer, slowness = self._endpoints.find_peer(live), live.speed.slowness
-        if peer is None or slowness is None:
-            return True
-        if not live.speed.try_start_probe(monotonic()):
-            return False
-        probe = PREFILL_PROBE if slowness.measure is Measure.TTFT else DECODE_PROBE
-        for _ in range(CLEAR_ROUNDS):
-            own_s, peer_s = await asyncio.gather(self._time(live, probe), self._time(peer, probe))
-            if own_s is None or peer_s is None:
-                return own_s is not None
-            peer_s = self._least_peer_s(live, slowness, peer_s)
-            if own_s >= CLEAR_RATIO * peer_s + LEAST_EXCESS_S:
-                names = live.endpoint.name, peer.endpoint.name
-                log.info(
-                    "endpoint %s is still slow: its test request took %.3f s, that of endpoint "
-                    "%s %.3f s",
-                    names[0],
-                    own_s,
-                    names[1],
-                    peer_s,
-                )
-                return False
-        return True
-
-    def _least_peer_s(self, live: LiveEndpoint, slowness: Slowness, peer_s: float) -> float:
-        # Return the shortest time of peers during this slow period, in seconds.
-        #
-        # It grows with every probe, so that a single very short time does not count for ever.
-        last_slowness, least_s = self._peer_s.get(live, (slowness, peer_s))
-        if last_slowness is slowness:
-            peer_s = min(peer_s, PEER_TIME_GROWTH * least_s)
-        self._peer_s[live] = slowness, peer_s
-        return peer_s
-
-    async def _time(self, live: LiveEndpoint, probe: SpeedProbe) -> float | None:
-        # Return the seconds that the endpoint needs for the probe, or None if the probe fails.
+        # Nothing is sent to an engine none of whose models is known: None.
         model = _model_of(live)
         if model is None:
             return None
-        words = " ".join(str(self._endpoints.rng.randrange(1000)) for _ in range(probe.words))
-        body: dict[str, object] = {
-            "model": model,
-            "prompt": words,
-            "max_tokens": probe.tokens,
-            "ignore_eos": True,
-        }
+        body = {"model": model, **members}
         if live.endpoint.role is not Role.BOTH:
             body |= standalone_members(live.endpoint.engine)
-        began = monotonic()
         try:
-            status, _ = await self._fetch(
-                live, "/v1/completions", SPEED_PROBE_TIMEOUT_S, METRICS_LIMIT, body
-            )
+            status, _ = await self._fetch(live, "/v1/completions", timeout_s, METRICS_LIMIT, body)
         except PROBE_ERRORS:
             return None
-        return monotonic() - began if status == 200 else None
+        return status
 
     async def _scrape(self, live: LiveEndpoint) -> None:
         path = ENGINE_TRAITS[live.endpoint.engine].metrics_path

@@ -49,7 +49,7 @@ OFF_PATH = (
     *("gateway/fleet/discovery", "policies/auto", "policies/golden", "policies/published"),
     "policies/sizing",
     *_modules("gateway/disagg", "failure_actions pairing state_machine"),
-    *_modules("gateway/fleet", "model_names name_table"),
+    *_modules("gateway/fleet", "model_names name_table speed_recovery"),
     *_modules("gateway/fleet/kv_events", "addresses event_metrics prompt_learner service"),
     *_modules("gateway/fleet/kv_events", "subscription tokenization"),
     *_modules("gateway/http", "client connect_errors health_api listener_sockets models_api"),

@@ -11,11 +11,9 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from gateway.fleet.endpoint_registry import LiveEndpoint, RegistryPlan
+from gateway.fleet.endpoint_registry import RegistryPlan
 from gateway.fleet.endpoint_table import EndpointTable
 from gateway.fleet.health_checks import HealthChecker
-from policies.health.speed_record import Measure, Slowness, SpeedRecord
-from tests.replaced import replace_method
 from tests.unit.gateway.fleet.tables import table_of
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -72,44 +70,6 @@ async def test_long_and_chunked_responses_are_read_to_their_end() -> None:
         (candidate,) = adoption.pools["engines"]
         assert adoption.filter_by_model("m", (candidate,)) == (candidate,)
         assert adoption.filter_by_model("another", (candidate,)) == ()
-
-
-@pytest.mark.parametrize(
-    ("own_s", "peer_s", "returns"),
-    [
-        ([0.2, 0.2, 0.2], [0.2, 0.6, 0.3], True),
-        ([0.6], [0.2], False),
-        ([0.6, 0.6], [0.9, 0.2], False),  # the peer was busy at first
-        ([0.2, 0.6], [0.2, 0.9], False),
-        (
-            [0.2, 0.6, 0.6],
-            [0.2, 0.9, 0.9],
-            False,
-        ),  # the peer's time in the first probe counts in the second
-    ],
-)
-async def test_a_slow_engine_does_not_return_because_its_peer_was_busy_once(
-    own_s: list[float], peer_s: list[float], returns: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with _looked_at(b"") as (table, adoption):
-        (live,) = table.all()
-        peer = LiveEndpoint(
-            live.endpoint, live.spec, live.load, live.upstream.timeouts, live.upstream.outbox
-        )
-        live.speed.slowness = Slowness(Measure.TPOT, 3.0, 0.3, 0.1)
-        replace_method(monkeypatch, type(table), "find_peer", lambda self, live: peer)
-        times = {live: list(own_s), peer: list(peer_s)}
-
-        async def taken(endpoint: LiveEndpoint, _: object) -> float:
-            return times[endpoint].pop(0)
-
-        watcher = HealthChecker(adoption.config, table, lambda: None)
-        monkeypatch.setattr(watcher, "_time", taken)
-        monkeypatch.setattr(SpeedRecord, "try_start_probe", lambda self, now: True)
-        result = False
-        while times[live]:
-            result = await watcher._keeps_pace(live)
-        assert result is returns
 
 
 async def test_a_leaving_endpoint_is_no_longer_probed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,53 @@
+"""Tests when an endpoint that was ejected as slow is fast enough to return."""
+
+from __future__ import annotations
+
+import pytest
+
+from gateway.fleet.endpoint_registry import LiveEndpoint
+from gateway.fleet.speed_recovery import SpeedRecovery
+from policies.health.speed_record import Measure, Slowness, SpeedRecord
+from tests.replaced import replace_method
+from tests.unit.gateway.fleet.tables import table_of
+
+
+async def _complete_nothing(live: LiveEndpoint, _: float, __: dict[str, object]) -> int | None:
+    return None
+
+
+@pytest.mark.parametrize(
+    ("own_s", "peer_s", "returns"),
+    [
+        ([0.2, 0.2, 0.2], [0.2, 0.6, 0.3], True),
+        ([0.6], [0.2], False),
+        ([0.6, 0.6], [0.9, 0.2], False),  # the peer was busy at first
+        ([0.2, 0.6], [0.2, 0.9], False),
+        (
+            [0.2, 0.6, 0.6],
+            [0.2, 0.9, 0.9],
+            False,
+        ),  # the peer's time in the first probe counts in the second
+    ],
+)
+async def test_a_slow_engine_does_not_return_because_its_peer_was_busy_once(
+    own_s: list[float], peer_s: list[float], returns: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table, _, _ = table_of(["http://127.0.0.1:1"])
+    (live,) = table.all()
+    peer = LiveEndpoint(
+        live.endpoint, live.spec, live.load, live.upstream.timeouts, live.upstream.outbox
+    )
+    live.speed.slowness = Slowness(Measure.TPOT, 3.0, 0.3, 0.1)
+    replace_method(monkeypatch, type(table), "find_peer", lambda self, live: peer)
+    times = {live: list(own_s), peer: list(peer_s)}
+
+    async def taken(endpoint: LiveEndpoint, _: object) -> float:
+        return times[endpoint].pop(0)
+
+    recovery = SpeedRecovery(table, _complete_nothing)
+    monkeypatch.setattr(recovery, "_time", taken)
+    monkeypatch.setattr(SpeedRecord, "try_start_probe", lambda self, now: True)
+    result = False
+    while times[live]:
+        result = await recovery.is_as_fast_as_peer(live)
+    assert result is returns
