@@ -50,7 +50,7 @@ INTERVALS, COMPARISONS = 5, 4
 """Length of a replay in intervals, and number of comparisons, each at the end of an interval."""
 
 COUNTED_FROM = 3 / 5
-"""Share of the replay (0 to 1) after which requests count."""
+"""Share of the replay's duration (0 to 1) that is not counted, so that the policies can adapt."""
 
 LEAST_REQUESTS, LEAST_DURATIONS = 1_500, 3.0
 """An interval is shorter than INTERVAL_S if this many requests arrive in it, and it is as long as
@@ -184,8 +184,10 @@ def build_long_case(seed: str, number: int) -> Case | None:
 
 
 def prepare(case: Case, portfolio: Sequence[str]) -> Prepared:
-    """Measure each policy alone on the counted requests: the load at which it attains 90 %, and
-    what it attains at the largest of these loads.
+    """Measure every policy of the portfolio on its own, for comparison with `policy: auto`.
+
+    Two numbers are measured per policy, on the counted requests: its capacity, the load at which
+    90 % of requests meet their SLO, and its attainment at the largest of these capacities.
     """
     step, capacities = 0, {}
     for policy in portfolio:
@@ -297,7 +299,7 @@ class _Chooser:
         self.cpu_s += process_time() - began
 
 
-def main() -> None:
+def _parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
         "--seed", default="development", help="seed from which all workloads are drawn"
@@ -317,7 +319,11 @@ def main() -> None:
         required=True,
         help="file to which results are appended, one JSON object per line",
     )
-    args = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = _parse_options()
     portfolio = args.portfolio.split(",")
     results = []
     for number in range(args.first, args.first + args.count):
@@ -333,6 +339,10 @@ def main() -> None:
             file.write(msgspec.json.encode(result) + b"\n")
         results.append(result)
         print(text_of(result), flush=True)
+    _print_summary(results)
+
+
+def _print_summary(results: Sequence[AutoResult]) -> None:
     for name, ratios in (
         ("attainment", sorted(result.ratio for result in results)),
         ("capacity", sorted(result.capacity_ratio for result in results)),

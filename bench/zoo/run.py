@@ -134,7 +134,7 @@ class Comparison:
         return result
 
 
-def main() -> None:
+def _parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
         "--seed", default="development", help="seed from which all workloads are drawn"
@@ -173,11 +173,13 @@ def main() -> None:
         "build/zoo/results.jsonl)",
     )
     parser.add_argument("--page", type=Path, help="Markdown file to which the tables are written")
-    args = parser.parse_args()
-    file, until = (
-        ResultFile(args.out, code_digest(), args.any_code),
-        monotonic() + 60 * args.minutes,
-    )
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = _parse_options()
+    file = ResultFile(args.out, code_digest(), args.any_code)
+    until = monotonic() + 60 * args.minutes
     numbers = range(args.first, args.first + args.count)
     for number in numbers:
         for arrivals in map(int, args.arrivals.split(",")):

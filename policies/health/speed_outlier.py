@@ -280,6 +280,7 @@ def _compare(
     tracks = [member.record.tracks[index_of_measure] for member in members]
     shape = members[0].shape if members else NEUTRAL
     pool = PeerTimes(measure, [track.reference for track in tracks], shape)
+    comparison = _Comparison(members, tracks, measure, now, limits, pool)
     kinds: dict[Hashable, list[int]] = {}
     for index, member in enumerate(members):
         kinds.setdefault(member.kind, []).append(index)
@@ -288,39 +289,72 @@ def _compare(
         peers = PeerTimes(measure, [tracks[index].reference for index in indices], shape)
         peer_times_by_kind[kind, measure] = peers
         for index in indices:
-            track = tracks[index]
-            has_peers = peers.count - (track.reference.total > 0.0) > 0
-            peer_times = peers if has_peers else pool
-            usual, samples = track.usual_ratio, track.recent
-            if measure is Measure.TTFT:
-                factor = limits.factor * (1.0 if has_peers else usual)
-                samples = _samples_with_running_step(members[index], track, peer_times, now, factor)
-            if not samples.total or not (has_peers or pool.count > 1):
-                continue
-            expected_s = peer_times.expected_s(samples, track.reference)
-            fixed_s = 0.0
-            if measure is Measure.TTFT and has_peers:
-                each_s = peer_times.fixed_s(track.reference)
-                fixed_s = min(each_s * samples.total, MOST_FIXED * expected_s)
-            slowness = _ratio(track, samples, expected_s, fixed_s, measure, limits, has_peers)
-            if slowness is None or (
-                measure is Measure.ANSWER and _is_busier(members, index, indices)
-            ):
-                continue
-            finding = findings[index]
-            if slowness.ratio >= limits.clear:
-                finding.clear = False
-            if track.fresh_count and slowness.ratio < limits.factor:
-                finding.cleared.append(measure)
-            if _is_slow(
-                samples,
-                slowness,
-                limits,
-                limits.least_s[index_of_measure],
-                usual if has_peers else 0.0,
-            ):
-                scale = 1.0 if has_peers else usual
-                finding.add(slowness, _change(track, samples, peer_times, scale, limits))
+            comparison.assess(index, indices, peers, findings[index])
+
+
+class _Comparison:
+    # One comparison of all endpoints of a pool by one measure; `pool` has the times of all of them.
+
+    __slots__ = ("limits", "measure", "members", "now", "pool", "tracks")
+
+    def __init__(
+        self,
+        members: Sequence[ReviewedEndpoint],
+        tracks: Sequence[SampleTrack],
+        measure: Measure,
+        now: float,
+        limits: SlowLimits,
+        pool: PeerTimes,
+    ) -> None:
+        self.members, self.tracks = members, tracks
+        self.measure, self.now, self.limits, self.pool = measure, now, limits, pool
+
+    def assess(
+        self, index: int, indices: Sequence[int], peers: PeerTimes, finding: _Finding
+    ) -> None:
+        # Compare the endpoint at `index` with its peers, those at `indices`; update its finding.
+        #
+        # An endpoint without peers is compared with the pool, by its usual ratio to it.
+        track, limits = self.tracks[index], self.limits
+        has_peers = peers.count - (track.reference.total > 0.0) > 0
+        if not has_peers and self.pool.count <= 1:
+            return
+        peer_times = peers if has_peers else self.pool
+        usual = track.usual_ratio
+        scale = 1.0 if has_peers else usual
+        samples = self._samples(index, peer_times, scale)
+        if not samples.total:
+            return
+        slowness = self._slowness(track, samples, peer_times, has_peers)
+        if slowness is None or (
+            self.measure is Measure.ANSWER and _is_busier(self.members, index, indices)
+        ):
+            return
+        if slowness.ratio >= limits.clear:
+            finding.clear = False
+        if track.fresh_count and slowness.ratio < limits.factor:
+            finding.cleared.append(self.measure)
+        least_s = limits.least_s[_MEASURES.index(self.measure)]
+        if _is_slow(samples, slowness, limits, least_s, usual if has_peers else 0.0):
+            finding.add(slowness, _change(track, samples, peer_times, scale, limits))
+
+    def _samples(self, index: int, peer_times: PeerTimes, scale: float) -> SpeedSamples:
+        # Return the recent samples, for TTFT with the prefill step that runs now.
+        track = self.tracks[index]
+        if self.measure is not Measure.TTFT:
+            return track.recent
+        factor = self.limits.factor * scale
+        return _samples_with_running_step(self.members[index], track, peer_times, self.now, factor)
+
+    def _slowness(
+        self, track: SampleTrack, samples: SpeedSamples, peer_times: PeerTimes, has_peers: bool
+    ) -> Slowness | None:
+        expected_s = peer_times.expected_s(samples, track.reference)
+        fixed_s = 0.0
+        if self.measure is Measure.TTFT and has_peers:
+            each_s = peer_times.fixed_s(track.reference)
+            fixed_s = min(each_s * samples.total, MOST_FIXED * expected_s)
+        return _ratio(track, samples, expected_s, fixed_s, self.measure, self.limits, has_peers)
 
 
 def _change(
