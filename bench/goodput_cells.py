@@ -270,10 +270,10 @@ def mix(folder: str, seed: int, share: float) -> list[TraceRequest]:
 
 
 def tenants(folder: str, seed: int, share: float, greed: float) -> list[TraceRequest]:
-    """Return the mixed conversations of two tenants.
+    """Return the requests of two tenants, mixed by time.
 
-    The second tenant has `greed` times the load of the first, and ends early if the trace is too
-    short.
+    Both hold conversations of the Mooncake trace. Tenant "greedy" sends `greed` times as much as
+    tenant "a"; it stops earlier if the trace has too few requests.
     """
     mine, span_s = recorded_slice("conversation", folder, seed, share)
     other = slice_span(_trace(folder, SLICES["conversation"][0]), 0.0, span_s * greed)

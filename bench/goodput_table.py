@@ -257,9 +257,10 @@ def trouble(measurements: Sequence[Measurement]) -> list[str]:
 
 
 def tenants(measurements: Sequence[Measurement]) -> list[str]:
-    """Return the table of a tenant's results beside another tenant, as Markdown lines.
+    """Return a Markdown table that shows how well a tenant is served beside a greedier one.
 
-    The other tenant's load is higher.
+    Each row has one policy, one admission policy, and one load of the other tenant, as a multiple
+    of the first tenant's load.
     """
     rows = []
     groups: dict[tuple[str, str, float], list[Measurement]] = defaultdict(list)

@@ -78,9 +78,10 @@ class System:
 
 
 def free_base(ports: int = BACKENDS) -> int:
-    """Return a round port number from which on `ports` ports are free for test backends.
+    """Return the first of `ports` consecutive free ports for test backends, a multiple of 1000.
 
-    The ports of the systems begin 100 above those of BACKENDS backends.
+    The benchmarked gateways use the ports from 100 above it. Exits the program if no such ports
+    are free from 19000 to 25000.
     """
     for base in range(19000, 26000, 1000):
         try:

@@ -89,9 +89,10 @@ class Choice(msgspec.Struct, eq=False):
         return token_states(self.prompt + self.tokens, self.keys)[start:end]
 
     def replace_text(self, taint: int) -> None:
-        """Replace the answer by other tokens of the same number, as a model with wrong KV would.
+        """Replace the answer by as many other tokens, because a model would compute other ones from
+        wrong KV.
 
-        `taint` is the digest of the KV error, and selects the tokens.
+        taint  digest of the wrong KV; the same error leads to the same tokens
         """
         given_tokens = self.job.leg.first if isinstance(self.job.leg, DecodeLeg) else b""
         context = self.prompt + given_tokens

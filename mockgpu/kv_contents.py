@@ -53,10 +53,13 @@ def scaled_layout(model: Llm, tp: int, scale: float = DEFAULT_SCALE) -> KvLayout
 
 
 def token_states(tokens: bytes, keys: Sequence[int]) -> Words:
-    """Return the state (a 64-bit word) of each token, shape [tokens].
+    """Return the simulated KV of each token: a state of 64 bits, shape [tokens].
 
-    `keys` are the keys of at least its full blocks (text.py). Within a block, a state is a running
-    sum of mixed (token, position), starting from the key of all earlier tokens.
+    A state depends on the token and on all tokens before it, as real KV does. Within a block it is
+    a running sum of hashes of (token, position), which starts from the key of the block before.
+
+    tokens  the tokens as bytes, four for each
+    keys    chained keys of at least the full blocks (text.py)
     """
     n = token_count(tokens)
     blocks = blocks_for(n)

@@ -88,7 +88,11 @@ def _completion_logprobs(
 
 
 class ResponseExtras(msgspec.Struct, frozen=True):
-    """Additional JSON members of a prefill response: at the top level, and in its choice."""
+    """JSON members that a prefill engine adds to its response.
+
+    top_level  members of the response object
+    in_choice  members of its choice
+    """
 
     top_level: dict[str, Any] = {}
     in_choice: dict[str, Any] = {}

@@ -146,7 +146,7 @@ class Scheduler:
         self._mark_fetched(job)
 
     def recompute(self, job: Job) -> None:
-        """Compute the KV of a FETCHING job here, because the KV will not arrive."""
+        """Let this engine compute the KV of a FETCHING job, because the transfer has failed."""
         self._mark_fetched(job)
 
     def release_kept(self, job: Job) -> None:

@@ -22,9 +22,9 @@ PATHS: Mapping[str, str] = {
     "/v1/embeddings": "embeddings",
     "/openapi.json": "openapi",
 }
-"""By path of a request: the first part of the name of the file with its response.
+"""The beginning of the name of the file with a recorded response, by the path of the request.
 
-Files for other paths begin with `missing`.
+For all other paths the name begins with `missing`.
 """
 
 

@@ -114,9 +114,10 @@ def arrivals(phases: tuple[Phase, ...], capacity_per_s: float, seed: int) -> Ite
 
 
 def find_capacity_per_s() -> float:
-    """Find the fleet's capacity in requests per second, which it serves beside the open streams.
+    """Return the highest request rate that the fleet serves well in addition to the open streams.
 
-    At capacity, 90 % of the requests keep both latency budgets without admission control.
+    At this rate, in requests per second, 90 % of the requests keep both latency budgets without
+    admission control. It is found by a search with replays.
     """
     return capacity(_attainment, ATTAINMENT, start=30.0, tolerance=0.05).load
 

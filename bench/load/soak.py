@@ -128,7 +128,10 @@ async def _soak(options: argparse.Namespace) -> SoakResult:
 
 
 def slopes_of_halves(samples: Sequence[Point]) -> tuple[Slope, Slope]:
-    """Return the slopes of the earlier and the later half of the samples, by time."""
+    """Return how fast the samples grow in the earlier and in the later half of their time.
+
+    A leak grows in both halves; a warm-up grows only in the earlier one.
+    """
     middle_s = (samples[0][0] + samples[-1][0]) / 2
     return (
         slope([point for point in samples if point[0] < middle_s]),

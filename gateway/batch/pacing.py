@@ -124,7 +124,10 @@ def retry_delay_s(attempts: int, retry_after_s: float | None) -> float:
     """Return the seconds to wait before the next attempt at a failed batch request.
 
     attempts       number of failed attempts so far
-    retry_after_s  the wait that the gateway named; None: exponential back-off
+    retry_after_s  seconds of the Retry-After header of the refusal; None if it had none
+
+    A given time is limited to the range from 0.1 to 60 s. Without one, the wait begins with 0.5 s
+    and doubles with each attempt, up to 30 s.
     """
     if retry_after_s is not None:
         return min(60.0, max(0.1, retry_after_s))

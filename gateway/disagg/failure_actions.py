@@ -1,8 +1,8 @@
-"""Actions after a failed attempt of a split request: blame an endpoint, use another one, free the
-KV.
+"""What happens after a failed attempt of a split request: count the failure against an endpoint,
+reserve another one, or free the KV.
 
-The table in state_machine.py names these actions. Each takes the state of an attempt (attempt.py)
-and is carried out at once.
+The table in state_machine.py names these actions. Each one is a function of an attempt's state
+(attempt_state.py) and does not wait.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ def blame_prefill(attempt: AttemptState) -> None:
 def blame_decode(attempt: AttemptState) -> None:
     """Count the failure of a split request against its decode endpoint.
 
-    If the decode endpoint could not load the KV and the answer has not begun, either endpoint may
-    be the cause: both are suspects then (suspect_both()).
+    If the decode endpoint could not load the KV and the answer has not begun, the cause may be
+    either endpoint, so suspect_both() is called instead.
     """
     problem = attempt.problem
     assert problem is not None

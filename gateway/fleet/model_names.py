@@ -20,11 +20,10 @@ MOST_CHARACTERS = 64
 
 
 def explicit_models(config: Config) -> list[Model]:
-    """Return the configured models, with the engines' name (`served_model`) made explicit where
-    needed.
+    """Return the configured models; where needed, `served_model` is set to the model's name.
 
-    An endpoint may have a `served_model` of its own. It can only mean one model: it applies if
-    exactly one model of the pool has none.
+    An endpoint's own `served_model` applies to the one model of its pool that has none. Where
+    several models have none, it could mean any of them, so each gets its own name.
     """
     unnamed = Counter(model.pool for model in config.models if model.served_model is None)
     return [

@@ -34,10 +34,12 @@ MAX_REFUSAL_BYTES = 64 * 1024
 MAX_HELD_BYTES, MAX_HELD_EVENTS = 64 * 1024, 3
 """How much of a stream is held back while no token has been recognised: bytes, and events."""
 HELD_IDS_BYTES, PROMPT_IDS = 1024 * 1024, b'"prompt_token_ids"'
-"""For a stream that begins with the token ids of its prompt, as those of models with `resume` do.
+"""How the start of a stream with the token ids of its prompt is recognised and held back.
 
-HELD_IDS_BYTES  maximum bytes that are held back; enough for about 150,000 ids
-PROMPT_IDS      the name by which such a stream is recognised
+Engines send these ids where a model has `resume`, because the gateway requests them.
+
+HELD_IDS_BYTES  maximum number of bytes that are held back; enough for about 150,000 ids
+PROMPT_IDS      the JSON name of the list of ids
 """
 
 # Blanks are limited, so that no match is longer than LONGEST_MATCH bytes: text that arrives in many

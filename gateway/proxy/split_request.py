@@ -27,8 +27,10 @@ from policies.model import Pick, RoutingQuery
 from policies.pricing.split import EndpointPair, SplitDecision, SplitReason, SplitShape
 
 SplitAttempts = AttemptPlan[Pick | EndpointPair]
-"""The type of SplitPlan in the attempt loop, because the type checker cannot infer a choice of two
-types."""
+"""The type of a SplitPlan for the attempt loop: it picks one endpoint or a pair of them.
+
+It is written out because the type checker cannot infer such a union.
+"""
 
 _WHOLE_ONLY = SplitShape(can_hand_over=False)
 _UNSPLITTABLE = (

@@ -159,9 +159,9 @@ class RemainingWork(msgspec.Struct, frozen=True, array_like=True, tag="booked"):
 
 
 class StopRequest(msgspec.Struct, frozen=True, array_like=True, tag="stop"):
-    """The message by which the successor reports that it stops.
+    """The message by which the successor reports that it is being stopped.
 
-    The predecessor must then end within timeouts.shutdown seconds as well.
+    The predecessor then stops too: it ends its requests within timeouts.shutdown seconds.
     """
 
 

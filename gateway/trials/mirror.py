@@ -48,8 +48,9 @@ LiveEndpoints = Callable[[], Sequence[LiveEndpoint]]
 
 
 class MirroredRequest:
-    """The prompt of one sampled request until it is compared; it counts towards the mirror's
-    concurrent requests.
+    """A sampled request from its prompt to the comparison of its answers.
+
+    Until then it counts towards the mirror's limit on concurrent requests.
     """
 
     __slots__ = ("_members", "_mirror", "_salt")

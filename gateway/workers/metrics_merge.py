@@ -155,9 +155,7 @@ def merge_mirrors(pages: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def merge_canaries(pages: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Merge the workers' results of canary policies in every pool, over all requests and for both
-    policies.
-    """
+    """Merge the workers' pages about canaries: per pool, the requests of each arm are added up."""
     return {
         "canaries": [
             _canary(rows)

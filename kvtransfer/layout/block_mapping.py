@@ -120,7 +120,11 @@ class SegmentPlace(NamedTuple):
         return cls(first // p, first // d, np.array([[first % p], [first % d], [len(covered)]]))
 
     def segment(self, src_blocks: Offsets, dst_blocks: Offsets) -> Segments:
-        """Return the range of tokens of a transfer with these lists of blocks."""
+        """Return the tokens of a transfer that this range stands for.
+
+        src_blocks  the blocks of the transfer at the source, in order of their tokens
+        dst_blocks  its blocks at the destination
+        """
         at_src, at_dst, (src_token, dst_token, tokens) = self
         from_block = src_blocks[at_src : at_src + 1]
         return Segments(from_block, src_token, dst_blocks[at_dst : at_dst + 1], dst_token, tokens)

@@ -34,7 +34,10 @@ With fewer, the median speed of the other endpoints is used.
 
 SLOWEST, FASTEST = 10.0, 0.1
 CLOSE = 0.05
-"""Relative change of all speeds below which no further replay is made."""
+"""Smallest relative change of a speed that counts (0.05 is 5 %).
+
+When a replay has changed every estimated speed by less, the speeds have converged: the replays end.
+"""
 
 ROUNDS = 3
 """Maximum number of replays for the correction of speeds.

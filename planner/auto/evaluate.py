@@ -127,8 +127,12 @@ class _Runs:
         self._known: dict[tuple[str, int], list[ReplayRecord]] = {}
 
     def records(self, member: PolicyMember, seed: int) -> list[ReplayRecord]:
-        """Return the records of the counted requests in order of arrival, which are the same
-        requests for all policies.
+        """Replay the traffic with a policy; return the records of the counted requests, by arrival.
+
+        The same requests are counted for all policies. A result is kept and returned again.
+
+        member  the policy and its parameters
+        seed    random seed of the replay
         """
         key = member.label, seed
         if key not in self._known:

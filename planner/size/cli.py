@@ -180,7 +180,8 @@ Calibrate = Annotated[
     Option(
         "--calibrate",
         is_file=True,
-        help="Access log of the model to which the GPU's constants are fitted before planning.",
+        help="Access log of engines that serve the model. The GPU's step-time constants are fitted "
+        "to it before planning.",
     ),
 ]
 MeasuredTp = Annotated[

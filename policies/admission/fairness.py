@@ -94,9 +94,10 @@ class TenantCounters:
         self.floor = max(self.floor, counter)
 
     def forgive(self, now: float) -> None:
-        """Let the past usage of all tenants decay.
+        """Reduce what each tenant has used beyond the others, by the time that has passed.
 
-        Call this regularly while no request waits, and before one starts to wait.
+        While no request waits, usage delays no other tenant, so it decays within a few times
+        calm_s seconds. Call this regularly during such times, and before a request starts to wait.
         """
         if self._faded_at is None:
             self._faded_at = now

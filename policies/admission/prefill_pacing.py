@@ -39,7 +39,9 @@ class PrefillPace:
         self._at: dict[int, float] = {}
 
     def ahead_s(self, load: EndpointLoad, tpot_s: float, now: float) -> float:
-        """Return the seconds of prefill by which the endpoint exceeds its allowed pace at `now`.
+        """Return how far the endpoint is ahead of its allowed pace of prefill at time `now`.
+
+        The result is in seconds of prefill; 0 means that another prompt may be sent at once.
 
         tpot_s  the TPOT budget of the endpoint's answers, in seconds per token
         """

@@ -26,13 +26,17 @@ from the endpoints that cache their prompts.
 LEAST_REQUESTS = 200
 MOST_SWITCHES, HOUR_S = 3, 3600.0
 SURE = 2.0
-"""Multiple of the required gain from which a single estimate is enough to change the policy.
+"""Factor by which a gain must exceed the required gain to change the policy at once.
 
-A smaller gain must be confirmed by a second estimate.
+A smaller gain changes the policy only after a second estimate has confirmed it.
 """
 
 RETURN = 2.0
-"""Multiple of the usual gain that a policy needs to return within an hour after it was replaced."""
+"""Factor by which a policy's gain must exceed the required one if the policy was replaced in the
+last hour.
+
+It prevents a pool from switching back and forth between two policies of similar value.
+"""
 
 
 class Action(StrEnum):

@@ -18,13 +18,13 @@ _PROMPT_COST_BYTES, _KEY_COST_BYTES, _BLOCK_COST_BYTES = 512, 208, 8
 
 
 class KnownPrefix(msgspec.Struct, frozen=True):
-    """The beginning of a prompt whose tokens are known.
+    """The longest beginning of a new prompt that an earlier, tokenized prompt also had.
 
-    chains           content keys of the blocks of a prompt with this beginning, as a mapping from
-                     the block size in tokens
-    tokens           number of tokens in the beginning
-    tokens_per_byte  mean tokens per byte of that prompt
-    is_whole         whether the beginning is the whole prompt that was looked up
+    chains           the block keys of the earlier prompt, by block size in tokens: engines use
+                     different block sizes, and each size gives other keys
+    tokens           number of tokens in the common beginning
+    tokens_per_byte  mean number of tokens per byte in the earlier prompt
+    is_whole         whether the common beginning is the whole new prompt
     """
 
     chains: Mapping[int, Keys]

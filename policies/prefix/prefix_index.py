@@ -40,9 +40,10 @@ _LANE = (1 << _LANE_BITS) - 1
 _HOLDERS_IN_COST = 8
 _MOST_IN_COST = (1 << _HOLDERS_IN_COST * _LANE_BITS) - 1
 _MOST_NARROW = (1 << 32 * _LANE_BITS) - 1
-"""The largest int of at most 32 holders.
+"""The largest packed value with at most 32 holders (endpoints that have cached a block).
 
-Longer lists of holders are also kept as dicts while they are used.
+A block's holders are packed into one int, one lane of bits for each. If there are more than 32, a
+dict of them is kept too while the block is in use.
 """
 
 _MOST_WIDE = 16

@@ -1,6 +1,7 @@
-"""Tests of clients that disconnect at any stage of a split request: no engine may keep KV blocks.
+"""Tests that engines free the KV of a split request whose client disconnects, at any stage.
 
-No lease may have to expire. The same holds for a request that the decode engine refuses.
+The KV must be freed at once, not only when its lease expires. The same is tested for a request that
+the decode engine refuses.
 """
 
 from __future__ import annotations

@@ -225,11 +225,11 @@ class EventSource:
         return self._is_replaying and self.replay_from is None
 
     def tick(self, now: float) -> None:
-        """Check whether a KV event message is missing while none arrives; end a replay without a
-        response.
+        """Request a replay if a check is due, and give up on a replay without a response.
 
-        A message that the engine published before it knew of the subscription can only be received
-        by a replay.
+        The engine numbers its messages, so a gap shows once the next message arrives. If none
+        arrives, only a replay shows what was missed, for example a message that was published
+        before the engine knew of the subscription.
         """
         if self._checks_at is not None and now >= self._checks_at:
             self._checks_at = None

@@ -88,9 +88,10 @@ class StreamTranslator(ABC):
         """Yield the client's events that end a translated stream which has failed."""
 
     def note_call(self, index: int) -> None:
-        """Record the start of a tool call in the stream.
+        """Record that the tool call with this index begins in the stream.
 
-        Raises TranslationError if it was started before.
+        Raises TranslationError if it has begun before: the engine then writes two calls in turns,
+        which the client's API cannot express.
         """
         if index in self.seen_calls:
             raise TranslationError(
