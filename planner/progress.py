@@ -32,3 +32,29 @@ def progress_bar(is_quiet: bool) -> Iterator[ShowProgress]:
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("", total=1.0)
         yield lambda name, share: bar.update(task, description=name, completed=share)
+
+
+@contextmanager
+def progress_rows(is_quiet: bool) -> Iterator[ShowProgress]:
+    """Show a progress bar per description on stderr until the block ends, for simultaneous work.
+
+    The value is the callback to advance them. A bar appears with the first call that has its
+    description. Nothing is shown in the same cases as with progress_bar().
+    """
+    if is_quiet or not can_show_progress():
+        yield lambda name, share: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn
+    from rich.progress import TimeElapsedColumn as Elapsed
+
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), Elapsed())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bars:
+        rows: dict[str, TaskID] = {}
+
+        def show_progress(name: str, share: float) -> None:
+            if name not in rows:
+                rows[name] = bars.add_task(name, total=1.0)
+            bars.update(rows[name], completed=share)
+
+        yield show_progress

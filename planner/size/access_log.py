@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from planner.plan.pool_case import Assumptions, cases
-from planner.progress import progress_bar
+from planner.process_map import available_cores
+from planner.progress import progress_rows
 from planner.replay.arguments import ArgumentError, parse_seconds
 from planner.size.draft import SizingError
 from planner.size.emit import POOL, Emission, emit
@@ -33,6 +34,8 @@ def replay_log(
 ) -> list[Finalist]:
     """Replay the best fleets on a log and return their results, best attainment first.
 
+    As many are replayed at a time as there are cores.
+
     emission     the plan, whose gateway.yaml gives policies and limits
     points       the alternatives
     log          the access log or trace
@@ -40,14 +43,15 @@ def replay_log(
     read_config  reads the text of a gateway.yaml
     is_quiet     whether to show no progress bar
 
-    Raises SizingError if the log has no usable request, or if no mock group is like the plan's.
+    Raises SizingError if the log has no usable request, or if no mock group is like the plan's,
+    and WorkerError if a replay's process ends without a result.
     """
     plan = emission.plan
     assumed = Assumptions(known_model(plan), plan.hardware.gpu.name)
     requests = _requests(log, last)
     case = cases(read_config(emit("gateway", emission)), assumed)[POOL]
-    with progress_bar(is_quiet) as show_progress:
-        return replay_finalists(plan, case, points, requests, show_progress)
+    with progress_rows(is_quiet) as show_progress:
+        return replay_finalists(plan, case, points, requests, show_progress, available_cores())
 
 
 def _requests(log: Path, last: str) -> list[TraceRequest]:

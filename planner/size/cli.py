@@ -1,8 +1,8 @@
 """The command `penstock size`: converts its options to a plan, and prints it as text, JSON or
 files.
 
-Exit status: 0 the plan keeps all promises; 2 wrong input, or no layout holds the model; 3 the plan
-misses a promise or needs more GPUs than there are.
+Exit status: 0 the plan keeps all promises; 1 the process of a replay failed; 2 wrong input, or no
+layout holds the model; 3 the plan misses a promise or needs more GPUs than there are.
 """
 
 from __future__ import annotations
@@ -403,6 +403,7 @@ def _replayed(
     # The replay is imported only then.
     if output.log is None:
         return []
+    from planner.process_map import WorkerError
     from planner.size.access_log import replay_log
 
     enough = msgspec.structs.replace(plan.hardware, gpus=plan.hardware.gpus or plan.gpus)
@@ -410,7 +411,11 @@ def _replayed(
     points = fleet_points(models, enough, plan.work, grids)
     emission = _emission(options, model, plan, output)
     log = output.log, output.last
-    return replay_log(emission, points, *log, output.read_config, is_quiet=output.as_json)
+    try:
+        return replay_log(emission, points, *log, output.read_config, is_quiet=output.as_json)
+    except WorkerError as error:
+        write_line(f"penstock size: {error}", err=True)
+        raise SystemExit(1) from None
 
 
 def _plans(options: SizeOptions, model: Llm, grids: Sequence[Grid]) -> list[FleetPlan]:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 import msgspec
 
 from planner.plan.pool_case import PoolCase
+from planner.process_map import ReportShare, WorkerError, map_in_processes
 from planner.replay.fleet import replay
 from planner.replay.record import RequestEnd
 from planner.replay.results import ReplayFigures, figures
@@ -31,27 +32,55 @@ MAX_FINALISTS = 5
 SPLIT_POLICY = "priced"
 
 
+class _FinalistReplay(msgspec.Struct, frozen=True):
+    # What a process needs to replay one fleet.
+    plan: FleetPlan
+    case: PoolCase
+    requests: Sequence[TraceRequest]
+
+
 def replay_finalists(
     plan: FleetPlan,
     case: PoolCase,
     points: Sequence[FleetPoint],
     requests: Sequence[TraceRequest],
-    on_progress: Callable[[str, float], None] | None = None,
+    on_progress: Callable[[str, float], None],
+    processes: int = 1,
 ) -> list[Finalist]:
     """Replay the planned fleet and its best alternatives, and return their results.
 
-    `case` is the pool of the plan's gateway.yaml. The alternatives are the best other points, and
-    the plan with separate prefill and decode groups; their pools differ from it in endpoints only,
-    and in the policy if they split requests.
+    case         the pool of the plan's gateway.yaml. The alternatives are the best other points,
+                 and the plan with separate prefill and decode groups; their pools differ from it
+                 in endpoints only, and in the policy if they split requests
+    on_progress  called with the name of a fleet and the share of its requests that have ended
+    processes    the most replays at a time, each in a process of its own if there are several.
+                 The results do not depend on it
+
+    Raises WorkerError if a process ends without a result.
     """
-    results = []
+    replays = []
     for fleet in _fleets(plan, case, points):
         is_split = any(kind.role is not Role.BOTH for kind in fleet.kinds)
         own = msgspec.structs.replace(
             case, fleet=fleet, policy_name=SPLIT_POLICY if is_split else case.policy_name
         )
-        results.append(replay_case(plan, own, requests, on_progress))
+        replays.append(_FinalistReplay(plan, own, requests))
+
+    def show_progress(index: int, share: float) -> None:
+        on_progress(replays[index].case.fleet.name, share)
+
+    for index in range(len(replays)):
+        show_progress(index, 0.0)
+    try:
+        results = map_in_processes(_replay_one, replays, processes, show_progress)
+    except WorkerError as error:
+        name = replays[error.index].case.fleet.name
+        raise WorkerError(error.index, f"replay of {name}: {error}") from None
     return sorted(results, key=lambda result: -result.attainment)
+
+
+def _replay_one(task: _FinalistReplay, report_share: ReportShare) -> Finalist:
+    return replay_case(task.plan, task.case, task.requests, lambda _, share: report_share(share))
 
 
 def replay_case(

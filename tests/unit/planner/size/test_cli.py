@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 
 from gateway.cli.main import config_in_text
 from gateway.config import load_with_warnings
+from planner.process_map import WorkerError
 from planner.size.cli import size
 from tests.command_runner import CommandRunner, Result, program
 
@@ -241,6 +243,34 @@ def test_the_plan_and_other_shapes_are_replayed_on_a_log() -> None:
     assert 0 < shares[0] <= 1
     text = run(*options, "--from", str(trace)).stdout
     assert "replayed on the log, with the emitted configuration" in text
+
+
+def test_replays_in_several_processes_have_the_results_of_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    trace = MODELS.parent / "mooncake_conversation_1500.jsonl.gz"
+    sizes = ("llama-3.1-70b", "--in", "12000", "--out", "340", "--context", "32k", "--rate", "3")
+    options = (*sizes, "--ttft", "5s", "--tpot", "100ms", "--from", str(trace), "--last", "20s")
+    results = []
+    for cores in (1, 3):
+        monkeypatch.setattr("planner.size.access_log.available_cores", lambda cores=cores: cores)
+        results.append(plain(*options)["replayed"])
+    assert len(results[0]) >= 3
+    assert results[0] == results[1]
+
+
+def test_a_replay_whose_process_is_killed_is_named_in_one_line(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def kill_second(work: object, items: Sequence[object], *_: object) -> None:
+        raise WorkerError(1, "its process ended with SIGKILL")
+
+    monkeypatch.setattr("planner.size.finalists.map_in_processes", kill_second)
+    trace = MODELS.parent / "mooncake_conversation_1500.jsonl.gz"
+    result = run(*HARBOR, "--from", str(trace), "--last", "5s")
+    assert result.exit_code == 1
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("penstock size: replay of 1 prefill + 1 decode x TP 4: its process")
 
 
 def test_a_replayed_fleet_refuses_what_its_emitted_wait_queue_does_not_hold() -> None:

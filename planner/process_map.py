@@ -1,0 +1,201 @@
+"""Runs independent computations in several processes, and shows how far all of them are.
+
+    results = map_in_processes(measure, fleets, processes=2, on_progress=show)
+
+Every computation has a process of its own, which begins from a new interpreter (spawn), so that it
+inherits neither threads nor locks. Results are in the order of the items, however many processes
+there are. With one process, everything runs in the calling process.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from multiprocessing import get_context
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from traceback import format_exc
+from typing import TypeVar
+
+import msgspec
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+ReportShare = Callable[[float], None]
+"""A callback of a computation, with the share of its work that is done, from 0 to 1."""
+ItemProgress = Callable[[int, float], None]
+"""A callback with the index of an item, and the share of its work that is done, from 0 to 1."""
+
+
+class WorkerError(RuntimeError):
+    """Raised when a process ended without a result.
+
+    The message says how it ended, or has the traceback of its error. `index` is that of its item.
+    """
+
+    def __init__(self, index: int, message: str) -> None:
+        super().__init__(message)
+        self.index = index
+
+
+class _Share(msgspec.Struct, frozen=True):
+    done: float
+
+
+class _Value(msgspec.Struct, frozen=True):
+    value: object
+
+
+class _Failure(msgspec.Struct, frozen=True):
+    traceback: str
+
+
+def available_cores() -> int:
+    """Return the number of cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def map_in_processes(
+    work: Callable[[Item, ReportShare], Result],
+    items: Sequence[Item],
+    processes: int,
+    on_progress: ItemProgress,
+) -> list[Result]:
+    """Return work(item, report_share) of every item, in their order.
+
+    work         a function of a module, which a new process can import; items and results must be
+                 picklable
+    processes    the most computations at a time; 1: one after another in this process
+    on_progress  called in this process, at most a hundred times per item
+
+    Raises WorkerError if a process ends without a result, and whatever on_progress raises. All
+    processes have ended then, as after Ctrl-C.
+    """
+    if min(processes, len(items)) <= 1:
+        return [
+            work(item, _whole_percents(partial(on_progress, index)))
+            for index, item in enumerate(items)
+        ]
+    results: dict[int, Result] = {}
+    with _Workers(work) as workers:
+        for index in range(len(items)):
+            if len(workers) == processes:
+                workers.receive_until_one_ends(results, on_progress)
+            workers.start(index, items[index])
+        while workers:
+            workers.receive_until_one_ends(results, on_progress)
+    return [results[index] for index in range(len(items))]
+
+
+class _Workers:
+    """The running processes of one call of map_in_processes; all have ended after the block."""
+
+    def __init__(self, work: Callable[..., object]) -> None:
+        self._work = work
+        self._running: dict[Connection, tuple[int, BaseProcess]] = {}
+
+    def __enter__(self) -> _Workers:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for pipe, (_, process) in self._running.items():
+            process.terminate()
+            process.join()
+            pipe.close()
+
+    def __len__(self) -> int:
+        return len(self._running)
+
+    def start(self, index: int, item: object) -> None:
+        """Start the process of one item."""
+        spawn = get_context("spawn")
+        pipe, child_pipe = spawn.Pipe()
+        process = spawn.Process(target=_compute, args=(child_pipe, self._work), daemon=True)
+        with _interrupts_blocked():
+            process.start()
+        child_pipe.close()
+        self._running[pipe] = index, process
+        try:
+            # The item does not go with the arguments of Process: if the process ended before it
+            # had read them, start() would fail with an error that does not say so.
+            pipe.send(item)
+        except (BrokenPipeError, ConnectionResetError):
+            raise _died(index, process) from None
+
+    def receive_until_one_ends(self, results: dict[int, Result], on_progress: ItemProgress) -> None:
+        """Report shares until a process has sent a result; add it to `results` by its index.
+
+        Raises WorkerError if a process ends otherwise.
+        """
+        while True:
+            for pipe in wait(list(self._running)):
+                assert isinstance(pipe, Connection)
+                index, process = self._running[pipe]
+                try:
+                    message = pipe.recv()
+                except (EOFError, ConnectionResetError):
+                    raise _died(index, process) from None
+                if isinstance(message, _Failure):
+                    raise WorkerError(index, message.traceback)
+                if isinstance(message, _Value):
+                    results[index] = message.value  # type: ignore[assignment]
+                    del self._running[pipe]
+                    process.join()
+                    pipe.close()
+                    return
+                on_progress(index, message.done)
+
+
+def _died(index: int, process: BaseProcess) -> WorkerError:
+    process.join()
+    status = process.exitcode or 0
+    how = signal.Signals(-status).name if status < 0 else f"status {status}"
+    return WorkerError(
+        index,
+        f"its process ended with {how} before it had a result; if memory is scarce, run it on one "
+        "core: taskset -c 0 ...",
+    )
+
+
+@contextmanager
+def _interrupts_blocked() -> Iterator[None]:
+    # A process that is started in this block ignores Ctrl-C for good: the terminal sends it to all
+    # processes, and this one ends the others.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _compute(pipe: Connection, work: Callable[[object, ReportShare], object]) -> None:
+    # Run in the new process: compute one item and send messages about it.
+    try:
+        item = pipe.recv()
+        message: _Value | _Failure
+        try:
+            message = _Value(work(item, _whole_percents(lambda done: pipe.send(_Share(done)))))
+        except ConnectionError:
+            raise
+        except Exception:
+            message = _Failure(format_exc())
+        pipe.send(message)
+    except (ConnectionError, EOFError):
+        sys.exit(1)  # the calling process has ended
+
+
+def _whole_percents(report: ReportShare) -> ReportShare:
+    # Return a function that calls `report` only when another whole percent is done.
+    last = -1
+
+    def report_percent(share: float) -> None:
+        nonlocal last
+        if int(100 * share) > last:
+            last = int(100 * share)
+            report(share)
+
+    return report_percent
