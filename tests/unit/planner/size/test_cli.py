@@ -265,7 +265,7 @@ def test_a_replay_whose_process_is_killed_is_named_in_one_line(
     def kill_second(work: object, items: Sequence[object], *_: object) -> None:
         raise WorkerError(1, "its process ended with SIGKILL")
 
-    monkeypatch.setattr("planner.size.finalists.map_in_processes", kill_second)
+    monkeypatch.setattr("planner.size.finalist_replays.map_in_processes", kill_second)
     trace = MODELS.parent / "mooncake_conversation_1500.jsonl.gz"
     result = run(*HARBOR, "--from", str(trace), "--last", "5s")
     assert result.exit_code == 1
