@@ -56,6 +56,8 @@ class S3Server:
         self.log.append(request)
         fault = self.fault(request)
         if fault in ("refuse", "forbid"):
+            # A connection that is closed with unread bytes of a request is reset.
+            environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
             start("403 Forbidden" if fault == "forbid" else "500 Internal Server Error", [])
             return [b""]
         if fault == "lose":

@@ -59,7 +59,9 @@ async def test_a_response_that_breaks_at_its_start_is_retried_on_another_engine(
     raw: bytes, resume: bool
 ) -> None:
     models = [{"name": MODEL, "pool": "main"} | ({"resume": {}} if resume else {})]
-    sides = {"decode_role": "both", "policy": "round_robin"}
+    # Bytes that are held back for a token that never comes are retried after half of `progress`.
+    health = {"progress": "4s"}
+    sides = {"decode_role": "both", "policy": "round_robin", "health": health}
     async with split_gateway(
         "vllm_nixl", [], [responds(raw), decodes], models=models, **sides
     ) as running:
