@@ -49,7 +49,10 @@ class Explainable(Protocol):
 
 
 class Mirrored(Protocol):
-    """The prompt of a request whose answer is compared with a candidate engine's afterwards."""
+    """The interface of a sampled request whose answer is compared with a candidate engine's.
+
+    gateway/trials/mirror.py implements it.
+    """
 
     def on_ended(self, exchange: Exchange, /) -> None: ...
 

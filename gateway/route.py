@@ -102,10 +102,7 @@ class Route(msgspec.Struct, frozen=True):
 
 
 class CanaryRoute(msgspec.Struct, frozen=True):
-    """The second route of a model in a canary trial, and which requests take it.
-
-    It routes these requests by another policy.
-    """
+    """The canary of a model: a share of its requests is routed by another policy, on trial."""
 
     sampler: CanarySampler
     route: Route

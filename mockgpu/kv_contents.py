@@ -74,11 +74,10 @@ def token_states(tokens: bytes, keys: Sequence[int]) -> Words:
 
 
 def slot_masks(layout: KvLayout) -> Words:
-    """Return a mask for every position of the KV cache, with which stored bytes are combined by
-    xor.
+    """Return a 64-bit mask for every position of a token's KV: layer, key or value, head, word.
 
-    So bytes that are stored at a wrong position are found. Shape: [layers, 2 (1 with MLA), kv
-    heads, words per head].
+    The mock stores a token's state xor the mask of the position, so a check finds bytes that were
+    written to a wrong position. Shape: [layers, 2 (1 with MLA), KV heads, words per head].
     """
     shape = (layout.layers, layout.parts, layout.kv_heads, layout.row_bytes // WORD_BYTES)
     numbers = np.arange(1, 1 + int(np.prod(shape)), dtype=np.uint64)

@@ -79,7 +79,7 @@ class KvPublisher:
                 self._sockets[0].send_multipart(message, zmq.NOBLOCK)
 
     def hashes(self) -> list[int]:
-        """Return the event hashes of all blocks that are in the prefix cache now."""
+        """Return the hashes by which KV events name blocks, for all blocks in the prefix cache."""
         return [self.stream.hash_of(key) for key in self._scheduler.pool.cached_keys()]
 
     def describe(self) -> dict[str, Any]:

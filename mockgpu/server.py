@@ -222,7 +222,10 @@ class MockServer:
         return fault
 
     async def converse(self, request: web.Request) -> web.StreamResponse:
-        """Serve a POST to an API that is translated to a chat and has named stream events."""
+        """Serve a POST to the Messages or the Responses API, whole or as a stream.
+
+        The mock converts the request to a chat request, and the generated text back.
+        """
         form, fault = self._formats[request.path], self._pick_fault(request)
         check_content_type(request)
         raw = await request.read()

@@ -25,9 +25,10 @@ SESSION_S = 60.0
 """Seconds since its last request after which a session no longer counts at its rank."""
 
 CONTEXT_STEPS = 20
-"""Number of future steps for which a decoding context counts as work, because each step reads it.
+"""Number of decode steps that the context of a running request counts for in the work of a rank.
 
-The value decides between idle ranks, and changes little else.
+Every decode step reads the whole context. The value decides between ranks that are otherwise idle,
+and changes little else.
 """
 
 

@@ -20,7 +20,7 @@ FIRST_LIMIT = 4.0
 
 
 class PoolReading(msgspec.Struct, frozen=True):
-    """The load of one pool since the previous reading, by which batch requests are limited.
+    """One reading of a pool's load. PoolPacer decides by it how many batch requests may run.
 
     places   number of requests that the available endpoints may run at once
     busy     number of requests that run there now, batch requests included

@@ -126,7 +126,10 @@ class UsageSync:
                 apply_peer_usage(quota, spent, quota_usage(quota, *own, now))
 
     def on_sessions(self, message: messages.ActiveSessions, age_s: float, now: float) -> None:
-        """Count the sessions that another gateway served `age_s` seconds ago."""
+        """Add the sessions that another gateway has reported to the sessions of their pool.
+
+        age_s  age of the message in seconds, by which the sessions' last use is dated back
+        """
         for queue in self._admission.pool_queues():
             if queue.sessions is not None and message.pool in self._digests(queue.name):
                 queue.sessions.apply_peer_sessions(message.members, age_s, now)

@@ -1,7 +1,7 @@
-"""BlockPieces: where the bytes of a KV block lie in a rank's memory, as contiguous pieces.
+"""BlockPieces: the contiguous pieces of a rank's memory that hold one KV block, in a fixed order.
 
-A store of KV keeps blocks without their layout. Equal layouts have equal pieces in an equal order,
-apart from the number of blocks.
+A store of KV keeps a block as the bytes of its pieces, one after another, and knows no layout. Two
+ranks with equal layouts have equal pieces in an equal order, however many blocks each has.
 """
 
 from __future__ import annotations

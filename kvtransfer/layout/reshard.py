@@ -157,8 +157,11 @@ class TransferPlan:
         return self._division.bands[self._band(group)]
 
     def ready_groups(self, layers: int) -> int:
-        """Return how many layer groups may be sent once the first `layers` layers have been
-        computed.
+        """Return how many layer groups may be sent while the prefill is still running.
+
+        A layer group is the unit in which KV is sent; its layers must all be computed.
+
+        layers  number of layers that have been computed, from the first one on
         """
         if layers >= self.src.layers:
             return self.groups

@@ -122,10 +122,13 @@ class InprocWire:
         return self.clock.call_at(self.clock.now() + delay_s, lambda: self._make(address, call))
 
     def deliver(self, source: str, sink: str, call: Callback, delay_s: float = 0.0) -> None:
-        """Schedule a call at the agent `sink`, as a message of the agent `source`.
+        """Deliver a message from one agent to another, by a call that is scheduled at the receiver.
 
-        It is made after the simulated latency and `delay_s` seconds. While one of the agents is
-        stalled, the call is held back.
+        The call is made after the simulated latency of the network plus `delay_s` seconds. While
+        one of the two agents is stalled, the call waits until it continues.
+
+        source, sink  names of the sending and the receiving agent
+        call          the function to call
         """
         stalled = self._stalled_calls.get(source, self._stalled_calls.get(sink))
         if stalled is not None:

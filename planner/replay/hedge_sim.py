@@ -84,9 +84,11 @@ class Hedges:
         return first
 
     def end_race(self, now: float, inflight: InflightRequest) -> None:
-        """End the race of two attempts at one request, because one of them was withdrawn.
+        """End the hedging of a request, one of whose two attempts was withdrawn.
 
-        If the withdrawn attempt was the first one, its hedge is withdrawn as well.
+        If the first attempt was withdrawn, the second one (its hedge) is withdrawn as well.
+
+        inflight  the withdrawn attempt
         """
         other, inflight.race = inflight.race, None
         if other is not None:

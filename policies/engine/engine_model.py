@@ -26,9 +26,10 @@ TOGETHER = 0.25
 """Largest distance of two first tokens of the same engine step, as a share of a decode step."""
 
 OVERDUE = 0.5
-"""Delay of a step, as a share of its predicted length, from which it is assumed not to have begun.
+"""From which delay a predicted prefill step is assumed not to have begun, as a share of its length.
 
-This applies only while KV memory is nearly full: the prompt then probably waits for KV.
+A late first token usually means a slow step. While KV memory is nearly full it more probably means
+that the prompt still waits for KV, so only then this value applies.
 """
 
 NEARLY_FULL = 0.03

@@ -158,7 +158,11 @@ class SpeedSamples:
         return difference
 
     def decay(self, factor: float) -> None:
-        """Multiply the weight of all samples by `factor`, but keep a total of at least `least`."""
+        """Reduce the weight of all samples, so that later ones count more.
+
+        factor  the new weight as a share of the old one, 0 to 1; it is raised where the total
+                weight would fall below `least`, so that an idle endpoint's speed is not forgotten
+        """
         if self.total <= self.least:
             return
         factor = max(factor, self.least / self.total)
@@ -493,7 +497,11 @@ class SpeedRecord:
         self.verdict = SpeedVerdict.NORMAL
 
     def prepare(self, now: float) -> None:
-        """Aggregate the samples before a review; the last prefill step counts as ended."""
+        """Make the samples ready for a comparison with other endpoints.
+
+        Samples that were only appended are added up. The last prefill step counts as ended if no
+        prompt waits, or if no first token has arrived for longer than SAME_STEP_S.
+        """
         if not self.waiting or now - self.since > SAME_STEP_S:
             self._end_step()
         for track in self.tracks:

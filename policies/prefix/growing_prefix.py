@@ -14,7 +14,11 @@ from policies.prefix.fingerprint import Fingerprint
 REMEMBERED = 16_384
 """Default number of prompts whose ends are stored; each takes about 300 bytes."""
 MAX_LISTED_BLOCKS = 8
-"""Number of last blocks of a prompt that are compared with the ends of other prompts."""
+"""Maximum number of blocks of a new prompt that are searched for the end of an earlier prompt.
+
+The search goes from the last block to the first, and counts only blocks in which an earlier prompt
+of the same bytes ended.
+"""
 MAX_GROWTH_BYTES = 1024 * 1024
 """Maximum number of bytes of new messages that are searched for the model's answer.
 

@@ -174,4 +174,7 @@ SAMPLING = (
     *("chat_template", "chat_template_kwargs", "structured_outputs", "vllm_xargs", "cache_salt"),
     *("priority", "extra_key", "skip_special_tokens", "session_params"),
 )
-"""Sampling members that have the same name and meaning in chat completions."""
+"""Members of Messages and Responses requests that are copied unchanged to the chat request.
+
+Most control sampling. They have the same name and meaning in chat completions.
+"""

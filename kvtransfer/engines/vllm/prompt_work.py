@@ -12,11 +12,13 @@ import msgspec
 
 
 class PromptChunk(msgspec.Struct, frozen=True):
-    """What one step of the engine computes of one request.
+    """The part of one request that one step of the engine computes.
 
-    computed       tokens of the request whose KV existed before the step
-    tokens         tokens that the step computes; 1: it decodes
-    prompt_tokens  tokens of the prompt; 0: unknown, because an earlier step has begun the request
+    request        vLLM's id of the request
+    computed       number of its tokens whose KV existed before the step
+    tokens         number of its tokens that the step computes; 1 means that it decodes
+    prompt_tokens  number of tokens of its prompt; 0 if the request began in an earlier step, since
+                   vLLM states the length only in the first
     """
 
     request: str

@@ -1,5 +1,6 @@
-"""Properties of the choice between fetching and computing: the best of its estimates, and close to
-the best in simulated time.
+"""Property tests of the rule that decides between fetching stored KV and computing it.
+
+It chooses what is fastest by its estimates, and in simulated time it is close to the best choice.
 """
 
 from __future__ import annotations
