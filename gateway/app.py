@@ -453,7 +453,7 @@ class App:
             connection for connection in self.connections if isinstance(connection, FastConnection)
         ]
 
-    async def _connection_factory(self) -> Callable[[], FastConnection]:
+    async def _start_api_server(self) -> web.Server:
         server = models_api.api_application(lambda: self.gateway.snapshot, self._cors)
         if self._batches is not None:
             assert self.config.batch is not None
@@ -462,8 +462,11 @@ class App:
         runner = web.AppRunner(server, handler_cancellation=True, access_log=None)
         await runner.setup()
         self._runners.append(runner)
-        manager = runner.server
-        assert manager is not None
+        assert runner.server is not None
+        return runner.server
+
+    async def _connection_factory(self) -> Callable[[], FastConnection]:
+        manager = await self._start_api_server()
         serve, connections = self._request_factory.serve, self.connections
         gateway, write_queue = self.gateway, self._write_queue
 

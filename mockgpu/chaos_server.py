@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING
 import msgspec
 from aiohttp import web
 
+from mockgpu.control_pages import FaultRequest
 from mockgpu.fault_grammar import FaultError
 from mockgpu.request_parser import ApiError, decode_body
-from mockgpu.server import FaultRequest
 
 if TYPE_CHECKING:
     from mockgpu.fleet import FleetGroup

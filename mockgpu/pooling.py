@@ -160,13 +160,8 @@ def _ranked(query: bytes, documents: Sequence[bytes]) -> list[dict[str, Any]]:
     ]
 
 
-def read_score(raw: bytes, headers: Mapping[str, str], served: str, name: str) -> PoolingRequest:
-    """Parse the body of POST /score, which returns the similarity of text pairs.
-
-    Raises ApiError if it is invalid.
-    """
-    body = decode_body(raw, PairBody)
-    _check_model(body.model, served, headers)
+def _text_pairs(body: PairBody) -> list[tuple[bytes, bytes]]:
+    # Return the pairs of texts to compare: one with one, one with each of several, or N with N.
     first = body.queries if body.text_1 is None else body.text_1
     second = body.text_2 or body.documents or body.items
     if first is None or second is None:
@@ -175,7 +170,17 @@ def read_score(raw: bytes, headers: Mapping[str, str], served: str, name: str) -
     if len(firsts) not in (1, len(seconds)):
         raise ApiError(400, "Input lengths must be either 1:1, 1:N or N:N", "text_2")
     firsts = firsts * (len(seconds) // len(firsts))
-    pairs = [(_document(a), _document(b)) for a, b in zip(firsts, seconds, strict=True)]
+    return [(_document(a), _document(b)) for a, b in zip(firsts, seconds, strict=True)]
+
+
+def read_score(raw: bytes, headers: Mapping[str, str], served: str, name: str) -> PoolingRequest:
+    """Parse the body of POST /score, which returns the similarity of text pairs.
+
+    Raises ApiError if it is invalid.
+    """
+    body = decode_body(raw, PairBody)
+    _check_model(body.model, served, headers)
+    pairs = _text_pairs(body)
     parsed = _job(f"score-{name}", served, [a + b for a, b in pairs], body.cache_salt)
 
     def build(created: int) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from aiohttp.typedefs import Middleware
 
 from mockgpu import audio_format, messages_format, openai_format, pooling
 from mockgpu.choice import Choice, build_choices
+from mockgpu.control_pages import ControlPages
 from mockgpu.engine_formats import (
     EngineFormat,
     engine_of,
@@ -30,10 +31,8 @@ from mockgpu.fault_grammar import (
     BREAKING_FAULTS,
     KV_FAULTS,
     STREAM_FAULTS,
-    FaultError,
     FaultKind,
     InjectedFault,
-    parse_faults,
 )
 from mockgpu.group import TokenSink, TpGroup
 from mockgpu.group_faults import GroupFaults
@@ -84,25 +83,6 @@ EVENT_STREAM = "text/event-stream; charset=utf-8"
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
-class FaultRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The JSON body of POST /mock/fault, and of POST to the fault server.
-
-    `spec` is a fault specification; "" ends all faults.
-    """
-
-    spec: str
-
-
-class RenewRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The JSON body of POST /mock/renew, by which a decode engine extends the lease on KV.
-
-    Real engines use a side channel for this.
-    """
-
-    name: str
-    ticket: str
-
-
 class MockServer:
     """The HTTP routes of one mock engine, and its injected faults.
 
@@ -120,6 +100,7 @@ class MockServer:
         )
         self._created = int(time.time())
         self._kv_event_pages = KvEventPages(group, self._engine)
+        self._control_pages = ControlPages(group, faults, half)
         self._stored = ResponsesStore(group.spec.stores_responses)
         self._formats: Mapping[str, NamedEventFormat] = {
             "/v1/messages": messages_format.MessagesFormat(),
@@ -134,7 +115,8 @@ class MockServer:
         app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[self._errors, *further])
         missing = tuple(f"/v1/{name}" for name in self.group.spec.lacks)
         routes = [route for route in self._routes() if not _is_below(route.path, missing)]
-        app.add_routes([*routes, *self._mock_routes()])
+        app.add_routes([*routes, *self._control_pages.routes()])
+        app.router.add_get("/mock/kv_blocks", self._kv_event_pages.blocks)
         return app
 
     def _routes(self) -> list[web.RouteDef]:
@@ -161,16 +143,6 @@ class MockServer:
             web.get("/v1/responses/{id}", self.stored_response),
             web.delete("/v1/responses/{id}", self.delete_response),
             web.post("/v1/responses/{id}/cancel", self.cancel_response),
-        ]
-
-    def _mock_routes(self) -> list[web.RouteDef]:
-        return [
-            web.get("/mock/state", self.state),
-            web.get("/mock/kv_blocks", self._kv_event_pages.blocks),
-            web.post("/mock/renew", self.renew),
-            web.get("/mock/fault", self.show_faults),
-            web.post("/mock/fault", self.set_faults),
-            web.delete("/mock/fault", self.clear_faults),
         ]
 
     @web.middleware
@@ -539,64 +511,6 @@ class MockServer:
         return web.Response(
             body=text.encode(), headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"}
         )
-
-    async def state(self, _: web.Request) -> web.Response:
-        """Serve GET /mock/state: KV memory and P/D role of the engine, for tests."""
-        scheduler, metrics = self.group.scheduler, self.group.metrics
-        state: dict[str, Any] = {
-            "role": self.group.spec.role,
-            "jobs": self.group.in_flight,
-            "blocks_total": scheduler.pool.total,
-            "blocks_in_use": scheduler.pool.total - scheduler.pool.free,
-            "blocks_kept": scheduler.kept_blocks,
-            "malformed_handoffs": metrics.malformed_handoffs,
-            "tainted_answers": metrics.tainted,
-        }
-        return json_answer(state | (self.pd_role.state() if self.pd_role is not None else {}))
-
-    async def renew(self, request: web.Request) -> web.Response:
-        """Serve POST /mock/renew `{"name", "ticket"}`, which keeps KV longer for a queued request.
-
-        The answer is 404 if the KV is already gone.
-        """
-        renewal = decode_body(await request.read(), RenewRequest)
-        ticket = (
-            None
-            if self.group.kv_handoff is None
-            else self.group.kv_handoff.renew(renewal.name, renewal.ticket)
-        )
-        if ticket is None:
-            raise ApiError(404, "no such lease")
-        return json_answer({"ticket": ticket})
-
-    async def show_faults(self, _: web.Request) -> web.Response:
-        """Serve GET /mock/fault: the active fault specification."""
-        return json_answer({"spec": self.faults.spec})
-
-    async def set_faults(self, request: web.Request) -> web.StreamResponse:
-        """Serve POST /mock/fault `{"spec": "..."}`, which replaces all faults from now on.
-
-        The response is sent first, because a fault that closes connections would close this one.
-        """
-        if "Origin" in request.headers:
-            raise ApiError(403, "web pages may not set faults")
-        spec = decode_body(await request.read(), FaultRequest).spec
-        try:
-            self.faults.check(parse_faults(spec))
-        except FaultError as error:
-            raise ApiError(400, str(error), "spec") from None
-        response = json_answer({"spec": spec})
-        await response.prepare(request)
-        await response.write_eof()
-        self.faults.apply(spec)
-        return response
-
-    async def clear_faults(self, request: web.Request) -> web.Response:
-        """Serve DELETE /mock/fault, which ends all faults and restores lost ranks."""
-        self.faults.apply("")
-        if self.pd_role is not None:
-            await self.pd_role.wait_applied()
-        return await self.show_faults(request)
 
 
 def _is_below(path: str, parents: tuple[str, ...]) -> bool:

@@ -167,23 +167,26 @@ def _policy(weights: Mapping[str, float], plugins: Mapping[str, Plugin], draft: 
     }
 
 
+def _set_endpoints_by_role(
+    draft: Draft, target: Target, service: str, traits: Mapping[str, str]
+) -> None:
+    endpoints = []
+    for role in ("prefill", "decode"):
+        labels = {**target.labels, "llm-d.ai/role": role}
+        name = f"{service}-{role}"
+        draft.add_service(name, target.namespace, labels, target.port)
+        host = f"{name}.{target.namespace}.svc" if target.namespace else name
+        endpoints.append({"url": f"http://{host}:{target.port}", "role": role, **traits})
+    draft.do("several pods per role", "list each in a file for discover.file, with its role")
+    draft.do("routing sidecar", "the URLs must be the engines' own, not those of the sidecar")
+    draft.set(endpoints, "pools", POOL, "endpoints")
+
+
 def _set_target(draft: Draft, target: Target, *, is_split: bool) -> None:
     traits = {} if target.engine == "vllm" else {"engine": target.engine}
     service = draft.additions.service or POOL
     if is_split:
-        endpoints = []
-        for role in ("prefill", "decode"):
-            labels = {**target.labels, "llm-d.ai/role": role}
-            name = f"{service}-{role}"
-            draft.add_service(name, target.namespace, labels, target.port)
-            host = f"{name}.{target.namespace}.svc" if target.namespace else name
-            endpoints.append({"url": f"http://{host}:{target.port}", "role": role, **traits})
-        draft.do(
-            "several pods per role",
-            "list each in a file for discover.file, with its role",
-        )
-        draft.do("routing sidecar", "the URLs must be the engines' own, not those of the sidecar")
-        draft.set(endpoints, "pools", POOL, "endpoints")
+        _set_endpoints_by_role(draft, target, service, traits)
     elif draft.additions.engines:
         endpoints = [{"url": url, **traits} for url in draft.additions.engines]
         draft.set(endpoints, "pools", POOL, "endpoints")

@@ -137,20 +137,24 @@ def _fleets(plan: FleetPlan, case: PoolCase, points: Sequence[FleetPoint]) -> It
         name = f"{prefills} prefill + {plan.replicas - prefills} decode x {plan.layout.label}"
         yield validate(FleetSpec(name, halves, split=SplitRule(1)))
     for point in _others(plan, points):
-        kind = msgspec.structs.replace(
-            own,
-            model=_name(point.model),
-            tp=point.tp,
-            pp=point.pp,
-            ep=point.ep,
-            dp=1,
-            cp=1,
-            count=point.replicas,
-            kv_tokens=None,
-            max_concurrency=min(point.batch, plan.work.max_concurrency or point.batch),
-        )
-        name = f"{point.replicas} x {kind.layout.label} {_name(point.model)}"
-        yield validate(FleetSpec(name, (kind,)))
+        yield _fleet_of_point(plan, own, point)
+
+
+def _fleet_of_point(plan: FleetPlan, own: GroupKind, point: FleetPoint) -> FleetSpec:
+    kind = msgspec.structs.replace(
+        own,
+        model=_name(point.model),
+        tp=point.tp,
+        pp=point.pp,
+        ep=point.ep,
+        dp=1,
+        cp=1,
+        count=point.replicas,
+        kv_tokens=None,
+        max_concurrency=min(point.batch, plan.work.max_concurrency or point.batch),
+    )
+    name = f"{point.replicas} x {kind.layout.label} {_name(point.model)}"
+    return validate(FleetSpec(name, (kind,)))
 
 
 def _divisions(plan: FleetPlan) -> Iterator[int]:

@@ -152,14 +152,20 @@ def _state_space(config: ConfigMembers) -> tuple[float, float]:
         groups = config.optional("n_groups", 1)
     else:
         return 0.0, 0.0
-    if not heads:  # Mamba 1
-        rank = config.optional("mamba_dt_rank", -(-width // 16))
-        params = width * 2 * inner + inner * (kernel + 1 + rank + 2 * size + rank + size + 2)
-        params += rank + 2 * size if config.family == "jamba" else 0  # norms of its projections
-        return params + inner * width, STATE_BYTES * inner * (size + kernel - 1)
+    if not heads:
+        return _mamba_1(config, width, inner, size, kernel)
     channels = inner + 2 * groups * size
     params = width * (inner + channels + heads) + channels * (kernel + 1) + 3 * heads + inner
     return params + inner * width, STATE_BYTES * (inner * size + channels * (kernel - 1))
+
+
+def _mamba_1(
+    config: ConfigMembers, width: int, inner: int, size: int, kernel: int
+) -> tuple[float, float]:
+    rank = config.optional("mamba_dt_rank", -(-width // 16))
+    params = width * 2 * inner + inner * (kernel + 1 + rank + 2 * size + rank + size + 2)
+    params += rank + 2 * size if config.family == "jamba" else 0  # norms of its projections
+    return params + inner * width, STATE_BYTES * inner * (size + kernel - 1)
 
 
 def _delta_net(config: ConfigMembers, width: int) -> tuple[float, float]:

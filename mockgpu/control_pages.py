@@ -1,0 +1,116 @@
+"""HTTP routes of a mock engine that real engines do not have: its state, its faults, its leases.
+
+All of them are below /mock/. Tests and `penstock chaos` use them.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from aiohttp import web
+
+from mockgpu.fault_grammar import FaultError, parse_faults
+from mockgpu.group import TpGroup
+from mockgpu.group_faults import GroupFaults
+from mockgpu.http_answers import json_answer
+from mockgpu.request_parser import ApiError, decode_body
+
+if TYPE_CHECKING:  # groups without real KV start without numpy and kvtransfer's agents
+    from mockgpu.pd_role import PdRole
+
+
+class FaultRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The JSON body of POST /mock/fault, and of POST to the fault server.
+
+    `spec` is a fault specification; "" ends all faults.
+    """
+
+    spec: str
+
+
+class RenewRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The JSON body of POST /mock/renew, by which a decode engine extends the lease on KV.
+
+    Real engines use a side channel for this.
+    """
+
+    name: str
+    ticket: str
+
+
+class ControlPages:
+    """The routes below /mock/ of one mock engine, apart from that of its cached blocks.
+
+    `pd_role` is its half of split (prefill/decode) requests; None if it serves whole requests only.
+    """
+
+    def __init__(self, group: TpGroup, faults: GroupFaults, pd_role: PdRole | None) -> None:
+        self._group, self._faults, self._pd_role = group, faults, pd_role
+
+    def routes(self) -> list[web.RouteDef]:
+        return [
+            web.get("/mock/state", self.state),
+            web.post("/mock/renew", self.renew),
+            web.get("/mock/fault", self.show_faults),
+            web.post("/mock/fault", self.set_faults),
+            web.delete("/mock/fault", self.clear_faults),
+        ]
+
+    async def state(self, _: web.Request) -> web.Response:
+        """Serve GET /mock/state: KV memory and P/D role of the engine, for tests."""
+        scheduler, metrics = self._group.scheduler, self._group.metrics
+        state: dict[str, Any] = {
+            "role": self._group.spec.role,
+            "jobs": self._group.in_flight,
+            "blocks_total": scheduler.pool.total,
+            "blocks_in_use": scheduler.pool.total - scheduler.pool.free,
+            "blocks_kept": scheduler.kept_blocks,
+            "malformed_handoffs": metrics.malformed_handoffs,
+            "tainted_answers": metrics.tainted,
+        }
+        return json_answer(state | (self._pd_role.state() if self._pd_role is not None else {}))
+
+    async def renew(self, request: web.Request) -> web.Response:
+        """Serve POST /mock/renew `{"name", "ticket"}`, which keeps KV longer for a queued request.
+
+        The answer is 404 if the KV is already gone.
+        """
+        renewal = decode_body(await request.read(), RenewRequest)
+        ticket = (
+            None
+            if self._group.kv_handoff is None
+            else self._group.kv_handoff.renew(renewal.name, renewal.ticket)
+        )
+        if ticket is None:
+            raise ApiError(404, "no such lease")
+        return json_answer({"ticket": ticket})
+
+    async def show_faults(self, _: web.Request) -> web.Response:
+        """Serve GET /mock/fault: the active fault specification."""
+        return json_answer({"spec": self._faults.spec})
+
+    async def set_faults(self, request: web.Request) -> web.StreamResponse:
+        """Serve POST /mock/fault `{"spec": "..."}`, which replaces all faults from now on.
+
+        The response is sent first, because a fault that closes connections would close this one.
+        """
+        if "Origin" in request.headers:
+            raise ApiError(403, "web pages may not set faults")
+        spec = decode_body(await request.read(), FaultRequest).spec
+        try:
+            self._faults.check(parse_faults(spec))
+        except FaultError as error:
+            raise ApiError(400, str(error), "spec") from None
+        response = json_answer({"spec": spec})
+        await response.prepare(request)
+        await response.write_eof()
+        self._faults.apply(spec)
+        return response
+
+    async def clear_faults(self, request: web.Request) -> web.Response:
+        """Serve DELETE /mock/fault, which ends all faults and restores lost ranks."""
+        self._faults.apply("")
+        if self._pd_role is not None:
+            await self._pd_role.wait_applied()
+        return await self.show_faults(request)
