@@ -116,10 +116,10 @@ class Leg(EagerTask):
             connection.abort()
 
     def close_in(self, seconds: float, ended: Ended | None = None) -> None:
-        """Close the connection to the engine after `seconds` seconds.
+        """Give the engine `seconds` seconds to end its answer; then close the connection to it.
 
-        Until then only the callback `ended` is called. If that callback is None, the first token
-        closes the connection too.
+        ended  called when the answer ends before that, instead of the callback given before. None:
+               nothing is called, and the connection is closed at the first token already
         """
         if not self.is_over:
             self._on_ended, self._is_leaving = ended or _ignore, True

@@ -102,8 +102,10 @@ def renewed_nonce(nonce: bytes) -> bytes:
 
 
 def block_digest(blocks: NDArray[np.int64], generations: NDArray[np.uint32]) -> bytes:
-    """Return a 16-byte hash of these KV blocks, in this order, with these generations (owner
-    counters).
+    """Return a 16-byte hash that changes when a list of KV blocks or the owner of one changes.
+
+    blocks       numbers of the blocks, in order
+    generations  for each block, how often it has changed its owner
     """
     hashed = hashlib.blake2b(digest_size=16, person=b"kv-blocks")
     hashed.update(len(blocks).to_bytes(8, "little"))

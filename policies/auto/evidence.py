@@ -27,7 +27,10 @@ LIMIT + EXCESS / (n - 1)."""
 
 
 class Comparison(msgspec.Struct, frozen=True):
-    """The gains found by one comparison, at the time `at_s` of the decider's clock."""
+    """The gains in goodput that one comparison of policies found.
+
+    at_s  time of the comparison in seconds, by the decider's clock
+    """
 
     at_s: float
     requests: int

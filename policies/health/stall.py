@@ -61,9 +61,10 @@ RAMP_END  limit at which the growth ends: from then on there is no limit
 """
 
 LEAST_PEERS = 2
-"""Number of endpoints with completed prompts from which only reviews renew the expected times.
+"""Number of endpoints from which on the expected times are computed once per review, not on demand.
 
-With fewer endpoints, the times are computed whenever they are needed.
+Only endpoints of a kind that have completed prompts count. While there are fewer, the next prompt
+changes what is expected considerably, so the times are computed whenever they are needed.
 """
 
 
