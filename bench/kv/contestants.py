@@ -114,6 +114,7 @@ OURS: dict[str, dict[str, Any]] = {
 
 
 _ONE_LANE = {"transport": "tcp", "checked": True}
+_LONG_WINDOWS = _ONE_LANE | {"window_bytes": 32 << 20}
 _NO_PUMP = {"PENSTOCK_KV_PUMP": "off"}
 # What the native pump is for: both processes also compute in Python, in a thread of the same
 # process or, for comparison, in another process.
@@ -123,6 +124,8 @@ WITHOUT_THE_LOCK: list[tuple[str, dict[str, Any], dict[str, str]]] = [
     ("busy process", _ONE_LANE | {"busy": "process"}, {}),
     ("busy thread, no pump", _ONE_LANE | {"busy": "thread"}, _NO_PUMP),
     ("busy process, no pump", _ONE_LANE | {"busy": "process"}, _NO_PUMP),
+    ("busy thread, 32 MiB windows", _LONG_WINDOWS | {"busy": "thread"}, {}),
+    ("busy process, 32 MiB windows", _LONG_WINDOWS | {"busy": "process"}, {}),
 ]
 
 

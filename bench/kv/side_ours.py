@@ -2,7 +2,8 @@
 
 Block generations and bytes are verified. The sink connects to the source. The source sends the
 windows, drives the link on its own thread, and waits for all confirmations. Settings: transport
-(tcp or shm), checked (xxh3 digests), sealed (AES-GCM), lanes (number of parallel connections).
+(tcp or shm), checked (xxh3 digests), sealed (AES-GCM), lanes (number of parallel connections),
+and other fields of LinkOptions.
 """
 
 from __future__ import annotations
@@ -25,7 +26,6 @@ from kvtransfer.layout.block_mapping import ByteRuns
 from kvtransfer.layout.memory_files import MemoryFileRegion
 from kvtransfer.layout.memory_regions import Region
 from kvtransfer.transports.stream.link import LinkOptions
-from kvtransfer.util.options import AgentOptions
 
 BLOCK_BYTES = 64 << 10  # size of the region's blocks, which have generations
 SECRET = bytes(range(32))
@@ -88,7 +88,7 @@ class LinkSide:
         self.transfer += 1
         self.each, self.replies = each, 0
         assert self.role == "sink" or self.joined.wait(PATIENCE_S)
-        window_bytes = min(self.link.window_bytes, AgentOptions().window_bytes)  # type: ignore[union-attr]
+        window_bytes = self.link.window_bytes  # type: ignore[union-attr]
         self.windows = self._windows(
             drawn, 1 if each else max(1, window_bytes // drawn.block_bytes)
         )
@@ -210,9 +210,9 @@ def _laned(link: Link) -> MultiLaneLink:
 
 
 def _transport(
-    transport: str, checked: bool = False, sealed: bool = False, lanes: int = 1
+    transport: str, checked: bool = False, sealed: bool = False, lanes: int = 1, **others: Any
 ) -> Transport:
-    options = LinkOptions(checked=checked, sealed=sealed, lanes=lanes)
+    options = LinkOptions(checked=checked, sealed=sealed, lanes=lanes, **others)
     if transport == "tcp":
         from kvtransfer.transports.tcp import Tcp
 

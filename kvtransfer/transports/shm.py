@@ -189,7 +189,7 @@ class ShmLink(StreamLink):
             )
         head = unpack_head(header)
         current, mark = _MARK.unpack_from(header, WINDOW_HEADER_BYTES)
-        window = self._owner.place_window(self, head)
+        window = self.place_window(head)
         if window is not None:
             self._copying, self._is_fenced = head.transfer, False
             is_copied = current and self._copy(head, window)

@@ -44,6 +44,7 @@ from kvtransfer.transports.pump import PUMP, PumpCalls, PumpFunctions
 from kvtransfer.transports.stream.inbound import Inbound
 from kvtransfer.transports.stream.outbound import Outbound
 from kvtransfer.transports.stream.seal import WindowSeal, WindowSealError
+from kvtransfer.transports.switch_interval import SwitchIntervalHold
 
 _MOST_MESSAGE_BYTES = (4 << 20) + (128 << 10)
 _UNPROVEN_LIMITS = FrameLimits(header_bytes=MAX_UNPROVEN_BYTES, payload_bytes=0)
@@ -53,6 +54,9 @@ _DRIVER_POLL_MS = 5  # how often a driver checks its own condition
 # After this time, less than the wanted bytes are read, because any byte shows that the peer is
 # alive.
 _TRICKLE_MS = 50
+# How long after its last window a link keeps the interpreter's switch interval short. The next
+# window of a transfer, for which the sink gives credit, comes earlier.
+_HOLD_INTERVAL_MS = 20
 _log = logging.getLogger("penstock")
 
 
@@ -69,6 +73,9 @@ class LinkOptions(msgspec.Struct, frozen=True):
     native        whether to use the native pump if it is compiled (pump.py)
     lanes         number of parallel connections to a peer that this agent opens (tcp). One core can
                   copy what one connection carries
+    switch_interval_s  maximum of the interpreter's switch interval (sys.setswitchinterval) in
+                  seconds while windows move, so that a thread of the process that computes in
+                  Python does not slow them down; 0: it is not changed
     """
 
     checked: bool = True
@@ -77,6 +84,7 @@ class LinkOptions(msgspec.Struct, frozen=True):
     window_bytes: int = 8 << 20
     native: bool = True
     lanes: int = 1
+    switch_interval_s: float = 100e-6
 
     def __post_init__(self) -> None:
         if not 0 < self.window_bytes <= MAX_PAYLOAD_BYTES or not 0.0 <= self.spin_s < 1.0:
@@ -85,6 +93,8 @@ class LinkOptions(msgspec.Struct, frozen=True):
             )
         if not 1 <= self.lanes <= MAX_LANES:
             raise ValueError(f"a link must have 1 to {MAX_LANES} lanes, got {self}")
+        if self.switch_interval_s and not 1e-6 <= self.switch_interval_s <= 1.0:
+            raise ValueError(f"switch_interval_s must be 0, or 1 µs to 1 s, got {self}")
 
 
 class StreamLink:
@@ -137,6 +147,8 @@ class StreamLink:
         self._has_lane_work = False
         self._drivers, self._last_driven_s = 0, -_NEVER
         self._spin_s = options.spin_s
+        self._interval_hold = SwitchIntervalHold(options.switch_interval_s)
+        self._last_window_s = 0.0
         self._broken: str | None = None
         self._has_closed_socket = False
         self._poll = select.poll()
@@ -185,6 +197,7 @@ class StreamLink:
             self._queue(frame)
 
     def put(self, head: WindowHead, window: WindowSlice) -> None:
+        self._note_window()
         self._queue((head, window))
 
     def drop(self, transfer: int) -> None:
@@ -272,6 +285,11 @@ class StreamLink:
         if not self._out.is_idle:
             self._wake()  # for the rest
         return True
+
+    def _note_window(self) -> None:
+        """Keep the interpreter's switch interval short while windows are sent or received."""
+        self._last_window_s = time.perf_counter()
+        self._interval_hold.take()
 
     def _order(self, order: Callable[[], None]) -> bool:
         # Queue `order` to run on the link's thread; return False if the thread has ended.
@@ -405,6 +423,8 @@ class StreamLink:
             timeout_ms = (
                 _DRIVER_POLL_MS if done is not None else _TRICKLE_MS if self._polled_in > 1 else -1
             )
+            if self._interval_hold.is_held and not 0 <= timeout_ms < _HOLD_INTERVAL_MS:
+                timeout_ms = _HOLD_INTERVAL_MS
             since_s = time.perf_counter()
             if self._pump is None:
                 self._sleep(timeout_ms)
@@ -412,10 +432,19 @@ class StreamLink:
                 self._sleep_natively(self._pump, self._spin_s if may_spin else 0.0, timeout_ms)
             # A sleep and a wake-up cost both ends more than this took, and would keep a short
             # exchange slow.
-            was_short = time.perf_counter() - since_s < _LONG_SPIN_FACTOR * self._options.spin_s
+            now_s = time.perf_counter()
+            if self._interval_hold.is_held:
+                self._drop_interval_hold(now_s)
+            was_short = now_s - since_s < _LONG_SPIN_FACTOR * self._options.spin_s
             self._spin_s = self._options.spin_s * (_LONG_SPIN_FACTOR if was_short else 1)
         finally:
             self._asleep = False
+
+    def _drop_interval_hold(self, now_s: float) -> None:
+        # Restore the interpreter's switch interval if no window moves and none has for a while.
+        idle_s = now_s - self._last_window_s
+        if idle_s > _HOLD_INTERVAL_MS / 1e3 and self._out.is_idle and not self._in.is_in_payload:
+            self._interval_hold.drop()
 
     def _sleep(self, timeout_ms: int) -> None:
         self._want_out(self._out.is_blocked)
@@ -466,6 +495,7 @@ class StreamLink:
             self._poll.modify(self._sock, select.POLLIN | select.POLLOUT if want else select.POLLIN)
 
     def _end(self) -> None:
+        self._interval_hold.close()
         with self._driver_lock, self._write_lock:
             if self._broken is None:
                 self._flush_last()
@@ -516,6 +546,7 @@ class StreamLink:
         self._owner.on_message(self, header)
 
     def place_window(self, head: WindowHead) -> WindowSlice | None:
+        self._note_window()
         return self._owner.place_window(self, head)
 
     def on_landed(self, head: WindowHead, verdict: WindowVerdict) -> None:

@@ -79,6 +79,7 @@ class LanedLink(StreamLink):
             item = self._lane_owner._out.take_spare()
             if item is not None:
                 self.has_carried_windows = True
+                self._note_window()
                 self._out.enqueue(item)
         return super()._move_bytes()
 
@@ -121,6 +122,7 @@ class LanedLink(StreamLink):
     # ---- events, reported as the first link's ----
 
     def place_window(self, head: WindowHead) -> WindowSlice | None:
+        self._note_window()
         owner_link = self._lane_owner
         window = owner_link._owner.place_window(owner_link, head)
         if owner_link is not self:

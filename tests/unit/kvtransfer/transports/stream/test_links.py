@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -74,6 +75,46 @@ def test_a_waiting_thread_may_drive_the_link(pair: Pair) -> None:
     pair.put(head, moves)
     assert driven(pair.source).drive(lambda: bool(pair.source_owner.all("sent")), 10.0)
     assert pair.sink_owner.wait("landed") == [(head, WindowVerdict.OK)]
+
+
+def test_the_switch_interval_is_short_from_the_first_window_until_a_while_after_the_last(
+    pair: Pair,
+) -> None:
+    usual_s, during_s = sys.getswitchinterval(), list[float]()
+    moves = scattered(1, 20, 4096)
+    head = window(1, moves)
+    pair.expect({head: moves})
+    pair.admit(1)
+    place = pair.sink_owner.place
+
+    def record(at: WindowHead) -> WindowSlice | None:
+        during_s.append(sys.getswitchinterval())
+        return place(at)
+
+    pair.sink_owner.place = record
+    pair.put(head, moves)
+    assert pair.sink_owner.wait("landed") == [(head, WindowVerdict.OK)]
+    assert [round(seconds, 6) for seconds in during_s] == [LinkOptions().switch_interval_s]
+    deadline_s = time.monotonic() + PATIENCE_S
+    while sys.getswitchinterval() != usual_s:
+        assert time.monotonic() < deadline_s
+        time.sleep(0.005)
+
+
+def test_a_link_that_is_lost_between_windows_leaves_the_usual_switch_interval(pair: Pair) -> None:
+    usual_s = sys.getswitchinterval()
+    moves = scattered(1, 20, 4096)
+    head = window(1, moves)
+    pair.expect({head: moves})
+    pair.admit(1)
+    pair.put(head, moves)
+    pair.sink_owner.wait("landed")
+    pair.source.close()
+    pair.sink_owner.wait("lost")
+    driven(pair.source).join()
+    driven(pair.sink).join()
+    pair.put(head, moves)
+    assert sys.getswitchinterval() == usual_s
 
 
 def test_after_the_last_drive_the_links_own_thread_takes_over(pair: Pair) -> None:

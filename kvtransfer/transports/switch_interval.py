@@ -1,0 +1,99 @@
+"""Shortens the interpreter's switch interval while KV is moving.
+
+A thread that returns from a system call needs the interpreter lock. If another thread computes in
+Python without pause, it waits for the switch interval first: 5 ms by default, which is as long as
+several megabytes of KV take. While at least one holder exists, a waiting thread gets the lock after
+the short interval. Threads that compute alone are not affected, because nothing asks for the lock.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+
+
+class SwitchInterval:
+    """The switch interval of this process, which holders shorten together.
+
+    The application's own interval returns with the last release, unless the application has set
+    another one meanwhile; then that one stays. One object per process, used from any thread.
+    """
+
+    __slots__ = ("_application_s", "_count", "_lock", "_set_s")
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._count = 0
+        self._application_s = self._set_s = 0.0
+
+    def shorten(self, seconds: float) -> None:
+        """Add a holder that wants an interval of at most `seconds`; the first one decides."""
+        with self._lock:
+            self._count += 1
+            self._application_s = 0.0 if self._count == 1 else self._application_s
+            if self._count == 1 and sys.getswitchinterval() > seconds:
+                self._application_s = sys.getswitchinterval()
+                sys.setswitchinterval(seconds)
+                self._set_s = sys.getswitchinterval()
+
+    def restore(self) -> None:
+        """Remove a holder; the last one restores the application's interval."""
+        with self._lock:
+            self._count -= 1
+            if not self._count:
+                self._reset()
+
+    def _reset(self) -> None:
+        if self._application_s and sys.getswitchinterval() == self._set_s:
+            sys.setswitchinterval(self._application_s)
+        self._application_s = 0.0
+
+    def restore_after_fork(self) -> None:
+        """Forget all holders, whose threads do not exist in a forked child."""
+        self._lock = threading.Lock()
+        self._count = 0
+        self._reset()
+
+
+SWITCH_INTERVAL = SwitchInterval()
+os.register_at_fork(after_in_child=SWITCH_INTERVAL.restore_after_fork)
+
+
+class SwitchIntervalHold:
+    """One link's hold on the short switch interval.
+
+    seconds  the interval while it is held; 0: the interval is never changed
+    is_held  whether the link holds it now
+
+    Any thread may take it; only the link's thread drops it.
+    """
+
+    __slots__ = ("_lock", "is_held", "seconds")
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self.is_held = False
+        self._lock = threading.Lock()
+
+    def take(self) -> None:
+        """Shorten the interval, unless this link holds it already."""
+        if self.is_held or not self.seconds:
+            return
+        with self._lock:
+            if not self.is_held and self.seconds:
+                SWITCH_INTERVAL.shorten(self.seconds)
+                self.is_held = True
+
+    def drop(self) -> None:
+        """Stop holding the short interval; does nothing if it is not held."""
+        with self._lock:
+            if self.is_held:
+                self.is_held = False
+                SWITCH_INTERVAL.restore()
+
+    def close(self) -> None:
+        """Drop the hold for ever, because the link has ended: a late `take` does nothing."""
+        with self._lock:
+            self.seconds = 0.0
+        self.drop()
