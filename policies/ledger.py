@@ -22,6 +22,15 @@ FREE_KV = 0.9
 They then wait for something else, such as a free sequence of the engine's batch.
 """
 
+LONG_WAIT = 10
+"""Number of decode steps after which a prompt no longer waits for the end of the engine's step."""
+
+PART_OF_STEP = 0.25
+"""Share of the tokens of a step (0 to 1) up to which prompts surely fit into one step.
+
+The believed size of a step may be several times too large.
+"""
+
 
 class LoadReservation(QueuedPrompt):
     """The reserved load of one request at an endpoint, made by `reserve` or by `reserve_decode`.
@@ -285,8 +294,8 @@ def record_scrape(
     announced yet, or that ended while the metrics were being read, is not external. Only requests
     in excess at two scrapes in a row therefore count.
     """
-    if waiting and running and kv_usage is not None:
-        _learn_slots(load, running, kv_usage)
+    if waiting and running and kv_usage is not None and load.is_modelled:
+        _learn_slots(load, running, kv_usage, now)
     beyond = max(0, (running or 0) + (waiting or 0) - load.in_flight)
     if load.in_flight or beyond or load.unexplained_requests or kv_usage != load.kv_usage:
         load.mark_changed()
@@ -299,16 +308,34 @@ def record_scrape(
         load.timeline.on_scrape(load, kv_usage, now)
 
 
-def _learn_slots(load: EndpointLoad, running: int, kv_usage: float) -> None:
-    # Learn how many sequences the engine runs at a time, from prompts that wait although KV is
-    # free.
-    #
-    # They must have waited at the previous scrape as well, with as many running sequences, all of
-    # them decoding. A prompt may also wait for the end of a step or for the prompt before it.
+def _learn_slots(load: EndpointLoad, running: int, kv_usage: float, now: float) -> None:
+    # Learn how many sequences the engine runs at a time, from a prompt that waits although KV is
+    # free. As many sequences must have run at the previous scrape, when prompts waited as well.
     if running > load.slots or (
-        load.waiting and load.running == running and load.decoding >= running and kv_usage < FREE_KV
+        load.waiting
+        and load.running == running
+        and kv_usage < FREE_KV
+        and _is_slot_missing(load, running, now)
     ):
         load.slots = running
+
+
+def _is_slot_missing(load: EndpointLoad, running: int, now: float) -> bool:
+    # Return whether the oldest waiting prompt lacks a slot, and not only a place in the step.
+    #
+    # It has waited for longer than until the end of a step. Together with the running prompts
+    # without a first token, it is far from filling a step. With requests of other gateways the
+    # oldest waiting prompt is unknown.
+    prompts = [
+        prompt for prompt in load.reservations if not (prompt.is_decoding or prompt.awaits_kv)
+    ]
+    begun = max(0, running - load.decoding)
+    if begun >= len(prompts) or len(load.reservations) < load.in_flight:
+        return False
+    if now - prompts[begun].enters_at < LONG_WAIT * load.timeline.decode_s:
+        return False
+    tokens = sum(prompt.uncached_tokens for prompt in prompts[: begun + 1])
+    return tokens <= PART_OF_STEP * load.belief.budget_tokens
 
 
 def set_peer_load(load: EndpointLoad, source: bytes, share: PeerShare | None, now: float) -> bool:

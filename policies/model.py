@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
+from math import inf
 from random import Random
 
 import msgspec
@@ -63,6 +64,10 @@ class TokenPrice(msgspec.Struct, frozen=True):
         return (dollars + answer_tokens * self.answer) / 1e6
 
 
+SLOTS_LABEL = "max_num_seqs"
+"""Label of an endpoint that states this option of vLLM, or its equivalent in another engine."""
+
+
 class Endpoint(msgspec.Struct, frozen=True):
     """One engine instance (TP group) at one URL, as configured.
 
@@ -105,6 +110,15 @@ class Endpoint(msgspec.Struct, frozen=True):
     @property
     def key(self) -> tuple[str, str]:
         return endpoint_key(self.pool, self.url, self.rank)
+
+    @property
+    def stated_slots(self) -> float:
+        """Return how many sequences it runs at a time by its label max_num_seqs, which holds for
+        each rank; inf without that label.
+        """
+        stated = self.labels.get(SLOTS_LABEL)
+        ranks = self.layout.dp if self.rank is None else 1
+        return inf if stated is None else float(stated) * ranks
 
 
 def endpoint_key(pool: str, url: str, rank: int | None) -> tuple[str, str]:

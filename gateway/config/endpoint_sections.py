@@ -26,7 +26,7 @@ from gateway.config.values import (
     without_scheme,
 )
 from policies.engine_kinds import ENGINE_TRAITS
-from policies.model import EngineKind, Role
+from policies.model import SLOTS_LABEL, EngineKind, Role
 
 
 class LayoutSpec(Section):
@@ -85,8 +85,10 @@ class EndpointTraits(Section):
         {},
         "Free text by name, such as zone. Only endpoints with equal version and kv_dtype labels "
         "form prefill/decode pairs. From gpu (a100, h100, h200, b200, l40s), the endpoint's speed "
-        "is estimated before any measurement. Replays (`penstock plan`, `auto`) also read "
-        "max_num_seqs and max_num_batched_tokens, the engine's limits of a step.",
+        "is estimated before any measurement. From max_num_seqs, the number of sequences that the "
+        "engine (each of its ranks) runs at a time, the policy `priced` knows when a request would "
+        "wait for one; without it, it learns that number from waiting prompts. Replays (`penstock "
+        "plan`, `auto`) also read max_num_batched_tokens, the maximum number of tokens of a step.",
     )
     max_concurrency: Count = setting(
         24,
@@ -129,6 +131,14 @@ class EndpointTraits(Section):
     )
 
     _sendable_key = field_validator("api_key")(check_sendable)
+
+    @field_validator("labels")
+    @classmethod
+    def _states_a_number_of_slots(cls, labels: Mapping[Name, Label]) -> Mapping[Name, Label]:
+        stated = labels.get(SLOTS_LABEL, "1")
+        if not stated.isdecimal() or not int(stated):
+            raise ValueError(f"the label {SLOTS_LABEL} must be a positive number, not {stated!r}")
+        return labels
 
     @model_validator(mode="after")
     def _has_ranks_to_pin(self) -> EndpointTraits:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import count
+from math import inf
 from time import monotonic
 from urllib.parse import urlsplit
 
@@ -147,6 +148,8 @@ class LiveEndpoint:
         key = spec.api_key.reveal() if spec.api_key is not None else None
         self.endpoint = endpoint
         self.spec = spec
+        if endpoint.stated_slots < inf:
+            self.load.slots = endpoint.stated_slots
         self.key_header = {"Authorization": f"Bearer {key}"} if key else {}
         self.encryption = encryption
         self.upstream.reconfigure(key, timeouts, encryption, endpoint.rank)

@@ -17,13 +17,13 @@ from policies import admission_registry, registry
 from policies.admission.admission import Admission, WaitQueueLimits
 from policies.admission.fairness import FairShares
 from policies.contract import Policy
-from policies.model import Role, Slo
+from policies.model import SLOTS_LABEL, Role, Slo
 from policies.pricing.split import SplitRule
 from policies.sizing.gpus import GPUS
 from policies.sizing.model_shapes import MODELS
 
 GPU, MODEL = "h100", "llama-3.1-8b"
-LIMIT_LABELS = ("max_num_seqs", "max_num_batched_tokens")
+LIMIT_LABELS = (SLOTS_LABEL, "max_num_batched_tokens")
 """Labels of an endpoint that state these options of vLLM, or their equivalents."""
 
 
@@ -269,12 +269,16 @@ def _sizes(layout: _Layout, *, is_exact: bool) -> dict[str, int]:
 
 
 def _limits(labels: Mapping[str, str]) -> dict[str, int]:
-    # Return the limits of an engine's steps that the labels state. Raises PoolCaseError.
+    # Return the limits of an engine's steps that the labels state, and the number of sequences that
+    # the gateway knows from them. Raises PoolCaseError.
     stated = {name: labels[name] for name in LIMIT_LABELS if name in labels}
     for name, text in stated.items():
         if not text.isdecimal() or not int(text):
             raise PoolCaseError(f"the label {name} must be a positive number, not {text!r}")
-    return {name: int(text) for name, text in stated.items()}
+    limits = {name: int(text) for name, text in stated.items()}
+    if SLOTS_LABEL in limits:
+        limits["labelled_num_seqs"] = limits[SLOTS_LABEL]
+    return limits
 
 
 def _model(models: Sequence[_Model], taken: Assumptions, assumed: list[str]) -> tuple[str, bool]:

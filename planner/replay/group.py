@@ -88,6 +88,8 @@ class ReplayGroup:
         self.kv_token_bytes = kind.shape.kv_token_bytes
         self.load = EndpointLoad(slot, SpeedBelief(_prior(kind, len(clocks))))
         self.load.kv_tokens = self.capacity_tokens
+        if kind.labelled_num_seqs is not None:
+            self.load.slots = kind.labelled_num_seqs * len(clocks)
         endpoint = _endpoint(self.name, number, kind, has_caps, rank)
         self.candidate = Candidate(endpoint, self.load)
         self.is_alive = kind.up_at_s <= 0

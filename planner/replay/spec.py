@@ -54,6 +54,8 @@ class GroupKind(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                              true type
     labelled_batched_tokens  max_num_batched_tokens that the gateway is configured with for the
                              group; None: the true value
+    labelled_num_seqs        max_num_seqs that the gateway is configured with for the group; None:
+                             none, so that the gateway must learn it
     pp                       pipeline-parallel size of the group
     ep                       expert-parallel size
     dp                       data-parallel size
@@ -84,6 +86,7 @@ class GroupKind(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     profile: str = "2026"
     labelled_gpu: str = ""
     labelled_batched_tokens: int | None = None
+    labelled_num_seqs: int | None = None
     pp: int = 1
     ep: int = 1
     dp: int = 1
@@ -245,6 +248,8 @@ def _check(kind: GroupKind, block_tokens: int) -> None:
     gpu_named(kind.labelled_gpu or kind.gpu)
     if kind.labelled_batched_tokens is not None and kind.labelled_batched_tokens < 1:
         raise ValueError("labelled_batched_tokens must be positive")
+    if kind.labelled_num_seqs is not None and kind.labelled_num_seqs < 1:
+        raise ValueError("labelled_num_seqs must be positive")
     if kind.capacity_tokens < block_tokens:
         raise ValueError(
             f"the model {kind.model} on {kind.tp} x {kind.gpu} leaves no memory for KV"

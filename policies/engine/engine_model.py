@@ -197,10 +197,16 @@ class EngineModel:
             return False
         self.first_tokens_at = -inf
         if ended_at - self.span.anchor > calibration.LEARN_S:
-            calibration.learn(self.span, load, self.step_ends_at, ended_at)
+            self._learn(load, ended_at)
         if not (self.queue and self._plan(load, ended_at)):
-            calibration.learn(self.span, load, self.step_ends_at, ended_at)
+            self._learn(load, ended_at)
         return True
+
+    def _learn(self, load: EngineLoad, ended_at: float) -> None:
+        # Correct the learned speed. The forecast is stale then: it has the speed of before, while
+        # prices already divide by the corrected factor.
+        calibration.learn(self.span, load, self.step_ends_at, ended_at)
+        self.is_stale = True
 
     def complete_only_prompt(self, prompt: QueuedPrompt, now: float) -> None:
         """Complete the engine's only queued prompt without planning a step for it.

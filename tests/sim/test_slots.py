@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from random import Random
 
+import msgspec
 import pytest
 
 from planner.replay import FleetSpec, GroupKind, ReplayOptions, Traffic
@@ -12,6 +13,7 @@ from planner.traces.shape import TraceRequest
 from policies import registry
 
 GROUP = GroupKind(kv_tokens=600_000, max_num_seqs=32, count=2)
+SMALL = GroupKind("llama-3.1-8b", "a100", 1, max_num_seqs=64, count=2)
 
 
 def run(policy: str) -> tuple[Fleet, float]:
@@ -50,3 +52,27 @@ def test_priced_keeps_as_many_first_tokens_as_rules_that_count_requests(
     priced: tuple[Fleet, float],
 ) -> None:
     assert priced[1] >= max(run("least_loaded")[1], run("llmd_blend")[1]) - 0.02
+
+
+def run_load(kind: GroupKind, rate: float, answer: int, count: int) -> Fleet:
+    # Simulate short prompts with answers of `answer` tokens, at `rate` requests per second.
+    rng, at_s, arrivals = Random(5), 0.0, []
+    for _ in range(count):
+        at_s += rng.expovariate(rate)
+        arrivals.append(TraceRequest(at_s, rng.randint(40, 160), rng.randint(answer // 2, answer)))
+    options = ReplayOptions(seed=1, learns_lengths=True)
+    policy = registry.build("priced", {})
+    fleet = Fleet(FleetSpec("slots", (kind,)), Traffic(arrivals), policy, None, options)
+    fleet.run()
+    return fleet
+
+
+def test_short_answers_show_the_slots_although_prompts_are_always_in_a_step() -> None:
+    fleet = run_load(SMALL, 110.0, 120, 900)
+    assert {group.load.slots for group in fleet.groups} == {64}
+
+
+def test_the_gateway_knows_slots_that_a_label_states() -> None:
+    stated = msgspec.structs.replace(SMALL, labelled_num_seqs=64)
+    fleet = run_load(stated, 1.0, 50, 1)
+    assert {group.load.slots for group in fleet.groups} == {64}

@@ -250,6 +250,19 @@ def test_a_key_for_engines_of_the_command_line_is_never_in_the_text() -> None:
     assert "sk engine" not in str(caught.value)
 
 
+@pytest.mark.parametrize("stated", ["many", "0", "-1"])
+def test_a_label_that_states_no_number_of_sequences_is_rejected(
+    tmp_path: Path, stated: str
+) -> None:
+    file = tmp_path / "gateway.yaml"
+    file.write_text(
+        "version: 1\npools:\n  main:\n    endpoints:\n"
+        f"      - {{url: http://h:1, labels: {{max_num_seqs: '{stated}'}}}}\n"
+    )
+    with pytest.raises(ConfigError, match="the label max_num_seqs must be a positive number"):
+        load_config(file, {})
+
+
 def test_invalid_engine_urls_are_rejected_by_the_same_rules() -> None:
     with pytest.raises(ConfigError) as caught:
         config_from_engines(["gpu1:8000"], "prefix_awre", "127.0.0.1", 8080, 8080)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import inf
+
 import pytest
 
 from gateway.config import Config, config_from_engines
@@ -67,3 +69,14 @@ async def test_new_timeouts_apply_to_all_endpoints() -> None:
     table, _, _ = table_of(URLS)
     table.apply(table.plan(config_of(URLS, stall_s=1.5)))
     assert {live.upstream.timeouts.stall_s for live in table.all()} == {1.5}
+
+
+async def test_a_changed_label_states_the_slots_of_an_endpoint_that_stays() -> None:
+    table, _, _ = table_of(URLS)
+    config = config_of(URLS)
+    ((name, pool),) = config.pools.items()
+    changed = pool.endpoints[3].model_copy(update={"labels": {"max_num_seqs": "48"}})
+    endpoints = [*pool.endpoints[:3], changed, *pool.endpoints[4:]]
+    pools = {name: pool.model_copy(update={"endpoints": endpoints})}
+    table.apply(table.plan(config.model_copy(update={"pools": pools})))
+    assert [live.load.slots for live in table.all()] == [*3 * [inf], 48, *4 * [inf]]

@@ -260,5 +260,6 @@ pools:
     (kind,) = cases(config_in_text(text(stated)))["main"].fleet.groups
     assert (usual.max_num_seqs, usual.max_num_batched_tokens) == (256, 8192)
     assert (kind.max_num_seqs, kind.max_num_batched_tokens) == (128, 2048)
-    with pytest.raises(PoolCaseError, match="the label max_num_seqs must be a positive number"):
-        cases(config_in_text(text(", max_num_seqs: many")))
+    assert (usual.labelled_num_seqs, kind.labelled_num_seqs) == (None, 128)
+    with pytest.raises(PoolCaseError, match="the label max_num_batched_tokens must be a positive"):
+        cases(config_in_text(text(", max_num_batched_tokens: many")))

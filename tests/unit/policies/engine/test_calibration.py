@@ -6,9 +6,11 @@ from random import Random
 
 import pytest
 
+from policies import ledger
 from policies.engine import calibration
 from policies.engine.step_time import FILLS
 from policies.load import EndpointLoad
+from tests.unit.policies.builders import ask
 
 SPAN_S = 0.5
 
@@ -62,3 +64,18 @@ def test_spans_with_waits_count_less_than_others() -> None:
     observe(waiting, calibration.DELAYED_SPANS, 2.0, waits_s=0.0, tight=True)
     observe(free, 1, 2.0, waits_s=0.0, tight=False)
     assert 1.0 < full_pace(waiting) < full_pace(free)
+
+
+def test_a_speed_learnt_while_requests_arrive_is_in_the_forecast_for_the_next_one() -> None:
+    # Prices divide by the learnt factor, so a forecast with the speed of before makes a slow engine
+    # seem a fast one.
+    load = EndpointLoad(0)
+    first = ledger.reserve(load, ask(4000).request, 0, 100.0)
+    ledger.reserve(load, ask(8000).request, 0, 100.1)
+    first.on_first_token(103.0)
+    for at_s in (103.5, 103.51):
+        ledger.reserve(load, ask(4000).request, 0, at_s)
+    assert load.belief.speeds.prefill.factor > 1.0
+    seen_s = load.prefill_s_per_token
+    load.timeline.refresh_forecast(load, 103.51)
+    assert seen_s == pytest.approx(load.prefill_s_per_token, rel=1e-4)
