@@ -2,13 +2,15 @@
 
 source_tree.py copies it into that tree as setup.py, and lists the packages and modules that are
 optimized for size. SMALL_CFLAGS holds the compiler's flags for those, in addition to CFLAGS. The
-folder kvtransfer/ is a project of its own.
+folder kvtransfer/ is a project of its own. A wheel contains no sources of extension modules: they
+would never be imported.
 """
 
 import os
 from pathlib import Path
 
 from setuptools import Extension, setup
+from setuptools.command.build_py import build_py
 
 small = Path("small_packages.txt").read_text().splitlines()
 small_flags = os.environ.get("SMALL_CFLAGS", "").split()
@@ -19,7 +21,17 @@ def is_small(source):
     return not {source.with_suffix(".py").as_posix(), source.parent.as_posix()}.isdisjoint(small)
 
 
+class UncompiledModules(build_py):
+    """The modules of a wheel that are Python sources: those without a C file."""
+
+    def find_package_modules(self, package, package_dir):
+        """Return (package, module, path) of the uncompiled modules in a package's folder."""
+        found = super().find_package_modules(package, package_dir)
+        return [module for module in found if not Path(module[2]).with_suffix(".c").exists()]
+
+
 setup(
+    cmdclass={"build_py": UncompiledModules},
     ext_modules=[
         Extension(
             ".".join(source.with_suffix("").parts),
