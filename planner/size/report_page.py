@@ -14,11 +14,19 @@ import msgspec
 
 from planner.size.draft import FleetPlan
 from planner.size.pareto_front import BATCHES, FleetPoint, LadderStep, headline
+from planner.size.shape_choices import (
+    LoadChoice,
+    choices_for,
+    replica_counts,
+    shapes_of,
+    with_replicas,
+)
 from planner.size.show import plan_lines
 from planner.size.units import ms, usd
 from planner.size.workload import Promise
 
 TPOT_PROMISES_MS = (5, 10, 15, 20, 30, 40, 60, 100, 300)
+RATES = (0.5, 1, 2, 5, 10, 20, 50, 100)
 WIDTH, HEIGHT, MARGIN = 640, 320, 48
 # The animation shows one step this many times slower than it is.
 SLOWER = 40
@@ -35,7 +43,9 @@ th, td { padding: .2rem .6rem; text-align: right; border-bottom: 1px solid #8884
 .bar i { display: block; height: 100% }
 .weights { background: #2a78d6 } .kv { background: #1baf7a } .flops { background: #eda100 }
 .collectives { background: #d64545 } .other { background: #888 }
-.grey td { opacity: .5 } circle { fill: #2a78d6 } circle.best { fill: #1baf7a }
+.grey td, td.off { opacity: .5 } tr.good td, td.good { color: #12805a; font-weight: 600 }
+td[data-text] { cursor: pointer } td.chosen { outline: 3px solid #d64545 }
+circle { fill: #2a78d6 } circle.best { fill: #1baf7a }
 circle.no { fill: #888; opacity: .35 } circle.chosen { stroke: #d64545; stroke-width: 3 }
 .lane { position: relative; height: 12px; margin: 3px 0; background: #8882; overflow: hidden }
 .lane i { position: absolute; width: 12px; height: 12px; background: #2a78d6;
@@ -58,6 +68,12 @@ for (const point of document.querySelectorAll("circle")) point.addEventListener(
   point.classList.add("chosen");
   document.getElementById("chosen").textContent = point.querySelector("title").textContent;
 });
+const cells = document.querySelectorAll("td[data-text]");
+for (const cell of cells) cell.addEventListener("click", () => {
+  document.querySelectorAll("td.chosen").forEach((each) => each.classList.remove("chosen"));
+  cell.classList.add("chosen");
+  document.getElementById("chosen-shape").textContent = cell.dataset.text;
+});
 """
 
 
@@ -65,6 +81,7 @@ def size_page(
     plan: FleetPlan, points: Sequence[FleetPoint], ladders: Mapping[int, Sequence[LadderStep]]
 ) -> str:
     """Return the HTML page of a plan, all its layouts, and the TP ladders by batch."""
+    gpus = plan.hardware.gpus or plan.hardware.domain
     title = f"{escape(plan.model.name)} on {escape(plan.hardware.gpu.name)}"
     return "\n".join(
         (
@@ -75,6 +92,8 @@ def size_page(
             *_headlines(plan, points),
             *_ladders(ladders),
             *_tokens(ladders[BATCHES[0]]),
+            *_shapes(points, gpus),
+            *_loads(plan, points, gpus),
             *_front(points),
             "<h2>Why: gate by gate</h2>",
             f"<pre>{escape(chr(10).join(plan_lines(plan)))}</pre>",
@@ -156,6 +175,69 @@ def _tokens(steps: Sequence[LadderStep]) -> Iterator[str]:
         yield " to read the weights</p>"
         dot = f'<div class="lane"><i style="animation-duration:{seconds:.3f}s"></i></div>'
         yield dot * min(step.tp, MAX_LANES) + "</div>"
+
+
+def _shapes(points: Sequence[FleetPoint], gpus: int) -> Iterator[str]:
+    # Yield a table of requests/s by shape and number of replicas for each batch.
+    yield f"<h2>TP and replicas on {gpus} GPUs: requests/s; choose a cell</h2>"
+    yield _slider("shape", "Batch per replica", len(BATCHES), 0)
+    counts = replica_counts(gpus)
+    for index, batch in enumerate(BATCHES):
+        yield f'<div data-of="shape" data-at="{index}"><p>{batch} at a time per replica</p><table>'
+        yield "<tr><th>shape</th>" + "".join(f"<th>x {count}</th>" for count in counts) + "</tr>"
+        for batches in shapes_of(points):
+            point = batches[index]
+            yield f"<tr><td>{_shape_text(point)}</td>"
+            yield from (_cell_html(with_replicas(point, count, gpus)) for count in counts)
+            yield "</tr>"
+        yield "</table></div>"
+    yield '<p id="chosen-shape">Choose a cell.</p>'
+
+
+def _cell_html(point: FleetPoint) -> str:
+    kind = "off" if point.reason else "good" if point.is_best else ""
+    text = escape(_point_text(point))
+    return f'<td class="{kind}" data-text="{text}">{point.requests_s:.2f}</td>'
+
+
+def _loads(plan: FleetPlan, points: Sequence[FleetPoint], gpus: int) -> Iterator[str]:
+    # Yield the least fleet of every shape for each rate and promised time per token.
+    ttft_s = plan.work.ttft_s
+    beside = "" if ttft_s is None else f", with {ms(ttft_s)} to the first token"
+    yield f"<h2>Rate and latency: the least fleet of each shape{beside}</h2>"
+    yield _slider("rate", "Requests per second", len(RATES), 0)
+    yield _slider("latency", "Promised time per token", len(TPOT_PROMISES_MS) + 1, 5)
+    for row, rate in enumerate(RATES):
+        yield f'<div data-of="rate" data-at="{row}">'
+        for column, limit in enumerate((*TPOT_PROMISES_MS, None)):
+            promise = "any time per token" if limit is None else f"{limit} ms per token"
+            yield f'<div data-of="latency" data-at="{column}"><p>{rate:g} requests/s, {promise}</p>'
+            limit_s = None if limit is None else limit / 1e3
+            choices = list(choices_for(points, rate, limit_s, ttft_s, gpus))
+            yield from _choices_html(choices, plan.hardware.price_hour)
+            yield "</div>"
+        yield "</div>"
+
+
+def _choices_html(choices: Sequence[LoadChoice], price_hour: float) -> Iterator[str]:
+    heads = ("shape", "batch", "replicas", "GPUs", "$/hour", "per token", "TTFT", "")
+    yield "<table><tr>" + "".join(f"<th>{head}</th>" for head in heads) + "</tr>"
+    least = min((choice.gpus for choice in choices if not choice.reason), default=0)
+    for choice in choices:
+        point = choice.point
+        cells = ["-"] * 6
+        if point is not None:
+            cells = [str(point.batch), str(point.replicas), str(choice.gpus)]
+            cells += [usd(choice.gpus * price_hour), ms(point.tpot_s), ms(point.ttft_s)]
+        kind = "grey" if choice.reason else "good" if choice.gpus == least else ""
+        cells = [_shape_text(choice.shape), *cells, escape(choice.reason)]
+        yield f'<tr class="{kind}">' + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>"
+    yield "</table>"
+
+
+def _shape_text(point: FleetPoint) -> str:
+    stages = f" x PP {point.pp}" if point.pp > 1 else ""
+    return f"{escape(point.model)}, TP {point.tp}{stages}"
 
 
 def _front(points: Sequence[FleetPoint]) -> Iterator[str]:

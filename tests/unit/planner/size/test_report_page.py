@@ -54,6 +54,56 @@ def test_a_token_has_a_lane_for_each_gpu_at_the_speed_of_its_part(page: str) -> 
     assert durations[0] / durations[3] == pytest.approx(8.0, rel=0.01)
 
 
+def test_a_cell_has_the_requests_per_second_of_its_shape_and_replicas(page: str) -> None:
+    points = plain(*HARBOR, "--gpus", "16", "--front")["front"]
+    block = page.split("<p>16 at a time per replica</p>")[1].split("</table>")[0]
+    (row,) = re.findall(r"<tr><td>[^<]*-FP8, TP 4</td>(.*?)</tr>", block, re.S)
+    cells = re.findall(r'<td class="(\w*)" data-text="([^"]*)">([\d.]+)</td>', row)
+    (point,) = (
+        each
+        for each in points
+        if (each["tp"], each["pp"], each["batch"]) == (4, 1, 16) and "FP8" in each["model"]
+    )
+    rates = [float(rate) for _, _, rate in cells]
+    assert rates == pytest.approx(
+        [point["requests_s"] / 4 * count for count in (1, 2, 4, 8, 16)], abs=0.006
+    )
+    assert [kind for kind, _, _ in cells] == ["", "", "good", "off", "off"]
+    assert cells[2][1].startswith("4 x TP 4 x PP 1, batch 16")
+    assert cells[3][1].endswith("Not possible: needs 32 GPUs of 16")
+    assert "no request of" in block, "bf16 at TP 2 holds no request"
+
+
+def test_a_rate_and_a_promise_have_the_least_fleet_of_each_shape(page: str) -> None:
+    slow = _load_block(page, "2 requests/s, 40 ms per token")
+    rows = re.findall(r'<tr class="(\w*)"><td>([^<]*)</td>(.*?)</tr>', slow)
+    good = [(shape, _cells(rest)) for kind, shape, rest in rows if kind == "good"]
+    assert [shape.split("-")[-1] for shape, _ in good] == ["FP8, TP 2", "FP8, TP 4"]
+    # 8.7 requests per second on 4 x TP 4 at batch 16 (planner.md, row 50) are 2.2 on one.
+    assert [cells[:4] for _, cells in good] == [
+        ["8", "2", "4", "$10.00"],
+        ["16", "1", "4", "$10.00"],
+    ]
+    fast = _load_block(page, "2 requests/s, 5 ms per token")
+    assert "no batch keeps 5.0 ms per token and 1,200 ms to the first token" in fast
+    many = _load_block(page, "10 requests/s, 40 ms per token")
+    (own,) = (
+        _cells(rest)
+        for shape, rest in re.findall(r'<tr class="grey"><td>([^<]*)</td>(.*?)</tr>', many)
+        if shape.endswith("FP8, TP 4")
+    )
+    assert own[:3] == ["16", "5", "20"]
+    assert own[-1] == "needs 20 GPUs of 16"
+
+
+def _load_block(page: str, title: str) -> str:
+    return page.split(f"<p>{title}</p>")[1].split("</table>")[0]
+
+
+def _cells(row: str) -> list[str]:
+    return re.findall(r"<td>(.*?)</td>", row)
+
+
 def test_a_page_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     result = run(*HARBOR, "--report", str(tmp_path / "missing" / "page.html"))
     assert result.exit_code == 2
