@@ -11,6 +11,7 @@ TRIALS ?=
 TRACES ?=
 GOODPUT ?=
 ZOO    ?=
+IMAGES ?=
 SOAK   ?=
 CLIENTS ?=
 OVERLOAD ?=
@@ -33,7 +34,7 @@ PYTHONS ?=
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test style check unit e2e rdma clients kv-trials batch batch-virtual bench bench-kv bench-split bench-paired bench-scale bench-tls goodput zoo ranks observe real real-others compiled test-compiled check-compiled wheel test-wheel load policies gateways restarts attacks tls soak overload isolation events clocks planned web docs mutants lock deploy-check clean
+.PHONY: help demo test style check unit e2e rdma clients kv-trials batch batch-virtual images bench bench-kv bench-split bench-paired bench-scale bench-tls goodput zoo ranks observe real real-others compiled test-compiled check-compiled wheel test-wheel load policies gateways restarts attacks tls soak overload isolation events clocks planned web docs mutants lock deploy-check clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## /{printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -116,6 +117,9 @@ batch: $(VENV)/.dev ## measure batches beside live traffic, with kills of the ga
 
 batch-virtual: $(VENV)/.dev ## the same on virtual time, whatever the load of the machine (BATCH="--lines 2000 --places 32")
 	$(PY) -m bench.batch_virtual $(BATCH)
+
+images: $(VENV)/.dev ## measure how much requests with images of 3 MB slow text requests (7 minutes; IMAGES="--rounds 2")
+	$(PY) -m bench.images $(IMAGES)
 
 bench-scale: $(VENV)/.dev ## measure the growth with endpoints, idle connections and streams (SCALE="--parts stalls")
 	$(PY) bench/scale.py $(SCALE)

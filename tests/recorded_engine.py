@@ -15,6 +15,7 @@ PATHS: Mapping[str, str] = {
     "/api/version": "version",
     "/v1/models": "models",
     "/metrics": "metrics",
+    "/prometheus/metrics": "metrics",
     "/v1/chat/completions": "chat",
     "/v1/completions": "completion",
     "/v1/messages": "messages",

@@ -250,7 +250,9 @@ def parse() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "installed", type=Path, help="folder that contains what install.sh installed"
+        "installed",
+        type=lambda name: Path(name).resolve(),  # programs run in other folders
+        help="folder that contains what install.sh installed",
     )
     parser.add_argument(
         "--only",

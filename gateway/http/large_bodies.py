@@ -12,8 +12,8 @@ from io import BytesIO
 from time import monotonic, thread_time
 
 LARGE_BODY = 256 * 1024  # bytes from which on a body waits for its turn
-QUICK_S = 0.005  # CPU time up to which a body has no consequences for its client
-PAUSE_FACTOR = 200.0  # the pause after a slower body, as a multiple of its CPU time
+QUICK_S = 0.005  # CPU time up to which parsing a body has no consequences for its client
+PAUSE_FACTOR = 200.0  # the pause after a slower body, as a multiple of the CPU time of all of it
 MAX_PAUSE_S = 20.0
 MAX_CLIENTS = 4096
 JOINED_AT_ONCE = 512 * 1024  # bytes of a body's pieces, about a quarter of a millisecond
@@ -46,8 +46,9 @@ class LargeBodies:
     """Schedules the parsing of large request bodies.
 
     Every large body is parsed in a loop iteration of its own. A client whose body took long to
-    join and parse waits before its next large body, so that the bodies of one client take at most
-    half a percent of the event loop's time.
+    parse waits before its next large body, so that such bodies of one client take at most half a
+    percent of the event loop's time, their joins included. Ordinary images are parsed quickly, and
+    their joins are short steps that delay nothing else.
 
     _paused_until  end of each client's pause (monotonic seconds); no entry after a quick body
     _waiting       a lock per client, so that its bodies wait for the pause one after another
@@ -65,7 +66,7 @@ class LargeBodies:
 
         Only the body whose turn it is is joined, so that waiting bodies take no further memory and
         joins do not add up in one iteration. The caller must parse the body before it awaits
-        anything else: the CPU time until then and that of the join count for the client's pause.
+        anything else: the CPU time until then decides whether the client has a pause.
         """
         while True:
             may_parse = self._must_wait(client)
@@ -77,7 +78,7 @@ class LargeBodies:
                 if may_parse or not self._must_wait(client):
                     body, cpu_s = await join_pieces(pieces)
                     break
-        asyncio.get_running_loop().call_soon(self._note_cost, client, thread_time() - cpu_s)
+        asyncio.get_running_loop().call_soon(self._note_cost, client, thread_time(), cpu_s)
         return body
 
     def _must_wait(self, client: str) -> bool:
@@ -98,13 +99,13 @@ class LargeBodies:
         if not lock.locked() and self._waiting.get(client) is lock:
             del self._waiting[client]
 
-    def _note_cost(self, client: str, cpu_before_s: float) -> None:
-        # Pause the client if its body took longer than QUICK_S of CPU time to join and parse.
+    def _note_cost(self, client: str, parsed_from_s: float, join_s: float) -> None:
+        # Pause the client if its body took longer than QUICK_S of CPU time to parse.
         #
-        # `cpu_before_s` is the thread's CPU time before the body was parsed, less that of the join.
-        cpu_s = thread_time() - cpu_before_s
-        if cpu_s > QUICK_S:
+        # `parsed_from_s` is the thread's CPU time before that, `join_s` what the join took.
+        parse_s = thread_time() - parsed_from_s
+        if parse_s > QUICK_S:
             if len(self._paused_until) >= MAX_CLIENTS:
                 self._paused_until.clear()
-            pause_s = min(MAX_PAUSE_S, PAUSE_FACTOR * cpu_s)
+            pause_s = min(MAX_PAUSE_S, PAUSE_FACTOR * (join_s + parse_s))
             self._paused_until[client] = monotonic() + pause_s

@@ -13,14 +13,14 @@ from time import monotonic
 from gateway.exchange import Exchange
 from gateway.fleet.reservation import Reservation
 from gateway.http.client import Client
-from gateway.protocol.apis import CHAT, COMPLETIONS, Api
+from gateway.protocol.apis import CHAT, COMPLETIONS, EMBEDDINGS, Api
 from gateway.protocol.errors import response_not_found
 from gateway.protocol.event_relay import EventRelay
 from gateway.protocol.forwarded import all_values
 from gateway.protocol.multipart import form_type
 from gateway.protocol.openai import Call
 from gateway.protocol.relay import Relay, UpstreamError
-from gateway.protocol.rewrite import ModelNameRewriter
+from gateway.protocol.rewrite import ANY_NAME, ModelNameRewriter, versioned_name
 from gateway.protocol.service_class import HeaderFields
 from gateway.protocol.sessions import SESSION_HEADER
 from gateway.protocol.trace_context import propagated_headers
@@ -28,7 +28,8 @@ from gateway.protocol.upstream_error import MODEL_GONE
 from kvtransfer.dialects import known_members
 from policies.model import EngineKind
 
-TRTLLM = EngineKind.TRTLLM  # a local name: Enum attribute access is slow before Python 3.12
+# Local names: Enum attribute access is slow before Python 3.12.
+TRTLLM, OPENAI = EngineKind.TRTLLM, EngineKind.OPENAI
 # 4xx statuses about the gateway's key for the engine or the engine's queue, which the client cannot
 # fix.
 ENDPOINT_FAULTS = frozenset({401, 403, 407, 408, 429})
@@ -64,7 +65,7 @@ def prepare(
         response_headers(exchange, client, endpoint.name),
         on_first,
         client.is_http_1_0,
-        ModelNameRewriter(served, call.requested_model) if served != call.requested_model else None,
+        new_rewriter(endpoint.engine, call.api, served, call.requested_model),
         chunk_gaps=exchange.gaps,
         choice_count=call.request.choices,
         translator=None if exchange.new_translator is None else exchange.new_translator(),
@@ -73,6 +74,22 @@ def prepare(
         exchange, client.headers, len(body.body), endpoint.name
     )
     return head, body, relay
+
+
+def new_rewriter(
+    engine: EngineKind, api: Api, served: str, requested_model: str
+) -> ModelNameRewriter | None:
+    """Return what replaces the engine's model name in an answer; None if the names are equal.
+
+    Providers answer with other names than they are asked for: with a version, or of the model that
+    a name such as `latest` stands for. In answers of other APIs than chats, completions and
+    embeddings, a member `model` may belong to the content, such as the arguments of a tool.
+    """
+    if engine is OPENAI:
+        is_name = api is CHAT or api is COMPLETIONS or api is EMBEDDINGS
+        names = ANY_NAME if is_name else versioned_name(served)
+        return ModelNameRewriter(served, requested_model, names)
+    return ModelNameRewriter(served, requested_model) if served != requested_model else None
 
 
 def _prepare_special(
@@ -84,8 +101,9 @@ def _prepare_special(
     served: str,
 ) -> tuple[bytes, Call, Relay]:
     api, requested_model, name = body.api, body.requested_model, reservation.endpoint.name
+    engine = reservation.endpoint.engine
     headers, gaps = response_headers(exchange, client, name), exchange.gaps
-    rewriter = ModelNameRewriter(served, requested_model) if served != requested_model else None
+    rewriter = new_rewriter(engine, api, served, requested_model)
     is_http_1_0 = client.is_http_1_0
     if api.grammar is None:
         relay = Relay(headers, on_first, is_http_1_0, rewriter, chunk_gaps=gaps)

@@ -15,6 +15,16 @@ arrives.
 """
 _SEAM = 2  # bytes before a piece that may be the first part of an event's end
 _MAX_BLANKS = 64  # between a member's name and its value
+_MAX_NAME = 128  # characters of a name
+ANY_NAME = rb'"(?:[^"\\]|\\.){1,%d}"' % _MAX_NAME
+"""A pattern of all model names in JSON, with their quotes."""
+_VERSION = rb"(?:[-@:][\w.:@-]{1,32})?"
+_MAX_VERSION = 33
+
+
+def versioned_name(served: str) -> bytes:
+    """Return a pattern of a model name in JSON, with or without a version such as -2024-07-18."""
+    return re.escape(json.dumps(served, ensure_ascii=False).encode()[:-1]) + _VERSION + b'"'
 
 
 class ModelNameRewriter:
@@ -25,13 +35,22 @@ class ModelNameRewriter:
     is_mid_event  whether part of an event has been released, but not its end
     """
 
-    def __init__(self, served: str, requested_model: str) -> None:
+    def __init__(self, served: str, requested_model: str, names: bytes = b"") -> None:
+        """Initialize a rewriter of one answer.
+
+        served           the engine's name of the model
+        requested_model  the client's name
+        names            pattern of the names to replace, if the engine may answer with others
+                         than `served`
+        """
         old, new = (
             json.dumps(name, ensure_ascii=False).encode() for name in (served, requested_model)
         )
-        self._model = re.compile(rb'("model":[ \t\r\n]{0,%d})%b' % (_MAX_BLANKS, re.escape(old)))
+        pattern = rb'("model":[ \t\r\n]{0,%d})%b' % (_MAX_BLANKS, names or re.escape(old))
+        self._model = re.compile(pattern)
         self._replacement = lambda match: match[1] + new
-        self._longest_match = len(b'"model":') + _MAX_BLANKS + len(old)
+        longest = max(2 * _MAX_NAME + 2, len(old) + _MAX_VERSION) if names else len(old)
+        self._longest_match = len(b'"model":') + _MAX_BLANKS + longest
         self._pending = bytearray()
         self.is_mid_event = False
 

@@ -28,7 +28,6 @@ from gateway.protocol.json_members import bad_request, member_value
 from gateway.protocol.openai import Call
 from gateway.protocol.relay import Relay, UpstreamError
 from gateway.protocol.response_store import shows_store, store_request
-from gateway.protocol.rewrite import ModelNameRewriter
 from gateway.route import Gateway, ModelScope, Route, Snapshot
 
 PREVIOUS = "previous_response_id"
@@ -174,7 +173,7 @@ def _relay(gateway: Gateway, exchange: Exchange, client: Client, live: LiveEndpo
     rewriter = None
     if route is not None:
         served = route.resolve_name(live.endpoint)
-        rewriter = ModelNameRewriter(served, stored.model) if served != stored.model else None
+        rewriter = forward.new_rewriter(live.endpoint.engine, RESPONSES, served, stored.model)
     headers = forward.response_headers(exchange, client, stored.endpoint)
     grammar, errors = RESPONSES.grammar, RESPONSES.errors
     return EventRelay(headers, None, client.is_http_1_0, rewriter, None, grammar, errors)

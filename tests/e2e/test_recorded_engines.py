@@ -21,8 +21,12 @@ from tests.recorded_engine import RecordedEngine, recorded_engine
 SERVED = {
     "llamacpp": "tiny",
     "ollama": "llama3.2:latest",
+    "openai": "gpt-4o-mini",
+    "sglang": "acme/small-7b",
     "tgi": "acme/small-7b",
+    "tgi1": "acme/small-7b",
     "transformers": "tiny",
+    "trtllm": "small-7b",
 }
 MESSAGES: Any = [{"role": "user", "content": "why water"}]
 KEY = "provider-key"
@@ -58,9 +62,10 @@ def endpoint(gateway: GatewayProcess) -> Any:
         return json.loads(answer.read())["endpoints"][0]
 
 
-@pytest.mark.parametrize("kind", sorted(SERVED))
-def test_an_engine_of_each_kind_serves_chats_whole_and_streamed(tmp_path: Path, kind: str) -> None:
-    with recorded_engine(kind) as engine, served(tmp_path, engine, kind) as gateway:
+@pytest.mark.parametrize("name", sorted(SERVED))
+def test_an_engine_of_each_kind_serves_chats_whole_and_streamed(tmp_path: Path, name: str) -> None:
+    kind = name.removesuffix("1")  # tgi1 has answers of TGI 1.4
+    with recorded_engine(name) as engine, served(tmp_path, engine, kind) as gateway:
         whole = client(gateway).chat.completions.create(model="chat", messages=MESSAGES)
         assert whole.choices[0].message.content
         assert (whole.model, whole.usage is not None) == ("chat", True)
@@ -76,7 +81,7 @@ def test_an_engine_of_each_kind_serves_chats_whole_and_streamed(tmp_path: Path, 
         state = endpoint(gateway)
         assert (state["state"], state["cause"]) == ("up", None)
         sent = [json.loads(body) for path, body in engine.requests if len(body) > len("{}")]
-        assert {body["model"] for body in sent} == {SERVED[kind]}
+        assert {body["model"] for body in sent} == {SERVED[name]}
 
 
 @pytest.mark.parametrize("kind", ["ollama", "tgi"])
@@ -90,14 +95,15 @@ def test_what_an_engine_of_an_undeclared_kind_lacks_is_found_out_and_translated(
             gateway, "/v1/messages", {"model": "chat", "max_tokens": 8, "messages": MESSAGES}
         )
         assert (status, message["type"]) == (200, "message")
-        assert message["content"][0]["text"] == answer.output_text
+        texts = [block["text"] for block in message["content"] if block["type"] == "text"]
+        assert texts == [answer.output_text]
 
 
-def test_a_hundred_streams_without_an_end_mark_are_whole_and_eject_nothing(tmp_path: Path) -> None:
-    with (
-        recorded_engine("transformers") as engine,
-        served(tmp_path, engine, "transformers") as gateway,
-    ):
+@pytest.mark.parametrize(("name", "kind"), [("transformers", "transformers"), ("tgi1", "tgi")])
+def test_a_hundred_streams_without_an_end_mark_are_whole_and_eject_nothing(
+    tmp_path: Path, name: str, kind: str
+) -> None:
+    with recorded_engine(name) as engine, served(tmp_path, engine, kind) as gateway:
         chat = client(gateway).chat.completions
         for _ in range(100):
             chunks = list(chat.create(model="chat", messages=MESSAGES, stream=True))
@@ -106,7 +112,10 @@ def test_a_hundred_streams_without_an_end_mark_are_whole_and_eject_nothing(tmp_p
     assert (state["state"], state["cause"]) == ("up", None)
 
 
-@pytest.mark.parametrize(("kind", "load"), [("llamacpp", (0, 0)), ("tgi", (3, 2))])
+@pytest.mark.parametrize(
+    ("kind", "load"),
+    [("llamacpp", (0, 0)), ("tgi", (3, 2)), ("sglang", (3, 2)), ("trtllm", (3, 2))],
+)
 def test_an_engines_own_metrics_show_its_load(
     tmp_path: Path, kind: str, load: tuple[int, int]
 ) -> None:
@@ -173,6 +182,24 @@ def test_a_provider_is_reached_under_its_path_with_its_key_and_model_name(tmp_pa
         assert answer.model == "chat"
         paths = {path for path, _ in engine.requests}
     assert paths <= {"/api/v1/models", "/api/v1/chat/completions", "/api/openapi.json"}
+
+
+@pytest.mark.parametrize("alias", ["chat", "gpt-4o-mini"])
+def test_an_answer_has_the_requested_name_where_a_provider_adds_a_version(
+    tmp_path: Path, alias: str
+) -> None:
+    with recorded_engine("openai") as engine:
+        config = (
+            f"models: [{{name: '{alias}', pool: main, served_model: gpt-4o-mini}}]\n"
+            f"pools: {{main: {{endpoints: [{{url: '{engine.url}', engine: openai}}]}}}}\n"
+        )
+        with gateway_process(tmp_path, config) as gateway:
+            sdk = client(gateway)
+            whole = sdk.chat.completions.create(model=alias, messages=MESSAGES)
+            chunks = sdk.chat.completions.create(model=alias, messages=MESSAGES, stream=True)
+            names = {whole.model, *(chunk.model for chunk in chunks)}
+            names.add(sdk.responses.create(model=alias, input="why water").model)
+    assert names == {alias}
 
 
 def test_what_a_provider_charges_is_counted_by_model_and_class(tmp_path: Path) -> None:

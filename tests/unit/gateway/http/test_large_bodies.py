@@ -131,10 +131,20 @@ async def test_bodies_that_wait_for_their_turn_are_not_joined(cpu_s: list[float]
 
 
 async def test_the_time_of_the_join_counts_for_the_pause(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Every look at the clock finds that nearly as much time has passed as has no consequences.
+    # Every look at the clock finds that a little more has passed than has no consequences.
+    ticks, each_s = count(), 1.1 * QUICK_S
+    monkeypatch.setattr(large_bodies, "thread_time", lambda: each_s * next(ticks))
+    bodies = LargeBodies()
+    began = monotonic()
+    await bodies.join_in_turn("slow", [b"a" * JOINED_AT_ONCE for _ in range(4)])
+    await asyncio.sleep(0)
+    assert bodies._paused_until["slow"] - began >= PAUSE_FACTOR * 5 * each_s
+
+
+async def test_a_long_join_in_short_steps_causes_no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
     ticks = count()
     monkeypatch.setattr(large_bodies, "thread_time", lambda: 0.9 * QUICK_S * next(ticks))
     bodies = LargeBodies()
-    await bodies.join_in_turn("slow", [b"a" * JOINED_AT_ONCE for _ in range(4)])
+    await bodies.join_in_turn("image", [b"a" * JOINED_AT_ONCE for _ in range(4)])
     await asyncio.sleep(0)
-    assert "slow" in bodies._paused_until
+    assert "image" not in bodies._paused_until

@@ -143,12 +143,13 @@ def test_the_same_image_after_another_answer_keeps_its_blocks() -> None:
 
 def test_lists_without_an_end_are_scanned_in_linear_time() -> None:
     blob = b'"x":["' + b"A" * 5000 + b'","'
-    assert replace_media(b"[{" + blob * 200)[1].parts == 200
+    listed = b"[{" + blob * 200
+    assert replace_media(listed, 0, len(listed))[1].parts == 200
 
 
 def test_a_prompt_of_only_keys_and_blobs_is_scanned_in_linear_time() -> None:
     messages = b'[{"x":"' + b"A" * 5000 + b'"},' + b'{"data":"' * 100_000 + b"]"
-    assert replace_media(messages)[1].parts == 1
+    assert replace_media(messages, 0, len(messages))[1].parts == 1
 
 
 def test_estimates_follow_the_counts_of_engines_for_similar_prompts() -> None:

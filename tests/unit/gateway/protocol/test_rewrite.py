@@ -23,9 +23,11 @@ from gateway.protocol.long_event import (
 from gateway.protocol.relay import UpstreamError
 from gateway.protocol.resume_terms import ContinuationTerms
 from gateway.protocol.rewrite import (
+    ANY_NAME,
     MAX_HELD_EVENT,
     CachedTokensRewriter,
     ModelNameRewriter,
+    versioned_name,
     whole_events_length,
 )
 from gateway.protocol.token_ledger import Ledger, LedgerRecorder
@@ -37,6 +39,8 @@ PARTS = st.lists(
             b'{"model":"served"',
             b'"model": \n "served"',
             b'"model":"other"',
+            b'"model":"served-2024-07-18"',
+            b'"model":"an \\"other\\" name"',
             b'"cached_tokens": 17',
             b'"cached_tokens":4',
             b"5",
@@ -69,6 +73,31 @@ def test_a_response_is_rewritten_the_same_however_it_is_cut(
     corrector = CachedTokensRewriter("served", "mine")
     corrector.cached_tokens = 999
     assert in_pieces(corrector, text, cuts, sse=sse) == counted
+    renamer = ModelNameRewriter("served", "mine", versioned_name("served"))
+    dated = named.replace(b'"served-2024-07-18"', b'"mine"')
+    assert in_pieces(renamer, text, cuts, sse=sse) == dated
+    renamer = ModelNameRewriter("served", "mine", ANY_NAME)
+    every = re.sub(rb'("model":\s*)"(?:[^"\\]|\\.)+"', rb'\1"mine"', text)
+    assert in_pieces(renamer, text, cuts, sse=sse) == every
+
+
+@pytest.mark.parametrize(
+    ("name", "is_same"),
+    [
+        ("gpt-4o-mini", True),
+        ("gpt-4o-mini-2024-07-18", True),
+        ("gpt-4o-mini@20240718", True),
+        ("gpt-4o", False),
+        ("gpt-4o-miniature", False),
+    ],
+)
+def test_a_name_with_a_version_is_replaced_and_another_name_is_not(
+    name: str, is_same: bool
+) -> None:
+    renamer = ModelNameRewriter("gpt-4o-mini", "mine", versioned_name("gpt-4o-mini"))
+    text = b'{"model": "%b"}' % name.encode()
+    found = renamer.feed(text, is_sse=False, is_complete=True)
+    assert found == (b'{"model": "mine"}' if is_same else text)
 
 
 @pytest.mark.parametrize("sse", [False, True])
