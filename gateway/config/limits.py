@@ -48,9 +48,9 @@ class Limits(Section):
         "allows about 180 KiB per round trip.",
     )
     receive_buffer: Size = setting(
-        "512KiB",
+        "256KiB",
         "Kernel memory per client connection for bytes that the gateway has not read yet. It also "
-        "limits the speed of uploads: the default allows about 360 KiB per round trip. Linux "
+        "limits the speed of uploads: the default allows about 180 KiB per round trip. Linux "
         "uses at most twice net.core.rmem_max.",
     )
     body_chunks: Count = setting(

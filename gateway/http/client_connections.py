@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 SHARES = 4
 
 # Unread bytes that a connection may hold in any case: one read, and what the kernel buffers.
-MIN_SHARE = 1024 * 1024
+MIN_SHARE = 512 * 1024
 
 
 SWEPT_AT_ONCE = 512
