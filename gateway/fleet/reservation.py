@@ -30,8 +30,9 @@ class DropSink(Protocol):
 
 
 class EvidenceSink(Protocol):
-    """The receiver of evidence about an endpoint's health and speed; the endpoint table implements
-    it.
+    """What a reservation tells about its endpoint's health and speed, as an interface.
+
+    The endpoint table implements it.
     """
 
     @property

@@ -62,7 +62,7 @@ from kvtransfer.util.options import AgentOptions
 
 
 class TransferSource:
-    """The KV offers of one agent, numbered by the caller; `key` is the fleet's shared secret."""
+    """The KV offers of one agent. The caller numbers them; `key` is the fleet's shared secret."""
 
     def __init__(
         self,

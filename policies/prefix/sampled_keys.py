@@ -42,7 +42,7 @@ def sample_keys(chain: Keys) -> Keys:
 
 
 SAMPLE_LENGTHS = sample_keys(array("Q", range(1, MAX_BLOCKS + 1))).tolist()
-"""The length in blocks of the prefix that each sampled key stands for."""
+"""Length of a prefix, in blocks, by the number of its sampled key. Lengths ascend."""
 
 
 def pack(keys: Keys) -> bytes:

@@ -49,46 +49,49 @@ _SPEEDS, _SLOTS = attrgetter("load.belief.speeds"), attrgetter("load.slots")
 
 
 class PricedPolicy(PolicyParams, frozen=True):
-    """A policy that picks the endpoint with the least expected loss for this and all other
-    requests.
+    """A policy that picks the endpoint where a request causes the least expected loss, to itself
+    and to all other requests.
 
-    All losses have one unit, one request that uses up exactly its budget. Every delay is a share of
-    a budget; its loss is the share cubed, so small delays are nearly free, up to `late` budgets.
-    From there it grows only by `overdue` per budget: a request that is lost in any case should not
-    displace others. The price of an endpoint is the sum of
+    The unit of all losses is one request that uses up exactly its budget. A delay of x budgets is a
+    loss of x cubed, so that small delays are nearly free. From `late` budgets on, a loss grows only
+    by `overdue` per budget: a request that misses its budget in any case must not displace others.
 
-        ttft    loss of this request's own first token: its queue, or the wait for KV or a slot
-                where that is longer, plus prefill, over the rest of its TTFT budget. A request
-                that only decodes here queues as well: its KV waits behind the prompts that are
-                there. A first token that is overdue is expected to take as long again
-        tpot    tpot_weight x loss of its own decoding: expected step time over its TPOT budget. The
-                time that others' prefills take of it counts `lumps` times: it comes in lumps, which
-                a short answer cannot average out
-        others  others_weight x the increase in loss, by its prefill and its sequence, of each
-                answer that runs or waits there. The delays that an answer has had, the queue in
-                front and this prefill are spread over its length, which is not known: the loss is
-                the mean over the lengths that the answer may still have by its age
-                (running_answers.py). Prompts that wait for KV delay no answer, and a request that
-                only prefills here has one token, so nothing to lose after it
-        work    work_weight x prefill over the TTFT budget: engine time that is lost to others; plus
-                regret_weight x the endpoint's eviction regret: cache that is evicted, also by KV
-                that was computed elsewhere
-        kv      kv_weight x the other requests that will lack KV or a slot for a sequence. A full
-                engine loses about one other request for each that it takes, and whether it will
-                be full grows with the cube of the share in use: so that cube x the KV that this
-                request adds, in units of an equal part for each answer; for slots the share to
-                the power of 4. Shared prefixes count once; of the tokens that answers are
-                expected to have, half
+    The price of an endpoint is the sum of five terms:
 
-    equal_speed_factor
-             endpoints whose learned speeds differ from the median by less than this factor, within
-             their uncertainty, are treated as equal
-    fresh_s  maximum age of a scrape in seconds; own reservations come first, a scrape only adds
-             external requests
+        ttft    Loss by the wait for this request's first token. The wait is the queue (or the time
+                until KV or a slot is free, if that is longer) plus the prefill, as a share of what
+                is left of the TTFT budget. A request that only decodes here queues as well, because
+                its KV waits behind the prompts. If the first token is overdue already, it is
+                expected to take as long again.
+        tpot    tpot_weight x loss by this request's decoding: the expected step time as a share of
+                the TPOT budget. The part of it that other prompts' prefills take counts `lumps`
+                times, since it comes in a few long pauses, which a short answer cannot average out.
+        others  others_weight x the additional loss of the answers that run or wait there, from this
+                request's prefill and from its place in each decode step. An answer's delays so far,
+                the queue before this request and this prefill are divided by the answer's length.
+                That length is unknown: the loss is a mean over the lengths that are still possible
+                at the answer's age (running_answers.py). Prompts that wait for KV delay no answer.
+                A request that only prefills here has one token, and nothing to lose after it.
+        work    work_weight x the prefill as a share of the TTFT budget, because other requests lose
+                that engine time, plus regret_weight x the regret for evicted cache: the prefill
+                that later requests must repeat. KV that was computed elsewhere evicts cache too.
+        kv      kv_weight x the expected number of other requests that will lack KV or a slot. A
+                full engine loses about one request for each that it takes, and the probability that
+                it will be full is taken as the cube of the used share of KV. So for KV the number
+                is that cube x this request's KV, in units of one answer's equal part; for slots it
+                is the used share to the power of 4. Shared prefixes count once, and of the tokens
+                that answers are expected to generate, half.
 
-    Related work: opportunity costs of online routing (Awerbuch, Azar, Plotkin 1993); Mooncake's
-    TTFT and LMetric's product are first-order cases; the cap is what JITServe's density does for
-    deadlines that cannot be met.
+    Other parameters:
+
+    equal_speed_factor  Endpoints count as equally fast if their learned speeds differ from the
+                        median by less than this factor, within the uncertainty of the speeds.
+    fresh_s             Maximum age of a scrape of the engine's metrics, in seconds. The load is
+                        what this gateway has reserved; a scrape only adds requests from elsewhere.
+
+    Related work: opportunity costs in online routing (Awerbuch, Azar, Plotkin 1993). Mooncake's
+    TTFT and LMetric's product are first-order cases. JITServe's density treats deadlines that
+    cannot be met as `late` and `overdue` do.
     """
 
     late: Factor = 1.35

@@ -54,6 +54,7 @@ ROOMS = (
     "tools",
     "bench",
 )
+# Options in documents that belong to other programs, not to `penstock`.
 NOT_COMMANDS = {
     "--all",  # of --all2all-backend
     "--enable-eplb",
