@@ -13,7 +13,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = MappingProxyType(
             "Start the gateway with mock TP groups on this machine, and show what to try.",
         ),
         "serve": (
-            "gateway.cli.main:serve",
+            "gateway.cli.serve:serve",
             "Run the gateway for the engines in a configuration file, or "
             "for those given with --engine.",
         ),
@@ -49,7 +49,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = MappingProxyType(
             "Show whether recorded requests still have the shapes that a pool was sized for.",
         ),
         "check": (
-            "gateway.cli.main:check",
+            "gateway.cli.check:check",
             "Check a configuration file and print every problem with its line and column.",
         ),
         "migrate": (
@@ -57,7 +57,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = MappingProxyType(
             "Convert another router's command line or configuration file to a gateway.yaml.",
         ),
         "status": (
-            "gateway.cli.config_commands:status",
+            "gateway.cli.status:status",
             "Show a running gateway's configuration version, its last error, and its endpoints.",
         ),
         "reload": (
@@ -70,7 +70,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = MappingProxyType(
             "gateway, without applying it.",
         ),
         "plan": (
-            "gateway.cli.main:plan",
+            "gateway.cli.plan:plan",
             "Compare a new configuration with the running one on the recent access log.",
         ),
         "rollback": (

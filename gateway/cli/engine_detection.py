@@ -10,7 +10,7 @@ from types import MappingProxyType
 from gateway.cli.doctor.engine import engine_kind_of
 from gateway.cli.doctor.probe import METRICS_PATHS, EngineConnection, ProbeResponse
 from gateway.config import EndpointSpec, LoadedConfig
-from gateway.http.tls_clients import ClientContexts
+from gateway.http.outgoing_tls import ClientContexts
 from policies.model import EngineKind
 
 TIMEOUT_S = 2.0

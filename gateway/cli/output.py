@@ -12,6 +12,11 @@ from command_line import Option, UsageError, styled, write_line
 
 DEFAULT_ADMIN_URL = "http://127.0.0.1:8081"
 JsonOption = Annotated[bool, Option("--json", help="Print the result as JSON.")]
+POLICY_HELP = "Routing policy: prefix_aware, priced, or any other name in docs/policies.md."
+PolicyOption = Annotated[str | None, Option("--policy", help=POLICY_HELP)]
+AdminPortOption = Annotated[
+    int | None, Option("--admin-port", min=0, max=65535, help="Port of the admin server.")
+]
 EngineKeyOption = Annotated[
     str | None,
     Option(

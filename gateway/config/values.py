@@ -6,7 +6,6 @@ Defaults are written as an operator writes them ("30s", "32MiB"), and the same p
 from __future__ import annotations
 
 import re
-from ipaddress import ip_network
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
@@ -23,6 +22,7 @@ from pydantic import (
 
 from gateway.config.yaml_source import number_if_substituted
 from gateway.util import units
+from gateway.util.networks import normalize_network
 
 MIN_INTERVAL_S = 0.01
 AUTO: Literal["auto"] = "auto"
@@ -201,21 +201,6 @@ def _redis_url(url: str) -> str:
     return f"{parts.scheme}://{_resolvable(parts.hostname)}:{port or 6379}/{database or 0}"
 
 
-def _cidr(text: str) -> str:
-    # Normalize a network in CIDR notation. Raises ValueError, also for a host's address.
-    try:
-        return str(ip_network(text))
-    except ValueError:
-        pass
-    try:
-        network = ip_network(text, strict=False)
-    except ValueError:
-        raise ValueError(
-            "a network must be written in CIDR form, as in 10.0.0.0/8 or 2001:db8::/32"
-        ) from None
-    raise ValueError(f"has address bits beyond its prefix length; its network is {network}")
-
-
 Duration = Annotated[
     float,
     BeforeValidator(_from_duration),
@@ -286,7 +271,7 @@ Label = Annotated[str, StringConstraints(max_length=200)]
 Origin = Annotated[
     str, StringConstraints(pattern=r"^[!-~]+$", max_length=300), AfterValidator(_origin)
 ]
-Cidr = Annotated[str, StringConstraints(max_length=64), AfterValidator(_cidr)]
+Cidr = Annotated[str, StringConstraints(max_length=64), AfterValidator(normalize_network)]
 Bootstrap = Annotated[str, StringConstraints(max_length=300), AfterValidator(_host_and_port)]
 
 

@@ -18,7 +18,7 @@ import msgspec
 
 from gateway.config import Config, EndpointSpec, Model, salt_member
 from gateway.fleet.model_names import engine_name
-from gateway.http.tls_clients import ClientContexts
+from gateway.http.outgoing_tls import ClientContexts
 from gateway.http.upstream import ConnectionPool, UpstreamTimeouts
 from gateway.http.write_queue import WriteQueue
 from gateway.util.tls import Encryption

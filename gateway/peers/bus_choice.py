@@ -6,7 +6,7 @@ from pathlib import Path
 from random import Random
 
 from gateway.config.peer_sections import Shared
-from gateway.http.tls_clients import redis_settings
+from gateway.http.outgoing_tls import redis_settings
 from gateway.peers.bus import Bus, DropCounter
 from gateway.peers.local_bus import LocalBus
 

@@ -21,7 +21,7 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 
-from gateway.http.tls_clients import redis_options
+from gateway.http.outgoing_tls import redis_options
 from gateway.peers.bus import BROADCAST, Backlog, BusState, DropCounter, FrameHandler
 from gateway.peers.redis_error import describe_redis_error
 from gateway.util.tls import ClientSettings

@@ -32,6 +32,24 @@ class Networks:
         return parsed is not None and any(parsed in network for network in self._networks)
 
 
+def normalize_network(text: str) -> str:
+    """Return a network in CIDR notation in its usual form.
+
+    Raises ValueError if it is none, or if it has address bits beyond its prefix length.
+    """
+    try:
+        return str(ip_network(text))
+    except ValueError:
+        pass
+    try:
+        network = ip_network(text, strict=False)
+    except ValueError:
+        raise ValueError(
+            "a network must be written in CIDR form, as in 10.0.0.0/8 or 2001:db8::/32"
+        ) from None
+    raise ValueError(f"has address bits beyond its prefix length; its network is {network}")
+
+
 def parse_address(text: str) -> IPv4Address | IPv6Address | None:
     """Return `text` as an IP address, or None if it is none.
 

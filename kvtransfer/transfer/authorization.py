@@ -13,9 +13,9 @@ import numpy as np
 from kvtransfer.layout.memory_regions import Region
 from kvtransfer.protocol.messages import AgentCard
 from kvtransfer.protocol.outcomes import EndReason
+from kvtransfer.protocol.spent_tickets import SpentTickets
 from kvtransfer.protocol.ticket import (
     AHEAD,
-    SpentTickets,
     Ticket,
     TicketRefusal,
     TicketRefused,

@@ -30,7 +30,7 @@ ALLOWED_FOLDERS = {
 # The command line collects the commands of other folders inside functions, so that serving never
 # loads them.
 LAZY_IMPORTS = {
-    "gateway.cli.main": {"mockgpu", "planner"},
+    "gateway.cli.plan": {"planner"},
     "gateway.cli.config_commands": {"planner"},
     "gateway.cli.doctor.command": {"planner"},
 }

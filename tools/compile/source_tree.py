@@ -53,7 +53,7 @@ OFF_PATH = (
     *_modules("gateway/fleet/kv_events", "addresses event_metrics prompt_learner service"),
     *_modules("gateway/fleet/kv_events", "subscription tokenization"),
     *_modules("gateway/http", "aiohttp_connection client connect_errors head_errors health_api"),
-    *_modules("gateway/http", "listener_sockets models_api tls_clients tls_listener"),
+    *_modules("gateway/http", "listener_sockets models_api outgoing_tls tls_listener"),
     *_modules("gateway/metrics", "auto_metrics catalogue drift_metrics labels mirror_metrics"),
     *_modules("gateway/metrics", "process_metrics trial_metrics"),
     *_modules("gateway/protocol", "apis error_shapes errors http2_refusal image_size lax_numbers"),

@@ -54,7 +54,7 @@ from gateway.config import (
 )
 from gateway.fleet.endpoint_registry import to_endpoint
 from gateway.fleet.model_names import engine_name, explicit_models
-from gateway.http.tls_clients import ClientContexts
+from gateway.http.outgoing_tls import ClientContexts
 from kvtransfer.dialects import standalone_members
 from policies.engine_kinds import ENGINE_TRAITS
 

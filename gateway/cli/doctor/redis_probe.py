@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from gateway.cli.doctor.findings import CheckFinding, fail_finding, pass_finding
 from gateway.config import Config
-from gateway.http.tls_clients import redis_options, redis_settings
+from gateway.http.outgoing_tls import redis_options, redis_settings
 
 CHECK = "Redis"
 TIMEOUT_S = 3.0

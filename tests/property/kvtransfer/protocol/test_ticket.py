@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtransfer.protocol.ticket import SpentTickets, Ticket, TicketRefused, check, mint
+from kvtransfer.protocol.spent_tickets import SpentTickets
+from kvtransfer.protocol.ticket import Ticket, TicketRefused, check, mint
 
 KEY, EPOCH = b"k" * 32, b"e" * 16
 nonces = st.binary(min_size=16, max_size=16)

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
+from kvtransfer.protocol.spent_tickets import SpentTickets
 from kvtransfer.protocol.ticket import (
     MAX_CHARS,
-    SpentTickets,
     Ticket,
     TicketRefusal,
     TicketRefused,

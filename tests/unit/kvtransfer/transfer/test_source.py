@@ -20,7 +20,8 @@ from kvtransfer.protocol.messages import (
     pack_blocks,
 )
 from kvtransfer.protocol.outcomes import RETRIABLE, EndReason
-from kvtransfer.protocol.ticket import SpentTickets, check, mint_ahead
+from kvtransfer.protocol.spent_tickets import SpentTickets
+from kvtransfer.protocol.ticket import check, mint_ahead
 from kvtransfer.transfer.commands import Command, ComputePlan, ResolveHandle, SendMessage
 from kvtransfer.transfer.send_queue import OfferSpec
 from kvtransfer.transfer.source import TransferSource
