@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from msgspec.structs import replace
 
+from gateway.protocol.errors import GatewayError
 from policies.model import Candidate, Pick, RoutingQuery
 
 if TYPE_CHECKING:
@@ -17,7 +18,6 @@ if TYPE_CHECKING:
     from gateway.fleet.reservation import Reservation
     from gateway.metrics.metric_types import Histogram
     from gateway.protocol.apis import Api
-    from gateway.protocol.errors import GatewayError
     from gateway.protocol.openai import Call
     from gateway.protocol.relay import Relay, UpstreamError
     from gateway.protocol.response_ids import ResponseIds
@@ -276,9 +276,15 @@ class Exchange:
     def take_memory(self, gate: AdmissionController, body_bytes: int) -> None:
         """Reserve memory for a body of `body_bytes` bytes, minus what was reserved for it before.
 
-        Raises GatewayError if the memory for bodies is used up.
+        Raises GatewayError if the memory for bodies is used up. What was reserved for this body is
+        released then, so that of several bodies which grow at the same time no more are refused
+        than necessary.
         """
-        self.body_bytes += gate.reserve_body(body_bytes - self.body_bytes)
+        try:
+            self.body_bytes += gate.reserve_body(body_bytes - self.body_bytes)
+        except GatewayError:
+            self.release_memory()
+            raise
         self.memory_gate = gate
 
     def release_memory(self) -> None:

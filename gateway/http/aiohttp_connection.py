@@ -558,6 +558,7 @@ class AiohttpConnection(ClientConnection, RequestHandler):
         if body is not None and body.exception() is None:
             body.read_nowait()
         self._unread, self._offset, self._head_bytes, self._parser = b"", 0, 0, None
+        self._kernel_bytes = 0  # a closing connection reads and discards what the kernel has
         if self._unread_counted:
             self._unread_counted = 0
             self._connections.set_unread(self, 0, self._limits.unread_budget)

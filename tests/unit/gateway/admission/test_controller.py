@@ -415,6 +415,19 @@ async def test_a_fallback_into_a_full_queue_evicts_no_request() -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
+def test_a_refused_body_releases_its_memory_before_another_one_grows() -> None:
+    controller = gate(limits={"body": "60B", "body_budget": "100B"})
+    refused, other = (Exchange("r", apis.CHAT, "127.0.0.1", 0.0) for _ in range(2))
+    refused.take_memory(controller, 50)
+    other.take_memory(controller, 50)
+    with pytest.raises(GatewayError):
+        refused.take_memory(controller, 60)
+    other.take_memory(controller, 60)
+    assert controller.body_bytes == 60
+    refused.release_memory()
+    assert (controller.body_bytes, refused.body_bytes) == (60, 50)
+
+
 def test_the_memory_of_a_body_is_released_at_the_first_token() -> None:
     controller = gate(limits={"body": "60B", "body_budget": "100B"})
     x = Exchange("r", apis.CHAT, "127.0.0.1", 0.0)
