@@ -234,11 +234,11 @@ class Proxy:
                 far = socket.create_connection((host, int(port)))
                 self._sockets += [near, far]
                 for one, other in ((near, far), (far, near)):
-                    self._threads.append(
-                        threading.Thread(target=self._carry, args=(one, other), name="proxy")
+                    carrier = threading.Thread(
+                        target=self._carry, args=(one, other), name="proxy", daemon=True
                     )
-                    self._threads[-1].daemon = True
-                    self._threads[-1].start()
+                    carrier.start()  # before `close` can find it, which joins it
+                    self._threads.append(carrier)
 
     def _carry(self, one: socket.socket, other: socket.socket) -> None:
         with contextlib.suppress(OSError):
