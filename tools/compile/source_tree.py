@@ -206,9 +206,12 @@ def tree_digest() -> str:
 
 def _project_files() -> Iterator[Path]:
     # Yield the files that a tree is copied from, without what earlier builds have left among them.
+    #
+    # In __pycache__, files appear and vanish while other processes import modules.
     for folder in SOURCE_FOLDERS:
         for path in (ROOT / folder).rglob("*"):
-            is_output = path.suffix in (".pyc", ".so", ".o") or "egg-info" in str(path.parent)
+            is_output = path.suffix in (".so", ".o") or "egg-info" in str(path.parent)
+            is_output |= path.parent.name == "__pycache__"
             if path.is_file() and not is_output:
                 yield path
     yield from (ROOT / name for name in PROJECT_FILES)
