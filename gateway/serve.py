@@ -28,7 +28,6 @@ from gateway.exchange import Exchange
 from gateway.fleet.endpoint_table import EndpointTable
 from gateway.fleet.name_table import find
 from gateway.http.client import Client
-from gateway.http.large_bodies import LARGE_BODY
 from gateway.metrics.metric_types import Histogram
 from gateway.protocol.apis import Api
 from gateway.protocol.cors import CorsLines, CorsRule
@@ -191,13 +190,12 @@ async def _handle(gateway: Gateway, exchange: Exchange, client: Client) -> None:
     call = exchange.call = parse_call(
         body, exchange.api, models.routes, caller, models.unlisted, models.shapes
     )
-    if len(body) >= LARGE_BODY:
-        await asyncio.sleep(0)  # what follows copies the body, in a loop iteration of its own
     del body  # the call owns the bytes, and releases them when no retry can need them
     route = models.routes[call.requested_model]
     if not call.api.is_plain or route.unserved:
         call = exchange.call = call_for_engines(gateway, exchange, route, call, caller)
-    exchange.quota = gate.quotas.take(call.request) if gate.quotas.by_tenant else None
+    if gate.quotas.by_tenant:
+        exchange.quota = gate.quotas.take(call.request)
     if route.canary is not None:
         route = route.canary.choose(exchange, call.request, route)
     exchange.model = route.name

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import tracemalloc
-from itertools import count, pairwise
+from itertools import pairwise
 from time import monotonic
 
 import pytest
@@ -14,6 +14,7 @@ import pytest
 from gateway.http import large_bodies
 from gateway.http.large_bodies import (
     JOINED_AT_ONCE,
+    MAX_PAUSE_S,
     PAUSE_FACTOR,
     QUICK_S,
     LargeBodies,
@@ -57,7 +58,7 @@ async def test_only_the_client_of_a_slow_body_has_to_wait(cpu_s: list[float]) ->
     await bodies.join_in_turn("other", [])
     assert not any(task.done() for task in waiting)
     await asyncio.gather(*waiting)
-    assert monotonic() - began >= PAUSE_FACTOR * 2 * QUICK_S
+    assert monotonic() - began >= PAUSE_FACTOR * QUICK_S
     await asyncio.sleep(0)
     assert not bodies._waiting
 
@@ -97,7 +98,7 @@ async def test_the_pieces_of_a_large_body_are_joined_over_several_iterations() -
     while not joining.done():
         await asyncio.sleep(0)
         left.append(len(pieces))
-    assert joining.result()[0] == expected
+    assert joining.result() == expected
     most = JOINED_AT_ONCE // 100_000 + 1
     assert max(before - after for before, after in pairwise(left)) <= most
     assert not pieces
@@ -108,7 +109,7 @@ async def test_a_joined_body_is_never_in_memory_twice() -> None:
     size = sum(map(len, pieces))
     tracemalloc.start()
     try:
-        body, _ = await join_pieces(pieces)
+        body = await join_pieces(pieces)
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
@@ -130,21 +131,45 @@ async def test_bodies_that_wait_for_their_turn_are_not_joined(cpu_s: list[float]
     await asyncio.gather(waiting, return_exceptions=True)
 
 
-async def test_the_time_of_the_join_counts_for_the_pause(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Every look at the clock finds that a little more has passed than has no consequences.
-    ticks, each_s = count(), 1.1 * QUICK_S
-    monkeypatch.setattr(large_bodies, "thread_time", lambda: each_s * next(ticks))
+async def test_the_pause_grows_from_zero_with_the_time_beyond_the_limit(cpu_s: list[float]) -> None:
+    bodies, pauses = LargeBodies(), []
+    for cost_s in (1.01 * QUICK_S, 2 * QUICK_S, 1000 * QUICK_S):
+        await bodies.join_in_turn(f"{cost_s}", [])
+        cpu_s[0] += cost_s
+        began = monotonic()
+        await asyncio.sleep(0)
+        pauses.append(bodies._paused_until[f"{cost_s}"] - began)
+    assert [round(pause) for pause in pauses] == [0, round(PAUSE_FACTOR * QUICK_S), MAX_PAUSE_S]
+
+
+async def test_quick_bodies_that_wait_for_a_pause_follow_one_another_without_another(
+    cpu_s: list[float],
+) -> None:
     bodies = LargeBodies()
+    await bodies.join_in_turn("image", [])
+    cpu_s[0] += 1.1 * QUICK_S
+    await asyncio.sleep(0)
     began = monotonic()
-    await bodies.join_in_turn("slow", [b"a" * JOINED_AT_ONCE for _ in range(4)])
+    for each in [asyncio.ensure_future(bodies.join_in_turn("image", [])) for _ in range(4)]:
+        await each
     await asyncio.sleep(0)
-    assert bodies._paused_until["slow"] - began >= PAUSE_FACTOR * 5 * each_s
+    assert monotonic() - began < MAX_PAUSE_S / 2
+    assert bodies._paused_until["image"] < monotonic()
 
 
-async def test_a_long_join_in_short_steps_causes_no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
-    ticks = count()
-    monkeypatch.setattr(large_bodies, "thread_time", lambda: 0.9 * QUICK_S * next(ticks))
+async def test_a_body_that_is_given_up_before_its_turn_holds_up_no_other(
+    cpu_s: list[float],
+) -> None:
     bodies = LargeBodies()
-    await bodies.join_in_turn("image", [b"a" * JOINED_AT_ONCE for _ in range(4)])
+    await bodies.join_in_turn("slow", [])
+    cpu_s[0] += 1.01 * QUICK_S
     await asyncio.sleep(0)
-    assert "image" not in bodies._paused_until
+    async with bodies._one_at_a_time:
+        given_up, last = (asyncio.ensure_future(bodies.join_in_turn("slow", [])) for _ in range(2))
+        await asyncio.sleep(2 * PAUSE_FACTOR * 0.01 * QUICK_S)
+        given_up.cancel()
+        await asyncio.gather(given_up, return_exceptions=True)
+    await last
+    for _ in range(3):
+        await asyncio.sleep(0)
+    assert not bodies._waiting
