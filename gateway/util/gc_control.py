@@ -32,9 +32,8 @@ collection within a few milliseconds.
 MIDDLE_EVERY = 4
 """Number of calls of collect_young() after which one collects the middle generation too."""
 
-# Bytes: the allocator maps larger blocks on their own, and keeps this much free memory at most. A
-# large body is received in pieces of up to 256 KiB, which are freed while it is joined.
-MMAP_THRESHOLD, TRIM_THRESHOLD = 128 * 1024, 4 * 1024 * 1024
+# Bytes: the allocator maps larger blocks on their own, and keeps this much free memory at most.
+MMAP_THRESHOLD, TRIM_THRESHOLD = 256 * 1024, 4 * 1024 * 1024
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # from glibc's malloc.h
 
 

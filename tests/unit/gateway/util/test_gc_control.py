@@ -5,8 +5,6 @@ progress.
 from __future__ import annotations
 
 import gc
-import subprocess
-import sys
 import weakref
 
 import pytest
@@ -63,29 +61,3 @@ def test_young_objects_become_old_within_a_few_calls_however_many_old_ones_are_f
         assert len(kept) == 1000
     finally:
         gc.enable()
-
-
-FREED_PIECES = """
-from gateway.util.gc_control import return_large_blocks
-
-def resident_bytes():
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * 4096
-
-return_large_blocks()
-bytes(40 * 2**20)  # glibc raises its threshold when such a block is freed, unless it is fixed
-before = resident_bytes()
-pieces = [b"x" * (192 * 1024) for _ in range(320)]
-used = resident_bytes() - before
-del pieces[::2]
-print(used, resident_bytes() - before)
-"""
-
-
-def test_half_the_pieces_of_a_body_are_returned_to_the_system_while_the_others_stay() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", FREED_PIECES], capture_output=True, text=True, check=True
-    )
-    used, kept = map(int, done.stdout.split())
-    assert used > 50 * 2**20
-    assert kept < 0.6 * used
