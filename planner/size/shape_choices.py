@@ -1,6 +1,8 @@
-"""Fleets of a chosen shape: with another number of replicas, or with enough for a rate.
+"""Fleets of one shape (weights, TP, PP): with a chosen number of replicas, or with enough replicas
+for a request rate.
 
-Both follow from the points of pareto_front.py, whose replicas are independent and alike.
+They are computed from the points of pareto_front.py. Replicas of a shape are independent and equal,
+so their request rates add up.
 """
 
 from __future__ import annotations
