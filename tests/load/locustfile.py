@@ -1,7 +1,7 @@
 """Locust users that stream chat completions, and report TTFT and TPOT as well.
 
     make load                                                          # headless, with mock groups
-    locust -f bench/load/locustfile.py --host http://127.0.0.1:8080    # with a web page
+    locust -f tests/load/locustfile.py --host http://127.0.0.1:8080    # with a web page
 
 Rows: `POST chat` is the complete response, `TTFT chat` the first event with generated content, and
 `TPOT chat` the time per token after it. Prompts have the shapes of `penstock bench`
