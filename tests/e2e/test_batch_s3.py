@@ -24,9 +24,6 @@ from tests.s3_server import BUCKET, s3_process
 from tests.s3_server import KEYS as S3_KEYS
 from tests.scraped import total
 
-pytest.importorskip("botocore", reason="the extra `s3` is not installed")
-pytest.importorskip("moto", reason="moto is not installed")
-
 LEASE_S = 3.0
 CONFIG = """
 models: [{{name: demo-8b, pool: main, resume: {{}}}}]

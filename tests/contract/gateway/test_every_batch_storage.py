@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
+from threading import Barrier
+from uuid import uuid4
 
 import pytest
 
@@ -27,7 +30,7 @@ from gateway.batch.storage import (
     StorageQuota,
 )
 from gateway.config import BatchS3
-from tests.s3_server import BUCKET, KEYS, S3Server, s3_server
+from tests.s3_server import BUCKET, KEYS, s3_process
 
 LEASE_S = 30.0
 QUOTA = StorageQuota(3, 100, 1000)
@@ -71,22 +74,22 @@ class DiskPlace(Place):
 
 
 class S3Place(Place):
-    def __init__(self, server: S3Server) -> None:
+    def __init__(self, url: str, prefix: str) -> None:
         super().__init__()
         keys = {"access_key_id": KEYS["AWS_ACCESS_KEY_ID"]}
         keys |= {"secret_access_key": KEYS["AWS_SECRET_ACCESS_KEY"]}
-        self._section = BatchS3(bucket=BUCKET, endpoint_url=server.url, region="us-east-1", **keys)
+        self._section = BatchS3(
+            bucket=BUCKET, prefix=prefix, endpoint_url=url, region="us-east-1", **keys
+        )
 
     def create(self) -> BatchStorage:
         return S3Store(S3Bucket(self._section), LEASE_S, lambda: self.now)
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[S3Server]:
-    pytest.importorskip("botocore", reason="the extra `s3` is not installed")
-    pytest.importorskip("moto", reason="moto is not installed")
-    with s3_server() as running:
-        yield running
+def s3_url() -> Iterator[str]:
+    with s3_process() as url:
+        yield url
 
 
 @pytest.fixture(params=["disk", "s3"])
@@ -95,9 +98,7 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
     if request.param == "disk":
         made = DiskPlace(tmp_path / "store")
     else:
-        running: S3Server = request.getfixturevalue("server")
-        running.reset()
-        made = S3Place(running)
+        made = S3Place(request.getfixturevalue("s3_url"), f"test-{uuid4()}")
     yield made
     made.close()
 
@@ -392,6 +393,23 @@ def test_a_batch_has_one_owner_until_its_lease_ends(place: Place) -> None:
     with pytest.raises(LeaseLostError):
         owned.renew()
     taken.renew()
+
+
+def test_of_claims_at_the_same_moment_one_succeeds(place: Place) -> None:
+    storages = [place.storage() for _ in range(4)]
+    new_batch(storages[0])
+    listed = [only_open(storage) for storage in storages]
+    start = Barrier(len(storages))
+
+    def claim_at_once(storage: BatchStorage, batch: OpenBatch) -> ClaimedBatch | None:
+        start.wait()
+        return storage.claim(batch)
+
+    with ThreadPoolExecutor(len(storages)) as threads:
+        for _ in range(5):
+            claims = [found for found in threads.map(claim_at_once, storages, listed) if found]
+            assert len(claims) == 1
+            claims[0].release()
 
 
 def test_a_released_batch_is_free_at_once_and_releasing_anothers_does_nothing(
