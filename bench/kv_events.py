@@ -22,7 +22,7 @@ from gateway.config import Config
 from gateway.fleet.kv_events.endpoint_events import CacheExpectation, EndpointEvents
 from mockgpu.fleet import FleetGroup, run_fleet
 from mockgpu.group import GroupSpec
-from mockgpu.kv_event_stream import KvEventSpec
+from mockgpu.kv_events.kv_event_stream import KvEventSpec
 from policies.sizing.gpus import gpu_named
 from policies.sizing.model_shapes import model_named
 

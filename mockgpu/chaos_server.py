@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 import msgspec
 from aiohttp import web
 
-from mockgpu.control_pages import FaultRequest
 from mockgpu.fault_grammar import FaultError
+from mockgpu.http.control_pages import FaultRequest
 from mockgpu.request_parser import ApiError, decode_body
 
 if TYPE_CHECKING:

@@ -21,8 +21,8 @@ from mockgpu.chaos_server import run_chaos_server
 from mockgpu.fault_grammar import FaultError
 from mockgpu.fleet import KEEP_ALIVE_S, FleetGroup, run_fleet
 from mockgpu.group import GroupSpec
-from mockgpu.handoff_options import DEFAULT_SCALE, KEY, StoreSpec, TransferSpec
-from mockgpu.kv_event_stream import KvEventSpec
+from mockgpu.kv_events.kv_event_stream import KvEventSpec
+from mockgpu.kv_options import DEFAULT_SCALE, KEY, StoreSpec, TransferSpec
 from mockgpu.options import (
     AnswerNoise,
     AsJson,
@@ -71,7 +71,7 @@ from mockgpu.options import (
     Tp,
     WireFaults,
 )
-from mockgpu.roofline import profile_named
+from mockgpu.timing.roofline import profile_named
 from policies.sizing.gpus import gpu_named
 from policies.sizing.known_models import facts_of
 from policies.sizing.memory import kv_capacity_tokens

@@ -1,7 +1,7 @@
 """The places where SGLang's and TensorRT-LLM's HTTP APIs differ from vLLM's: error bodies and some
 fields.
 
-vLLM's own format is in mockgpu/openai_format.py. Source: engines.md A (errors, streams).
+vLLM's own format is in mockgpu/http/openai_format.py. Source: engines.md A (errors, streams).
 """
 
 from __future__ import annotations

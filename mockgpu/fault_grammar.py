@@ -6,8 +6,8 @@
 
 `start` and `end` are seconds of wall time since the fault was set. Faults take effect in server.py
 (of one request), group.py (lost rank, slow), mockgpu/kill_faults.py (KV of one request),
-mockgpu/handoff/faulty_link.py (bytes between transfer agents) and mockgpu/kv_event_stream.py (KV
-events). This module does no I/O.
+mockgpu/handoff/faulty_link.py (bytes between transfer agents) and
+mockgpu/kv_events/kv_event_stream.py (KV events). This module does no I/O.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ KV_FAULTS = frozenset(
 WIRE_FAULTS = frozenset(
     (FaultKind.WIRE_CORRUPT, FaultKind.WIRE_CUT, FaultKind.WIRE_REPLAY, FaultKind.WIRE_STALL)
 )
-# Faults of published KV events, message by message (mockgpu/kv_event_stream.py).
+# Faults of published KV events, message by message (mockgpu/kv_events/kv_event_stream.py).
 EVENT_FAULTS = frozenset(
     (
         FaultKind.EVENTS_LOST,

@@ -12,13 +12,13 @@ from aiohttp import web
 
 from mockgpu.group import GroupSpec, TpGroup
 from mockgpu.group_faults import GroupFaults
-from mockgpu.kv_event_stream import KvEventSpec
-from mockgpu.ranks import RankDispatcher
-from mockgpu.server import MockServer
+from mockgpu.http.server import MockServer
+from mockgpu.kv_events.kv_event_stream import KvEventSpec
+from mockgpu.rank_dispatcher import RankDispatcher
 
 if TYPE_CHECKING:  # groups without real KV start without numpy and kvtransfer's agents
-    from mockgpu.handoff_options import StoreSpec, TransferSpec
-    from mockgpu.kv_publisher import KvPublisher
+    from mockgpu.kv_events.kv_publisher import KvPublisher
+    from mockgpu.kv_options import StoreSpec, TransferSpec
     from mockgpu.kv_store import StoreTier
     from mockgpu.pd_role import PdRole, ProcessWire
 
@@ -170,7 +170,7 @@ def _store(group: TpGroup, spec: StoreSpec) -> StoreTier:
 def _publisher(group: TpGroup, spec: KvEventSpec, host: str) -> KvPublisher:
     # Start publishing a group's KV events. Raises ValueError if pyzmq is not installed.
     try:
-        from mockgpu.kv_publisher import KvPublisher
+        from mockgpu.kv_events.kv_publisher import KvPublisher
     except ModuleNotFoundError:
         raise ValueError(
             "KV events need the Python package pyzmq; install it with: pip install "

@@ -18,30 +18,30 @@ from kvtransfer.protocol.outcomes import TransferOutcome
 from mockgpu.blocks import BLOCK_TOKENS, BlockPool
 from mockgpu.fault_grammar import InjectedFault
 from mockgpu.handoff.kv_handoff import KvHandoff
-from mockgpu.handoff_options import StoreSpec, TransferSpec
 from mockgpu.job import Job, JobState, PrefillChunk, StepPlan
 from mockgpu.kill_faults import KillFaults
-from mockgpu.kv_event_stream import KvEventSpec
-from mockgpu.layout_times import (
+from mockgpu.kv_events.kv_event_stream import KvEventSpec
+from mockgpu.kv_options import StoreSpec, TransferSpec
+from mockgpu.metrics import GroupMetrics
+from mockgpu.request_parser import ApiError
+from mockgpu.scheduler import Scheduler
+from mockgpu.split_legs import AnswerTime, DecodeLeg, PrefillLeg
+from mockgpu.step_timer import StepTimer
+from mockgpu.timing.layout_times import (
     LockstepTimes,
     SlowestRank,
     shared_experts_for,
     step_times_for,
 )
-from mockgpu.leg_params import AnswerTime, DecodeLeg, PrefillLeg
-from mockgpu.metrics import GroupMetrics
-from mockgpu.request_parser import ApiError
-from mockgpu.roofline import PROFILES, Profile
-from mockgpu.scheduler import Scheduler
-from mockgpu.step_timer import StepTimer
+from mockgpu.timing.roofline import PROFILES, Profile
 from policies.sizing.gpus import Gpu
 from policies.sizing.layout import Layout
 from policies.sizing.memory import Demand, check_memory
 from policies.sizing.model_shapes import Llm
 
 if TYPE_CHECKING:  # groups without real KV start without numpy and kvtransfer's agents
+    from mockgpu.kv_events.kv_publisher import KvPublisher
     from mockgpu.kv_memory import KvMemory
-    from mockgpu.kv_publisher import KvPublisher
     from mockgpu.kv_store import StoreTier
 
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import TYPE_CHECKING, Protocol
 
-from mockgpu.leg_params import DecodeLeg, OfferedKv, PrefillLeg
-from mockgpu.roofline import StepWork
+from mockgpu.split_legs import DecodeLeg, OfferedKv, PrefillLeg
+from mockgpu.timing.roofline import StepWork
 
 if TYPE_CHECKING:  # groups without real KV start without numpy and kvtransfer's agents
     from mockgpu.kv_contents import Words

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from kvtransfer.layout.layout import KvDtype, KvLayout
 from mockgpu.blocks import BLOCK_TOKENS, blocks_for
-from mockgpu.handoff_options import DEFAULT_SCALE
+from mockgpu.kv_options import DEFAULT_SCALE
 from mockgpu.text import token_count
 from policies.sizing.model_shapes import Llm
 

@@ -21,12 +21,12 @@ from kvtransfer.store.fetch_rule import FetchRule, StoredPrefix
 from kvtransfer.store.slots import Parts
 from kvtransfer.store.store_index import IN_MEMORY
 from mockgpu.handoff.link_speed import PacedLink
-from mockgpu.handoff_options import StoreSpec
 from mockgpu.job import Job, JobState, PrefillChunk, StepPlan
-from mockgpu.kv_event_stream import KvEventStream
+from mockgpu.kv_events.kv_event_stream import KvEventStream
+from mockgpu.kv_events.store_announcer import StoreAnnouncer
 from mockgpu.kv_memory import KvMemory
+from mockgpu.kv_options import StoreSpec
 from mockgpu.scheduler import Scheduler
-from mockgpu.store_announcer import StoreAnnouncer
 
 MAX_SAVES = 64
 """Maximum number of ended requests whose blocks are being saved at the same time.

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator
 from mockgpu.engine_formats import EngineFormat
 from mockgpu.handoff.kv_handoff import KvHandoff
 from mockgpu.histogram import BucketHistogram
-from mockgpu.leg_params import DecodeLeg
 from mockgpu.scheduler import Scheduler
+from mockgpu.split_legs import DecodeLeg
 
 TTFT_BUCKETS = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),

@@ -34,11 +34,11 @@ from mockgpu.handoff.sglang import BOOTSTRAP_S, SglangDialect
 from mockgpu.handoff.trtllm import HOLD_S, TrtllmDialect
 from mockgpu.handoff.vllm_nixl import VllmNixlDialect
 from mockgpu.handoff.vllm_push import REGISTRATION_S, VllmPushDialect
-from mockgpu.handoff_options import TransferSpec
 from mockgpu.kv_contents import scaled_layout
 from mockgpu.kv_memory import KvMemory
-from mockgpu.leg_params import DecodeLeg
+from mockgpu.kv_options import TransferSpec
 from mockgpu.request_parser import MalformedHandoffError, ParsedHandoff, RequestBody
+from mockgpu.split_legs import DecodeLeg
 
 # A pull that is not refused at once is in progress; only a silent peer ends it earlier.
 PULL_S = 30.0

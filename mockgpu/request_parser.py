@@ -1,6 +1,6 @@
 """Parses requests as vLLM's OpenAI server does, into a ParsedRequest or an ApiError.
 
-Responses are in mockgpu/openai_format.py; the text of prompts and answers is in text.py.
+Responses are in mockgpu/http/openai_format.py; the text of prompts and answers is in text.py.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 from msgspec import Meta
 
-from mockgpu.leg_params import DecodeLeg, PrefillLeg
 from mockgpu.requested_form import FREE_TEXT, RequestedForm, requested_form
+from mockgpu.split_legs import DecodeLeg, PrefillLeg
 from mockgpu.text import pad_to_tokens, render_chat, token_bytes, token_count
 
 MAX_PROMPTS = 1024

@@ -17,7 +17,7 @@ from collections.abc import Callable
 
 from mockgpu.blocks import BlockPool, blocks_for
 from mockgpu.job import Job, JobState, PrefillChunk, StepOutcome, StepPlan, Totals
-from mockgpu.leg_params import DecodeLeg
+from mockgpu.split_legs import DecodeLeg
 
 
 class Scheduler:

@@ -12,8 +12,8 @@ from math import inf
 from typing import Protocol
 
 from mockgpu.job import StepPlan
-from mockgpu.layout_times import LockstepTimes
-from mockgpu.roofline import StepWork
+from mockgpu.timing.layout_times import LockstepTimes
+from mockgpu.timing.roofline import StepWork
 
 # A late process catches up by at most this much and drops the rest, so that it stays responsive.
 MAX_LAG_S = 0.25

@@ -13,12 +13,12 @@ from typing import Any
 
 from bench.clients.recorder import Exchange
 from mockgpu.blocks import BLOCK_TOKENS
-from mockgpu.choice import build_choices
-from mockgpu.messages_format import MessagesFormat
-from mockgpu.named_events import chat_body
+from mockgpu.http.choice import build_choices
+from mockgpu.http.messages_format import MessagesFormat
+from mockgpu.http.named_events import chat_body
+from mockgpu.http.responses_format import ResponsesFormat
+from mockgpu.http.responses_store import ResponsesStore
 from mockgpu.request_parser import RequestBody, parse_request
-from mockgpu.responses_format import ResponsesFormat
-from mockgpu.responses_store import ResponsesStore
 from mockgpu.text import block_keys
 
 CONTEXT = 1 << 20

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from mockgpu.job import JobState
-from mockgpu.roofline import StepTimes, StepWork
+from mockgpu.timing.roofline import StepTimes, StepWork
 from policies import pickers
 from policies.contract import Policy, WeightedScorer
 from policies.model import Candidate, RoutingQuery

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import msgspec
 
 from bench.zoo.space import SPANS, Workload
-from mockgpu.roofline import StepWork
+from mockgpu.timing.roofline import StepWork
 from planner.replay.spec import FleetSpec, GroupKind, validate
 from planner.traces.shape import TraceRequest
 from policies.model import Role, Slo

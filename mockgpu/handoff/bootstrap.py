@@ -15,7 +15,7 @@ from aiohttp import web
 from mockgpu.blocks import BLOCK_TOKENS
 from mockgpu.handoff.contract import EngineIdentity, agent_address
 from mockgpu.handoff.kv_handoff import UnknownPeerError
-from mockgpu.leg_params import AgentPeer, BootstrapPeer, DecodeLeg
+from mockgpu.split_legs import AgentPeer, BootstrapPeer, DecodeLeg
 
 PAGES = {"mooncake": "/query", "sglang": "/route"}
 ROUTE_QUERY = "prefill_dp_rank=-1&prefill_cp_rank=-1&target_tp_rank=-1&target_pp_rank=-1"

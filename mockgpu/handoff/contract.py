@@ -8,8 +8,8 @@ from typing import Any, Protocol
 import msgspec
 
 from kvtransfer.protocol.outcomes import TransferOutcome
-from mockgpu.leg_params import OfferedKv, PrefillLeg
 from mockgpu.request_parser import ParsedHandoff, ParsedRequest, RequestBody
+from mockgpu.split_legs import OfferedKv, PrefillLeg
 
 
 class EngineIdentity(msgspec.Struct, frozen=True):

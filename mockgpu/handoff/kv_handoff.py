@@ -1,7 +1,7 @@
 """KvHandoff: sends and receives the KV of split requests between two mock engines.
 
 It manages offers (KV kept for another engine to fetch) and landings (incoming transfers) on an
-agent of the kvtransfer library. Each job states which of the two it needs (mockgpu/leg_params.py).
+agent of the kvtransfer library. Each job states which of the two it needs (mockgpu/split_legs.py).
 The scheduler owns the KV blocks. All code runs on the event loop.
 """
 
@@ -19,8 +19,8 @@ from mockgpu.handoff.contract import AgentPort, LandingPort, OfferPort
 from mockgpu.handoff.link_speed import PacedLink
 from mockgpu.handoff.stats import HandoffStats
 from mockgpu.job import Job, JobState
-from mockgpu.leg_params import AnswerTime, DecodeLeg, OfferedKv, PrefillLeg
 from mockgpu.scheduler import Scheduler
+from mockgpu.split_legs import AnswerTime, DecodeLeg, OfferedKv, PrefillLeg
 
 # How long a refusal waits for an offer that is known by name only and may never come. It is then
 # cancelled. The other agent remembers that, and ends a later offer at once.

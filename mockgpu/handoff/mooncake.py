@@ -12,7 +12,6 @@ from typing import Any
 
 from mockgpu.handoff.contract import EngineIdentity
 from mockgpu.handoff.vllm_nixl import FIELD, checked_object, given_prompt
-from mockgpu.leg_params import BootstrapPeer, DecodeLeg, OfferedKv, PrefillLeg
 from mockgpu.request_parser import (
     NO_LEG,
     MalformedHandoffError,
@@ -20,6 +19,7 @@ from mockgpu.request_parser import (
     ParsedRequest,
     RequestBody,
 )
+from mockgpu.split_legs import BootstrapPeer, DecodeLeg, OfferedKv, PrefillLeg
 
 ABORT_S = 480.0
 # Without these, a decode request waits for KV that never comes.

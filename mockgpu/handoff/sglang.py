@@ -13,7 +13,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from mockgpu.handoff.contract import EngineIdentity
-from mockgpu.leg_params import AnswerTime, BootstrapPeer, DecodeLeg, OfferedKv, PrefillLeg
 from mockgpu.request_parser import (
     NO_LEG,
     MalformedHandoffError,
@@ -21,6 +20,7 @@ from mockgpu.request_parser import (
     ParsedRequest,
     RequestBody,
 )
+from mockgpu.split_legs import AnswerTime, BootstrapPeer, DecodeLeg, OfferedKv, PrefillLeg
 
 BOOTSTRAP_S = 300.0
 PROBE_HOST = "2.2.2.2"

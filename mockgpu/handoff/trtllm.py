@@ -16,7 +16,6 @@ from typing import Any
 import msgspec
 
 from mockgpu.handoff.contract import EngineIdentity
-from mockgpu.leg_params import AgentPeer, DecodeLeg, OfferedKv, PrefillLeg
 from mockgpu.request_parser import (
     NO_LEG,
     ApiError,
@@ -26,6 +25,7 @@ from mockgpu.request_parser import (
     RequestBody,
     TokenId,
 )
+from mockgpu.split_legs import AgentPeer, DecodeLeg, OfferedKv, PrefillLeg
 from mockgpu.text import is_generated, token_bytes, token_ids
 
 FIELD = "disaggregated_params"

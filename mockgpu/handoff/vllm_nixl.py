@@ -13,7 +13,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from mockgpu.handoff.contract import EngineIdentity, agent_address
-from mockgpu.leg_params import AgentPeer, DecodeLeg, OfferedKv, PrefillLeg
 from mockgpu.request_parser import (
     NO_LEG,
     ApiError,
@@ -22,6 +21,7 @@ from mockgpu.request_parser import (
     ParsedRequest,
     RequestBody,
 )
+from mockgpu.split_legs import AgentPeer, DecodeLeg, OfferedKv, PrefillLeg
 from mockgpu.text import token_bytes
 
 FIELD = "kv_transfer_params"

@@ -12,7 +12,6 @@ from typing import Any
 
 from mockgpu.handoff.contract import EngineIdentity, agent_address
 from mockgpu.handoff.vllm_nixl import FIELD, build_object, checked_object, given_prompt
-from mockgpu.leg_params import AgentPeer, DecodeLeg, OfferedKv, PrefillLeg
 from mockgpu.request_parser import (
     NO_LEG,
     MalformedHandoffError,
@@ -21,6 +20,7 @@ from mockgpu.request_parser import (
     RequestBody,
     client_request_id,
 )
+from mockgpu.split_legs import AgentPeer, DecodeLeg, OfferedKv, PrefillLeg
 
 # A missing one is a KeyError in the engine's scheduler, which kills it.
 NEEDED = ("remote_engine_id", "remote_host", "remote_port", "tp_size")

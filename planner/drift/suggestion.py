@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from mockgpu.step_time_grids import load_grids
+from mockgpu.timing.step_time_grids import load_grids
 from planner.drift.shapes import shape_of
 from planner.plan.pool_case import Assumptions, PoolCase, PoolCaseError, cases
 from planner.size.draft import FleetPlan, SizingError

@@ -12,7 +12,7 @@ from math import inf
 import msgspec
 
 from mockgpu.job import Job, JobState
-from mockgpu.leg_params import AgentPeer, DecodeLeg
+from mockgpu.split_legs import AgentPeer, DecodeLeg
 from planner.replay.fleet_port import FleetPort
 from planner.replay.group import ReplayGroup
 from planner.replay.inflight import InflightRequest

@@ -17,7 +17,7 @@ from time import perf_counter
 from typing import Any
 
 from mockgpu.job import Job
-from mockgpu.leg_params import DecodeLeg
+from mockgpu.split_legs import DecodeLeg
 from planner.replay.admission_sim import AdmissionSim
 from planner.replay.block_chain import UnlimitedCache, keys_of
 from planner.replay.disagg_sim import DisaggSim

@@ -12,7 +12,7 @@ from typing import Protocol
 
 from mockgpu.blocks import BlockPool
 from mockgpu.job import Job
-from mockgpu.layout_times import rank_model
+from mockgpu.timing.layout_times import rank_model
 from planner.replay.engine import JobEvents, ReplayEngine
 from planner.replay.rank_choice import HiddenRanks, RankChoice
 from planner.replay.record import GroupTotals

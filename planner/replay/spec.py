@@ -8,13 +8,13 @@ from pathlib import Path
 
 import msgspec
 
-from mockgpu.layout_times import (
+from mockgpu.timing.layout_times import (
     LockstepTimes,
     SlowestRank,
     shared_experts_for,
     step_times_for,
 )
-from mockgpu.roofline import Profile, StepTimes, profile_named
+from mockgpu.timing.roofline import Profile, StepTimes, profile_named
 from planner.replay.rank_choice import RankChoice
 from planner.text_generator import BLOCK_TOKENS
 from policies.model import Role

@@ -12,11 +12,11 @@ from math import inf
 from operator import itemgetter
 from typing import Protocol
 
-from mockgpu.decode_run import MOST_STEPS, DecodeRun, most_steps
 from mockgpu.job import StepPlan
-from mockgpu.layout_times import LockstepTimes
-from mockgpu.roofline import StepWork
 from mockgpu.scheduler import Scheduler
+from mockgpu.timing.decode_run import MOST_STEPS, DecodeRun, most_steps
+from mockgpu.timing.layout_times import LockstepTimes
+from mockgpu.timing.roofline import StepWork
 
 _NO_WORK = StepWork()
 

@@ -4,8 +4,8 @@ doctor`.
 
 from __future__ import annotations
 
-from mockgpu.roofline import StepWork
-from mockgpu.step_time_grids import roofline_for
+from mockgpu.timing.roofline import StepWork
+from mockgpu.timing.step_time_grids import roofline_for
 from policies.sizing.gpus import Gpu
 from policies.sizing.model_shapes import Llm
 

@@ -1,8 +1,9 @@
 """Fits a GPU's eight constants to the times of recorded answers.
 
-The equation is that of mockgpu/roofline.py. Its constants are fitted by damped least squares on the
-logarithms of times, with Huber weights against outliers. Constants that the log does not determine
-stay near their prior, so a plan for another TP size changes less than one for the measured size.
+The equation is that of mockgpu/timing/roofline.py. Its constants are fitted by damped least squares
+on the logarithms of times, with Huber weights against outliers. Constants that the log does not
+determine stay near their prior, so a plan for another TP size changes less than one for the
+measured size.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from statistics import median
 
 import msgspec
 
-from mockgpu.roofline import PROFILES, Roofline, StepWork
+from mockgpu.timing.roofline import PROFILES, Roofline, StepWork
 from planner.replay.arguments import ArgumentError, parse_seconds
 from planner.size.draft import SizingError
 from planner.size.measured import DecodePhase, PrefillPhase, phases_of, read_answers

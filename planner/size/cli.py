@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import msgspec
 
 from command_line import Argument, Option, write_line
-from mockgpu.step_time_grids import Grid, load_grids
+from mockgpu.timing.step_time_grids import Grid, load_grids
 from planner.output_files import check_writable
 from planner.size import show
 from planner.size.draft import FleetPlan, SizingError

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from mockgpu.step_time_grids import Grid
+from mockgpu.timing.step_time_grids import Grid
 from planner.size.timing import BatchTimes, ReplicaTimes, at_batch
 from planner.size.workload import Workload
 from policies.sizing.cost import TokenPrices, token_prices, usd_of

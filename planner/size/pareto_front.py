@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
-from mockgpu.roofline import StepTimeParts
-from mockgpu.step_time_grids import Grid
+from mockgpu.timing.roofline import StepTimeParts
+from mockgpu.timing.step_time_grids import Grid
 from planner.size.draft import PlanHardware
 from planner.size.timing import ReplicaTimes, at_batch
 from planner.size.units import ms

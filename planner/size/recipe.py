@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from mockgpu.step_time_grids import Grid
+from mockgpu.timing.step_time_grids import Grid
 from planner.size import gates, load_gates
 from planner.size.draft import Draft, FleetPlan, PlanHardware, RecipeGate, SizingError
 from planner.size.workload import Workload

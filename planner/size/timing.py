@@ -12,9 +12,9 @@ from collections.abc import Sequence
 
 import msgspec
 
-from mockgpu.layout_times import rank_model, travel_s
-from mockgpu.roofline import StepTimeParts, StepWork
-from mockgpu.step_time_grids import Grid, grid_for, roofline_for
+from mockgpu.timing.layout_times import rank_model, travel_s
+from mockgpu.timing.roofline import StepTimeParts, StepWork
+from mockgpu.timing.step_time_grids import Grid, grid_for, roofline_for
 from planner.size.workload import Workload
 from policies.sizing.cost import RequestSeconds
 from policies.sizing.gpus import Gpu

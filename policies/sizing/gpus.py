@@ -3,7 +3,8 @@ step-time equation.
 
 Peaks are the vendors' figures; each GPU names its source. The constants are fitted to
 aiconfigurator's silicon tables (mockgpu/data/aic_latencies.json: 70B bf16, 70B fp8 and 8B at TP
-1-8). tests/unit/mockgpu/test_fidelity.py prints the errors. The equation is in mockgpu/roofline.py.
+1-8). tests/unit/mockgpu/test_fidelity.py prints the errors. The equation is in
+mockgpu/timing/roofline.py.
 """
 
 from __future__ import annotations

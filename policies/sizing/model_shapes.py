@@ -2,7 +2,7 @@
 
 The built-in shapes are the models' published configurations with their published totals.
 hf_config.py counts the shape of a local config.json tensor by tensor. memory.py checks what fits a
-GPU; mockgpu/roofline.py computes times.
+GPU; mockgpu/timing/roofline.py computes times.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ import aiohttp
 
 from mockgpu.fleet import FleetGroup, run_fleet
 from mockgpu.group import GroupSpec
-from mockgpu.handoff_options import TransferSpec
+from mockgpu.kv_options import TransferSpec
 from policies.sizing.gpus import gpu_named
 from policies.sizing.model_shapes import model_named
 from tests.fair_time import within

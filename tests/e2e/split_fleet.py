@@ -21,7 +21,7 @@ from gateway.config import Config
 from gateway.disagg import bootstrap_client
 from mockgpu.fleet import FleetGroup, run_fleet
 from mockgpu.group import GroupSpec
-from mockgpu.handoff_options import TransferSpec
+from mockgpu.kv_options import TransferSpec
 from mockgpu.text import expected_text
 from policies.sizing.gpus import gpu_named
 from policies.sizing.model_shapes import model_named

@@ -11,7 +11,7 @@ from statistics import mean
 import pytest
 
 from gateway.cli import demo
-from mockgpu.roofline import Roofline, StepWork, profile_named
+from mockgpu.timing.roofline import Roofline, StepWork, profile_named
 from planner.bench.workloads import shapes
 from policies.sizing.gpus import gpu_named
 from policies.sizing.model_shapes import model_named

@@ -8,8 +8,8 @@ from itertools import pairwise, product
 
 import pytest
 
-from mockgpu.roofline import PROFILES, Roofline, StepWork, profile_named
-from mockgpu.step_time_grids import load_grids, roofline_for, whole_prompt
+from mockgpu.timing.roofline import PROFILES, Roofline, StepWork, profile_named
+from mockgpu.timing.step_time_grids import load_grids, roofline_for, whole_prompt
 from policies.sizing.gpus import GPUS, gpu_named
 from policies.sizing.model_shapes import MODELS, model_named
 

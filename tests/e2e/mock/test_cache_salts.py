@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from mockgpu.group import GroupSpec
-from mockgpu.handoff_options import TransferSpec
+from mockgpu.kv_options import TransferSpec
 from tests.e2e.mock_group import CHAT, SPEC, MockGroup, mock_group
 
 PROMPT = {"messages": [{"role": "user", "content": "word " * 200}], "max_tokens": 2}

@@ -9,8 +9,8 @@ import json
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mockgpu.choice import build_choices
-from mockgpu.openai_format import full_response
+from mockgpu.http.choice import build_choices
+from mockgpu.http.openai_format import full_response
 from mockgpu.request_parser import (
     ApiError,
     ParsedRequest,

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from mockgpu.blocks import BlockPool
 from mockgpu.job import Job, JobState
-from mockgpu.leg_params import AgentPeer, DecodeLeg, PrefillLeg
 from mockgpu.scheduler import Scheduler
+from mockgpu.split_legs import AgentPeer, DecodeLeg, PrefillLeg
 
 SIZE = 16
 jobs = st.tuples(st.integers(1, 150), st.integers(1, 60), st.integers(0, 3))

@@ -14,7 +14,14 @@ ROOT = Path(__file__).parents[3]
 RECIPES = [
     line.strip() for line in (ROOT / "Makefile").read_text().splitlines() if line.startswith("\t")
 ]
-MODULES = sorted({match for line in RECIPES for match in re.findall(r"\$\(PY\) -m ([\w.]+)", line)})
+MODULES = sorted(
+    {
+        match
+        for line in RECIPES
+        for match in re.findall(r"\$\(PY\) -m ([\w.]+)", line)
+        if (ROOT / match.split(".")[0]).is_dir()
+    }
+)
 SCRIPTS = sorted(
     {match for line in RECIPES for match in re.findall(r"(?<=[ (])[\w/]+/\w+\.(?:py|sh)\b", line)}
 )

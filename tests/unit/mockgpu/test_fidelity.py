@@ -9,8 +9,14 @@ from statistics import median, quantiles
 
 import pytest
 
-from mockgpu.roofline import PROFILES, Roofline, StepWork
-from mockgpu.step_time_grids import Grid, GridCorrection, load_grids, roofline_for, whole_prompt
+from mockgpu.timing.roofline import PROFILES, Roofline, StepWork
+from mockgpu.timing.step_time_grids import (
+    Grid,
+    GridCorrection,
+    load_grids,
+    roofline_for,
+    whole_prompt,
+)
 from policies.sizing.gpus import GPUS, Gpu
 from policies.sizing.model_shapes import MODELS, Llm
 

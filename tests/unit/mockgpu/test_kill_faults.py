@@ -20,8 +20,8 @@ from mockgpu.handoff.link_speed import PacedLink
 from mockgpu.job import Job
 from mockgpu.kv_contents import scaled_layout
 from mockgpu.kv_memory import KvMemory
-from mockgpu.leg_params import AgentPeer, DecodeLeg
 from mockgpu.request_parser import ApiError
+from mockgpu.split_legs import AgentPeer, DecodeLeg
 from policies.sizing.gpus import gpu_named
 from policies.sizing.model_shapes import model_named
 from tests.fair_time import PATIENCE_S

@@ -17,15 +17,15 @@ from gateway.fleet.kv_events.messages import RemovedBlocks, StoredBlocks, decode
 from kvtransfer.store.block_store import BlockStore
 from kvtransfer.store.options import StoreOptions
 from kvtransfer.store.service import StoreService
-from mockgpu.choice import Choice
 from mockgpu.group import GroupSpec, TpGroup
-from mockgpu.handoff_options import StoreSpec
+from mockgpu.http.choice import Choice
 from mockgpu.job import Job
 from mockgpu.kv_contents import scaled_layout
-from mockgpu.kv_event_stream import KvEventSpec, KvEventStream
+from mockgpu.kv_events.kv_event_stream import KvEventSpec, KvEventStream
+from mockgpu.kv_events.store_announcer import StoreAnnouncer
 from mockgpu.kv_memory import KvMemory
+from mockgpu.kv_options import StoreSpec
 from mockgpu.kv_store import StoreTier
-from mockgpu.store_announcer import StoreAnnouncer
 from mockgpu.text import block_keys, generate, salt_keys, token_count
 from policies.sizing.gpus import gpu_named
 from policies.sizing.model_shapes import model_named

@@ -16,10 +16,10 @@ from gateway.cli.main import run as penstock
 from mockgpu.fault_grammar import FaultKind, InjectedFault
 from mockgpu.group import GroupSpec, TpGroup
 from mockgpu.job import Job
-from mockgpu.layout_times import SharedExperts, shared_experts_for, step_times_for
 from mockgpu.rank_balancer import RankBalancer
 from mockgpu.request_parser import ApiError
-from mockgpu.roofline import StepWork
+from mockgpu.timing.layout_times import SharedExperts, shared_experts_for, step_times_for
+from mockgpu.timing.roofline import StepWork
 from policies.sizing.gpus import gpu_named
 from policies.sizing.layout import Layout
 from policies.sizing.model_shapes import model_named

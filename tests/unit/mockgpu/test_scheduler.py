@@ -6,8 +6,8 @@ import pytest
 
 from mockgpu.blocks import BlockPool
 from mockgpu.job import Job, JobState, StepOutcome, StepPlan
-from mockgpu.roofline import StepWork
 from mockgpu.scheduler import Scheduler
+from mockgpu.timing.roofline import StepWork
 
 
 def scheduler(blocks: int = 100, seqs: int = 8, budget: int = 64) -> Scheduler:

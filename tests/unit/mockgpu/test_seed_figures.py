@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import msgspec
 import pytest
 
-from mockgpu.roofline import PROFILES, Roofline, StepWork
-from mockgpu.step_time_grids import roofline_for, whole_prompt
+from mockgpu.timing.roofline import PROFILES, Roofline, StepWork
+from mockgpu.timing.step_time_grids import roofline_for, whole_prompt
 from policies.sizing.gpus import Gpu, gpu_named
 from policies.sizing.memory import RULE_OF_THUMB, free_kv_bytes, kv_capacity_tokens
 from policies.sizing.model_shapes import Llm, model_named

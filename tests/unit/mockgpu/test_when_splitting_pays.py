@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from mockgpu.roofline import PROFILES, StepWork
-from mockgpu.step_time_grids import roofline_for
+from mockgpu.timing.roofline import PROFILES, StepWork
+from mockgpu.timing.step_time_grids import roofline_for
 from policies.sizing.gpus import gpu_named
 from policies.sizing.model_shapes import model_named
 from tests.unit.mockgpu.formulas import kv_transfer_s

@@ -8,10 +8,10 @@ from typing import Any
 
 from mockgpu.blocks import BlockPool
 from mockgpu.job import Job
-from mockgpu.layout_times import step_times_for
-from mockgpu.roofline import PROFILES, Roofline, StepWork
 from mockgpu.scheduler import Scheduler
-from mockgpu.step_time_grids import load_grids, roofline_for, whole_prompt
+from mockgpu.timing.layout_times import step_times_for
+from mockgpu.timing.roofline import PROFILES, Roofline, StepWork
+from mockgpu.timing.step_time_grids import load_grids, roofline_for, whole_prompt
 from planner.golden.cli import report_of
 from planner.seeds.collectives import collectives_share
 from planner.seeds.items import SeedItem

@@ -10,7 +10,7 @@ from random import Random
 import msgspec
 import pytest
 
-from mockgpu.roofline import PROFILES, Roofline, StepTimes, StepWork
+from mockgpu.timing.roofline import PROFILES, Roofline, StepTimes, StepWork
 from planner.replay.fleet import replay
 from planner.replay.options import ReplayOptions
 from planner.replay.spec import FleetSpec, GroupKind

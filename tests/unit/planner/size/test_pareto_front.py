@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mockgpu.step_time_grids import load_grids
+from mockgpu.timing.step_time_grids import load_grids
 from planner.size.draft import PlanHardware
 from planner.size.pareto_front import FleetPoint, best_of, fleet_points, headline, tp_ladder
 from planner.size.recipe import variants

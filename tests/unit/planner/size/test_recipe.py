@@ -7,7 +7,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from mockgpu.step_time_grids import load_grids
+from mockgpu.timing.step_time_grids import load_grids
 from planner.size.draft import FleetPlan, PlanHardware, SizingError
 from planner.size.recipe import plan_fleet, variants
 from planner.size.workload import Promise, Workload

@@ -8,7 +8,7 @@ from aiohttp import web
 
 from mockgpu.engine_formats import EngineFormat
 from mockgpu.group import TpGroup
-from mockgpu.http_answers import json_answer
+from mockgpu.http.handler_helpers import json_answer
 from mockgpu.request_parser import ApiError
 
 

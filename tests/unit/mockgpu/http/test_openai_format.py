@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from mockgpu.choice import build_choices
-from mockgpu.openai_format import DONE, StreamChunks, full_response, stream_end, stream_error
+from mockgpu.http.choice import build_choices
+from mockgpu.http.openai_format import DONE, StreamChunks, full_response, stream_end, stream_error
 from mockgpu.request_parser import (
     ApiError,
     MalformedHandoffError,

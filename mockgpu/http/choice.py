@@ -1,7 +1,7 @@
 """One choice (generated answer) of a response: its text, cut at stop strings, and finish reason.
 
 The text is generated before the first step runs. If the KV of the prompt turns out to be wrong, the
-text is replaced by another one of the same length. The wire format is in mockgpu/openai_format.py.
+text is replaced by another one of the same length. The wire format is in openai_format.py.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import msgspec
 from xxhash import xxh3_64_intdigest
 
 from mockgpu.job import Job
-from mockgpu.leg_params import DecodeLeg, PrefillLeg
 from mockgpu.request_parser import ParsedRequest
+from mockgpu.split_legs import DecodeLeg, PrefillLeg
 from mockgpu.structured_output import JsonFrame
 from mockgpu.text import (
     TOKEN_BYTES,

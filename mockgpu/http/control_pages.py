@@ -13,7 +13,7 @@ from aiohttp import web
 from mockgpu.fault_grammar import FaultError, parse_faults
 from mockgpu.group import TpGroup
 from mockgpu.group_faults import GroupFaults
-from mockgpu.http_answers import json_answer
+from mockgpu.http.handler_helpers import json_answer
 from mockgpu.request_parser import ApiError, decode_body
 
 if TYPE_CHECKING:  # groups without real KV start without numpy and kvtransfer's agents

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from mockgpu.named_events import flat_text
+from mockgpu.http.named_events import flat_text
 
 
 def chat_turns(message: Mapping[str, Any]) -> list[dict[str, Any]]:

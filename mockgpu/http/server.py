@@ -17,9 +17,6 @@ import msgspec
 from aiohttp import web
 from aiohttp.typedefs import Middleware
 
-from mockgpu import audio_format, messages_format, openai_format, pooling
-from mockgpu.choice import Choice, build_choices
-from mockgpu.control_pages import ControlPages
 from mockgpu.engine_formats import (
     EngineFormat,
     engine_of,
@@ -36,7 +33,10 @@ from mockgpu.fault_grammar import (
 )
 from mockgpu.group import TokenSink, TpGroup
 from mockgpu.group_faults import GroupFaults
-from mockgpu.http_answers import (
+from mockgpu.http import audio_format, messages_format, openai_format, pooling
+from mockgpu.http.choice import Choice, build_choices
+from mockgpu.http.control_pages import ControlPages
+from mockgpu.http.handler_helpers import (
     JSON,
     break_whole,
     check_content_type,
@@ -45,9 +45,16 @@ from mockgpu.http_answers import (
     reset_now,
     transport_of,
 )
-from mockgpu.kv_event_pages import KvEventPages
-from mockgpu.leg_params import DecodeLeg, PrefillLeg
-from mockgpu.named_events import EventChunks, NamedEventFormat, read_members
+from mockgpu.http.kv_event_pages import KvEventPages
+from mockgpu.http.named_events import EventChunks, NamedEventFormat, read_members
+from mockgpu.http.response_sinks import (
+    FaultySink,
+    PendingResponse,
+    StreamSink,
+    WholeSink,
+)
+from mockgpu.http.responses_format import ResponsesFormat
+from mockgpu.http.responses_store import ResponsesStore
 from mockgpu.request_parser import (
     NO_LEG,
     ApiError,
@@ -63,14 +70,7 @@ from mockgpu.request_parser import (
     parse_prompt,
     parse_request,
 )
-from mockgpu.response_sinks import (
-    FaultySink,
-    PendingResponse,
-    StreamSink,
-    WholeSink,
-)
-from mockgpu.responses_format import ResponsesFormat
-from mockgpu.responses_store import ResponsesStore
+from mockgpu.split_legs import DecodeLeg, PrefillLeg
 from mockgpu.text import token_count
 
 if TYPE_CHECKING:  # groups without real KV start without numpy and kvtransfer's agents

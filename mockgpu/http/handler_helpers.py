@@ -9,8 +9,8 @@ import msgspec
 from aiohttp import web
 
 from mockgpu.fault_grammar import FaultKind
+from mockgpu.http.response_sinks import break_off, reset_connection
 from mockgpu.request_parser import ApiError
-from mockgpu.response_sinks import break_off, reset_connection
 
 JSON = "application/json"
 

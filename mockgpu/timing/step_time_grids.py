@@ -14,7 +14,7 @@ from math import log2
 
 import msgspec
 
-from mockgpu.roofline import PROFILES, Profile, Roofline, StepWork
+from mockgpu.timing.roofline import PROFILES, Profile, Roofline, StepWork
 from policies.sizing.gpus import Gpu
 from policies.sizing.model_shapes import Llm
 

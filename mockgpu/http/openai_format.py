@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from mockgpu.choice import Choice
+from mockgpu.http.choice import Choice
 from mockgpu.request_parser import ParsedRequest
 from mockgpu.text import TOKEN_BYTES, token_count, token_ids
 

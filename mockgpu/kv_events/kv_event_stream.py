@@ -4,7 +4,7 @@ The scheduler reports changes of the prefix cache, and this module returns the m
 Consecutive blocks of a request are one event, as in vLLM; in SGLang's format each block has its
 own.
 Faults make messages lost, late, doubled or out of order. There is no I/O; sockets are in
-mockgpu/kv_publisher.py.
+mockgpu/kv_events/kv_publisher.py.
 """
 
 from __future__ import annotations

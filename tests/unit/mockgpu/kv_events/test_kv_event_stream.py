@@ -11,7 +11,7 @@ import pytest
 from mockgpu.blocks import BlockPool
 from mockgpu.fault_grammar import FaultKind
 from mockgpu.job import Job
-from mockgpu.kv_event_stream import LATE_S, KvEventSpec, KvEventStream
+from mockgpu.kv_events.kv_event_stream import LATE_S, KvEventSpec, KvEventStream
 from mockgpu.scheduler import Scheduler
 
 

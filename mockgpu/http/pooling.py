@@ -2,7 +2,7 @@
 
 Each function reads a request body and says how to build the response. Results depend only on the
 words of a text, so that texts with common words are similar. The engine's computing time is
-simulated by mockgpu/server.py.
+simulated by mockgpu/http/server.py.
 """
 
 from __future__ import annotations

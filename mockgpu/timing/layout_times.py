@@ -14,8 +14,8 @@ from typing import Protocol
 
 import msgspec
 
-from mockgpu.roofline import PROFILES, Profile, Roofline, StepTimeParts, StepTimes, StepWork
-from mockgpu.step_time_grids import Grid, roofline_for
+from mockgpu.timing.roofline import PROFILES, Profile, Roofline, StepTimeParts, StepTimes, StepWork
+from mockgpu.timing.step_time_grids import Grid, roofline_for
 from policies.sizing.gpus import Gpu
 from policies.sizing.layout import Layout
 from policies.sizing.model_shapes import Llm

@@ -11,8 +11,8 @@ import struct
 from typing import Protocol
 
 from mockgpu.fault_grammar import FaultKind, InjectedFault
+from mockgpu.http.openai_format import http_chunk
 from mockgpu.job import Job
-from mockgpu.openai_format import http_chunk
 from mockgpu.request_parser import ApiError
 
 KEEP_ALIVE = http_chunk(b": keep-alive\n\n")

@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mockgpu.blocks import BlockPool
-from mockgpu.decode_run import DecodeRun, most_steps
 from mockgpu.job import Job, JobState
-from mockgpu.roofline import Roofline, StepWork
 from mockgpu.scheduler import Scheduler
-from mockgpu.step_time_grids import roofline_for
+from mockgpu.timing.decode_run import DecodeRun, most_steps
+from mockgpu.timing.roofline import Roofline, StepWork
+from mockgpu.timing.step_time_grids import roofline_for
 from policies.sizing.gpus import gpu_named
 from policies.sizing.model_shapes import model_named
 

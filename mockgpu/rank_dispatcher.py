@@ -16,10 +16,10 @@ from multidict import CIMultiDict
 
 from mockgpu.engine_formats import EngineFormat
 from mockgpu.group import TpGroup
-from mockgpu.http_answers import json_answer
+from mockgpu.http.handler_helpers import json_answer
+from mockgpu.http.server import Handler, MockServer
 from mockgpu.rank_balancer import RankBalancer
 from mockgpu.request_parser import ApiError
-from mockgpu.server import Handler, MockServer
 
 RANK_HEADER = "x-data-parallel-rank"
 _COMPUTING = frozenset(("chat", "completions", "converse", "pool", "listen"))

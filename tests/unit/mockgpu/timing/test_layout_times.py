@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from gateway.cli.main import run as penstock
 from mockgpu.group import GroupSpec
-from mockgpu.layout_times import LayoutTimes, rank_model, step_times_for
-from mockgpu.roofline import Roofline, StepTimes, StepWork
-from mockgpu.step_time_grids import load_grids, roofline_for
+from mockgpu.timing.layout_times import LayoutTimes, rank_model, step_times_for
+from mockgpu.timing.roofline import Roofline, StepTimes, StepWork
+from mockgpu.timing.step_time_grids import load_grids, roofline_for
 from planner.replay.spec import FleetError, FleetSpec, GroupKind, validate
 from policies.sizing.gpus import gpu_named
 from policies.sizing.layout import Layout

@@ -10,9 +10,9 @@ from typing import Any
 
 from xxhash import xxh3_128_hexdigest
 
-from mockgpu.choice import Choice
-from mockgpu.named_events import chat_of
-from mockgpu.openai_format import DONE, event, http_chunk
+from mockgpu.http.choice import Choice
+from mockgpu.http.named_events import chat_of
+from mockgpu.http.openai_format import DONE, event, http_chunk
 from mockgpu.request_parser import ApiError, ParsedRequest, RequestBody
 from mockgpu.text import TOKEN_BYTES
 

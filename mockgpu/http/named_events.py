@@ -1,7 +1,7 @@
 """Interfaces and helpers of HTTP APIs whose stream events have names (Messages, Responses).
 
 A format converts a request of its API to a chat, and the answer back to the API's objects and
-events. The formats are mockgpu/messages_format.py and mockgpu/responses_format.py.
+events. The formats are mockgpu/http/messages_format.py and mockgpu/http/responses_format.py.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from mockgpu.choice import Choice
+from mockgpu.http.choice import Choice
 from mockgpu.request_parser import ApiError, ParsedRequest, RequestBody, decode_body
 
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import msgspec
 
-from mockgpu.choice import Choice
-from mockgpu.named_events import chat_body, named_event
-from mockgpu.openai_format import http_chunk
+from mockgpu.http.choice import Choice
+from mockgpu.http.named_events import chat_body, named_event
+from mockgpu.http.openai_format import http_chunk
+from mockgpu.http.tool_turns import chat_tool, chat_turns
 from mockgpu.request_parser import ApiError, ParsedRequest, RequestBody
-from mockgpu.tool_turns import chat_tool, chat_turns
 
 _PASSED = ("model", "max_tokens", "stream", "temperature", "top_p", "kv_transfer_params")
 _STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}

@@ -1,0 +1,1 @@
+"""The durations of engine steps: roofline, parallel layouts, measured grids, decode runs."""
