@@ -30,8 +30,8 @@ from bench import batch as bench  # noqa: E402
 from gateway.app import App  # noqa: E402
 from gateway.batch.answers import LineClient  # noqa: E402
 from gateway.config.load import load_config  # noqa: E402
-from gateway.protocol.apis import CHAT  # noqa: E402
-from gateway.protocol.response_clock import ResponseClock  # noqa: E402
+from gateway.protocol.api_table import CHAT  # noqa: E402
+from gateway.protocol.response.date_header import ResponseClock  # noqa: E402
 from mockgpu.fleet import run_fleet  # noqa: E402
 from mockgpu.group import GroupSpec  # noqa: E402
 from policies.sizing.gpus import gpu_named  # noqa: E402

@@ -17,8 +17,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from gateway.config import Traces
 from gateway.exchange import Exchange
 from gateway.metrics.catalogue import Metrics
-from gateway.protocol.apis import CHAT
-from gateway.protocol.relay import Relay
+from gateway.protocol.api_table import CHAT
+from gateway.protocol.response.relay import Relay
 from gateway.protocol.trace_context import LegSpan, Trace, propagated_headers
 from gateway.telemetry.otlp import SpanExporter
 from gateway.telemetry.spans import build_spans

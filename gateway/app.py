@@ -56,7 +56,7 @@ from gateway.peers.frame_auth import FrameAuth, create_frame_auth, fingerprint_s
 from gateway.peers.sync_loop import SyncLoop
 from gateway.peers.view import PeerView
 from gateway.protocol.cors import new_cors_rule
-from gateway.protocol.forwarded import TrustedProxies
+from gateway.protocol.request.forwarded_headers import TrustedProxies
 from gateway.reload.auto_rollback import AutoRollbackMonitor, GatewayRollbackTarget
 from gateway.reload.file_watcher import FileWatcher
 from gateway.reload.history import VersionHistory

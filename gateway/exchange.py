@@ -17,13 +17,13 @@ if TYPE_CHECKING:
     from gateway.admission.controller import AdmissionController, PoolQueue
     from gateway.fleet.reservation import Reservation
     from gateway.metrics.metric_types import Histogram
-    from gateway.protocol.apis import Api
-    from gateway.protocol.openai import Call
-    from gateway.protocol.relay import Relay, UpstreamError
-    from gateway.protocol.response_ids import ResponseIds
-    from gateway.protocol.token_ledger import Ledger
+    from gateway.protocol.api_table import Api
+    from gateway.protocol.request.request_body import Call
+    from gateway.protocol.response.relay import Relay, UpstreamError
+    from gateway.protocol.response.token_ledger import Ledger
+    from gateway.protocol.stored_response_ids import ResponseIds
     from gateway.protocol.trace_context import Trace
-    from gateway.protocol.translate.translations import NewTranslator
+    from gateway.protocol.translate.translation_table import NewTranslator
     from policies.admission.quota import Quota
     from policies.prefix.fingerprint import Fingerprint
 

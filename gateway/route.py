@@ -19,12 +19,12 @@ from gateway.fleet.endpoint_table import EndpointTable
 from gateway.fleet.reservation import Reservation
 from gateway.http.client import Client
 from gateway.legs.hedge import Hedger
-from gateway.protocol.api_keys import digest_of_headers, wrong_key
-from gateway.protocol.cache_salts import CacheSalts
-from gateway.protocol.openai import Call, CallShapes
-from gateway.protocol.relay import Relay
-from gateway.protocol.response_ids import ResponseIds
-from gateway.protocol.service_class import ServiceClasses
+from gateway.protocol.request.api_keys import digest_of_headers, wrong_key
+from gateway.protocol.request.cache_salts import CacheSalts
+from gateway.protocol.request.request_body import Call, CallShapes
+from gateway.protocol.request.service_class import ServiceClasses
+from gateway.protocol.response.relay import Relay
+from gateway.protocol.stored_response_ids import ResponseIds
 from gateway.protocol.upstream_error import UpstreamError
 from gateway.telemetry.accounting import Accounting
 from gateway.trials.canary import CanaryArms, CanarySampler

@@ -29,11 +29,11 @@ from gateway.fleet.endpoint_table import EndpointTable
 from gateway.fleet.name_table import find
 from gateway.http.client import Client
 from gateway.metrics.metric_types import Histogram
-from gateway.protocol.apis import Api
+from gateway.protocol.api_table import Api
 from gateway.protocol.cors import CorsLines, CorsRule
 from gateway.protocol.errors import Failure, GatewayError
-from gateway.protocol.forwarded import TrustedProxies, proxy_request_id
-from gateway.protocol.openai import Call, CallContext, parse_call
+from gateway.protocol.request.forwarded_headers import TrustedProxies, proxy_request_id
+from gateway.protocol.request.request_body import Call, CallContext, parse_call
 from gateway.proxy import tier_fallback
 from gateway.proxy.attempts import attempts, end_retries
 from gateway.proxy.resume import continue_stream

@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from gateway.protocol.response_framing import ResponseBody, new_body, parse_head
+from gateway.protocol.response.http_framing import ResponseBody, new_body, parse_head
 from planner.bench.timeline import AnswerTimeline
 from planner.text_generator import text
 

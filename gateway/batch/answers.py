@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from gateway.batch.journal import KeptAnswer
-from gateway.protocol.apis import CHAT, Api
-from gateway.protocol.error_shapes import OPENAI, ErrorShape
+from gateway.protocol.api_table import CHAT, Api
+from gateway.protocol.error_formats import OPENAI, ErrorShape
 from gateway.protocol.errors import GatewayError
-from gateway.protocol.json_members import read_members
-from gateway.protocol.response_clock import ResponseClock, ResponseLines
-from gateway.protocol.resume_terms import ContinuationTerms, member_terms
-from gateway.protocol.translate.chat_answers import TranslationError
-from gateway.protocol.translate.event_stream import EventReader
+from gateway.protocol.request.json_members import read_members
+from gateway.protocol.response.date_header import ResponseClock, ResponseLines
+from gateway.protocol.response.resume_eligibility import ContinuationTerms, member_terms
+from gateway.protocol.translate.chat_types import TranslationError
+from gateway.protocol.translate.sse import EventReader
 
 if TYPE_CHECKING:
     from gateway.http.large_bodies import JoinInTurn

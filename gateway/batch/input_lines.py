@@ -11,9 +11,9 @@ from typing import Any
 import msgspec
 
 from gateway.batch.records import LineProblem
-from gateway.protocol.apis import API_PATHS, Api
+from gateway.protocol.api_table import API_PATHS, Api
 from gateway.protocol.errors import GatewayError
-from gateway.protocol.json_members import read_members
+from gateway.protocol.request.json_members import read_members
 
 MAX_CUSTOM_ID_CHARS = 512
 MAX_PROBLEMS = 20  # problems that are reported of one file

@@ -13,9 +13,9 @@ import msgspec
 from gateway.batch.answers import LineClient, StreamedAnswer, rest_body, streamed_body
 from gateway.batch.input_lines import BATCH_APIS, InputLine
 from gateway.batch.journal import KeptAnswer
-from gateway.protocol.apis import COMPLETIONS, Api
+from gateway.protocol.api_table import COMPLETIONS, Api
 from gateway.protocol.errors import GatewayError, error_body
-from gateway.protocol.response_clock import ResponseClock
+from gateway.protocol.response.date_header import ResponseClock
 
 if TYPE_CHECKING:
     from gateway.exchange import Exchange

@@ -35,8 +35,8 @@ from gateway.batch.storage import (
 )
 from gateway.batch.threads import StorageThreads
 from gateway.config import BatchApi
-from gateway.protocol.api_keys import digest_of_headers
 from gateway.protocol.errors import Failure, GatewayError, new_request_id
+from gateway.protocol.request.api_keys import digest_of_headers
 from gateway.route import Snapshot
 
 T = TypeVar("T")

@@ -17,9 +17,9 @@ from gateway.batch.schedule import PoolSchedule
 from gateway.config import BatchApi, Config
 from gateway.fleet.name_table import find
 from gateway.metrics.catalogue import Metrics
-from gateway.protocol.api_keys import wrong_key
 from gateway.protocol.errors import Failure, GatewayError
-from gateway.protocol.service_class import (
+from gateway.protocol.request.api_keys import wrong_key
+from gateway.protocol.request.service_class import (
     CLASS_HEADER,
     MAX_PRIORITY,
     PRIORITY_HEADER,

@@ -2,8 +2,8 @@
 cached prompts.
 
 An engine isolates tenants by a cache salt, a request member that is hashed into the keys of cached
-blocks. An engine without cache salts has one cache for all tenants. gateway/protocol/cache_salts.py
-computes the salts.
+blocks; gateway/protocol/request/cache_salts.py computes it. An engine without cache salts has one
+cache for all tenants.
 """
 
 from __future__ import annotations

@@ -23,8 +23,8 @@ from gateway.disagg.state_machine import END_STATES, LEG_ENDS, TABLE, Act, Event
 from gateway.exchange import Exchange
 from gateway.http.eager_task import new_future
 from gateway.legs import forward
-from gateway.protocol.relay import Relay, UpstreamError
-from gateway.protocol.stream_scan import TokenUsage
+from gateway.protocol.response.relay import Relay, UpstreamError
+from gateway.protocol.response.stream_search import TokenUsage
 from kvtransfer.dialects import (
     DecodeRequest,
     FinishedResponse,

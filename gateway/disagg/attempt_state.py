@@ -15,7 +15,7 @@ from gateway.disagg.state_machine import Event, State
 from gateway.exchange import Exchange, SplitRecord
 from gateway.fleet.reservation import Reservation
 from gateway.http.eager_task import EagerFuture
-from gateway.protocol.relay import Relay, UpstreamError
+from gateway.protocol.response.relay import Relay, UpstreamError
 from kvtransfer.dialects import DecodeRequest, FinishedResponse
 from policies.pricing.split import EndpointPair
 

@@ -13,7 +13,7 @@ from gateway.disagg.leg import Leg
 from gateway.disagg.response_buffer import ResponseBuffer
 from gateway.http.upstream import ConnectionPool, UpstreamTimeouts
 from gateway.http.write_queue import WriteQueue
-from gateway.protocol.relay import Relay, UpstreamError
+from gateway.protocol.response.relay import Relay, UpstreamError
 from kvtransfer.dialects import BootstrapAddress
 
 ANSWER_S = 1.0  # connecting included: the page is a few names long

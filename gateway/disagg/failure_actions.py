@@ -13,7 +13,7 @@ from gateway.disagg.attempt_state import AttemptState
 from gateway.disagg.leg import Leg
 from gateway.fleet.endpoint_registry import LiveEndpoint
 from gateway.fleet.reservation import Reservation
-from gateway.protocol.relay import UpstreamError
+from gateway.protocol.response.relay import UpstreamError
 from kvtransfer.dialects import DecodeRequest, parse_response
 from policies import run
 from policies.pricing.split import EndpointPair, PairGroup

@@ -22,7 +22,7 @@ from gateway.http.upstream import ConnectionPool
 from gateway.http.write_queue import WriteQueue
 from gateway.metrics.catalogue import Metrics
 from gateway.metrics.metric_types import Counter
-from gateway.protocol.relay import Relay, UpstreamError
+from gateway.protocol.response.relay import Relay, UpstreamError
 from kvtransfer.dialects import PrefillIdentity
 from policies.pricing.split import (
     EndpointPair,

@@ -10,7 +10,7 @@ from time import monotonic
 
 from gateway.http.eager_task import EagerFuture, EagerTask
 from gateway.http.upstream import LOST_KINDS, ConnectionPool, Downstream, UpstreamConnection
-from gateway.protocol.relay import Relay, UpstreamError
+from gateway.protocol.response.relay import Relay, UpstreamError
 
 log = logging.getLogger("penstock")
 

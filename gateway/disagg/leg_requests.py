@@ -21,15 +21,15 @@ from gateway.fleet.endpoint_table import EndpointTable
 from gateway.fleet.reservation import Reservation
 from gateway.http.client import Client
 from gateway.legs.forward import client_lines, response_headers
-from gateway.protocol.apis import CHAT
-from gateway.protocol.json_splice import edited, shows_usage
-from gateway.protocol.openai import Call
-from gateway.protocol.relay import Relay
-from gateway.protocol.resume_terms import ContinuationTerms as ResumeTerms
-from gateway.protocol.resume_terms import continuation_terms, with_token_ids
-from gateway.protocol.rewrite import CachedTokensRewriter, ModelNameRewriter
-from gateway.protocol.stream_scan import TokenUsage
-from gateway.protocol.token_ledger import Ledger, LedgerRecorder, RecordedRelay
+from gateway.protocol.api_table import CHAT
+from gateway.protocol.request.json_splice import edited, shows_usage
+from gateway.protocol.request.request_body import Call
+from gateway.protocol.response.relay import Relay
+from gateway.protocol.response.resume_eligibility import ContinuationTerms as ResumeTerms
+from gateway.protocol.response.resume_eligibility import continuation_terms, with_token_ids
+from gateway.protocol.response.rewrite import CachedTokensRewriter, ModelNameRewriter
+from gateway.protocol.response.stream_search import TokenUsage
+from gateway.protocol.response.token_ledger import Ledger, LedgerRecorder, RecordedRelay
 from gateway.protocol.trace_context import propagated_headers
 from gateway.protocol.upstream_error import UpstreamError
 from kvtransfer.dialects import (

@@ -24,11 +24,17 @@ from gateway.fleet.prefix_cache import PrefixCacheView
 from gateway.fleet.reservation import DecodeReservation, Reservation
 from gateway.fleet.scrape import ScrapedLoad
 from gateway.fleet.speed_monitor import SpeedMonitor, describe_slowness, find_healthy_peer
+from gateway.fleet.speed_recovery import accept_returned
 from gateway.http.write_queue import WriteQueue
 from gateway.metrics.catalogue import Metrics
-from gateway.protocol.stream_scan import TokenUsage
-from gateway.protocol.upstream_error import MODEL_GONE, SHUTDOWN, UpstreamError, health_event
-from policies import ledger, saved_state
+from gateway.protocol.response.stream_search import TokenUsage
+from gateway.protocol.upstream_error import (
+    MODEL_GONE,
+    SHUTDOWN,
+    UpstreamError,
+    health_event,
+)
+from policies import ledger
 from policies.health import health, slow_start, stall
 from policies.health.health import Health, HealthEvent, HealthLimits, HealthState
 from policies.health.speed_outlier import SlowLimits
@@ -413,7 +419,7 @@ class EndpointTable:
         if after.state is health.HealthState.DEAD:
             live.upstream.fail_all("ejected", "the engine is dead")
         if before.state in OUT_OF_ROTATION and after.state not in OUT_OF_ROTATION:
-            self._on_return(live, before)
+            accept_returned(live, before, self.find_peer(live))
             self._begin_slow_start(live, monotonic())
         if live.is_leaving:
             # It is probed no longer, and it belongs to no pool whose last endpoint it could be.
@@ -478,17 +484,6 @@ class EndpointTable:
         live.load.mark_changed()
         if cap == NO_SOFT_CAP:
             live.slow_start_at = None
-
-    def _on_return(self, live: LiveEndpoint, before: Health) -> None:
-        # Replace the latency model of an endpoint ejected for slowness by a healthy peer's.
-        #
-        # What was learned while it was slow would keep latency-aware policies away from it for
-        # good.
-        peer = self.find_peer(live)
-        if before.cause is HealthEvent.SLOW and peer is not None:
-            state = saved_state.belief_state(peer.load.belief)
-            saved_state.restore_belief(live.load.belief, state)
-        live.speed.accept()
 
     def _on_speed(self, live: LiveEndpoint, verdict: SpeedVerdict, now: float) -> None:
         name, slowness = live.endpoint.name, live.speed.slowness

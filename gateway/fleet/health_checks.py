@@ -30,10 +30,10 @@ from gateway.fleet.poll_plan import PollPlan, least_probe_s
 from gateway.fleet.speed_recovery import SpeedRecovery, is_ejected_as_slow
 from gateway.http.connect_errors import is_local_error
 from gateway.http.poll_client import ConnectError, ConnectionLostError, PollClient
-from gateway.protocol.apis import RESPONSES, api_paths
-from gateway.protocol.response_framing import FramingError
-from gateway.protocol.response_store import shows_store, store_request
-from gateway.protocol.translate.translations import TRANSLATIONS
+from gateway.protocol.api_table import RESPONSES, api_paths
+from gateway.protocol.response.http_framing import FramingError
+from gateway.protocol.response_store_probe import shows_store, store_request
+from gateway.protocol.translate.translation_table import TRANSLATIONS
 from kvtransfer.dialects import standalone_members
 from policies.engine_kinds import ENGINE_TRAITS, MODELS_PATH
 from policies.health.health import is_probe_due

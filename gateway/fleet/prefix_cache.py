@@ -9,8 +9,8 @@ import msgspec
 from gateway.config import Config
 from gateway.fleet.kv_events.exact_prefixes import ExactPrefixes
 from gateway.fleet.kv_events.tokenization import UnreadPrompt, can_tokenize
-from gateway.protocol.openai import Call
-from gateway.protocol.sessions import session_key
+from gateway.protocol.request.request_body import Call
+from gateway.protocol.request.sessions import session_key
 from policies.model import INFERRED_SESSION
 from policies.prefix.fingerprint import Fingerprint, Fingerprinter
 from policies.prefix.growing_prefix import GrowingPrefixes

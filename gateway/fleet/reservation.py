@@ -13,7 +13,7 @@ from typing import Protocol
 from gateway.fleet.endpoint_registry import INITIAL_HEALTH, LiveEndpoint
 from gateway.fleet.kv_events.endpoint_events import CacheExpectation
 from gateway.http.upstream import ConnectionPool
-from gateway.protocol.stream_scan import TokenUsage
+from gateway.protocol.response.stream_search import TokenUsage
 from gateway.protocol.upstream_error import UpstreamError
 from policies import ledger
 from policies.health.health import HealthEvent, HealthState

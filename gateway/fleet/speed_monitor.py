@@ -10,7 +10,7 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Protocol
 
 from gateway.fleet.endpoint_registry import LiveEndpoint, step_tokens
-from gateway.protocol.relay import Relay
+from gateway.protocol.response.relay import Relay
 from policies.health import speed_outlier, stall
 from policies.health.health import HealthState
 from policies.health.speed_outlier import ReviewedEndpoint, SlowLimits

@@ -1,4 +1,4 @@
-"""The return of endpoints that were ejected as slow: test requests compare them with a peer.
+"""The return of endpoints that were ejected as slow: test requests, and a fresh latency model.
 
 An endpoint's /health page does not show how fast its engine is. An ejected endpoint gets no client
 requests that could be timed either, so the gateway sends test requests to it and to a peer at the
@@ -10,13 +10,15 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
+from random import Random
 from time import monotonic
+from typing import Protocol
 
 import msgspec
 
 from gateway.fleet.endpoint_registry import LiveEndpoint
-from gateway.fleet.endpoint_table import EndpointTable
-from policies.health.health import HealthEvent
+from policies import saved_state
+from policies.health.health import Health, HealthEvent
 from policies.health.speed_record import Measure, Slowness
 
 log = logging.getLogger("penstock")
@@ -62,6 +64,26 @@ def is_ejected_as_slow(live: LiveEndpoint) -> bool:
     return live.health.cause is HealthEvent.SLOW and live.speed.slowness is not None
 
 
+def accept_returned(live: LiveEndpoint, before: Health, peer: LiveEndpoint | None) -> None:
+    """Prepare an endpoint that returns into rotation; `before` is its health until then.
+
+    An endpoint that was ejected for slowness gets the latency model of `peer`, a healthy endpoint.
+    What was learned while it was slow would keep latency-aware policies away from it for good.
+    """
+    if before.cause is HealthEvent.SLOW and peer is not None:
+        state = saved_state.belief_state(peer.load.belief)
+        saved_state.restore_belief(live.load.belief, state)
+    live.speed.accept()
+
+
+class PeerFinder(Protocol):
+    """The part of the endpoint table that chooses the peer to compare with."""
+
+    @property
+    def rng(self) -> Random: ...
+    def find_peer(self, live: LiveEndpoint) -> LiveEndpoint | None: ...
+
+
 class SpeedRecovery:
     """Measures the speed of endpoints that were ejected as slow.
 
@@ -69,7 +91,7 @@ class SpeedRecovery:
     complete   sends one test request
     """
 
-    def __init__(self, endpoints: EndpointTable, complete: Complete) -> None:
+    def __init__(self, endpoints: PeerFinder, complete: Complete) -> None:
         self._endpoints = endpoints
         self._complete = complete
         self._peer_s: dict[LiveEndpoint, tuple[Slowness, float]] = {}

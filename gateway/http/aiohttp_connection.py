@@ -31,7 +31,7 @@ from gateway.http.connection import ClientConnection, Serve, add_piece
 from gateway.http.connection_phase import Phase
 from gateway.http.large_bodies import LARGE_BODY, JoinInTurn
 from gateway.http.write_queue import WriteQueue
-from gateway.protocol.apis import API_PATHS, stored_api
+from gateway.protocol.api_table import API_PATHS, stored_api
 from gateway.protocol.errors import Failure, GatewayError, new_request_id
 
 ALLOWED_METHODS = frozenset({"POST"})

@@ -11,9 +11,9 @@ from typing import Protocol
 
 from gateway.http.large_bodies import JoinInTurn
 from gateway.http.upstream import Downstream
-from gateway.protocol.error_shapes import OPENAI, ErrorShape
+from gateway.protocol.error_formats import OPENAI, ErrorShape
 from gateway.protocol.errors import GatewayError
-from gateway.protocol.response_clock import ResponseClock, ResponseLines
+from gateway.protocol.response.date_header import ResponseClock, ResponseLines
 
 
 class Client(Downstream, Protocol):

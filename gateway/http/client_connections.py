@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Protocol
 
 from gateway.protocol.errors import Failure, GatewayError
-from gateway.protocol.response_clock import ResponseClock
+from gateway.protocol.response.date_header import ResponseClock
 from gateway.util.networks import Networks, client_group
 
 if TYPE_CHECKING:

@@ -30,8 +30,8 @@ from gateway.http.connection_phase import (
     idle_expiry,
     reader_expiry,
 )
-from gateway.protocol.apis import Api
-from gateway.protocol.error_shapes import OPENAI, ErrorShape
+from gateway.protocol.api_table import Api
+from gateway.protocol.error_formats import OPENAI, ErrorShape
 from gateway.protocol.errors import (
     Failure,
     GatewayError,
@@ -39,7 +39,7 @@ from gateway.protocol.errors import (
     reason_phrase,
     retry_headers,
 )
-from gateway.protocol.response_clock import ResponseClock, ResponseLines
+from gateway.protocol.response.date_header import ResponseClock, ResponseLines
 
 if TYPE_CHECKING:
     from gateway.http.client import Client

@@ -23,8 +23,8 @@ from gateway.http.large_bodies import LARGE_BODY, JoinInTurn
 from gateway.http.read_turns import LONG_READ
 from gateway.http.write_queue import WriteQueue
 from gateway.protocol.errors import GatewayError, new_request_id
-from gateway.protocol.http2_refusal import PREFACE, REFUSAL
-from gateway.protocol.request_head import (
+from gateway.protocol.request.http2_refusal import PREFACE, REFUSAL
+from gateway.protocol.request.request_head import (
     RequestHead,
     is_partial_head,
     read_head,

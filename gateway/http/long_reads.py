@@ -16,10 +16,10 @@ from collections import deque
 from time import monotonic
 from typing import TYPE_CHECKING, Protocol
 
-from gateway.protocol.step_queue import STEP_BYTES
+from gateway.protocol.response.output_queue import STEP_BYTES
 
 if TYPE_CHECKING:
-    from gateway.protocol.relay import Relay
+    from gateway.protocol.response.relay import Relay
 
 SLICE = STEP_BYTES
 """Maximum bytes of a long read that are relayed at once; this takes a millisecond at most."""

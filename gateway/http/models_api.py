@@ -14,9 +14,9 @@ from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
 from gateway.http.health_api import add_health
-from gateway.protocol.apis import API_PATHS
+from gateway.protocol.api_table import API_PATHS
 from gateway.protocol.cors import CorsRule
-from gateway.protocol.error_shapes import ANTHROPIC, OPENAI
+from gateway.protocol.error_formats import ANTHROPIC, OPENAI
 from gateway.protocol.errors import Failure, GatewayError, new_request_id, retry_headers
 from gateway.protocol.model_cards import (
     ListedModel,

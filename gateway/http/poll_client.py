@@ -12,8 +12,8 @@ from time import monotonic
 from typing import cast
 from urllib.parse import urlsplit
 
-from gateway.protocol.response_framing import FramingError
-from gateway.protocol.short_response import ShortResponse
+from gateway.protocol.response.http_framing import FramingError
+from gateway.protocol.response.short_response import ShortResponse
 from gateway.util.tls import Encryption
 
 IDLE_S = 4.0  # uvicorn closes connections that have been idle for 5 s

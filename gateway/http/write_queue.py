@@ -19,7 +19,7 @@ from gateway.http.long_reads import LongReads
 from gateway.http.read_turns import PIECE_TURNS, ReadTurns
 
 if TYPE_CHECKING:
-    from gateway.protocol.relay import Relay
+    from gateway.protocol.response.relay import Relay
 
 WRITES_PER_TURN = 32  # writes per loop iteration, about a millisecond
 

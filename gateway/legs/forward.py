@@ -13,16 +13,16 @@ from time import monotonic
 from gateway.exchange import Exchange
 from gateway.fleet.reservation import Reservation
 from gateway.http.client import Client
-from gateway.protocol.apis import CHAT, COMPLETIONS, EMBEDDINGS, Api
+from gateway.protocol.api_table import CHAT, COMPLETIONS, EMBEDDINGS, Api
 from gateway.protocol.errors import response_not_found
-from gateway.protocol.event_relay import EventRelay
-from gateway.protocol.forwarded import all_values
-from gateway.protocol.multipart import form_type
-from gateway.protocol.openai import Call
-from gateway.protocol.relay import Relay, UpstreamError
-from gateway.protocol.rewrite import ANY_NAME, ModelNameRewriter, versioned_name
-from gateway.protocol.service_class import HeaderFields
-from gateway.protocol.sessions import SESSION_HEADER
+from gateway.protocol.request.forwarded_headers import all_values
+from gateway.protocol.request.multipart import form_type
+from gateway.protocol.request.request_body import Call
+from gateway.protocol.request.service_class import HeaderFields
+from gateway.protocol.request.sessions import SESSION_HEADER
+from gateway.protocol.response.event_relay import EventRelay
+from gateway.protocol.response.relay import Relay, UpstreamError
+from gateway.protocol.response.rewrite import ANY_NAME, ModelNameRewriter, versioned_name
 from gateway.protocol.trace_context import propagated_headers
 from gateway.protocol.upstream_error import MODEL_GONE
 from kvtransfer.dialects import known_members

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 
-from gateway.protocol.response_clock import ResponseClock
+from gateway.protocol.response.date_header import ResponseClock
 
 ANY_ORIGIN = "*"
 MAX_AGE_S = 600

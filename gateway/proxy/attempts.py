@@ -15,9 +15,9 @@ from typing import Protocol, TypeVar
 from gateway.exchange import Exchange
 from gateway.http.client import Client
 from gateway.protocol.errors import Failure, GatewayError, shutting_down
-from gateway.protocol.media import BYTES_PER_TOKEN, MOST_BYTES_PER_TOKEN
-from gateway.protocol.openai import Call
-from gateway.protocol.relay import SHUTDOWN, UpstreamError
+from gateway.protocol.request.media import BYTES_PER_TOKEN, MOST_BYTES_PER_TOKEN
+from gateway.protocol.request.request_body import Call
+from gateway.protocol.response.relay import SHUTDOWN, UpstreamError
 from gateway.protocol.upstream_error import MODEL_GONE
 from gateway.route import Gateway, Route
 from policies.filters import serves_tenant

@@ -14,12 +14,12 @@ from gateway.exchange import Exchange
 from gateway.fleet.reservation import Reservation
 from gateway.http.client import Client
 from gateway.legs import forward
-from gateway.protocol.apis import COMPLETIONS
-from gateway.protocol.openai import Call
-from gateway.protocol.relay import SHUTDOWN, Relay, UpstreamError
-from gateway.protocol.response_framing import LAST_CHUNK, encode_chunk
-from gateway.protocol.resume_terms import call_with_token_ids, continuation_terms
-from gateway.protocol.token_ledger import (
+from gateway.protocol.api_table import COMPLETIONS
+from gateway.protocol.request.request_body import Call
+from gateway.protocol.response.http_framing import LAST_CHUNK, encode_chunk
+from gateway.protocol.response.relay import SHUTDOWN, Relay, UpstreamError
+from gateway.protocol.response.resume_eligibility import call_with_token_ids, continuation_terms
+from gateway.protocol.response.token_ledger import (
     DIVERGED,
     ContinuationRelay,
     Ledger,

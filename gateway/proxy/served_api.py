@@ -8,11 +8,11 @@ as chat completions, provided that nothing is lost in translation.
 from __future__ import annotations
 
 from gateway.exchange import Exchange
-from gateway.protocol.apis import RESPONSES
+from gateway.protocol.api_table import RESPONSES
 from gateway.protocol.errors import Failure, GatewayError
-from gateway.protocol.openai import Call, CallContext
-from gateway.protocol.resume_terms import continuation_terms
-from gateway.protocol.translate.translations import (
+from gateway.protocol.request.request_body import Call, CallContext
+from gateway.protocol.response.resume_eligibility import continuation_terms
+from gateway.protocol.translate.translation_table import (
     TRANSLATIONS,
     is_translated,
     translated,

@@ -16,9 +16,9 @@ from gateway.disagg.pairing import SplitRoute
 from gateway.exchange import Exchange, SplitRecord
 from gateway.http.client import Client
 from gateway.protocol.errors import Failure, GatewayError
-from gateway.protocol.json_splice import shape
-from gateway.protocol.openai import Call
-from gateway.protocol.relay import UpstreamError
+from gateway.protocol.request.json_splice import shape
+from gateway.protocol.request.request_body import Call
+from gateway.protocol.response.relay import UpstreamError
 from gateway.proxy.attempts import AttemptPlan, no_endpoint_error, permit_retry
 from gateway.proxy.whole_request import WholePlan, pick_longest
 from gateway.route import Gateway, Route

@@ -1,6 +1,6 @@
 """Requests about responses that an engine stores: continue, read, cancel or delete one.
 
-They go to the endpoint that the response's id identifies (gateway/protocol/response_ids.py),
+They go to the endpoint that the response's id identifies (gateway/protocol/stored_response_ids.py),
 because engines store responses in the memory of one process.
 """
 
@@ -21,13 +21,13 @@ from gateway.fleet.endpoint_registry import LiveEndpoint
 from gateway.fleet.name_table import find
 from gateway.http.client import Client
 from gateway.legs import forward
-from gateway.protocol.apis import RESPONSES
+from gateway.protocol.api_table import RESPONSES
 from gateway.protocol.errors import Failure, GatewayError, response_not_found
-from gateway.protocol.event_relay import EventRelay
-from gateway.protocol.json_members import bad_request, member_value
-from gateway.protocol.openai import Call
-from gateway.protocol.relay import Relay, UpstreamError
-from gateway.protocol.response_store import shows_store, store_request
+from gateway.protocol.request.json_members import bad_request, member_value
+from gateway.protocol.request.request_body import Call
+from gateway.protocol.response.event_relay import EventRelay
+from gateway.protocol.response.relay import Relay, UpstreamError
+from gateway.protocol.response_store_probe import shows_store, store_request
 from gateway.route import Gateway, ModelScope, Route, Snapshot
 
 PREVIOUS = "previous_response_id"

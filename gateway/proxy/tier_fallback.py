@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from msgspec.structs import replace
 
 from gateway.fleet.endpoint_table import EndpointTable
-from gateway.protocol.openai import Call
+from gateway.protocol.request.request_body import Call
 from gateway.proxy.attempts import limits_output
 from gateway.route import Route
 from policies.model import RoutingQuery

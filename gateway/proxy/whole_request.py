@@ -11,8 +11,8 @@ from gateway.exchange import Exchange
 from gateway.http.client import Client
 from gateway.legs.forward import settle_failure
 from gateway.legs.hedge import OVERTAKEN
-from gateway.protocol.openai import Call
-from gateway.protocol.relay import UpstreamError
+from gateway.protocol.request.request_body import Call
+from gateway.protocol.response.relay import UpstreamError
 from gateway.proxy.attempts import is_too_long, no_endpoint_error, permit_retry
 from gateway.route import Gateway, Route
 from policies import run

@@ -20,11 +20,11 @@ from gateway.fleet.endpoint_table import EndpointTable
 from gateway.fleet.model_names import common_name, explicit_models, unlisted_message
 from gateway.fleet.name_table import NameTable
 from gateway.legs import forward
-from gateway.protocol.api_keys import key_digest
-from gateway.protocol.cache_salts import new_cache_salts
-from gateway.protocol.response_ids import new_response_ids
-from gateway.protocol.service_class import ServiceClasses
-from gateway.protocol.translate.translations import TRANSLATIONS, translated_paths
+from gateway.protocol.request.api_keys import key_digest
+from gateway.protocol.request.cache_salts import new_cache_salts
+from gateway.protocol.request.service_class import ServiceClasses
+from gateway.protocol.stored_response_ids import new_response_ids
+from gateway.protocol.translate.translation_table import TRANSLATIONS, translated_paths
 from gateway.proxy.resume import prepare_recorded
 from gateway.route import CanaryRoute, ModelScope, PoolTrials, Route, Snapshot
 from gateway.trials import shadow

@@ -15,9 +15,9 @@ from gateway.config import Observability
 from gateway.exchange import Exchange, SplitRecord
 from gateway.metrics.catalogue import Metrics
 from gateway.metrics.metric_types import Counter, Histogram
-from gateway.protocol.openai import Call
-from gateway.protocol.relay import Relay
-from gateway.protocol.stream_scan import TokenUsage
+from gateway.protocol.request.request_body import Call
+from gateway.protocol.response.relay import Relay
+from gateway.protocol.response.stream_search import TokenUsage
 from gateway.telemetry.access_log import AccessLine, AccessLog, StageTimes
 from gateway.telemetry.explain import RecentExchanges, snapshot_pick
 from gateway.telemetry.otlp import SpanExporter

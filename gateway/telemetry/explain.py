@@ -14,7 +14,7 @@ from operator import attrgetter
 import msgspec
 
 from gateway.exchange import Exchange
-from gateway.protocol.stream_scan import TokenUsage
+from gateway.protocol.response.stream_search import TokenUsage
 from policies.contract import Policy, PriceTermsFunction
 from policies.load import LOAD_FIELDS, EndpointLoad
 from policies.model import Candidate, Pick, RoutingQuery

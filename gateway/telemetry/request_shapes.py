@@ -12,8 +12,8 @@ from collections.abc import Collection, Sequence
 import msgspec
 
 from gateway.exchange import Exchange
-from gateway.protocol.relay import Relay
-from gateway.protocol.stream_scan import TokenUsage
+from gateway.protocol.response.relay import Relay
+from gateway.protocol.response.stream_search import TokenUsage
 from policies.sizing.drift import request_tokens
 
 MAX_IDS = 1 << 17

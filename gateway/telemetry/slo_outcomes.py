@@ -11,8 +11,8 @@ from time import monotonic
 from gateway.exchange import Exchange
 from gateway.metrics.catalogue import Metrics
 from gateway.metrics.metric_types import Counter
-from gateway.protocol.relay import Relay
-from gateway.protocol.stream_scan import TokenUsage
+from gateway.protocol.response.relay import Relay
+from gateway.protocol.response.stream_search import TokenUsage
 from policies.admission.admission import RequestOutcome
 from policies.admission.prompt_length import PromptLengths, is_text
 from policies.engine.output_length import OutputLengths

@@ -20,7 +20,7 @@ from collections.abc import Iterator, Mapping
 import msgspec
 
 from gateway.exchange import Exchange
-from gateway.protocol.relay import Relay
+from gateway.protocol.response.relay import Relay
 from gateway.protocol.trace_context import LegSpan, Trace, new_span_id
 from gateway.telemetry import semconv
 from gateway.telemetry.slo_outcomes import effective_usage

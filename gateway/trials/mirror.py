@@ -24,7 +24,7 @@ from gateway.config import Config, Mirror
 from gateway.exchange import Exchange
 from gateway.fleet.endpoint_registry import LiveEndpoint
 from gateway.metrics.mirror_metrics import MirrorMetrics
-from gateway.protocol.openai import Call
+from gateway.protocol.request.request_body import Call
 from gateway.trials.canary import HASH_RANGE, CanarySampler
 from gateway.trials.mirror_client import MirrorClient, MirroredAnswer
 from gateway.trials.token_budget import Spending, TokenBudget

@@ -21,7 +21,7 @@ import msgspec
 from gateway.exchange import Exchange
 from gateway.fleet.endpoint_table import EndpointTable
 from gateway.metrics.catalogue import Metrics
-from gateway.protocol.openai import Call
+from gateway.protocol.request.request_body import Call
 from gateway.telemetry.explain import load_values, restore_load
 from policies import run
 from policies.contract import Policy

@@ -23,7 +23,7 @@ def build_kind() -> str:
 
 def is_compiled() -> bool:
     """Return whether compiled extension modules are used instead of their Python sources."""
-    spec = find_spec("gateway.protocol.relay")
+    spec = find_spec("gateway.protocol.response.relay")
     return spec is not None and str(spec.origin).endswith(tuple(EXTENSION_SUFFIXES))
 
 

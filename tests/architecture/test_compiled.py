@@ -92,7 +92,7 @@ def test_a_build_is_known_by_all_that_is_copied_into_it(
 
 def test_classes_on_the_path_of_a_chunk_are_c_classes_with_all_their_slots() -> None:
     for name in (
-        "gateway.protocol.relay.Relay",
+        "gateway.protocol.response.relay.Relay",
         "gateway.http.upstream.UpstreamConnection",
         "gateway.http.write_queue.WriteQueue",
     ):
@@ -105,7 +105,9 @@ def test_the_path_of_a_chunk_is_called_without_a_look_up() -> None:
         "    cdef public WriteQueue _outbox",
         "    cpdef object data_received(self, bytes data)",
     } <= set(told("gateway.http.upstream"))
-    assert "    cpdef object feed(self, bytes data, object now)" in told("gateway.protocol.relay")
+    assert "    cpdef object feed(self, bytes data, object now)" in told(
+        "gateway.protocol.response.relay"
+    )
     assert "    cpdef object enqueue(self, object transport, bytes data)" in told(
         "gateway.http.write_queue"
     )

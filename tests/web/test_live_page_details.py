@@ -11,8 +11,8 @@ import pytest
 from playwright.async_api import Browser, Locator, Page, expect
 
 from gateway.exchange import Exchange
-from gateway.protocol import apis
-from gateway.protocol.stream_scan import TokenUsage
+from gateway.protocol import api_table
+from gateway.protocol.response.stream_search import TokenUsage
 from tests.chaos.gateway_fleet import GatewayFleet, gateway_fleet
 from tests.web.conftest import SHOTS
 from tests.web.test_live_page import busy, opened
@@ -152,7 +152,7 @@ async def test_markup_in_names_is_shown_as_text_and_never_runs(browser: Browser)
         rename(fleet, 0, MARKUP)
         for _ in range(4):
             await fleet.ask()
-        x = Exchange("req_markup", apis.CHAT, "127.0.0.1", 0.0)
+        x = Exchange("req_markup", api_table.CHAT, "127.0.0.1", 0.0)
         x.model = x.tenant = x.detail = x.reason = MARKUP
         x.outcome, x.status, x.retries = "refused", 503, [MARKUP]
         fleet.app.gateway.accounts.recent_exchanges.add(x, TokenUsage(), 0, 1.0)

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 from gateway.cli.doctor.findings import CheckFinding, pass_finding, unknown_finding
 from gateway.cli.doctor.probe import ProbeResult, listed_paths
-from gateway.protocol.apis import APIS, RESPONSES
-from gateway.protocol.response_store import shows_store
+from gateway.protocol.api_table import APIS, RESPONSES
+from gateway.protocol.response_store_probe import shows_store
 
 
 def check_apis(responses: ProbeResult, name: str) -> Iterator[CheckFinding]:

@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from gateway.protocol.response_store import store_request
+from gateway.protocol.response_store_probe import store_request
 from gateway.util.tls import Encryption
 
 TIMEOUT_S = 10.0

@@ -24,7 +24,7 @@ from gateway.fleet.kv_events.tokenization import (
 )
 from gateway.http.poll_client import ConnectError, ConnectionLostError, PollClient
 from gateway.metrics.metric_types import Counter, MetricFamily
-from gateway.protocol.response_framing import FramingError
+from gateway.protocol.response.http_framing import FramingError
 
 log = logging.getLogger("penstock")
 

@@ -30,7 +30,7 @@ from gateway.fleet.kv_events.exact_prefixes import ExactPrefixes
 from gateway.fleet.kv_events.subscription import Subscription
 from gateway.http.poll_client import ConnectError, ConnectionLostError, PollClient
 from gateway.metrics.catalogue import Metrics
-from gateway.protocol.response_framing import FramingError
+from gateway.protocol.response.http_framing import FramingError
 from policies.model import EngineKind
 
 log = logging.getLogger("penstock")

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-from gateway.protocol.json_members import join_members
+from gateway.protocol.request.json_members import join_members
 from policies.prefix.fingerprint import Fingerprint
 
 TOKENIZE_PATH = "/tokenize"

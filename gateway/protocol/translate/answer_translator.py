@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from gateway.protocol.step_queue import StepQueue
-from gateway.protocol.translate.chat_answers import TranslationError
+from gateway.protocol.response.output_queue import StepQueue
+from gateway.protocol.translate.chat_types import TranslationError
 from gateway.protocol.translate.stream_translator import StreamTranslator
 from gateway.protocol.upstream_error import UpstreamError
 

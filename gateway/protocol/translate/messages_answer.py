@@ -8,8 +8,8 @@ from typing import Any
 
 import msgspec
 
-from gateway.protocol.error_shapes import ANTHROPIC_TYPES
-from gateway.protocol.translate.chat_answers import (
+from gateway.protocol.error_formats import ANTHROPIC_TYPES
+from gateway.protocol.translate.chat_types import (
     ChatAnswer,
     ChatChoice,
     ChatToolCall,
@@ -19,9 +19,9 @@ from gateway.protocol.translate.chat_answers import (
     read_answer,
     read_error,
 )
-from gateway.protocol.translate.event_stream import format_event
-from gateway.protocol.translate.long_text import encode_in_pieces, to_text
+from gateway.protocol.translate.json_pieces import encode_in_pieces, to_text
 from gateway.protocol.translate.request_reader import encode
+from gateway.protocol.translate.sse import format_event
 from gateway.protocol.translate.stream_translator import StreamTranslator
 
 _STOP_REASONS: Mapping[str, str] = MappingProxyType(

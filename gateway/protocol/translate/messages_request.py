@@ -8,8 +8,8 @@ from typing import Any
 
 import msgspec
 
-from gateway.protocol.translate.chat_answers import TranslationError
-from gateway.protocol.translate.messages_content import chat_messages, system_text
+from gateway.protocol.translate.chat_types import TranslationError
+from gateway.protocol.translate.messages_conversation import chat_messages, system_text
 from gateway.protocol.translate.request_reader import (
     SAMPLING,
     MemberHandler,

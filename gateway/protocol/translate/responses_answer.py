@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from gateway.protocol.translate.chat_answers import (
+from gateway.protocol.translate.chat_types import (
     ChatToolCall,
     ChatUsage,
     TranslationError,
     read_answer,
 )
-from gateway.protocol.translate.long_text import Text, encode_in_pieces, to_text
+from gateway.protocol.translate.json_pieces import Text, encode_in_pieces, to_text
 from gateway.protocol.translate.request_reader import read_object
 from gateway.protocol.translate.responses_input import flat_name
 

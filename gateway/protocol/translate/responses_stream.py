@@ -7,15 +7,14 @@ from typing import Any
 
 import msgspec
 
-from gateway.protocol.translate.chat_answers import (
+from gateway.protocol.translate.chat_types import (
     ChatAnswer,
     ChatChoice,
     ChatToolCall,
     ErrorDetail,
     TranslationError,
 )
-from gateway.protocol.translate.event_stream import format_event
-from gateway.protocol.translate.long_text import Text, to_text
+from gateway.protocol.translate.json_pieces import Text, to_text
 from gateway.protocol.translate.responses_answer import (
     call_item,
     ended,
@@ -27,6 +26,7 @@ from gateway.protocol.translate.responses_answer import (
     text_part,
     usage_of,
 )
+from gateway.protocol.translate.sse import format_event
 from gateway.protocol.translate.stream_translator import StreamTranslator
 
 MAX_ANSWER_CHARS = 8 * 1024 * 1024

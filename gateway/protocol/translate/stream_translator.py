@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 
-from gateway.protocol.translate.chat_answers import (
+from gateway.protocol.translate.chat_types import (
     ChatAnswer,
     ChatChoice,
     ChatUsage,
@@ -14,7 +14,7 @@ from gateway.protocol.translate.chat_answers import (
     read_answer,
     read_error,
 )
-from gateway.protocol.translate.event_stream import EventReader
+from gateway.protocol.translate.sse import EventReader
 
 MAX_EVENT_BYTES = 1024 * 1024
 """Maximum bytes of one event. The text of an honest event is far shorter."""

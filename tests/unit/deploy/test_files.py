@@ -21,7 +21,7 @@ from command_line import parse_command
 from gateway.cli.commands import command_function
 from gateway.config import Config, load_with_warnings
 from gateway.metrics.catalogue import Metrics
-from gateway.protocol.apis import APIS
+from gateway.protocol.api_table import APIS
 from gateway.reload.reloader import BOUND_AT_START
 from gateway.util.units import parse_duration
 

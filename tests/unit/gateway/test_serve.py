@@ -13,7 +13,7 @@ from gateway import serve
 from gateway.exchange import Exchange
 from gateway.http.client import Client
 from gateway.metrics.catalogue import Metrics
-from gateway.protocol import apis
+from gateway.protocol import api_table
 from gateway.route import Gateway
 from gateway.serve import GAPS_EVERY, RequestFactory
 from tests.replaced import stand_in
@@ -27,7 +27,7 @@ def new_exchanges(patch: pytest.MonkeyPatch, number: int, tracer: Any = None) ->
     patch.setattr(serve, "serve", lambda gateway, exchange, client, handle: exchange)
     gateway = stand_in(Gateway, SimpleNamespace(accounts=SimpleNamespace(tracer=tracer)))
     beginning = RequestFactory(gateway, Metrics().itl_seconds)
-    return [cast(Exchange, beginning.serve(CLIENT, apis.CHAT)) for _ in range(number)]
+    return [cast(Exchange, beginning.serve(CLIENT, api_table.CHAT)) for _ in range(number)]
 
 
 def test_ids_have_one_length_and_differ_from_their_first_digits_on_in_every_process(
@@ -52,4 +52,4 @@ def test_an_exchange_has_its_client_s_address_and_its_place_in_the_client_s_trac
     (exchange,) = new_exchanges(
         monkeypatch, 1, SimpleNamespace(start_trace=lambda headers: headers["traceparent"])
     )
-    assert (exchange.api, exchange.client, exchange.trace) == (apis.CHAT, "10.0.0.7", "theirs")
+    assert (exchange.api, exchange.client, exchange.trace) == (api_table.CHAT, "10.0.0.7", "theirs")

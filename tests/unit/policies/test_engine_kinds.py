@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from gateway.fleet.scrape import METRIC_NAMES
-from gateway.protocol.apis import APIS
+from gateway.protocol.api_table import APIS
 from policies.engine_kinds import ENGINE_TRAITS
 from policies.model import EngineKind
 

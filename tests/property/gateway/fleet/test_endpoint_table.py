@@ -21,8 +21,8 @@ from gateway.fleet.reservation import Reservation
 from gateway.fleet.scrape import ScrapedLoad
 from gateway.http.write_queue import WriteQueue
 from gateway.metrics.catalogue import Metrics
-from gateway.protocol.relay import UpstreamError
-from gateway.protocol.stream_scan import TokenUsage
+from gateway.protocol.response.relay import UpstreamError
+from gateway.protocol.response.stream_search import TokenUsage
 from policies.health.health import HealthEvent, is_unreachable
 from policies.model import Candidate, Pick, Request
 

@@ -17,14 +17,14 @@ from gateway.admin.recent_requests import (
     recent_rows,
 )
 from gateway.exchange import Exchange
-from gateway.protocol import apis
-from gateway.protocol.stream_scan import TokenUsage
+from gateway.protocol import api_table
+from gateway.protocol.response.stream_search import TokenUsage
 from gateway.telemetry.explain import RecentExchanges
 from tests.chaos.gateway_fleet import GatewayFleet, gateway_fleet
 
 
 def ended(number: int, outcome: str = "served", slo_outcome: str = "met") -> Exchange:
-    x = Exchange(f"req_{number}", apis.CHAT, "127.0.0.1", float(number))
+    x = Exchange(f"req_{number}", api_table.CHAT, "127.0.0.1", float(number))
     x.status, x.outcome, x.slo_outcome, x.model = 200, outcome, slo_outcome, "demo"
     return x
 

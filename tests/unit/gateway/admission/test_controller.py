@@ -13,7 +13,7 @@ import pytest
 from gateway.admission.controller import VERDICTS_PER_TURN, AdmissionController, PoolQueue
 from gateway.config import Config, WaitingRoom
 from gateway.exchange import Exchange
-from gateway.protocol import apis
+from gateway.protocol import api_table
 from gateway.protocol.errors import GatewayError
 from policies.load import EndpointLoad
 from policies.model import Candidate, Endpoint, Request, RoutingQuery
@@ -417,7 +417,7 @@ async def test_a_fallback_into_a_full_queue_evicts_no_request() -> None:
 
 def test_a_refused_body_releases_its_memory_before_another_one_grows() -> None:
     controller = gate(limits={"body": "60B", "body_budget": "100B"})
-    refused, other = (Exchange("r", apis.CHAT, "127.0.0.1", 0.0) for _ in range(2))
+    refused, other = (Exchange("r", api_table.CHAT, "127.0.0.1", 0.0) for _ in range(2))
     refused.take_memory(controller, 50)
     other.take_memory(controller, 50)
     with pytest.raises(GatewayError):
@@ -430,7 +430,7 @@ def test_a_refused_body_releases_its_memory_before_another_one_grows() -> None:
 
 def test_the_memory_of_a_body_is_released_at_the_first_token() -> None:
     controller = gate(limits={"body": "60B", "body_budget": "100B"})
-    x = Exchange("r", apis.CHAT, "127.0.0.1", 0.0)
+    x = Exchange("r", api_table.CHAT, "127.0.0.1", 0.0)
     x.take_memory(controller, 20)
     x.take_memory(controller, 60)
     x.on_first_token()

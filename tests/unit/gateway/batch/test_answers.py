@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from gateway.batch.answers import LineClient, StreamedAnswer, rest_body, streamed_body
 from gateway.batch.journal import KeptAnswer
-from gateway.protocol.apis import CHAT, COMPLETIONS, EMBEDDINGS
+from gateway.protocol.api_table import CHAT, COMPLETIONS, EMBEDDINGS
 from gateway.protocol.errors import Failure, GatewayError
-from gateway.protocol.response_clock import ResponseClock
+from gateway.protocol.response.date_header import ResponseClock
 
 BODY = {"model": "m", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 9}
 WORDS = ["one", " two", " three", " four"]

@@ -14,7 +14,7 @@ from gateway.batch.answers import LineClient
 from gateway.batch.input_lines import InputLine
 from gateway.batch.journal import KeptAnswer
 from gateway.batch.line_run import MANY_TOKENS, MAX_FAILURES, LineRun
-from gateway.protocol.apis import Api
+from gateway.protocol.api_table import Api
 from gateway.protocol.errors import Failure, GatewayError
 
 URL = "/v1/chat/completions"

@@ -8,7 +8,7 @@ from typing import Any
 from gateway.batch.pool_view import batch_class, line_headers, refusal, scope_digest
 from gateway.batch.records import BatchRecord
 from gateway.config import BatchApi, Config
-from gateway.protocol.service_class import MAX_PRIORITY, ServiceClasses
+from gateway.protocol.request.service_class import MAX_PRIORITY, ServiceClasses
 
 KEY = b"digest of a key"
 POOLS = {"main": {"endpoints": [{"url": "http://127.0.0.1:9000"}]}}

@@ -18,7 +18,7 @@ from command_line import short_help
 from gateway.cli import main
 from gateway.cli.commands import COMMANDS, command_function
 from gateway.config import json_schema
-from gateway.protocol import relay
+from gateway.protocol.response import relay
 from policies.prefix.block_hash import is_loop_compiled
 from tests.command_runner import CommandRunner
 from tests.ports import free_port

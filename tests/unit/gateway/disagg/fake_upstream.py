@@ -10,7 +10,7 @@ from gateway.disagg.leg import Leg
 from gateway.disagg.response_buffer import ResponseBuffer
 from gateway.http.eager_task import EagerFuture, new_future
 from gateway.http.upstream import ConnectionPool
-from gateway.protocol.relay import Relay, UpstreamError
+from gateway.protocol.response.relay import Relay, UpstreamError
 from tests.replaced import stand_in
 
 

@@ -6,11 +6,11 @@ import json
 from typing import Any
 
 from gateway.fleet.prefix_cache import PrefixCacheView
-from gateway.protocol import apis
-from gateway.protocol.openai import Call, CallContext, parse_call
-from gateway.protocol.service_class import NO_PREFERENCES
+from gateway.protocol import api_table
+from gateway.protocol.request.request_body import Call, CallContext, parse_call
+from gateway.protocol.request.service_class import NO_PREFERENCES
 from policies.model import INFERRED_SESSION
-from tests.unit.gateway.protocol.test_openai import Model
+from tests.unit.gateway.protocol.request.test_request_body import Model
 
 MESSAGES = [
     {"role": "system", "content": "You repair water wheels. " * 60},
@@ -22,7 +22,7 @@ ANSWERED = [*MESSAGES, {"role": "assistant", "content": "Oil."}, {"role": "user"
 def sent(view: PrefixCacheView, messages: list[Any], tenant: str = "", **members: Any) -> Call:
     body = json.dumps({"model": "demo", "messages": messages, **members}).encode()
     context = CallContext("req_1", tenant, NO_PREFERENCES, 0.0)
-    call = parse_call(body, apis.CHAT, {"demo": Model()}, context)
+    call = parse_call(body, api_table.CHAT, {"demo": Model()}, context)
     view.recognise_session(call, view.fingerprint(call, "demo"))
     return call
 

@@ -19,7 +19,7 @@ from gateway.http.client import Client
 from gateway.http.client_connections import ClientConnections
 from gateway.http.fast_connection import FastConnection
 from gateway.http.write_queue import WriteQueue
-from gateway.protocol import apis
+from gateway.protocol import api_table
 from gateway.protocol.errors import Failure, GatewayError
 from gateway.util.networks import Networks
 
@@ -154,7 +154,7 @@ class Harness:
         assert self.budget.reserved == 0
         return outcome
 
-    async def _serve(self, client: Client, api: apis.Api) -> None:
+    async def _serve(self, client: Client, api: api_table.Api) -> None:
         try:
             body = await client.read_body(self.reserve)
         except GatewayError as error:
@@ -186,7 +186,7 @@ def _parse_responses(text: bytes) -> list[tuple[int, bytes]]:
 
 
 def request(
-    body: bytes = b"{}", *fields: str, path: str = apis.CHAT.path, length: str | None = None
+    body: bytes = b"{}", *fields: str, path: str = api_table.CHAT.path, length: str | None = None
 ) -> bytes:
     # Build a POST request with a Content-Length, unless the arguments say otherwise.
     framing = f"Content-Length: {len(body)}" if length is None else length
@@ -198,8 +198,8 @@ def request(
 ORDINARY = [
     request(),
     request(b'{"model":"demo"}', "X-Mark: 1"),
-    request(b"x" * 300, "x-mark: two words, and more", path=apis.COMPLETIONS.path),
-    request(path=f"{apis.EMBEDDINGS.path}?api-version=1"),
+    request(b"x" * 300, "x-mark: two words, and more", path=api_table.COMPLETIONS.path),
+    request(path=f"{api_table.EMBEDDINGS.path}?api-version=1"),
     request(b"", "Connection: keep-alive", "Authorization: Bearer sk-a"),
     request(request(path="/v1/smuggled"), "X-Mark: a request inside"),
     request(b"{}", length="CONTENT-LENGTH:2"),
@@ -209,7 +209,7 @@ ODD = [
     b"GET /v1/models HTTP/1.1\r\nHost: test\r\n\r\n",
     request(b"2\r\n{}\r\n0\r\n\r\n", length="Transfer-Encoding: chunked"),
     request(path="/v1/unknown"),
-    request(path=f"{apis.CHAT.path}?quoted='1'"),
+    request(path=f"{api_table.CHAT.path}?quoted='1'"),
     request(b"{}", "X-Empty:"),
     request(b"{}", "X-Mark:  two blanks"),
     request(b"{}", "X-Mark: same", "X-Mark: same"),

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from gateway.protocol.http2_refusal import PREFACE
+from gateway.protocol.request.http2_refusal import PREFACE
 from gateway.util.version import program_version
 from tests.fair_time import PATIENCE_S
 from tests.unit.gateway.fleet.test_model_names import CHAT, COMPLETIONS, Engine, models, running

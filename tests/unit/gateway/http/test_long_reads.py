@@ -13,9 +13,9 @@ from gateway.http.long_reads import SLICE, LongReads
 from gateway.http.read_turns import LONG_READ
 from gateway.http.upstream import UpstreamConnection
 from gateway.http.write_queue import WRITES_PER_TURN
-from gateway.protocol.relay import Relay
-from gateway.protocol.response_framing import LAST_CHUNK, encode_chunk
-from gateway.protocol.translate import translations
+from gateway.protocol.response.http_framing import LAST_CHUNK, encode_chunk
+from gateway.protocol.response.relay import Relay
+from gateway.protocol.translate import translation_table
 from tests.unit.gateway.http.connection_harness import FakeTransport, turns
 from tests.unit.gateway.http.test_read_turns import LONG, new_upstream
 from tests.unit.gateway.http.test_upstream import FakeClient
@@ -143,7 +143,7 @@ def one_step_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def new_translated() -> tuple[UpstreamConnection, FakeTransport, FakeClient]:
-    translator = translations._responses(REQUEST, "m")()
+    translator = translation_table._responses(REQUEST, "m")()
     connection, transport, client = new_upstream(HEAD, translator)
     connection._examined = upstream.STEPS  # the fake transport has no socket whose option to set
     return connection, transport, client

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from gateway.protocol.error_shapes import anthropic_error
+from gateway.protocol.error_formats import anthropic_error
 from gateway.protocol.errors import Failure, GatewayError
 from gateway.protocol.model_cards import anthropic_card, anthropic_list
 

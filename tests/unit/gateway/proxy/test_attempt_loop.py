@@ -11,9 +11,9 @@ from typing import Any, cast
 import pytest
 
 from gateway.exchange import Exchange
-from gateway.protocol import apis
+from gateway.protocol import api_table
 from gateway.protocol.errors import GatewayError
-from gateway.protocol.relay import UpstreamError
+from gateway.protocol.response.relay import UpstreamError
 from gateway.protocol.upstream_error import MODEL_GONE
 from gateway.proxy.attempts import attempts, permit_retry
 from gateway.route import Gateway
@@ -46,7 +46,7 @@ class Plan:
     """
 
     def __init__(self, endpoints: Endpoints, *failures: UpstreamError) -> None:
-        self.exchange = Exchange("req_1", apis.CHAT, "10.0.0.1", 0.0)
+        self.exchange = Exchange("req_1", api_table.CHAT, "10.0.0.1", 0.0)
         self.gateway = stand_in(Gateway, SimpleNamespace(endpoints=endpoints))
         self.failures = list(failures)
         self.attempted: list[str] = []
@@ -174,7 +174,7 @@ async def test_the_error_counts_the_attempts_that_reached_an_engine(
     kind: str, message: str
 ) -> None:
     # Two of the five refused the connection, and one failed its health check.
-    exchange = Exchange("req_1", apis.CHAT, "10.0.0.1", 0.0)
+    exchange = Exchange("req_1", api_table.CHAT, "10.0.0.1", 0.0)
     exchange.retries, exchange.unsent_attempts = ["tp0", "tp1", "tp2", "tp3", "tp4"], 3
     config = SimpleNamespace(retries=SimpleNamespace(attempts=2))
     gateway = stand_in(

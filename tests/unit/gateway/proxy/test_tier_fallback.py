@@ -13,8 +13,8 @@ from gateway.admission.controller import PoolQueue
 from gateway.config import WaitingRoom
 from gateway.fleet.endpoint_table import EndpointTable
 from gateway.legs import forward
-from gateway.protocol.apis import CHAT
-from gateway.protocol.openai import Call
+from gateway.protocol.api_table import CHAT
+from gateway.protocol.request.request_body import Call
 from gateway.proxy.tier_fallback import pick_tier
 from gateway.route import Route
 from policies import registry

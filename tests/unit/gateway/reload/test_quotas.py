@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from gateway.admission.quotas import Quotas
-from gateway.protocol.media import MEDIA_TOKENS
+from gateway.protocol.request.media import MEDIA_TOKENS
 from policies.admission.quota import Quota, QuotaLimits
 from policies.model import Request
 from tests.unit.gateway.reload.running import Running, running

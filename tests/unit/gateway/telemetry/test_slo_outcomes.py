@@ -12,10 +12,10 @@ import pytest
 from gateway.config import Observability
 from gateway.exchange import Exchange
 from gateway.metrics.catalogue import Metrics
-from gateway.protocol import apis
-from gateway.protocol.openai import Call
-from gateway.protocol.relay import Relay
-from gateway.protocol.stream_scan import TokenUsage
+from gateway.protocol import api_table
+from gateway.protocol.request.request_body import Call
+from gateway.protocol.response.relay import Relay
+from gateway.protocol.response.stream_search import TokenUsage
 from gateway.telemetry.access_log import AccessLog
 from gateway.telemetry.accounting import Accounting
 from gateway.telemetry.explain import RecentExchanges, runner_up, snapshot_pick
@@ -47,10 +47,10 @@ def candidate(slot: int, prefill_tokens: int = 0) -> Candidate:
 
 
 def exchange(number: int = 1, **request: object) -> Exchange:
-    x = Exchange(f"req_{number}", apis.CHAT, "127.0.0.1", 0.0)
+    x = Exchange(f"req_{number}", api_table.CHAT, "127.0.0.1", 0.0)
     x.received_at, x.model = 0.0, "demo"
     x.call = Call(
-        apis.CHAT, Request(x.id, "demo", "", 1000, 100, slo=SLO, **request), "demo", b"{}", ()
+        api_table.CHAT, Request(x.id, "demo", "", 1000, 100, slo=SLO, **request), "demo", b"{}", ()
     )  # type: ignore[arg-type]
     return x
 

@@ -16,8 +16,8 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 
 from gateway.exchange import Exchange
 from gateway.http.upstream import UpstreamConnection
-from gateway.protocol import apis
-from gateway.protocol.relay import Relay
+from gateway.protocol import api_table
+from gateway.protocol.response.relay import Relay
 from gateway.protocol.trace_context import LegSpan, Trace
 from gateway.telemetry import otlp, semconv
 from gateway.telemetry.spans import build_spans
@@ -67,7 +67,7 @@ def test_spans_have_predicted_and_actual_times_and_unix_time_stamps() -> None:
         3.0,
         True,
     )
-    x = Exchange("req_1", apis.CHAT, "client", 0.5)
+    x = Exchange("req_1", api_table.CHAT, "client", 0.5)
     x.model, x.status, x.relay = "m", 200, relay
     x.received_at, x.parsed_at, x.admitted_at, x.picked_at, x.sent_at = 1.0, 1.1, 1.2, 1.3, 1.4
     x.ttft_s, x.tpot_s, x.predicted_ttft_s, x.predicted_tpot_s = 1.0, 0.1, 0.8, 0.09

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from gateway.config.policy_choice import Canary
 from gateway.exchange import Exchange
 from gateway.metrics.catalogue import Metrics
-from gateway.protocol import apis
+from gateway.protocol import api_table
 from gateway.trials.canary import CanaryArms, CanarySampler, create_sampler
 from policies.model import Request
 from tests.unit.gateway.reload.running import running
@@ -77,7 +77,7 @@ def test_a_request_that_outlives_its_canary_is_not_counted() -> None:
         CanaryArms("chat", Canary.model_validate({"policy": "round_robin", "percent": 50}), "it")
         for _ in range(2)
     )
-    x = Exchange("req_1", apis.CHAT, "127.0.0.1", 0.0)
+    x = Exchange("req_1", api_table.CHAT, "127.0.0.1", 0.0)
     x.slo_outcome, x.ttft_s = "met", 0.1
     old.count_in(metrics)
     old.canary.count(x)

@@ -16,8 +16,8 @@ import pytest
 from gateway.exchange import Exchange
 from gateway.fleet.endpoint_table import EndpointTable
 from gateway.metrics.catalogue import Metrics
-from gateway.protocol import apis
-from gateway.protocol.openai import Call
+from gateway.protocol import api_table
+from gateway.protocol.request.request_body import Call
 from gateway.trials import shadow
 from gateway.trials.shadow import MIN_COMPARED, NamedPolicy, Shadows, evaluate, name_policies
 from policies import ledger, registry, run
@@ -75,9 +75,9 @@ def asked(number: int = 0, cached: tuple[int, ...] = ()) -> RoutingQuery:
 
 
 def exchange(ask: RoutingQuery, took_s: float) -> Exchange:
-    x = Exchange(ask.request.id, apis.CHAT, "127.0.0.1", ask.now)
+    x = Exchange(ask.request.id, api_table.CHAT, "127.0.0.1", ask.now)
     x.picked_at = ask.now + took_s
-    x.call = Call(apis.CHAT, ask.request, "demo", b"{}", (b"[]",))  # type: ignore[arg-type]
+    x.call = Call(api_table.CHAT, ask.request, "demo", b"{}", (b"[]",))  # type: ignore[arg-type]
     return x
 
 

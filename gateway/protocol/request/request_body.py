@@ -1,0 +1,565 @@
+"""Parses the body of a request into a Call. Independent of HTTP libraries and I/O.
+
+The body is decoded once, one level deep (json_members.py), so a prompt of 400 kB is scanned but not
+rebuilt. Unknown members are passed on, members that control engine internals are dropped, and the
+body is encoded again only if it changes.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Protocol
+
+import msgspec
+from xxhash import xxh3_128_digest
+
+from gateway.protocol.api_table import CHAT, PREAMBLE, Api
+from gateway.protocol.errors import Failure, GatewayError
+from gateway.protocol.request.cache_salts import MAX_CLIENT_SALT, CacheSalts
+from gateway.protocol.request.json_members import (
+    MAX_MEMBERS,
+    TooManyMembersError,
+    bad_request,
+    decode_members,
+    decode_object,
+    join_members,
+    member_value,
+    missing_member,
+    reject_ambiguous,
+    string_member,
+)
+from gateway.protocol.request.lax_numbers import lax_integer
+from gateway.protocol.request.media import (
+    BYTES_PER_TOKEN,
+    MIN_MEDIUM_BYTES,
+    NO_MEDIA,
+    MediaSize,
+    may_contain_media,
+    replace_media,
+)
+from gateway.protocol.request.member_limits import MAX_NUMBERS, LaxNumberError, read_numbers
+from gateway.protocol.request.multipart import edit_form
+from gateway.protocol.request.options_cache import CONVERSATION, ShapeCache, ShapeKey, shape_key
+from gateway.protocol.request.sequence_count import SEQUENCE_MEMBERS, count_sequences, read_prompts
+from gateway.protocol.request.service_class import MAX_PRIORITY, RequestPreferences
+from gateway.protocol.request.sessions import SESSION_MEMBERS, with_body_session
+from policies.admission.prompt_length import PromptLengths
+from policies.engine.output_length import DEFAULT_OUTPUT_TOKENS, OutputLengths
+from policies.model import Request, Slo
+
+# Members that make an engine read, write or wait for another request's KV cache, or that pin its
+# scheduling. Engines trust them, and a malformed one can crash them (engines.md B.0), so a client
+# may not send them.
+ENGINE_INTERNAL = frozenset(
+    {
+        "kv_transfer_params",
+        "ec_transfer_params",
+        "bootstrap_host",
+        "bootstrap_port",
+        "bootstrap_room",
+        "bootstrap_pair_key",
+        "disaggregated_params",
+        "disagg_request_id",
+        "routed_dp_rank",
+        "data_parallel_rank",
+        "disagg_prefill_dp_rank",
+        "priority",
+        "cache_salt",
+        "extra_key",
+        "rid",
+        "request_id",
+    }
+)
+# Dropped as well, but their values become part of the salt that the gateway sends.
+CLIENT_SALT_MEMBERS = ("cache_salt", "extra_key")
+EXTRA_ARGS = (
+    "vllm_xargs"  # vLLM merges it into its extra arguments, so it can contain the same names
+)
+
+
+# max_tokens is an upper bound, rarely the expected length: a huge one must not look like much load.
+MAX_EXPECTED_TOKENS = 2048
+
+
+class ModelInfo(Protocol):
+    """The properties of a model that are needed to parse a request for it."""
+
+    @property
+    def served_model(self) -> str:
+        """Return the name by which engines know the model."""
+        ...
+
+    @property
+    def context_tokens(self) -> int | None:
+        """Return the maximum context length of the model in tokens, or None if unknown."""
+        ...
+
+    @property
+    def sequences(self) -> int:
+        """Return the maximum number of sequences (prompts times choices) that one request for the
+        model may ask for.
+        """
+        ...
+
+    @property
+    def slo(self) -> Slo:
+        """Return the service level objective of requests for the model that ask for no other."""
+        ...
+
+    @property
+    def is_low_first(self) -> bool:
+        """Return whether a lower `priority` in the body means a more urgent request, as in vLLM."""
+        ...
+
+
+class Call(msgspec.Struct):
+    """A parsed request: what routing policies need to know, and the bytes that go to the engine.
+
+    requested_model   the model name that the client used, restored in responses if engines use
+                      another
+    body              the JSON to send; empty after release(), as are `prompt` and `members`
+    prompt            the raw values that the engine renders first, with media replaced by
+                      placeholders
+    members           all members of the body as raw values, by name
+    salt              cache salt (hex); requests share cached prompts only if their salts are equal.
+                      b"": no salt
+    estimated_tokens  prompt tokens as estimated from the number of bytes; 0 if they were counted
+    media_size        number and estimated tokens of the images, recordings and files in the prompt
+    """
+
+    api: Api
+    request: Request
+    requested_model: str
+    body: bytes
+    prompt: tuple[msgspec.Raw, ...]
+    members: Mapping[str, msgspec.Raw] = {}
+    salt: bytes = b""
+    estimated_tokens: int = 0
+    media_size: MediaSize = NO_MEDIA
+
+    def salt_member(self, name: str) -> bytes:
+        """Return the cache salt as JSON text that adds a member called `name` to a body.
+
+        The result is b"" if the call has no salt or `name` is "" (the engine accepts no salt).
+        """
+        return b',"%b":"%b"' % (name.encode(), self.salt) if name and self.salt else b""
+
+    def with_member(self, member: bytes) -> Call:
+        """Return a copy of the request with `member` added to its body before its closing brace.
+
+        A call whose body is a form is returned unchanged.
+        """
+        body = self.body
+        if self.api.is_form:  # engines read no such member from a form
+            return self
+        end = body.rindex(b"}")
+        return msgspec.structs.replace(self, body=b"".join((memoryview(body)[:end], member, b"}")))
+
+    def adapted_to(self, model: str, known: frozenset[str] | None) -> Call:
+        """Return this request for an engine that uses another model name or accepts fewer members.
+
+        `known` has the members that the engine accepts; None means all. Returns self if nothing
+        changes.
+        """
+        members = self.members
+        if self.api.is_form:
+            return msgspec.structs.replace(self, body=edit_form(self.body, model))
+        accepted = {
+            name: value for name, value in members.items() if known is None or name in known
+        }
+        if model == self.request.model and len(accepted) == len(members):
+            return self
+        accepted["model"] = msgspec.Raw(msgspec.json.encode(model))
+        return msgspec.structs.replace(self, body=join_members(accepted), members=accepted)
+
+    def release(self) -> None:
+        """Free the request's body after the first token, from which on no retry can need it."""
+        self.body, self.prompt, self.members = b"", (), {}
+
+
+class CallContext(msgspec.Struct, frozen=True):
+    """What is known about a request before its body is parsed.
+
+    preferences     what its headers and its tenant specify
+    arrived_s       when the body was complete (monotonic seconds)
+    output_lengths  response lengths observed so far, for requests without a limit of their own
+    cache_salts     computes cache salts; None: requests get no salt
+    prompt_lengths  ratios of counted to estimated prompt lengths, by model
+    """
+
+    request_id: str
+    tenant: str
+    preferences: RequestPreferences
+    arrived_s: float
+    output_lengths: OutputLengths | None = None
+    cache_salts: CacheSalts | None = None
+    prompt_lengths: PromptLengths | None = None
+
+
+_ALL_LISTED: Mapping[str, str] = {}
+
+
+class CallShape(msgspec.Struct, frozen=True):
+    """The properties of a request body apart from its prompt.
+
+    requested      the model name that the client used
+    output_tokens  the client's limit; None if it gave none
+    choices        number of sequences to generate per prompt
+    prompts        number of prompts in the body
+    priority       the body's priority, higher first; None if it has none
+    """
+
+    requested: str
+    model: ModelInfo
+    output_tokens: int | None
+    choices: int
+    prompts: int
+    is_stream: bool
+    priority: int | None
+
+
+CallShapes = ShapeCache[CallShape]
+
+
+def parse_call(
+    body: bytes,
+    api: Api,
+    models: Mapping[str, ModelInfo],
+    context: CallContext,
+    unlisted: Mapping[str, str] = _ALL_LISTED,
+    shapes: CallShapes | None = None,
+) -> Call:
+    """Parse and check a request body, and return it as a Call.
+
+    Raises GatewayError (400 or 404) that names the problem.
+
+    unlisted  the error message for each configured model that is not among `models`
+    shapes    the shapes of earlier chat requests for these models; the shape of this one is added
+    """
+    key: ShapeKey | None = None
+    if shapes is not None and api is CHAT:
+        members = decode_members(body)
+        key = shape_key(body, members)
+        shape = None if key is None else shapes.get(key)
+        if shape is not None:
+            prompt, media = _separate_media(body, (members[CONVERSATION],))
+            return _build_call(api, shape, body, members, (prompt, media, None), context)
+        reject_ambiguous(body, members)
+    else:
+        members = api.read(body)
+    try:
+        requested = string_member(members, "model")
+        model = models[requested]  # models.get() would not follow patterns of names
+        numbers = read_numbers(members)
+    except (GatewayError, KeyError, LaxNumberError):
+        body, requested, model, numbers = _read_unusual(members, models, unlisted, api.is_form)
+        key = None
+    prompt, media, ids, longest = _read_prompt(body, api, members, numbers, model)
+    shape = _read_shape(api, requested, model, members, numbers)
+    if model.context_tokens is not None:
+        _check_context(longest, shape.output_tokens or 0, model.context_tokens)
+    call = _build_call(api, shape, body, members, (prompt, media, ids), context)
+    if not SESSION_MEMBERS.isdisjoint(members):
+        call.request = with_body_session(call.request, members)
+        key = None
+    internal = ENGINE_INTERNAL.intersection(members)
+    if internal and context.cache_salts is not None:
+        call.salt = _salt(context.cache_salts, context.tenant, members)
+    if internal or requested != model.served_model or EXTRA_ARGS in members:
+        call.body, call.members = _outbound(
+            body, members, internal, requested, model.served_model, api.is_form
+        )
+    elif key is not None and shapes is not None and PREAMBLE.isdisjoint(members):
+        shapes.add(key, body, members, shape)
+    return call
+
+
+def _read_shape(
+    api: Api,
+    requested: str,
+    model: ModelInfo,
+    members: Mapping[str, msgspec.Raw],
+    numbers: Mapping[str, int],
+) -> CallShape:
+    choices = prompts = 1
+    if not SEQUENCE_MEMBERS.isdisjoint(numbers):
+        choices, prompts = count_sequences(numbers, model.sequences, generates=api.generates)
+    limit = numbers.get(api.output_limit) or numbers.get("max_tokens")
+    return CallShape(
+        requested,
+        model,
+        limit if api.generates else 1,  # what computes no text ends at its first token
+        choices,
+        prompts,
+        "stream" in members and bytes(members["stream"]) == b"true",
+        _priority(members, model.is_low_first) if "priority" in members else None,
+    )
+
+
+def _build_call(
+    api: Api,
+    shape: CallShape,
+    body: bytes,
+    members: dict[str, msgspec.Raw],
+    prompt: tuple[tuple[msgspec.Raw, ...], MediaSize, int | None],
+    context: CallContext,
+) -> Call:
+    # Build the Call of a body; `prompt` has its raw values, its media, and its token ids if any.
+    #
+    # The Call has the salt of its tenant, and no session but that of the headers.
+    parts, media, ids = prompt
+    model, preferences, arrived_s = shape.model, context.preferences, context.arrived_s
+    served, output_tokens = model.served_model, shape.output_tokens
+    estimated, ids = _estimate(parts, context, served, media) if ids is None else (0, ids)
+    slo = model.slo if preferences.is_default else preferences.resolve_slo(model.slo)
+    if output_tokens is None:
+        output_tokens = _expected_tokens(context, served, slo)
+    if output_tokens > MAX_EXPECTED_TOKENS:
+        output_tokens = MAX_EXPECTED_TOKENS
+    request = Request(
+        context.request_id,
+        served,
+        context.tenant,
+        ids,
+        output_tokens * shape.choices,
+        shape.is_stream,
+        slo,
+        preferences.default_priority
+        if shape.priority is None
+        else preferences.effective_priority(shape.priority),
+        arrived_s,
+        None if preferences.patience_s is None else arrived_s + preferences.patience_s,
+        preferences.session,
+        shape.choices,
+        shape.prompts,
+        preferences.session_source,
+        preferences.session_hints,
+    )
+    salts = context.cache_salts
+    salt = b"" if salts is None else salts.defaults.get(context.tenant, b"")
+    return Call(api, request, shape.requested, body, parts, members, salt, estimated, media)
+
+
+def _read_prompt(
+    body: bytes,
+    api: Api,
+    members: Mapping[str, msgspec.Raw],
+    numbers: dict[str, int],
+    model: ModelInfo,
+) -> tuple[tuple[msgspec.Raw, ...], MediaSize, int | None, int]:
+    # Return the prompt's members, media, number of token ids, and that of its longest prompt.
+    #
+    # None: the prompt is text. `numbers` receives the number of prompts if there are several.
+    name = api.conversation
+    if name not in members:
+        name = _alternative(api, members)
+    prompt: tuple[msgspec.Raw, ...] = (members[name],)
+    if not PREAMBLE.isdisjoint(members):
+        prompt = _prompt(api.prompt, members)
+    if api.lists_prompts:
+        prompts, ids, longest = read_prompts(members, name, api.max_prompts or model.sequences)
+        if prompts > 1:
+            numbers["prompt"] = prompts
+        return prompt, NO_MEDIA, ids, longest
+    prompt, media = _separate_media(body, prompt)
+    is_text = media is not NO_MEDIA or api.is_admitted
+    return prompt, media, None if is_text else 0, 0
+
+
+def _alternative(api: Api, members: Mapping[str, msgspec.Raw]) -> str:
+    # Return the name of the member that the body has in place of a conversation.
+    #
+    # Raises GatewayError if there is none.
+    names = [name for name in api.prompt if name in api.alternatives and name in members]
+    if not names:
+        raise missing_member(api.conversation)
+    return names[-1]
+
+
+def _estimate(
+    prompt: Sequence[msgspec.Raw], caller: CallContext, served: str, media: MediaSize
+) -> tuple[int, int]:
+    # Estimate a prompt's tokens from its bytes, corrected by a ratio learned from engines' counts.
+    #
+    # `served` is the engines' name of the model.
+    length = len(prompt[0]) if len(prompt) == 1 else sum(map(len, prompt))
+    estimated = length // BYTES_PER_TOKEN + 1
+    if caller.prompt_lengths is None or not caller.prompt_lengths.ratios:
+        return estimated, estimated
+    return estimated, caller.prompt_lengths.correct(served, media.parts > 0, estimated)
+
+
+def _salt(salts: CacheSalts, tenant: str, members: Mapping[str, msgspec.Raw]) -> bytes:
+    # Return the request's cache salt in hex, or b"" if it has none.
+    #
+    # If the client sent a salt, the result is derived from it.
+    client_salt = _client_salt(members)
+    return (
+        salts.client_salt(tenant, client_salt) if client_salt else salts.defaults.get(tenant, b"")
+    )
+
+
+def _client_salt(members: Mapping[str, msgspec.Raw]) -> bytes:
+    # Return the salts that the client sent in one canonical encoding, or b"" if it sent none.
+    salts = [_salt_text(members, name) if name in members else None for name in CLIENT_SALT_MEMBERS]
+    return msgspec.json.encode(salts) if any(salts) else b""
+
+
+def _salt_text(members: Mapping[str, msgspec.Raw], name: str) -> str | None:
+    value = member_value(members, name)
+    if value is not None and (
+        not isinstance(value, str) or not value or len(value) > MAX_CLIENT_SALT
+    ):
+        message = f"'{name}' must be a string of 1 to {MAX_CLIENT_SALT} characters."
+        raise GatewayError(Failure.BAD_REQUEST, message, param=name)
+    return value
+
+
+def _separate_media(
+    body: bytes, prompt: tuple[msgspec.Raw, ...]
+) -> tuple[tuple[msgspec.Raw, ...], MediaSize]:
+    # Replace each image, recording and file in a prompt by a placeholder.
+    #
+    # Also return their size.
+    if len(body) <= MIN_MEDIUM_BYTES or not may_contain_media(body):
+        return prompt, NO_MEDIA
+    last = memoryview(prompt[-1])
+    start = body.find(last[:MIN_MEDIUM_BYTES])  # equal bytes elsewhere serve as well
+    end = start + len(last)
+    # Hashes of views are compared in a fortieth of the time of the views.
+    if xxh3_128_digest(memoryview(body)[start:end]) != xxh3_128_digest(last):
+        body, start, end = bytes(last), 0, len(last)
+    messages, media = replace_media(body, start, end)
+    return ((*prompt[:-1], msgspec.Raw(messages)), media) if media.parts else (prompt, NO_MEDIA)
+
+
+def _expected_tokens(caller: CallContext, model: str, slo: Slo) -> int:
+    # Return the expected answer tokens: the length of similar answers so far, or a default.
+    expected = (
+        None
+        if caller.output_lengths is None
+        else caller.output_lengths.estimate(model, caller.tenant, slo.name)
+    )
+    return DEFAULT_OUTPUT_TOKENS if expected is None else max(1, round(expected))
+
+
+def _priority(members: Mapping[str, msgspec.Raw], low_first: bool) -> int:
+    # Return the priority in the body, where a higher number is always more urgent.
+    #
+    # Engines interpret the number in opposite ways; `low_first` says that a lower one is more
+    # urgent.
+    value = member_value(members, "priority")
+    if not isinstance(value, int) or isinstance(value, bool):
+        return 0
+    return max(-MAX_PRIORITY, min(MAX_PRIORITY, -value if low_first else value))
+
+
+def _prompt(names: tuple[str, ...], members: Mapping[str, msgspec.Raw]) -> tuple[msgspec.Raw, ...]:
+    return tuple(members[name] for name in names if name in members)
+
+
+def _unknown_model(
+    requested: str, models: Mapping[str, ModelInfo], unlisted: Mapping[str, str]
+) -> GatewayError:
+    with suppress(KeyError):
+        return GatewayError(Failure.MODEL_NOT_FOUND, unlisted[requested], param="model")
+    if len(requested) <= 64 and requested.isprintable():
+        shown = requested
+    else:
+        shown = requested[:64].encode("unicode_escape").decode() + "..."
+    similar = difflib.get_close_matches(requested[:128], models, n=3)
+    hint = f" Did you mean {' or '.join(repr(name) for name in similar)}?" if similar else ""
+    message = f"The model '{shown}' does not exist.{hint}"
+    return GatewayError(Failure.MODEL_NOT_FOUND, message, param="model")
+
+
+def _read_unusual(
+    members: dict[str, msgspec.Raw],
+    models: Mapping[str, ModelInfo],
+    unlisted: Mapping[str, str],
+    is_form: bool,
+) -> tuple[bytes, str, ModelInfo, dict[str, int]]:
+    # Read a request that names no model, or has integers in another form than a JSON integer.
+    #
+    # Return its body in the usual form, the name of the model, the model, and the integers by name.
+    # Forms are not rewritten. Raises GatewayError for invalid values.
+    if "model" not in members or bytes(members["model"]) == b"null":
+        names = {model.served_model for model in models.values()}
+        if is_form or len(names) != 1:
+            raise missing_member("model")
+        members["model"] = msgspec.Raw(msgspec.json.encode(names.pop()))
+    requested = string_member(members, "model")
+    try:
+        model = models[requested]
+    except KeyError:
+        raise _unknown_model(requested, models, unlisted) from None
+    for name in () if is_form else MAX_NUMBERS.keys() & members:
+        number = lax_integer(member_value(members, name))
+        if number is not None:
+            members[name] = msgspec.Raw(b"%d" % number)
+    try:
+        return join_members(members), requested, model, read_numbers(members)
+    except LaxNumberError:
+        raise bad_request("A number in the form is not an integer.") from None
+
+
+def _check_context(prompt_tokens: int, output_tokens: int, context_tokens: int) -> None:
+    # Raise GatewayError for a request that certainly exceeds the model's context length.
+    #
+    # The tokens of text can only be estimated, so engines check prompts that are text.
+    total = prompt_tokens + output_tokens
+    if total > context_tokens:
+        raise GatewayError(
+            Failure.CONTEXT_TOO_LONG,
+            f"This model's maximum context length is {context_tokens} tokens; the request asks for "
+            f"{total} ({prompt_tokens} in the prompt, {output_tokens} to be generated).",
+        )
+
+
+def _outbound(
+    body: bytes,
+    members: dict[str, msgspec.Raw],
+    internal: frozenset[str],
+    requested: str,
+    served: str,
+    is_form: bool,
+) -> tuple[bytes, dict[str, msgspec.Raw]]:
+    # Return the body to send to an engine, and its members.
+    #
+    # The engine-internal members `internal` are removed, and the model name is the one that engines
+    # use.
+    xargs = _without_internal(members[EXTRA_ARGS]) if EXTRA_ARGS in members else None
+    if not internal and requested == served and xargs is None:
+        return body, members
+    outbound: dict[str, msgspec.Raw] = {
+        name: value for name, value in members.items() if name not in internal
+    }
+    outbound["model"] = msgspec.Raw(msgspec.json.encode(served))
+    if is_form:
+        return edit_form(body, served, internal), outbound
+    if xargs is not None:
+        outbound[EXTRA_ARGS] = xargs
+    return join_members(outbound), outbound
+
+
+def _without_internal(value: msgspec.Raw) -> msgspec.Raw | None:
+    # Return an object without its engine-internal members.
+    #
+    # The result is None if there is nothing to remove, or `value` is no object.
+    try:
+        members = decode_object(value)
+    except TooManyMembersError:
+        raise bad_request(
+            f"The member '{EXTRA_ARGS}' has more than {MAX_MEMBERS} members.", EXTRA_ARGS
+        ) from None
+    except msgspec.ValidationError:
+        return None
+    if ENGINE_INTERNAL.isdisjoint(members):
+        return None
+    return msgspec.Raw(
+        join_members(
+            {name: value for name, value in members.items() if name not in ENGINE_INTERNAL}
+        )
+    )

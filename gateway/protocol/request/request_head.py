@@ -1,0 +1,143 @@
+"""Parses the head of an ordinary request: a POST to a known path with one Content-Length. No I/O.
+
+The grammar is narrower than HTTP's: it accepts what SDKs and proxies send, if the end of the
+request is unambiguous. Any other request goes to the full parser (AiohttpConnection). Each request
+is therefore parsed by only one of the two, and this module never rejects a request.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from gateway.protocol.api_table import API_PATHS, Api
+from gateway.protocol.request.service_class import HeaderFields
+
+MAX_HEAD_BYTES = 8 * 1024  # bytes; the full parser handles, and if necessary refuses, longer ones
+MAX_FIELDS = 64
+MAX_PARTIAL_HEAD = 64 * 1024  # bytes; applies to heads of all kinds
+
+# Not accepted: blanks before a colon or at the end of a line, bytes outside printable ASCII,
+# continuation lines, bare CR or LF. Each byte can match only one part, so matching takes linear
+# time. The repeats are not possessive: CPython before 3.11.5 matches those wrongly (gh-106052) and
+# would accept empty values.
+_PATHS = "|".join(map(re.escape, API_PATHS)).encode()
+# A query is allowed and has no effect; the bytes are those of the unreserved characters, escapes,
+# and separators that forms use.
+_LINE = rb"POST (%b)(?:\?[A-Za-z0-9._~%%&=+,:;@/-]*)? HTTP/1\.1\r\n" % _PATHS
+_NAME, _VALUE = rb"[A-Za-z][A-Za-z0-9-]*", rb"[!-~]+(?: [!-~]+)*"
+_HEAD = re.compile(rb"%b((?:%b: ?%b\r\n){1,%d})\r\n" % (_LINE, _NAME, _VALUE, MAX_FIELDS))
+_FIELD = re.compile(r"([^:]+): ?([^\r]+)\r\n")
+_END = b"\r\n\r\n"
+_LENGTH = re.compile(rb"\r\ncontent-length: ?(0|[1-9][0-9]{0,8})(\r\n)", re.IGNORECASE)
+_DIGITS = re.compile(rb"0|[1-9][0-9]{0,8}")
+_HOST = re.compile(r"[A-Za-z0-9._-]+(?::[0-9]{1,5})?|\[[0-9A-Fa-f:.]+\](?::[0-9]{1,5})?")
+
+# Fields that change framing or when the body may be sent.
+UNSUPPORTED_FIELDS = frozenset(
+    (
+        "transfer-encoding",
+        "content-encoding",
+        "te",
+        "trailer",
+        "expect",
+        "keep-alive",
+        "proxy-connection",
+    )
+)
+_CONNECTION = frozenset(("keep-alive", "upgrade", "http2-settings"))
+"""Values of the Connection header that have no effect here: a server may ignore Upgrade (RFC 9110,
+7.8)."""
+
+
+class RequestHead:
+    """A parsed request head, with the bytes before and after the digits of its Content-Length.
+
+    Requests on one connection usually differ only in their length, so most heads are recognised by
+    comparing these bytes, without parsing.
+    """
+
+    __slots__ = ("_after", "_before", "_digits_at", "_ending", "_length", "api", "headers")
+
+    def __init__(self, api: Api, headers: Mapping[str, str], before: bytes, after: bytes) -> None:
+        self.api = api
+        self.headers = headers
+        self._before = before
+        self._after = after
+        self._digits_at = len(before)
+        self._ending, self._length = b"", 0  # the newest digits with what follows; the body's bytes
+
+    def body_span(self, data: bytes, offset: int) -> tuple[int, int] | None:
+        """Return the offsets in `data` at which this head's body begins and ends.
+
+        Returns None if a different head begins at `offset`. The body may extend beyond `data`.
+        """
+        # Comparing a slice takes fewer instructions than startswith() with an offset.
+        digits_at = offset + self._digits_at
+        if data[offset:digits_at] != self._before:
+            return None
+        start = digits_at + len(self._ending)
+        if start > digits_at and data[digits_at:start] == self._ending:
+            return start, start + self._length
+        digits = _DIGITS.match(data, digits_at)
+        if digits is None or not data.startswith(self._after, digits.end()):
+            return None
+        start = digits.end() + len(self._after)
+        self._ending, self._length = data[digits_at:start], int(digits[0])
+        return start, start + self._length
+
+
+def is_partial_head(data: bytes) -> bool:
+    """Return whether `data` may be the beginning of a request head that is still incomplete.
+
+    The result is False as soon as the full parser could reject the line ends, so that nothing
+    invalid is buffered.
+    """
+    return data[:1].isupper() and remains_partial_head(b"", data)
+
+
+def remains_partial_head(head: bytes, data: bytes) -> bool:
+    """Return whether the incomplete head `head`, followed by `data`, is still incomplete.
+
+    Only `data` is searched, so that a head that arrives in many pieces costs little.
+    """
+    if len(head) + len(data) > MAX_PARTIAL_HEAD:
+        return False
+    if _END in head[-3:] + data:
+        return False
+    return data.count(b"\n") == (head[-1:] + data).count(b"\r\n")
+
+
+def read_head(data: bytes, offset: int) -> RequestHead | None:
+    """Parse the request head that begins at `offset` in `data`.
+
+    Returns None if the head is incomplete, or not of the ordinary form that this module reads.
+    Field names are converted to lower case.
+    """
+    # Without its end, matching a head takes longest: it gives back each value byte by byte.
+    end = data.find(_END, offset, offset + MAX_HEAD_BYTES)
+    if end < 0:
+        return None
+    match = _HEAD.match(data, offset, end + len(_END))
+    if match is None:
+        return None
+    fields = _FIELD.findall(match[2].decode("ascii"))
+    headers = HeaderFields((name.lower(), value) for name, value in fields)
+    if (
+        len(headers) != len(fields)
+        or not UNSUPPORTED_FIELDS.isdisjoint(headers)
+        or not _HOST.fullmatch(headers.get("host", ""))
+    ):
+        return None
+    length = _LENGTH.search(data, offset, match.end())
+    connection = headers.get("connection", "keep-alive").lower()
+    if length is None or (
+        connection != "keep-alive" and not _CONNECTION.issuperset(connection.split(", "))
+    ):
+        return None
+    return RequestHead(
+        API_PATHS[match[1].decode("ascii")],
+        headers,
+        data[offset : length.start(1)],
+        data[length.end(1) : match.end()],
+    )

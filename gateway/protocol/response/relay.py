@@ -1,0 +1,559 @@
+"""Relays one HTTP response: takes bytes from the engine and returns bytes for the client.
+
+No I/O.
+
+The engine's response head is replaced by the gateway's. It is held back until the first body byte,
+so that a failure before that can still be retried elsewhere. The body is forwarded as received,
+chunk framing included. It is only scanned: for the first token, events, token counts, finish
+reasons and a proper end.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import deque
+from collections.abc import Callable
+from enum import Enum, auto
+
+from gateway.metrics.metric_types import Histogram
+from gateway.protocol.errors import Failure, error_event
+from gateway.protocol.response.http_framing import (
+    COMPLETE,
+    LAST_CHUNK,
+    NOT_STARTED,
+    ChunkedBody,
+    FramingError,
+    RawBody,
+    ResponseBody,
+    ResponseHead,
+    ResponseHeadReader,
+    encode_chunk,
+    new_body,
+)
+from gateway.protocol.response.output_queue import STEP_BYTES
+from gateway.protocol.response.payload_scan import PayloadScan
+from gateway.protocol.response.retryable_start import HeldChunks, HeldStart, PartialHead
+from gateway.protocol.response.rewrite import ModelNameRewriter
+from gateway.protocol.response.stream_search import (
+    DONE_MARKER,
+    MAX_REFUSAL_BYTES,
+    client_error_status,
+    error_text,
+    find_finished_choices,
+    find_leading_error,
+    finish_reason_marker,
+)
+from gateway.protocol.translate.answer_translator import AnswerTranslator
+from gateway.protocol.upstream_error import SHUTDOWN as SHUTDOWN
+from gateway.protocol.upstream_error import UpstreamError as UpstreamError
+
+MAX_ERROR_BYTES = 64 * 1024 * 1024  # bytes of an error body; engines repeat a bad request in it
+
+_CHUNKED = b"transfer-encoding: chunked\r\n\r\n"
+_CLOSED = b"connection: close\r\n\r\n"
+read_head = ResponseHeadReader().read  # one for all relays: engines of a kind send equal heads
+
+
+class RelayState(Enum):
+    """The state of a relayed response. Only in HEAD and HELD can the request still be retried
+    elsewhere.
+
+    HEAD     the response head is incomplete
+    REFUSED  an error response is being collected
+    HELD     no byte has been returned for the client
+    FLOWING  the body is being forwarded
+    BEHIND   the body is being forwarded, and not all received bytes have been processed
+    DONE     the response is complete
+    """
+
+    HEAD = auto()
+    REFUSED = auto()
+    HELD = auto()
+    FLOWING = auto()
+    BEHIND = auto()
+    DONE = auto()
+
+
+# Module-level names, because looking up an Enum member on its class is ten times slower.
+HEAD, REFUSED, HELD, FLOWING, BEHIND, DONE = RelayState
+
+
+class Relay(PayloadScan):
+    """Relays one response: pass the engine's bytes to feed(), and send what it returns to the
+    client.
+
+    Some bytes lead to more work than may be done at once. Then `state` is BEHIND, and feed() must
+    be called again, with b"", in a later iteration of the event loop.
+
+    Set by the caller:
+
+    own_headers       the gateway's header fields, each ending in CRLF, without framing
+    on_first_token    called once, at the first generated token
+    is_http_1_0       whether the client cannot read chunks: it gets the bare body, then a close
+    hold_until_token  whether a stream is held back until its first token, because engines send an
+                      event with the role before it
+    chunk_gaps        histogram of the times between chunks in seconds, or None
+    rewriter          replaces the engine's model name by the client's; None if they are equal
+    translator        translates the payload to the client's API; None if the engine has that API
+    choice_count      number of choices the client asked for, each of which ends with a finish
+                      reason
+
+    Results, with times as given to feed() or None:
+
+    is_committed     whether body bytes have been returned for the client, so that nothing can be
+                     retried
+    has_error_event  whether the stream ended with an error event, of the engine or of the gateway
+    is_refused       whether the engine's `status` is not 2xx, or the stream began with a client
+                     error
+    """
+
+    __slots__ = (
+        "_body",
+        "_event_chunks",
+        "_held_size_line",
+        "_held_start",
+        "_is_torn",
+        "_must_reframe",
+        "_partial_head",
+        "_refusal",
+        "_refusal_bytes",
+        "_unprocessed",
+        "bytes_sent",
+        "chunk_gaps",
+        "first_byte_at",
+        "head",
+        "hold_until_token",
+        "is_committed",
+        "is_http_1_0",
+        "is_refused",
+        "last_data_at",
+        "own_headers",
+        "refusal_body",
+        "rewriter",
+        "state",
+        "status",
+        "translator",
+    )
+
+    def __init__(
+        self,
+        own_headers: bytes,
+        on_first_token: Callable[[], None] | None = None,
+        is_http_1_0: bool = False,
+        rewriter: ModelNameRewriter | None = None,
+        hold_until_token: bool = False,
+        chunk_gaps: Histogram | None = None,
+        choice_count: int = 1,
+        translator: AnswerTranslator | None = None,
+    ) -> None:
+        super().__init__(on_first_token, choice_count)
+        self.own_headers = own_headers
+        self.is_http_1_0 = is_http_1_0
+        self.rewriter = rewriter
+        self.hold_until_token = hold_until_token
+        self.chunk_gaps = chunk_gaps
+        self.translator = translator
+        self.state = HEAD
+        self.head: ResponseHead | None = None
+        self.is_committed = self.is_refused = False
+        self.bytes_sent = self.status = 0
+        self.first_byte_at: float | None = None
+        self.last_data_at: float | None = None
+        self.refusal_body = b""
+        self._body: ResponseBody = NOT_STARTED
+        self._partial_head: PartialHead | None = None
+        self._held_start: HeldStart | None = None  # first events that are not yet decided
+
+    @property
+    def is_untouched(self) -> bool:
+        """Return whether the engine has not sent any byte of its response."""
+        return self.head is None and self._partial_head is None
+
+    @property
+    def is_connection_reusable(self) -> bool:
+        """Return whether the engine's connection can carry another request after this response."""
+        body, head = self._body, self.head
+        return head is not None and head.keep_alive and body.is_complete and not body.surplus_bytes
+
+    def feed(self, data: bytes, now: float) -> bytes:
+        """Process bytes from the engine and return bytes for the client.
+
+        In the state BEHIND, b"" makes the relay process more of what it received before; other
+        bytes make it process all of that first. `now` is in monotonic seconds.
+
+        Raises UpstreamError when the response is malformed or broken.
+        """
+        if self.state is not FLOWING:
+            return self._begin(data, now)
+        if self.chunk_gaps is not None and self.first_token_at is not None:
+            # The first token came with data, so the time of that data is known.
+            self.chunk_gaps.observe(now - self.last_data_at)  # type: ignore[operator]
+        self.last_data_at = now
+        if self._event_chunks is not None:
+            payload = self._event_chunks.match_whole_chunk(data)
+            if payload:  # the ordinary case: it changes neither the framing nor what is held back
+                self._scan_events(payload, now)
+                self.bytes_sent += len(data)
+                return data
+        body = self._body
+        try:
+            payload = body.feed(data)
+        except FramingError as error:
+            # The valid chunks before the error were tracked but not forwarded.
+            self._is_torn = not self._must_reframe and not body.was_at_boundary
+            raise UpstreamError("framing", str(error)) from error
+        if self._is_sse:
+            if payload:
+                self._scan_events(payload, now)
+        elif payload:
+            self._scan_plain(payload, now)
+        if self._must_reframe:
+            data = self._reframe(payload)
+        elif self._held_size_line or body.partial:
+            data = self._hold_size_line(data)
+        if body.is_complete and self.state is FLOWING:
+            data = self._finish_body(data)
+        self.bytes_sent += len(data)
+        return data
+
+    def eof(self) -> bytes:
+        """Handle the end of the engine's connection, and return the last bytes for the client.
+
+        Raises UpstreamError if the response is incomplete.
+        """
+        if self.head is None or not isinstance(self._body, RawBody):
+            kind = "truncated" if self.head else "no_answer"
+            raise UpstreamError(kind, "the engine closed the connection before its response ended")
+        if self.state is HELD:
+            raise UpstreamError(
+                "truncated", "the engine closed the connection before its response began"
+            )
+        earlier = self._catch_up(self.last_data_at or 0.0)
+        self._body.is_complete = True
+        if self.state is REFUSED:
+            return self._collect_refusal(b"")
+        out = self._reframe(b"")
+        if self.state is FLOWING:
+            out = self._finish_body(out)
+        self.bytes_sent += len(out)
+        return earlier + out + self._catch_up(self.last_data_at or 0.0)
+
+    @property
+    def is_at_boundary(self) -> bool:
+        """Return whether an SSE event may follow the bytes that the client has received so far."""
+        if (
+            not self._is_sse
+            or self._body.is_complete
+            or self._is_torn
+            or not (self._must_reframe or self._body.at_chunk_boundary)
+        ):
+            return False
+        if not self._partial_event or self.translator is not None:
+            return True
+        return self.rewriter is not None and not self.rewriter.is_mid_event
+
+    def end_with_error(self, failure: Failure, message: str) -> bytes:
+        """Return the bytes that report a failure at the end of a stream that has begun.
+
+        The result is b"" in the middle of a chunk or an event, where nothing can be added. The
+        client then notices the failure because its connection is closed.
+        """
+        if not self.is_at_boundary:
+            return b""
+        event = b"" if self._is_done_sent else self._error_event(failure, message)
+        event = self._last_event(event)
+        return event if self.is_http_1_0 else encode_chunk(event) + LAST_CHUNK
+
+    @property
+    def _is_done_sent(self) -> bool:
+        # Whether the client has received the event [DONE], after which nothing may follow.
+        return self._has_done_marker
+
+    def _begin(self, data: bytes, now: float) -> bytes:
+        if self._held_start is not None:
+            return self._hold_or_commit(self._held_start, data, now)
+        if self._partial_head is not None:
+            data = self._partial_head.add(data)
+            if not data:
+                return b""
+            self._partial_head = None
+        offset = 0
+        while self.head is None:  # interim 1xx responses leave it None
+            try:
+                read = read_head(data, offset)
+            except FramingError as error:
+                raise UpstreamError("framing", str(error)) from error
+            if read is None:
+                if offset < len(data):
+                    self._partial_head = PartialHead(data[offset:])
+                return b""
+            head, offset = read
+            if (
+                head.is_plain
+                and head.length == len(data) - offset
+                and self.rewriter is None
+                and self.translator is None
+            ):
+                return self._relay_whole(head, data[offset:], now)
+            self._set_head(head)
+        if offset:
+            data = data[offset:]
+        if self.state is REFUSED:
+            return self._collect_refusal(data)
+        if self.state is BEHIND:
+            return self._continue(data, now)
+        return b"" if self._is_undecided(data) else self._commit(data, now)
+
+    def _hold_or_commit(self, held: HeldStart, data: bytes, now: float) -> bytes:
+        if held.is_undecided(data):
+            return b""
+        self._held_start = None
+        return self._commit(bytes(held.data), now)
+
+    def _is_undecided(self, data: bytes) -> bool:
+        # Return whether the first bytes do not yet show if this stream begins with an error.
+        if not data:
+            return not self._body.is_complete
+        if not (self._is_sse and isinstance(self._body, ChunkedBody)):
+            return False
+        held = self._new_held_start()
+        if held.is_undecided(data):
+            self._held_start = held
+        return self._held_start is not None
+
+    # What depends on the stream's events: gateway/protocol/response/event_relay.py replaces these.
+
+    def _new_held_start(self) -> HeldStart:
+        return HeldChunks(self.hold_until_token)
+
+    def _find_leading_error(self, data: bytes) -> re.Match[bytes] | None:
+        return find_leading_error(data, self.hold_until_token)
+
+    def _leading_error_status(self, data: bytes, error: re.Match[bytes]) -> int | None:
+        return client_error_status(data, error)
+
+    def _refusal_text(self) -> bytes:
+        return error_text(self.refusal_body)
+
+    def _error_event(self, failure: Failure, message: str) -> bytes:
+        return error_event(failure, message)
+
+    def _set_head(self, head: ResponseHead) -> None:
+        if 100 <= head.status < 200:
+            return
+        self.head = head
+        # Only a response that does not arrive whole in one read needs these fields.
+        self._begin_scan(head.is_sse)
+        self._is_torn = False
+        self._unprocessed: deque[bytes] | None = None  # pieces of a long held start, in BEHIND
+        self._refusal, self._refusal_bytes = bytearray(), 0
+        self._held_size_line: bytes = (
+            b""  # a partial chunk size line that has not been forwarded yet
+        )
+        self._must_reframe: bool = (
+            self.is_http_1_0 or self.rewriter is not None or self.translator is not None
+        )
+        self._body = new_body(head)
+        if not self._is_sse:
+            self.chunk_gaps = None
+        if isinstance(self._body, RawBody) or (self._is_sse and not head.is_chunked):
+            self._must_reframe = True  # otherwise an error event could not be added
+        # The body of an event stream whose chunks are forwarded as they are, else None.
+        self._event_chunks: ChunkedBody | None = None
+        if self._is_sse and not self._must_reframe and isinstance(self._body, ChunkedBody):
+            self._event_chunks = self._body
+        self.status, self.is_refused = head.status, not 200 <= head.status < 300
+        self.state = REFUSED if self.is_refused else HELD
+
+    def _collect_refusal(self, data: bytes) -> bytes:
+        try:
+            payload = self._body.feed(data)
+        except FramingError as error:
+            raise UpstreamError("framing", str(error)) from error
+        self._refusal += payload[: max(0, MAX_REFUSAL_BYTES - len(self._refusal))]
+        self._refusal_bytes += len(payload)
+        if self._refusal_bytes > MAX_ERROR_BYTES:
+            raise UpstreamError("framing", "the engine's error body is too long")
+        if self._body.is_complete:
+            self.state = DONE
+            self.refusal_body = bytes(self._refusal)
+            if self._is_sse:
+                self.refusal_body = self._refusal_text()
+        return b""
+
+    def _handle_leading_error(self, data: bytes, error: re.Match[bytes]) -> bytes:
+        # Treat an error event at the start of a stream as an error response.
+        #
+        # Raises UpstreamError if the request did not cause the error.
+        status = self._leading_error_status(data, error)
+        if status is None:
+            raise UpstreamError("engine_error", "the engine sent an error event")
+        self.is_refused, self.status, self.state = True, status, REFUSED
+        return self._collect_refusal(data)
+
+    def _commit(self, data: bytes, now: float) -> bytes:
+        # Start to forward the body, unless its first bytes show an error.
+        assert self.head is not None
+        if self._is_sse and (error := self._find_leading_error(data)) is not None:
+            return self._handle_leading_error(data, error)
+        self.state = FLOWING
+        if self._is_sse:
+            self._reason_marker = finish_reason_marker(data)
+        self.first_byte_at = now
+        # Deferred: the callback releases the request, which a retry needs if feed() raises.
+        on_first, self.on_first_token = self.on_first_token, None
+        head = self._client_head()
+        self.bytes_sent += len(head)
+        first = data if len(data) <= STEP_BYTES else data[:STEP_BYTES]
+        out = head + self.feed(first, now)
+        if self._body.is_complete and not self._last_payload:
+            raise UpstreamError("no_answer", "the engine's response is empty")
+        self.is_committed, self.on_first_token = True, on_first
+        if self.first_token_at is not None:
+            self._notify_first_token()
+        if first is not data:
+            steps = range(STEP_BYTES, len(data), STEP_BYTES)
+            self._unprocessed = deque(data[at : at + STEP_BYTES] for at in steps)
+            self._note_progress()
+        return out
+
+    def _continue(self, data: bytes, now: float) -> bytes:
+        if not data:
+            return self._process_step(now)
+        out = self._catch_up(now)
+        if self.state is FLOWING:
+            return out + self.feed(data, now)
+        self._body.surplus_bytes += len(data)
+        return out
+
+    def _process_step(self, now: float) -> bytes:
+        # Process more of what was received earlier: the rest of a translation, or of a held start.
+        translator = self.translator
+        self.state = FLOWING
+        if translator is not None and translator.is_behind:
+            payload = translator.more()
+            is_last = not translator.is_behind
+            out = self._frame(payload, is_last=is_last)
+            if is_last and self._body.is_complete:
+                out = self._finish_body(out)
+            self.bytes_sent += len(out)
+        else:
+            out = self.feed(self._unprocessed.popleft(), now) if self._unprocessed else b""
+        self._note_progress()
+        return out
+
+    def _note_progress(self) -> None:
+        # Enter the state BEHIND if there is more to process.
+        if self._unprocessed and self.state is DONE:
+            self._body.surplus_bytes += sum(map(len, self._unprocessed))
+            self._unprocessed.clear()
+        elif self.state is FLOWING and (
+            self._unprocessed or (self.translator is not None and self.translator.is_behind)
+        ):
+            self.state = BEHIND
+
+    def _catch_up(self, now: float) -> bytes:
+        # Process all that was received earlier, at once.
+        out = []
+        while self.state is BEHIND:
+            out.append(self._process_step(now))
+        return b"".join(out)
+
+    def _relay_whole(self, head: ResponseHead, payload: bytes, now: float) -> bytes:
+        # Relay a response that is no stream and has arrived as a whole in one read.
+        self.head, self._body = head, COMPLETE
+        self.state, self.is_committed = DONE, True
+        self.first_byte_at = self.first_token_at = self.last_data_at = now
+        self._usage_payload = self._finish_payload = payload
+        on_first, self.on_first_token = self.on_first_token, None  # see _notify_first_token()
+        if on_first is not None:
+            on_first()
+        out = b"".join(
+            (
+                head.head_start,
+                self.own_headers,
+                _CLOSED if self.is_http_1_0 else head.length_line,
+                payload,
+            )
+        )
+        self.bytes_sent = len(out)
+        return out
+
+    def _client_head(self) -> bytes:
+        # Return the HTTP response head to send to the client.
+        assert self.head is not None
+        chunked = self._must_reframe or isinstance(self._body, ChunkedBody)
+        framing = _CLOSED if self.is_http_1_0 else _CHUNKED if chunked else self.head.length_line
+        return self.head.head_start + self.own_headers + framing
+
+    def _hold_size_line(self, data: bytes) -> bytes:
+        # Return `data` without an incomplete chunk size line at its end, which is held back.
+        #
+        # It may belong to the last chunk, before which the gateway may have to insert [DONE].
+        data, self._held_size_line = self._held_size_line + data, self._body.partial
+        return data[: len(data) - len(self._held_size_line)]
+
+    def _reframe(self, payload: bytes) -> bytes:
+        assert self.head is not None
+        if self.rewriter is not None:
+            payload = self.rewriter.feed(
+                payload, is_sse=self.head.is_sse, is_complete=self._body.is_complete
+            )
+        if self.translator is not None:
+            payload = self.translator.feed(
+                payload, is_sse=self.head.is_sse, is_complete=self._body.is_complete
+            )
+            if self.translator.is_behind:
+                self.state = BEHIND
+            return self._frame(payload, is_last=not self.translator.is_behind)
+        return self._frame(payload, is_last=True)
+
+    def _frame(self, payload: bytes, *, is_last: bool) -> bytes:
+        # Return the payload as a chunk for the client, or bare for a client without chunks.
+        #
+        # `is_last` if all output that the received bytes have led to is in it or before it.
+        if self.is_http_1_0:
+            return payload
+        ends = is_last and self._body.is_complete
+        return encode_chunk(payload) + (LAST_CHUNK if ends else b"")
+
+    def _last_event(self, event: bytes) -> bytes:
+        # Return a stream's last event, `event`, translated to the client's API if necessary.
+        return event if self.translator is None else self.translator.finish_with(event)
+
+    def _missing_done_event(self) -> bytes | None:
+        # Return the event [DONE] if the engine omitted it after a complete stream, else None.
+        if self._partial_event or self.has_error_event:
+            return None
+        finished = self._finished_choices or find_finished_choices(self._finish_payload)
+        return b"data: [DONE]\n\n" if len(finished) >= self.choice_count else None
+
+    def _finish_body(self, out: bytes) -> bytes:
+        # Finish the body; add an error event if the stream is incomplete.
+        #
+        # Without it, SDKs would take a stream that just ends for complete.
+        self.state = DONE
+        assert self.head is not None
+        if not self._must_reframe and self._body.surplus_bytes:
+            out = out[: -self._body.surplus_bytes]
+        if not self._must_reframe and self._body.has_trailers:
+            # Trailers are dropped: only the gateway's own header fields reach the client.
+            out = out[: self._body.last_chunk_offset] + LAST_CHUNK
+        if (
+            not self._is_sse
+            or self._has_done_marker
+            or self._last_payload.rstrip().endswith(DONE_MARKER)
+        ):
+            return out
+        event = self._missing_done_event()
+        if event is None:
+            self.has_error_event = True
+            event = b"\n\n" if self._partial_event else b""  # complete the partial event
+            event += self._error_event(Failure.UPSTREAM_FAILED, "the engine ended its stream early")
+        event = self._last_event(event)
+        if self.is_http_1_0:
+            return out + event
+        body = (
+            out[: -len(LAST_CHUNK)] if self._must_reframe else out[: self._body.last_chunk_offset]
+        )
+        return body + encode_chunk(event) + LAST_CHUNK

@@ -1,0 +1,160 @@
+"""The beginning of an engine's response, held back as long as the request may be retried elsewhere.
+
+A beginning may arrive in many small reads. Its bytes are therefore collected without copying those
+that came before, and each byte is searched once. No I/O.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+from gateway.protocol.response.event_grammar import EventGrammar
+from gateway.protocol.response.http_framing import HEAD_END, LAST_CHUNK, MAX_HEAD_BYTES
+from gateway.protocol.response.stream_search import (
+    DONE_MARKER,
+    ERROR_EVENT_PATTERN,
+    EVENT_ENDS,
+    HELD_IDS_BYTES,
+    LONGEST_MATCH,
+    MAX_FIRST_EVENT,
+    MAX_HELD_BYTES,
+    MAX_HELD_EVENTS,
+    MAX_LEADING_ERROR,
+    PROMPT_IDS,
+    QUOTED_FINISH_REASON,
+    TOKEN_PATTERN,
+)
+from gateway.protocol.upstream_error import UpstreamError
+
+_EVENT_MARKER, _LONGEST_END = b"\ndata:", max(map(len, EVENT_ENDS))
+
+
+class PartialHead:
+    """The beginning of a response head whose end has not arrived."""
+
+    __slots__ = ("_data",)
+
+    def __init__(self, data: bytes) -> None:
+        self._data = bytearray(data)
+
+    def add(self, data: bytes) -> bytes:
+        """Add received bytes; return all of them if the head is complete or too long, else b""."""
+        searched = max(0, len(self._data) - len(HEAD_END) + 1)
+        self._data += data
+        if self._data.find(HEAD_END, searched) < 0 and len(self._data) < MAX_HEAD_BYTES:
+            return b""
+        return bytes(self._data)
+
+
+class HeldStart(ABC):
+    """The beginning of a stream that is held back; subclasses know the events of an API.
+
+    data  the bytes received so far, with chunk framing
+    """
+
+    __slots__ = ("_error_end", "data")
+
+    def __init__(self) -> None:
+        self.data = bytearray()
+        self._error_end = -1  # where the first bytes of an error event end; -1 without one
+
+    def is_undecided(self, piece: bytes) -> bool:
+        """Add received bytes, and return whether the stream may still begin with an error.
+
+        While it may, the response must be held back. Raises UpstreamError if the stream has ended
+        before its first event.
+        """
+        searched = len(self.data)
+        self.data += piece
+        if self._error_end < 0:
+            self._error_end = self._find_error(max(0, searched - LONGEST_MATCH))
+        if self._error_end < 0:
+            return self._is_held_longer(searched)
+        start = max(self._error_end, searched - _LONGEST_END)
+        is_whole = any(self.data.find(end, start) >= 0 for end in EVENT_ENDS)
+        return len(self.data) < MAX_LEADING_ERROR and not (is_whole or self._has_ended)
+
+    @property
+    def _has_ended(self) -> bool:
+        return self.data.endswith(LAST_CHUNK)
+
+    @abstractmethod
+    def _find_error(self, start: int) -> int:
+        """Return the end offset of the bytes, after `start`, by which an error event is recognised.
+
+        Returns -1 if there are none.
+        """
+
+    @abstractmethod
+    def _is_held_longer(self, searched: int) -> bool:
+        """Return whether a stream that has begun without an error is held back longer.
+
+        Earlier calls have searched the first `searched` bytes of `data`.
+        """
+
+
+class HeldChunks(HeldStart):
+    """The beginning of a stream of chat or completion chunks.
+
+    It is held back until the first event or, with `hold_until_token`, until the first token.
+    """
+
+    __slots__ = ("_event_count", "_hold_until_token", "_limit")
+
+    def __init__(self, hold_until_token: bool) -> None:
+        super().__init__()
+        self._hold_until_token = hold_until_token
+        self._event_count = 0
+        self._limit = MAX_HELD_BYTES
+
+    def _find_error(self, start: int) -> int:
+        end = len(self.data) if self._hold_until_token else MAX_FIRST_EVENT
+        error = ERROR_EVENT_PATTERN.search(self.data, start, end)
+        return -1 if error is None else error.end()
+
+    def _is_held_longer(self, searched: int) -> bool:
+        data = self.data
+        if not self._hold_until_token:
+            return len(data) < MAX_FIRST_EVENT and not any(end in data for end in EVENT_ENDS)
+        self._event_count += data.count(_EVENT_MARKER, max(0, searched - len(_EVENT_MARKER) + 1))
+        if data.find(PROMPT_IDS, max(0, searched - len(PROMPT_IDS) + 1)) >= 0:
+            self._limit = HELD_IDS_BYTES
+        is_short = len(data) < self._limit and self._event_count <= MAX_HELD_EVENTS
+        return is_short and not self._is_decisive(max(0, searched - LONGEST_MATCH))
+
+    def _is_decisive(self, start: int) -> bool:
+        data = self.data
+        return (
+            TOKEN_PATTERN.search(data, start) is not None
+            or QUOTED_FINISH_REASON.search(data, start) is not None
+            or data.find(DONE_MARKER, start) >= 0
+            or self._has_ended
+        )
+
+
+class HeldNamedEvents(HeldStart):
+    """The beginning of a stream of named events.
+
+    It is held back until the first event that `grammar` recognises as work.
+    """
+
+    __slots__ = ("_grammar",)
+
+    def __init__(self, grammar: EventGrammar) -> None:
+        super().__init__()
+        self._grammar = grammar
+
+    def _find_error(self, start: int) -> int:
+        first = self._grammar.first.search(self.data, start)
+        if first is None or self._grammar.error.match(first[0]) is None:
+            return -1
+        return first.end()
+
+    def _is_held_longer(self, searched: int) -> bool:
+        start = max(0, searched - LONGEST_MATCH)
+        has_begun = self._grammar.first.search(self.data, start) is not None
+        if self._has_ended and not has_begun:
+            raise UpstreamError(
+                "truncated", "the engine ended its stream before it began an answer"
+            )
+        return len(self.data) < MAX_LEADING_ERROR and not has_begun

@@ -1,0 +1,147 @@
+"""The table of translations: which APIs can be served through another API, and how."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence, Set
+from functools import partial
+from types import MappingProxyType
+
+import msgspec
+from msgspec.structs import replace
+
+from gateway.protocol.api_table import CHAT, TOKENIZE, Api
+from gateway.protocol.errors import GatewayError
+from gateway.protocol.request.request_body import Call, CallContext, ModelInfo, parse_call
+from gateway.protocol.translate import (
+    messages_answer,
+    messages_request,
+    responses_answer,
+    responses_request,
+)
+from gateway.protocol.translate.answer_translator import AnswerTranslator
+from gateway.protocol.translate.messages_answer import MessagesStream
+from gateway.protocol.translate.responses_stream import ResponsesStream
+
+NewTranslator = Callable[[], AnswerTranslator]
+"""A function that creates the translator of one attempt's answer."""
+
+
+class Translation(msgspec.Struct, frozen=True):
+    """The functions by which requests of one API are served through another API.
+
+    target       the API by which engines are called
+    request      translates the body; raises GatewayError (400) that names a member
+    answers      called with a request body and the client's name of the model; returns a factory
+                 that creates one translator per attempt
+    lost_member  returns the member of a body that is lost in translation, "" if there is none;
+                 raises GatewayError for an invalid body
+    """
+
+    target: Api
+    request: Callable[[bytes], bytes]
+    answers: Callable[[bytes, str], NewTranslator]
+    lost_member: Callable[[bytes], str] = lambda body: ""
+
+
+def _messages(body: bytes, model: str) -> NewTranslator:
+    whole = partial(messages_answer.from_chat, model=model)
+    return lambda: AnswerTranslator(whole, MessagesStream(model))
+
+
+def _responses(body: bytes, model: str) -> NewTranslator:
+    echoed = responses_answer.echo(body)
+    whole = partial(responses_answer.from_chat, model=model, echoed=echoed)
+    return lambda: AnswerTranslator(whole, ResponsesStream(model, echoed))
+
+
+def _count(body: bytes, model: str) -> NewTranslator:
+    return lambda: AnswerTranslator(lambda answer: iter((messages_request.count_of(answer),)))
+
+
+TRANSLATIONS: Mapping[str, Translation] = MappingProxyType(
+    {
+        "/v1/messages": Translation(
+            CHAT, messages_request.to_chat, _messages, messages_request.lost_member
+        ),
+        "/v1/messages/count_tokens": Translation(TOKENIZE, messages_request.to_tokenize, _count),
+        "/v1/responses": Translation(
+            CHAT, responses_request.to_chat, _responses, responses_request.lost_member
+        ),
+    }
+)
+"""The translations by the path of the client's API."""
+
+
+NAMES: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "messages": ("/v1/messages", "/v1/messages/count_tokens"),
+        "responses": ("/v1/responses",),
+    }
+)
+"""The names of translated APIs in the configuration, with their paths."""
+
+
+def is_translated(call: Call, lacking: Set[str]) -> bool:
+    """Return whether a request has to be served through another API.
+
+    `lacking` has the paths that the engines do not serve. A request with a cache salt is also
+    translated if engines accept no salt on its path, because isolated tenants must not share a
+    prefix cache.
+    """
+    return call.api.path in lacking or (call.salt != b"" and not call.api.takes_salt)
+
+
+def translated(call: Call, model: ModelInfo, context: CallContext) -> tuple[Call, NewTranslator]:
+    """Return the request translated to the engines' API, and a factory of answer translators.
+
+    The session and the model's name are those of the client's own body. Raises GatewayError for a
+    request that cannot be translated.
+    """
+    translation, request = TRANSLATIONS[call.api.path], call.request
+    preferences = replace(
+        context.preferences,
+        session=request.session,
+        session_source=request.session_source,
+        session_hints=request.session_hints,
+    )
+    context = replace(context, preferences=preferences)
+    body = translation.request(call.body)
+    # The body has the model's own name by now, which the client's key need not be valid for.
+    other = parse_call(body, translation.target, {request.model: model}, context)
+    other.requested_model = call.requested_model
+    return other, translation.answers(call.body, call.requested_model)
+
+
+def translated_losslessly(
+    call: Call, model: ModelInfo, context: CallContext, *, stores_answers: bool
+) -> tuple[Call, NewTranslator] | str:
+    """Translate a request if nothing is lost by it.
+
+    Returns the result of translated(), or else the name of a member that the translation would
+    lose.
+
+    stores_answers  whether an engine may store the answer to this request for later ones
+    """
+    try:
+        lost = TRANSLATIONS[call.api.path].lost_member(call.body)
+        if lost and (lost != "store" or stores_answers):
+            return lost
+        return translated(call, model, context)
+    except GatewayError as error:
+        return error.param or "body"
+
+
+def translated_paths(
+    native: Sequence[str] | None, is_lacking: Callable[[str], bool]
+) -> frozenset[str]:
+    """Return the paths whose requests have to be translated for the engines of a pool.
+
+    native      configured names of the APIs that the engines have; None: not configured
+    is_lacking  returns whether an engine of the pool is known not to serve a path
+    """
+    return frozenset(
+        path
+        for name, paths in NAMES.items()
+        if (name not in native if native is not None else any(map(is_lacking, paths)))
+        for path in paths
+    )

@@ -1,0 +1,89 @@
+"""Property tests that the size of content parts in bytes neither refuses nor delays a request."""
+
+from __future__ import annotations
+
+import base64
+import json
+from random import Random
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gateway.protocol import api_table
+from gateway.protocol.api_table import Api
+from gateway.protocol.request.media import MEDIA_TOKENS, MIN_MEDIUM_BYTES
+from gateway.protocol.request.request_body import Call, CallContext, parse_call
+from gateway.protocol.request.service_class import NO_PREFERENCES
+from gateway.proxy.attempts import least_tokens
+from tests.unit.gateway.protocol.request.test_request_body import Model
+
+SOURCE = {"type": "base64", "media_type": "image/png"}
+PARTS: dict[str, tuple[Api, Any]] = {
+    "image": (
+        api_table.CHAT,
+        lambda d: {"type": "image_url", "image_url": {"url": url("image/png", d)}},
+    ),
+    "audio": (api_table.CHAT, lambda d: {"type": "input_audio", "input_audio": {"data": d}}),
+    "video": (
+        api_table.CHAT,
+        lambda d: {"type": "video_url", "video_url": {"url": url("video/mp4", d)}},
+    ),
+    "file": (api_table.CHAT, lambda d: {"type": "file", "file": {"file_data": url("text/csv", d)}}),
+    "embeddings": (api_table.CHAT, lambda d: {"type": "image_embeds", "image_embeds": d}),
+    "message's image": (
+        api_table.MESSAGES,
+        lambda d: {"type": "image", "source": SOURCE | {"data": d}},
+    ),
+    "message's document": (
+        api_table.MESSAGES,
+        lambda d: {"type": "document", "source": SOURCE | {"data": d}},
+    ),
+    "tool result": (
+        api_table.MESSAGES,
+        lambda d: {
+            "type": "tool_result",
+            "tool_use_id": "t",
+            "content": [{"type": "image", "source": SOURCE | {"data": d}}],
+        },
+    ),
+    "response's image": (
+        api_table.RESPONSES,
+        lambda d: {"type": "input_image", "image_url": url("image/png", d)},
+    ),
+    "response's file": (
+        api_table.RESPONSES,
+        lambda d: {"type": "input_file", "file_data": url("a/b", d)},
+    ),
+}
+sizes = st.integers(MIN_MEDIUM_BYTES, 400_000)
+
+
+def url(kind: str, data: str) -> str:
+    return f"data:{kind};base64,{data}"
+
+
+def parsed(kind: str, size: int, seed: int) -> Call:
+    # Return the call with one part of `size` random bytes, whose dimensions are unknown.
+    api, part = PARTS[kind]
+    data = base64.b64encode(b"\0" + Random(seed).randbytes(size)).decode()
+    messages = [{"role": "user", "content": [part(data)]}]
+    name = "input" if api is api_table.RESPONSES else "messages"
+    body = {"model": "demo", "max_tokens": 16, name: messages}
+    caller = CallContext("r", "", NO_PREFERENCES, 0.0)
+    return parse_call(json.dumps(body).encode(), api, {"demo": Model()}, caller)
+
+
+@pytest.mark.parametrize("kind", PARTS)
+@given(sizes, sizes, st.integers(0, 100))
+def test_a_part_counts_the_same_whatever_its_size_in_bytes(
+    kind: str, small: int, large: int, seed: int
+) -> None:
+    # Admission and quotas read nothing of a prompt but its number of tokens. Only what a call needs
+    # at least is compared with an engine's context.
+    calls = [parsed(kind, size, seed) for size in (small, large)]
+    counts = [call.request.prompt_tokens for call in calls]
+    assert max(counts) - min(counts) <= 1
+    assert MEDIA_TOKENS < min(counts) < MEDIA_TOKENS + 100
+    assert all(least_tokens(call) < 16 + 100 for call in calls)

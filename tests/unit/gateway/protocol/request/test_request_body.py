@@ -1,0 +1,302 @@
+"""Tests of the request parser: limits, errors, token counts and streaming."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, NamedTuple
+
+import pytest
+
+from gateway.protocol import api_table
+from gateway.protocol.errors import Failure, GatewayError
+from gateway.protocol.request import json_members
+from gateway.protocol.request.json_members import (
+    MAX_DIGITS,
+    MAX_MEMBERS,
+    MAX_NAME_CHARS,
+    SMALL_BODY_BYTES,
+)
+from gateway.protocol.request.member_limits import MAX_MEMBER_BYTES, MAX_NUMBERS
+from gateway.protocol.request.request_body import (
+    DEFAULT_OUTPUT_TOKENS,
+    MAX_EXPECTED_TOKENS,
+    Call,
+    CallContext,
+    parse_call,
+)
+from gateway.protocol.request.service_class import NO_PREFERENCES
+from policies.engine.output_length import OutputLengths
+from policies.model import STANDARD, Slo
+
+CHAT: dict[str, Any] = {"model": "demo", "messages": [{"role": "user", "content": "hi"}]}
+COMPLETION: dict[str, Any] = {"model": "demo", "prompt": "hi"}
+
+
+class Model(NamedTuple):
+    served_model: str = "demo"
+    context_tokens: int | None = None
+    slo: Slo = STANDARD
+    is_low_first: bool = True
+    sequences: int = 256
+
+
+def parsed(
+    body: dict[str, Any] | bytes,
+    api: api_table.Api = api_table.CHAT,
+    context_tokens: int | None = None,
+) -> Call:
+    raw = body if isinstance(body, bytes) else json.dumps(body).encode()
+    return parse_call(
+        raw,
+        api,
+        {"demo": Model("demo", context_tokens)},
+        CallContext("req_1", "acme", NO_PREFERENCES, 0.0),
+    )
+
+
+def refusal(
+    body: dict[str, Any] | bytes,
+    api: api_table.Api = api_table.CHAT,
+    context_tokens: int | None = None,
+) -> GatewayError:
+    with pytest.raises(GatewayError) as refused:
+        parsed(body, api, context_tokens)
+    return refused.value
+
+
+@pytest.mark.parametrize("name", sorted(MAX_NUMBERS))
+def test_a_limited_number_is_accepted_up_to_its_limit(name: str) -> None:
+    for good in (1, MAX_NUMBERS[name], None):
+        parsed({**CHAT, name: good})
+    wrong: tuple[Any, ...] = (
+        0,
+        -1,
+        MAX_NUMBERS[name] + 1,
+        2**31,
+        2**63,
+        2**64,
+        10**300,
+        1.5,
+        "1.5",
+        True,
+        [1],
+        {},
+    )
+    for bad in wrong:
+        error = refusal({**CHAT, name: bad})
+        assert (error.failure, error.param) == (Failure.BAD_REQUEST, name)
+
+
+@pytest.mark.parametrize("name", sorted(MAX_MEMBER_BYTES))
+def test_a_limited_member_is_accepted_up_to_its_size(name: str) -> None:
+    fits = "x" * (MAX_MEMBER_BYTES[name] - 2)
+    parsed({**CHAT, name: fits})
+    error = refusal({**CHAT, name: fits + "x"})
+    assert (error.failure, error.param) == (Failure.BAD_REQUEST, name)
+    assert str(MAX_MEMBER_BYTES[name]) in error.message
+
+
+@pytest.mark.parametrize("large", [False, True], ids=["small body", "large body"])
+def test_the_number_of_members_and_the_length_of_names_are_limited(large: bool) -> None:
+    messages = [{"role": "user", "content": "x" * (SMALL_BODY_BYTES if large else 1)}]
+    room = MAX_MEMBERS - 2
+    parsed({**CHAT, "messages": messages} | {f"k{i}": 0 for i in range(room)})
+    assert (
+        "members"
+        in refusal({**CHAT, "messages": messages} | {f"k{i}": 0 for i in range(room + 1)}).message
+    )
+    parsed({**CHAT, "messages": messages, "k" * MAX_NAME_CHARS: 0})
+    assert "name" in refusal({**CHAT, "messages": messages, "k" * (MAX_NAME_CHARS + 1): 0}).message
+
+
+def test_a_huge_name_in_a_compact_body_passes() -> None:
+    body = json.dumps({**CHAT, "k" * 2**20: 0}, separators=(",", ":")).encode()
+    assert parsed(body).body is body
+
+
+def test_the_number_of_digits_is_limited() -> None:
+    def body(digits: int) -> bytes:
+        return json.dumps(CHAT)[:-1].encode() + b',"seed":' + b"1" * digits + b"}"
+
+    assert parsed(body(MAX_DIGITS))
+    error = refusal(body(MAX_DIGITS + 1))
+    assert (error.param, error.status) == ("seed", 400)
+    assert parsed({**CHAT, "user": "1" * (MAX_DIGITS + 1)})
+
+
+def test_a_huge_bound_is_forwarded_but_not_expected() -> None:
+    call = parsed({**CHAT, "max_tokens": 1_000_000})
+    assert call.request.output_tokens == MAX_EXPECTED_TOKENS
+    assert b"1000000" in call.body
+
+
+@pytest.mark.parametrize(
+    ("body", "output_tokens"),
+    [
+        ({}, DEFAULT_OUTPUT_TOKENS),
+        ({"max_tokens": 7}, 7),
+        ({"max_tokens": 7, "max_completion_tokens": 9}, 9),
+        ({"max_tokens": 7, "n": 3}, 21),
+        ({"max_tokens": None, "n": None}, DEFAULT_OUTPUT_TOKENS),
+    ],
+)
+def test_the_expected_output_is_limited_by_the_client(
+    body: dict[str, Any], output_tokens: int
+) -> None:
+    assert parsed({**CHAT, **body}).request.output_tokens == output_tokens
+
+
+@pytest.mark.parametrize(
+    ("prompt", "tokens"),
+    [
+        ("", 1),
+        ("x" * 398, 101),
+        ([1, 2, 3], 3),
+        ([[1, 2], [3]], 3),
+        (["text", "more"], len('["text", "more"]') // 4 + 1),
+    ],
+)
+def test_prompt_tokens_are_counted_for_ids_and_estimated_for_text(prompt: Any, tokens: int) -> None:
+    assert (
+        parsed({**COMPLETION, "prompt": prompt}, api_table.COMPLETIONS).request.prompt_tokens
+        == tokens
+    )
+
+
+def test_the_prompt_includes_what_is_rendered_before_the_conversation() -> None:
+    call = parsed(
+        {"messages": [1], "tools": [2], "model": "demo", "chat_template": "t", "documents": [3]}
+    )
+    assert [bytes(part) for part in call.prompt] == [b'"t"', b"[2]", b"[3]", b"[1]"]
+
+
+@pytest.mark.parametrize(
+    ("value", "stream"), [("true", True), (" true ", True), ("false", False), ("null", False)]
+)
+def test_a_request_streams_only_if_stream_is_true(value: str, stream: bool) -> None:
+    assert (
+        parsed(json.dumps(CHAT)[:-1].encode() + f',"stream":{value}}}'.encode()).request.stream
+        is stream
+    )
+
+
+def test_a_request_that_exceeds_the_context_is_rejected_with_both_numbers() -> None:
+    parsed(
+        {**COMPLETION, "prompt": [1] * 60, "max_tokens": 4},
+        api_table.COMPLETIONS,
+        context_tokens=64,
+    )
+    error = refusal(
+        {**COMPLETION, "prompt": [1] * 60, "max_tokens": 5},
+        api_table.COMPLETIONS,
+        context_tokens=64,
+    )
+    assert error.failure is Failure.CONTEXT_TOO_LONG
+    assert "64 tokens" in error.message
+    assert "65 (60 in the prompt, 5 to be generated)" in error.message
+
+
+def test_each_of_several_prompts_must_fit_the_context() -> None:
+    fit, too_long = [[1] * 60, [2] * 59], [[1] * 3, [2] * 61, [3] * 60]
+    parsed({**COMPLETION, "prompt": fit, "max_tokens": 4}, api_table.COMPLETIONS, context_tokens=64)
+    error = refusal(
+        {**COMPLETION, "prompt": too_long, "max_tokens": 4},
+        api_table.COMPLETIONS,
+        context_tokens=64,
+    )
+    assert "65 (61 in the prompt" in error.message
+
+
+def test_text_is_never_rejected_for_its_length() -> None:
+    assert parsed({**COMPLETION, "prompt": "x" * 10_000}, api_table.COMPLETIONS, context_tokens=64)
+
+
+@pytest.mark.parametrize(
+    ("asked", "shown"),
+    [
+        ("demp", "'demp' does not exist. Did you mean 'demo'?"),
+        ("zzzzzzzz", "'zzzzzzzz' does not exist."),
+        ("a\r\nb\x1b[31m", r"'a\r\nb\x1b[31m...'"),
+        ("x" * 1000, f"'{'x' * 64}...'"),
+    ],
+)
+def test_an_unknown_model_is_shown_short_and_without_control_characters(
+    asked: str, shown: str
+) -> None:
+    error = refusal({**CHAT, "model": asked})
+    assert (error.failure, error.param) == (Failure.MODEL_NOT_FOUND, "model")
+    assert shown in error.message
+
+
+@pytest.mark.parametrize("model", [1, ["demo"], {"demo": 1}, True, 1e300])
+def test_the_model_must_be_a_string(model: Any) -> None:
+    assert refusal({**CHAT, "model": model}).param == "model"
+
+
+@pytest.mark.parametrize(
+    ("api", "missing"), [(api_table.CHAT, "messages"), (api_table.COMPLETIONS, "prompt")]
+)
+def test_a_missing_prompt_is_named(api: api_table.Api, missing: str) -> None:
+    assert refusal({"model": "demo"}, api).param == missing
+
+
+@pytest.mark.parametrize(
+    "value", ["[" + "[]," * 1000 + "[]]", "{" + ",".join(f'"{n}":1' for n in range(1000)) + "}"]
+)
+def test_a_list_in_place_of_a_scalar_is_not_decoded(
+    value: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Decoding a million objects would block the event loop.
+    read: list[int] = []
+    decode = json_members._decode_any
+
+    def counted(raw: bytes) -> object:
+        read.append(len(raw))
+        return decode(raw)
+
+    monkeypatch.setattr(json_members, "_decode_any", counted)
+    chat = '{"messages":[{"role":"user","content":"hi"}],%s}'
+    assert (
+        refusal((chat % f'"model":"demo","n":{value}').encode()).message
+        == "'n' must be an integer."
+    )
+    assert refusal((chat % f'"model":{value}').encode()).message == "'model' must be a string."
+    assert parsed((chat % f'"model":"demo","priority":{value}').encode()).request.priority == 0
+    assert (
+        parsed((chat % f'"model":"demo","prompt_cache_key":{value}').encode()).request.session == ""
+    )
+    assert max(read) < 100
+
+
+def test_extra_arguments_are_limited_before_they_are_decoded() -> None:
+    many = b",".join(b'"%d":%d' % (number, 10**9) for number in range(40_000))
+    assert (
+        "'vllm_xargs' has more than 256 members"
+        in refusal(
+            b'{"model":"demo","messages":[{"role":"user","content":"hi"}],"vllm_xargs":{%b}}' % many
+        ).message
+    )
+
+
+def test_a_released_call_holds_no_bytes() -> None:
+    call = parsed(CHAT)
+    call.release()
+    assert (call.body, call.prompt) == (b"", ())
+
+
+def test_a_response_without_a_bound_is_expected_to_be_as_long_as_earlier_ones() -> None:
+    lengths = OutputLengths()
+    caller = CallContext("req_1", "acme", NO_PREFERENCES, 0.0, lengths)
+
+    def expected(**more: Any) -> int:
+        return parse_call(
+            json.dumps(CHAT | more).encode(), api_table.CHAT, {"demo": Model()}, caller
+        ).request.output_tokens
+
+    assert expected() == DEFAULT_OUTPUT_TOKENS
+    for _ in range(20):
+        lengths.record("demo", "acme", STANDARD.name, 700)
+    assert (expected(), expected(n=3), expected(max_tokens=40)) == (700, 2100, 40)
+    for _ in range(2000):
+        lengths.record("demo", "acme", STANDARD.name, 10**6)
+    assert expected() == MAX_EXPECTED_TOKENS

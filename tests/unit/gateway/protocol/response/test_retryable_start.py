@@ -1,0 +1,127 @@
+"""Tests that the whole request is retried if a response breaks before the client has got a byte.
+
+The engines are scripted; the gateway in front of them is real.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import pytest
+
+from gateway.protocol.response.stream_search import MAX_FIRST_EVENT
+from tests.fair_time import PATIENCE_S
+from tests.unit.gateway.disagg.scripted_engines import (
+    MODEL,
+    TEXT,
+    EngineRequest,
+    Script,
+    decodes,
+    split_gateway,
+)
+
+EVENTS = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+TOKEN = {  # So long that what follows does not count as the first event.
+    "id": "chatcmpl-" + "0" * MAX_FIRST_EVENT,
+    "model": MODEL,
+    "prompt_token_ids": [1, 2],
+    "choices": [{"index": 0, "delta": {"content": "half"}, "token_ids": [7]}],
+    "usage": {"prompt_tokens": 2, "completion_tokens": 1},
+}
+
+
+def responds(raw: bytes) -> Script:
+    async def script(request: EngineRequest) -> None:
+        request.writer.write(raw)
+
+    return script
+
+
+def events(*chunks: object) -> bytes:
+    raw = b"".join(b"data: " + json.dumps(item).encode() + b"\n\n" for item in chunks)
+    return b"%x\r\n%b\r\n" % (len(raw), raw)
+
+
+@pytest.mark.parametrize("resume", [False, True])
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"HTTP/1.1 204 No Content\r\ncontent-length: 5\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 0\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\ncontent-encoding: gzip\r\ncontent-length: 2\r\n\r\n\x1f\x8b",
+        EVENTS + b"0\r\n\r\n",
+        EVENTS + b"zz\r\n" + b"x" * 300,
+        EVENTS + events(TOKEN) + b"zz\r\n",
+    ],
+)
+async def test_a_response_that_breaks_at_its_start_is_retried_on_another_engine(
+    raw: bytes, resume: bool
+) -> None:
+    models = [{"name": MODEL, "pool": "main"} | ({"resume": {}} if resume else {})]
+    # Bytes that are held back for a token that never comes are retried after half of `progress`.
+    health = {"progress": "4s"}
+    sides = {"decode_role": "both", "policy": "round_robin", "health": health}
+    async with split_gateway(
+        "vllm_nixl", [], [responds(raw), decodes], models=models, **sides
+    ) as running:
+        for _ in range(2):  # at least one of them goes to the first engine
+            reply = await running.ask(words=3, stream=True)
+            assert (reply.status, reply.text) == (200, "".join(TEXT))
+        assert running.error_count(running.decode[0]) > 0
+        await running.at_rest()
+
+
+@pytest.mark.parametrize("end", [events({"error": {"message": "dead"}}), b"0\r\n\r\n"])
+async def test_a_retry_after_an_unforwarded_token_sends_the_whole_request(end: bytes) -> None:
+    models = [{"name": MODEL, "pool": "main", "resume": {}}]
+    sides = {"decode_role": "both", "policy": "round_robin"}
+    async with split_gateway(
+        "vllm_nixl", [], [responds(EVENTS + events(TOKEN) + end), decodes], models=models, **sides
+    ) as running:
+        for _ in range(2):
+            reply = await running.ask(words=3, stream=True)
+            assert (reply.status, reply.text) == (200, "".join(TEXT))
+        assert running.error_count(running.decode[0]) > 0
+        await running.at_rest()
+
+
+@pytest.mark.parametrize("end", [None, events({"error": {"message": "dead"}}), b"0\r\n\r\n"])
+async def test_a_chat_that_breaks_after_its_role_is_retried_and_the_client_sees_one_response(
+    end: bytes | None,
+) -> None:
+    # Engines send a role before the first token; a retry is possible until it is forwarded.
+    role = {
+        "id": "dead",
+        "model": MODEL,
+        "choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}],
+    }
+    usage = {"prompt_tokens": 2, "completion_tokens": 0}
+
+    async def dies(request: EngineRequest) -> None:
+        request.writer.write(EVENTS + events(role | {"prompt_token_ids": [1, 2], "usage": usage}))
+        (dead,) = [
+            live
+            for live in running.app.gateway.endpoints.all()
+            if live.endpoint.name == running.decode[0].name
+        ]
+        async with asyncio.timeout(PATIENCE_S):
+            while all(
+                link._relay is None or link._relay.is_untouched
+                for link in dead.upstream.connections
+            ):
+                await asyncio.sleep(0)
+        if end is None:
+            request.writer.transport.abort()
+        else:
+            request.writer.write(end)
+
+    models = [{"name": MODEL, "pool": "main", "resume": {}}]
+    sides = {"decode_role": "both", "policy": "round_robin"}
+    async with split_gateway("vllm_nixl", [], [dies, decodes], models=models, **sides) as running:
+        for _ in range(2):  # at least one of them goes to the first engine
+            reply = await running.ask(words=3, stream=True)
+            assert (reply.status, reply.text) == (200, "".join(TEXT))
+            assert b"dead" not in (reply.body or b"")
+        assert running.error_count(running.decode[0]) > 0
+        await running.at_rest()
