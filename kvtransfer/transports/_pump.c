@@ -24,6 +24,9 @@
 #define LARGE (256 << 10)           /* from here on, wait for many bytes at once */
 #define HELD (64 << 10)             /* up to here, the first call keeps the interpreter lock */
 #define LOOK_EVERY (4 << 20)        /* bytes between two looks at the stop descriptor */
+#define CONTENDED_US 50             /* a longer sched_yield means that others want this core */
+#define LEAST_PAUSE_US 1000         /* then this thread does not spin for so long */
+#define MOST_PAUSE_US 512000
 
 typedef int (*update_function)(void *state, const void *data, size_t size);
 
@@ -50,21 +53,44 @@ static int64_t now_us(void)
     return (int64_t)t.tv_sec * 1000000 + t.tv_nsec / 1000;
 }
 
+/* Where other threads want this core, each sched_yield can cost a whole turn of theirs, some
+ * milliseconds. A thread that sleeps instead runs as soon as its bytes are there. */
+static _Thread_local int64_t spin_again_us, pause_us;
+
+/* Look repeatedly until now_us() is `until`. Return what poll returned last. */
+static int spin(struct pollfd both[2], int64_t begin, int64_t until)
+{
+    for (;;) {
+        int ready;
+        int64_t end;
+        sched_yield(); /* the peer may have been woken on this very core */
+        ready = poll(both, 2, 0);
+        end = now_us();
+        if (end - begin > CONTENDED_US) {
+            pause_us = pause_us == 0 ? LEAST_PAUSE_US
+                     : pause_us < MOST_PAUSE_US ? 2 * pause_us : MOST_PAUSE_US;
+            spin_again_us = end + pause_us;
+            return ready;
+        }
+        if (ready != 0 || end >= until) {
+            pause_us = 0;
+            return ready;
+        }
+        begin = end;
+    }
+}
+
 /* Wait for `events` of fd, or for stop_fd. First look repeatedly for spin_us, then sleep. */
 static int wait_for(int fd, short events, int stop_fd, int64_t spin_us, int timeout_ms,
                     struct pollfd both[2])
 {
-    int64_t until = spin_us > 0 ? now_us() + spin_us : 0;
     both[0] = (struct pollfd){fd, events, 0};
     both[1] = (struct pollfd){stop_fd, POLLIN, 0};
-    while (spin_us > 0) {
-        int ready;
-        sched_yield(); /* the peer may have been woken on this very core */
-        ready = poll(both, 2, 0);
+    if (spin_us > 0) {
+        int64_t now = now_us();
+        int ready = now < spin_again_us ? 0 : spin(both, now, now + spin_us);
         if (ready != 0)
             return ready;
-        if (now_us() >= until)
-            break;
     }
     return poll(both, 2, timeout_ms);
 }

@@ -44,6 +44,7 @@ from kvtransfer.transports.pump import PUMP, PumpCalls, PumpFunctions
 from kvtransfer.transports.stream.inbound import Inbound
 from kvtransfer.transports.stream.outbound import Outbound
 from kvtransfer.transports.stream.seal import WindowSeal, WindowSealError
+from kvtransfer.transports.stream.spin_pause import SpinPause
 from kvtransfer.transports.switch_interval import SwitchIntervalHold
 
 _MOST_MESSAGE_BYTES = (4 << 20) + (128 << 10)
@@ -68,7 +69,7 @@ class LinkOptions(msgspec.Struct, frozen=True):
     sealed        whether windows are encrypted and authenticated (AES-128-GCM); both ends must
                   agree
     spin_s        seconds to poll before sleeping, below 1; four times as long after a sleep that
-                  this would have avoided. Set 0 on machines without a spare core
+                  this would have avoided. While other threads want the core, links sleep at once
     window_bytes  the preferred maximum size of a window
     native        whether to use the native pump if it is compiled (pump.py)
     lanes         number of parallel connections to a peer that this agent opens (tcp). One core can
@@ -147,6 +148,7 @@ class StreamLink:
         self._has_lane_work = False
         self._drivers, self._last_driven_s = 0, -_NEVER
         self._spin_s = options.spin_s
+        self._spin_pause = SpinPause()
         self._interval_hold = SwitchIntervalHold(options.switch_interval_s)
         self._last_window_s = 0.0
         self._broken: str | None = None
@@ -469,11 +471,19 @@ class StreamLink:
         # Polling costs a third of a read that finds nothing.
         clock, look, out = time.perf_counter, self._poll.poll, self._out
         self._want_out(False)
-        until_s = clock() + self._spin_s
-        while clock() < until_s:
+        now_s = clock()
+        until_s = now_s + self._spin_s
+        if not self._spin_pause.is_over(now_s):
+            return False
+        while now_s < until_s:
+            begin_s = now_s
             # The peer may have been woken on this very core.
             os.sched_yield()
-            if look(0):
+            events = look(0)
+            now_s = clock()
+            if self._spin_pause.is_contended(begin_s, now_s):
+                until_s = 0.0
+            if events:
                 return self._move_bytes()
             if (
                 not out.is_idle
@@ -482,6 +492,8 @@ class StreamLink:
                 or (done is None and self._drivers)
             ):
                 return True
+        if until_s:
+            self._spin_pause.reset()
         return False
 
     def _want_in(self, least: int) -> None:

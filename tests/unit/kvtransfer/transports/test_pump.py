@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import resource
 import shutil
 import socket
+import subprocess
+import sys
 import sysconfig
 import threading
 from collections.abc import Iterator
@@ -196,3 +199,27 @@ def test_another_thread_computes_while_the_pump_waits(ends: Ends) -> None:
     waiting.start()
     ends.near.send(b"0123456789")  # reached only if the wait releases the interpreter lock
     waiting.join()
+
+
+@needs_pump
+def test_a_thread_on_a_contended_core_sleeps_instead_of_yielding_to_it_again_and_again(
+    ends: Ends,
+) -> None:
+    # A yield to a process that computes is an involuntary switch, and costs a turn of that process.
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(cores)})  # of this thread, and of the process started next
+    busy = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    try:
+        before = _switches()
+        for _ in range(300):
+            events, _ = ends.reading.pump.wait(ends.far.fileno(), 1, ends.bell, 50, 0)
+            assert not events
+        assert _switches() - before < 150
+    finally:
+        os.sched_setaffinity(0, cores)
+        busy.kill()
+        busy.wait()
+
+
+def _switches() -> int:
+    return resource.getrusage(resource.RUSAGE_THREAD).ru_nivcsw
