@@ -20,7 +20,7 @@ from gateway.metrics.catalogue import Metrics
 from gateway.protocol.api_table import CHAT
 from gateway.protocol.response.relay import Relay
 from gateway.protocol.trace_context import LegSpan, Trace, propagated_headers
-from gateway.telemetry.otlp import SpanExporter
+from gateway.telemetry.span_exporter import SpanExporter
 from gateway.telemetry.spans import build_spans
 
 ROUNDS = 20_000

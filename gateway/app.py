@@ -17,9 +17,9 @@ from aiohttp import web
 
 from gateway.admin import server as admin
 from gateway.admin.drain import end_connections
-from gateway.admission.controller import AdmissionController
-from gateway.auto.controller import AutoPolicyController
-from gateway.auto.gateway_target import GatewayAutoTarget
+from gateway.admission.admission_controller import AdmissionController
+from gateway.auto.auto_controller import AutoPolicyController
+from gateway.auto.gateway_config_access import GatewayAutoTarget
 from gateway.batch.pages import BatchPages
 from gateway.batch.runner import BatchRunner
 from gateway.batch.storage_choice import create_storage
@@ -31,12 +31,12 @@ from gateway.fleet.endpoint_table import EndpointTable
 from gateway.fleet.health_checks import HealthChecker
 from gateway.fleet.kv_events.prompt_learner import Tokenizer
 from gateway.fleet.kv_events.service import KvEventService
-from gateway.fleet.name_table import find
-from gateway.fleet.prefix_cache import create_prefix_caches
+from gateway.fleet.model_name_table import find
+from gateway.fleet.prefix_cache_view import create_prefix_caches
 from gateway.fleet.speed_monitor import STALL_CHECK_S
-from gateway.http import models_api
+from gateway.http import api_application
 from gateway.http.aiohttp_connection import AiohttpConnection
-from gateway.http.client_connections import ClientConnections
+from gateway.http.connection_limits import ClientConnections
 from gateway.http.fast_connection import FastConnection
 from gateway.http.listener_sockets import (
     ADMIN,
@@ -53,8 +53,8 @@ from gateway.metrics.catalogue import Metrics
 from gateway.metrics.runtime_gauges import pool_by_label
 from gateway.peers.bus_choice import create_bus
 from gateway.peers.frame_auth import FrameAuth, create_frame_auth, fingerprint_secret
+from gateway.peers.peer_view import PeerView
 from gateway.peers.sync_loop import SyncLoop
-from gateway.peers.view import PeerView
 from gateway.protocol.cors import new_cors_rule
 from gateway.protocol.request.forwarded_headers import TrustedProxies
 from gateway.reload.auto_rollback import AutoRollbackMonitor, GatewayRollbackTarget
@@ -63,18 +63,18 @@ from gateway.reload.history import VersionHistory
 from gateway.reload.reloader import Reloader
 from gateway.reload.snapshot import build_plan
 from gateway.reload.swap import Swap, attach_metrics
+from gateway.request_path import create_request_factory
 from gateway.restart.channel import BoundListener, bound_listeners
 from gateway.restart.start_options import StartOptions, WorkerSettings
 from gateway.route import Gateway
-from gateway.serve import create_request_factory
 from gateway.telemetry.access_log import AccessLog
 from gateway.telemetry.accounting import Accounting
-from gateway.telemetry.live_cost import LiveCost
-from gateway.telemetry.otlp import SpanExporter
+from gateway.telemetry.cost_counter import LiveCost
+from gateway.telemetry.span_exporter import SpanExporter
 from gateway.trials.mirror import Mirrors
 from gateway.util.addresses import http_url, naming_config_key
+from gateway.util.client_networks import Networks
 from gateway.util.gc_control import GcSchedule
-from gateway.util.networks import Networks
 
 log = logging.getLogger("penstock")
 
@@ -454,7 +454,7 @@ class App:
         ]
 
     async def _start_api_server(self) -> web.Server:
-        server = models_api.api_application(lambda: self.gateway.snapshot, self._cors)
+        server = api_application.api_application(lambda: self.gateway.snapshot, self._cors)
         if self._batches is not None:
             assert self.config.batch is not None
             pages = BatchPages(self._batches, lambda: self.gateway.snapshot, self.config.batch)

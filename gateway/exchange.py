@@ -14,7 +14,7 @@ from gateway.protocol.errors import GatewayError
 from policies.model import Candidate, Pick, RoutingQuery
 
 if TYPE_CHECKING:
-    from gateway.admission.controller import AdmissionController, PoolQueue
+    from gateway.admission.admission_controller import AdmissionController, PoolQueue
     from gateway.fleet.reservation import Reservation
     from gateway.metrics.metric_types import Histogram
     from gateway.protocol.api_table import Api
@@ -59,7 +59,7 @@ class Mirrored(Protocol):
 
 class SecondAttempt(Protocol):
     """A second attempt to serve a request (hedge), concurrent with the first one
-    (gateway/legs/hedge.py).
+    (gateway/forwarding/hedge.py).
     """
 
     is_over: bool

@@ -1,7 +1,7 @@
 """The data that serving a request needs: its route, the snapshot, and the gateway's live parts.
 
 reload/snapshot.py builds snapshots from a configuration, reload/swap.py puts them in force, and
-serve.py serves a request along its route.
+request_path.py serves a request along its route.
 """
 
 from __future__ import annotations
@@ -10,15 +10,15 @@ from collections.abc import Callable, Mapping
 
 import msgspec
 
-from gateway.admission.controller import AdmissionController, PoolQueue
+from gateway.admission.admission_controller import AdmissionController, PoolQueue
 from gateway.config import Config, Resume
 from gateway.disagg.handoffs import Handoffs
 from gateway.disagg.pairing import SplitRoute
 from gateway.exchange import Exchange
 from gateway.fleet.endpoint_table import EndpointTable
 from gateway.fleet.reservation import Reservation
-from gateway.http.client import Client
-from gateway.legs.hedge import Hedger
+from gateway.forwarding.hedge import Hedger
+from gateway.http.client_interface import Client
 from gateway.protocol.request.api_keys import digest_of_headers, wrong_key
 from gateway.protocol.request.cache_salts import CacheSalts
 from gateway.protocol.request.request_body import Call, CallShapes

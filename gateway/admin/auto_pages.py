@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from aiohttp import web
 
-from gateway.auto.controller import AutoPolicyController, UnknownPoolError
+from gateway.auto.auto_controller import AutoPolicyController, UnknownPoolError
 
 STATUS = {"applied": 200, "unchanged": 200, "rejected": 400, "nothing": 409, "conflict": 412}
 

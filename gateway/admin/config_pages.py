@@ -27,7 +27,7 @@ from gateway.reload.history import Version
 from gateway.reload.reloader import ChangeOptions, Rejection, Reloader, ReloadOutcome
 
 if TYPE_CHECKING:
-    from gateway.live.target import AdminTarget
+    from gateway.admin.gateway_interface import AdminTarget
 
 STATUS: Mapping[str, int] = MappingProxyType(
     {

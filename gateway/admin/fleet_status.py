@@ -16,8 +16,8 @@ import msgspec
 from gateway.fleet.speed_monitor import describe_slowness
 
 if TYPE_CHECKING:
+    from gateway.admin.gateway_interface import AdminTarget
     from gateway.fleet.endpoint_registry import LiveEndpoint
-    from gateway.live.target import AdminTarget
 
 VERSIONS_SHOWN = 6
 HIDDEN_LABELS = frozenset({"chaos"})

@@ -22,7 +22,7 @@ from gateway.admin.live_stream import LiveStream, SampleFunction
 from gateway.admin.metric_samples import MetricSample, take_sample
 
 if TYPE_CHECKING:
-    from gateway.live.target import AdminTarget
+    from gateway.admin.gateway_interface import AdminTarget
 
 WRITE_TIMEOUT_S = 5.0
 """Seconds after which a watcher of the live view that accepts no data is disconnected; its browser

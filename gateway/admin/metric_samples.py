@@ -18,7 +18,7 @@ from gateway.metrics.quantile_sketch import EMPTY, BucketCounts, difference, mer
 from gateway.reload.auto_rollback import is_failure
 
 if TYPE_CHECKING:
-    from gateway.live.target import AdminTarget
+    from gateway.admin.gateway_interface import AdminTarget
 
 HISTORY_S = 61.0
 MIN_SPACING_S = 0.95

@@ -1,7 +1,7 @@
 """The admin page GET /requests: a table of the most recently finished requests.
 
 Contains the query, the rows, and the merge of several workers' rows. A row contains no prompt, no
-response text and no client header. The requests are kept in explain.py.
+response text and no client header. The requests are kept in pick_explanation.py.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from aiohttp import web
 
 from gateway.admin.auth import error_response
 from gateway.metrics.quantile_sketch import round_seconds
-from gateway.telemetry.explain import EndedExchange, RecentExchanges
+from gateway.telemetry.pick_explanation import EndedExchange, RecentExchanges
 
 DEFAULT_LIMIT, MAX_LIMIT = 50, 200
 MAX_SCANNED = 4096

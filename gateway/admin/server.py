@@ -23,7 +23,7 @@ from gateway.admin.readiness import not_ready_reason
 from gateway.admin.recent_requests import RecentQuery, add_requests, recent_rows
 from gateway.config.yaml_source import MAX_FILE_BYTES
 from gateway.fleet.kv_events.exact_prefixes import ExactPrefixes
-from gateway.fleet.name_table import find
+from gateway.fleet.model_name_table import find
 from gateway.metrics.exposition import (
     content_type,
     page_end,
@@ -32,8 +32,8 @@ from gateway.metrics.exposition import (
 )
 
 if TYPE_CHECKING:
+    from gateway.admin.gateway_interface import AdminTarget
     from gateway.fleet.endpoint_registry import LiveEndpoint
-    from gateway.live.target import AdminTarget
     from gateway.route import Gateway
 
 

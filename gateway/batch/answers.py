@@ -176,8 +176,8 @@ class StreamedAnswer:
 class LineClient:
     """Takes the place of a client connection, and collects the response to one batch request.
 
-    The class implements gateway.http.client.Client. The response arrives framed as for HTTP/1.0: a
-    head, then the body up to its end.
+    The class implements gateway.http.client_interface.Client. The response arrives framed as for
+    HTTP/1.0: a head, then the body up to its end.
 
     status    the response's HTTP status; 0 before its head has arrived
     body      the body of a response that is not streamed

@@ -11,7 +11,7 @@ import msgspec
 
 from gateway.batch.records import BatchRecord, FileRecord, list_object
 from gateway.protocol.errors import Failure, GatewayError
-from gateway.util.units import UnitError, parse_duration
+from gateway.util.durations_and_sizes import UnitError, parse_duration
 
 PURPOSES = ("batch", "user_data", "assistants", "evals", "fine-tune", "vision")
 MIN_EXPIRY_S, MAX_EXPIRY_S = 3600, 2_592_000  # as in OpenAI's API

@@ -9,13 +9,13 @@ from collections.abc import Sequence
 
 import msgspec
 
-from gateway.admission.controller import PoolQueue
+from gateway.admission.admission_controller import PoolQueue
 from gateway.batch.line_run import LineRun
 from gateway.batch.pacing import LatencyTargets, PoolPacer, PoolReading
 from gateway.batch.records import BatchRecord
 from gateway.batch.schedule import PoolSchedule
 from gateway.config import BatchApi, Config
-from gateway.fleet.name_table import find
+from gateway.fleet.model_name_table import find
 from gateway.metrics.catalogue import Metrics
 from gateway.protocol.errors import Failure, GatewayError
 from gateway.protocol.request.api_keys import wrong_key

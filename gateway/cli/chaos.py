@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 from command_line import Argument, Option, UsageError
 from gateway.cli.admin_client import AdminAddress, AdminClient, with_admin_options
 from gateway.cli.output import JsonOption, exit_with_error, print_json, print_line
-from gateway.util.units import parse_duration
+from gateway.util.durations_and_sizes import parse_duration
 
 LABEL = "chaos"
 # Recovery takes longer to show than a failure: the gateway probes an endpoint less often the longer

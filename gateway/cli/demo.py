@@ -102,13 +102,13 @@ def _run(demo: DemoOptions) -> int:
         with _machine_lock():
             file, loaded = _start_mocks(demo, running)
         # Imported only now: these imports are slow, and would slow down the start of the mocks.
-        from gateway import lifecycle
+        from gateway import process_lifecycle
         from gateway.restart import start_options
 
         def print_report(line: str, is_error: bool) -> None:
             print_line(line, style="red" if is_error else None)
 
-        return lifecycle.run_gateway(
+        return process_lifecycle.run_gateway(
             start_options.StartOptions(loaded, file, os.environ, print_report),
             ready=lambda _: print_line(_welcome_text(demo, file)),
             hangup_reloads=False,

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import MappingProxyType
 
-from gateway.cli.doctor.engine import engine_kind_of
-from gateway.cli.doctor.probe import METRICS_PATHS, EngineConnection, ProbeResponse
+from gateway.cli.doctor.engine_checks import engine_kind_of
+from gateway.cli.doctor.engine_probe import METRICS_PATHS, EngineConnection, ProbeResponse
 from gateway.config import EndpointSpec, LoadedConfig
 from gateway.http.outgoing_tls import ClientContexts
 from policies.model import EngineKind

@@ -109,7 +109,7 @@ def plan(
 
 
 def _parse_last(text: str) -> float:
-    from gateway.util.units import parse_duration
+    from gateway.util.durations_and_sizes import parse_duration
 
     try:
         return parse_duration(text)

@@ -118,7 +118,7 @@ def _inherit_sockets(config: Config) -> tuple[Predecessor | None, SocketsByName]
 
 
 def _serve(loaded: LoadedConfig, file: Path | None, workers: int) -> int:
-    from gateway.lifecycle import run_gateway
+    from gateway.process_lifecycle import run_gateway
     from gateway.restart.start_options import StartOptions, log_reload
     from gateway.telemetry import operator_log
     from policies.prefix import fingerprint

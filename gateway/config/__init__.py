@@ -2,7 +2,7 @@
 
 file_reader.py reads files, and yaml_source.py parses their text and keeps positions. values.py,
 tree.py and the section modules define the types. cross_checks.py and the rule modules check
-relations between values. load.py combines all of this.
+relations between values. loader.py combines all of this.
 """
 
 from gateway.config.auto_section import AutoPolicy
@@ -10,7 +10,7 @@ from gateway.config.batch_section import BatchApi
 from gateway.config.endpoint_sections import EndpointSpec, LayoutSpec
 from gateway.config.isolation_rules import salt_member
 from gateway.config.limits import Limits
-from gateway.config.load import (
+from gateway.config.loader import (
     SCHEMA_ID,
     SECRET_MASK,
     LoadedConfig,
@@ -22,7 +22,7 @@ from gateway.config.load import (
 )
 from gateway.config.mirror_section import Mirror
 from gateway.config.model_sections import Model, Overflow, Resume, Split
-from gateway.config.observability import Observability, OperatorLog, Traces
+from gateway.config.observability_sections import Observability, OperatorLog, Traces
 from gateway.config.policy_choice import AdmissionSpec, Canary, PolicySpec
 from gateway.config.problems import ConfigError, Problem
 from gateway.config.reload_section import AutoRollback, Reload

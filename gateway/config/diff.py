@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from gateway.config.load import SECRET_MASK, LoadedConfig, default_of
+from gateway.config.loader import SECRET_MASK, LoadedConfig, default_of
 from gateway.config.problems import Path, show_path
 from gateway.config.values import Secret, without_scheme
 

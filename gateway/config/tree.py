@@ -24,7 +24,7 @@ from gateway.config.endpoint_sections import EndpointSpec, EndpointTraits
 from gateway.config.limits import Limits
 from gateway.config.mirror_section import Mirror
 from gateway.config.model_sections import Model
-from gateway.config.observability import Observability
+from gateway.config.observability_sections import Observability
 from gateway.config.peer_sections import Shared
 from gateway.config.policy_choice import AdmissionChoice, Canary, PolicyChoice
 from gateway.config.reload_section import Reload

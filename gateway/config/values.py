@@ -21,8 +21,8 @@ from pydantic import (
 )
 
 from gateway.config.yaml_source import number_if_substituted
-from gateway.util import units
-from gateway.util.networks import normalize_network
+from gateway.util import durations_and_sizes
+from gateway.util.client_networks import normalize_network
 
 MIN_INTERVAL_S = 0.01
 AUTO: Literal["auto"] = "auto"
@@ -54,7 +54,7 @@ def _text(value: object, problem: str) -> str:
 
 def _from_duration(value: object) -> float:
     value = _text(value, "is not a duration; write a number with a unit, as in 250ms or 1m30s")
-    seconds = units.parse_duration(value)
+    seconds = durations_and_sizes.parse_duration(value)
     if seconds <= 0:
         raise ValueError(f"{value!r} is not a positive duration; it must be longer than 0s")
     return seconds
@@ -70,7 +70,7 @@ def _interval(seconds: float) -> float:
 
 def _from_size(value: object) -> int:
     value = _text(value, "is not a size; write a number with a unit, as in 32MiB")
-    size = units.parse_size(value)
+    size = durations_and_sizes.parse_size(value)
     if size <= 0:
         raise ValueError(f"{value!r} is not a positive size; it must be more than 0B")
     return size
@@ -207,7 +207,7 @@ Duration = Annotated[
     WithJsonSchema(
         {
             "type": "string",
-            "pattern": units.DURATION_PATTERN,
+            "pattern": durations_and_sizes.DURATION_PATTERN,
             "title": "Duration",
             "examples": ["250ms"],
         }
@@ -225,7 +225,12 @@ Size = Annotated[
     int,
     BeforeValidator(_from_size),
     WithJsonSchema(
-        {"type": "string", "pattern": units.SIZE_PATTERN, "title": "Size", "examples": ["32MiB"]}
+        {
+            "type": "string",
+            "pattern": durations_and_sizes.SIZE_PATTERN,
+            "title": "Size",
+            "examples": ["32MiB"],
+        }
     ),
 ]
 """A number of bytes, written with a unit, for example 32MiB."""

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from gateway.disagg.internal_answer import ResponseBuffer
 from gateway.disagg.leg import Leg
-from gateway.disagg.response_buffer import ResponseBuffer
 from gateway.http.upstream import ConnectionPool, UpstreamTimeouts
 from gateway.http.write_queue import WriteQueue
 from gateway.protocol.response.relay import Relay, UpstreamError

@@ -2,7 +2,7 @@
 pair.
 
 A handoff moves the KV cache of a prompt from a prefill engine to a decode engine. The data survives
-reloads and belongs to the event loop; gateway/disagg/attempt.py is its only writer.
+reloads and belongs to the event loop; gateway/disagg/pair_attempt.py is its only writer.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from random import Random
 from typing import Protocol
 
 from gateway.disagg.bootstrap_client import BootstrapClient
+from gateway.disagg.internal_answer import ResponseBuffer
 from gateway.disagg.leg import Leg
-from gateway.disagg.response_buffer import ResponseBuffer
 from gateway.disagg.state_machine import State
 from gateway.exchange import SplitRecord
 from gateway.fleet.endpoint_registry import LiveEndpoint

@@ -1,6 +1,6 @@
 """Builds the prefill and the decode request of a split request, and interprets the prefill answer.
 
-Everything that depends on the engine's dialect is here. gateway/disagg/attempt.py and
+Everything that depends on the engine's dialect is here. gateway/disagg/pair_attempt.py and
 gateway/disagg/state_machine.py decide when a request is sent and what follows.
 """
 
@@ -11,7 +11,7 @@ from typing import Protocol
 
 from msgspec.structs import replace
 
-from gateway.admission.controller import PoolQueue
+from gateway.admission.admission_controller import PoolQueue
 from gateway.config import Resume
 from gateway.disagg.handoffs import Handoffs
 from gateway.disagg.pairing import SplitRoute
@@ -19,8 +19,8 @@ from gateway.exchange import Exchange, SplitRecord
 from gateway.fleet.endpoint_registry import LiveEndpoint
 from gateway.fleet.endpoint_table import EndpointTable
 from gateway.fleet.reservation import Reservation
-from gateway.http.client import Client
-from gateway.legs.forward import client_lines, response_headers
+from gateway.forwarding.forward import client_lines, response_headers
+from gateway.http.client_interface import Client
 from gateway.protocol.api_table import CHAT
 from gateway.protocol.request.json_splice import edited, shows_usage
 from gateway.protocol.request.request_body import Call

@@ -1,6 +1,7 @@
 """The state machine of one attempt at a split request, as a table of states, events and actions.
 
-attempt.py carries out the rows of the table. A state that is not in LIVE_STATES is an end state.
+pair_attempt.py carries out the rows of the table. A state that is not in LIVE_STATES is an end
+state.
 """
 
 from __future__ import annotations

@@ -18,11 +18,11 @@ from gateway.fleet.endpoint_registry import (
     RegistryChanges,
     RegistryPlan,
 )
+from gateway.fleet.engine_metrics import ScrapedLoad
 from gateway.fleet.kv_events.endpoint_events import CacheExpectation
 from gateway.fleet.outgoing_updates import OutgoingUpdates
-from gateway.fleet.prefix_cache import PrefixCacheView
+from gateway.fleet.prefix_cache_view import PrefixCacheView
 from gateway.fleet.reservation import DecodeReservation, Reservation
-from gateway.fleet.scrape import ScrapedLoad
 from gateway.fleet.speed_monitor import SpeedMonitor, describe_slowness, find_healthy_peer
 from gateway.fleet.speed_recovery import accept_returned
 from gateway.http.write_queue import WriteQueue

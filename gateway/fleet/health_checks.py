@@ -1,6 +1,6 @@
 """Health checks: poll the health, load and models of every endpoint.
 
-poll_plan.py decides which requests are due at a poll. Polls use connections that stay open
+poll_schedule.py decides which requests are due at a poll. Polls use connections that stay open
 (http/poll_client.py). Requests that make an engine generate tokens are rare and use aiohttp's
 client. If an engine's metrics cannot be read, policies rely on the gateway's own reservations.
 Whether an endpoint that was ejected as slow may return is decided in speed_recovery.py.
@@ -22,11 +22,11 @@ from typing import Any
 import aiohttp
 
 from gateway.config import Config
-from gateway.fleet import scrape
+from gateway.fleet import engine_metrics
 from gateway.fleet.endpoint_registry import LiveEndpoint
 from gateway.fleet.endpoint_table import OUT_OF_ROTATION, EndpointTable
-from gateway.fleet.model_list_news import ModelListNews
-from gateway.fleet.poll_plan import PollPlan, least_probe_s
+from gateway.fleet.model_list_changes import ModelListNews
+from gateway.fleet.poll_schedule import PollPlan, least_probe_s
 from gateway.fleet.speed_recovery import SpeedRecovery, is_ejected_as_slow
 from gateway.http.connect_errors import is_local_error
 from gateway.http.poll_client import ConnectError, ConnectionLostError, PollClient
@@ -354,7 +354,7 @@ class HealthChecker:
         status, text = await self._get(live, path, self._config.scrape.timeout)
         if status == 200:
             self._endpoints.on_scrape(
-                live, scrape.parse_scrape(text, live.endpoint.engine, live.endpoint.rank)
+                live, engine_metrics.parse_scrape(text, live.endpoint.engine, live.endpoint.rank)
             )
 
     async def _list_models_if_due(self, live: LiveEndpoint) -> None:

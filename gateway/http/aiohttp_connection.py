@@ -26,8 +26,8 @@ from aiohttp.web_protocol import RequestHandler, RequestPayloadError
 
 from gateway.config import Limits
 from gateway.http import head_errors
-from gateway.http.client_connections import ClientConnections, unread_budget_error
-from gateway.http.connection import ClientConnection, Serve, add_piece
+from gateway.http.client_connection import ClientConnection, Serve, add_piece
+from gateway.http.connection_limits import ClientConnections, unread_budget_error
 from gateway.http.connection_phase import Phase
 from gateway.http.large_bodies import LARGE_BODY, JoinInTurn
 from gateway.http.write_queue import WriteQueue

@@ -15,8 +15,8 @@ from aiohttp.tcp_helpers import tcp_keepalive
 
 from gateway.config import Limits
 from gateway.http.aiohttp_connection import AiohttpConnection
-from gateway.http.client_connections import ClientConnections, unread_budget_error
-from gateway.http.connection import ClientConnection, Serve, add_piece
+from gateway.http.client_connection import ClientConnection, Serve, add_piece
+from gateway.http.connection_limits import ClientConnections, unread_budget_error
 from gateway.http.connection_phase import BODY, CLOSING, HEAD, IDLE, SERVING
 from gateway.http.eager_task import EagerFuture, EagerTask, new_future
 from gateway.http.large_bodies import LARGE_BODY, JoinInTurn

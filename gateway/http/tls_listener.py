@@ -19,7 +19,7 @@ from gateway.util import tls
 
 if TYPE_CHECKING:
     from gateway.config import Limits, Listeners, ListenerTls
-    from gateway.http.client_connections import ClientConnections
+    from gateway.http.connection_limits import ClientConnections
     from gateway.metrics.runtime_gauges import RuntimeGauges
 
 log = logging.getLogger("penstock")

@@ -9,8 +9,8 @@ from typing import Any
 
 import msgspec
 
-from gateway.migrate import litellm_settings, values
-from gateway.migrate.draft import Draft, MigrationError, pool_name, with_references
+from gateway.migrate import litellm_settings, option_values
+from gateway.migrate.config_draft import Draft, MigrationError, pool_name, with_references
 
 
 class Provider(msgspec.Struct, frozen=True):
@@ -134,7 +134,9 @@ def _deployment(
     if not base and known is None:
         draft.drop(item, f"{explicit or provider} without an engine's api_base is not an endpoint")
         return None
-    url = values.engine_url(str(base or known.url if known else base), f"{item}: api_base", draft)
+    url = option_values.engine_url(
+        str(base or known.url if known else base), f"{item}: api_base", draft
+    )
     if url is None:
         return None
     extra = _extra(parameters, item, draft)

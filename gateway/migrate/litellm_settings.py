@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from gateway.migrate import values
-from gateway.migrate.draft import Draft, MigrationError
+from gateway.migrate import option_values
+from gateway.migrate.config_draft import Draft, MigrationError
 from gateway.migrate.policy_names import LITELLM
 
 _SECTIONS = ("router_settings", "litellm_settings", "general_settings")
@@ -108,12 +108,12 @@ def _checks(value: Any, item: str, draft: Draft) -> None:
 
 
 def _retries(value: Any, item: str, draft: Draft) -> None:
-    draft.set(values.attempts(str(value)), "retries", "attempts")
+    draft.set(option_values.attempts(str(value)), "retries", "attempts")
     draft.differ(item, "each attempt goes to another endpoint and counts towards retries.budget")
 
 
 def _timeout(value: Any, item: str, draft: Draft) -> None:
-    if (duration := values.seconds(str(value))) is not None:
+    if (duration := option_values.seconds(str(value))) is not None:
         draft.set(duration, "timeouts", "first_byte")
         draft.differ(item, "timeouts.first_byte ends at the first byte; a stream may last longer")
     else:
@@ -126,7 +126,7 @@ def _failures(value: Any, item: str, draft: Draft) -> None:
 
 
 def _cooldown(value: Any, item: str, draft: Draft) -> None:
-    if (duration := values.seconds(str(value))) is None:
+    if (duration := option_values.seconds(str(value))) is None:
         draft.drop(item, "an endpoint that fails is always ejected for a while")
         return
     draft.set(duration, "health", "backoff")

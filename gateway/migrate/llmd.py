@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from gateway.migrate.draft import Draft, MigrationError
+from gateway.migrate.config_draft import Draft, MigrationError
 
 POOL = "engines"
 

@@ -7,7 +7,7 @@ from types import MappingProxyType
 from typing import Any
 
 from gateway.migrate import llmd
-from gateway.migrate.draft import Draft, MigrationError
+from gateway.migrate.config_draft import Draft, MigrationError
 from gateway.migrate.yaml_text import load_documents
 
 _ENGINES: Mapping[str, str] = MappingProxyType(

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from gateway.migrate import values
-from gateway.migrate.draft import Draft, MigrationError, pool_name
-from gateway.migrate.options import CommandOptions
+from gateway.migrate import option_values
+from gateway.migrate.command_options import CommandOptions
+from gateway.migrate.config_draft import Draft, MigrationError, pool_name
 from gateway.migrate.production_stack import (
     REASONS,
     RULES,
@@ -16,7 +16,7 @@ from gateway.migrate.production_stack import (
     routing_policy,
     split_model,
 )
-from gateway.migrate.router_options import apply_rules, drop_unread
+from gateway.migrate.vllm_sglang_router import apply_rules, drop_unread
 
 _OPTIONS: Mapping[str, str] = MappingProxyType(
     {
@@ -55,7 +55,7 @@ def convert_values(chart: Mapping[str, Any], draft: Draft) -> None:
     if not isinstance(specs, list) or not specs:
         raise MigrationError("servingEngineSpec.modelSpec lists no engines")
     draft.set("0.0.0.0", "listeners", "api", "host")
-    draft.set(values.number(options.last("port") or "8000"), "listeners", "api", "port")
+    draft.set(option_values.number(options.last("port") or "8000"), "listeners", "api", "port")
     draft.do("routerSpec", "set routerSpec.enableRouter to false once clients use the gateway")
     draft.differ(
         "Services", f"those of release {draft.additions.release!r}; --release names another"

@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from gateway.migrate import values
-from gateway.migrate.draft import Draft, MigrationError, pool_name
-from gateway.migrate.options import CommandOptions
+from gateway.migrate import option_values
+from gateway.migrate.command_options import CommandOptions
+from gateway.migrate.config_draft import Draft, MigrationError, pool_name
 from gateway.migrate.policy_names import PRODUCTION_STACK, SESSION_HEADER
-from gateway.migrate.router_options import apply_rules, drop_unread
-from gateway.migrate.router_tables import Rule
+from gateway.migrate.vllm_sglang_options import Rule
+from gateway.migrate.vllm_sglang_router import apply_rules, drop_unread
 
 DIALECT = "vllm_nixl"
 _LMCACHE = "the gateway asks engines alone, not LMCache"
@@ -21,11 +21,11 @@ RULES: Mapping[str, Rule] = MappingProxyType(
     {
         "engine-stats-interval": Rule(
             ("scrape", "interval"),
-            values.seconds,
+            option_values.seconds,
             "loads are reserved at once; a scrape only shows requests from elsewhere",
         ),
-        "backend-health-check-timeout-seconds": Rule(("health", "timeout"), values.seconds),
-        "log-level": Rule(("observability", "log", "level"), values.log_level),
+        "backend-health-check-timeout-seconds": Rule(("health", "timeout"), option_values.seconds),
+        "log-level": Rule(("observability", "log", "level"), option_values.log_level),
     }
 )
 
@@ -101,8 +101,8 @@ def convert(options: CommandOptions, draft: Draft) -> None:
 
     Raises MigrationError if it cannot be converted.
     """
-    draft.set(values.text(options.last("host") or "0.0.0.0"), "listeners", "api", "host")
-    port = values.number(options.last("port") or "8001")
+    draft.set(option_values.text(options.last("host") or "0.0.0.0"), "listeners", "api", "host")
+    port = option_values.number(options.last("port") or "8001")
     draft.set(port, "listeners", "api", "port")
     if port == 8081:
         draft.set(8082, "listeners", "admin", "port")
@@ -168,13 +168,13 @@ def _static(options: CommandOptions, draft: Draft) -> None:
         pool = pool_name(name, draft.data["pools"])
         endpoints: list[dict[str, object]] = []
         for url, model_name, label in zip(urls, names, labels, strict=False):
-            address = values.engine_url(url, "--static-backends", draft)
+            address = option_values.engine_url(url, "--static-backends", draft)
             if model_name == name and address:
                 role = {"role": roles[label]} if label in roles else {}
                 endpoints.append({"url": address, **role})
-        section = {"policy": policy, "endpoints": values.distinct(endpoints)}
+        section = {"policy": policy, "endpoints": option_values.distinct(endpoints)}
         draft.set(section, "pools", pool)
-        model: dict[str, object] = {"name": values.text(name), "pool": pool}
+        model: dict[str, object] = {"name": option_values.text(name), "pool": pool}
         if own := [alias for alias, target in aliases.items() if target == name]:
             model["aliases"] = own
         if {"prefill", "decode"} <= {endpoint.get("role", "") for endpoint in endpoints}:

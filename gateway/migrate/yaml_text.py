@@ -9,7 +9,7 @@ from typing import Any
 from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
-from gateway.migrate.draft import MigrationError
+from gateway.migrate.config_draft import MigrationError
 
 MAX_CHARS = 1 << 20
 _MOST_ALIASES = 1000

@@ -1,7 +1,7 @@
 """The interface of the message bus over which gateways that share state exchange frames of bytes.
 
-The messages in the frames are defined in messages.py. Delivery is best-effort: frames may be lost
-or late, and no sender waits. The frames of one sender arrive in order.
+The messages in the frames are defined in peer_messages.py. Delivery is best-effort: frames may be
+lost or late, and no sender waits. The frames of one sender arrive in order.
 """
 
 from __future__ import annotations

@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from typing import TypeVar
 
-from gateway.admission.controller import AdmissionController
+from gateway.admission.admission_controller import AdmissionController
 from gateway.config import Tenant
 from gateway.fleet.outgoing_updates import OutgoingUpdates
-from gateway.peers import messages
+from gateway.peers import peer_messages
 from policies.admission.peer_quota import apply_peer_usage, quota_usage
 from policies.admission.sessions import SessionUpdate
 
@@ -56,14 +56,16 @@ class UsageSync:
 
     def usage_messages(
         self, now: float
-    ) -> Iterator[messages.TenantCharges | messages.QuotaUse | messages.ActiveSessions]:
+    ) -> Iterator[
+        peer_messages.TenantCharges | peer_messages.QuotaUse | peer_messages.ActiveSessions
+    ]:
         """Yield messages with the usage of tenants and sessions since the last call."""
         digest, updates = self._digest, self._updates
         charges, updates.charges = updates.charges, {}
         for rows in batches(
             (digest(pool), digest(tenant), tokens) for (pool, tenant), tokens in charges.items()
         ):
-            yield messages.TenantCharges(rows)
+            yield peer_messages.TenantCharges(rows)
         taken, updates.quota_use = updates.quota_use, {}
         quotas = self._admission.quotas.by_tenant
         for quota_rows in batches(
@@ -71,12 +73,12 @@ class UsageSync:
             for tenant, (requests, tokens) in taken.items()
             if tenant in quotas and (requests or tokens)
         ):
-            yield messages.QuotaUse(quota_rows)
+            yield peer_messages.QuotaUse(quota_rows)
         for queue in self._admission.pool_queues():
             if queue.sessions is not None:
                 yield from self._session_messages(queue.name, queue.sessions.take_updates(now))
 
-    def all_sessions(self, now: float) -> Iterator[messages.ActiveSessions]:
+    def all_sessions(self, now: float) -> Iterator[peer_messages.ActiveSessions]:
         """Yield messages with all active sessions of all gateways, for a gateway that has just
         started.
         """
@@ -95,13 +97,13 @@ class UsageSync:
 
     def _session_messages(
         self, pool: str, members: Iterable[SessionUpdate]
-    ) -> Iterator[messages.ActiveSessions]:
+    ) -> Iterator[peer_messages.ActiveSessions]:
         for part in batches(members):
-            yield messages.ActiveSessions(self._digest(pool), part)
+            yield peer_messages.ActiveSessions(self._digest(pool), part)
 
     # Incoming
 
-    def on_charges(self, message: messages.TenantCharges) -> None:
+    def on_charges(self, message: peer_messages.TenantCharges) -> None:
         """Charge tenants for tokens that another gateway has processed for them.
 
         Without this, a tenant could get its fair share once from every gateway.
@@ -116,7 +118,7 @@ class UsageSync:
             if queue is not None and name is not None:
                 queue.add_peer_charge(name, tokens)
 
-    def on_quota_use(self, message: messages.QuotaUse, now: float) -> None:
+    def on_quota_use(self, message: peer_messages.QuotaUse, now: float) -> None:
         """Deduct quota that tenants have used at another gateway."""
         for tenant, spent in message.tenants:
             name = self._tenants.get(tenant, "")
@@ -125,7 +127,7 @@ class UsageSync:
                 own = self._updates.quota_use.get(name, (0, 0))
                 apply_peer_usage(quota, spent, quota_usage(quota, *own, now))
 
-    def on_sessions(self, message: messages.ActiveSessions, age_s: float, now: float) -> None:
+    def on_sessions(self, message: peer_messages.ActiveSessions, age_s: float, now: float) -> None:
         """Add the sessions that another gateway has reported to the sessions of their pool.
 
         age_s  age of the message in seconds, by which the sessions' last use is dated back

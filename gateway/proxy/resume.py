@@ -12,8 +12,8 @@ from functools import partial
 from gateway.config import Resume
 from gateway.exchange import Exchange
 from gateway.fleet.reservation import Reservation
-from gateway.http.client import Client
-from gateway.legs import forward
+from gateway.forwarding import forward
+from gateway.http.client_interface import Client
 from gateway.protocol.api_table import COMPLETIONS
 from gateway.protocol.request.request_body import Call
 from gateway.protocol.response.http_framing import LAST_CHUNK, encode_chunk
@@ -26,7 +26,7 @@ from gateway.protocol.response.token_ledger import (
     LedgerRecorder,
     RecordedRelay,
 )
-from gateway.proxy.attempts import attempts, end_stream_with_error
+from gateway.proxy.attempt_loop import attempts, end_stream_with_error
 from gateway.route import Gateway, Route
 from policies import run
 from policies.engine_kinds import ENGINE_TRAITS

@@ -1,7 +1,7 @@
 """The plan for requests of a split model: two endpoints for prefill and decode, or one for
 everything.
 
-policies/pricing/split.py decides between the two for every attempt. gateway/disagg/attempt.py
+policies/pricing/split.py decides between the two for every attempt. gateway/disagg/pair_attempt.py
 performs the attempt of a pair.
 """
 
@@ -10,16 +10,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from time import monotonic
 
-from gateway.disagg.attempt import PairAttempt
 from gateway.disagg.leg_requests import SplitContext
+from gateway.disagg.pair_attempt import PairAttempt
 from gateway.disagg.pairing import SplitRoute
 from gateway.exchange import Exchange, SplitRecord
-from gateway.http.client import Client
+from gateway.http.client_interface import Client
 from gateway.protocol.errors import Failure, GatewayError
 from gateway.protocol.request.json_splice import shape
 from gateway.protocol.request.request_body import Call
 from gateway.protocol.response.relay import UpstreamError
-from gateway.proxy.attempts import AttemptPlan, no_endpoint_error, permit_retry
+from gateway.proxy.attempt_loop import AttemptPlan, no_endpoint_error, permit_retry
 from gateway.proxy.whole_request import WholePlan, pick_longest
 from gateway.route import Gateway, Route
 from policies import run

@@ -15,12 +15,12 @@ from typing import NamedTuple
 import msgspec
 from msgspec.structs import replace
 
-from gateway.disagg.response_buffer import ResponseBuffer
+from gateway.disagg.internal_answer import ResponseBuffer
 from gateway.exchange import Exchange, StoredAt
 from gateway.fleet.endpoint_registry import LiveEndpoint
-from gateway.fleet.name_table import find
-from gateway.http.client import Client
-from gateway.legs import forward
+from gateway.fleet.model_name_table import find
+from gateway.forwarding import forward
+from gateway.http.client_interface import Client
 from gateway.protocol.api_table import RESPONSES
 from gateway.protocol.errors import Failure, GatewayError, response_not_found
 from gateway.protocol.request.json_members import bad_request, member_value

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from gateway.fleet.endpoint_table import EndpointTable
 from gateway.protocol.request.request_body import Call
-from gateway.proxy.attempts import limits_output
+from gateway.proxy.attempt_loop import limits_output
 from gateway.route import Route
 from policies.model import RoutingQuery
 from policies.pricing.model_tiers import ModelTier, alternatives

@@ -8,12 +8,12 @@ from time import monotonic
 from msgspec.structs import replace
 
 from gateway.exchange import Exchange
-from gateway.http.client import Client
-from gateway.legs.forward import settle_failure
-from gateway.legs.hedge import OVERTAKEN
+from gateway.forwarding.forward import settle_failure
+from gateway.forwarding.hedge import OVERTAKEN
+from gateway.http.client_interface import Client
 from gateway.protocol.request.request_body import Call
 from gateway.protocol.response.relay import UpstreamError
-from gateway.proxy.attempts import is_too_long, no_endpoint_error, permit_retry
+from gateway.proxy.attempt_loop import is_too_long, no_endpoint_error, permit_retry
 from gateway.route import Gateway, Route
 from policies import run
 from policies.contract import Policy

@@ -12,14 +12,14 @@ from functools import partial
 
 import msgspec
 
-from gateway.admission.controller import AdmissionController, PoolQueue
+from gateway.admission.admission_controller import AdmissionController, PoolQueue
 from gateway.config import AdmissionSpec, Config, Model, PolicySpec
 from gateway.disagg import pairing
 from gateway.fleet.endpoint_registry import RegistryPlan
 from gateway.fleet.endpoint_table import EndpointTable
+from gateway.fleet.model_name_table import NameTable
 from gateway.fleet.model_names import common_name, explicit_models, unlisted_message
-from gateway.fleet.name_table import NameTable
-from gateway.legs import forward
+from gateway.forwarding import forward
 from gateway.protocol.request.api_keys import key_digest
 from gateway.protocol.request.cache_salts import new_cache_salts
 from gateway.protocol.request.service_class import ServiceClasses

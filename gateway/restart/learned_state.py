@@ -29,7 +29,7 @@ from policies.ledger import own_load
 from policies.saved_state import AdmissionState, Blocks, DriftState, SessionTurns
 
 if TYPE_CHECKING:
-    from gateway.admission.controller import AdmissionController
+    from gateway.admission.admission_controller import AdmissionController
     from gateway.drift.monitor import DriftMonitor
     from gateway.fleet.endpoint_registry import LiveEndpoint
     from gateway.route import Gateway

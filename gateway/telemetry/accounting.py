@@ -19,10 +19,10 @@ from gateway.protocol.request.request_body import Call
 from gateway.protocol.response.relay import Relay
 from gateway.protocol.response.stream_search import TokenUsage
 from gateway.telemetry.access_log import AccessLine, AccessLog, StageTimes
-from gateway.telemetry.explain import RecentExchanges, snapshot_pick
-from gateway.telemetry.otlp import SpanExporter
+from gateway.telemetry.pick_explanation import RecentExchanges, snapshot_pick
 from gateway.telemetry.request_shapes import ShapeRecorder
 from gateway.telemetry.slo_outcomes import REGRET_SAMPLE_EVERY, SloTracker, effective_usage
+from gateway.telemetry.span_exporter import SpanExporter
 from policies.contract import Policy
 from policies.model import Pick, RoutingQuery, TokenPrice
 from policies.prefix.block_ids import BlockIds

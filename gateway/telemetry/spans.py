@@ -10,7 +10,7 @@
       prefill       the prefill part of a split request; its engine span also has a transfer span,
                     from the end of prefill to the first byte
 
-otlp.py exports the spans; semconv.py has the names of attributes.
+span_exporter.py exports the spans; semconv.py has the names of attributes.
 """
 
 from __future__ import annotations

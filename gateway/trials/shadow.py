@@ -22,7 +22,7 @@ from gateway.exchange import Exchange
 from gateway.fleet.endpoint_table import EndpointTable
 from gateway.metrics.catalogue import Metrics
 from gateway.protocol.request.request_body import Call
-from gateway.telemetry.explain import load_values, restore_load
+from gateway.telemetry.pick_explanation import load_values, restore_load
 from policies import run
 from policies.contract import Policy
 from policies.latency.latency import ttft_s

@@ -1,7 +1,7 @@
 """Several gateway processes on one machine: workers that share one port, run by a supervisor.
 
 worker_process.py is a worker as the supervisor sees it, and supervisor.py starts and replaces
-workers. config_rollout.py changes their configuration together. pages.py, metrics_merge.py,
-counter_totals.py and live_view_merge.py serve the admin pages. worker_main.py is the entry point of
+workers. config_rollout.py changes their configuration together. admin_server.py, page_merge.py,
+scrape_totals.py and live_view_merge.py serve the admin pages. worker_main.py is the entry point of
 a worker.
 """

@@ -23,7 +23,7 @@ from typing import Any
 from aiohttp import web
 
 from gateway.admin.fleet_status import DRAINED_STATES
-from gateway.auto.controller import AutoPolicyController
+from gateway.auto.auto_controller import AutoPolicyController
 from gateway.config import AdminListener, LoadedConfig
 from gateway.drift.monitor import DriftMonitor
 from gateway.http.listener_sockets import (
@@ -44,9 +44,9 @@ from gateway.reload.reloader import ReportLine
 from gateway.restart import notify
 from gateway.restart.predecessor import Predecessor
 from gateway.util.addresses import http_url, naming_config_key
-from gateway.workers import pages
+from gateway.workers import admin_server
+from gateway.workers.auto_config_access import WorkersAutoTarget
 from gateway.workers.auto_rollback import WorkersRollbackTarget
-from gateway.workers.auto_target import WorkersAutoTarget
 from gateway.workers.config_rollout import ConfigRollout
 from gateway.workers.drift_collector import DriftCollector
 from gateway.workers.launch_settings import WorkerLaunchSettings
@@ -139,7 +139,7 @@ class Supervisor:
         self.auto = AutoPolicyController(
             WorkersAutoTarget(
                 self.config_rollout,
-                lambda: pages.endpoint_rows(self.ready_workers()),
+                lambda: admin_server.endpoint_rows(self.ready_workers()),
                 lambda: self.is_draining,
             ),
             self.metrics.auto_metrics,
@@ -194,7 +194,7 @@ class Supervisor:
             slot.task = asyncio.create_task(
                 self._keep_running(slot), name=f"look after worker {slot.number}"
             )
-        self._runner = web.AppRunner(pages.workers_application(self), access_log=None)
+        self._runner = web.AppRunner(admin_server.workers_application(self), access_log=None)
         await self._runner.setup()
         with naming_config_key("listeners.admin", admin.host, admin.port):
             await self._listen_admin(self._runner, admin)
@@ -378,7 +378,7 @@ class Supervisor:
         # Return the names of endpoints that an operator has drained.
         #
         # The oldest ready worker reports them.
-        response = await pages.first_response(self.ready_workers(), "/endpoints")
+        response = await admin_server.first_response(self.ready_workers(), "/endpoints")
         rows = json.loads(response.body)["endpoints"] if response.status == 200 else ()
         return tuple(row["name"] for row in rows if row["state"] in DRAINED_STATES)
 

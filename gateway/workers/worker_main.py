@@ -17,7 +17,7 @@ from typing import BinaryIO
 from gateway.app import App
 from gateway.config import ConfigError, OperatorLog, load_text
 from gateway.http.listener_sockets import API
-from gateway.lifecycle import run_gateway
+from gateway.process_lifecycle import run_gateway
 from gateway.restart.start_options import StartOptions, WorkerSettings
 from gateway.telemetry import operator_log
 from gateway.workers.launch_settings import (

@@ -11,7 +11,7 @@ from planner.replay.group import ReplayGroup
 from planner.replay.inflight import InflightRequest
 from policies.model import Pick
 
-CREDIT, MOST_SAVED = 200, 50.0  # as in gateway/legs/hedge.py
+CREDIT, MOST_SAVED = 200, 50.0  # as in gateway/forwarding/hedge.py
 
 
 class Hedges:

@@ -31,7 +31,7 @@ from policies.load import NO_SOFT_CAP
 from policies.saved_state import belief_state, restore_belief
 
 REVIEW_S, SWEEP_S, STALL_CHECK_S, PROBE_S = 1.0, 0.25, 0.05, 1.0
-PRICE = 2.0  # as in gateway/legs/hedge.py
+PRICE = 2.0  # as in gateway/forwarding/hedge.py
 CLEAR = 1.6
 
 

@@ -90,10 +90,10 @@ OTHER_PACKAGES = (
         "gateway.cli",
         "gateway.config",
     ),
-    "gateway.lifecycle",
+    "gateway.process_lifecycle",
     *("gateway.reload", "gateway.restart", "gateway.peers", "gateway.workers"),
-    *("gateway.fleet.discovery", "gateway.fleet.health_checks", "gateway.fleet.scrape"),
-    *("gateway.http.health_api", "gateway.http.listener_sockets", "gateway.http.models_api"),
+    *("gateway.fleet.discovery", "gateway.fleet.health_checks", "gateway.fleet.engine_metrics"),
+    *("gateway.http.health_api", "gateway.http.listener_sockets", "gateway.http.api_application"),
     "gateway.http.poll_client",
 )
 

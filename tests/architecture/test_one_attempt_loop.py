@@ -1,5 +1,5 @@
 """Tests that only one loop picks endpoints and sends requests: `attempts` in
-gateway/proxy/attempts.py.
+gateway/proxy/attempt_loop.py.
 
 A retry needs a budget, a health check and a list of failed endpoints. A second loop would have to
 repeat all of that, and would soon differ.
@@ -15,7 +15,7 @@ import pytest
 
 GATEWAY = Path(__file__).parents[2] / "gateway"
 FILES = sorted(GATEWAY.rglob("*.py"))
-LOOP = ("proxy/attempts.py", "attempts")
+LOOP = ("proxy/attempt_loop.py", "attempts")
 # Calls that pick an endpoint, reserve a place, or do both for one attempt. Helpers that do so are
 # listed by name.
 CALLS = {
@@ -56,7 +56,7 @@ def loops(tree: ast.AST) -> Iterator[tuple[str, set[str]]]:
 
 
 def the_loop() -> ast.While:
-    tree = ast.parse((GATEWAY / "proxy" / "attempts.py").read_text())
+    tree = ast.parse((GATEWAY / "proxy" / "attempt_loop.py").read_text())
     return next(node for node in ast.walk(tree) if isinstance(node, ast.While))
 
 

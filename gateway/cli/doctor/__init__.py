@@ -1,6 +1,6 @@
 """`penstock doctor`: check engines and a configuration before they receive traffic.
 
-probe.py sends requests to one engine, engine.py evaluates the responses, checklist.py evaluates all
-endpoints for production, command.py prints the findings. Nothing here runs while the gateway
-serves.
+engine_probe.py sends requests to one engine, engine_checks.py evaluates the responses,
+production_checklist.py evaluates all endpoints for production, command.py prints the findings.
+Nothing here runs while the gateway serves.
 """

@@ -20,9 +20,14 @@ from typing import Annotated
 import msgspec
 
 from command_line import Option, UsageError, styled, write_line
-from gateway.cli.doctor.checklist import CheckedEndpoint, CheckedFleet, run_checklist
-from gateway.cli.doctor.drift import check_drift
-from gateway.cli.doctor.engine import check_engine
+from gateway.cli.doctor.drift_check import check_drift
+from gateway.cli.doctor.engine_checks import check_engine
+from gateway.cli.doctor.engine_probe import (
+    ProbeResult,
+    listed_models,
+    measure_decode_s,
+    probe_engine,
+)
 from gateway.cli.doctor.findings import (
     CheckFinding,
     CheckVerdict,
@@ -31,9 +36,9 @@ from gateway.cli.doctor.findings import (
     unknown_finding,
     warn_finding,
 )
-from gateway.cli.doctor.kv_events import check_kv_events, description_path
-from gateway.cli.doctor.probe import ProbeResult, listed_models, measure_decode_s, probe_engine
-from gateway.cli.doctor.redis_probe import check_redis
+from gateway.cli.doctor.kv_event_checks import check_kv_events, description_path
+from gateway.cli.doctor.production_checklist import CheckedEndpoint, CheckedFleet, run_checklist
+from gateway.cli.doctor.redis_check import check_redis
 from gateway.cli.doctor.seed_checklist import seed_findings
 from gateway.cli.engine_detection import config_with_kinds
 from gateway.cli.output import (

@@ -1,6 +1,6 @@
 """The production checklist of `penstock doctor`, numbered as items 86 to 97 of `penstock seeds`.
 
-The items come from a guide to tensor parallelism. checklist.py makes the findings.
+The items come from a guide to tensor parallelism. production_checklist.py makes the findings.
 """
 
 from __future__ import annotations

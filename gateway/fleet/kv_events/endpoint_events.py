@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from gateway.fleet.kv_events.source import EventSource
+from gateway.fleet.kv_events.rank_events import EventSource
 
 SILENT_S = 3.0
 """Seconds to wait for the KV events that report the blocks of a complete answer.

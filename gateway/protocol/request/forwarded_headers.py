@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from gateway.util.networks import Networks, parse_address
+from gateway.util.client_networks import Networks, parse_address
 
 FORWARDED_FOR, REQUEST_ID = "x-forwarded-for", "x-request-id"
 MAX_HOPS = 32

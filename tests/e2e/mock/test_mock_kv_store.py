@@ -13,7 +13,7 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from gateway.fleet.kv_events.messages import StoredBlocks, decode_batch
+from gateway.fleet.kv_events.event_decoder import StoredBlocks, decode_batch
 from mockgpu.fleet import run_fleet
 from mockgpu.kv_events.kv_event_stream import KvEventSpec
 from mockgpu.kv_options import StoreSpec

@@ -23,7 +23,7 @@ from gateway.config import Config, load_with_warnings
 from gateway.metrics.catalogue import Metrics
 from gateway.protocol.api_table import APIS
 from gateway.reload.reloader import BOUND_AT_START
-from gateway.util.units import parse_duration
+from gateway.util.durations_and_sizes import parse_duration
 
 ROOT = Path(__file__).parents[3]
 DEPLOY = ROOT / "deploy"

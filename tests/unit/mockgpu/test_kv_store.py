@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import pytest
 
 from gateway.cli.main import run as penstock
-from gateway.fleet.kv_events.messages import RemovedBlocks, StoredBlocks, decode_batch
+from gateway.fleet.kv_events.event_decoder import RemovedBlocks, StoredBlocks, decode_batch
 from kvtransfer.store.block_store import BlockStore
 from kvtransfer.store.options import StoreOptions
 from kvtransfer.store.service import StoreService

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gateway.fleet.scrape import METRIC_NAMES
+from gateway.fleet.engine_metrics import METRIC_NAMES
 from gateway.protocol.api_table import APIS
 from policies.engine_kinds import ENGINE_TRAITS
 from policies.model import EngineKind

@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from gateway.config import Config
 from gateway.fleet.endpoint_registry import LiveEndpoint
 from gateway.fleet.endpoint_table import EndpointTable
-from gateway.fleet.prefix_cache import PrefixCacheView
+from gateway.fleet.prefix_cache_view import PrefixCacheView
 from gateway.fleet.reservation import Reservation
 from gateway.http.write_queue import WriteQueue
 from gateway.metrics.catalogue import Metrics

@@ -16,9 +16,9 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 
 from gateway.config import Config
 from gateway.fleet.endpoint_table import EndpointTable
-from gateway.fleet.prefix_cache import PrefixCacheView
+from gateway.fleet.engine_metrics import ScrapedLoad
+from gateway.fleet.prefix_cache_view import PrefixCacheView
 from gateway.fleet.reservation import Reservation
-from gateway.fleet.scrape import ScrapedLoad
 from gateway.http.write_queue import WriteQueue
 from gateway.metrics.catalogue import Metrics
 from gateway.protocol.response.relay import UpstreamError

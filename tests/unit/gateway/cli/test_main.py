@@ -300,8 +300,8 @@ def test_output_has_no_colour_with_no_color(tmp_path: Path) -> None:
 
 def test_serve_warns_when_neither_a_compiled_module_nor_numpy_hashes_prompts() -> None:
     program = (
-        "import sys; sys.modules['numpy'] = None; import gateway.lifecycle; "
-        "gateway.lifecycle.run_gateway = lambda *_, **__: 0; import gateway.cli.main as cli; "
+        "import sys; sys.modules['numpy'] = None; import gateway.process_lifecycle; "
+        "gateway.process_lifecycle.run_gateway = lambda *_, **__: 0; import gateway.cli.main as cli; "
         "cli.main()"
     )
     options = ["serve", "--engine", "http://127.0.0.1:1", "--port", "0", "--admin-port", "0"]

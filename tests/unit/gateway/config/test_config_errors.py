@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from gateway.config import ConfigError, load_config
 from gateway.config.file_reader import read_file
-from gateway.config.load import _build
+from gateway.config.loader import _build
 from gateway.config.yaml_source import MAX_FILE_BYTES, YamlSource, parse_yaml
 
 CORPUS = Path(__file__).parents[3] / "data" / "config"

@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
+from gateway.disagg.internal_answer import ResponseBuffer
 from gateway.disagg.leg import Leg
-from gateway.disagg.response_buffer import ResponseBuffer
 from gateway.http.eager_task import EagerFuture, new_future
 from gateway.http.upstream import ConnectionPool
 from gateway.protocol.response.relay import Relay, UpstreamError

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from gateway.disagg.attempt import PairAttempt
 from gateway.disagg.leg_requests import LegRequests
+from gateway.disagg.pair_attempt import PairAttempt
 from gateway.exchange import Exchange
 from gateway.fleet.reservation import DecodeReservation
 from gateway.telemetry.accounting import Accounting

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import pytest
 
-from gateway.disagg.attempt import _ROWS
+from gateway.disagg.pair_attempt import _ROWS
 from gateway.disagg.state_machine import END_STATES, LIVE_STATES, TABLE, Act, Event, State
 
 LIVE = sorted(LIVE_STATES)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from gateway.cli.doctor.drift import check_drift
+from gateway.cli.doctor.drift_check import check_drift
 from gateway.cli.main import run as cli
 from gateway.config import load_text
 from gateway.drift.monitor import DriftMonitor

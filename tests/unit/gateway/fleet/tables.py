@@ -9,7 +9,7 @@ from random import Random
 from gateway.config import Config, config_from_engines
 from gateway.fleet.endpoint_registry import RegistryPlan
 from gateway.fleet.endpoint_table import EndpointTable
-from gateway.fleet.prefix_cache import PrefixCacheView
+from gateway.fleet.prefix_cache_view import PrefixCacheView
 from gateway.http.write_queue import WriteQueue
 from gateway.metrics.catalogue import Metrics
 

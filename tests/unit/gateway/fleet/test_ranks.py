@@ -8,8 +8,8 @@ import pytest
 
 from gateway.config import Config
 from gateway.fleet.endpoint_registry import EndpointRegistry, to_endpoint
+from gateway.fleet.engine_metrics import parse_scrape
 from gateway.fleet.kv_events.addresses import SourceAddress, SourceError, of_rank
-from gateway.fleet.scrape import parse_scrape
 from gateway.http.write_queue import WriteQueue
 from policies.model import EngineKind
 from tests.replaced import stand_in

@@ -15,13 +15,13 @@ from aiohttp import web
 
 from gateway.config import Limits
 from gateway.http.aiohttp_connection import AiohttpConnection
-from gateway.http.client import Client
-from gateway.http.client_connections import ClientConnections
+from gateway.http.client_interface import Client
+from gateway.http.connection_limits import ClientConnections
 from gateway.http.fast_connection import FastConnection
 from gateway.http.write_queue import WriteQueue
 from gateway.protocol import api_table
 from gateway.protocol.errors import Failure, GatewayError
-from gateway.util.networks import Networks
+from gateway.util.client_networks import Networks
 
 TURNS = 24  # loop iterations, more than any response here takes
 

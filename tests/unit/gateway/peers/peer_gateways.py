@@ -6,14 +6,14 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from random import Random
 
-from gateway.admission.controller import AdmissionController
+from gateway.admission.admission_controller import AdmissionController
 from gateway.config import Config
 from gateway.fleet.endpoint_table import EndpointTable
-from gateway.fleet.prefix_cache import PrefixCacheView
+from gateway.fleet.prefix_cache_view import PrefixCacheView
 from gateway.http.write_queue import WriteQueue
 from gateway.metrics.catalogue import Metrics
 from gateway.peers.frame_auth import FrameAuth
-from gateway.peers.view import Frame, PeerView
+from gateway.peers.peer_view import Frame, PeerView
 from gateway.reload.snapshot import build_plan
 from policies.model import Candidate, Pick, Request, RoutingQuery
 from policies.prefix.fingerprint import Fingerprint, Fingerprinter

@@ -15,7 +15,7 @@ from gateway.protocol import api_table
 from gateway.protocol.errors import GatewayError
 from gateway.protocol.response.relay import UpstreamError
 from gateway.protocol.upstream_error import MODEL_GONE
-from gateway.proxy.attempts import attempts, permit_retry
+from gateway.proxy.attempt_loop import attempts, permit_retry
 from gateway.route import Gateway
 from policies.model import Pick
 from policies.pricing.split import EndpointPair

@@ -9,10 +9,10 @@ from typing import Any, cast
 import pytest
 from msgspec.structs import replace
 
-from gateway.admission.controller import PoolQueue
+from gateway.admission.admission_controller import PoolQueue
 from gateway.config import WaitingRoom
 from gateway.fleet.endpoint_table import EndpointTable
-from gateway.legs import forward
+from gateway.forwarding import forward
 from gateway.protocol.api_table import CHAT
 from gateway.protocol.request.request_body import Call
 from gateway.proxy.tier_fallback import pick_tier

@@ -12,7 +12,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from gateway.telemetry import otlp
+from gateway.telemetry import span_exporter
 from tests.chaos.gateway_fleet import GatewayFleet, gateway_fleet
 from tests.unit.gateway.telemetry.otlp_collector import collector
 
@@ -111,7 +111,7 @@ async def ask(fleet: GatewayFleet, key: str, **headers: str) -> tuple[str, str]:
 async def test_no_secret_appears_in_any_output_of_the_gateway(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(otlp, "FLUSH_S", 0.01)
+    monkeypatch.setattr(span_exporter, "FLUSH_S", 0.01)
     caplog.set_level(logging.DEBUG)
     log, heard = tmp_path / "access.log", {}
     async with collector() as there:

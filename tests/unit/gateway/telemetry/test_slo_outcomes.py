@@ -18,8 +18,7 @@ from gateway.protocol.response.relay import Relay
 from gateway.protocol.response.stream_search import TokenUsage
 from gateway.telemetry.access_log import AccessLog
 from gateway.telemetry.accounting import Accounting
-from gateway.telemetry.explain import RecentExchanges, runner_up, snapshot_pick
-from gateway.telemetry.otlp import SpanExporter
+from gateway.telemetry.pick_explanation import RecentExchanges, runner_up, snapshot_pick
 from gateway.telemetry.slo_outcomes import (
     LEARN_BATCH,
     LEARN_SINGLY,
@@ -28,6 +27,7 @@ from gateway.telemetry.slo_outcomes import (
     stream_outcome,
     whole_outcome,
 )
+from gateway.telemetry.span_exporter import SpanExporter
 from policies import run
 from policies.load import EndpointLoad
 from policies.model import Candidate, Endpoint, Pick, Request, RoutingQuery, Slo

@@ -15,7 +15,7 @@ from gateway.config import ConfigError, LoadedConfig, load_with_warnings
 from gateway.config.diff import diff
 from gateway.config.tls_files import named_certificates
 from gateway.config.tls_sections import ListenerTls
-from gateway.http.client_connections import ClientConnections
+from gateway.http.connection_limits import ClientConnections
 from gateway.http.tls_listener import TlsListener, TlsListeners
 from gateway.reload.reloader import _bound
 from gateway.util import tls

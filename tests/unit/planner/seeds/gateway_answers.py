@@ -13,9 +13,9 @@ from typing import Any
 
 from ruamel.yaml import YAML
 
-from gateway.cli.doctor.checklist import CheckedEndpoint, CheckedFleet, run_checklist
+from gateway.cli.doctor.engine_probe import ProbeResponse, ProbeResult
 from gateway.cli.doctor.findings import CheckFinding
-from gateway.cli.doctor.probe import ProbeResponse, ProbeResult
+from gateway.cli.doctor.production_checklist import CheckedEndpoint, CheckedFleet, run_checklist
 from gateway.cli.doctor.seed_checklist import seed_findings
 from gateway.cli.main import run as penstock
 from gateway.config import Config, layout_rules, role_rules

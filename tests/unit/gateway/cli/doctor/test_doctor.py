@@ -13,10 +13,10 @@ import pytest
 from redis import Redis
 
 from gateway.cli import main
-from gateway.cli.doctor.checklist import CheckedEndpoint, CheckedFleet, run_checklist
-from gateway.cli.doctor.engine import check_engine, engine_kind_of
+from gateway.cli.doctor.engine_checks import check_engine, engine_kind_of
+from gateway.cli.doctor.engine_probe import EngineConnection, ProbeResponse, ProbeResult
 from gateway.cli.doctor.findings import CheckVerdict, fail_finding, group_findings, pass_finding
-from gateway.cli.doctor.probe import EngineConnection, ProbeResponse, ProbeResult
+from gateway.cli.doctor.production_checklist import CheckedEndpoint, CheckedFleet, run_checklist
 from gateway.config import Config
 from policies.model import Endpoint, EngineKind
 from policies.sizing.layout import Layout

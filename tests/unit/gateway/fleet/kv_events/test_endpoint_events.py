@@ -13,7 +13,7 @@ from gateway.fleet.kv_events.endpoint_events import (
     CacheExpectation,
     EndpointEvents,
 )
-from gateway.fleet.kv_events.source import EventSource
+from gateway.fleet.kv_events.rank_events import EventSource
 from policies.prefix.cached_blocks import CachedBlocks
 
 

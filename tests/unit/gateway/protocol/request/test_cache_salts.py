@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.config import Config
-from gateway.fleet.prefix_cache import PrefixCacheView
+from gateway.fleet.prefix_cache_view import PrefixCacheView
 from gateway.protocol import api_table
 from gateway.protocol.errors import Failure, GatewayError
 from gateway.protocol.request.cache_salts import MAX_CLIENT_SALT, CacheSalts, new_cache_salts

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from multidict import CIMultiDict
 
 from gateway.protocol.request.forwarded_headers import TrustedProxies, proxy_request_id
-from gateway.util.networks import Networks
+from gateway.util.client_networks import Networks
 from tests.chaos.gateway_fleet import gateway_fleet
 
 PROXIES = TrustedProxies(Networks(["10.0.0.0/8", "2001:db8:1::/48"]))

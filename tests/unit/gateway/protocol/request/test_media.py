@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from gateway.fleet.prefix_cache import PrefixCacheView
+from gateway.fleet.prefix_cache_view import PrefixCacheView
 from gateway.protocol import api_table
 from gateway.protocol.request.media import MEDIA_TOKENS, MediaSize, may_contain_media, replace_media
 from gateway.protocol.request.request_body import Call, CallContext, parse_call

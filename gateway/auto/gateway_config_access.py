@@ -1,0 +1,53 @@
+"""Lets automatic policy selection change one gateway process that has no workers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from gateway.auto.config_access import ChangeResult, EndpointRows
+from gateway.config import LoadedConfig
+from gateway.reload.reloader import ChangeOptions, Reloader
+
+TRIGGER = "auto"
+
+
+class GatewayAutoTarget:
+    """Lets automatic policy selection read and change one gateway process without workers.
+
+    `rows` returns the endpoint rows of the admin page /endpoints.
+    """
+
+    def __init__(
+        self, reloader: Reloader, rows: EndpointRows, is_draining: Callable[[], bool]
+    ) -> None:
+        self._reloader, self.endpoint_rows, self.is_draining = reloader, rows, is_draining
+
+    @property
+    def running(self) -> LoadedConfig:
+        return self._reloader.running
+
+    @property
+    def version(self) -> int:
+        return self._reloader.version.number
+
+    async def change(self, text: bytes, reason: str, *, dry_run: bool) -> ChangeResult:
+        """Apply a configuration text, unless the configuration has changed since the text was made.
+
+        References in the text are resolved as in the configuration in force, and discovered
+        endpoints stay as they are.
+
+        reason   why the change is made, for the version history
+        dry_run  whether to validate the text only, without any change
+        """
+        outcome = await self._reloader.put(
+            text,
+            TRIGGER,
+            if_match=self._reloader.version.etag,
+            options=ChangeOptions(dry_run=dry_run, force=True, was_in_force=True, reason=reason),
+        )
+        return ChangeResult(
+            outcome.result,
+            outcome.message,
+            outcome.version.number,
+            tuple(change.path for change in outcome.changes),
+        )

@@ -1,0 +1,83 @@
+"""The state of one attempt to serve a split request: two reservations, two engine requests, the
+handoff.
+
+gateway/disagg/pair_attempt.py changes the state as gateway/disagg/state_machine.py says;
+gateway/disagg/failure_actions.py handles failures.
+"""
+
+from __future__ import annotations
+
+from gateway.disagg.bootstrap_client import BootstrapQuery
+from gateway.disagg.internal_answer import ResponseBuffer
+from gateway.disagg.leg import Leg
+from gateway.disagg.leg_requests import LegRequests, SplitContext, one_token
+from gateway.disagg.state_machine import Event, State
+from gateway.exchange import Exchange, SplitRecord
+from gateway.fleet.reservation import Reservation
+from gateway.http.eager_task import EagerFuture
+from gateway.protocol.response.relay import Relay, UpstreamError
+from kvtransfer.dialects import DecodeRequest, FinishedResponse
+from policies.pricing.split import EndpointPair
+
+# A local name: Enum attribute access is slow before Python 3.12.
+_RESERVED = State.RESERVED
+
+
+class AttemptState:
+    """The state of one attempt to serve a split request.
+
+    Capacity at both engines is reserved when the object is created.
+
+    prefill              the request to the prefill engine
+    prefill_reservation  capacity reserved at the prefill engine, until the prompt is computed
+    inbox                the buffer for the prefill engine's answer
+    decode               the request to the decode engine
+    decode_reservation   capacity reserved at the decode engine, until the attempt ends
+    handover             what the decode request says about the KV: where it is stored
+    problem              the error that ended the attempt
+    suspects             names of the endpoints that this request must not try again
+    recompute            whether the next attempt should compute the whole request at one endpoint
+    """
+
+    __slots__ = (
+        *("_bug", "_events", "_finished", "_is_acting", "_number", "_query", "_refused"),
+        *("_waiting", "context", "decode", "decode_reservation", "dialect", "exchange", "figures"),
+        *("handoffs", "handover", "inbox", "pair", "prefill", "prefill_reservation", "problem"),
+        *("recompute", "record", "state", "suspects", "words"),
+    )
+
+    def __init__(self, context: SplitContext, pair: EndpointPair, record: SplitRecord) -> None:
+        endpoints, request = context.gateway.endpoints, context.call.request
+        handoffs = self.handoffs = context.gateway.handoffs
+        figures = self.figures = handoffs.figures(pair)
+        self.exchange: Exchange = context.exchange
+        self.context, self.record, self.pair = context, record, pair
+        self.dialect = context.split.dialect
+        self.prefill: Leg | None = None
+        self.inbox: ResponseBuffer | None = None
+        self.decode: Leg | None = None
+        self.handover: DecodeRequest | None = None
+        self.problem: UpstreamError | None = None
+        self.state = _RESERVED
+        self.suspects: list[str] = []
+        self.recompute = self._is_acting = False
+        self._events: list[Event] = []
+        self._bug: Exception | None = None
+        self._query: BootstrapQuery | None = None
+        self._finished: FinishedResponse | None = None
+        self._refused: Relay | None = None
+        self._waiting: EagerFuture | None = None
+        reservation = endpoints.reserve(pair.prefill, one_token(request), context.fingerprint)
+        self.prefill_reservation: Reservation | None = reservation
+        self.decode_reservation = endpoints.reserve_decode(
+            pair.decode, request, context.fingerprint
+        )
+        record.predicted_ttft_s = figures.expected_s(reservation.entry.predicted_ttft_s)
+        self._number = handoffs.take_number()
+
+    def begin(self) -> None:
+        """Create the LegRequests object, which builds this attempt's requests to the two
+        engines.
+        """
+        prefill = self.pair.prefill.candidate.endpoint
+        self.words = LegRequests(self.context, self.record, prefill, self._number)

@@ -1,0 +1,221 @@
+"""One attempt to serve a request at one endpoint: the request to the engine, and its answer.
+
+The gateway builds the request itself: a fixed path, its own length, an allow-list of the client's
+headers, and the endpoint's key. gateway/proxy/attempt_loop.py picks the endpoint.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from time import monotonic
+
+from gateway.exchange import Exchange
+from gateway.fleet.reservation import Reservation
+from gateway.http.client_interface import Client
+from gateway.protocol.api_table import CHAT, COMPLETIONS, EMBEDDINGS, Api
+from gateway.protocol.errors import response_not_found
+from gateway.protocol.request.forwarded_headers import all_values
+from gateway.protocol.request.multipart import form_type
+from gateway.protocol.request.request_body import Call
+from gateway.protocol.request.service_class import HeaderFields
+from gateway.protocol.request.sessions import SESSION_HEADER
+from gateway.protocol.response.event_relay import EventRelay
+from gateway.protocol.response.relay import Relay, UpstreamError
+from gateway.protocol.response.rewrite import ANY_NAME, ModelNameRewriter, versioned_name
+from gateway.protocol.trace_context import propagated_headers
+from gateway.protocol.upstream_error import MODEL_GONE
+from kvtransfer.dialects import known_members
+from policies.model import EngineKind
+
+# Local names: Enum attribute access is slow before Python 3.12.
+TRTLLM, OPENAI = EngineKind.TRTLLM, EngineKind.OPENAI
+# 4xx statuses about the gateway's key for the engine or the engine's queue, which the client cannot
+# fix.
+ENDPOINT_FAULTS = frozenset({401, 403, 407, 408, 429})
+PASSED_HEADERS = (SESSION_HEADER, "anthropic-version", "anthropic-beta")
+"""The client's request headers that are passed on to engines: those that name the conversation or
+the API dialect."""
+# How vLLM and SGLang answer a request for a model that they do not have.
+_MODEL_GONE = re.compile(rb"[Mm]odel .{1,256} (does not exist|not found)")
+
+
+def prepare(
+    exchange: Exchange,
+    call: Call,
+    client: Client,
+    reservation: Reservation,
+    on_first: Callable[[], None],
+    served: str,
+) -> tuple[bytes, Call, Relay]:
+    """Build the head and body of a request to an engine, and the Relay for its answer.
+
+    `served` is the endpoint's name of the model. `on_first` is called at the first generated token.
+    """
+    endpoint = reservation.endpoint
+    body = call
+    # No lookup in a mapping by engine: hashing an Enum is slow.
+    if served != call.request.model or endpoint.engine is TRTLLM:
+        body = call.adapted_to(served, _accepted_members(call.api, endpoint.engine))
+    if call.salt and endpoint.salt_member:
+        body = body.with_member(call.salt_member(endpoint.salt_member))
+    if not call.api.is_plain:
+        return _prepare_special(exchange, body, client, reservation, on_first, served)
+    relay = Relay(
+        response_headers(exchange, client, endpoint.name),
+        on_first,
+        client.is_http_1_0,
+        new_rewriter(endpoint.engine, call.api, served, call.requested_model),
+        chunk_gaps=exchange.gaps,
+        choice_count=call.request.choices,
+        translator=None if exchange.new_translator is None else exchange.new_translator(),
+    )
+    head = reservation.upstream.request_head(call.api.path) + request_headers(
+        exchange, client.headers, len(body.body), endpoint.name
+    )
+    return head, body, relay
+
+
+def new_rewriter(
+    engine: EngineKind, api: Api, served: str, requested_model: str
+) -> ModelNameRewriter | None:
+    """Return what replaces the engine's model name in an answer; None if the names are equal.
+
+    Providers answer with other names than they are asked for: with a version, or of the model that
+    a name such as `latest` stands for. In answers of other APIs than chats, completions and
+    embeddings, a member `model` may belong to the content, such as the arguments of a tool.
+    """
+    if engine is OPENAI:
+        is_name = api is CHAT or api is COMPLETIONS or api is EMBEDDINGS
+        names = ANY_NAME if is_name else versioned_name(served)
+        return ModelNameRewriter(served, requested_model, names)
+    return ModelNameRewriter(served, requested_model) if served != requested_model else None
+
+
+def _prepare_special(
+    exchange: Exchange,
+    body: Call,
+    client: Client,
+    reservation: Reservation,
+    on_first: Callable[[], None],
+    served: str,
+) -> tuple[bytes, Call, Relay]:
+    api, requested_model, name = body.api, body.requested_model, reservation.endpoint.name
+    engine = reservation.endpoint.engine
+    headers, gaps = response_headers(exchange, client, name), exchange.gaps
+    rewriter = new_rewriter(engine, api, served, requested_model)
+    is_http_1_0 = client.is_http_1_0
+    if api.grammar is None:
+        relay = Relay(headers, on_first, is_http_1_0, rewriter, chunk_gaps=gaps)
+    else:
+        grammar, errors = api.grammar, api.errors
+        relay = EventRelay(headers, on_first, is_http_1_0, rewriter, gaps, grammar, errors)
+    if exchange.response_ids is not None:
+        body = _with_response_id(exchange, body, name, requested_model)
+    head = reservation.upstream.request_head(api.path)
+    if api.is_form:
+        head = head.replace(b"application/json", form_type(body.body), 1)
+    return head + request_headers(exchange, client.headers, len(body.body), name), body, relay
+
+
+def _with_response_id(exchange: Exchange, body: Call, endpoint: str, model: str) -> Call:
+    assert exchange.response_ids is not None
+    previous = "" if exchange.stored_at is None else exchange.stored_at.response_id
+    name = exchange.response_ids.new(exchange.tenant, endpoint, model, previous)
+    return body.with_member(b',"request_id":"%b"' % name.encode())
+
+
+def _accepted_members(api: Api, engine: EngineKind) -> frozenset[str] | None:
+    if api is not CHAT and api is not COMPLETIONS:
+        return None
+    return known_members(engine, chat=api is CHAT)
+
+
+def settle_failure(
+    exchange: Exchange, client: Client, relay: Relay, reservation: Reservation
+) -> None:
+    """End a request whose answer is an error response, or a stream that ended with an error event.
+
+    Raises UpstreamError when the engine itself failed before the client received anything.
+    """
+    if relay.is_refused:
+        forward_refusal(exchange, client, relay, reservation.endpoint.name)
+    else:
+        exchange.set_interrupted("engine_error")
+        reservation.on_failed(UpstreamError("engine_error", "error event in the stream"))
+
+
+def forward_refusal(exchange: Exchange, client: Client, relay: Relay, endpoint: str) -> None:
+    """Send an engine's 4xx error, or a 501, to the client, because the request caused it.
+
+    Raises UpstreamError for other statuses.
+    """
+    status, stored = refusal_status(relay), exchange.stored_at
+    if status == 404 and stored is not None:
+        raise response_not_found(stored.response_id)
+    exchange.status, exchange.outcome, exchange.reason = status, "refused", "engine"
+    headers = [
+        ("x-request-id", exchange.id),
+        ("x-should-retry", "false"),
+        ("x-penstock-endpoint", endpoint),
+    ]
+    body = exchange.api.errors.from_engine(status, relay.refusal_body)
+    client.send_response(status, body, headers)
+
+
+def refusal_status(relay: Relay) -> int:
+    """Return the status of an engine's error response if the request caused the error.
+
+    Engines answer 501 where they lack an API or a feature: other engines of the model lack it too.
+    Raises UpstreamError when the engine itself failed.
+    """
+    status = relay.status
+    if status == 404 and _MODEL_GONE.search(relay.refusal_body):
+        raise UpstreamError(MODEL_GONE, "the engine no longer serves the requested model")
+    if (status != 501 and not 400 <= status < 500) or status in ENDPOINT_FAULTS:
+        raise UpstreamError(f"status_{status}", f"the engine answered {status}")
+    return status
+
+
+def response_headers(exchange: Exchange, client: Client, endpoint: str) -> bytes:
+    """Return the response headers that the gateway adds, without status line and framing."""
+    lines = (
+        f"{client.response_lines.line}x-request-id: {exchange.id}\r\n"
+        f"x-penstock-endpoint: {endpoint}\r\n"
+        "cache-control: no-cache\r\nx-accel-buffering: no\r\n"
+    )
+    if exchange.tier:
+        lines += f"x-penstock-tier: {exchange.tier}\r\n"
+    if client.will_close:
+        lines += "connection: close\r\n"
+    return lines.encode()
+
+
+def request_headers(
+    exchange: Exchange, headers: Mapping[str, str], length: int, endpoint: str
+) -> bytes:
+    """Return the header lines of a request to an engine, and the blank line after them.
+
+    `length` is that of the body in bytes.
+    """
+    if exchange.trace is not None:
+        passed = client_lines(headers) + exchange.trace.add_leg("whole", endpoint, monotonic())
+    elif type(headers) is not HeaderFields:
+        passed = client_lines(headers) + propagated_headers(headers)
+    else:  # one object for most requests of a connection, which caches the lines
+        lines = headers.forwarded_lines
+        if lines is None:
+            lines = headers.forwarded_lines = client_lines(headers) + propagated_headers(headers)
+        passed = lines
+    head = f"x-request-id: {exchange.id}\r\ncontent-length: {length}\r\n{passed}\r\n"
+    return head.encode() if head.isascii() else head.encode("utf-8", "surrogateescape")
+
+
+def client_lines(headers: Mapping[str, str]) -> str:
+    """Return the client's header lines that are passed on to engines (PASSED_HEADERS).
+
+    The trace context is added separately (gateway/protocol/trace_context.py).
+    """
+    return "".join(
+        f"{name}: {value}\r\n" for name in PASSED_HEADERS if (value := all_values(headers, name))
+    )

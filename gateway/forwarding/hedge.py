@@ -1,0 +1,434 @@
+"""Hedging: sends late requests to a second endpoint too, or moves them away from slow endpoints.
+
+A request costs an insertion into a dict and its removal. Four times a second, sweep() looks at the
+requests without a first byte. 20 times a second, hedge_stalled() looks at those whose endpoint is
+in doubt (it was late or may be slow) or stalled in its prefill.
+
+A request is late when it has waited longer than twice what the peers of its endpoint need for the
+prompts ahead of it. It is hedged when another endpoint is expected to answer sooner, by more than
+the work there costs. The first endpoint to send a byte of the answer serves the request; the other
+connection is closed, which engines treat as an abort.
+
+Some requests are moved instead:
+
+- late requests at an endpoint that is suspected to be slow
+- late requests behind others at an endpoint in doubt
+- all requests that wait at an endpoint ejected as slow
+
+The gateway permits a limited number of retries at the same time (the retry budget). A hedge or a
+move takes one of them; hedges are also limited to a share of all requests. The retry is given back
+when the answer begins: the budget limits duplicate work, not the length of answers.
+
+gateway/fleet/speed_monitor.py predicts times; gateway/proxy/attempt_loop.py handles failed
+attempts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Protocol
+
+from gateway.admission.admission_controller import AdmissionController
+from gateway.config import Resume
+from gateway.exchange import Exchange
+from gateway.fleet.endpoint_table import EndpointTable
+from gateway.fleet.reservation import Reservation
+from gateway.fleet.speed_monitor import hardware_key
+from gateway.forwarding import forward
+from gateway.http.client_interface import Client
+from gateway.http.upstream import UpstreamConnection
+from gateway.protocol.upstream_error import UpstreamError
+from gateway.telemetry.accounting import Accounting
+from policies.health.speed_record import SpeedVerdict
+from policies.health.stall import LEAST_LATE_S
+from policies.model import Candidate, Endpoint, Pick
+from policies.run import repick
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from gateway.fleet.endpoint_registry import LiveEndpoint
+
+OVERTAKEN = "overtaken"
+"""The kind of failure of an attempt that ended because the second endpoint answered first."""
+SLOW = "slow"
+"""The kind of failure of an attempt that ended because its endpoint is slow."""
+
+HEDGE_HEADER = "x-penstock-hedge"  # "off": the client wants no second attempt at the same time
+SPEEDUP = 2.0  # the second answer must be expected this many times sooner than the first
+MAX_ALLOWED = 50.0  # the most hedges that unused allowance adds up to
+# Hedging starts with the allowance of this many requests: an engine may be slow from the start.
+INITIAL_REQUESTS = 200
+
+
+class HedgedRoute(Protocol):
+    """The properties of a route that hedging (sending a request to a second endpoint) needs."""
+
+    @property
+    def resume(self) -> Resume | None: ...
+    @property
+    def split(self) -> object | None: ...
+    def resolve_name(self, endpoint: Endpoint) -> str: ...
+
+
+class HedgedRequest(Protocol):
+    """The interface of a request that waits for its first byte.
+
+    The plan in gateway/proxy/whole_request.py implements it.
+    """
+
+    @property
+    def exchange(self) -> Exchange: ...
+    @property
+    def client(self) -> Client: ...
+    @property
+    def route(self) -> HedgedRoute: ...
+
+
+class Race:
+    """Two concurrent attempts to serve one request; the first to receive a byte of the answer
+    serves it.
+
+    reservation  the capacity reservation of the second attempt
+    is_won       whether the second attempt serves the request
+    is_over      whether only one attempt is left
+    loser        name of the endpoint whose attempt was closed; "" while both run
+    """
+
+    __slots__ = (
+        *("_client", "_exchange", "_first", "_first_name", "_pick", "_relay", "_sent", "_served"),
+        *("_source", "_task", "reservation", "is_over", "is_won", "loser"),
+    )
+
+    def __init__(
+        self,
+        exchange: Exchange,
+        client: Client,
+        first: UpstreamConnection,
+        pick: Pick,
+        reservation: Reservation,
+        served: str,
+    ) -> None:
+        """Initialize a race of two attempts to serve one request.
+
+        first        the connection of the first attempt
+        pick         the pick of the second endpoint
+        reservation  the capacity reserved there
+        served       the second endpoint's name of the model
+        """
+        assert exchange.reservation is not None
+        self._exchange, self._client, self._first, self._pick = exchange, client, first, pick
+        self._first_name = exchange.reservation.endpoint.name
+        self.reservation, self._served = reservation, served
+        self.is_won = self.is_over = False
+        self.loser = ""
+        self._source: UpstreamConnection | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Send the request to the second endpoint, beside the first attempt to serve it."""
+        exchange, call = self._exchange, self._exchange.call
+        assert call is not None
+        head, self._sent, self._relay = forward.prepare(
+            exchange, call, self._client, self.reservation, self._on_first_token, self._served
+        )
+        assert exchange.relay is not None
+        exchange.relay.on_first_token = self._on_lost
+        sending = self.reservation.upstream.send(head, self._sent, self._relay, self)
+        loop = asyncio.get_running_loop()
+        self._task = loop.create_task(sending, name=f"hedge {exchange.id}")
+        self._task.add_done_callback(self._on_task_done)
+
+    # The downstream of the second connection
+
+    @property
+    def is_writing_paused(self) -> bool:
+        return self._client.is_writing_paused
+
+    def write(self, data: bytes) -> None:
+        if data and self._try_win():
+            self._client.write(data)
+
+    def set_source(self, source: UpstreamConnection | None) -> None:
+        self._source = source
+        if self.is_won:
+            self._client.set_source(source)
+
+    # Which attempt serves the request
+
+    def _try_win(self) -> bool:
+        exchange = self._exchange
+        if self.is_won or self.is_over:
+            return self.is_won
+        if exchange.is_committed or exchange.reservation is None:
+            return False
+        late = exchange.reservation
+        self.loser = self._first_name
+        self.take_over()
+        late.on_overtaken()
+        self._first.fail(OVERTAKEN, "another endpoint answered first")
+        self._client.set_source(self._source)
+        return True
+
+    def take_over(self) -> None:
+        """Make the second attempt the only attempt of the request."""
+        exchange = self._exchange
+        self.is_won = True
+        exchange.reservation, exchange.relay = self.reservation, self._relay
+        exchange.sent_request, exchange.pick = self._sent, self._pick
+        self._client.set_source(self._source)
+
+    def _on_first_token(self) -> None:
+        if self._try_win():
+            self._exchange.on_first_token()
+
+    def _on_lost(self) -> None:
+        self.close()
+        self._exchange.on_first_token()
+
+    def close(self) -> None:
+        """Cancel the second attempt, unless it already serves the request."""
+        if self.is_won or self.is_over:
+            return
+        self.is_over = True
+        self.loser = self.reservation.endpoint.name
+        if self._task is not None:
+            self._task.cancel()
+        self.reservation.__exit__()
+
+    def _on_task_done(self, task: asyncio.Task[None]) -> None:
+        # End the race when the second attempt ends without having won; the first one continues.
+        error = None if task.cancelled() else task.exception()
+        if self.is_won or self.is_over:
+            return
+        if isinstance(error, UpstreamError):
+            self.reservation.on_failed(error)
+        self.close()
+
+    async def finish(self, problem: UpstreamError) -> UpstreamError | None:
+        """Serve the request by its second attempt (hedge) after the first one ended with `problem`.
+
+        Returns the second attempt's error, or None when it served the request. Returns `problem` if
+        there is no second attempt any more.
+        """
+        if self.is_over:
+            return problem
+        if problem.kind != OVERTAKEN:
+            self._exchange.retries.append(self._first_name)
+        if not self.is_won:
+            self.take_over()
+        assert self._task is not None
+        with self.reservation as reservation:
+            try:
+                await self._task
+                if self._relay.is_refused or self._relay.has_error_event:
+                    forward.settle_failure(self._exchange, self._client, self._relay, reservation)
+                else:
+                    self._exchange.status = 200
+                    reservation.on_served(self._relay.usage)
+            except UpstreamError as broke:
+                reservation.on_failed(broke)
+                return broke.with_traceback(None)
+            finally:
+                self.is_over = True
+        return None
+
+
+class Hedger:
+    """Starts second attempts (hedges) for late requests, and moves requests from slow endpoints.
+
+    waiting   attempts in progress; gateway/proxy/whole_request.py adds and removes them, and
+              sweep() removes those whose answer has begun
+    retrying  requests that may hold a retry of the retry budget, added by
+              gateway/proxy/attempt_loop.py
+    allowed   number of hedges that may start now, so that they stay within their configured share
+              of all requests
+    sent      number of hedges started so far
+    moved     number of requests moved to another endpoint so far
+    """
+
+    __slots__ = (
+        "_accounts",
+        "_admission",
+        "_answered",
+        "_credit",
+        "_endpoints",
+        "allowed",
+        "moved",
+        "retrying",
+        "sent",
+        "waiting",
+    )
+
+    def __init__(
+        self,
+        endpoints: EndpointTable,
+        admission: AdmissionController,
+        accounts: Accounting,
+        share: float,
+    ) -> None:
+        # Initialize; `share` is the maximum ratio of hedges to all requests (0 to 1).
+        self._endpoints, self._admission, self._accounts = endpoints, admission, accounts
+        self.waiting: dict[Exchange, HedgedRequest] = {}
+        self.retrying: list[Exchange] = []
+        self._answered, self._credit = 0.0, float(INITIAL_REQUESTS)
+        self.allowed = share * INITIAL_REQUESTS
+        self.sent = self.moved = 0
+
+    def sweep(self, share: float, now: float) -> None:
+        """Look at all requests that wait for their first byte, and hedge or move the late ones.
+
+        It is called four times a second.
+
+        share  largest share of all requests (0 to 1) that may be hedged
+        now    monotonic seconds
+        """
+        answered, before = self._accounts.answered_count, self._answered
+        self._answered = answered
+        new = max(0.0, answered - before)
+        paid_back = min(self._credit, new)
+        self._credit -= paid_back
+        self.allowed = min(MAX_ALLOWED, self.allowed + share * (new - paid_back))
+        for exchange, request in tuple(self.waiting.items()):
+            # It is over, has begun, or is not at its first endpoint any more.
+            if exchange.status or exchange.retries or exchange.is_committed:
+                del self.waiting[exchange]
+            elif exchange.hedge is None and not exchange.holds_retry_turn:
+                self._consider(request, now, share > 0)
+        self._return_turns()
+
+    def hedge_stalled(self, share: float, stalled: Sequence[LiveEndpoint], now: float) -> None:
+        """Hedge or move late requests at some endpoints, without waiting for the next sweep().
+
+        share    largest share of all requests (0 to 1) that may be hedged
+        stalled  the endpoints, at which prefill seems to stall
+        now      monotonic seconds
+        """
+        if not stalled:
+            return
+        self._return_turns()
+        for exchange, request in tuple(self.waiting.items()):
+            if exchange.status or exchange.retries or exchange.is_committed:
+                continue
+            if (
+                exchange.hedge is not None
+                or exchange.holds_retry_turn
+                or exchange.reservation is None
+            ):
+                continue
+            if exchange.reservation.live in stalled:
+                self._consider(request, now, share > 0)
+
+    def _return_turns(self) -> None:
+        for exchange in self.retrying:
+            if exchange.is_committed:
+                exchange.give_back_retry_turn(self._admission)
+        self.retrying = [exchange for exchange in self.retrying if exchange.holds_retry_turn]
+
+    def _consider(self, entry: HedgedRequest, now: float, is_hedging: bool) -> None:
+        # Hedge or move one request if it is late and another endpoint is expected to be sooner.
+        exchange, client, route = entry.exchange, entry.client, entry.route
+        reservation, relay = exchange.reservation, exchange.relay
+        if reservation is None or relay is None or exchange.sent_at is None:
+            return
+        if route.split is not None:  # its other endpoints may be places for prefills
+            return
+        is_out, waited_s = reservation.is_ejected_as_slow, now - exchange.sent_at
+        if not is_out and waited_s < LEAST_LATE_S:
+            return
+        live, monitor = reservation.live, self._endpoints.speed_monitor
+        can_hedge = is_hedging and self.allowed >= 1.0 and may_hedge(client, route)
+        is_suspect, is_doubted = live.speed.verdict is SpeedVerdict.SUSPECT, live.is_doubted
+        if not (is_out or is_suspect or is_doubted or can_hedge):
+            return
+        left_s = monitor.predict_remaining_s(reservation, waited_s, now, is_doubted=is_doubted)
+        if left_s is None and not is_out:
+            return
+        best = self._find_soonest(exchange, reservation)
+        connections = reservation.upstream.connections
+        connection = next((found for found in connections if found.is_relaying(relay)), None)
+        if best is None or connection is None:
+            return
+        candidate, expected_s = best
+        if is_doubted and hardware_key(candidate.endpoint) != hardware_key(reservation.endpoint):
+            is_doubted = False  # that faster hardware answers sooner proves nothing
+            left_s = monitor.predict_remaining_s(reservation, waited_s, now, is_doubted=False)
+        leaves_queue = is_doubted and reservation.is_behind
+        speedup = 1.0 if leaves_queue else SPEEDUP
+        moves = is_out or is_suspect or leaves_queue
+        if not is_out and (left_s is None or left_s < speedup * expected_s):
+            return
+        if moves or can_hedge:
+            self._hedge_or_move(entry, connection, candidate, moves=moves)
+
+    def _hedge_or_move(
+        self,
+        entry: HedgedRequest,
+        connection: UpstreamConnection,
+        candidate: Candidate,
+        *,
+        moves: bool,
+    ) -> None:
+        # Move a request, or hedge it at the candidate, if the retry budget permits it.
+        exchange = entry.exchange
+        if exchange.reservation is None or not self._admission.try_acquire_retry():
+            return
+        exchange.holds_retry_turn = True
+        self.retrying.append(exchange)
+        if moves:
+            self.moved += 1
+            exchange.reservation.on_overtaken()
+            connection.fail(SLOW, "the endpoint is slow")
+        else:
+            self._hedge(entry, connection, candidate)
+
+    def _hedge(self, entry: HedgedRequest, first: UpstreamConnection, candidate: Candidate) -> None:
+        exchange, client = entry.exchange, entry.client
+        assert exchange.pick is not None
+        assert exchange.call is not None
+        self.allowed -= 1.0
+        self.sent += 1
+        self._accounts.count_hedge(candidate.endpoint.name)
+        cached = () if exchange.first_query is None else exchange.first_query.cached_by_slot
+        pick = repick(exchange.pick, candidate, cached)
+        reservation = self._endpoints.reserve(pick, exchange.call.request, exchange.fingerprint)
+        served = entry.route.resolve_name(candidate.endpoint)
+        race = exchange.hedge = Race(exchange, client, first, pick, reservation, served)
+        try:
+            race.start()
+        except BaseException:
+            race.close()
+            raise
+
+    def _find_soonest(
+        self, exchange: Exchange, reservation: Reservation
+    ) -> tuple[Candidate, float] | None:
+        # Return the endpoint that is expected to answer soonest, and in how many seconds.
+        #
+        # Candidates are the endpoints that the policy considered for the first attempt. The result
+        # is None if there is no other.
+        assert exchange.call is not None
+        request = exchange.call.request
+        cached = () if exchange.first_query is None else exchange.first_query.cached_by_slot
+        best: tuple[Candidate, float] | None = None
+        for candidate in () if exchange.pick is None else exchange.pick.candidates:
+            load, endpoint = candidate.load, candidate.endpoint
+            if endpoint is reservation.endpoint or not load.is_available:
+                continue
+            if load.in_flight >= min(endpoint.max_concurrency, load.soft_cap):
+                continue
+            cached_tokens = cached[load.slot] if load.slot < len(cached) else 0
+            tokens = load.prefill_tokens + max(1, request.prompt_tokens - cached_tokens)
+            expected_s = self._endpoints.predict_first_byte_s(load.slot, request, tokens)
+            if expected_s is not None and (best is None or expected_s < best[1]):
+                best = candidate, expected_s
+        return best
+
+
+def may_hedge(client: Client, route: HedgedRoute) -> bool:
+    """Return whether a request may be sent to two endpoints at the same time.
+
+    It may not where broken streams are resumed: the tokens that the client has are recorded for one
+    endpoint only.
+    """
+    return route.resume is None and client.headers.get(HEDGE_HEADER) != "off"

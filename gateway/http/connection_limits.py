@@ -1,0 +1,211 @@
+"""All client connections of a process, with limits on their number and on their unread bytes.
+
+Unread bytes belong to no request yet: partial heads and pipelined requests of clients that have not
+been authenticated. All connections share `limits.unread_budget` bytes for them, a part of
+`limits.body_budget`. When it is used up, the unread bytes that are oldest are discarded, because an
+honest client completes its request within milliseconds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Protocol
+
+from gateway.protocol.errors import Failure, GatewayError
+from gateway.protocol.response.date_header import ResponseClock
+from gateway.util.client_networks import Networks, client_group
+
+if TYPE_CHECKING:
+    from gateway.config import Limits
+
+# A connection may hold one fourth of the limit on all unread bytes.
+SHARES = 4
+
+# Unread bytes that a connection may hold in any case: one read, and what the kernel buffers.
+MIN_SHARE = 512 * 1024
+
+
+SWEPT_AT_ONCE = 512
+"""Maximum number of connections whose deadlines one sweep checks; there are four sweeps per
+second.
+"""
+
+ENDED_AT_ONCE = 16
+"""Maximum number of connections that a sweep ends in one event loop iteration.
+
+Answering a late client and closing its connection takes about 0.1 ms.
+"""
+
+
+class ByteBudget(Protocol):
+    """The memory budget for request bodies, which admission/controller.py implements."""
+
+    def reserve_body(self, body_bytes: int) -> int:
+        """Reserve `body_bytes` bytes of the memory budget for a request body; return how many were
+        reserved.
+
+        Raises GatewayError if the budget is used up.
+        """
+        ...
+
+    def release_body(self, body_bytes: int) -> None: ...
+
+
+class CountedConnection(Protocol):
+    """A client connection that counts towards the connection limits, from the start of its TLS
+    handshake.
+    """
+
+    def sweep(self, now: float) -> bool: ...
+    def drop_unread(self) -> None: ...
+    def drain(self) -> None: ...
+
+
+class ClientConnections:
+    """The open client connections and the number of unread bytes of each.
+
+    clock       supplies the Date header line of responses
+    on_refused  called with the name of the limit when a connection or its unread bytes are refused
+    """
+
+    __slots__ = (
+        "_budget",
+        "_connections",
+        "_per_client",
+        "_to_sweep",
+        "_trusted",
+        "_unread",
+        "clock",
+        "on_refused",
+        "unread_bytes",
+    )
+
+    def __init__(
+        self, budget: ByteBudget, trusted: Networks, on_refused: Callable[[str], None]
+    ) -> None:
+        """Initialize the set of client connections, which is empty at first.
+
+        `budget` is the memory for request bodies. Addresses in `trusted` are exempt from the limit
+        on connections per client.
+        """
+        self._budget = budget
+        self._trusted = trusted
+        self.on_refused = on_refused
+        self._connections: dict[CountedConnection, str] = {}
+        self._per_client: dict[str, int] = {}
+        self._unread: OrderedDict[CountedConnection, int] = OrderedDict()
+        self._to_sweep: list[CountedConnection] = []
+        self.unread_bytes = 0
+        self.clock = ResponseClock()
+
+    def __len__(self) -> int:
+        return len(self._connections)
+
+    def __iter__(self) -> Iterator[CountedConnection]:
+        return iter(self._connections)
+
+    async def sweep(self, now: float) -> None:
+        """Check the deadlines of all client connections, or of the next SWEPT_AT_ONCE if there are
+        more.
+
+        `now` is in monotonic seconds. Checking in parts bounds the time of one call, but with
+        thousands of connections a deadline may take effect a few seconds late. At most
+        ENDED_AT_ONCE connections are ended in one event loop iteration.
+        """
+        if not self._to_sweep:
+            self._to_sweep = list(self._connections)
+        part = self._to_sweep[-SWEPT_AT_ONCE:]
+        del self._to_sweep[-SWEPT_AT_ONCE:]
+        ended = 0
+        for connection in part:
+            if connection in self._connections and connection.sweep(now):
+                ended += 1
+                if not ended % ENDED_AT_ONCE:
+                    await asyncio.sleep(0)
+
+    def admit(self, connection: CountedConnection, address: str, limits: Limits) -> bool:
+        """Count a new connection; return False if a limit on connections is reached.
+
+        The limits are on all connections and on those of one client address.
+        """
+        client = client_group(address)
+        if len(self._connections) >= limits.connections:
+            self.on_refused("connections")
+            return False
+        if (
+            self._per_client.get(client, 0) >= limits.connections_per_address
+            and address not in self._trusted
+        ):
+            self.on_refused("connections_per_address")
+            return False
+        self._connections[connection] = client
+        self._per_client[client] = self._per_client.get(client, 0) + 1
+        return True
+
+    def replace(self, old: CountedConnection, new: CountedConnection) -> None:
+        """Replace `old` by `new`, another protocol object for the same TCP connection, in the
+        count.
+
+        The unread bytes of `old` are released; `new` reports its own with set_unread().
+        """
+        self._release(old)
+        client = self._connections.pop(old, None)
+        if client is not None:
+            self._connections[new] = client
+
+    def remove(self, connection: CountedConnection) -> None:
+        """Stop counting a closed connection; do nothing if it was not counted."""
+        client = self._connections.pop(connection, None)
+        if client is None:
+            return
+        self._release(connection)
+        remaining = self._per_client[client] - 1
+        if remaining:
+            self._per_client[client] = remaining
+        else:
+            del self._per_client[client]
+
+    def set_unread(self, connection: CountedConnection, unread: int, limit: int) -> None:
+        """Set the number of unread bytes of a connection, and enforce the shared limit.
+
+        While all connections have more than `limit` bytes, the oldest unread bytes are dropped. A
+        connection that alone has more than a quarter of `limit` and MIN_SHARE loses its own.
+        """
+        if not unread:
+            self._release(connection)
+            return
+        if unread > max(limit // SHARES, MIN_SHARE):
+            self._drop(connection)
+            return
+        increase = unread - self._unread.get(connection, 0)
+        try:
+            if increase > 0:
+                self._budget.reserve_body(increase)
+            else:
+                self._budget.release_body(-increase)
+        except GatewayError:
+            self._drop(connection)
+            return
+        self.unread_bytes += increase
+        self._unread[connection] = unread
+        while self.unread_bytes > limit and self._unread:
+            self._drop(next(iter(self._unread)))
+
+    def _release(self, connection: CountedConnection) -> None:
+        # Set a connection's unread bytes to 0 and return them to the budget.
+        unread = self._unread.pop(connection, 0)
+        self.unread_bytes -= unread
+        self._budget.release_body(unread)
+
+    def _drop(self, connection: CountedConnection) -> None:
+        self._release(connection)
+        self.on_refused("unread_budget")
+        connection.drop_unread()
+
+
+def unread_budget_error() -> GatewayError:
+    """Return the error for a client whose unread bytes were dropped to stay within the budget."""
+    message = "Incomplete and pipelined requests take too much memory."
+    return GatewayError(Failure.OVERLOADED, message, retry_after_s=1.0, reason="unread_budget")

@@ -1,1 +1,0 @@
-"""The interface through which the admin server reads the running gateway."""

@@ -1,0 +1,82 @@
+"""Parses the command line of another router into options, and records which of them were read."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator, Sequence
+
+from gateway.migrate.config_draft import MigrationError
+
+MAX_WORDS = 100_000
+
+
+def split_words(text: str) -> list[str]:
+    """Split the text of a shell command into words, with its quotes, comments and continued lines.
+
+    Raises MigrationError for an unclosed quote.
+    """
+    lexer = shlex.shlex(text.replace("\\\n", " "), posix=True, punctuation_chars=";&|")
+    lexer.whitespace_split = True
+    lexer.commenters = "#"
+    try:
+        words = list(lexer)
+    except ValueError as error:
+        raise MigrationError(f"the text is not a valid command line: {error}") from None
+    return words[:MAX_WORDS]
+
+
+class CommandOptions:
+    """The options of a command line. Reading an option marks it, so that unread options can be
+    listed.
+
+    All words up to the next option are values of an option, as in the routers' own parsers.
+    """
+
+    def __init__(self, occurrences: Sequence[tuple[str, list[str]]] = ()) -> None:
+        self._occurrences = [(name, list(values)) for name, values in occurrences]
+        self._read: set[str] = set()
+
+    @classmethod
+    def parse(cls, words: Sequence[str], prefix: str = "") -> CommandOptions:
+        """Parse the words of a command line, `--name value ...` and `--name=value`.
+
+        `prefix` is a prefix that option names may have, and that is removed.
+        """
+        occurrences: list[tuple[str, list[str]]] = []
+        for word in words:
+            if word.startswith("--") and len(word) > 2:
+                name, equals, value = word[2:].partition("=")
+                name = name.replace("_", "-").removeprefix(prefix)
+                occurrences.append((name, [value] if equals else []))
+            elif occurrences:
+                occurrences[-1][1].append(word)
+        return cls(occurrences)
+
+    def __contains__(self, name: str) -> bool:
+        return any(name == other for other, _ in self._occurrences)
+
+    def values_by_occurrence(self, name: str) -> list[list[str]]:
+        """Return the values of every occurrence of an option as separate lists, and mark it as
+        read.
+        """
+        self._read.add(name)
+        return [values for other, values in self._occurrences if other == name]
+
+    def values(self, name: str) -> list[str]:
+        """Return the values of all occurrences of an option together, and mark it as read."""
+        return [value for values in self.values_by_occurrence(name) for value in values]
+
+    def last(self, name: str) -> str | None:
+        """Return the last value of an option, or None if it is absent or has no value."""
+        values = self.values(name)
+        return values[-1] if values else None
+
+    def flag(self, name: str) -> bool:
+        """Return whether an option without a value is set; `false` and `0` unset it."""
+        occurrences = self.values_by_occurrence(name)
+        return bool(occurrences) and occurrences[-1] not in (["false"], ["False"], ["0"])
+
+    def unread_names(self) -> Iterator[str]:
+        """Yield each option of the other router's command line that has not been read, once."""
+        names = dict.fromkeys(name for name, _ in self._occurrences)
+        yield from (name for name in names if name not in self._read)

@@ -1,0 +1,318 @@
+"""Converts the command lines of vllm-router, and of sglang-router and its successor SMG.
+
+These routers come from one code base and share most of their options.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+import msgspec
+
+from gateway.migrate import option_values, vllm_sglang_options
+from gateway.migrate.command_options import CommandOptions
+from gateway.migrate.config_draft import Draft, MigrationError
+from gateway.migrate.policy_names import ROUTERS
+
+POOL = "engines"
+DEFAULT_BOOTSTRAP_PORT = "8998"
+
+
+class RouterKind(msgspec.Struct, frozen=True):
+    """The differences between vllm-router and sglang-router that matter for a migration.
+
+    host          default address to listen on
+    engine        default kind of engine
+    split_option  the option that turns prefill/decode disaggregation on
+    """
+
+    name: str
+    host: str
+    engine: str
+    split_option: str
+
+
+VLLM_ROUTER = RouterKind("vllm-router", "127.0.0.1", "vllm", "vllm-pd-disaggregation")
+SGLANG_ROUTER = RouterKind("sglang-router or SMG", "0.0.0.0", "sglang", "pd-disaggregation")
+
+_BACKENDS: Mapping[str, str] = MappingProxyType(
+    {"vllm": "vllm", "sglang": "sglang", "trtllm": "trtllm"}
+)
+_CONNECTORS: Mapping[str, str] = MappingProxyType({"nixl": "vllm_nixl", "mooncake": "mooncake"})
+
+
+def convert(options: CommandOptions, draft: Draft, kind: RouterKind) -> None:
+    """Write the command line of vllm-router or sglang-router into the draft of a gateway.yaml.
+
+    Raises MigrationError if it cannot be converted.
+    """
+    draft.set(option_values.text(options.last("host") or kind.host), "listeners", "api", "host")
+    draft.set(option_values.number(options.last("port") or "30000"), "listeners", "api", "port")
+    draft.set({"policy": _policy(options, draft)}, "pools", POOL)
+    _engines(options, draft, kind)
+    _unset_tls_of_plain_engines(draft)
+    apply_rules(options, draft, vllm_sglang_options.RULES)
+    _health(options, draft)
+    _listeners(options, draft)
+    _traces(options, draft)
+    if options.flag("log-json"):
+        draft.set("json", "observability", "log", "format")
+    if options.flag("enable-program-scheduling"):
+        draft.set("session_pause", "pools", POOL, "admission")
+        draft.differ("--enable-program-scheduling", "admission session_pause, by its own defaults")
+    drop_unread(options, draft, vllm_sglang_options.REASONS)
+
+
+def apply_rules(
+    options: CommandOptions, draft: Draft, rules: Mapping[str, vllm_sglang_options.Rule]
+) -> None:
+    """Convert every router option that has exactly one counterpart in gateway.yaml."""
+    for name, rule in rules.items():
+        given = options.last(name)
+        if given is None:
+            continue
+        try:
+            value = rule.convert(given)
+        except MigrationError as error:
+            raise MigrationError(f"--{name}: {error}") from None
+        if value is None:
+            draft.drop(f"--{name} {given}", "only a value above zero has a counterpart")
+            continue
+        draft.set(value, *rule.path)
+        if rule.differs:
+            draft.differ(f"--{name}", rule.differs)
+
+
+def drop_unread(options: CommandOptions, draft: Draft, reasons: Mapping[str, str]) -> None:
+    """Add a note for every router option that was not read.
+
+    The entry in `reasons` with the longest matching prefix says why.
+    """
+    for name in options.unread_names():
+        prefixes = [prefix for prefix in reasons if name.startswith(prefix)]
+        reason = reasons[max(prefixes, key=len)] if prefixes else "the option is not known"
+        draft.drop(f"--{name}", reason)
+
+
+def _policy(options: CommandOptions, draft: Draft) -> object:
+    default = options.last("policy") or "cache_aware"
+    name = options.last("prefill-policy") or default
+    counterpart = ROUTERS.get(name)
+    if counterpart is None:
+        raise MigrationError(f"--policy: {name!r} is not a policy of this router")
+    if counterpart.differs:
+        draft.differ(f"--policy {name}", f"{counterpart.policy}: {counterpart.differs}")
+    if (decode := options.last("decode-policy")) is not None:
+        draft.drop(f"--decode-policy {decode}", "the least decode load, near the prefill endpoint")
+    thresholds = {
+        key.replace("-", "_"): convert_one(given)
+        for key, convert_one in vllm_sglang_options.THRESHOLDS.items()
+        if (given := options.last(key)) is not None
+    }
+    if counterpart.policy == "sglang_cache_aware" and thresholds:
+        return {"name": counterpart.policy, "parameters": thresholds}
+    for key in thresholds if counterpart.policy != "sglang_cache_aware" else ():
+        draft.drop(f"--{key.replace('_', '-')}", "only cache_aware reads it")
+    return counterpart.policy
+
+
+def _engines(options: CommandOptions, draft: Draft, kind: RouterKind) -> None:
+    traits = _traits(options, draft, kind)
+    is_split = options.flag(kind.split_option) or "prefill" in options
+    if options.flag("service-discovery"):
+        _discovered(options, draft, traits, is_split=is_split)
+    elif is_split:
+        _pairs(options, draft, traits)
+    else:
+        given = [*options.values("worker-urls"), *draft.additions.engines]
+        urls = [option_values.engine_url(url, "--worker-urls", draft) for url in given]
+        endpoints = [{"url": url, **traits} for url in urls if url]
+        if not endpoints:
+            raise MigrationError(
+                "the command line names no engines; add --worker-urls to it, "
+                "or give --engine URL to penstock migrate"
+            )
+        draft.set(option_values.distinct(endpoints), "pools", POOL, "endpoints")
+    if is_split:
+        _split(options, draft, str(traits.get("engine", "vllm")))
+    elif draft.additions.model is not None:
+        draft.set([{"name": draft.additions.model, "pool": POOL}], "models")
+
+
+def _traits(options: CommandOptions, draft: Draft, kind: RouterKind) -> dict[str, object]:
+    backend = options.last("backend") or options.last("runtime") or kind.engine
+    options.values_by_occurrence("runtime")
+    if backend not in _BACKENDS:
+        draft.drop(f"--backend {backend}", "endpoints are engines that speak the OpenAI API")
+    traits: dict[str, object] = {}
+    engine = _BACKENDS.get(backend, kind.engine)
+    if engine != "vllm":
+        traits["engine"] = engine
+    if (key := options.last("api-key")) is not None:
+        traits["api_key"] = draft.refer(key, "ENGINE_API_KEY", "--api-key")
+    ranks = options.last("intra-node-data-parallel-size")
+    if ranks not in (None, "1"):
+        traits["layout"] = {"dp": option_values.number(str(ranks))}
+    return traits | _engine_tls(options, draft)
+
+
+def _engine_tls(options: CommandOptions, draft: Draft) -> dict[str, object]:
+    # Return the section tls of endpoints, with a client certificate only if its key is known.
+    names = {"certificate": "client-cert-path", "key": "client-key-path", "ca": "ca-cert-paths"}
+    given = {key: options.values(name) for key, name in names.items()}
+    section = {key: option_values.text(paths[0]) for key, paths in given.items() if paths}
+    if len(section.keys() & {"certificate", "key"}) == 1:
+        draft.drop("--client-cert-path, --client-key-path", "TLS needs both of them")
+        section = {key: path for key, path in section.items() if key == "ca"}
+    for path in given["ca"][1:]:
+        draft.do(f"--ca-cert-paths {path}", "append it to the first file; tls.ca is one file")
+    return {"tls": section} if section else {}
+
+
+def _unset_tls_of_plain_engines(draft: Draft) -> None:
+    for endpoint in draft.get("pools", POOL, "endpoints") or ():
+        if "tls" in endpoint and not str(endpoint["url"]).startswith("https://"):
+            draft.drop(f"--ca-cert-paths for {endpoint['url']}", "only https:// URLs use TLS")
+            del endpoint["tls"]
+
+
+def _pairs(options: CommandOptions, draft: Draft, traits: Mapping[str, object]) -> None:
+    endpoints = []
+    for url, *port in options.values_by_occurrence("prefill"):
+        if (address := option_values.engine_url(url, "--prefill", draft)) is not None:
+            endpoint = {"url": address, "role": "prefill", **traits}
+            if port and port[0].lower() != "none":
+                endpoint["bootstrap"] = f"{option_values.host_of(address)}:{port[0]}"
+            endpoints.append(endpoint)
+    endpoints += [
+        {"url": address, "role": "decode", **traits}
+        for url in options.values("decode")
+        if (address := option_values.engine_url(url, "--decode", draft)) is not None
+    ]
+    if len({endpoint["role"] for endpoint in endpoints}) < 2:
+        raise MigrationError("prefill/decode disaggregation needs --prefill and --decode URLs")
+    draft.set(option_values.distinct(endpoints), "pools", POOL, "endpoints")
+
+
+def _split(options: CommandOptions, draft: Draft, engine: str) -> None:
+    connector = options.last("kv-connector") or "nixl"
+    dialect = {"sglang": "sglang", "trtllm": "trtllm"}.get(engine) or _CONNECTORS.get(connector)
+    endpoints = draft.get("pools", POOL, "endpoints") or []
+    if dialect is None:
+        draft.drop(f"--kv-connector {connector}", "decode endpoints serve whole requests instead")
+        decoders = [item for item in endpoints if item["role"] == "decode"]
+        for item in decoders:
+            del item["role"]
+        draft.set(decoders, "pools", POOL, "endpoints")
+        return
+    for item in endpoints:
+        if item["role"] == "prefill" and dialect in ("sglang", "mooncake"):
+            host = option_values.host_of(str(item["url"]))
+            item.setdefault("bootstrap", f"{host}:{DEFAULT_BOOTSTRAP_PORT}")
+        elif "bootstrap" in item and dialect not in ("sglang", "mooncake"):
+            draft.drop(f"bootstrap port of {item['url']}", f"{dialect} does not use one")
+            del item["bootstrap"]
+    model = draft.additions.model
+    if model is None:
+        raise MigrationError(
+            "prefill/decode disaggregation is set per model: give --model NAME, as the engines "
+            "list it at /v1/models"
+        )
+    draft.set([{"name": model, "pool": POOL, "split": {"dialect": dialect}}], "models")
+
+
+def _discovered(
+    options: CommandOptions, draft: Draft, traits: Mapping[str, object], *, is_split: bool
+) -> None:
+    namespace, port = (
+        options.last("service-discovery-namespace"),
+        options.last("service-discovery-port"),
+    )
+    number = option_values.number(port or "80")
+    service = draft.additions.service or POOL
+    if not is_split:
+        _select(draft, options, "selector", service, namespace, number)
+        target = {"service": service} | ({"namespace": namespace} if namespace else {})
+        target["port"] = str(number)
+        discover = {"kubernetes": target} | ({"endpoint": dict(traits)} if traits else {})
+        draft.set(discover, "pools", POOL, "discover")
+        return
+    endpoints = []
+    for role in ("prefill", "decode"):
+        name = f"{service}-{role}"
+        _select(draft, options, f"{role}-selector", name, namespace, number)
+        host = f"{name}.{namespace}.svc" if namespace else name
+        endpoints.append({"url": f"http://{host}:{number}", "role": role, **traits})
+    draft.do("several pods per role", "list each in a file for discover.file, with its role")
+    draft.set(endpoints, "pools", POOL, "endpoints")
+
+
+def _select(
+    draft: Draft,
+    options: CommandOptions,
+    name: str,
+    service: str,
+    namespace: str | None,
+    port: object,
+) -> None:
+    pairs = [word.partition("=") for word in options.values(name)]
+    selector = {key: value for key, _, value in pairs}
+    if not selector:
+        raise MigrationError(f"service discovery needs --{name} key=value")
+    draft.add_service(service, namespace, selector, port)
+
+
+def _health(options: CommandOptions, draft: Draft) -> None:
+    if options.flag("disable-retries"):
+        draft.set({"attempts": 1, "hedge": 0.0}, "retries")
+    counts = [
+        count
+        for name in ("health-failure-threshold", "cb-failure-threshold")
+        if (given := options.last(name)) is not None and (count := option_values.positive(given))
+    ]
+    if counts:
+        fewest = min(counts, key=lambda count: (isinstance(count, str), count))
+        draft.set(fewest, "health", "failures")
+        draft.differ("failure thresholds", "health.failures counts probes and requests together")
+    given = options.last("cb-timeout-duration-secs")
+    if given is not None and (backoff := option_values.seconds(given)) is not None:
+        draft.set(backoff, "health", "backoff")
+        if "$" in backoff or float(given) > 60:
+            draft.set(backoff, "health", "backoff_max")
+        draft.differ("--cb-timeout-duration-secs", "the time doubles after a failed return")
+
+
+def _listeners(options: CommandOptions, draft: Draft) -> None:
+    port = options.last("prometheus-port")
+    draft.set(option_values.number(port or "29000"), "listeners", "admin", "port")
+    host = options.last("prometheus-host")
+    if host not in (None, "127.0.0.1", "localhost", "::1"):
+        draft.differ(
+            f"--prometheus-host {host}",
+            "the admin server can also change the configuration and stays on 127.0.0.1; "
+            "set listeners.admin.host, and admin.key",
+        )
+    pair = options.last("server-cert-path"), options.last("server-key-path")
+    if all(pair):
+        files = {
+            "certificate": option_values.text(str(pair[0])),
+            "key": option_values.text(str(pair[1])),
+        }
+        draft.set(files, "listeners", "api", "tls")
+    elif any(pair):
+        draft.drop("--server-cert-path, --server-key-path", "TLS needs both of them")
+    if draft.get("listeners", "api", "port") == draft.get("listeners", "admin", "port"):
+        draft.set(0, "listeners", "admin", "port")
+        draft.do("--prometheus-port", "it is the port of the API too; choose another")
+
+
+def _traces(options: CommandOptions, draft: Draft) -> None:
+    address = options.last("otlp-traces-endpoint")
+    if options.flag("enable-trace"):
+        host = (address or "localhost:4317").partition("://")[2] or address or "localhost:4317"
+        host = host.rpartition(":")[0] or host
+        draft.set(f"http://{host}:4318/v1/traces", "observability", "traces", "endpoint")
+        draft.differ("--enable-trace", "traces go by OTLP over HTTP, port 4318, and 1 % are traced")
+    elif address is not None:
+        draft.drop("--otlp-traces-endpoint", "tracing was off: --enable-trace is missing")

@@ -1,0 +1,302 @@
+"""The attempt loop: pick an endpoint, reserve capacity and send, until an endpoint answers.
+
+There is one loop for all requests to endpoints. A plan decides what is sent: a whole request
+(whole_request.py), a request split into prefill and decode (split_request.py), or the rest of a
+broken stream (resume.py). This module also contains the rules for retries: the retry budget, and
+the health check of an endpoint before it gets a retry.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Protocol, TypeVar
+
+from gateway.exchange import Exchange
+from gateway.http.client_interface import Client
+from gateway.protocol.errors import Failure, GatewayError, shutting_down
+from gateway.protocol.request.media import BYTES_PER_TOKEN, MOST_BYTES_PER_TOKEN
+from gateway.protocol.request.request_body import Call
+from gateway.protocol.response.relay import SHUTDOWN, UpstreamError
+from gateway.protocol.upstream_error import MODEL_GONE
+from gateway.route import Gateway, Route
+from policies.filters import serves_tenant
+from policies.model import Candidate, Pick, Request, RoutingQuery
+from policies.pricing.split import EndpointPair
+
+ChoiceT = TypeVar("ChoiceT", bound=Pick | EndpointPair)
+
+_OUTPUT_LIMITS = frozenset(("max_tokens", "max_completion_tokens"))
+
+
+class AttemptPlan(Protocol[ChoiceT]):
+    """How the attempt loop serves one kind of request: how to choose endpoints, and what to send to
+    them.
+
+    There is one plan per request, or per rest of a broken stream.
+    """
+
+    @property
+    def gateway(self) -> Gateway: ...
+    @property
+    def exchange(self) -> Exchange: ...
+
+    def choose(self, left_out: Sequence[str]) -> ChoiceT | None:
+        """Pick one endpoint, or two for a split request, but none in `left_out`; return None if
+        there is none.
+
+        A pick changes nothing, so it may be repeated before an attempt.
+        """
+        ...
+
+    async def attempt(self, choice: ChoiceT) -> UpstreamError | None:
+        """Reserve capacity at the chosen endpoints, send the request and relay the answer.
+
+        Returns the error that broke the answer, or None. The capacity is reserved before the first
+        await and released at the end.
+        """
+        ...
+
+    async def may_retry(self, problem: UpstreamError) -> bool:
+        """Record a failed attempt to serve the request, and return whether another one may be made.
+
+        The result is False if the answer has begun, so that it cannot be retried. Raises
+        GatewayError if the client is to receive an error instead.
+        """
+        ...
+
+    def give_up(self, problem: UpstreamError | None) -> None:
+        """End the request because no endpoint can be picked; `problem` is the last attempt's error.
+
+        Raises GatewayError if the client is to receive an error.
+        """
+        ...
+
+
+async def attempts(
+    plan: AttemptPlan[ChoiceT], left_out: Sequence[str] = ()
+) -> UpstreamError | None:
+    """Attempt to serve a request by its plan until an endpoint answers or the plan ends.
+
+    Return the error that broke an answer after its first byte, or None. `left_out` has the names of
+    endpoints that have failed this request before.
+    """
+    problem: UpstreamError | None = None
+    screen: HealthScreen | None = None
+    while True:
+        choice = plan.choose(left_out)
+        if left_out:  # a retry
+            screen = screen or HealthScreen(plan.gateway, plan.exchange)
+            names = await screen.check(choice)
+            if names is not None:
+                left_out = names
+                continue
+        if choice is None:
+            plan.give_up(problem)
+            return problem
+        # No await between the pick and the reservation: one turn of the event loop is the lock.
+        problem = await plan.attempt(choice)
+        if problem is None:
+            return None
+        exchange = plan.exchange
+        if exchange.hedge is not None:
+            problem = await exchange.hedge.finish(problem)
+            if problem is None:
+                return None
+        if not await plan.may_retry(problem):
+            return problem
+        left_out, screen = exchange.retries, None
+
+
+class HealthScreen:
+    """Checks the health of the endpoints chosen for a retry.
+
+    When an attempt fails at one endpoint, others may have failed for the same reason, and a request
+    has few attempts. The endpoint chosen for a retry must therefore pass a health check first. A
+    failed check does not count as an attempt. An endpoint that does not respond is left out as long
+    as there are others.
+    """
+
+    __slots__ = ("_confirmed", "_exchange", "_gateway", "_is_over", "_silent")
+
+    def __init__(self, gateway: Gateway, exchange: Exchange) -> None:
+        self._gateway, self._exchange = gateway, exchange
+        self._confirmed: list[str] | None = None
+        self._silent: list[str] = []
+        self._is_over = (
+            not exchange.failed_attempts
+        )  # refused connections alone are no reason to check
+
+    async def check(self, choice: Pick | EndpointPair | None) -> Sequence[str] | None:
+        """Check the endpoints chosen for a retry; return the names of endpoints to leave out of the
+        next choice.
+
+        None means that this choice may be used; capacity must then be reserved before the next
+        await.
+        """
+        if self._is_over:
+            return None
+        if self._confirmed is not None:
+            if choice is not None:
+                return None
+            self._silent += self._confirmed  # it became unavailable during the check
+            self._confirmed = None
+        elif choice is not None:
+            names = [candidate.endpoint.name for candidate in _candidates(choice)]
+            if await self._check_health(_candidates(choice)):
+                self._confirmed = names
+                everyone = [live.endpoint.name for live in self._gateway.endpoints.all()]
+                return [name for name in everyone if name not in names]
+        elif self._silent:
+            self._is_over = True
+            return self._exchange.retries
+        else:
+            return None
+        return [*self._exchange.retries, *self._silent]
+
+    async def _check_health(self, candidates: Sequence[Candidate]) -> bool:
+        # Check these endpoints, record those that fail, and return whether all passed.
+        exchange, endpoints = self._exchange, self._gateway.endpoints
+        answers = await asyncio.gather(
+            *(endpoints.check_health(candidate) for candidate in candidates)
+        )
+        for candidate, is_well in zip(candidates, answers, strict=True):
+            if is_well is None:
+                self._silent.append(candidate.endpoint.name)
+            elif not is_well:
+                exchange.retries.append(candidate.endpoint.name)
+                exchange.unsent_attempts += 1
+        return all(answers)
+
+
+def _candidates(choice: Pick | EndpointPair) -> Sequence[Candidate]:
+    if isinstance(choice, EndpointPair):
+        return choice.prefill.candidate, choice.decode.candidate
+    return (choice.candidate,)
+
+
+async def permit_retry(gateway: Gateway, exchange: Exchange, problem: UpstreamError) -> None:
+    """Wait until the request may be attempted again at another endpoint.
+
+    The gateway limits how many retries may be in progress (the retry budget). The request uses up
+    one of them until its answer begins (gateway/forwarding/hedge.py). If no engine received the
+    failed attempt, the retry costs no engine anything and does not count.
+
+    The failed endpoints must be in `exchange.retries`. Raises GatewayError with the client's error
+    if no retry is permitted.
+    """
+    if problem.kind == SHUTDOWN:
+        raise shutting_down()
+    if gateway.count_unsent(exchange, problem):
+        return
+    if exchange.failed_attempts >= gateway.snapshot.config.retries.attempts:
+        raise _given_up(exchange, problem)
+    if not exchange.holds_retry_turn:
+        exchange.holds_retry_turn = await gateway.gate.acquire_retry()
+        gateway.hedger.retrying.append(exchange)
+    if gateway.gate.is_stopping:
+        raise shutting_down()
+    if not exchange.holds_retry_turn:
+        raise _given_up(exchange, problem)
+    gateway.accounts.count_retry(problem.kind)
+
+
+def end_retries(gateway: Gateway, exchange: Exchange) -> None:
+    """Cancel the request's second attempt, if one is in progress, and return its retry to the
+    retry budget.
+    """
+    if exchange.hedge is not None:
+        exchange.hedge.close()
+    exchange.give_back_retry_turn(gateway.gate)
+
+
+def no_endpoint_error(
+    exchange: Exchange, route: Route, query: RoutingQuery, problem: UpstreamError | None
+) -> GatewayError:
+    """Return the client's error when no endpoint can be picked for a request.
+
+    `problem` is the last attempt's error, or None without an attempt. If the request was sent to no
+    endpoint, the error names the lack of endpoints as its reason.
+    """
+    if problem is not None and exchange.failed_attempts:
+        return _given_up(exchange, problem)
+    serving = serves_tenant(query, route.candidates)
+    if route.candidates and not serving:
+        message = f"No endpoint of model '{route.name}' serves this tenant."
+        return GatewayError(Failure.NO_CAPACITY, message, retry_after_s=1.0)
+    if serving and exchange.call is not None and is_too_long(exchange.call, serving):
+        return _too_long(query.request)
+    message = f"No endpoint of model '{route.name}' is available."
+    return GatewayError(Failure.NO_CAPACITY, message, retry_after_s=1.0)
+
+
+def _given_up(exchange: Exchange, problem: UpstreamError) -> GatewayError:
+    if problem.kind == MODEL_GONE:
+        message = (
+            f"No engine serves the model '{exchange.model}' any more: "
+            f"{exchange.failed_attempts} answered that it does not exist."
+        )
+        return GatewayError(Failure.MODEL_NOT_FOUND, message, param="model")
+    failure = Failure.UPSTREAM_TIMEOUT if problem.kind == "timeout" else Failure.UPSTREAM_FAILED
+    message = f"No engine could respond ({problem.kind}); attempts: {exchange.failed_attempts}."
+    return GatewayError(failure, message)
+
+
+def is_too_long(call: Call, candidates: Sequence[Candidate]) -> bool:
+    """Return whether a prompt and its answer certainly exceed every endpoint's context length."""
+    needed_tokens = least_tokens(call)
+    limits = [candidate.endpoint.context_tokens for candidate in candidates]
+    return all(limit is not None and limit < needed_tokens for limit in limits)
+
+
+def least_tokens(call: Call) -> int:
+    """Return a lower bound on the number of tokens of one prompt of a request and of its answer.
+
+    Images and files count as almost no tokens, since an engine may count hardly any for them.
+    """
+    request, prompt_tokens = call.request, call.request.prompt_tokens
+    if call.estimated_tokens:
+        text_tokens = max(0, call.estimated_tokens - call.media_size.tokens)
+        text_bytes = text_tokens * BYTES_PER_TOKEN
+        prompt_tokens = min(prompt_tokens, text_bytes // MOST_BYTES_PER_TOKEN)
+    output_tokens = request.output_tokens // request.choices if limits_output(call) else 1
+    return prompt_tokens // request.prompts + output_tokens
+
+
+def limits_output(call: Call) -> bool:
+    """Return whether the client limited the length of the answer.
+
+    Without a limit, the length in the request is only an estimate.
+    """
+    return not _OUTPUT_LIMITS.isdisjoint(call.members)
+
+
+def _too_long(request: Request) -> GatewayError:
+    tokens = request.prompt_tokens + request.output_tokens
+    return GatewayError(
+        Failure.CONTEXT_TOO_LONG,
+        f"No endpoint accepts a context of about {tokens} tokens "
+        f"({request.prompt_tokens} in the prompt, {request.output_tokens} to be generated).",
+    )
+
+
+def end_stream_with_error(exchange: Exchange, client: Client, problem: UpstreamError) -> None:
+    """End an answer that broke after its first byte.
+
+    The client receives an error event if the framing permits one; otherwise its connection is
+    closed.
+    """
+    assert exchange.relay is not None
+    if problem.kind == SHUTDOWN:
+        failure, message = Failure.SHUTTING_DOWN, "The gateway stopped during the response. Retry."
+    else:
+        failure = Failure.UPSTREAM_FAILED
+        message = f"The engine failed while answering ({problem.kind})."
+    ending = exchange.relay.end_with_error(failure, message)
+    if (
+        ending
+    ):  # it ends the answer's framing, so the client's connection can carry further requests
+        client.write(ending)
+    else:
+        client.close_after_write()
+    exchange.set_interrupted(problem.kind)

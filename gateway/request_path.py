@@ -1,0 +1,341 @@
+"""The request path: one request from its first byte to the end of its answer. Read this file first.
+
+    authenticate -> read -> parse -> admit (a permit until the last byte)
+        -> attempts: pick AND reserve capacity in one turn of the event loop, send, relay -> account
+
+A permit lets one request proceed; a pool has as many as its endpoints can run requests. While a
+pool's queue is empty, the permit costs one check, and the prompt is fingerprinted for the pick.
+Otherwise admission control decides by how much of the prompt is cached, so the fingerprint comes
+first.
+
+Stages are plain calls, in order. A retry is possible until the first byte reaches the client. After
+that, an answer can only be continued by another endpoint (resume/) or be ended with an error.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import Callable, Coroutine
+from functools import partial
+from time import monotonic
+from typing import Any
+
+import xxhash
+
+from gateway.exchange import Exchange
+from gateway.fleet.endpoint_table import EndpointTable
+from gateway.fleet.model_name_table import find
+from gateway.http.client_interface import Client
+from gateway.metrics.metric_types import Histogram
+from gateway.protocol.api_table import Api
+from gateway.protocol.cors import CorsLines, CorsRule
+from gateway.protocol.errors import Failure, GatewayError
+from gateway.protocol.request.forwarded_headers import TrustedProxies, proxy_request_id
+from gateway.protocol.request.request_body import Call, CallContext, parse_call
+from gateway.proxy import tier_fallback
+from gateway.proxy.attempt_loop import attempts, end_retries
+from gateway.proxy.engine_api import call_for_engines
+from gateway.proxy.resume import continue_stream
+from gateway.proxy.split_request import SplitAttempts, SplitPlan
+from gateway.proxy.stored_responses import explain_missing, pin_route, serve_stored
+from gateway.proxy.whole_request import UncountedPlan, WholePlan
+from gateway.route import Gateway, Route, Snapshot
+from gateway.telemetry.slo_outcomes import admission_outcome
+from policies.model import Request, RoutingQuery
+from policies.prefix.fingerprint import Fingerprint
+
+log = logging.getLogger("penstock")
+
+Handler = Callable[[Gateway, Exchange, Client], Coroutine[Any, Any, None]]
+
+GAPS_EVERY = 32  # one request in this many has the times between its stream's chunks measured
+
+
+class RequestFactory:
+    """Creates the exchange of every request of this process, and serves it.
+
+    Request ids have a fixed length and cannot be guessed, because engines may match aborts by a
+    prefix of the id.
+    """
+
+    __slots__ = ("_count", "_gaps", "_gateway", "_proxies", "_secret")
+
+    def __init__(
+        self, gateway: Gateway, gaps: Histogram, proxies: TrustedProxies | None = None
+    ) -> None:
+        """Initialize the factory of exchanges.
+
+        gaps     the histogram of the times between a stream's chunks
+        proxies  the proxies whose headers may name the client
+        """
+        self._proxies = proxies
+        self._gateway = gateway
+        self._gaps = gaps
+        self._secret = secrets.token_bytes(16)
+        self._count = 0
+
+    def serve(self, client: Client, api: Api) -> Coroutine[Any, Any, None]:
+        """Return the coroutine that serves a request whose head has been parsed."""
+        self._count = count = self._count + 1
+        request_id = "req_" + xxhash.xxh3_128_hexdigest(self._secret + count.to_bytes(8, "little"))
+        exchange = Exchange(request_id, api, client.address, monotonic())
+        proxies = self._proxies
+        if proxies is not None and proxies.is_proxy(client.address):
+            exchange.client = proxies.client_address(client.headers, client.address)
+            exchange.proxy_request_id = proxy_request_id(client.headers)
+        gateway = self._gateway
+        tracer = gateway.accounts.tracer
+        if tracer is not None:
+            exchange.trace = tracer.start_trace(client.headers)
+        if not count % GAPS_EVERY:
+            exchange.gaps = self._gaps
+        return serve(gateway, exchange, client, _handle if api.conversation else serve_stored)
+
+    def serve_for(
+        self, tenant: str, client: Client, api: Api
+    ) -> tuple[Exchange, Coroutine[Any, Any, None]]:
+        """Return the record and the serving coroutine of a request that was authenticated earlier.
+
+        That is a request of a batch; `tenant` is its owner, "" where the API is open.
+        """
+        self._count = count = self._count + 1
+        request_id = "req_" + xxhash.xxh3_128_hexdigest(self._secret + count.to_bytes(8, "little"))
+        exchange = Exchange(request_id, api, client.address, monotonic())
+        exchange.tenant = tenant
+        return exchange, serve(self._gateway, exchange, client, _handle)
+
+
+class CorsRequestFactory(RequestFactory):
+    """A RequestFactory whose responses carry CORS headers for permitted web pages."""
+
+    __slots__ = ("_cors",)
+
+    def __init__(
+        self,
+        gateway: Gateway,
+        gaps: Histogram,
+        proxies: TrustedProxies | None,
+        cors: CorsRule,
+    ) -> None:
+        super().__init__(gateway, gaps, proxies)
+        self._cors = cors
+
+    def serve(self, client: Client, api: Api) -> Coroutine[Any, Any, None]:
+        client.response_lines = CorsLines(client.clock, self._cors.response_headers(client.headers))
+        return super().serve(client, api)
+
+
+def create_request_factory(
+    gateway: Gateway, gaps: Histogram, proxies: TrustedProxies | None, cors: CorsRule | None
+) -> RequestFactory:
+    """Create the factory of requests; `cors` is None if no web page of another origin may call."""
+    if cors is None:
+        return RequestFactory(gateway, gaps, proxies)
+    return CorsRequestFactory(gateway, gaps, proxies, cors)
+
+
+async def serve(gateway: Gateway, exchange: Exchange, client: Client, handle: Handler) -> None:
+    """Serve one request of a client, from authentication to accounting.
+
+    Whatever happens, the client gets one answer and the exchange is accounted once.
+    """
+    try:
+        await handle(gateway, exchange, client)
+    except GatewayError as error:
+        if error.failure is Failure.RESPONSE_NOT_FOUND:
+            error = await explain_missing(gateway, exchange, error)
+        exchange.set_refused(error)
+        client.send_error(error, exchange.id, exchange.api.errors)
+    except asyncio.CancelledError:
+        exchange.set_cancelled()
+        raise
+    except Exception:
+        log.exception("serving request %s failed because of an internal error", exchange.id)
+        exchange.set_internal_error()
+        _answer_internal_error(exchange, client)
+    finally:
+        if exchange.memory_gate is not None:
+            exchange.release_memory()
+        try:
+            if exchange.holds_retry_turn:
+                end_retries(gateway, exchange)
+            if exchange.quota is not None or exchange.pool_queue is not None:  # rare
+                _report_outcome(gateway, exchange)
+        finally:
+            gateway.accounts.add_ended(exchange)
+
+
+async def _handle(gateway: Gateway, exchange: Exchange, client: Client) -> None:
+    snapshot, gate = gateway.snapshot, gateway.gate
+    if snapshot.tenants:
+        exchange.tenant = exchange.tenant or snapshot.authenticate(client.headers)
+    preferences = snapshot.service_classes.read_preferences(client.headers, exchange.tenant)
+    exchange.client_request_id = preferences.client_request_id
+    body = client.take_buffered_body() or await _receive_body(gateway, exchange, client)
+    exchange.received_at = received_at = monotonic()
+    exchange.take_memory(gate, len(body))
+    models = snapshot.scope(client.headers) if snapshot.scopes else snapshot
+    tracker = gateway.accounts.slo_tracker
+    caller = CallContext(
+        exchange.id,
+        exchange.tenant,
+        preferences,
+        received_at,
+        tracker.output_lengths,
+        snapshot.salts,
+        tracker.prompt_lengths,
+    )
+    call = exchange.call = parse_call(
+        body, exchange.api, models.routes, caller, models.unlisted, models.shapes
+    )
+    del body  # the call owns the bytes, and releases them when no retry can need them
+    route = models.routes[call.requested_model]
+    if not call.api.is_plain or route.unserved:
+        call = exchange.call = call_for_engines(gateway, exchange, route, call, caller)
+    if gate.quotas.by_tenant:
+        exchange.quota = gate.quotas.take(call.request)
+    if route.canary is not None:
+        route = route.canary.choose(exchange, call.request, route)
+    exchange.model = route.name
+    gateway.offer_to_mirror(exchange, route.pool, call)
+    exchange.parsed_at = admitted_at = monotonic()
+    if not exchange.api.is_admitted:
+        await _serve_uncounted(gateway, exchange, client, route, call)
+        return
+    if preferences.has_short_deadline or not route.pool_queue.try_take():
+        route = await _admit(gateway, snapshot, exchange, route, call, preferences.skips_queue)
+        admitted_at = monotonic()
+    with route.pool_queue:
+        exchange.admitted_at = admitted_at
+        if route.fingerprints and exchange.fingerprint is None and exchange.api.generates:
+            exchange.fingerprint = gateway.endpoints.prefixes.fingerprint(call, route.name)
+            if route.pool_queue.reads_sessions:
+                gateway.endpoints.prefixes.recognise_session(call, exchange.fingerprint)
+        if call.api.keeps_answers:
+            route = pin_route(gateway, snapshot, models, exchange, route, call)
+        if route.split is None:
+            problem = await attempts(WholePlan(gateway, exchange, client, route, call))
+        else:
+            plan: SplitAttempts = SplitPlan(gateway, exchange, client, route, call, route.split)
+            problem = await attempts(plan)
+        if problem is not None:
+            await continue_stream(gateway, exchange, client, route, call, problem)
+
+
+async def _serve_uncounted(
+    gateway: Gateway, exchange: Exchange, client: Client, route: Route, call: Call
+) -> None:
+    # Serve a request that computes no tokens, without waiting for admission.
+    exchange.admitted_at = exchange.parsed_at
+    problem = await attempts(UncountedPlan(gateway, exchange, client, route, call))
+    if problem is not None:
+        await continue_stream(gateway, exchange, client, route, call, problem)
+
+
+async def _receive_body(gateway: Gateway, exchange: Exchange, client: Client) -> bytes:
+    # Receive the rest of a body that did not arrive completely with its head.
+    #
+    # A large body waits until it may be parsed.
+    gate = gateway.gate
+    payer = exchange.tenant or exchange.client
+    return await client.read_body(
+        partial(exchange.take_memory, gate), partial(gate.large_bodies.join_in_turn, payer)
+    )
+
+
+async def _admit(
+    gateway: Gateway,
+    snapshot: Snapshot,
+    exchange: Exchange,
+    route: Route,
+    call: Call,
+    skips_queue: bool,
+) -> Route:
+    # Wait for admission; return the route that admitted the request.
+    #
+    # That is the request's own route or, instead of a refusal, a smaller model's. Raises
+    # GatewayError for a refusal.
+    fingerprint = exchange.fingerprint = _fingerprint(gateway, route, call)
+    if fingerprint is not None and route.pool_queue.reads_sessions:
+        gateway.endpoints.prefixes.recognise_session(call, fingerprint)
+    if skips_queue:
+        exchange.pool_queue = await route.pool_queue.enter_first()
+        return _current_route(gateway, snapshot, exchange, route, call)
+    # No closure: in a compiled module it would form a reference cycle with this coroutine, and keep
+    # an old snapshot.
+    build_query = partial(_build_query, gateway.endpoints, call.request, fingerprint)
+    try:
+        exchange.pool_queue = await route.pool_queue.enter(
+            build_query(0.0), None if fingerprint is None else build_query
+        )
+    except GatewayError:
+        tier = tier_fallback.pick_tier(gateway.endpoints, snapshot.routes, route, call)
+        if tier is None:
+            raise
+        exchange.model = exchange.tier = tier.name
+        exchange.fingerprint = None
+        return tier
+    return _current_route(gateway, snapshot, exchange, route, call)
+
+
+def _fingerprint(gateway: Gateway, route: Route, call: Call) -> Fingerprint | None:
+    # Return the prompt's fingerprint, or None if nothing needs it.
+    #
+    # A fingerprint is needed if the policy reads it and the API generates text.
+    if not route.fingerprints or not call.api.generates:
+        return None
+    return gateway.endpoints.prefixes.fingerprint(call, route.name)
+
+
+def _build_query(
+    endpoints: EndpointTable, request: Request, fingerprint: Fingerprint | None, _: float
+) -> RoutingQuery:
+    # Return the routing query of a waiting request, with the present state of the prefix index.
+    return endpoints.build_query(request, fingerprint, ())
+
+
+def _current_route(
+    gateway: Gateway, snapshot: Snapshot, exchange: Exchange, route: Route, call: Call
+) -> Route:
+    # Return the route after a wait, during which a reload may have replaced it.
+    #
+    # The permit is for the present endpoints. A name that leads to another model or queue by now
+    # keeps the meaning that it had when the request came.
+    current = find(gateway.snapshot.routes, call.requested_model)
+    if gateway.snapshot is snapshot or current is None:
+        return route
+    if (current.name, current.pool_queue) != (route.name, route.pool_queue):
+        return route
+    exchange.canary_arm = None
+    if current.canary is None:
+        return current
+    return current.canary.choose(exchange, call.request, current)
+
+
+def _report_outcome(gateway: Gateway, exchange: Exchange) -> None:
+    # Report how the request ended to its tenant's quota and to the queue that admitted it.
+    if exchange.call is None:
+        return
+    request = exchange.call.request
+    if exchange.quota is not None:
+        output_tokens = None
+        if exchange.outcome != "refused":
+            output_tokens = admission_outcome(exchange).output_tokens
+        prompt_tokens = None if exchange.relay is None else exchange.relay.usage.prompt_tokens
+        gateway.gate.quotas.settle(exchange.quota, request, output_tokens, prompt_tokens)
+    if exchange.pool_queue is None:
+        return
+    if exchange.first_query is not None:
+        exchange.pool_queue.on_finished(request, partial(admission_outcome, exchange))
+    else:
+        exchange.pool_queue.on_not_routed(request)
+
+
+def _answer_internal_error(exchange: Exchange, client: Client) -> None:
+    if exchange.is_committed:
+        client.close_after_write()
+    else:
+        error = GatewayError(Failure.INTERNAL, "The gateway failed on this request.")
+        client.send_error(error, exchange.id, exchange.api.errors)

@@ -1,0 +1,55 @@
+"""Tests of how exchanges (records of a request) begin: their ids, and which streams are measured
+between chunks.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from gateway import request_path
+from gateway.exchange import Exchange
+from gateway.http.client_interface import Client
+from gateway.metrics.catalogue import Metrics
+from gateway.protocol import api_table
+from gateway.request_path import GAPS_EVERY, RequestFactory
+from gateway.route import Gateway
+from tests.replaced import stand_in
+
+CLIENT = cast(
+    Client, SimpleNamespace(address="10.0.0.7", headers={"traceparent": "theirs"}, will_close=False)
+)
+
+
+def new_exchanges(patch: pytest.MonkeyPatch, number: int, tracer: Any = None) -> list[Exchange]:
+    patch.setattr(request_path, "serve", lambda gateway, exchange, client, handle: exchange)
+    gateway = stand_in(Gateway, SimpleNamespace(accounts=SimpleNamespace(tracer=tracer)))
+    beginning = RequestFactory(gateway, Metrics().itl_seconds)
+    return [cast(Exchange, beginning.serve(CLIENT, api_table.CHAT)) for _ in range(number)]
+
+
+def test_ids_have_one_length_and_differ_from_their_first_digits_on_in_every_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ids = [exchange.id for _ in range(2) for exchange in new_exchanges(monkeypatch, 50)]
+    assert len(set(ids)) == 100  # the same numbers in two processes
+    assert {len(request_id) for request_id in ids} == {len("req_") + 32}
+    assert len({request_id[:12] for request_id in ids}) == 100
+
+
+def test_one_exchange_in_so_many_has_its_gaps_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked_at = [
+        exchange.gaps is not None for exchange in new_exchanges(monkeypatch, 3 * GAPS_EVERY)
+    ]
+    assert looked_at == ([False] * (GAPS_EVERY - 1) + [True]) * 3
+
+
+def test_an_exchange_has_its_client_s_address_and_its_place_in_the_client_s_trace(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (exchange,) = new_exchanges(
+        monkeypatch, 1, SimpleNamespace(start_trace=lambda headers: headers["traceparent"])
+    )
+    assert (exchange.api, exchange.client, exchange.trace) == (api_table.CHAT, "10.0.0.7", "theirs")
