@@ -16,13 +16,13 @@ from typing import Any
 import msgspec
 
 from planner.replay import ReplayOptions, ReplayRun, Traffic, preset, replay, traffic, users
-from planner.replay.capacity import capacity
+from planner.replay.capacity_search import capacity
 from planner.replay.results import ReplayFigures, figures
 from planner.replay.spec import FleetSpec
 from planner.traces.b2b import b2b
 from planner.traces.mix import MixPart, mix_parts, scale_rate, slice_span
-from planner.traces.shape import TraceRequest
-from planner.traces.source import read_trace
+from planner.traces.recorded_request import TraceRequest
+from planner.traces.trace_file import read_trace
 from policies import registry
 from policies.admission_registry import build_admission
 from policies.model import STANDARD, Slo

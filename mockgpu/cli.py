@@ -72,11 +72,11 @@ from mockgpu.options import (
     WireFaults,
 )
 from mockgpu.timing.roofline import profile_named
+from policies.sizing.gpu_memory import kv_capacity_tokens
 from policies.sizing.gpus import gpu_named
 from policies.sizing.known_models import facts_of
-from policies.sizing.memory import kv_capacity_tokens
 from policies.sizing.model_shapes import model_named
-from policies.sizing.rules import MAX_SIZE, PlannedGroup, layout_findings
+from policies.sizing.parallelism_rules import MAX_SIZE, PlannedGroup, layout_findings
 
 
 @contextmanager

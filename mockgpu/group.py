@@ -34,10 +34,10 @@ from mockgpu.timing.layout_times import (
     step_times_for,
 )
 from mockgpu.timing.roofline import PROFILES, Profile
+from policies.sizing.gpu_memory import Demand, check_memory
 from policies.sizing.gpus import Gpu
-from policies.sizing.layout import Layout
-from policies.sizing.memory import Demand, check_memory
 from policies.sizing.model_shapes import Llm
+from policies.sizing.parallel_layout import Layout
 
 if TYPE_CHECKING:  # groups without real KV start without numpy and kvtransfer's agents
     from mockgpu.kv_events.kv_publisher import KvPublisher

@@ -15,7 +15,7 @@ import msgspec
 
 from policies.load import EndpointLoad
 from policies.prefix.fingerprint import Fingerprint
-from policies.sizing.layout import Layout
+from policies.sizing.parallel_layout import Layout
 
 
 class Role(StrEnum):

@@ -21,7 +21,7 @@ from policies.admission.sessions import ActiveSession
 from policies.engine.kalman import MOST_CORRECTION
 from policies.engine.step_time import StepCosts
 from policies.prefix.prefix_index import MAX_SLOTS, _count_extra, _stamps
-from policies.sizing.drift import BINS, MEASURES
+from policies.sizing.workload_drift import BINS, MEASURES
 
 if TYPE_CHECKING:
     from policies.admission.priced import PricedAdmission
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from policies.engine.output_length import OutputLengths
     from policies.engine.step_time import SpeedBelief
     from policies.prefix.prefix_index import PrefixIndex
-    from policies.sizing.drift import DriftWatch, ShapeMemory
+    from policies.sizing.workload_drift import DriftWatch, ShapeMemory
 
 BLOCKS = 512
 """Number of index blocks in one saved value; saving them takes about half a millisecond."""

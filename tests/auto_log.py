@@ -19,7 +19,7 @@ from planner.plan.pool_case import cases
 from planner.replay.options import ReplayOptions
 from planner.replay.spec import GroupKind
 from planner.replay.traffic import Traffic
-from planner.traces.shape import PRIVATE, TraceRequest
+from planner.traces.recorded_request import PRIVATE, TraceRequest
 from policies import registry
 from policies.admission.wait_queue import WaitQueue
 

@@ -14,9 +14,9 @@ import msgspec
 
 from planner.bench.workloads import lognormal, poisson
 from planner.replay import FleetSpec, GroupKind, ReplayOptions, replay, traffic
-from planner.replay.capacity import capacity
+from planner.replay.capacity_search import capacity
 from planner.text_generator import BLOCK_TOKENS
-from planner.traces.shape import PRIVATE, TraceRequest
+from planner.traces.recorded_request import PRIVATE, TraceRequest
 from policies import registry
 from policies.model import Slo
 

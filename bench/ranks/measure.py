@@ -10,9 +10,9 @@ from bench.ranks.oracle import Oracle, PromptCosts
 from bench.ranks.sessions import draw, sessions
 from mockgpu.job import Job
 from planner.replay import CacheView, FleetSpec, GroupKind, ReplayOptions, Traffic, users
-from planner.replay.engine import ReplayEngine
-from planner.replay.fleet import Fleet
-from planner.replay.group import ReplayGroup
+from planner.replay.engine_sim import ReplayEngine
+from planner.replay.fleet_sim import Fleet
+from planner.replay.group_sim import ReplayGroup
 from planner.replay.rank_choice import HiddenRanks, RankChoice
 from planner.replay.results import figures
 from policies import registry

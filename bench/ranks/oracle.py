@@ -19,7 +19,7 @@ from policies.model import Candidate, RoutingQuery
 from policies.presets import DEFAULT_FILTERS
 
 if TYPE_CHECKING:
-    from planner.replay.fleet import Fleet
+    from planner.replay.fleet_sim import Fleet
 
 SESSION_S = 60.0
 """Seconds since its last request after which a session no longer counts at its rank."""

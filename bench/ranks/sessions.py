@@ -13,7 +13,7 @@ from random import Random
 import msgspec
 
 from planner.text_generator import BLOCK_TOKENS
-from planner.traces.shape import PRIVATE, TraceRequest
+from planner.traces.recorded_request import PRIVATE, TraceRequest
 
 MOST_TURNS = 60
 MOST_TOKENS = 120_000

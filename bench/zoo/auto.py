@@ -28,10 +28,10 @@ from bench.zoo.measure import STEP, Case, build_case_of, find_capacity
 from bench.zoo.space import draw
 from gateway.config.auto_section import DEFAULT_PORTFOLIO
 from planner.auto.evaluate import evaluate
-from planner.auto.window import choose_window
+from planner.auto.log_window import choose_window
 from planner.plan.pool_case import PoolCase
 from planner.plan.recent import RecentTraffic
-from planner.replay.fleet import Fleet
+from planner.replay.fleet_sim import Fleet
 from planner.replay.inflight import InflightRequest
 from planner.replay.options import ReplayOptions
 from planner.replay.record import RequestEnd

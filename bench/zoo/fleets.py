@@ -9,7 +9,7 @@ import msgspec
 from bench.zoo.space import SPANS, Workload
 from mockgpu.timing.roofline import StepWork
 from planner.replay.spec import FleetSpec, GroupKind, validate
-from planner.traces.shape import TraceRequest
+from planner.traces.recorded_request import TraceRequest
 from policies.model import Role, Slo
 from policies.pricing.split import SplitRule
 

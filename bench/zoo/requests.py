@@ -15,7 +15,7 @@ import msgspec
 
 from bench.zoo.space import Workload
 from planner.text_generator import BLOCK_TOKENS
-from planner.traces.shape import PRIVATE, TraceRequest
+from planner.traces.recorded_request import PRIVATE, TraceRequest
 
 SHORTEST_PROMPT, LONGEST_PROMPT = 60, 120_000
 SHORTEST_ANSWER, LONGEST_ANSWER = 5, 6_000

@@ -1,4 +1,4 @@
-"""Checks GPU layouts in a configuration by the rules of policies/sizing/rules.py, and the total
+"""Checks GPU layouts in a configuration by policies/sizing/parallelism_rules.py, and the total
 number of GPUs.
 
 The checks read plain data, like those of gateway/config/cross_checks.py.
@@ -12,13 +12,13 @@ from typing import Any
 from gateway.config.problems import Path
 from gateway.config.rule_findings import RuleFinding, get_member, iter_mappings
 from gateway.config.tree import Hardware
+from policies.sizing.gpu_memory import Demand, MemoryCheck, check_memory
 from policies.sizing.gpus import GPUS
 from policies.sizing.known_models import ModelFacts, facts_of_name
-from policies.sizing.layout import Layout
-from policies.sizing.memory import Demand, MemoryCheck, check_memory
 from policies.sizing.model_shapes import MODELS
+from policies.sizing.parallel_layout import Layout
+from policies.sizing.parallelism_rules import PlannedGroup, layout_findings
 from policies.sizing.placement import PlacedGroup, placement_problems
-from policies.sizing.rules import PlannedGroup, layout_findings
 
 SIZES = ("tp", "pp", "ep", "dp")
 

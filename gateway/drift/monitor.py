@@ -2,8 +2,8 @@
 
 The section `sized_for` of the configuration describes that workload.
 
-The windows, indices and alarms are those of `penstock drift` (policies/sizing/drift.py). The object
-is in the gateway process or, with workers, in their supervisor, which sees all requests.
+The windows, indices and alarms are those of `penstock drift` (policies/sizing/workload_drift.py).
+The object is in the gateway process or, with workers, in their supervisor, which sees all requests.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from gateway.metrics.drift_metrics import DriftMetrics
 from gateway.telemetry.request_shapes import ShapeRecord, ShapeRecorder
 from policies import saved_state
 from policies.saved_state import DriftState, SessionTurns
-from policies.sizing.drift import LIMIT, MEASURES, DriftWatch, DriftWindow, ShapeMemory
+from policies.sizing.workload_drift import LIMIT, MEASURES, DriftWatch, DriftWindow, ShapeMemory
 
 log = logging.getLogger("penstock")
 

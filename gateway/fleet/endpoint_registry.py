@@ -29,7 +29,7 @@ from policies.health.speed_record import SpeedRecord, SpeedVerdict
 from policies.health.stall import is_doubted
 from policies.load import EndpointLoad, LoadChanges
 from policies.model import Candidate, Endpoint, Role, TokenPrice, endpoint_key
-from policies.sizing.layout import Layout
+from policies.sizing.parallel_layout import Layout
 
 log = logging.getLogger("penstock")
 

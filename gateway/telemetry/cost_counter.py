@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Protocol
 
 from gateway.metrics.catalogue import Metrics
 from policies.ledger import LoadReservation
-from policies.sizing.cost import decode_weight
 from policies.sizing.cost_meter import CostMeter, EngineUse
+from policies.sizing.token_cost import decode_weight
 
 if TYPE_CHECKING:
     from policies.load import EndpointLoad

@@ -14,7 +14,7 @@ import msgspec
 from gateway.exchange import Exchange
 from gateway.protocol.response.relay import Relay
 from gateway.protocol.response.stream_search import TokenUsage
-from policies.sizing.drift import request_tokens
+from policies.sizing.workload_drift import request_tokens
 
 MAX_IDS = 1 << 17
 """Maximum number of block ids in records that have not been taken yet; further records are dropped

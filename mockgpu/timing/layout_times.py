@@ -4,7 +4,7 @@ to TP.
 A TP group computes with its roofline (roofline.py). This module adds what the other axes change:
 micro-batches and bubbles of pipeline stages, the part of a batch on each rank of DP, the exchange
 of tokens with experts, and the load of the busiest expert rank. Memory is computed in
-policies/sizing/memory.py.
+policies/sizing/gpu_memory.py.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import msgspec
 from mockgpu.timing.roofline import PROFILES, Profile, Roofline, StepTimeParts, StepTimes, StepWork
 from mockgpu.timing.step_time_grids import Grid, roofline_for
 from policies.sizing.gpus import Gpu
-from policies.sizing.layout import Layout
 from policies.sizing.model_shapes import Llm
+from policies.sizing.parallel_layout import Layout
 
 # A send and a receive between GPUs of neighbouring stages (aiconfigurator's p2p latency).
 HOP_S = 10e-6

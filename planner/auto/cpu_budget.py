@@ -21,7 +21,7 @@ NICE = 19
 
 OnProgress = Callable[[float, int], None]
 """A function that is called during a replay, so that its process can pause; see
-planner.replay.fleet.replay()."""
+planner.replay.fleet_sim.replay()."""
 
 
 def set_limits() -> None:

@@ -14,18 +14,18 @@ from statistics import fmean
 
 import msgspec
 
-from planner.auto.blocks import error_of_mean, in_blocks
 from planner.auto.calibrate import calibrate
 from planner.auto.cpu_budget import OnProgress
+from planner.auto.mean_error import error_of_mean, in_blocks
 from planner.auto.reproduction import ServedRequest, find_doubt, from_line, from_record, goodput
 from planner.plan.pool_case import PoolCase
 from planner.plan.recent import RecentTraffic
-from planner.replay.fleet import replay
+from planner.replay.fleet_sim import replay
 from planner.replay.options import ReplayOptions
 from planner.replay.record import ReplayRecord
 from planner.replay.traffic import Traffic
 from planner.traces.access import LoggedRequest, arrived_s
-from planner.traces.shape import TraceRequest
+from planner.traces.recorded_request import TraceRequest
 from policies import registry
 from policies.auto.estimates import MemberEstimate, PolicyMember, PoolEstimate
 

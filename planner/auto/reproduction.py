@@ -12,7 +12,7 @@ from statistics import median
 
 import msgspec
 
-from planner.auto.blocks import error_of_mean, in_blocks
+from planner.auto.mean_error import error_of_mean, in_blocks
 from planner.replay.record import ReplayRecord
 from planner.traces.access import LoggedRequest
 from policies.model import Slo

@@ -12,10 +12,10 @@ import msgspec
 
 from planner.auto.cpu_budget import OnProgress
 from planner.auto.evaluate import evaluate
-from planner.auto.window import choose_window
+from planner.auto.log_window import choose_window
 from planner.plan.pool_case import PoolCaseError, cases
 from planner.plan.recent import RecentTraffic, recent
-from planner.traces.shape import TraceError
+from planner.traces.recorded_request import TraceError
 from policies.auto.estimates import PoolEstimate
 from policies.auto.job import PoolJob, ReplayAnswer, ReplayJob
 

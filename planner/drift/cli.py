@@ -14,11 +14,11 @@ import msgspec
 
 from command_line import Argument, Option, write_line
 from planner.drift.log import read_log
-from planner.drift.shapes import count_shapes, windows_of
+from planner.drift.measures import count_shapes, windows_of
 from planner.progress import progress_bar
 from planner.size.units import parse_seconds
 from planner.traces import TraceError, TraceRequest
-from policies.sizing.drift import BINS, LIMIT, MEASURES, DriftWatch, DriftWindow
+from policies.sizing.workload_drift import BINS, LIMIT, MEASURES, DriftWatch, DriftWindow
 
 Log = Annotated[Path, Argument(is_file=True, help="Access log or recorded trace to check.")]
 ConfigFile = Annotated[

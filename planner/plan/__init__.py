@@ -1,6 +1,6 @@
 """Compares two configurations by two replays of the last minutes of an access log."""
 
-from planner.plan.plan import ConfigComparison, PoolComparison, plan
+from planner.plan.comparison import ConfigComparison, PoolComparison, plan
 from planner.plan.pool_case import Assumptions, PoolCase, PoolCaseError, cases
 from planner.plan.recent import RecentTraffic, recent
 from planner.plan.show import as_plain, show

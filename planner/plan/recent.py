@@ -14,7 +14,7 @@ from statistics import median
 import msgspec
 
 from planner.traces.access import LoggedRequest, arrived_s, request_of
-from planner.traces.shape import TraceError, TraceRequest, open_lines, parse_lines
+from planner.traces.recorded_request import TraceError, TraceRequest, open_lines, parse_lines
 
 TAIL_BYTES = 256 << 20
 """Maximum bytes of an access log that are read, counted from its end."""

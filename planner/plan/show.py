@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from planner.plan.plan import ConfigComparison, PoolComparison
+from planner.plan.comparison import ConfigComparison, PoolComparison
 from planner.replay.results import ReplayFigures, ShareFigures
 
 if TYPE_CHECKING:

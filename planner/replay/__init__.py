@@ -3,7 +3,7 @@
 Readers of recorded traffic are in planner/traces.
 """
 
-from planner.replay.fleet import replay
+from planner.replay.fleet_sim import replay
 from planner.replay.options import (
     CacheView,
     ClientBehaviour,

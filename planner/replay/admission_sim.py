@@ -2,7 +2,7 @@
 then.
 
 Clients retry or give up. Wait queue and admission are the gateway's own (wait_queue.py,
-policies/admission/admission.py). fleet.py serves admitted requests.
+policies/admission/admission.py). fleet_sim.py serves admitted requests.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from planner.traces.shape import TraceRequest, to_64_bits
+from planner.traces.recorded_request import TraceRequest, to_64_bits
 
 
 def keys_of(request: TraceRequest, block_tokens: int) -> tuple[int, ...]:

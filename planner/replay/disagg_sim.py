@@ -14,9 +14,9 @@ import msgspec
 from mockgpu.job import Job, JobState
 from mockgpu.split_legs import AgentPeer, DecodeLeg
 from planner.replay.fleet_port import FleetPort
-from planner.replay.group import ReplayGroup
+from planner.replay.group_sim import ReplayGroup
 from planner.replay.inflight import InflightRequest
-from planner.traces.shape import TraceRequest
+from planner.traces.recorded_request import TraceRequest
 from policies import ledger
 from policies.contract import Policy
 from policies.model import Role, RoutingQuery

@@ -6,9 +6,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from planner.replay.engine import EngineMetrics
+from planner.replay.engine_sim import EngineMetrics
 from planner.replay.fleet_port import FleetPort
-from planner.replay.group import ReplayGroup
+from planner.replay.group_sim import ReplayGroup
 from planner.replay.options import GroupFault, GroupFaultKind
 from policies import ledger
 from policies.health.slow_start import soft_cap

@@ -1,6 +1,6 @@
 """The interfaces by which the parts of a replay call each other.
 
-They make it unnecessary for the parts to import fleet.py, which creates them.
+They make it unnecessary for the parts to import fleet_sim.py, which creates them.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from mockgpu.job import Job
 from planner.replay.gateway_sim import GatewaySim
-from planner.replay.group import ReplayGroup
+from planner.replay.group_sim import ReplayGroup
 from planner.replay.inflight import InflightRequest
 from planner.replay.options import ReplayOptions
 from planner.replay.record import RequestEnd

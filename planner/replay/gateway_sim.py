@@ -1,7 +1,7 @@
 """Simulates the gateway in a replay: its view of the fleet, its routing decisions, and what it
 learns.
 
-Uses the gateway's own policy, ledger and prefix index. fleet.py schedules the events.
+Uses the gateway's own policy, ledger and prefix index. fleet_sim.py schedules the events.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from random import Random
 from zlib import crc32
 
 from mockgpu.blocks import blocks_for
-from planner.replay.group import ReplayGroup
+from planner.replay.group_sim import ReplayGroup
 from planner.replay.inflight import InflightRequest
 from planner.replay.options import CacheView, ReplayOptions
 from planner.replay.record import ReplayRecord
 from planner.replay.trace_fingerprint import fingerprint_of_chain
 from planner.text_generator import BYTES_PER_TOKEN
-from planner.traces.shape import TraceRequest
+from planner.traces.recorded_request import TraceRequest
 from policies import run
 from policies.candidate_order import create_order
 from policies.contract import Policy

@@ -7,7 +7,7 @@ policies/health/stall.py decides when a request is late. The retry budget is not
 from __future__ import annotations
 
 from planner.replay.fleet_port import FleetPort
-from planner.replay.group import ReplayGroup
+from planner.replay.group_sim import ReplayGroup
 from planner.replay.inflight import InflightRequest
 from policies.model import Pick
 

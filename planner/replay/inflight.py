@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from mockgpu.job import Job
-from planner.replay.group import ReplayGroup
+from planner.replay.group_sim import ReplayGroup
 from planner.replay.record import ReplayRecord
-from planner.traces.shape import TraceRequest
+from planner.traces.recorded_request import TraceRequest
 from policies.ledger import LoadReservation
 from policies.model import Request
 from policies.prefix.fingerprint import Fingerprint

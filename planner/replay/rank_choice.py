@@ -14,7 +14,7 @@ from itertools import chain
 from mockgpu.job import Job
 from mockgpu.rank_balancer import RankBalancer
 from mockgpu.scheduler import Scheduler
-from planner.replay.engine import EngineMetrics, ReplayEngine
+from planner.replay.engine_sim import EngineMetrics, ReplayEngine
 
 
 class RankChoice(StrEnum):

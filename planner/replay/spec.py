@@ -19,12 +19,12 @@ from planner.replay.rank_choice import RankChoice
 from planner.text_generator import BLOCK_TOKENS
 from policies.model import Role
 from policies.pricing.split import SplitRule
+from policies.sizing.gpu_memory import Demand, check_memory
 from policies.sizing.gpus import Gpu, gpu_named
 from policies.sizing.known_models import facts_of
-from policies.sizing.layout import Layout
-from policies.sizing.memory import Demand, check_memory
 from policies.sizing.model_shapes import Llm, model_named
-from policies.sizing.rules import MAX_SIZE, PlannedGroup, layout_findings
+from policies.sizing.parallel_layout import Layout
+from policies.sizing.parallelism_rules import MAX_SIZE, PlannedGroup, layout_findings
 
 MOST_GROUPS = 4096
 MOST_SKEW = 64.0

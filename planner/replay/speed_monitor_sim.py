@@ -12,7 +12,7 @@ from collections.abc import Hashable
 
 from mockgpu.job import Job
 from planner.replay.fleet_port import FleetPort
-from planner.replay.group import ReplayGroup
+from planner.replay.group_sim import ReplayGroup
 from planner.replay.inflight import InflightRequest
 from policies.health import speed_outlier
 from policies.health.speed_outlier import ReviewedEndpoint, SlowLimits

@@ -9,15 +9,15 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from planner.replay.capacity import Capacity, capacity
-from planner.replay.fleet import replay
+from planner.replay.capacity_search import Capacity, capacity
+from planner.replay.fleet_sim import replay
 from planner.replay.options import ReplayOptions
 from planner.replay.record import ReplayRun
 from planner.replay.results import ReplayFigures, figures
 from planner.replay.spec import FleetSpec
 from planner.replay.traffic import Traffic, traffic, users
 from planner.traces.mix import scale_rate
-from planner.traces.shape import TraceRequest
+from planner.traces.recorded_request import TraceRequest
 from policies import registry
 from policies.admission_registry import build_admission
 

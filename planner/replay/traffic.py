@@ -10,7 +10,7 @@ from random import Random
 
 import msgspec
 
-from planner.traces.shape import PART_BITS, PRIVATE, TRACE_BITS, TraceRequest, to_64_bits
+from planner.traces.recorded_request import PART_BITS, PRIVATE, TRACE_BITS, TraceRequest, to_64_bits
 
 _OWN_IDS = 1 << TRACE_BITS
 _COPY_SHIFT = TRACE_BITS + PART_BITS

@@ -10,11 +10,11 @@ from planner.plan.pool_case import Assumptions, cases
 from planner.process_map import available_cores
 from planner.progress import progress_rows
 from planner.replay.arguments import ArgumentError, parse_seconds
-from planner.size.draft import SizingError
 from planner.size.emit import POOL, Emission, emit
 from planner.size.finalist import Finalist
 from planner.size.finalist_replays import known_model, replay_finalists
 from planner.size.pareto_front import FleetPoint
+from planner.size.plan_draft import SizingError
 from planner.traces import TraceError, TraceRequest, read_trace, slice_span
 
 ConfigReader = Callable[[str], Mapping[str, Any]]

@@ -18,13 +18,13 @@ import msgspec
 
 from mockgpu.timing.roofline import PROFILES, Roofline, StepWork
 from planner.replay.arguments import ArgumentError, parse_seconds
-from planner.size.draft import SizingError
 from planner.size.measured import DecodePhase, PrefillPhase, phases_of, read_answers
+from planner.size.plan_draft import SizingError
 from planner.size.units import ms
 from policies.sizing.gpus import Fit, Gpu
 from policies.sizing.known_models import facts_of
 from policies.sizing.model_shapes import Llm
-from policies.sizing.rules import valid_tp_sizes
+from policies.sizing.parallelism_rules import valid_tp_sizes
 
 LEAST_PHASES = 50
 BOUND = log(4.0)  # a constant is at most four times its prior, and at least a quarter of it

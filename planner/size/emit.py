@@ -9,10 +9,15 @@ from types import MappingProxyType
 
 import msgspec
 
-from planner.size.draft import FleetPlan, SizingError
-from policies.sizing.launch import EngineLaunch, sglang_command, trtllm_options, vllm_command
-from policies.sizing.layout import Layout
+from planner.size.plan_draft import FleetPlan, SizingError
+from policies.sizing.launch_commands import (
+    EngineLaunch,
+    sglang_command,
+    trtllm_options,
+    vllm_command,
+)
 from policies.sizing.model_shapes import MODELS
+from policies.sizing.parallel_layout import Layout
 
 POOL = "main"
 """Name of the pool in a generated gateway.yaml."""

@@ -13,20 +13,20 @@ import msgspec
 
 from planner.plan.pool_case import PoolCase
 from planner.process_map import ReportShare, WorkerError, map_in_processes
-from planner.replay.fleet import replay
+from planner.replay.fleet_sim import replay
 from planner.replay.record import RequestEnd
 from planner.replay.results import ReplayFigures, figures
 from planner.replay.spec import FleetSpec, GroupKind, validate
 from planner.replay.traffic import traffic
-from planner.size.draft import FleetPlan, SizingError
 from planner.size.finalist import Finalist
 from planner.size.pareto_front import FleetPoint
-from planner.traces.shape import TraceRequest
+from planner.size.plan_draft import FleetPlan, SizingError
+from planner.traces.recorded_request import TraceRequest
 from policies.model import Role
 from policies.pricing.split import SplitRule
 from policies.sizing.gpus import GPUS
-from policies.sizing.layout import Layout
 from policies.sizing.model_shapes import MODELS
+from policies.sizing.parallel_layout import Layout
 
 MAX_FINALISTS = 5
 SPLIT_POLICY = "priced"

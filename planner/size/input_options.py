@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from planner.size.draft import PlanHardware, SizingError
+from planner.size.plan_draft import PlanHardware, SizingError
 from planner.size.units import parse_seconds, parse_tokens
 from planner.size.workload import Promise, Workload
 from policies.sizing.gpus import GPUS, Gpu, gpu_from_members, gpu_named

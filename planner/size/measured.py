@@ -14,10 +14,10 @@ from pathlib import Path
 
 import msgspec
 
-from planner.size.draft import SizingError
+from planner.size.plan_draft import SizingError
 from planner.traces import TraceError
 from planner.traces.access import LoggedRequest, arrived_s
-from planner.traces.shape import parse_lines
+from planner.traces.recorded_request import parse_lines
 from policies.sizing.model_shapes import Llm
 
 LEAST_OUTPUT = 16  # shorter answers measure the network rather than steps

@@ -1,8 +1,8 @@
 """All layouts of a number of GPUs: their speed and cost, and which of them no other layout
 surpasses.
 
-A point is (weights, TP, PP, replicas, batch). Its times are the static estimate of timing.py;
-attainment under real arrivals needs a replay.
+A point is (weights, TP, PP, replicas, batch). Its times are the static estimate of
+replica_times.py; attainment under real arrivals needs a replay.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ import msgspec
 
 from mockgpu.timing.roofline import StepTimeParts
 from mockgpu.timing.step_time_grids import Grid
-from planner.size.draft import PlanHardware
-from planner.size.timing import ReplicaTimes, at_batch
+from planner.size.plan_draft import PlanHardware
+from planner.size.replica_times import ReplicaTimes, at_batch
 from planner.size.units import ms
 from planner.size.workload import Workload
-from policies.sizing.cost import tp_tax, usd_per_million
+from policies.sizing.gpu_memory import Demand, MemoryCheck, MemoryVerdict, check_memory
 from policies.sizing.intensity import matrix_intensity
 from policies.sizing.known_models import facts_of
-from policies.sizing.layout import Layout
-from policies.sizing.memory import Demand, MemoryCheck, MemoryVerdict, check_memory
 from policies.sizing.model_shapes import Llm
-from policies.sizing.rules import heads_problem, valid_tp_sizes
+from policies.sizing.parallel_layout import Layout
+from policies.sizing.parallelism_rules import heads_problem, valid_tp_sizes
+from policies.sizing.token_cost import tp_tax, usd_per_million
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 MAX_LADDER_TP = 16

@@ -12,8 +12,8 @@ from math import log10
 
 import msgspec
 
-from planner.size.draft import FleetPlan
 from planner.size.pareto_front import BATCHES, FleetPoint, LadderStep, headline
+from planner.size.plan_draft import FleetPlan
 from planner.size.shape_choices import (
     LoadChoice,
     choices_for,

@@ -7,9 +7,9 @@ from typing import Any
 
 import msgspec
 
-from planner.size.draft import FleetPlan, RecipeGate
 from planner.size.finalist import Finalist
 from planner.size.pareto_front import FleetPoint, LadderStep
+from planner.size.plan_draft import FleetPlan, RecipeGate
 from planner.size.units import gb, ms, usd
 
 MAX_REASONS = 12

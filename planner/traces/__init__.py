@@ -1,4 +1,6 @@
-"""Readers of recorded traffic, which yield one common form (shape.py); one module per format."""
+"""Readers of recorded traffic, one module per format; all yield TraceRequest
+(recorded_request.py).
+"""
 
 from planner.traces.access import access, read_access
 from planner.traces.agents import agents
@@ -7,9 +9,9 @@ from planner.traces.b2b import b2b
 from planner.traces.bailian import bailian
 from planner.traces.mix import MixPart, mix_parts, scale_rate, slice_span
 from planner.traces.mooncake import mooncake, read_mooncake
-from planner.traces.shape import TraceError, TraceRequest, open_lines
+from planner.traces.recorded_request import TraceError, TraceRequest, open_lines
 from planner.traces.sharegpt import sharegpt
-from planner.traces.source import READERS, looks_like, read_trace
+from planner.traces.trace_file import READERS, looks_like, read_trace
 
 __all__ = [
     "READERS",

@@ -13,8 +13,8 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from planner.traces.shape import BlockId, Tokens, TraceRequest, parse_lines
-from policies.sizing.drift import request_tokens
+from planner.traces.recorded_request import BlockId, Tokens, TraceRequest, parse_lines
+from policies.sizing.workload_drift import request_tokens
 
 
 class LoggedRequest(msgspec.Struct):

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from random import Random
 
 from planner.text_generator import BLOCK_TOKENS
-from planner.traces.shape import TraceRequest
+from planner.traces.recorded_request import TraceRequest
 
 _OWN = 1 << 40
 

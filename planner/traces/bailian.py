@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 
 import msgspec
 
-from planner.traces.shape import BlockId, Tokens, TraceError, TraceRequest, parse_lines
+from planner.traces.recorded_request import BlockId, Tokens, TraceError, TraceRequest, parse_lines
 
 TOKENS = 16
 

@@ -11,7 +11,7 @@ from math import inf
 
 import msgspec
 
-from planner.traces.shape import PART_BITS, TRACE_BITS, TraceRequest
+from planner.traces.recorded_request import PART_BITS, TRACE_BITS, TraceRequest
 
 MOST_PARTS = 1 << PART_BITS
 

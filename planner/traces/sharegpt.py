@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 
 import msgspec
 
-from planner.traces.shape import Tokens, TraceError, TraceRequest, parse_lines
+from planner.traces.recorded_request import Tokens, TraceError, TraceRequest, parse_lines
 
 TOKENS = 16
 

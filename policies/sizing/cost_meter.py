@@ -1,8 +1,8 @@
 """Computes what requests cost while they run: an engine's dollars are divided by its use.
 
 An engine's GPUs cost the same every second. A moment's dollars go to the requests in the engine in
-proportion to their weights (cost.py), and to idle time if there are none. So the parts always add
-up to price x GPUs x time.
+proportion to their weights (token_cost.py), and to idle time if there are none. So the parts always
+add up to price x GPUs x time.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Generic, TypeVar
 
 import msgspec
 
-from policies.sizing.cost import usd_of
+from policies.sizing.token_cost import usd_of
 
 Key = TypeVar("Key", bound=Hashable)
 

@@ -1,8 +1,8 @@
 """The shapes of models and their sizes: parameters, weights, and KV per token and per request.
 
 The built-in shapes are the models' published configurations with their published totals.
-hf_config.py counts the shape of a local config.json tensor by tensor. memory.py checks what fits a
-GPU; mockgpu/timing/roofline.py computes times.
+hf_config.py counts the shape of a local config.json tensor by tensor. gpu_memory.py checks what
+fits a GPU; mockgpu/timing/roofline.py computes times.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
 
-from policies.sizing.layout import Layout
+from policies.sizing.parallel_layout import Layout
 
 
 class PlacedGroup(msgspec.Struct, frozen=True):

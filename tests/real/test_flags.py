@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from policies.sizing.launch import EngineLaunch, vllm_command
-from policies.sizing.layout import Layout
+from policies.sizing.launch_commands import EngineLaunch, vllm_command
+from policies.sizing.parallel_layout import Layout
 from tests.real.engines import ENV, REAL, ROOT
 
 MODEL = "meta-llama/Llama-3.1-70B-Instruct"

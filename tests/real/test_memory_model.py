@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
+from policies.sizing.gpu_memory import stages
 from policies.sizing.hf_config import shape_from_config
-from policies.sizing.layout import Layout
-from policies.sizing.memory import stages
+from policies.sizing.parallel_layout import Layout
 from tests.real.engines import ENV, REAL, ROOT, free_ports
 
 MODELS = ROOT / "tests" / "data" / "models"

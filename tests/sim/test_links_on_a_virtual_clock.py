@@ -10,7 +10,7 @@ from statistics import mean
 from msgspec.structs import replace
 
 from planner.replay import FleetSpec, GroupKind, ReplayOptions, ReplayRun, replay, traffic
-from planner.traces.shape import PRIVATE, TraceRequest
+from planner.traces.recorded_request import PRIVATE, TraceRequest
 from policies import registry
 from policies.model import Slo
 from policies.pricing.split import SplitRule

@@ -21,7 +21,7 @@ from bench.load.overload_plan import (
     trace_request,
 )
 from planner.replay import ClientBehaviour, FleetSpec, ReplayOptions, ReplayRun, replay, traffic
-from planner.traces.shape import PRIVATE
+from planner.traces.recorded_request import PRIVATE
 from policies import registry
 from policies.admission_registry import build_admission
 

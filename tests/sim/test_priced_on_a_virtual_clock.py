@@ -18,7 +18,7 @@ from planner.replay import FleetSpec, GroupKind, ReplayOptions, ReplayRun, repla
 from planner.replay.results import ReplayFigures, figures
 from planner.traces.b2b import b2b
 from planner.traces.mix import scale_rate
-from planner.traces.shape import PRIVATE, TraceRequest
+from planner.traces.recorded_request import PRIVATE, TraceRequest
 from policies import registry
 from policies.model import STANDARD
 from tests.sim import conversation as excerpt

@@ -17,9 +17,9 @@ import pytest
 
 from mockgpu.job import Job
 from planner.replay import FleetSpec, ReplayOptions, traffic
-from planner.replay.fleet import Fleet
+from planner.replay.fleet_sim import Fleet
 from planner.replay.gateway_sim import INDEX_BYTES
-from planner.replay.group import ReplayGroup
+from planner.replay.group_sim import ReplayGroup
 from planner.replay.inflight import InflightRequest
 from planner.replay.results import figures
 from policies import registry

@@ -8,8 +8,8 @@ import msgspec
 import pytest
 
 from planner.replay import FleetSpec, GroupKind, ReplayOptions, Traffic
-from planner.replay.fleet import Fleet
-from planner.traces.shape import TraceRequest
+from planner.replay.fleet_sim import Fleet
+from planner.traces.recorded_request import TraceRequest
 from policies import registry
 
 GROUP = GroupKind(kv_tokens=600_000, max_num_seqs=32, count=2)

@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 from planner.replay import FleetSpec, GroupKind, ReplayOptions, traffic
-from planner.replay.fleet import Fleet
+from planner.replay.fleet_sim import Fleet
 from planner.replay.options import GroupFault, GroupFaultKind
 from planner.replay.record import ReplayRun
 from planner.traces import TraceRequest

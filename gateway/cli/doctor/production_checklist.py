@@ -22,10 +22,10 @@ from gateway.cli.doctor.findings import (
 from gateway.config import Config, Hardware
 from gateway.fleet import engine_metrics
 from policies.model import Endpoint
+from policies.sizing.gpu_memory import Demand, check_memory
 from policies.sizing.gpus import GPUS, Gpu
-from policies.sizing.memory import Demand, check_memory
 from policies.sizing.model_shapes import MODELS, Llm
-from policies.sizing.rules import PlannedGroup, layout_findings
+from policies.sizing.parallelism_rules import PlannedGroup, layout_findings
 
 FLEET_SUBJECT = "fleet"
 KV_HEADROOM = 1.15

@@ -10,7 +10,7 @@ from bench.ranks.measure import RANKS, Measurement, measure
 from bench.ranks.run import find_users, page
 from bench.ranks.sessions import MOST_TOKENS, draw, sessions
 from planner.text_generator import BLOCK_TOKENS
-from planner.traces.shape import PRIVATE, TraceRequest
+from planner.traces.recorded_request import PRIVATE, TraceRequest
 
 
 def by_session(seed: int, count: int = 40) -> dict[str, list[TraceRequest]]:

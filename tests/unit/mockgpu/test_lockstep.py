@@ -21,8 +21,8 @@ from mockgpu.request_parser import ApiError
 from mockgpu.timing.layout_times import SharedExperts, shared_experts_for, step_times_for
 from mockgpu.timing.roofline import StepWork
 from policies.sizing.gpus import gpu_named
-from policies.sizing.layout import Layout
 from policies.sizing.model_shapes import model_named
+from policies.sizing.parallel_layout import Layout
 from tests.command_runner import CommandRunner
 from tests.sim.jumping_loop import JumpingLoop, Stamps
 

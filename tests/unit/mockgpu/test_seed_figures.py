@@ -15,8 +15,8 @@ import pytest
 
 from mockgpu.timing.roofline import PROFILES, Roofline, StepWork
 from mockgpu.timing.step_time_grids import roofline_for, whole_prompt
+from policies.sizing.gpu_memory import RULE_OF_THUMB, free_kv_bytes, kv_capacity_tokens
 from policies.sizing.gpus import Gpu, gpu_named
-from policies.sizing.memory import RULE_OF_THUMB, free_kv_bytes, kv_capacity_tokens
 from policies.sizing.model_shapes import Llm, model_named
 from tests.unit.mockgpu.formulas import ideal_decode_s, kv_transfer_s, min_tp, weights_load_s
 

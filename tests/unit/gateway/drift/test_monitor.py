@@ -20,8 +20,8 @@ from gateway.metrics.drift_metrics import DriftMetrics
 from gateway.metrics.metric_types import MetricRegistry
 from gateway.restart import channel
 from gateway.telemetry.request_shapes import ShapeRecord
-from policies.sizing.drift import MEASURES, ShapeCounts, ShapeMemory
-from tests.unit.policies.sizing.test_drift import sized_for
+from policies.sizing.workload_drift import MEASURES, ShapeCounts, ShapeMemory
+from tests.unit.policies.sizing.test_workload_drift import sized_for
 
 MONDAY_S = 1_795_996_800.0  # midnight of a day in Unix time
 HOUR_S, DAY_S = 3600.0, 86_400.0
@@ -194,7 +194,7 @@ def test_another_sized_for_begins_again_and_the_same_one_goes_on() -> None:
 
 
 def _agent(rng: Random) -> Any:
-    from policies.sizing.drift import RequestShape
+    from policies.sizing.workload_drift import RequestShape
 
     return RequestShape(9000 + rng.randrange(3000), 50, 0.2, 4)
 

@@ -21,8 +21,8 @@ from gateway.protocol.response.stream_search import TokenUsage
 from gateway.telemetry import request_shapes
 from gateway.telemetry.request_shapes import ShapeRecord, ShapeRecorder
 from planner.drift.log import read_log
-from planner.drift.shapes import count_shapes
-from policies.sizing.drift import BINS, ShapeCounts, ShapeMemory
+from planner.drift.measures import count_shapes
+from policies.sizing.workload_drift import BINS, ShapeCounts, ShapeMemory
 from tests.command_runner import CommandRunner
 from tests.ports import free_port
 from tests.replaced import stand_in

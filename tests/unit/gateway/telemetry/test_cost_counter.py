@@ -11,7 +11,7 @@ from gateway.telemetry.cost_counter import LiveCost
 from policies import ledger
 from policies.load import EndpointLoad
 from policies.model import Endpoint, Request
-from policies.sizing.layout import Layout
+from policies.sizing.parallel_layout import Layout
 
 ENDPOINT = Endpoint("g", "http://g", "main", "m", layout=Layout(4), labels={"gpu": "h100"})
 PRICES = {"h100": 2.5}

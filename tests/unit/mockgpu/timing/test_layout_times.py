@@ -14,10 +14,10 @@ from mockgpu.timing.layout_times import LayoutTimes, rank_model, step_times_for
 from mockgpu.timing.roofline import Roofline, StepTimes, StepWork
 from mockgpu.timing.step_time_grids import load_grids, roofline_for
 from planner.replay.spec import FleetError, FleetSpec, GroupKind, validate
+from policies.sizing.gpu_memory import Demand, check_memory, stages
 from policies.sizing.gpus import gpu_named
-from policies.sizing.layout import Layout
-from policies.sizing.memory import Demand, check_memory, stages
 from policies.sizing.model_shapes import model_named
+from policies.sizing.parallel_layout import Layout
 from tests.command_runner import CommandRunner
 
 GRIDS = load_grids()

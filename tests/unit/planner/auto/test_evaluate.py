@@ -8,9 +8,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from planner.auto.blocks import BLOCKS, error_of_mean, in_blocks
 from planner.auto.calibrate import calibrate
 from planner.auto.evaluate import evaluate
+from planner.auto.mean_error import BLOCKS, error_of_mean, in_blocks
 from planner.auto.run_job import run_job
 from planner.plan.pool_case import PoolCase, cases
 from planner.plan.recent import RecentTraffic

@@ -12,9 +12,9 @@ import pytest
 from gateway.cli.main import run as penstock
 from gateway.config import load_with_warnings
 from planner.drift.cli import hourly_rates
-from planner.drift.shapes import shape_of
+from planner.drift.measures import shape_of
 from planner.traces import TraceRequest
-from policies.sizing.drift import ShapeMemory
+from policies.sizing.workload_drift import ShapeMemory
 from tests.command_runner import CommandRunner, Result
 
 TRACE = Path(__file__).parents[3] / "data" / "mooncake_conversation_1500.jsonl.gz"

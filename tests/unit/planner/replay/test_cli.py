@@ -12,7 +12,7 @@ import pytest
 
 from gateway.cli import main
 from planner.replay import preset
-from planner.replay.capacity import Capacity
+from planner.replay.capacity_search import Capacity
 from planner.replay.report import _shares
 from planner.replay.sweep import Comparison, NoCountedRequestError, _capacity
 from tests.command_runner import CommandRunner, Result

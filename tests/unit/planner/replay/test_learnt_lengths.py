@@ -7,9 +7,9 @@ import pytest
 
 from mockgpu.job import Job
 from planner.replay import FleetError, FleetSpec, GroupKind, ReplayOptions, Traffic, replay
-from planner.replay.group import build_engines
+from planner.replay.group_sim import build_engines
 from planner.replay.spec import validate
-from planner.traces.shape import TraceRequest
+from planner.traces.recorded_request import TraceRequest
 from policies import registry
 from policies.engine.output_length import DEFAULT_OUTPUT_TOKENS
 from policies.model import Candidate, RoutingQuery

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from planner.replay import ReplayRecord, ReplayRun, RequestEnd
-from planner.replay.capacity import capacity
+from planner.replay.capacity_search import capacity
 from planner.replay.record import GroupTotals
 from planner.replay.results import figures, jain, regret
 from policies.model import Slo

@@ -33,9 +33,9 @@ from policies.prefix.prefix_index import PrefixIndex
 from policies.run import pick
 from policies.sizing.gpus import gpu_named
 from policies.sizing.known_models import facts_of_name
-from policies.sizing.layout import Layout
 from policies.sizing.model_shapes import model_named
-from policies.sizing.rules import PlannedGroup, layout_findings
+from policies.sizing.parallel_layout import Layout
+from policies.sizing.parallelism_rules import PlannedGroup, layout_findings
 from tests.command_runner import CommandRunner
 from tests.unit.planner.seeds.answers import Outcome, answer
 from tests.unit.planner.seeds.sizing_answers import trtllm_of_the_seed

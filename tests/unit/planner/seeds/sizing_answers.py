@@ -15,15 +15,20 @@ from mockgpu.timing.step_time_grids import load_grids, roofline_for, whole_promp
 from planner.golden.cli import report_of
 from planner.seeds.collectives import collectives_share
 from planner.seeds.items import SeedItem
-from planner.size.timing import ReplicaTimes
+from planner.size.replica_times import ReplicaTimes
 from policies.golden.answers import GoldenAnswer
-from policies.sizing.capacity import concurrency_of
-from policies.sizing.drift import DriftWatch, RequestShape, ShapeCounts
+from policies.sizing.gpu_memory import Demand, check_memory, kv_capacity_tokens, min_gpus, stages
 from policies.sizing.gpus import gpu_named
-from policies.sizing.launch import EngineLaunch, sglang_command, trtllm_options, vllm_command
-from policies.sizing.layout import Layout, layers_of_stages
-from policies.sizing.memory import Demand, check_memory, kv_capacity_tokens, min_gpus, stages
+from policies.sizing.launch_commands import (
+    EngineLaunch,
+    sglang_command,
+    trtllm_options,
+    vllm_command,
+)
 from policies.sizing.model_shapes import model_named
+from policies.sizing.parallel_layout import Layout, layers_of_stages
+from policies.sizing.replica_count import concurrency_of
+from policies.sizing.workload_drift import DriftWatch, RequestShape, ShapeCounts
 from tests.unit.planner.seeds.answers import Outcome, answer, member, plain, printed
 
 H100, H200, A100 = (gpu_named(name) for name in ("h100", "h200", "a100"))

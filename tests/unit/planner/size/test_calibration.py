@@ -11,20 +11,20 @@ import msgspec
 import pytest
 
 from mockgpu.timing.roofline import PROFILES, Roofline, StepTimes, StepWork
-from planner.replay.fleet import replay
+from planner.replay.fleet_sim import replay
 from planner.replay.options import ReplayOptions
 from planner.replay.spec import FleetSpec, GroupKind
 from planner.replay.traffic import traffic
 from planner.size.calibration import calibrate, least_squares
 from planner.size.cli import size
-from planner.size.draft import SizingError
 from planner.size.measured import MeasuredAnswer, phases_of, read_answers
-from planner.size.timing import ReplicaTimes
-from planner.traces.shape import TraceRequest
+from planner.size.plan_draft import SizingError
+from planner.size.replica_times import ReplicaTimes
+from planner.traces.recorded_request import TraceRequest
 from policies import registry
 from policies.sizing.gpus import Fit, Gpu, gpu_named
-from policies.sizing.layout import Layout
 from policies.sizing.model_shapes import model_named
+from policies.sizing.parallel_layout import Layout
 from tests.command_runner import CommandRunner, program
 
 SIZE = program(size, read_config=json.loads)

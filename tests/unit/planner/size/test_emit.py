@@ -7,7 +7,7 @@ from msgspec.structs import replace
 
 from planner.size.emit import Emission, emit
 from planner.size.workload import Workload
-from policies.sizing.layout import Layout
+from policies.sizing.parallel_layout import Layout
 from tests.unit.planner.size.test_recipe import planned
 
 WORK = Workload(2000, 200, 4096, concurrency=64.0)

@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 
 from mockgpu.timing.step_time_grids import load_grids
-from planner.size.draft import PlanHardware
 from planner.size.pareto_front import FleetPoint, best_of, fleet_points, headline, tp_ladder
+from planner.size.plan_draft import PlanHardware
 from planner.size.recipe import variants
-from planner.size.timing import ReplicaTimes, at_batch, largest_batch
+from planner.size.replica_times import ReplicaTimes, at_batch, largest_batch
 from planner.size.workload import Promise, Workload
 from policies.sizing.gpus import gpu_named
-from policies.sizing.layout import Layout
 from policies.sizing.model_shapes import Llm, model_named
+from policies.sizing.parallel_layout import Layout
 
 GRIDS = load_grids()
 H100 = PlanHardware(gpu_named("h100"), 8, 16, 2.5)

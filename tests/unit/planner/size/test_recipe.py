@@ -8,12 +8,12 @@ import msgspec
 import pytest
 
 from mockgpu.timing.step_time_grids import load_grids
-from planner.size.draft import FleetPlan, PlanHardware, SizingError
+from planner.size.plan_draft import FleetPlan, PlanHardware, SizingError
 from planner.size.recipe import plan_fleet, variants
 from planner.size.workload import Promise, Workload
 from policies.sizing.gpus import gpu_named
-from policies.sizing.layout import Layout
 from policies.sizing.model_shapes import model_named
+from policies.sizing.parallel_layout import Layout
 
 GRIDS = load_grids()
 HARBOR = Workload(

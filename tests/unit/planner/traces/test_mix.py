@@ -16,7 +16,7 @@ from planner.traces import (
     scale_rate,
     slice_span,
 )
-from planner.traces.shape import PRIVATE
+from planner.traces.recorded_request import PRIVATE
 
 
 def every(second: float, count: int = 10, **other: object) -> list[TraceRequest]:

@@ -9,14 +9,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policies.sizing.capacity import (
+from policies.sizing.intensity import matrix_intensity
+from policies.sizing.replica_count import (
     ceiling_of,
     concurrency_of,
     replicas_for,
     replicas_for_wait,
     wait_quantile_s,
 )
-from policies.sizing.cost import (
+from policies.sizing.token_cost import (
     EngineShare,
     RequestSeconds,
     RequestShare,
@@ -26,7 +27,6 @@ from policies.sizing.cost import (
     usd_of,
     usd_per_million,
 )
-from policies.sizing.intensity import matrix_intensity
 
 
 def test_ten_requests_a_second_of_12_s_need_five_replicas_of_24() -> None:

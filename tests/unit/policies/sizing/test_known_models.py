@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from policies.sizing.known_models import ModelFacts, facts_of_name
-from policies.sizing.rules import heads_problem
+from policies.sizing.parallelism_rules import heads_problem
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policies.sizing.layout import Layout
+from policies.sizing.parallel_layout import Layout
 from policies.sizing.placement import PlacedGroup, placement_problems
 
 NODES = {"a": 8, "b": 8, "c": 4}

@@ -12,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from gateway.config import SizedFor
 from gateway.telemetry.request_shapes import ShapeRecord
-from policies.sizing.drift import BINS
+from policies.sizing.workload_drift import BINS
 from tests.chaos.gateway_fleet import GatewayFleet, gateway_fleet
 from tests.e2e.split_fleet import SENTENCE, SplitFleet, split_fleet
 from tests.fair_time import PATIENCE_S

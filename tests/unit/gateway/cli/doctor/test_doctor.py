@@ -19,7 +19,7 @@ from gateway.cli.doctor.findings import CheckVerdict, fail_finding, group_findin
 from gateway.cli.doctor.production_checklist import CheckedEndpoint, CheckedFleet, run_checklist
 from gateway.config import Config
 from policies.model import Endpoint, EngineKind
-from policies.sizing.layout import Layout
+from policies.sizing.parallel_layout import Layout
 from tests.chaos.gateway_fleet import gateway_fleet
 from tests.command_runner import CommandRunner
 from tests.redis_server import redis_server

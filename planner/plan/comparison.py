@@ -8,11 +8,11 @@ import msgspec
 
 from planner.plan.pool_case import PoolCase
 from planner.plan.recent import RecentTraffic
-from planner.replay.fleet import replay
+from planner.replay.fleet_sim import replay
 from planner.replay.results import ReplayFigures, figures
 from planner.replay.traffic import Traffic
 from planner.traces.access import arrived_s
-from planner.traces.shape import TraceRequest
+from planner.traces.recorded_request import TraceRequest
 
 
 class PoolComparison(msgspec.Struct, frozen=True):

@@ -6,11 +6,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from planner.size.draft import Draft
-from planner.size.timing import BatchTimes, at_batch, largest_batch
+from planner.size.plan_draft import Draft
+from planner.size.replica_times import BatchTimes, at_batch, largest_batch
 from planner.size.units import ms
 from planner.size.workload import MAX_BATCH
-from policies.sizing.capacity import (
+from policies.sizing.replica_count import (
     ceiling_of,
     concurrency_of,
     replicas_for,

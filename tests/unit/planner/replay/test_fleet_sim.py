@@ -149,7 +149,7 @@ def test_leaping_and_stepping_give_the_same_run_within_a_thousandth() -> None:
 
 
 def test_loads_are_back_at_nothing_when_all_is_over() -> None:
-    from planner.replay.fleet import Fleet
+    from planner.replay.fleet_sim import Fleet
 
     fleet = Fleet(TWO, traffic(some()), registry.build("prefix_aware", {}), None, ReplayOptions())
     fleet.run()

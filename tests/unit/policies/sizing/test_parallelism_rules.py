@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from policies.sizing.gpu_memory import Demand, MemoryCheck, check_memory
 from policies.sizing.gpus import gpu_named
 from policies.sizing.known_models import ModelFacts, facts_of
-from policies.sizing.layout import Layout
-from policies.sizing.memory import Demand, MemoryCheck, check_memory
 from policies.sizing.model_shapes import model_named
-from policies.sizing.rules import (
+from policies.sizing.parallel_layout import Layout
+from policies.sizing.parallelism_rules import (
     RULES,
     PlannedGroup,
     layout_findings,

@@ -1,6 +1,6 @@
 """Reads any trace file; its format is detected from the first line unless it is given.
 
-A .yaml file describes a mix of traces.
+A .yaml file describes a mix of traces (mix_file.py).
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ from planner.traces.access import access
 from planner.traces.agents import agents
 from planner.traces.azure import azure
 from planner.traces.bailian import bailian
-from planner.traces.mix import MixPart, mix_parts
+from planner.traces.mix import mix_parts
+from planner.traces.mix_file import read_mix_file
 from planner.traces.mooncake import mooncake
-from planner.traces.shape import TraceError, TraceRequest, open_lines
+from planner.traces.recorded_request import TraceError, TraceRequest, open_lines
 from planner.traces.sharegpt import sharegpt
 
 Reader = Callable[[Iterable[bytes], str], Iterator[TraceRequest]]
@@ -39,19 +40,6 @@ _SIGNS = (
     ("tool_tokens", "agents"),
     ("outcome", "access"),
 )
-
-
-class _Member(msgspec.Struct, forbid_unknown_fields=True):
-    # One part of a mix in its YAML file; `trace` is a path relative to that file.
-
-    trace: str
-    format: str | None = None
-    rate: float = 1.0
-    from_s: float = 0.0
-    to_s: float | None = None
-    slo: str | None = None
-    tenant: str | None = None
-    priority: int | None = None
 
 
 def read_trace(path: Path, kind: str | None = None) -> list[TraceRequest]:
@@ -98,31 +86,11 @@ def _mix(path: Path, within: tuple[Path, ...]) -> list[TraceRequest]:
     resolved = path.resolve()
     if resolved in within:
         raise TraceError(f"{path}: a mix cannot be a part of itself")
-    parts = [_part(member, path, (*within, resolved)) for member in _members(path)]
+    parts = [
+        member.part(_read(path.parent / member.trace, member.format, (*within, resolved)))
+        for member in read_mix_file(path)
+    ]
     try:
         return mix_parts(parts)
     except ValueError as error:
         raise TraceError(f"{path}: {error}") from None
-
-
-def _members(path: Path) -> list[_Member]:
-    from ruamel.yaml import YAML
-    from ruamel.yaml.error import YAMLError
-
-    try:
-        return msgspec.convert(YAML(typ="safe", pure=True).load(path.read_text()), list[_Member])
-    except (YAMLError, OSError, UnicodeDecodeError, msgspec.ValidationError) as error:
-        raise TraceError(f"{path}: {error}") from None
-
-
-def _part(member: _Member, path: Path, within: tuple[Path, ...]) -> MixPart:
-    requests = _read(path.parent / member.trace, member.format, within)
-    parameters = (
-        member.rate,
-        member.from_s,
-        member.to_s,
-        member.slo,
-        member.tenant,
-        member.priority,
-    )
-    return MixPart(requests, *parameters)

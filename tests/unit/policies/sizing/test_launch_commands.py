@@ -6,8 +6,13 @@ import shlex
 
 import pytest
 
-from policies.sizing.launch import EngineLaunch, sglang_command, trtllm_options, vllm_command
-from policies.sizing.layout import Layout
+from policies.sizing.launch_commands import (
+    EngineLaunch,
+    sglang_command,
+    trtllm_options,
+    vllm_command,
+)
+from policies.sizing.parallel_layout import Layout
 
 LLAMA, DEEPSEEK = "meta-llama/Llama-3.1-70B-Instruct", "deepseek-ai/DeepSeek-V3-0324"
 

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policies.sizing.drift import (
+from policies.sizing.workload_drift import (
     BINS,
     LIMIT,
     MEASURES,

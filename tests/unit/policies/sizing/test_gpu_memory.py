@@ -9,9 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policies.sizing.gpus import GPUS, gpu_named
-from policies.sizing.layout import Layout, layers_of_stages
-from policies.sizing.memory import (
+from policies.sizing.gpu_memory import (
     ENGINE_RESERVE,
     RULE_OF_THUMB,
     Demand,
@@ -21,7 +19,9 @@ from policies.sizing.memory import (
     min_gpus,
     stages,
 )
+from policies.sizing.gpus import GPUS, gpu_named
 from policies.sizing.model_shapes import model_named
+from policies.sizing.parallel_layout import Layout, layers_of_stages
 
 HARBOR = Demand(8192, 24)
 

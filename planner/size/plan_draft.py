@@ -9,15 +9,20 @@ from collections.abc import Sequence
 import msgspec
 
 from mockgpu.timing.step_time_grids import Grid
-from planner.size.timing import BatchTimes, ReplicaTimes, at_batch
+from planner.size.replica_times import BatchTimes, ReplicaTimes, at_batch
 from planner.size.workload import Workload
-from policies.sizing.cost import TokenPrices, token_prices, usd_of
+from policies.sizing.gpu_memory import Demand, MemoryCheck, check_memory
 from policies.sizing.gpus import Gpu
 from policies.sizing.known_models import ModelFacts, facts_of
-from policies.sizing.layout import Layout
-from policies.sizing.memory import Demand, MemoryCheck, check_memory
 from policies.sizing.model_shapes import Llm
-from policies.sizing.rules import LayoutFinding, PlannedGroup, layout_findings, valid_tp_sizes
+from policies.sizing.parallel_layout import Layout
+from policies.sizing.parallelism_rules import (
+    LayoutFinding,
+    PlannedGroup,
+    layout_findings,
+    valid_tp_sizes,
+)
+from policies.sizing.token_cost import TokenPrices, token_prices, usd_of
 
 
 class SizingError(ValueError):

@@ -9,7 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from planner.traces import TraceRequest
-from policies.sizing.drift import DriftWatch, DriftWindow, RequestShape, ShapeCounts, ShapeMemory
+from policies.sizing.workload_drift import (
+    DriftWatch,
+    DriftWindow,
+    RequestShape,
+    ShapeCounts,
+    ShapeMemory,
+)
 
 
 def shape_of(memory: ShapeMemory, request: TraceRequest) -> RequestShape:

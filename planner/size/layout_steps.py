@@ -1,4 +1,4 @@
-"""The steps (gates) of the sizing recipe, in order.
+"""The steps (gates) of the sizing recipe that choose weights, GPUs and layout, in order.
 
 Each reads the draft of a plan, makes one decision in it and records the reason.
 """
@@ -11,14 +11,14 @@ from math import log2
 
 import msgspec
 
-from planner.size.draft import Draft, FleetPlan, RecipeGate, SizingError
-from planner.size.timing import at_batch
+from planner.size.plan_draft import Draft, FleetPlan, RecipeGate, SizingError
+from planner.size.replica_times import at_batch
 from planner.size.units import gb, ms, usd
-from policies.sizing.cost import usd_per_million
-from policies.sizing.layout import Layout
-from policies.sizing.memory import MemoryCheck, min_gpus
+from policies.sizing.gpu_memory import MemoryCheck, min_gpus
 from policies.sizing.model_shapes import Llm
-from policies.sizing.rules import divisors, heads_problem, valid_tp_sizes
+from policies.sizing.parallel_layout import Layout
+from policies.sizing.parallelism_rules import divisors, heads_problem, valid_tp_sizes
+from policies.sizing.token_cost import usd_per_million
 
 KNEE = 1.4  # below this gain, twice the GPUs are not worth it
 MAX_PP = 16

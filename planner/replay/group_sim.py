@@ -1,6 +1,6 @@
 """A TP group of the replayed fleet: its engine, the gateway's view of it, and its network link.
 
-The module contains state only; fleet.py and gateway_sim.py decide.
+The module contains state only; fleet_sim.py and gateway_sim.py decide.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Protocol
 from mockgpu.blocks import BlockPool
 from mockgpu.job import Job
 from mockgpu.timing.layout_times import rank_model
-from planner.replay.engine import JobEvents, ReplayEngine
+from planner.replay.engine_sim import JobEvents, ReplayEngine
 from planner.replay.rank_choice import HiddenRanks, RankChoice
 from planner.replay.record import GroupTotals
 from planner.replay.spec import FleetSpec, GroupKind

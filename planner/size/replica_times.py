@@ -16,10 +16,10 @@ from mockgpu.timing.layout_times import rank_model, travel_s
 from mockgpu.timing.roofline import StepTimeParts, StepWork
 from mockgpu.timing.step_time_grids import Grid, grid_for, roofline_for
 from planner.size.workload import Workload
-from policies.sizing.cost import RequestSeconds
 from policies.sizing.gpus import Gpu
-from policies.sizing.layout import Layout
 from policies.sizing.model_shapes import Llm
+from policies.sizing.parallel_layout import Layout
+from policies.sizing.token_cost import RequestSeconds
 
 
 class ReplicaTimes:

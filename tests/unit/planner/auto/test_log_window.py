@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from planner.auto.evaluate import evaluate
-from planner.auto.window import BEGUN_TOKENS, carry_over, choose_window, complete_until
+from planner.auto.log_window import BEGUN_TOKENS, carry_over, choose_window, complete_until
 from planner.plan.pool_case import cases
 from planner.plan.recent import RecentTraffic
 from planner.traces.access import LoggedRequest, arrived_s

@@ -5,7 +5,7 @@
 Mock TP groups serve the requests, and the gateway's own code decides about them. All events are in
 one heap; nothing waits in real time, and an equal seed gives an equal run. Admission and retries
 are in admission_sim.py, the gateway's view and decisions in gateway_sim.py, a group's computation
-in engine.py, split requests in disagg_sim.py.
+in engine_sim.py, split requests in disagg_sim.py.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from planner.replay.block_chain import UnlimitedCache, keys_of
 from planner.replay.disagg_sim import DisaggSim
 from planner.replay.fault_events import FaultEvents
 from planner.replay.gateway_sim import GatewaySim
-from planner.replay.group import ReplayGroup, build_engines
+from planner.replay.group_sim import ReplayGroup, build_engines
 from planner.replay.hedge_sim import Hedges
 from planner.replay.inflight import InflightRequest
 from planner.replay.options import CacheView, ReplayOptions
@@ -31,7 +31,7 @@ from planner.replay.record import ReplayRecord, ReplayRun, RequestEnd
 from planner.replay.spec import FleetSpec
 from planner.replay.speed_monitor_sim import SpeedMonitorSim
 from planner.replay.traffic import Traffic
-from planner.traces.shape import TraceRequest
+from planner.traces.recorded_request import TraceRequest
 from policies import ledger
 from policies.admission.admission import Admission, WaitQueueLimits
 from policies.admission.fairness import FairShares

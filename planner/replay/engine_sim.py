@@ -1,6 +1,6 @@
 """One rank of a simulated engine: the mock engine's scheduler on a virtual clock.
 
-fleet.py assigns and measures requests. A TP group is one rank with a clock of its own;
+fleet_sim.py assigns and measures requests. A TP group is one rank with a clock of its own;
 data-parallel ranks in lockstep share one. rank_choice.py has ranks that the gateway cannot see.
 """
 

@@ -12,8 +12,8 @@ from enum import Enum
 import msgspec
 
 from policies.sizing.gpus import Gpu
-from policies.sizing.layout import Layout, layers_of_stages
 from policies.sizing.model_shapes import Llm
+from policies.sizing.parallel_layout import Layout, layers_of_stages
 
 GIB = 1 << 30
 

@@ -1,0 +1,48 @@
+"""Reads the YAML file of a mix: a list of traces, each with its rate, period and class."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from planner.traces.mix import MixPart
+from planner.traces.recorded_request import TraceError, TraceRequest
+
+
+class MixMember(msgspec.Struct, forbid_unknown_fields=True):
+    """One trace of a mix as its YAML file names it.
+
+    `trace` is a path relative to that file; `format` None: it is detected. The other members are
+    those of MixPart.
+    """
+
+    trace: str
+    format: str | None = None
+    rate: float = 1.0
+    from_s: float = 0.0
+    to_s: float | None = None
+    slo: str | None = None
+    tenant: str | None = None
+    priority: int | None = None
+
+    def part(self, requests: Sequence[TraceRequest]) -> MixPart:
+        """Return the part of the mix with these requests, which are the trace's."""
+        return MixPart(
+            requests, self.rate, self.from_s, self.to_s, self.slo, self.tenant, self.priority
+        )
+
+
+def read_mix_file(path: Path) -> list[MixMember]:
+    """Return the members of the mix in a YAML file.
+
+    Raises TraceError if the file cannot be read or is no list of members.
+    """
+    from ruamel.yaml import YAML
+    from ruamel.yaml.error import YAMLError
+
+    try:
+        return msgspec.convert(YAML(typ="safe", pure=True).load(path.read_text()), list[MixMember])
+    except (YAMLError, OSError, UnicodeDecodeError, msgspec.ValidationError) as error:
+        raise TraceError(f"{path}: {error}") from None
