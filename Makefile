@@ -93,7 +93,7 @@ smoke-wheel: $(VENV)/.dev ## build a wheel for this Python, install it with and 
 	PENSTOCK_ONE_WHEEL=1 $(PY) -m pytest tests/wheel
 
 test-wheels: $(VENV)/.dev ## install every wheel of dist/, the one for CPython 3.11 also in a plain Debian 12 (as root), and run it
-	sh deploy/docker/debian.sh build/wheel/debian
+	sh deploy/docker/debian_root.sh build/wheel/debian
 	PENSTOCK_DEBIAN=build/wheel/debian $(PY) -m pytest tests/wheel
 
 image: $(VENV)/.dev ## build an OCI image into build/image: by docker, or from Debian's packages by mmdebstrap and umoci (as root)
@@ -101,7 +101,7 @@ image: $(VENV)/.dev ## build an OCI image into build/image: by docker, or from D
 	@if docker info >/dev/null 2>&1; then \
 		docker build -f deploy/docker/Dockerfile -t penstock --output type=oci,dest=build/image/penstock.tar .; \
 	else \
-		$(PY) -m tools.compile.wheel --one && sh deploy/docker/image.sh $(PY) build/image/penstock.tar dist/penstock*-cp311-*.whl; \
+		$(PY) -m tools.compile.wheel --one && sh deploy/docker/build_image.sh $(PY) build/image/penstock.tar dist/penstock*-cp311-*.whl; \
 	fi
 
 test-image: $(VENV)/.dev ## build the image and run it in a chroot: as its user, read-only, with a demo (as root)

@@ -28,7 +28,7 @@ from kvtransfer.contract import (
     WindowSlice,
     WindowVerdict,
 )
-from kvtransfer.layout.layout import KvLayout
+from kvtransfer.layout.kv_layout import KvLayout
 from kvtransfer.layout.memory_regions import Region
 from kvtransfer.layout.reshard import Blocks
 from kvtransfer.links.link_manager import LinkManager
@@ -57,10 +57,10 @@ from kvtransfer.transfer.send_queue import OfferSpec
 from kvtransfer.transfer.sink import FetchRequest, TransferSink
 from kvtransfer.transfer.source import TransferSource
 from kvtransfer.transfer.stats import AgentStats
-from kvtransfer.transports.choose import host_id
+from kvtransfer.transports.transport_choice import host_id
 from kvtransfer.util.agent_lock import AgentLock
+from kvtransfer.util.agent_options import AgentOptions
 from kvtransfer.util.clock import Clock, ThreadClock, Timer
-from kvtransfer.util.options import AgentOptions
 
 log = logging.getLogger("penstock")
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from kvtransfer.layout.layout import KvDtype, KvLayout
+from kvtransfer.layout.kv_layout import KvDtype, KvLayout
 from mockgpu.blocks import BLOCK_TOKENS, blocks_for
 from mockgpu.kv_options import DEFAULT_SCALE
 from mockgpu.text import token_count

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 from xxhash import xxh3_64_intdigest
 
-from kvtransfer.layout.layout import KvLayout, KvOrder
+from kvtransfer.layout.kv_layout import KvLayout, KvOrder
 from kvtransfer.layout.memory_files import MemoryFileRegion
 from kvtransfer.layout.memory_regions import Region
 from mockgpu.kv_contents import WORD_BYTES, Words, slot_masks

@@ -20,13 +20,13 @@ from kvtransfer.contract import Transport, TransportError
 from kvtransfer.transports.inproc import Inproc, InprocWire
 from kvtransfer.transports.shm import Shm
 from kvtransfer.transports.tcp import Tcp
+from kvtransfer.util.agent_options import AgentOptions
 from kvtransfer.util.clock import ThreadClock
-from kvtransfer.util.options import AgentOptions
 from mockgpu.fault_grammar import FaultKind, InjectedFault
 from mockgpu.group import TpGroup
 from mockgpu.handoff.bootstrap import BootstrapServer, PeerResolver
-from mockgpu.handoff.contract import EngineDialect, EngineIdentity
 from mockgpu.handoff.faulty_link import FaultyRelay
+from mockgpu.handoff.interfaces import EngineDialect, EngineIdentity
 from mockgpu.handoff.kv_handoff import KvHandoff
 from mockgpu.handoff.link_speed import PacedLink
 from mockgpu.handoff.mooncake import ABORT_S, MooncakeDialect

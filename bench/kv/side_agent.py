@@ -17,7 +17,7 @@ from pool import Bytes, Draw
 
 from kvtransfer.agent import Agent
 from kvtransfer.contract import Transport
-from kvtransfer.layout.layout import KvDtype, KvLayout
+from kvtransfer.layout.kv_layout import KvDtype, KvLayout
 from kvtransfer.layout.memory_files import MemoryFileRegion
 from kvtransfer.layout.memory_regions import Region
 from kvtransfer.protocol.outcomes import OutcomeKind, TransferOutcome

@@ -1,11 +1,11 @@
 """The handoff between prefill and decode requests that each engine expects, as pure functions.
 
-This is the gateway's side. There is one module per dialect, each with a frozen Dialect; contract.py
+This is the gateway's side. There is one module per dialect, each with a frozen Dialect; dialect.py
 has the common types. No module here does I/O or knows the endpoints.
 """
 
 from kvtransfer.dialects.catalogue import DIALECTS, get_dialect, known_members, standalone_members
-from kvtransfer.dialects.contract import (
+from kvtransfer.dialects.dialect import (
     BootstrapAddress,
     DecodeRequest,
     Dialect,

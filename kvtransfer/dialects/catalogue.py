@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from kvtransfer.dialects.contract import Dialect
+from kvtransfer.dialects.dialect import Dialect
 from kvtransfer.dialects.mooncake import MOONCAKE
 from kvtransfer.dialects.sglang import SGLANG
 from kvtransfer.dialects.trtllm import CHAT, COMPLETIONS, TRTLLM

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import msgspec
 
-from kvtransfer.dialects.contract import (
+from kvtransfer.dialects.dialect import (
     DecodeRequest,
     Dialect,
     HandoffTerms,

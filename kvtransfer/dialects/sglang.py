@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from kvtransfer.dialects.contract import (
+from kvtransfer.dialects.dialect import (
     DecodeRequest,
     Dialect,
     HandoffTerms,

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from kvtransfer.dialects.contract import (
+from kvtransfer.dialects.dialect import (
     NULL,
     DecodeRequest,
     Dialect,

@@ -12,7 +12,7 @@ from typing import Annotated
 
 import msgspec
 
-from kvtransfer.dialects.contract import (
+from kvtransfer.dialects.dialect import (
     DecodeRequest,
     Dialect,
     HandoffTerms,

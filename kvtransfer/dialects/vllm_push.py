@@ -10,7 +10,7 @@ from __future__ import annotations
 import msgspec
 
 from kvtransfer.dialects import vllm_nixl
-from kvtransfer.dialects.contract import (
+from kvtransfer.dialects.dialect import (
     DecodeRequest,
     Dialect,
     HandoffTerms,

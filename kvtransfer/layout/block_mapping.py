@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from kvtransfer.layout.layout import KvLayout, KvSteps
+from kvtransfer.layout.kv_layout import KvLayout, KvSteps
 
 Offsets = NDArray[np.int64]
 

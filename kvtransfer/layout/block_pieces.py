@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from msgspec.structs import replace
 
-from kvtransfer.layout.layout import KvLayout
+from kvtransfer.layout.kv_layout import KvLayout
 
 
 class BlockPieces:

@@ -27,7 +27,7 @@ from kvtransfer.layout.block_mapping import (
     sorted_distinct,
     split_segments,
 )
-from kvtransfer.layout.layout import KvContent, KvLayout
+from kvtransfer.layout.kv_layout import KvContent, KvLayout
 
 Blocks = Sequence[int] | Offsets
 

@@ -35,10 +35,10 @@ from kvtransfer.transfer.commands import Command
 from kvtransfer.transfer.sink import TransferSink
 from kvtransfer.transfer.source import TransferSource
 from kvtransfer.transfer.stats import AgentStats
-from kvtransfer.transports.choose import better_transport
+from kvtransfer.transports.transport_choice import better_transport
 from kvtransfer.util.agent_lock import AgentLock
+from kvtransfer.util.agent_options import AgentOptions
 from kvtransfer.util.clock import Clock, Timer
-from kvtransfer.util.options import AgentOptions
 
 # Dials are repeated for a peer that closed before it showed its identity. The delay doubles.
 _MAX_REDIALS = 3

@@ -15,7 +15,7 @@ from kvtransfer.contract import Link, Transport
 from kvtransfer.protocol.messages import VERSION, AgentCard, Message
 from kvtransfer.protocol.outcomes import EndReason
 from kvtransfer.protocol.session import LinkSession
-from kvtransfer.util.options import AgentOptions
+from kvtransfer.util.agent_options import AgentOptions
 
 
 class DialRequest(msgspec.Struct, frozen=True, eq=False):

@@ -9,12 +9,12 @@ except ModuleNotFoundError as error:
     if error.name != "numpy":
         raise
     raise ImportError("penstock_kv needs numpy: pip install 'penstock-kv[numpy]'") from None
-from kvtransfer.layout.layout import KvDtype, KvLayout
+from kvtransfer.layout.kv_layout import KvDtype, KvLayout
 from kvtransfer.layout.memory_files import MemoryFileRegion
 from kvtransfer.protocol.outcomes import OutcomeKind
 from kvtransfer.transports.shm import Shm
 from kvtransfer.transports.tcp import Tcp
-from kvtransfer.util.options import AgentOptions
+from kvtransfer.util.agent_options import AgentOptions
 
 __all__ = [
     "Agent",

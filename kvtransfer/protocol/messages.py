@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from kvtransfer.layout.layout import KvLayout
+from kvtransfer.layout.kv_layout import KvLayout
 from kvtransfer.protocol.outcomes import EndReason
 
 VERSION = 6

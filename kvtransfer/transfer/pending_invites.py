@@ -15,7 +15,7 @@ import msgspec
 from kvtransfer.contract import Link
 from kvtransfer.protocol.messages import Invite
 from kvtransfer.protocol.outcomes import EndReason
-from kvtransfer.util.options import AgentOptions
+from kvtransfer.util.agent_options import AgentOptions
 from kvtransfer.util.ttl_map import TtlMap
 
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from kvtransfer.contract import Link, WindowHead, WindowSlice
 from kvtransfer.layout.block_mapping import ByteRuns, sorted_distinct
-from kvtransfer.layout.layout import KvLayout
+from kvtransfer.layout.kv_layout import KvLayout
 from kvtransfer.layout.memory_regions import Region, local_rank
 from kvtransfer.layout.reshard import MAX_RUNS, TransferPlan
 from kvtransfer.protocol.lease import Lease

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from kvtransfer.contract import Link, WindowHead, WindowSlice, WindowVerdict
 from kvtransfer.layout.block_mapping import sorted_distinct
-from kvtransfer.layout.layout import KvLayout, pair_fingerprint
+from kvtransfer.layout.kv_layout import KvLayout, pair_fingerprint
 from kvtransfer.layout.memory_regions import Region, local_rank
 from kvtransfer.layout.reshard import LayoutMismatch, Ranks, TransferPlan, max_pairs, plan_transfer
 from kvtransfer.protocol.messages import (
@@ -52,7 +52,7 @@ from kvtransfer.transfer.commands import (
 from kvtransfer.transfer.flow_control import Priority
 from kvtransfer.transfer.receive_tracker import ReceiveTracker, RepeatedWindowError, WindowError
 from kvtransfer.transfer.stats import AgentStats
-from kvtransfer.util.options import AgentOptions
+from kvtransfer.util.agent_options import AgentOptions
 
 
 class FetchRequest(msgspec.Struct, frozen=True):

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvtransfer.contract import Link
-from kvtransfer.layout.layout import pair_fingerprint
+from kvtransfer.layout.kv_layout import pair_fingerprint
 from kvtransfer.layout.memory_regions import Region
 from kvtransfer.layout.reshard import (
     LayoutMismatch,
@@ -58,7 +58,7 @@ from kvtransfer.transfer.pending_invites import PendingInvites
 from kvtransfer.transfer.send_queue import LeasedOffer, OfferSpec, SendQueue
 from kvtransfer.transfer.shared_offers import OfferSharing
 from kvtransfer.transfer.stats import AgentStats
-from kvtransfer.util.options import AgentOptions
+from kvtransfer.util.agent_options import AgentOptions
 
 
 class TransferSource:

@@ -13,7 +13,7 @@ import msgspec
 from aiohttp import web
 
 from mockgpu.blocks import BLOCK_TOKENS
-from mockgpu.handoff.contract import EngineIdentity, agent_address
+from mockgpu.handoff.interfaces import EngineIdentity, agent_address
 from mockgpu.handoff.kv_handoff import UnknownPeerError
 from mockgpu.split_legs import AgentPeer, BootstrapPeer, DecodeLeg
 

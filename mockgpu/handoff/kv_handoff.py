@@ -15,7 +15,7 @@ import msgspec
 
 from kvtransfer.protocol.outcomes import EndReason, TransferOutcome, outcome_for
 from mockgpu.blocks import blocks_for
-from mockgpu.handoff.contract import AgentPort, LandingPort, OfferPort
+from mockgpu.handoff.interfaces import AgentPort, LandingPort, OfferPort
 from mockgpu.handoff.link_speed import PacedLink
 from mockgpu.handoff.stats import HandoffStats
 from mockgpu.job import Job, JobState

@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any
 
-from mockgpu.handoff.contract import EngineIdentity
+from mockgpu.handoff.interfaces import EngineIdentity
 from mockgpu.request_parser import (
     NO_LEG,
     MalformedHandoffError,

@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from mockgpu.handoff.contract import EngineIdentity
+from mockgpu.handoff.interfaces import EngineIdentity
 from mockgpu.request_parser import (
     NO_LEG,
     ApiError,

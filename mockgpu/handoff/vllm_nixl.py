@@ -12,7 +12,7 @@ import secrets
 from collections.abc import Mapping
 from typing import Any
 
-from mockgpu.handoff.contract import EngineIdentity, agent_address
+from mockgpu.handoff.interfaces import EngineIdentity, agent_address
 from mockgpu.request_parser import (
     NO_LEG,
     ApiError,

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from mockgpu.handoff.contract import EngineIdentity, agent_address
+from mockgpu.handoff.interfaces import EngineIdentity, agent_address
 from mockgpu.handoff.vllm_nixl import FIELD, build_object, checked_object, given_prompt
 from mockgpu.request_parser import (
     NO_LEG,

@@ -16,8 +16,8 @@ import sys
 
 from kvtransfer.transfer.handles import TransferHandle
 from kvtransfer.transports.inproc import InprocWire
+from kvtransfer.util.agent_options import AgentOptions
 from kvtransfer.util.clock import ThreadClock
-from kvtransfer.util.options import AgentOptions
 from tests.contract.kvtransfer.groups import SMALL, group
 from tests.contract.kvtransfer.links import PATIENCE_S, make
 

@@ -11,13 +11,13 @@ from numpy.typing import NDArray
 
 from kvtransfer.agent import Agent
 from kvtransfer.contract import Transport
-from kvtransfer.layout.layout import KvContent, KvDtype, KvLayout
+from kvtransfer.layout.kv_layout import KvContent, KvDtype, KvLayout
 from kvtransfer.layout.memory_files import MemoryFileRegion
 from kvtransfer.layout.memory_regions import Region
 from kvtransfer.protocol.outcomes import EndReason, OutcomeKind, TransferOutcome
 from kvtransfer.transfer.handles import Landing, Offer, TransferHandle
+from kvtransfer.util.agent_options import AgentOptions
 from kvtransfer.util.clock import Clock
-from kvtransfer.util.options import AgentOptions
 
 KEY = b"k" * 32
 BASE = KvLayout(layers=4, kv_heads=4, head_dim=8, dtype=KvDtype.BF16, block_tokens=16, tp=1)

@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvtransfer.contract import Transport
-from kvtransfer.layout.layout import KvContent, KvOrder
+from kvtransfer.layout.kv_layout import KvContent, KvOrder
 from kvtransfer.protocol.outcomes import OutcomeKind
 from kvtransfer.transfer.handles import Landing, TransferHandle
 from kvtransfer.transports.inproc import Inproc, InprocWire, WireConditions

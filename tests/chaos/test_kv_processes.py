@@ -17,7 +17,7 @@ import pytest
 
 from kvtransfer.protocol.outcomes import EndReason, OutcomeKind
 from kvtransfer.transfer.handles import Landing
-from kvtransfer.util.options import AgentOptions
+from kvtransfer.util.agent_options import AgentOptions
 from tests.chaos.kv_peer import BLOCKS, SLOW, TOKENS, options
 from tests.contract.kvtransfer.groups import SMALL, Group, groups, until
 from tests.contract.kvtransfer.links import PATIENCE_S, TRANSPORTS

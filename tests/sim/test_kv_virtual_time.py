@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 
 from kvtransfer.agent import Agent
-from kvtransfer.layout.layout import KvDtype, KvLayout
+from kvtransfer.layout.kv_layout import KvDtype, KvLayout
 from kvtransfer.layout.memory_regions import Region
 from kvtransfer.protocol.outcomes import EndReason
 from kvtransfer.transfer.handles import TransferHandle
 from kvtransfer.transports.inproc import Inproc, InprocWire, WireConditions
+from kvtransfer.util.agent_options import AgentOptions
 from kvtransfer.util.clock import VirtualClock
-from kvtransfer.util.options import AgentOptions
 
 LAYOUT = KvLayout(layers=32, kv_heads=8, head_dim=32, dtype=KvDtype.BF16, block_tokens=16)
 BLOCKS = 200

@@ -63,12 +63,12 @@ from kvtransfer.engines.vllm.store_scheduler import (
 from kvtransfer.engines.vllm.store_worker import StoreWorker
 from kvtransfer.engines.vllm.weights import identify_weights
 from kvtransfer.engines.vllm.worker import FinishedTransfers, TransferWorker
-from kvtransfer.layout.layout import KvLayout
+from kvtransfer.layout.kv_layout import KvLayout
 from kvtransfer.layout.memory_regions import Region
 from kvtransfer.store.connection import StoreConnection
 from kvtransfer.transfer.handles import TransferHandle
 from kvtransfer.transports.tcp import Tcp
-from kvtransfer.util.options import AgentOptions
+from kvtransfer.util.agent_options import AgentOptions
 
 log = logging.getLogger("penstock")
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from kvtransfer.layout.layout import KvContent, KvDtype, KvLayout, KvOrder
+from kvtransfer.layout.kv_layout import KvContent, KvDtype, KvLayout, KvOrder
 
 _CONTENTS: Mapping[str, KvContent] = MappingProxyType(
     {

@@ -16,7 +16,7 @@ from typing import Annotated
 import msgspec
 import numpy as np
 
-from kvtransfer.layout.layout import KvLayout
+from kvtransfer.layout.kv_layout import KvLayout
 
 _DOMAIN = b"penstock vllm handoff 1\0"
 _MAC_BYTES = 32

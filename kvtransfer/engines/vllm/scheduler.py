@@ -22,7 +22,7 @@ from kvtransfer.engines.vllm.handoff import (
     open_handoff,
     seal_handoff,
 )
-from kvtransfer.layout.layout import KvLayout
+from kvtransfer.layout.kv_layout import KvLayout
 from kvtransfer.protocol.ticket import mint_ahead
 
 MEMBER = "kv_handoff"

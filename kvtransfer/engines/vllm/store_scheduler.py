@@ -14,7 +14,7 @@ import msgspec
 from kvtransfer.engines.vllm.counters import PendingCounts
 from kvtransfer.engines.vllm.prompt_work import PromptChunk, PromptWork
 from kvtransfer.layout.block_pieces import block_format
-from kvtransfer.layout.layout import KvLayout
+from kvtransfer.layout.kv_layout import KvLayout
 from kvtransfer.store.block_keys import TOKEN_BYTES, Key, block_keys, chain_root, rank_keys
 from kvtransfer.store.connection import StoreConnection
 from kvtransfer.store.fetch_rule import FetchRule, PendingFetch, StoredPrefix

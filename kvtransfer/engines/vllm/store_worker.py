@@ -15,7 +15,7 @@ from kvtransfer.engines.vllm.counters import PendingCounts
 from kvtransfer.engines.vllm.store_scheduler import BlockOrder, StepWork, StoreOrders, StoreReport
 from kvtransfer.engines.vllm.worker import FinishedTransfers
 from kvtransfer.layout.block_pieces import BlockPieces
-from kvtransfer.layout.layout import KvLayout
+from kvtransfer.layout.kv_layout import KvLayout
 from kvtransfer.store.block_keys import Key, rank_keys
 from kvtransfer.store.client import StoreClient
 from kvtransfer.store.connection import StoreConnection

@@ -15,7 +15,7 @@ from kvtransfer.agent import Agent
 from kvtransfer.engines.vllm.counters import PendingCounts
 from kvtransfer.engines.vllm.handoff import RankSource
 from kvtransfer.engines.vllm.scheduler import LoadOrder, OfferOrder, StepOrders
-from kvtransfer.layout.layout import KvLayout
+from kvtransfer.layout.kv_layout import KvLayout
 from kvtransfer.layout.reshard import source_ranks
 from kvtransfer.protocol.outcomes import TransferOutcome
 from kvtransfer.transfer.handles import Landing, Offer

@@ -9,7 +9,7 @@ import asyncio
 import msgspec
 import numpy as np
 
-from kvtransfer.layout.layout import KvLayout
+from kvtransfer.layout.kv_layout import KvLayout
 from kvtransfer.protocol.outcomes import EndReason, OutcomeKind
 from tests.contract.kvtransfer.groups import SMALL, Group
 from tests.contract.kvtransfer.links import PATIENCE_S

@@ -17,12 +17,12 @@ from numpy.typing import NDArray
 
 from kvtransfer.agent import Agent
 from kvtransfer.contract import Transport
-from kvtransfer.layout.layout import KvDtype, KvLayout
+from kvtransfer.layout.kv_layout import KvDtype, KvLayout
 from kvtransfer.layout.memory_files import MemoryFileRegion
 from kvtransfer.layout.memory_regions import Region
 from kvtransfer.transports.inproc import InprocWire
+from kvtransfer.util.agent_options import AgentOptions
 from kvtransfer.util.clock import Clock, ThreadClock
-from kvtransfer.util.options import AgentOptions
 from tests.contract.kvtransfer.links import PATIENCE_S, make
 
 KEY = b"the fleet's own secret, 32 bytes"

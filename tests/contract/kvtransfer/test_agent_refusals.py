@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from kvtransfer.layout.layout import KvDtype
+from kvtransfer.layout.kv_layout import KvDtype
 from kvtransfer.protocol.outcomes import EndReason
 from tests.contract.kvtransfer.agent_pairs import refused, shaped, soon
 from tests.contract.kvtransfer.groups import PATIENT, SMALL, groups, until

@@ -8,7 +8,7 @@ import threading
 import numpy as np
 import pytest
 
-from kvtransfer.layout.layout import KvContent, KvDtype, KvLayout, KvOrder
+from kvtransfer.layout.kv_layout import KvContent, KvDtype, KvLayout, KvOrder
 from kvtransfer.protocol.outcomes import EndReason, OutcomeKind
 from tests.contract.kvtransfer.agent_pairs import shaped, soon
 from tests.contract.kvtransfer.groups import SMALL, Cache, groups, until

@@ -12,7 +12,7 @@ import pytest
 from msgspec.structs import replace
 
 from kvtransfer.agent import Agent
-from kvtransfer.layout.layout import KvContent, KvLayout, KvOrder
+from kvtransfer.layout.kv_layout import KvContent, KvLayout, KvOrder
 from kvtransfer.layout.memory_regions import Region
 from kvtransfer.layout.reshard import source_ranks
 from kvtransfer.protocol.outcomes import EndReason, OutcomeKind, TransferOutcome

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import kvtransfer.penstock_kv
-from kvtransfer.layout.layout import KvDtype, KvLayout
+from kvtransfer.layout.kv_layout import KvDtype, KvLayout
 from kvtransfer.layout.memory_files import MemoryFileRegion
 from tests.unit.docs.test_pages import ROOT, WRITTEN
 

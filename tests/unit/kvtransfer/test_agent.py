@@ -18,7 +18,7 @@ from kvtransfer import agent as agent_module
 from kvtransfer.agent import Agent
 from kvtransfer.contract import LinkOwner, TransportError, WindowHead
 from kvtransfer.layout.block_mapping import ByteRuns
-from kvtransfer.layout.layout import KvContent, KvOrder, pair_fingerprint
+from kvtransfer.layout.kv_layout import KvContent, KvOrder, pair_fingerprint
 from kvtransfer.layout.memory_regions import Region
 from kvtransfer.protocol.messages import Accept, pack_blocks
 from kvtransfer.protocol.outcomes import EndReason, outcome_for
@@ -28,8 +28,8 @@ from kvtransfer.transports.inproc import Inproc, InprocLink, InprocWire
 from kvtransfer.transports.rdma.transport import Rdma
 from kvtransfer.transports.stream.link import LinkOptions
 from kvtransfer.transports.tcp import Tcp
+from kvtransfer.util.agent_options import AgentOptions
 from kvtransfer.util.clock import VirtualClock
-from kvtransfer.util.options import AgentOptions
 from tests.contract.kvtransfer.groups import KEY, SMALL, groups
 
 

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtransfer.layout.layout import KvLayout, KvOrder
+from kvtransfer.layout.kv_layout import KvLayout, KvOrder
 from kvtransfer.layout.memory_regions import Region
 from kvtransfer.layout.reshard import plan_transfer
 from mockgpu.kv_contents import Words, scaled_layout, slot_masks, token_states

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from kvtransfer.layout.layout import KvContent, KvDtype, KvLayout, KvOrder
+from kvtransfer.layout.kv_layout import KvContent, KvDtype, KvLayout, KvOrder
 from kvtransfer.layout.reshard import (
     Ranks,
     TransferPlan,

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from kvtransfer.contract import WindowHead, WindowVerdict
-from kvtransfer.layout.layout import KvDtype, KvLayout, pair_fingerprint
+from kvtransfer.layout.kv_layout import KvDtype, KvLayout, pair_fingerprint
 from kvtransfer.layout.memory_regions import Region
 from kvtransfer.layout.reshard import plan_transfer
 from kvtransfer.protocol.messages import (
@@ -41,7 +41,7 @@ from kvtransfer.transfer.flow_control import Priority
 from kvtransfer.transfer.receive_tracker import WindowError
 from kvtransfer.transfer.sink import FetchRequest, SinkState, TransferSink
 from kvtransfer.transfer.stats import AgentStats
-from kvtransfer.util.options import AgentOptions
+from kvtransfer.util.agent_options import AgentOptions
 
 LAYOUT = KvLayout(layers=4, kv_heads=2, head_dim=4, dtype=KvDtype.BF16, block_tokens=4)
 BLOCKS, WINDOW = 16, 100

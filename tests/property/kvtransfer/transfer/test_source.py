@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvtransfer.layout.layout import KvDtype, KvLayout
+from kvtransfer.layout.kv_layout import KvDtype, KvLayout
 from kvtransfer.layout.memory_regions import Region
 from kvtransfer.protocol.messages import (
     Accept,
@@ -36,7 +36,7 @@ from kvtransfer.transfer.commands import (
 from kvtransfer.transfer.send_queue import OfferSpec
 from kvtransfer.transfer.source import TransferSource
 from kvtransfer.transfer.stats import AgentStats
-from kvtransfer.util.options import AgentOptions
+from kvtransfer.util.agent_options import AgentOptions
 
 LAYOUT = KvLayout(layers=4, kv_heads=2, head_dim=4, dtype=KvDtype.BF16, block_tokens=4)
 OTHER = msgspec.structs.replace(LAYOUT, layers=5)

@@ -13,7 +13,7 @@ from kvtransfer.engines.vllm.geometry import (
     describe_cache,
     find_memory,
 )
-from kvtransfer.layout.layout import KvContent, KvDtype, KvLayout, KvOrder
+from kvtransfer.layout.kv_layout import KvContent, KvDtype, KvLayout, KvOrder
 
 CPU = CacheFacts(
     backend="CPU_ATTN",

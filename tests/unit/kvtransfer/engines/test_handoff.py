@@ -13,7 +13,7 @@ from kvtransfer.engines.vllm.handoff import (
     open_handoff,
 )
 from kvtransfer.engines.vllm.scheduler import MEMBER, HandoffScheduler, PromptRequest
-from kvtransfer.layout.layout import KvContent, KvDtype, KvLayout, KvOrder
+from kvtransfer.layout.kv_layout import KvContent, KvDtype, KvLayout, KvOrder
 from kvtransfer.protocol.ticket import AHEAD, check
 
 KEY = b"k" * 32

@@ -27,7 +27,7 @@ from kvtransfer.engines.vllm.store_scheduler import (
 from kvtransfer.engines.vllm.store_worker import StoreWorker
 from kvtransfer.engines.vllm.weights import identify_weights
 from kvtransfer.engines.vllm.worker import FinishedTransfers
-from kvtransfer.layout.layout import KvContent, KvDtype, KvLayout, KvOrder
+from kvtransfer.layout.kv_layout import KvContent, KvDtype, KvLayout, KvOrder
 from kvtransfer.store.block_store import BlockStore
 from kvtransfer.store.connection import StoreConnection
 from kvtransfer.store.options import StoreOptions

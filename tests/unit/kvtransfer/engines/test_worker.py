@@ -21,7 +21,7 @@ from kvtransfer.engines.vllm.scheduler import (
     StepOrders,
 )
 from kvtransfer.engines.vllm.worker import FinishedTransfers, TransferWorker
-from kvtransfer.layout.layout import KvContent, KvDtype, KvLayout, KvOrder
+from kvtransfer.layout.kv_layout import KvContent, KvDtype, KvLayout, KvOrder
 from kvtransfer.layout.memory_regions import Region
 from kvtransfer.transports.inproc import Inproc, InprocWire
 from kvtransfer.util.clock import VirtualClock

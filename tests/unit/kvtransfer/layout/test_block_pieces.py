@@ -10,7 +10,7 @@ import pytest
 from msgspec.structs import replace
 
 from kvtransfer.layout.block_pieces import BlockPieces, block_format
-from kvtransfer.layout.layout import KvContent, KvDtype, KvLayout, KvOrder
+from kvtransfer.layout.kv_layout import KvContent, KvDtype, KvLayout, KvOrder
 
 BLOCKS = 5
 

@@ -16,7 +16,7 @@ from msgspec.structs import replace
 
 from kvtransfer.layout import reshard
 from kvtransfer.layout.block_mapping import RankPair, Segments, build_runs, split_segments
-from kvtransfer.layout.layout import KvContent, KvDtype, KvLayout, KvOrder
+from kvtransfer.layout.kv_layout import KvContent, KvDtype, KvLayout, KvOrder
 from kvtransfer.layout.reshard import (
     MAX_RUNS,
     LayoutMismatch,

@@ -25,8 +25,8 @@ from kvtransfer.transfer.stats import AgentStats
 from kvtransfer.transports.shm import Shm
 from kvtransfer.transports.tcp import Tcp
 from kvtransfer.util.agent_lock import AgentLock
+from kvtransfer.util.agent_options import AgentOptions
 from kvtransfer.util.clock import ThreadClock
-from kvtransfer.util.options import AgentOptions
 from tests.contract.kvtransfer.groups import KEY, PATIENT, SMALL, Group, group, groups, until
 from tests.contract.kvtransfer.links import PATIENCE_S
 

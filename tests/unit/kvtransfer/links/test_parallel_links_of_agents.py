@@ -20,7 +20,7 @@ from kvtransfer.protocol.messages import StopTransfer
 from kvtransfer.protocol.outcomes import EndReason
 from kvtransfer.protocol.session import LinkSession
 from kvtransfer.transports.tcp import Tcp
-from kvtransfer.util.options import AgentOptions
+from kvtransfer.util.agent_options import AgentOptions
 from tests.contract.kvtransfer.groups import PATIENT, SMALL, Cache, Group, groups, until
 from tests.contract.kvtransfer.links import LANES, PATIENCE_S
 from tests.unit.kvtransfer.transports.stream.lane_access import laned, lanes_of, standing

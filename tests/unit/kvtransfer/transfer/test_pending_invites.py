@@ -9,7 +9,7 @@ from typing import Any
 from kvtransfer.protocol.messages import Invite
 from kvtransfer.protocol.outcomes import EndReason
 from kvtransfer.transfer.pending_invites import PendingInvites
-from kvtransfer.util.options import AgentOptions
+from kvtransfer.util.agent_options import AgentOptions
 
 LINK: Any = object()
 OTHER: Any = object()

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvtransfer.layout.layout import KvDtype, KvLayout
+from kvtransfer.layout.kv_layout import KvDtype, KvLayout
 from kvtransfer.layout.reshard import plan_transfer
 from kvtransfer.transfer.receive_tracker import ReceiveTracker, WindowError
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from kvtransfer.layout.layout import KvDtype, KvLayout
+from kvtransfer.layout.kv_layout import KvDtype, KvLayout
 from kvtransfer.layout.memory_regions import Region
 from kvtransfer.protocol.messages import (
     MAX_BLOCKS,
@@ -26,7 +26,7 @@ from kvtransfer.transfer.commands import Command, ComputePlan, ResolveHandle, Se
 from kvtransfer.transfer.send_queue import OfferSpec
 from kvtransfer.transfer.source import TransferSource
 from kvtransfer.transfer.stats import AgentStats
-from kvtransfer.util.options import AgentOptions
+from kvtransfer.util.agent_options import AgentOptions
 from kvtransfer.util.ttl_map import TtlMap
 
 LAYOUT = KvLayout(layers=4, kv_heads=2, head_dim=4, dtype=KvDtype.BF16, block_tokens=4)

@@ -20,7 +20,7 @@ from gateway.cli.doctor.seed_checklist import seed_findings
 from gateway.cli.main import run as penstock
 from gateway.config import Config, layout_rules, role_rules
 from gateway.metrics.catalogue import Metrics
-from kvtransfer.layout.layout import KvDtype, KvLayout
+from kvtransfer.layout.kv_layout import KvDtype, KvLayout
 from kvtransfer.layout.reshard import plan_transfer
 from planner.seeds.collectives import collectives_share
 from planner.seeds.items import SeedItem

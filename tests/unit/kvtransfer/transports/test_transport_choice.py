@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from kvtransfer.layout.layout import KvDtype, KvLayout
+from kvtransfer.layout.kv_layout import KvDtype, KvLayout
 from kvtransfer.protocol.messages import AgentCard
-from kvtransfer.transports.choose import better_transport, host_id
+from kvtransfer.transports.transport_choice import better_transport, host_id
 
 LAYOUT = KvLayout(layers=1, kv_heads=1, head_dim=8, dtype=KvDtype.BF16, block_tokens=16)
 
@@ -53,7 +53,7 @@ def test_another_process_of_this_host_has_the_same_host_id() -> None:
     command = [
         sys.executable,
         "-c",
-        "from kvtransfer.transports.choose import host_id; print(host_id())",
+        "from kvtransfer.transports.transport_choice import host_id; print(host_id())",
     ]
     assert (
         subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()

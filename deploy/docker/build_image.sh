@@ -1,5 +1,5 @@
 #!/bin/sh
-# Build an OCI image without a container builder, from Debian's packages and wheels: image.sh PYTHON OUT WHEEL...
+# Build an OCI image without a container builder, from Debian's packages and wheels: build_image.sh PYTHON OUT WHEEL...
 # PYTHON is CPython 3.11 with pip, as in Debian 12. The WHEELs are those for it from `make wheel`. OUT is the archive to write, in
 # OCI format. It has the contents of the Dockerfile's image: /opt/penstock, user 10001, the same
 # entry point. Requirements: root, mmdebstrap and umoci (both Debian packages).

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 from msgspec.structs import replace
 
-from kvtransfer.layout.layout import KvContent, KvDtype, KvLayout, KvOrder, KvSteps
+from kvtransfer.layout.kv_layout import KvContent, KvDtype, KvLayout, KvOrder, KvSteps
 
 LLAMA_70B = KvLayout(layers=80, kv_heads=8, head_dim=128, dtype=KvDtype.BF16, block_tokens=16, tp=4)
 DEEPSEEK_V3 = KvLayout(

@@ -1,5 +1,5 @@
 #!/bin/sh
-# Make a plain Debian 12 with python3-venv in a folder, to install wheels in: debian.sh ROOT. Needs root and mmdebstrap.
+# Make a plain Debian 12 with python3-venv in a folder, to install wheels in: debian_root.sh ROOT. Needs root and mmdebstrap.
 set -eu
 root=$1
 command -v mmdebstrap >/dev/null || { echo "this needs mmdebstrap: apt-get install mmdebstrap" >&2; exit 1; }
