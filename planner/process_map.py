@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from multiprocessing import get_context
+from multiprocessing import get_context, resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from traceback import format_exc
@@ -165,6 +165,10 @@ def _died(index: int, process: BaseProcess) -> WorkerError:
 def _interrupts_blocked() -> Iterator[None]:
     # A process that is started in this block ignores Ctrl-C for good: the terminal sends it to all
     # processes, and this one ends the others.
+    #
+    # The first process to start also starts multiprocessing's resource tracker, which unblocks
+    # SIGINT when it runs. So it is started before.
+    resource_tracker.ensure_running()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield

@@ -106,6 +106,23 @@ def test_ctrl_c_ends_every_process_without_a_word_from_them(tmp_path: Path) -> N
             os.kill(pid, 0)
 
 
+def is_interrupt_blocked(_: str, __: ReportShare) -> bool:
+    return signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+
+
+def test_ctrl_c_reaches_none_of_the_processes() -> None:
+    code = (
+        "from planner.process_map import map_in_processes\n"
+        "from tests.unit.planner.test_process_map import is_interrupt_blocked\n"
+        "if __name__ == '__main__':\n"
+        "    print(map_in_processes(is_interrupt_blocked, ['a', 'b'], 2, lambda *_: None))"
+    )
+    said = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert said.stdout == "[True, True]\n"
+
+
 def test_processes_end_with_a_killed_caller(tmp_path: Path) -> None:
     code = INTERRUPTED.format(folder=str(tmp_path)).replace("wait_forever", "report_forever")
     with subprocess.Popen([sys.executable, "-c", code], cwd=ROOT) as process:
