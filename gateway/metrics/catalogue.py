@@ -13,7 +13,16 @@ from itertools import chain
 from gateway.metrics.auto_metrics import AutoMetrics
 from gateway.metrics.drift_metrics import DriftMetrics
 from gateway.metrics.exposition import render_page
-from gateway.metrics.labels import ENDPOINT, KIND, POOL, RESULT, Row
+from gateway.metrics.labels import (
+    DECODE,
+    ENDPOINT,
+    ENDPOINT_LABELS,
+    KIND,
+    POOL,
+    PREFILL,
+    RESULT,
+    Row,
+)
 from gateway.metrics.metric_types import (
     Counter,
     FamilyFactory,
@@ -37,7 +46,6 @@ CODE = Label("code", 32)
 REASON = Label("reason", 64)
 RESUME_RESULT = Label("result", 16)
 STAGE = Label("stage", 16)
-PREFILL, DECODE = Label("prefill", 64), Label("decode", 64)
 VERSION = Label("version", 2)
 HASH = Label("hash", 2)
 ROLE = Label("role", 4)
@@ -142,7 +150,7 @@ class Metrics:
         """
         for family in self._registry.families:
             for label in family.spec.labels:
-                if label in (ENDPOINT, PREFILL, DECODE):
+                if label in ENDPOINT_LABELS:
                     family.remove_children(label.name, endpoint)
 
     def _requests(self, factory: FamilyFactory) -> None:

@@ -7,6 +7,10 @@ from enum import StrEnum
 from gateway.metrics.metric_types import Label
 
 ENDPOINT = Label("endpoint", 1024)
+PREFILL, DECODE = Label("prefill", 64), Label("decode", 64)
+ENDPOINT_LABELS = ENDPOINT, PREFILL, DECODE
+"""Labels whose values are names of endpoints: their series go when the endpoint is removed."""
+
 POOL = Label("pool", 128)
 KIND = Label("kind", 32)
 RESULT = Label("result", 8)

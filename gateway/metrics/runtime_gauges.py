@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from policies.load import EndpointLoad
     from policies.model import Endpoint
 
+ENDPOINT_STATE = "penstock_endpoint_state"
 STATE = Label("state", len(HealthState) + 1)
 LIMIT = Label("limit", 4)
 LISTENER = Label("listener", 2)
@@ -131,7 +132,7 @@ class RuntimeGauges:
 
     def _endpoint_health(self, factory: FamilyFactory) -> None:
         self.endpoint_state: MetricFamily[Gauge] = factory.gauge(
-            "penstock_endpoint_state",
+            ENDPOINT_STATE,
             "1 for the current health state of an endpoint (up, ejected, dead, returning), 0 for "
             "the others.",
             *(ENDPOINT, STATE),

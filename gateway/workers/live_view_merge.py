@@ -28,6 +28,7 @@ STATE_FIELDS = ("state", "cause", "slow", "since_s", "available")
 
 Key = TypeVar("Key")
 Row = TypeVar("Row")
+Value = TypeVar("Value")
 _decoder = msgspec.msgpack.Decoder(WorkerSample)
 
 
@@ -60,16 +61,19 @@ class LiveViewMerger:
         ]
         if not responses:
             raise LookupError("no worker process responds")
+        status = merge_statuses([status for _, (_, status) in responses])
         self._last |= {worker: sample for worker, (sample, _) in responses}
         for worker in self._last.keys() - set(workers):
-            self._ended = sum_samples([*self._ended_samples(), self._last.pop(worker)])
+            self._ended = _without_removed_endpoints(
+                sum_samples([*self._ended_samples(), self._last.pop(worker)]),
+                {row["name"] for row in status.endpoints},
+            )
         now = msgspec.structs.replace(
             sum_samples([*self._ended_samples(), *self._last.values()]),
             at=monotonic(),
             in_flight=_largest(sample.in_flight for _, (sample, _) in responses),
             received=_largest(sample.received for _, (sample, _) in responses),
         )
-        status = merge_statuses([status for _, (_, status) in responses])
         return (
             now if before is None else _share_unchanged(now, before),
             msgspec.structs.replace(status, drift=self._drift()),
@@ -122,6 +126,25 @@ def sum_samples(samples: Sequence[MetricSample]) -> MetricSample:
         **counts,
         **rows,
     )
+
+
+def _without_removed_endpoints(sample: MetricSample, names: set[str]) -> MetricSample:
+    # Return the sample of ended workers without the endpoints that no worker has any more, which
+    # would stay for as long as the supervisor lives.
+    return msgspec.structs.replace(
+        sample,
+        upstream_errors={
+            key: count for key, count in sample.upstream_errors.items() if key[0] in names
+        },
+        pairs={key: counts for key, counts in sample.pairs.items() if names.issuperset(key)},
+        ttft=_only(names, sample.ttft),
+        tpot=_only(names, sample.tpot),
+        predicted_tokens=_only(names, sample.predicted_tokens),
+    )
+
+
+def _only(names: set[str], by_name: Mapping[str, Value]) -> dict[str, Value]:
+    return {name: value for name, value in by_name.items() if name in names}
 
 
 def merge_statuses(statuses: Sequence[FleetStatus]) -> FleetStatus:

@@ -6,13 +6,22 @@ live_view_merge.py merges the live view.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain, zip_longest
 from operator import add
 from typing import Any
 
-from gateway.metrics.metric_types import FamilyReading, HistogramValue, Merge, RequestExemplar
+from gateway.metrics.labels import ENDPOINT_LABELS
+from gateway.metrics.metric_types import (
+    OTHER_VALUES,
+    FamilyReading,
+    FamilySpec,
+    HistogramValue,
+    Merge,
+    RequestExemplar,
+)
 from gateway.metrics.quantile_sketch import BucketCounts
+from gateway.metrics.runtime_gauges import ENDPOINT_STATE
 from gateway.trials.canary import summarize_arm
 from gateway.trials.shadow import MIN_COMPARED, RESULTS
 
@@ -36,6 +45,46 @@ def merge_families(
         elif existing.spec.buckets == reading.spec.buckets:
             _add(existing, reading)
     return list(merged.values())
+
+
+def without_removed_endpoints(
+    readings: Iterable[FamilyReading], pages: Sequence[Iterable[FamilyReading]]
+) -> list[FamilyReading]:
+    """Return the readings without the series of endpoints that no worker has any more.
+
+    readings  the metric families of ended workers
+    pages     the families of all workers that respond; without any, nothing is left out
+
+    A process drops these series when a reload removes an endpoint. Those of ended workers would
+    stay for as long as the supervisor lives, which runs for weeks while endpoints come and go.
+    """
+    known = {
+        value
+        for page in pages
+        for reading in page
+        if reading.spec.name == ENDPOINT_STATE
+        for value in _endpoints_of(reading.spec, reading.values)
+    }
+    if not known:
+        return list(readings)
+    known.add(OTHER_VALUES)
+    return [
+        FamilyReading(
+            reading.spec,
+            {
+                labels: value
+                for labels, value in reading.values.items()
+                if known.issuperset(_endpoints_of(reading.spec, (labels,)))
+            },
+        )
+        for reading in readings
+    ]
+
+
+def _endpoints_of(spec: FamilySpec, series: Iterable[tuple[str, ...]]) -> Iterator[str]:
+    # Yield the names of endpoints among the series' label values.
+    indexes = [at for at, label in enumerate(spec.labels) if label in ENDPOINT_LABELS]
+    return (labels[at] for labels in series for at in indexes)
 
 
 def _add(merged: FamilyReading, other: FamilyReading) -> None:

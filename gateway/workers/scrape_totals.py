@@ -65,7 +65,7 @@ class CounterTotals:
             ]
             if ended:
                 self._ended = await asyncio.to_thread(
-                    page_merge.merge_families, (), [self._ended, *ended]
+                    _merge_ended, [self._ended, *ended], [*fresh.values()]
                 )
             now = [fresh[worker] for worker in serving if worker in fresh]
             mine = own({worker.number: fresh[worker] for worker in serving if worker in fresh})
@@ -77,6 +77,11 @@ class CounterTotals:
             return await asyncio.to_thread(
                 _render, [*now, mine], [self._ended, *counters_only], exemplars
             )
+
+
+def _merge_ended(ended: Sequence[Readings], fresh: Sequence[Readings]) -> Readings:
+    total = page_merge.merge_families((), ended)
+    return page_merge.without_removed_endpoints(total, fresh)
 
 
 def _render(now: Sequence[Readings], ended: Sequence[Readings], exemplars: bool) -> bytes:

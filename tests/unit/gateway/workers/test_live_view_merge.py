@@ -114,6 +114,28 @@ async def test_no_total_falls_when_a_worker_ends_or_does_not_respond() -> None:
     assert silent.ttft["a:1"] is before.ttft["a:1"]
 
 
+async def test_endpoints_that_were_removed_do_not_stay_in_the_sums_of_ended_workers() -> None:
+    def named(number: int) -> Stub:
+        name = f"pod-{number}"
+        counts = {
+            "ttft": {name: {3: 1}},
+            "tpot": {name: {3: 1}},
+            "predicted_tokens": {name: (2, 1)},
+        }
+        errors, pairs = {(name, "reset"): 1.0}, {(name, name): (1, 0, 9)}
+        sample = mark(at=1.0, tokens=1.0, upstream_errors=errors, pairs=pairs, **counts)
+        return Stub(sample, standing(endpoints=[endpoint(0, name=name, url=f"http://{name}")]))
+
+    both, serving = watch(named(0))
+    for number in range(1, 40):  # every worker is replaced after its endpoint
+        sample, _ = await both.take_sample(None)
+        serving[:] = [named(number)]
+    sample, _ = await both.take_sample(sample)
+    assert sample.tokens == 40
+    fields = (sample.ttft, sample.tpot, sample.predicted_tokens, sample.upstream_errors)
+    assert [len(field) for field in (*fields, sample.pairs)] == [1] * 5
+
+
 async def test_no_worker_is_an_error() -> None:
     none, _ = watch()
     with pytest.raises(LookupError, match="no worker process responds"):

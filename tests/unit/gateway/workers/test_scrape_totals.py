@@ -7,13 +7,17 @@ from typing import cast
 
 import msgspec
 
-from gateway.metrics.metric_types import FamilyReading, FamilySpec, HistogramValue
+from gateway.metrics.labels import ENDPOINT, KIND
+from gateway.metrics.metric_types import OTHER_VALUES, FamilyReading, FamilySpec, HistogramValue
+from gateway.metrics.runtime_gauges import ENDPOINT_STATE, STATE
 from gateway.workers.scrape_totals import CounterTotals
 from gateway.workers.worker_process import Worker, WorkerResponse
 
 SERVED = FamilySpec("served_total", "counter", "help")
 LAG = FamilySpec("lag_seconds", "histogram", "help", has_exemplars=True)
 OPEN = FamilySpec("open", "gauge", "help")
+ERRORS = FamilySpec("errors_total", "counter", "help", (ENDPOINT, KIND))
+STATES = FamilySpec(ENDPOINT_STATE, "gauge", "help", (ENDPOINT, STATE))
 
 
 class Stub:
@@ -108,3 +112,27 @@ async def test_counters_of_unresponsive_ending_and_ended_workers_still_count() -
     del serving[1]
     await says(16, 6)
     await says(16, 6)
+
+
+async def test_series_of_removed_endpoints_do_not_stay_in_the_sums_of_ended_workers() -> None:
+    def named(number: int, count: int) -> Stub:
+        name, worker = f"pod-{number}", Stub(count)
+        page = [
+            FamilyReading(SERVED, {(): count}),
+            FamilyReading(STATES, {(name, "up"): 1.0}),
+            FamilyReading(ERRORS, {(name, "reset"): 1.0, (OTHER_VALUES, "reset"): 1.0}),
+        ]
+        worker.body = msgspec.msgpack.encode(page)
+        return worker
+
+    serving = [named(0, 1)]
+    workers = counted(serving, [])
+    for number in range(1, 40):  # every worker is replaced after its endpoint
+        await workers.render_page()
+        serving[:] = [named(number, 1)]
+    lines = (await workers.render_page()).decode().splitlines()
+    assert "served_total 40.0" in lines
+    assert sorted(line for line in lines if line.startswith("errors_total")) == [
+        'errors_total{endpoint="other",kind="reset"} 40.0',
+        'errors_total{endpoint="pod-39",kind="reset"} 1.0',
+    ]
