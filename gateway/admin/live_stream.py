@@ -128,7 +128,7 @@ class LiveStream:
         # Return the view as JSON; with many endpoints, a thread builds it.
         if len(status.endpoints) <= ROWS_PER_TURN:
             return _encode_view(status, self._history, sample)
-        return await asyncio.to_thread(_encode_view, status, self._history, sample)
+        return await asyncio.to_thread(_encode_view, status, self._history.copy(), sample)
 
     async def _build_frame(self) -> None:
         started_at = monotonic()

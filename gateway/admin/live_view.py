@@ -19,6 +19,7 @@ from gateway.admin.metric_samples import (
     MetricSample,
     SampleDifference,
     SampleHistory,
+    SketchGrowth,
     count_failed,
     counter_growth,
     rate_function,
@@ -26,7 +27,6 @@ from gateway.admin.metric_samples import (
 from gateway.metrics.quantile_sketch import (
     EMPTY,
     BucketCounts,
-    difference,
     merge_counts,
     quantile,
     round_seconds,
@@ -46,14 +46,15 @@ def build_view(status: FleetStatus, history: SampleHistory, now: MetricSample) -
     """Return the live view at the time of the metric sample `now`, as one JSON-compatible value."""
     recent = history.find_before(now.at, RATES_S) or now
     minute = history.find_before(now.at, SHARES_S) or now
-    rows = _endpoints(status, history, now, minute)
+    growth = history.growth_since(minute, now)
+    rows = _endpoints(status, history, now, minute, growth)
     findings = diagnosis.diagnose(_minute(status, now, minute, rows))
     impaired = {finding.endpoint for finding in findings if finding.grade == "warn"}
     return {
         "at": round(time(), 3),
         "span_s": {"rates": round(now.at - recent.at, 3), "shares": round(now.at - minute.at, 3)},
         "config": status.config,
-        "totals": _totals(status, now, recent, minute),
+        "totals": _totals(status, now, recent, minute, growth),
         "costs": _costs(now, minute),
         "pools": status.pools,
         "endpoints": [
@@ -84,7 +85,11 @@ def _reason(reason: diagnosis.DiagnosisLine) -> dict[str, Any]:
 
 
 def _totals(
-    status: FleetStatus, now: MetricSample, recent: MetricSample, minute: MetricSample
+    status: FleetStatus,
+    now: MetricSample,
+    recent: MetricSample,
+    minute: MetricSample,
+    growth: SketchGrowth,
 ) -> dict[str, Any]:
     ttft_s, tpot_s = status.slo_by_class[status.default_class]
     responses, per_s = counter_growth(now.responses, recent.responses), rate_function(now, recent)
@@ -101,8 +106,8 @@ def _totals(
         "streams": status.active_requests,
         "waiting": sum(pool["waiting"] for pool in status.pools),
         "goodput": _goodput(status, now, minute),
-        "ttft": _percentiles(now.ttft, minute.ttft, ttft_s),
-        "tpot": _percentiles(now.tpot, minute.tpot, tpot_s),
+        "ttft": _percentiles(growth.ttft, ttft_s),
+        "tpot": _percentiles(growth.tpot, tpot_s),
         "slo": status.default_class,
         "prefix_hit": _ratio(hit, sent),
         "engine_hit": _ratio(cached, prompt),
@@ -151,18 +156,23 @@ def _goodput(status: FleetStatus, now: MetricSample, minute: MetricSample) -> li
 
 
 def _endpoints(
-    status: FleetStatus, history: SampleHistory, now: MetricSample, minute: MetricSample
+    status: FleetStatus,
+    history: SampleHistory,
+    now: MetricSample,
+    minute: MetricSample,
+    growth: SketchGrowth,
 ) -> list[dict[str, Any]]:
     sparks = _sparks([*history, now], now.at)
     return [
-        row | _latency_of(row["name"], now, minute) | {"spark": sparks.get(row["name"], [])}
+        row | _latency_of(row["name"], now, minute, growth) | {"spark": sparks.get(row["name"], [])}
         for row in status.endpoints
     ]
 
 
-def _latency_of(name: str, now: MetricSample, minute: MetricSample) -> dict[str, Any]:
-    ttft = difference(now.ttft.get(name, EMPTY), minute.ttft.get(name, EMPTY))
-    tpot = difference(now.tpot.get(name, EMPTY), minute.tpot.get(name, EMPTY))
+def _latency_of(
+    name: str, now: MetricSample, minute: MetricSample, growth: SketchGrowth
+) -> dict[str, Any]:
+    ttft, tpot = growth.ttft.get(name, EMPTY), growth.tpot.get(name, EMPTY)
     sent, hit = _believed(now, minute, (name,))
     return {
         "hit": _ratio(hit, sent),
@@ -236,12 +246,8 @@ def _history(steps: Sequence[SampleDifference], now: float) -> dict[str, list[fl
     }
 
 
-def _percentiles(
-    now: Mapping[str, BucketCounts], before: Mapping[str, BucketCounts], budget_s: float
-) -> dict[str, Any]:
-    counts = merge_counts(
-        [difference(counts_now, before.get(name, EMPTY)) for name, counts_now in now.items()]
-    )
+def _percentiles(growth: Mapping[str, BucketCounts], budget_s: float) -> dict[str, Any]:
+    counts = merge_counts(growth.values())
     shown: dict[str, Any] = {
         f"p{share}_s": round_seconds(quantile(counts, share / 100)) for share in (50, 95, 99)
     }

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, TypeVar
+from itertools import islice
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import msgspec
 
@@ -129,11 +130,41 @@ class SampleDifference(msgspec.Struct, frozen=True):
     ttft_p95_s: float | None
 
 
-def sample_difference(before: MetricSample, after: MetricSample) -> SampleDifference:
-    """Return the request rates and TTFT percentiles of the interval between two metric samples."""
+class SketchGrowth(NamedTuple):
+    """What quantile sketches counted between two samples.
+
+    ttft  added bucket counts of the TTFT's sketch, by endpoint; endpoints without any are absent
+    tpot  the same for TPOT
+    """
+
+    ttft: dict[str, dict[int, int]]
+    tpot: dict[str, dict[int, int]]
+
+
+def sketch_growth(before: MetricSample, after: MetricSample) -> SketchGrowth:
+    """Return what the sketches counted from `before` to `after`, two samples with sketches."""
+    return SketchGrowth(_grown(before.ttft, after.ttft), _grown(before.tpot, after.tpot))
+
+
+def _grown(
+    before: Mapping[str, BucketCounts], after: Mapping[str, BucketCounts]
+) -> dict[str, dict[int, int]]:
+    return {
+        name: dict(added)
+        for name, counts in after.items()
+        if (old := before.get(name, EMPTY)) is not counts and (added := difference(counts, old))
+    }
+
+
+def sample_difference(
+    before: MetricSample, after: MetricSample, growth: SketchGrowth | None = None
+) -> SampleDifference:
+    """Return the request rates and TTFT percentiles of the interval between two metric samples.
+
+    growth  what their sketches counted in between; None: both samples have sketches to compare
+    """
     span_s, responses = after.at - before.at, counter_growth(after.responses, before.responses)
-    changed = [(counts, before.ttft.get(name, EMPTY)) for name, counts in after.ttft.items()]
-    ttft = merge_counts([difference(counts, old) for counts, old in changed if counts is not old])
+    ttft = merge_counts((growth or sketch_growth(before, after)).ttft.values())
     return SampleDifference(
         at=after.at,
         requests_per_s=sum(responses.values()) / span_s,
@@ -156,33 +187,66 @@ class SampleHistory:
     """The gateway's metric samples of the last minute, oldest first and about a second apart.
 
     The history also keeps the differences between consecutive samples.
+
+    Only the newest sample has its sketches. Of all others, the history keeps what their sketches
+    had grown by, so that its memory depends on the requests of a minute. Whole sketches of a
+    minute would have up to 1,268 counts for each endpoint, metric and sample.
+
+    newest  the newest metric sample, with its sketches; None before the first one
     """
 
     def __init__(self) -> None:
+        self.newest: MetricSample | None = None
         self._ring: deque[MetricSample] = deque()
         self._steps: deque[SampleDifference] = deque()
+        self._growths: deque[SketchGrowth] = deque()  # one for each difference
+        self._sum = SketchGrowth({}, {})  # of all growths
 
     def __iter__(self) -> Iterator[MetricSample]:
+        """Iterate over the samples, which are without sketches."""
         return iter(self._ring)
 
-    @property
-    def newest(self) -> MetricSample | None:
-        """Return the newest metric sample, or None before the first one."""
-        return self._ring[-1] if self._ring else None
+    def copy(self) -> SampleHistory:
+        """Return a history with the same samples, which a thread can read."""
+        copied = SampleHistory()
+        copied.newest, copied._ring = self.newest, self._ring.copy()
+        copied._steps, copied._growths = self._steps.copy(), self._growths.copy()
+        copied._sum = _copy_growth(self._sum)
+        return copied
 
     def append(self, mark: MetricSample) -> None:
         """Append a metric sample, unless the last one is less than MIN_SPACING_S seconds old.
 
         Samples older than a minute are dropped.
         """
-        if self._ring and mark.at - self._ring[-1].at < MIN_SPACING_S:
-            return
-        if self._ring:
-            self._steps.append(sample_difference(self._ring[-1], mark))
-        self._ring.append(mark)
+        if self.newest is not None:
+            if mark.at - self.newest.at < MIN_SPACING_S:
+                return
+            growth = sketch_growth(self.newest, mark)
+            self._steps.append(sample_difference(self.newest, mark, growth))
+            self._growths.append(growth)
+            _add_growth(self._sum, growth)
+        self.newest = mark
+        self._ring.append(msgspec.structs.replace(mark, ttft={}, tpot={}))
         while mark.at - self._ring[0].at > HISTORY_S:
             self._ring.popleft()
             self._steps.popleft()
+            _add_growth(self._sum, self._growths.popleft(), -1)
+
+    def growth_since(self, mark: MetricSample, now: MetricSample) -> SketchGrowth:
+        """Return what the sketches counted from the sample `mark` of this history until now.
+
+        `now` is a sample with sketches, which need not be in the history. If `mark` is not in the
+        history, as when that has no sample yet, nothing is counted.
+        """
+        index = next((at for at, sample in enumerate(self._ring) if sample is mark), None)
+        if index is None or self.newest is None:
+            return SketchGrowth({}, {})
+        total = _copy_growth(self._sum)
+        for growth in islice(self._growths, index):
+            _add_growth(total, growth, -1)
+        _add_growth(total, sketch_growth(self.newest, now))
+        return total
 
     def differences(self, now: MetricSample) -> list[SampleDifference]:
         """Return the differences between consecutive metric samples, oldest first.
@@ -199,12 +263,33 @@ class SampleHistory:
         """Return the newest metric sample that is at least `span_s` seconds older than the time
         `at`.
 
-        If there is none, return the oldest sample, or None if there is none before `at`.
+        If there is none, return the oldest sample, or None if there is none before `at`. The
+        sample is without sketches: growth_since() returns what they counted since then.
         """
         older = [mark for mark in self._ring if at - mark.at >= span_s]
         if older:
             return older[-1]
         return self._ring[0] if self._ring and self._ring[0].at < at else None
+
+
+def _add_growth(total: SketchGrowth, growth: SketchGrowth, sign: int = 1) -> None:
+    # Add the counts of `growth` to `total`, or subtract them with sign -1.
+    for sums, parts in zip(total, growth, strict=True):
+        for name, counts in parts.items():
+            own = sums.setdefault(name, {})
+            for bucket, count in counts.items():
+                value = own.get(bucket, 0) + sign * count
+                if value:
+                    own[bucket] = value
+                else:
+                    own.pop(bucket, None)
+            if not own:
+                del sums[name]
+
+
+def _copy_growth(growth: SketchGrowth) -> SketchGrowth:
+    ttft, tpot = ({name: dict(counts) for name, counts in part.items()} for part in growth)
+    return SketchGrowth(ttft, tpot)
 
 
 def counter_growth(after: Mapping[Key, float], before: Mapping[Key, float]) -> Counter[Key]:

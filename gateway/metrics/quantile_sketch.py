@@ -74,11 +74,11 @@ def difference(after: BucketCounts, before: BucketCounts) -> BucketCounts:
 
     If the sketch was reset in between, all of `after` is returned.
     """
-    if any(count > after.get(bucket, 0) for bucket, count in before.items()):
-        return after
-    return {
-        bucket: added for bucket, count in after.items() if (added := count - before.get(bucket, 0))
-    }
+    # Comparing the keys as sets takes a tenth of a second pass in Python over the counts.
+    old = before.get
+    grown = {bucket: added for bucket, count in after.items() if (added := count - old(bucket, 0))}
+    was_reset = not before.keys() <= after.keys() or min(grown.values(), default=0) < 0
+    return after if was_reset else grown
 
 
 def round_seconds(seconds: float | None) -> float | None:
