@@ -46,6 +46,7 @@ from gateway.http.listener_sockets import (
     bind,
     limit_receive_buffers,
     limit_send_buffers,
+    naming_config_key,
 )
 from gateway.http.tls_listener import ProtocolFactory, TlsListeners
 from gateway.http.write_queue import WriteQueue
@@ -72,7 +73,7 @@ from gateway.telemetry.accounting import Accounting
 from gateway.telemetry.cost_counter import LiveCost
 from gateway.telemetry.span_exporter import SpanExporter
 from gateway.trials.mirror import Mirrors
-from gateway.util.addresses import http_url, naming_config_key
+from gateway.util.addresses import http_url
 from gateway.util.client_networks import Networks
 from gateway.util.gc_control import GcSchedule
 

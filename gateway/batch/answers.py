@@ -14,7 +14,7 @@ import msgspec
 
 from gateway.batch.journal import KeptAnswer
 from gateway.protocol.api_table import CHAT, Api
-from gateway.protocol.error_formats import OPENAI, ErrorShape
+from gateway.protocol.error_formats import OPENAI, ErrorFormat
 from gateway.protocol.errors import GatewayError
 from gateway.protocol.request.json_members import read_members
 from gateway.protocol.response.date_header import ResponseClock, ResponseLines
@@ -250,7 +250,7 @@ class LineClient:
         else:
             self._body += data
 
-    def send_error(self, error: GatewayError, request_id: str, shape: ErrorShape = OPENAI) -> None:
+    def send_error(self, error: GatewayError, request_id: str, shape: ErrorFormat = OPENAI) -> None:
         self.status, self.retry_after_s = error.status, error.retry_after_s
         self._body = bytearray(shape.body(error, request_id))
 

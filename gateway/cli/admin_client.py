@@ -19,7 +19,8 @@ from urllib.parse import SplitResult, urlsplit
 import msgspec
 
 from command_line import Option, UsageError
-from gateway.cli.output import DEFAULT_ADMIN_URL, exit_with_error, print_line
+from gateway.cli.shared_options import DEFAULT_ADMIN_URL
+from gateway.cli.terminal_output import exit_with_error, print_line
 from gateway.util import tls
 
 REQUEST_TIMEOUT_S = 30.0

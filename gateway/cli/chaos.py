@@ -20,7 +20,8 @@ from urllib.parse import urlsplit
 
 from command_line import Argument, Option, UsageError
 from gateway.cli.admin_client import AdminAddress, AdminClient, with_admin_options
-from gateway.cli.output import JsonOption, exit_with_error, print_json, print_line
+from gateway.cli.shared_options import JsonOption
+from gateway.cli.terminal_output import exit_with_error, print_json, print_line
 from gateway.util.durations_and_sizes import parse_duration
 
 LABEL = "chaos"

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
 from command_line import Argument
-from gateway.cli.output import JsonOption, print_json, print_line
+from gateway.cli.shared_options import JsonOption
+from gateway.cli.terminal_output import print_json, print_line
 
 if TYPE_CHECKING:
     from gateway.config import ConfigError, Problem

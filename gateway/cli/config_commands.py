@@ -12,7 +12,8 @@ from typing import Annotated, Any
 
 from command_line import Argument, Option, styled, write_line
 from gateway.cli.admin_client import AdminAddress, AdminClient, KeyFileOption, with_admin_options
-from gateway.cli.output import JsonOption, exit_with_error, print_json, print_line, sanitize
+from gateway.cli.shared_options import JsonOption
+from gateway.cli.terminal_output import exit_with_error, print_json, print_line, sanitize
 
 ForceOption = Annotated[
     bool,

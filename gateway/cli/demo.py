@@ -22,9 +22,10 @@ from types import FrameType, MappingProxyType
 
 import msgspec
 
-from gateway.cli.output import DEFAULT_ADMIN_URL, print_line
+from gateway.cli.shared_options import DEFAULT_ADMIN_URL
+from gateway.cli.terminal_output import print_line
 from gateway.config import ConfigError, LoadedConfig, json_schema, load_with_warnings
-from gateway.util.addresses import is_port_free
+from gateway.http.listener_sockets import is_port_free
 from gateway.util.version import build_kind
 from kvtransfer.dialects import DIALECTS, Prerequisite
 

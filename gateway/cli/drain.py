@@ -12,7 +12,8 @@ from urllib.parse import quote
 
 from command_line import Argument, Option
 from gateway.cli.admin_client import AdminAddress, AdminClient, KeyFileOption, with_admin_options
-from gateway.cli.output import JsonOption, exit_with_error, print_json, print_line
+from gateway.cli.shared_options import JsonOption
+from gateway.cli.terminal_output import exit_with_error, print_json, print_line
 
 POLL_S = 0.5
 

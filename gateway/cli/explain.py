@@ -12,7 +12,8 @@ from urllib.parse import quote
 
 from command_line import Argument, table_lines
 from gateway.cli.admin_client import AdminAddress, AdminClient, with_admin_options
-from gateway.cli.output import JsonOption, exit_with_error, print_json, print_line
+from gateway.cli.shared_options import JsonOption
+from gateway.cli.terminal_output import exit_with_error, print_json, print_line
 
 NEWEST_REQUEST = "last"
 MAX_ROWS = 16

@@ -18,14 +18,8 @@ from typing import Annotated, Any, NoReturn
 
 from command_line import Option, run_command
 from gateway.cli.commands import COMMANDS, command_function
-from gateway.cli.output import (
-    POLICY_HELP,
-    JsonOption,
-    exit_with_error,
-    is_utf8_output,
-    print_json,
-    print_line,
-)
+from gateway.cli.shared_options import POLICY_HELP, JsonOption
+from gateway.cli.terminal_output import exit_with_error, is_utf8_output, print_json, print_line
 from gateway.util.version import version_facts, version_line
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Annotated
 
 from command_line import Argument, Option, UsageError
-from gateway.cli.output import exit_with_error, print_line
+from gateway.cli.terminal_output import exit_with_error, print_line
 from gateway.migrate import SOURCES, Additions, Draft, MigrationError, convert_text, convert_words
 from gateway.migrate.config_draft import variables
 from gateway.migrate.yaml_text import MAX_CHARS

@@ -10,7 +10,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from gateway.cli.admin_client import AdminAddress, AdminClient, with_admin_options
-from gateway.cli.output import JsonOption, print_json, print_line
+from gateway.cli.shared_options import JsonOption
+from gateway.cli.terminal_output import print_json, print_line
 
 
 @with_admin_options

@@ -16,7 +16,8 @@ import msgspec
 from command_line import Argument, Option, UsageError, write_line
 from gateway.cli.admin_client import AdminAddress, AdminClient, with_admin_options
 from gateway.cli.check import exit_with_problems
-from gateway.cli.output import JsonOption, exit_with_error
+from gateway.cli.shared_options import JsonOption
+from gateway.cli.terminal_output import exit_with_error
 
 RunningFileOption = Annotated[
     Path | None,

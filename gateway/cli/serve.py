@@ -12,14 +12,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from command_line import Option, UsageError
 from gateway.cli.check import exit_with_problems
-from gateway.cli.output import (
+from gateway.cli.shared_options import (
     AdminPortOption,
     EngineKeyOption,
     PolicyOption,
     check_engine_key,
-    exit_with_error,
-    print_line,
 )
+from gateway.cli.terminal_output import exit_with_error, print_line
 
 if TYPE_CHECKING:
     from gateway.app import App
@@ -154,8 +153,7 @@ def _serve(loaded: LoadedConfig, file: Path | None, workers: int) -> int:
 
 def _check_ports(config: Config, inherited: Container[str]) -> None:
     # End with an error if another program uses a port that this process would have to open.
-    from gateway.http.listener_sockets import ADMIN, API
-    from gateway.util.addresses import is_port_free
+    from gateway.http.listener_sockets import ADMIN, API, is_port_free
 
     for name, listener, flag in (
         (API, config.listeners.api, "--port"),

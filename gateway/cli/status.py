@@ -9,7 +9,8 @@ from __future__ import annotations
 from typing import Any
 
 from gateway.cli.admin_client import AdminAddress, AdminClient, with_admin_options
-from gateway.cli.output import JsonOption, print_json, print_line
+from gateway.cli.shared_options import JsonOption
+from gateway.cli.terminal_output import print_json, print_line
 
 # Members of the reply to GET /config that `penstock status --json` prints.
 _STATUS_MEMBERS = (

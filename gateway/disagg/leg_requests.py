@@ -25,11 +25,12 @@ from gateway.protocol.api_table import CHAT
 from gateway.protocol.request.json_splice import edited, shows_usage
 from gateway.protocol.request.request_body import Call
 from gateway.protocol.response.relay import Relay
+from gateway.protocol.response.resumable_relay import RecordedRelay
 from gateway.protocol.response.resume_eligibility import ContinuationTerms as ResumeTerms
 from gateway.protocol.response.resume_eligibility import continuation_terms, with_token_ids
 from gateway.protocol.response.rewrite import CachedTokensRewriter, ModelNameRewriter
 from gateway.protocol.response.stream_search import TokenUsage
-from gateway.protocol.response.token_ledger import Ledger, LedgerRecorder, RecordedRelay
+from gateway.protocol.response.token_ledger import Ledger, LedgerRecorder
 from gateway.protocol.trace_context import propagated_headers
 from gateway.protocol.upstream_error import UpstreamError
 from kvtransfer.dialects import (

@@ -31,7 +31,7 @@ from gateway.http.connection_phase import (
     reader_expiry,
 )
 from gateway.protocol.api_table import Api
-from gateway.protocol.error_formats import OPENAI, ErrorShape
+from gateway.protocol.error_formats import OPENAI, ErrorFormat
 from gateway.protocol.errors import (
     Failure,
     GatewayError,
@@ -146,7 +146,7 @@ class ClientConnection(ABC):
             outbox: WriteQueue = self._outbox
             outbox.enqueue(transport, data)
 
-    def send_error(self, error: GatewayError, request_id: str, shape: ErrorShape = OPENAI) -> None:
+    def send_error(self, error: GatewayError, request_id: str, shape: ErrorFormat = OPENAI) -> None:
         """Send a complete error response in the format of the client's API (`shape`)."""
         headers = [("x-request-id", request_id), *retry_headers(error)]
         self.send_response(error.status, shape.body(error, request_id), headers)

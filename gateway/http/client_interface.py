@@ -11,7 +11,7 @@ from typing import Protocol
 
 from gateway.http.large_bodies import JoinInTurn
 from gateway.http.upstream import Downstream
-from gateway.protocol.error_formats import OPENAI, ErrorShape
+from gateway.protocol.error_formats import OPENAI, ErrorFormat
 from gateway.protocol.errors import GatewayError
 from gateway.protocol.response.date_header import ResponseClock, ResponseLines
 
@@ -63,7 +63,7 @@ class Client(Downstream, Protocol):
         """
         ...
 
-    def send_error(self, error: GatewayError, request_id: str, shape: ErrorShape = OPENAI) -> None:
+    def send_error(self, error: GatewayError, request_id: str, shape: ErrorFormat = OPENAI) -> None:
         """Send a complete error response in the format of the client's API (`shape`)."""
         ...
 

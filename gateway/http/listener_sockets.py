@@ -1,11 +1,15 @@
-"""Listening sockets: opened here, or inherited from systemd or from the previous process."""
+"""Listening sockets: opened here or inherited from systemd or the previous process; free ports."""
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
-from collections.abc import Iterable, Mapping, MutableMapping
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
 from types import MappingProxyType
+
+from gateway.util.addresses import http_url
 
 BACKLOG = 4096
 FIRST_FD = 3  # sd_listen_fds(3)
@@ -23,6 +27,44 @@ class ActivationError(Exception):
     """Raised when sockets passed by systemd cannot be used; the message is written for the
     operator.
     """
+
+
+def is_port_free(host: str, port: int) -> bool:
+    """Return whether no process is listening on `host`:`port` now.
+
+    A command checks its port before it starts anything, so that its error can name the option to
+    change.
+
+    Port 0 is always free. So is a port that cannot be listened on for another reason, such as an
+    unknown host or missing rights: the listener's own error explains that better.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM
+        )[0]
+    except OSError:
+        return True
+    with socket.socket(family, kind, protocol) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(address)
+            probe.listen(1)
+        except OSError as error:
+            return error.errno != errno.EADDRINUSE
+        return True
+
+
+@contextmanager
+def naming_config_key(key: str, host: str, port: int) -> Iterator[None]:
+    """Prefix an OSError raised in the `with` block with the configuration key and the URL of the
+    listener.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise OSError(
+            f"cannot listen on {key}, {http_url(host, port)}: {error.strerror or error}"
+        ) from error
 
 
 def bind(host: str, port: int, *, reuse_port: bool = False) -> tuple[socket.socket, ...]:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 import msgspec
 
 from gateway.protocol import error_formats
-from gateway.protocol.error_formats import ErrorShape
+from gateway.protocol.error_formats import ErrorFormat
 from gateway.protocol.request.json_members import read_members
 from gateway.protocol.request.multipart import read_form
 from gateway.protocol.response import event_grammar
@@ -61,7 +61,7 @@ class Api(msgspec.Struct, frozen=True, eq=False):
     max_prompts: int | None = None
     can_split: bool = False
     can_resume: bool = False
-    errors: ErrorShape = error_formats.OPENAI
+    errors: ErrorFormat = error_formats.OPENAI
     grammar: EventGrammar | None = None
     keeps_answers: bool = False
     takes_salt: bool = True

@@ -29,7 +29,7 @@ ANTHROPIC_TYPES: Mapping[int, str] = {
 _SEQUENCE_NUMBER = re.compile(rb'"sequence_number":\s*(\d{1,9})')
 
 
-class ErrorShape(msgspec.Struct, frozen=True, eq=False):
+class ErrorFormat(msgspec.Struct, frozen=True, eq=False):
     """The functions that write errors in the format of one family of APIs.
 
     body         returns an error of the gateway as JSON, given the error and the id of the request
@@ -88,6 +88,6 @@ def _anthropic(status: int, message: str, more: Mapping[str, str]) -> bytes:
     return msgspec.json.encode(error)
 
 
-OPENAI = ErrorShape(_openai_body, _openai_event, openai_error_body)
-RESPONSES = ErrorShape(_openai_body, _responses_event, openai_error_body)
-ANTHROPIC = ErrorShape(anthropic_error, _anthropic_event, _anthropic_from_engine)
+OPENAI = ErrorFormat(_openai_body, _openai_event, openai_error_body)
+RESPONSES = ErrorFormat(_openai_body, _responses_event, openai_error_body)
+ANTHROPIC = ErrorFormat(anthropic_error, _anthropic_event, _anthropic_from_engine)

@@ -18,14 +18,9 @@ from gateway.protocol.api_table import COMPLETIONS
 from gateway.protocol.request.request_body import Call
 from gateway.protocol.response.http_framing import LAST_CHUNK, encode_chunk
 from gateway.protocol.response.relay import SHUTDOWN, Relay, UpstreamError
+from gateway.protocol.response.resumable_relay import ContinuationRelay, RecordedRelay
 from gateway.protocol.response.resume_eligibility import call_with_token_ids, continuation_terms
-from gateway.protocol.response.token_ledger import (
-    DIVERGED,
-    ContinuationRelay,
-    Ledger,
-    LedgerRecorder,
-    RecordedRelay,
-)
+from gateway.protocol.response.token_ledger import DIVERGED, Ledger, LedgerRecorder
 from gateway.proxy.attempt_loop import attempts, end_stream_with_error
 from gateway.route import Gateway, Route
 from policies import run

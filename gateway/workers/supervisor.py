@@ -35,6 +35,7 @@ from gateway.http.listener_sockets import (
     bind,
     limit_receive_buffers,
     limit_send_buffers,
+    naming_config_key,
 )
 from gateway.http.tls_listener import TlsListener
 from gateway.peers.local_bus import LocalHub
@@ -43,7 +44,7 @@ from gateway.reload.file_watcher import FileWatcher
 from gateway.reload.reloader import ReportLine
 from gateway.restart import notify
 from gateway.restart.predecessor import Predecessor
-from gateway.util.addresses import http_url, naming_config_key
+from gateway.util.addresses import http_url
 from gateway.workers import admin_server
 from gateway.workers.auto_config_access import WorkersAutoTarget
 from gateway.workers.auto_rollback import WorkersRollbackTarget

@@ -93,7 +93,7 @@ SMALL = (
     *_modules("gateway/protocol/request", "json_splice media member_limits sequence_count"),
     *_modules("gateway/protocol/request", "service_class sessions"),
     *_modules("gateway/protocol/response", "event_grammar long_event retryable_start rewrite"),
-    *_modules("gateway/protocol/response", "short_response token_ledger"),
+    *_modules("gateway/protocol/response", "resumable_relay short_response token_ledger"),
     *_modules("gateway/proxy", "attempt_loop engine_api split_request"),
     *_modules("gateway/telemetry", "access_log cost_counter log_file pick_explanation"),
     *_modules("gateway/telemetry", "request_shapes spans"),

@@ -41,14 +41,8 @@ from gateway.cli.doctor.production_checklist import CheckedEndpoint, CheckedFlee
 from gateway.cli.doctor.redis_check import check_redis
 from gateway.cli.doctor.seed_checklist import seed_findings
 from gateway.cli.engine_detection import config_with_kinds
-from gateway.cli.output import (
-    EngineKeyOption,
-    JsonOption,
-    check_engine_key,
-    print_json,
-    print_line,
-    sanitize,
-)
+from gateway.cli.shared_options import EngineKeyOption, JsonOption, check_engine_key
+from gateway.cli.terminal_output import print_json, print_line, sanitize
 from gateway.config import (
     Config,
     ConfigError,

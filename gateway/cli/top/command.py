@@ -16,7 +16,8 @@ from gateway.cli.admin_client import (
     KeyFileOption,
     with_admin_options,
 )
-from gateway.cli.output import JsonOption, exit_with_error, print_json
+from gateway.cli.shared_options import JsonOption
+from gateway.cli.terminal_output import exit_with_error, print_json
 
 
 @with_admin_options

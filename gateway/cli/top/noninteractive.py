@@ -9,7 +9,7 @@ from rich.live import Live
 from rich.text import Text
 
 from gateway.cli.admin_client import AdminClient, AdminServerError
-from gateway.cli.output import exit_with_error, print_line
+from gateway.cli.terminal_output import exit_with_error, print_line
 from gateway.cli.top.render import View, render_view
 
 PIPE_WIDTH = 132

@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable
 
 from gateway.metrics.metric_types import Histogram
-from gateway.protocol.error_formats import ErrorShape
+from gateway.protocol.error_formats import ErrorFormat
 from gateway.protocol.errors import Failure
 from gateway.protocol.response.event_grammar import EventGrammar, merge_usage, named_error_status
 from gateway.protocol.response.payload_scan import EVENT_MARKER, TAIL_BYTES
@@ -39,7 +39,7 @@ class EventRelay(Relay):
         rewriter: ModelNameRewriter | None,
         chunk_gaps: Histogram | None,
         grammar: EventGrammar,
-        errors: ErrorShape,
+        errors: ErrorFormat,
     ) -> None:
         super().__init__(own_headers, on_first_token, is_http_1_0, rewriter, chunk_gaps=chunk_gaps)
         self._grammar, self._errors = grammar, errors

@@ -13,7 +13,7 @@ STEP_BYTES = 32 * 1024
 """Number of bytes of input, or of output, after which a step ends."""
 
 
-class StepQueue:
+class OutputQueue:
     """Output in pieces that are generated only when they are taken, about STEP_BYTES at a time.
 
     The order of the output is that of the add() calls.

@@ -43,7 +43,7 @@ from gateway.protocol.response.stream_search import (
     find_leading_error,
     finish_reason_marker,
 )
-from gateway.protocol.translate.answer_translator import AnswerTranslator
+from gateway.protocol.translate.translator import AnswerTranslator
 from gateway.protocol.upstream_error import SHUTDOWN as SHUTDOWN
 from gateway.protocol.upstream_error import UpstreamError as UpstreamError
 

@@ -17,10 +17,10 @@ from typing import Any
 import msgspec
 
 from gateway.protocol.response.long_event import LONG_EVENT, LongEvent, first_event_length
-from gateway.protocol.response.relay import Relay, UpstreamError
 from gateway.protocol.response.resume_eligibility import ContinuationTerms
 from gateway.protocol.response.rewrite import ModelNameRewriter, whole_events_length
 from gateway.protocol.response.stream_search import TokenUsage
+from gateway.protocol.upstream_error import UpstreamError
 
 _SEAM = 2  # bytes at the end of a read that may be the first part of an event's end
 _DONE = b"[DONE]"
@@ -480,75 +480,3 @@ class LedgerRecorder(ModelNameRewriter):
         except (TypeError, ValueError, AttributeError, LookupError, OverflowError) as error:
             message = f"the engine sent an event of an unknown form: {error}"
             raise UpstreamError("framing", message) from error
-
-
-class RecordedRelay(Relay):
-    """Relays an answer in such a way that another engine can continue its stream.
-
-    Where a plain relay would end the answer with an error, this one raises UpstreamError. Its
-    client receives complete events only, so another event may follow at any time.
-    """
-
-    __slots__ = ()
-
-    @property
-    def is_at_boundary(self) -> bool:
-        """Return whether an SSE event may be added after the events that the client has
-        received.
-        """
-        return self._is_sse and self.is_committed
-
-    @property
-    def _is_done_sent(self) -> bool:
-        # Whether the client has received the last event, according to the ledger.
-        #
-        # The relay itself may have seen events that were discarded by rewind().
-        return self._recorder.ledger.is_done
-
-    @property
-    def _recorder(self) -> LedgerRecorder:
-        assert isinstance(self.rewriter, LedgerRecorder)
-        return self.rewriter
-
-    def _finish_body(self, out: bytes) -> bytes:
-        unfinished = self._partial_event or self._recorder.ledger.finish_reason is None
-        if (
-            self._is_sse
-            and not self._has_done_marker
-            and unfinished
-            and not self._last_payload.rstrip().endswith(_DONE)
-        ):
-            self._recorder.ledger.rewind()
-            raise UpstreamError("truncated", "the engine ended its stream early")
-        return super()._finish_body(out)
-
-    def _missing_done_event(self) -> bytes | None:
-        # Return the events that are missing at the end of the whole answer.
-        #
-        # Return None if the answer is incomplete.
-        ledger = self._recorder.ledger
-        return None if ledger.finish_reason is None else ledger.render_end()
-
-    def add_rest(self, rest: Relay, usage: TokenUsage) -> None:
-        """Add the byte, event and token counts of a later relay, which received the rest of the
-        answer.
-        """
-        self.bytes_sent += rest.bytes_sent
-        self.event_count += rest.event_count
-        self.last_data_at = rest.last_data_at or self.last_data_at
-        rest._scan_rest()
-        self._unscanned.clear()
-        self._finish_payload = rest._finish_payload
-        self._usage_result = usage
-
-
-class ContinuationRelay(RecordedRelay):
-    """Relays the rest of a broken answer.
-
-    It sends no response head, since the client has received one.
-    """
-
-    __slots__ = ()
-
-    def _client_head(self) -> bytes:
-        return b""

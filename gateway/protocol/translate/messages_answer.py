@@ -22,7 +22,7 @@ from gateway.protocol.translate.chat_types import (
 from gateway.protocol.translate.json_pieces import encode_in_pieces, to_text
 from gateway.protocol.translate.request_reader import encode
 from gateway.protocol.translate.sse import format_event
-from gateway.protocol.translate.stream_translator import StreamTranslator
+from gateway.protocol.translate.translator import StreamTranslator
 
 _STOP_REASONS: Mapping[str, str] = MappingProxyType(
     {

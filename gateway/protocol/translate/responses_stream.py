@@ -27,7 +27,7 @@ from gateway.protocol.translate.responses_answer import (
     usage_of,
 )
 from gateway.protocol.translate.sse import format_event
-from gateway.protocol.translate.stream_translator import StreamTranslator
+from gateway.protocol.translate.translator import StreamTranslator
 
 MAX_ANSWER_CHARS = 8 * 1024 * 1024
 """Maximum characters of one answer's text, which the last events repeat four times."""

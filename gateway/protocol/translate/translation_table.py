@@ -18,9 +18,9 @@ from gateway.protocol.translate import (
     responses_answer,
     responses_request,
 )
-from gateway.protocol.translate.answer_translator import AnswerTranslator
 from gateway.protocol.translate.messages_answer import MessagesStream
 from gateway.protocol.translate.responses_stream import ResponsesStream
+from gateway.protocol.translate.translator import AnswerTranslator
 
 NewTranslator = Callable[[], AnswerTranslator]
 """A function that creates the translator of one attempt's answer."""

@@ -13,7 +13,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 import pytest
 
 from gateway.cli import main
-from gateway.cli.output import print_line, sanitize
+from gateway.cli.terminal_output import print_line, sanitize
 from tests.command_runner import CommandRunner
 
 

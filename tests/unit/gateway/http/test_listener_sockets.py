@@ -1,10 +1,11 @@
-"""Tests that sockets from systemd are assigned to listeners by name or by order.
+"""Tests that sockets from systemd are assigned to listeners by name or order, and of free ports.
 
 Anything but a listening TCP socket is an error.
 """
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import subprocess
@@ -18,6 +19,7 @@ import pytest
 from gateway.http.listener_sockets import (
     ActivationError,
     bind,
+    is_port_free,
     limit_receive_buffers,
     limit_send_buffers,
     sockets_from_systemd,
@@ -194,3 +196,21 @@ def test_the_service_manager_is_notified_at_its_socket(tmp_path: Path, abstract:
 def test_without_a_service_manager_notify_returns_false(tmp_path: Path) -> None:
     assert not notify.report_ready({})
     assert not notify.report_ready({"NOTIFY_SOCKET": str(tmp_path / "nobody")})
+
+
+def test_a_port_is_taken_while_a_socket_listens_on_it() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        assert not is_port_free("127.0.0.1", port)
+    assert is_port_free("127.0.0.1", port)
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EADDRNOTAVAIL])
+def test_a_port_counts_as_free_if_listening_fails_for_another_reason(
+    number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(self: socket.socket, address: object) -> None:
+        raise OSError(number, "no")
+
+    monkeypatch.setattr(socket.socket, "bind", refuse)
+    assert is_port_free("127.0.0.1", 80)

@@ -13,7 +13,7 @@ from gateway.http.read_turns import LONG_READ, PIECE_TURNS, TURNS, ReadTurns
 from gateway.http.upstream import ConnectionPool, UpstreamConnection, UpstreamTimeouts
 from gateway.http.write_queue import BYTES_PER_TURN, WRITES_PER_TURN, WriteQueue
 from gateway.protocol.response.relay import Relay
-from gateway.protocol.translate.answer_translator import AnswerTranslator
+from gateway.protocol.translate.translator import AnswerTranslator
 from tests.unit.gateway.http.connection_harness import FakeTransport, Harness, turns
 from tests.unit.gateway.http.test_upstream import FakeClient, FakePayload
 from tests.unit.gateway.http.test_write_queue import RELAY, FakeConnection, FakeLoop

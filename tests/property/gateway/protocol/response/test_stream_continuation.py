@@ -16,14 +16,13 @@ from gateway.protocol import api_table
 from gateway.protocol.errors import Failure
 from gateway.protocol.response.http_framing import LAST_CHUNK, ChunkedBody, encode_chunk
 from gateway.protocol.response.relay import Relay, RelayState, UpstreamError
+from gateway.protocol.response.resumable_relay import ContinuationRelay, RecordedRelay
 from gateway.protocol.response.resume_eligibility import ContinuationTerms, continuation_terms
 from gateway.protocol.response.token_ledger import (
     DIVERGED,
     MOST_REPEATED_TOKENS,
-    ContinuationRelay,
     Ledger,
     LedgerRecorder,
-    RecordedRelay,
 )
 from tests.unit.gateway.protocol.request import test_request_body
 

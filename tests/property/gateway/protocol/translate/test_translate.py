@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from gateway.protocol.translate import messages_answer, responses_answer
 from gateway.protocol.translate.messages_answer import MessagesStream
 from gateway.protocol.translate.responses_stream import ResponsesStream
-from gateway.protocol.translate.stream_translator import StreamTranslator
+from gateway.protocol.translate.translator import StreamTranslator
 from tests.unit.gateway.protocol.translate.chats import (
     USAGE,
     Piece,

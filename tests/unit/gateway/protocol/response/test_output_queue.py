@@ -13,10 +13,11 @@ from gateway.protocol.response import long_event
 from gateway.protocol.response.http_framing import LAST_CHUNK, ChunkedBody, encode_chunk
 from gateway.protocol.response.output_queue import STEP_BYTES
 from gateway.protocol.response.relay import BEHIND, DONE, Relay
+from gateway.protocol.response.resumable_relay import RecordedRelay
 from gateway.protocol.response.resume_eligibility import ContinuationTerms
-from gateway.protocol.response.token_ledger import Ledger, LedgerRecorder, RecordedRelay
+from gateway.protocol.response.token_ledger import Ledger, LedgerRecorder
 from gateway.protocol.translate import translation_table
-from gateway.protocol.translate.answer_translator import AnswerTranslator
+from gateway.protocol.translate.translator import AnswerTranslator
 from tests.unit.gateway.protocol.translate.chats import (
     Piece,
     answer,

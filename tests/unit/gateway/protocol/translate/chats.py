@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from gateway.protocol.translate.stream_translator import StreamTranslator
+from gateway.protocol.translate.translator import StreamTranslator
 
 Piece = tuple[str, Any]
 """A part of an answer: ("thought", text), ("text", text), or ("call", (name, arguments))."""

@@ -1,0 +1,82 @@
+"""Relays a stream that another engine may continue, and the rest of a stream from that engine."""
+
+from __future__ import annotations
+
+from gateway.protocol.response.relay import Relay
+from gateway.protocol.response.stream_search import TokenUsage
+from gateway.protocol.response.token_ledger import LedgerRecorder
+from gateway.protocol.upstream_error import UpstreamError
+
+_DONE = b"[DONE]"
+
+
+class RecordedRelay(Relay):
+    """Relays an answer in such a way that another engine can continue its stream.
+
+    Where a plain relay would end the answer with an error, this one raises UpstreamError. Its
+    client receives complete events only, so another event may follow at any time.
+    """
+
+    __slots__ = ()
+
+    @property
+    def is_at_boundary(self) -> bool:
+        """Return whether an SSE event may be added after the events that the client has
+        received.
+        """
+        return self._is_sse and self.is_committed
+
+    @property
+    def _is_done_sent(self) -> bool:
+        # Whether the client has received the last event, according to the ledger.
+        #
+        # The relay itself may have seen events that were discarded by rewind().
+        return self._recorder.ledger.is_done
+
+    @property
+    def _recorder(self) -> LedgerRecorder:
+        assert isinstance(self.rewriter, LedgerRecorder)
+        return self.rewriter
+
+    def _finish_body(self, out: bytes) -> bytes:
+        unfinished = self._partial_event or self._recorder.ledger.finish_reason is None
+        if (
+            self._is_sse
+            and not self._has_done_marker
+            and unfinished
+            and not self._last_payload.rstrip().endswith(_DONE)
+        ):
+            self._recorder.ledger.rewind()
+            raise UpstreamError("truncated", "the engine ended its stream early")
+        return super()._finish_body(out)
+
+    def _missing_done_event(self) -> bytes | None:
+        # Return the events that are missing at the end of the whole answer.
+        #
+        # Return None if the answer is incomplete.
+        ledger = self._recorder.ledger
+        return None if ledger.finish_reason is None else ledger.render_end()
+
+    def add_rest(self, rest: Relay, usage: TokenUsage) -> None:
+        """Add the byte, event and token counts of a later relay, which received the rest of the
+        answer.
+        """
+        self.bytes_sent += rest.bytes_sent
+        self.event_count += rest.event_count
+        self.last_data_at = rest.last_data_at or self.last_data_at
+        rest._scan_rest()
+        self._unscanned.clear()
+        self._finish_payload = rest._finish_payload
+        self._usage_result = usage
+
+
+class ContinuationRelay(RecordedRelay):
+    """Relays the rest of a broken answer.
+
+    It sends no response head, since the client has received one.
+    """
+
+    __slots__ = ()
+
+    def _client_head(self) -> bytes:
+        return b""
