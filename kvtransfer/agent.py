@@ -399,6 +399,12 @@ class Agent:
                 )
                 return None
 
+    def following_windows(
+        self, link: Link, head: WindowHead, most: int
+    ) -> Sequence[tuple[WindowHead, WindowSlice]]:
+        with self._lock:
+            return self._sink.following_windows(link, head, most)
+
     def on_landed(self, link: Link, head: WindowHead, verdict: WindowVerdict) -> None:
         with self._lock:
             self._run_commands(self._sink.on_landed(link, head, verdict, self._clock.now()))

@@ -92,8 +92,6 @@ class Link(Protocol):
 
     transport: str
     peer: str
-    received_bytes: int
-    """Total bytes received from the peer. While this number grows, the peer counts as alive."""
     window_bytes: int
     """The preferred maximum size in bytes of a window (a piece of a KV transfer).
 
@@ -106,6 +104,14 @@ class Link(Protocol):
     `grant` then blocks, and is called without any lock. Bytes that have arrived may be overwritten
     until the fence.
     """
+
+    @property
+    def received_bytes(self) -> int:
+        """Return the total bytes received from the peer.
+
+        While this number grows, the peer counts as alive.
+        """
+        ...
 
     def send(self, message: bytes) -> None:
         """Queue a control message for the other agent.
@@ -236,6 +242,24 @@ class LinkOwner(Protocol):
     def on_fenced(self, link: Link, transfer: int) -> None: ...
 
     def on_lost(self, link: Link, reason: str) -> None: ...
+
+
+@runtime_checkable
+class WindowForecaster(Protocol):
+    """The interface of a LinkOwner that knows which windows (pieces of KV) will arrive next."""
+
+    def following_windows(
+        self, link: Link, head: WindowHead, most: int
+    ) -> Sequence[tuple[WindowHead, WindowSlice]]:
+        """Return at most `most` windows that will probably follow the one with this header, in
+        order.
+
+        `place_window` has returned a place for that one, and not for any of the others. A transport
+        may write the bytes of a window with exactly such a header before it calls `place_window`
+        for it. If that then returns None, the rest of the bytes is discarded. As for any window,
+        `on_fenced` follows only when nothing is written any more.
+        """
+        ...
 
 
 class Transport(Protocol):

@@ -9,6 +9,8 @@ and other fields of LinkOptions.
 from __future__ import annotations
 
 import threading
+from bisect import bisect_left
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -24,7 +26,7 @@ from kvtransfer.contract import (
 )
 from kvtransfer.layout.block_mapping import ByteRuns
 from kvtransfer.layout.memory_files import MemoryFileRegion
-from kvtransfer.layout.memory_regions import Region
+from kvtransfer.layout.memory_regions import GenerationCheck, Region
 from kvtransfer.transports.stream.link import LinkOptions
 
 BLOCK_BYTES = 64 << 10  # size of the region's blocks, which have generations
@@ -122,7 +124,7 @@ class LinkSide:
             return None
         blocks = _blocks(src, size)
         promised = self.region.generations_of(blocks)
-        return lambda: self.region.are_current(blocks, promised)
+        return GenerationCheck(self.region, blocks, promised)
 
     def begin(self) -> None: ...
 
@@ -177,6 +179,12 @@ class LinkSide:
 
     def place_window(self, link: Link, head: WindowHead) -> WindowSlice | None:
         return self.expected.get(head.first)
+
+    def following_windows(
+        self, link: Link, head: WindowHead, most: int
+    ) -> Sequence[tuple[WindowHead, WindowSlice]]:
+        index = bisect_left(self.windows, head.first, key=lambda window: window[0].first) + 1
+        return self.windows[index : index + most]
 
     def on_landed(self, link: Link, head: WindowHead, verdict: WindowVerdict) -> None:
         if verdict is not WindowVerdict.OK:

@@ -24,6 +24,37 @@ class RegionError(Exception):
     """Raised when memory for KV is unusable: it has a wrong size, is read-only, or can shrink."""
 
 
+class GenerationCheck:
+    """Whether blocks still have the generations that their reader was promised.
+
+    A call returns it. Native code may evaluate the arrays itself.
+
+    region      the memory of the blocks
+    blocks      int64 array (n,): block numbers
+    promised    uint32 array (n,): their generations
+    lease_flag  uint32 array (1,), which is 0 once the promise has ended; None: it does not end
+    """
+
+    __slots__ = ("blocks", "lease_flag", "promised", "region")
+
+    def __init__(
+        self,
+        region: Region,
+        blocks: NDArray[np.int64],
+        promised: NDArray[np.uint32],
+        lease_flag: NDArray[np.uint32] | None = None,
+    ) -> None:
+        self.region = region
+        self.blocks = np.ascontiguousarray(blocks, np.int64)
+        self.promised = np.ascontiguousarray(promised, np.uint32)
+        self.lease_flag = lease_flag
+
+    def __call__(self) -> bool:
+        if self.lease_flag is not None and not self.lease_flag.item():
+            return False
+        return self.region.are_current(self.blocks, self.promised)
+
+
 class Region:
     """The memory of one rank's KV blocks, and the blocks' generations.
 

@@ -62,6 +62,16 @@ class ReceiveTracker:
         self._unverified[group, pair, first, count] = n_bytes
         return runs
 
+    def peek(self, group: int, pair: int, first: int, count: int) -> ByteRuns | None:
+        """Return the byte ranges (runs) of a window (piece) of KV that has not begun.
+
+        Returns None if any part of it has begun. Raises IndexError for one that is not planned.
+        """
+        begun = self._begun_runs.get((group, pair))
+        if begun is not None and begun.overlaps(first, first + count):
+            return None
+        return self.plan.runs(group, pair).cut(first, count)
+
     def mark_verified(self, group: int, pair: int, first: int, count: int) -> bool:
         """Count a window (piece) of KV as verified, and return whether its layer group is complete.
 
@@ -105,15 +115,19 @@ class _Spans:
         self._starts: list[int] = []
         self._ends: list[int] = []
 
+    def overlaps(self, start: int, end: int) -> bool:
+        index = bisect_right(self._starts, start)
+        return (index > 0 and self._ends[index - 1] > start) or (
+            index < len(self._starts) and self._starts[index] < end
+        )
+
     def add(self, start: int, end: int) -> bool:
         # Add [start, end) and return True.
         #
         # Add nothing and return False if any part of it is present.
-        index = bisect_right(self._starts, start)
-        if (index and self._ends[index - 1] > start) or (
-            index < len(self._starts) and self._starts[index] < end
-        ):
+        if self.overlaps(start, end):
             return False
+        index = bisect_right(self._starts, start)
         joins_previous = index > 0 and self._ends[index - 1] == start
         joins_next = index < len(self._starts) and self._starts[index] == end
         if joins_previous and joins_next:

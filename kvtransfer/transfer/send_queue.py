@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from kvtransfer.contract import Link, WindowHead, WindowSlice
 from kvtransfer.layout.block_mapping import ByteRuns, sorted_distinct
 from kvtransfer.layout.kv_layout import KvLayout
-from kvtransfer.layout.memory_regions import Region, local_rank
+from kvtransfer.layout.memory_regions import GenerationCheck, Region, local_rank
 from kvtransfer.layout.reshard import MAX_RUNS, TransferPlan
 from kvtransfer.protocol.lease import Lease
 from kvtransfer.protocol.messages import AgentCard
@@ -62,6 +62,8 @@ class LeasedOffer:
 
     generations    the blocks' generations (owner counters) per rank, when the offer was made
     sorted_blocks  its block numbers in order, for a fast search per window
+    lease          the lease; setting one that has ended clears `lease_flag`
+    lease_flag     uint32 array (1,): 1 until the lease ends, for native code
     nonces         nonces of its latest tickets
     link           connection to the sink that has claimed the offer; None: it is unclaimed
     transfer       that sink's number of the transfer
@@ -74,10 +76,11 @@ class LeasedOffer:
     """
 
     __slots__ = (
+        "_lease",
         "claimed_by",
         "generations",
         "head",
-        "lease",
+        "lease_flag",
         "link",
         "nonces",
         "number",
@@ -103,6 +106,7 @@ class LeasedOffer:
     ) -> None:
         self.number, self.spec, self.generations, self.started_at = number, spec, generations, now
         self.sorted_blocks = spec.blocks[spec.order]
+        self.lease_flag = np.ones(1, np.uint32)
         self.lease = Lease(spec.name, now + spec.ttl_s)
         self.ticket = ""
         self.nonces = deque([spec.nonce], _MAX_TICKETS)
@@ -128,8 +132,18 @@ class LeasedOffer:
         return self.plan is None and self.claimed_by is None and self.whole is None
 
     @property
+    def lease(self) -> Lease:
+        return self._lease
+
+    @lease.setter
+    def lease(self, lease: Lease) -> None:
+        self._lease = lease
+        if lease.ended_from is not None:
+            self.lease_flag[0] = 0
+
+    @property
     def is_live(self) -> bool:
-        return self.lease.ended_from is None
+        return self._lease.ended_from is None
 
     def peek(self) -> WindowHead | None:
         """Return the header of the next window (piece of KV) to send.
@@ -314,4 +328,4 @@ def _still_current(
     promised = offer.generations[rank][
         offer.spec.order[np.searchsorted(offer.sorted_blocks, blocks)]
     ]
-    return lambda: offer.is_live and region.are_current(blocks, promised)
+    return GenerationCheck(region, blocks, promised, offer.lease_flag)

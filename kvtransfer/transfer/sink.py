@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvtransfer.contract import Link, WindowHead, WindowSlice, WindowVerdict
-from kvtransfer.layout.block_mapping import sorted_distinct
+from kvtransfer.layout.block_mapping import ByteRuns, sorted_distinct
 from kvtransfer.layout.kv_layout import KvLayout, pair_fingerprint
 from kvtransfer.layout.memory_regions import Region, local_rank
 from kvtransfer.layout.reshard import LayoutMismatch, Ranks, TransferPlan, max_pairs, plan_transfer
@@ -52,6 +52,7 @@ from kvtransfer.transfer.commands import (
 from kvtransfer.transfer.flow_control import Priority
 from kvtransfer.transfer.receive_tracker import ReceiveTracker, RepeatedWindowError, WindowError
 from kvtransfer.transfer.stats import AgentStats
+from kvtransfer.transfer.window_forecast import WindowForecast
 from kvtransfer.util.agent_options import AgentOptions
 
 
@@ -92,6 +93,7 @@ class BlockReservation:
     __slots__ = (
         "deadline",
         "end",
+        "forecast",
         "is_invited",
         "layers",
         "layout",
@@ -118,6 +120,7 @@ class BlockReservation:
         self.source_rank: int | None = None
         self.plan: TransferPlan | None = None
         self.tracker: ReceiveTracker | None = None
+        self.forecast: WindowForecast | None = None
         self.moving_since = now
         self.layers = 0
         self.end: tuple[EndReason, str] | None = None
@@ -289,7 +292,7 @@ class TransferSink:
 
         def work() -> Callable[[float], list[Command]]:
             tracker_or_error = self._plan(reservation, message)
-            return lambda now: self._begin(reservation, tracker_or_error, now)
+            return lambda now: self._begin(reservation, tracker_or_error, message, now)
 
         assert reservation.layout is not None
         pairs = max_pairs(reservation.layout, self._layout, message.group_layers)
@@ -298,7 +301,11 @@ class TransferSink:
         )
 
     def _begin(
-        self, reservation: BlockReservation, tracker_or_error: ReceiveTracker | str, now: float
+        self,
+        reservation: BlockReservation,
+        tracker_or_error: ReceiveTracker | str,
+        message: Accept,
+        now: float,
     ) -> list[Command]:
         # Admit windows of KV after the plan is computed, unless the fetch has ended since.
         if reservation.state is not SinkState.INVITED:
@@ -306,6 +313,9 @@ class TransferSink:
         if isinstance(tracker_or_error, str):
             return self._end(reservation, EndReason.LAYOUT, tracker_or_error, now)
         reservation.plan, reservation.tracker = tracker_or_error.plan, tracker_or_error
+        reservation.forecast = WindowForecast(
+            reservation.number, tracker_or_error.plan, message.window_bytes
+        )
         reservation.state, reservation.moving_since = SinkState.MOVING, now
         return []
 
@@ -340,10 +350,26 @@ class TransferSink:
         except WindowError:
             self._stats.discarded["unplanned"] += 1
             raise
-        src_rank, dst_rank = reservation.plan.pairs(head.group)[head.pair]
-        src = local_rank(src_rank, reservation.source_rank is None)
+        return self._slice(reservation, head, runs)
+
+    def _slice(self, moving: BlockReservation, head: WindowHead, runs: ByteRuns) -> WindowSlice:
+        assert moving.plan is not None
+        src_rank, dst_rank = moving.plan.pairs(head.group)[head.pair]
+        src = local_rank(src_rank, moving.source_rank is None)
         dst = local_rank(dst_rank, self._rank is None)
         return WindowSlice(runs, self._regions[dst], src, dst)
+
+    def following_windows(
+        self, link: Link, head: WindowHead, most: int
+    ) -> list[tuple[WindowHead, WindowSlice]]:
+        """Return at most `most` windows (pieces of KV) that will probably follow this one."""
+        moving = self._find_moving(link, head.transfer)
+        if moving is None or moving.tracker is None or moving.forecast is None:
+            return []
+        # Half of what may be in flight, so that credit returns before the source stops.
+        most_bytes = self._options.budget_bytes // 2
+        following = moving.forecast.following(head, moving.tracker, most, most_bytes)
+        return [(after, self._slice(moving, after, runs)) for after, runs in following]
 
     def on_bad_window(self, link: Link, transfer: int, detail: str, now: float) -> list[Command]:
         """End a fetch whose source has another plan, because the missing bytes would never come."""

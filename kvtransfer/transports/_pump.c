@@ -1,9 +1,9 @@
 /* Moves the bytes of KV windows between sockets and memory without the interpreter lock.
  *
  * Python decides what is moved and where to; this module runs the loop of system calls for one
- * window, waits for the socket meanwhile, and computes the window's XXH3 digest. A thread that
- * computes in Python then delays a window once, and not at each call. pump.py loads it, and
- * iovec.py does the same in Python where it is missing.
+ * window, or for a batch of windows that Python has prepared, waits for the socket meanwhile, and
+ * computes the windows' XXH3 digests. A thread that computes in Python then delays a batch once,
+ * and not at each call. pump.py loads it, and iovec.py does the same in Python where it is missing.
  */
 
 #define Py_LIMITED_API 0x030b0000
@@ -14,6 +14,7 @@
 #include <poll.h>
 #include <sched.h>
 #include <stdint.h>
+#include <string.h>
 #include <sys/socket.h>
 #include <sys/uio.h>
 #include <time.h>
@@ -23,15 +24,23 @@
 #define IN_CACHE (512 << 10)        /* bytes that a core's cache still holds for the digest */
 #define LARGE (256 << 10)           /* from here on, wait for many bytes at once */
 #define HELD (64 << 10)             /* up to here, the first call keeps the interpreter lock */
+#define TRAILER 24                  /* protocol/frame.py: verdict u8, 7 zeros, digest u64, 8 zeros */
+#define FRAME 60                    /* a window's preamble and header */
 #define LOOK_EVERY (4 << 20)        /* bytes between two looks at the stop descriptor */
+#define MESSAGE_US 50000            /* how long a batch that is sent lets messages wait */
 #define CONTENDED_US 50             /* a longer sched_yield means that others want this core */
 #define LEAST_PAUSE_US 1000         /* then this thread does not spin for so long */
 #define MOST_PAUSE_US 512000
 
 typedef int (*update_function)(void *state, const void *data, size_t size);
 
+typedef int (*reset_function)(void *state);
+typedef uint64_t (*digest_function)(const void *state);
+
 struct digest {
     update_function update;         /* NULL: no digest */
+    reset_function reset;           /* this and the next are for batches only */
+    digest_function digest;
     void *state;
 };
 
@@ -44,6 +53,21 @@ struct job {
     struct digest digest;
     size_t moved;
     int stopped, error;
+    int64_t deadline_us;            /* set at the first wait */
+    size_t unlooked;                /* bytes since the last look at the stop descriptor */
+    uint64_t *progress;             /* NULL, or a count of all bytes that moves on with them */
+};
+
+/* One window of a batch: window_batch.py fills a table of them. */
+struct window {
+    uint64_t rows;                  /* its iovecs; the rows before and after them are free */
+    uint64_t count;                 /* iovecs */
+    uint64_t size;                  /* bytes of KV that have not moved yet */
+    uint64_t frame;                 /* the bytes before it: trailer of the last window, own header */
+    uint64_t frame_size;
+    /* Which generations its blocks must have at the source; live: NULL or a word that must not
+     * be 0. */
+    uint64_t generations, blocks, promised, block_count, live;
 };
 
 static int64_t now_us(void)
@@ -155,8 +179,7 @@ static void want(int fd, int *wanted, size_t size)
 
 static void run(struct job *job, PyThreadState **unlocked)
 {
-    size_t needed = job->total - job->optional, looked = 0, at = 0;
-    int64_t deadline = 0;
+    size_t needed = job->total - job->optional, at = 0;
     int wanted = 1;
     long row = 0;
     while (job->moved < needed) {
@@ -169,9 +192,12 @@ static void run(struct job *job, PyThreadState **unlocked)
         if (moved > 0) {
             feed(job, job->moved, (size_t)moved);
             job->moved += (size_t)moved;
-            if (job->moved - looked < LOOK_EVERY)
+            job->unlooked += (size_t)moved;
+            if (job->progress != NULL)
+                __atomic_fetch_add(job->progress, (uint64_t)moved, __ATOMIC_RELAXED);
+            if (job->unlooked < LOOK_EVERY)
                 continue;
-            looked = job->moved;
+            job->unlooked = 0;
             both[0] = (struct pollfd){job->stop_fd, POLLIN, 0};
             if (poll(both, 1, 0) > 0) {
                 job->stopped = 1;
@@ -188,10 +214,10 @@ static void run(struct job *job, PyThreadState **unlocked)
             break;
         }
         job->error = EAGAIN;
-        if (deadline == 0)
-            deadline = now_us() + (int64_t)job->patience_ms * 1000;
+        if (job->deadline_us == 0)
+            job->deadline_us = now_us() + (int64_t)job->patience_ms * 1000;
         else
-            left_ms = (int)((deadline - now_us()) / 1000);
+            left_ms = (int)((job->deadline_us - now_us()) / 1000);
         if (left_ms <= 0)
             break;
         if (*unlocked == NULL)
@@ -250,6 +276,186 @@ static PyObject *move(PyObject *module, PyObject *args)
     return Py_BuildValue("nO", job.moved == 0 && job.error == EAGAIN ? (Py_ssize_t)-1
                                                                      : (Py_ssize_t)job.moved,
                          job.stopped ? Py_True : Py_False);
+}
+
+/* Begin with `size` bytes at count rows; `ahead` and `behind` are not the window's. */
+static void begin(struct job *job, struct iovec *rows, long count, size_t ahead, size_t size,
+                  size_t behind)
+{
+    job->rows = rows, job->count = count;
+    job->ahead = ahead, job->behind = behind, job->total = ahead + size + behind;
+    job->optional = 0, job->moved = 0, job->error = 0;
+}
+
+static void *memory_at(uint64_t address)
+{
+    return (void *)(uintptr_t)address;
+}
+
+/* Write the trailer of an intact window, with the digest of its bytes. */
+static void write_trailer(struct job *job, unsigned char *trailer)
+{
+    uint64_t digest = job->digest.update == NULL ? 0 : job->digest.digest(job->digest.state);
+    int i;
+    memset(trailer, 0, TRAILER);
+    for (i = 0; i < 8; i++)
+        trailer[8 + i] = (unsigned char)(digest >> 8 * i);
+}
+
+/* Whether no block of the window has changed its owner. */
+static int is_current(const struct window *window)
+{
+    const volatile uint32_t *generations = memory_at(window->generations);
+    const volatile uint32_t *live = memory_at(window->live);
+    const int64_t *blocks = memory_at(window->blocks);
+    const uint32_t *promised = memory_at(window->promised);
+    uint64_t i;
+    __atomic_thread_fence(__ATOMIC_SEQ_CST); /* after the reads of the blocks, and before */
+    if (live != NULL && *live == 0)
+        return 0;
+    for (i = 0; i < window->block_count; i++)
+        if (generations[blocks[i]] != promised[i])
+            return 0;
+    __atomic_thread_fence(__ATOMIC_SEQ_CST);
+    return 1;
+}
+
+static int has_message(int fd)
+{
+    struct pollfd one = {fd, POLLIN, 0};
+    return poll(&one, 1, 0) > 0;
+}
+
+static struct job *parse_batch(PyObject *args, struct job *job, struct window **windows,
+                               long *count, unsigned char **stage)
+{
+    unsigned long long table, buffer, progress, update, reset, digest, state;
+    if (!PyArg_ParseTuple(args, "iiKlKKKKKKii", &job->fd, &job->stop_fd, &table, count, &buffer,
+                          &progress, &update, &reset, &digest, &state, &job->patience_ms,
+                          &job->spin_us))
+        return NULL;
+    job->progress = memory_at(progress);
+    *windows = memory_at(table), *stage = memory_at(buffer);
+    job->digest.update = (update_function)(uintptr_t)update;
+    job->digest.reset = (reset_function)(uintptr_t)reset;
+    job->digest.digest = (digest_function)(uintptr_t)digest;
+    job->digest.state = memory_at(state);
+    return job;
+}
+
+static PyObject *batch_result(const struct job *job, long index, size_t moved, size_t all)
+{
+    if (all == 0 && job->error != 0 && job->error != EAGAIN) {
+        errno = job->error;
+        return PyErr_SetFromErrno(PyExc_OSError);
+    }
+    return Py_BuildValue("lnnO", index,
+                         all == 0 && job->error == EAGAIN ? (Py_ssize_t)-1 : (Py_ssize_t)moved,
+                         (Py_ssize_t)all, job->stopped ? Py_True : Py_False);
+}
+
+PyDoc_STRVAR(send_windows_doc,
+    "send_windows(fd, stop_fd, windows, count, 0, progress, update, reset, digest, state,\n"
+    "             patience_ms, spin_us) -> (index, moved, all, stopped)\n\n"
+    "Write a batch of windows, each behind its frame: the trailer of the window before it, which\n"
+    "is filled in here, and its header. A window is begun only while its blocks and those of the\n"
+    "last one are current. `moved` is the number of bytes of window `index`, the last one begun,\n"
+    "with its frame; its trailer is the caller's. `all`: bytes of all windows. After a while a\n"
+    "message of the peer ends the batch. Else like move.");
+
+static PyObject *send_windows(PyObject *module, PyObject *args)
+{
+    struct job job = {0};
+    struct window *windows, *window;
+    unsigned char *stage;
+    PyThreadState *unlocked;
+    size_t all = 0;
+    int64_t begin_us;
+    long count;
+    (void)module;
+    if (parse_batch(args, &job, &windows, &count, &stage) == NULL)
+        return NULL;
+    job.is_writing = 1;
+    begin_us = now_us();
+    unlocked = PyEval_SaveThread();
+    for (window = windows;; window++) {
+        struct iovec *rows = memory_at(window->rows);
+        int ahead = window->frame_size > 0;
+        if (ahead)
+            rows[-1] = (struct iovec){memory_at(window->frame), (size_t)window->frame_size};
+        begin(&job, rows - ahead, (long)window->count + ahead, (size_t)window->frame_size,
+              (size_t)window->size, 0);
+        run(&job, &unlocked);
+        all += job.moved;
+        if (job.moved < job.total || job.stopped || window + 1 == windows + count)
+            break;
+        if (now_us() > begin_us + MESSAGE_US && has_message(job.fd))
+            break;
+        if (!is_current(window) || !is_current(window + 1))
+            break;
+        write_trailer(&job, memory_at(window[1].frame));
+        if (job.digest.update != NULL)
+            job.digest.reset(job.digest.state);
+    }
+    PyEval_RestoreThread(unlocked);
+    return batch_result(&job, window - windows, job.moved, all);
+}
+
+PyDoc_STRVAR(receive_windows_doc,
+    "receive_windows(fd, stop_fd, windows, count, stage, progress, update, reset, digest, state,\n"
+    "                patience_ms, spin_us) -> (index, moved, all, stopped)\n\n"
+    "Read a batch of windows. What follows a window is read into `stage`. The next window begins\n"
+    "only if that is an intact window's trailer and exactly the next header of the table.\n"
+    "`moved` is the number of bytes of window `index`, the last one begun, and behind it; all\n"
+    "windows before it are intact. `all`: bytes of all windows, which are added to the word at\n"
+    "`progress` as they arrive. Else like move.");
+
+static PyObject *receive_windows(PyObject *module, PyObject *args)
+{
+    struct job job = {0};
+    struct window *windows, *window;
+    unsigned char *stage, trailer[TRAILER];
+    PyThreadState *unlocked;
+    size_t moved, all = 0, size;
+    long count;
+    (void)module;
+    if (parse_batch(args, &job, &windows, &count, &stage) == NULL)
+        return NULL;
+    unlocked = PyEval_SaveThread();
+    for (window = windows;; window++) {
+        struct iovec *rows = memory_at(window->rows), rest;
+        rows[window->count] = (struct iovec){stage, TRAILER + FRAME};
+        size = (size_t)window->size;
+        begin(&job, rows, (long)window->count + 1, 0, size, TRAILER + FRAME);
+        job.optional = FRAME;
+        run(&job, &unlocked);
+        moved = job.moved;
+        all += moved;
+        if (moved < size + TRAILER || job.stopped || window + 1 == windows + count)
+            break;
+        if (moved < size + TRAILER + FRAME) {
+            size_t have = moved - size;
+            struct digest digest = job.digest;
+            rest = (struct iovec){stage + have, TRAILER + FRAME - have};
+            job.digest.update = NULL;
+            begin(&job, &rest, 1, 0, rest.iov_len, 0);
+            run(&job, &unlocked);
+            job.digest = digest;
+            moved += job.moved;
+            all += job.moved;
+            if (moved < size + TRAILER + FRAME || job.stopped)
+                break;
+        }
+        if (memcmp(stage + TRAILER, (char *)memory_at(window[1].frame) + TRAILER, FRAME) != 0)
+            break;
+        write_trailer(&job, trailer);
+        if (memcmp(stage, trailer, TRAILER) != 0)
+            break;
+        if (job.digest.update != NULL)
+            job.digest.reset(job.digest.state);
+    }
+    PyEval_RestoreThread(unlocked);
+    return batch_result(&job, window - windows, moved, all);
 }
 
 PyDoc_STRVAR(wait_doc,
@@ -347,8 +553,10 @@ static PyObject *clear(PyObject *module, PyObject *args)
 static PyMethodDef methods[] = {
     {"clear", clear, METH_VARARGS, clear_doc},
     {"receive", receive, METH_VARARGS, receive_doc},
+    {"receive_windows", receive_windows, METH_VARARGS, receive_windows_doc},
     {"ring", ring, METH_VARARGS, ring_doc},
     {"send", send_some, METH_VARARGS, send_doc},
+    {"send_windows", send_windows, METH_VARARGS, send_windows_doc},
     {"move", move, METH_VARARGS, move_doc},
     {"wait", wait, METH_VARARGS, wait_doc},
     {NULL, NULL, 0, NULL},

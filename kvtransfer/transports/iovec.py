@@ -208,6 +208,17 @@ class MemoryPieces:
     def count(self) -> int:
         return len(self._ends)
 
+    @property
+    def table(self) -> Iovecs:
+        return self._iovecs
+
+    def rows(self) -> tuple[int, int]:
+        """Return the address of the iovecs of the remaining pieces, and their number.
+
+        The rows before and after them are free.
+        """
+        return self._iovecs.address + 16 * self._row, len(self._ends) + 1 - self._row
+
     def call(self, function: Any, fd: int, ahead: Stretch, behind: Stretch) -> int | None:
         """Call readv or writev for as many pieces as possible; return the number of bytes moved.
 
@@ -354,5 +365,5 @@ def _split_long(offsets: Offsets, lengths: Offsets, most: int) -> tuple[Offsets,
     return cut, np.minimum(np.repeat(offsets + lengths, counts) - cut, parts)
 
 
-def address_of(array: Bytes) -> int:
+def address_of(array: NDArray[Any]) -> int:
     return int(array.__array_interface__["data"][0])

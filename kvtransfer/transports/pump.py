@@ -22,6 +22,8 @@ class PumpFunctions(NamedTuple):
     """The C functions of _pump.c, which describes their parameters.
 
     move     reads or writes the bytes of one window
+    receive_windows  reads the bytes of a batch of windows
+    send_windows     writes the bytes of a batch of windows
     wait     waits for a socket or an eventfd
     receive  reads a few bytes, with the interpreter lock held
     send     writes a few bytes, with the interpreter lock held
@@ -30,6 +32,8 @@ class PumpFunctions(NamedTuple):
     """
 
     move: Callable[..., tuple[int, bool]]
+    receive_windows: Callable[..., tuple[int, int, int, bool]]
+    send_windows: Callable[..., tuple[int, int, int, bool]]
     wait: Callable[[int, int, int, int, int], tuple[int, bool]]
     receive: Callable[[int, int, int], int]
     send: Callable[[int, int, int], int]
@@ -82,10 +86,12 @@ class PumpCalls:
 class Digest:
     """An XXH3-64 digest that C code updates: the equivalent of xxhash.xxh3_64.
 
-    The pump gets two addresses, which are valid while this object lives.
+    The pump gets addresses, which are valid while this object lives.
 
     update_address  address of the C function that adds bytes
     state_address   address of the digest's state
+    addresses       addresses of the functions that add bytes, start again and return the digest,
+                    and of the state
     """
 
     __slots__ = ("state_address", "update_address")
@@ -98,6 +104,15 @@ class Digest:
             raise MemoryError("there is not enough memory for an XXH3 digest")
         self.state_address = state
         _XXH3.reset(state)
+
+    @property
+    def addresses(self) -> tuple[int, int, int, int]:
+        return (
+            self.update_address,
+            _XXH3.reset_address,
+            _XXH3.digest_address,
+            self.state_address,
+        )
 
     def update(self, data: memoryview) -> None:
         """Add a contiguous piece of memory to the digest."""
@@ -133,7 +148,10 @@ class _Xxh3:
         self.update = _function(
             library, name, ctypes.c_int, ctypes.c_void_p, ctypes.c_char_p, ctypes.c_size_t
         )
-        self.update_address = ctypes.cast(self.update, ctypes.c_void_p).value or 0
+        self.update_address, self.reset_address, self.digest_address = (
+            ctypes.cast(function, ctypes.c_void_p).value or 0
+            for function in (self.update, self.reset, self.digest)
+        )
 
 
 def _function(library: ctypes.CDLL, name: str, result: Any, *arguments: Any) -> Any:

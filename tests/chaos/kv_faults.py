@@ -19,6 +19,7 @@ from kvtransfer.contract import (
     LinkOwner,
     MultiLaneLink,
     Transport,
+    WindowForecaster,
     WindowHead,
     WindowSlice,
     WindowVerdict,
@@ -87,6 +88,12 @@ class FaultyTransport:
     def place_window(self, link: Link, head: WindowHead) -> WindowSlice | None:
         assert self._owner is not None
         return self._owner.place_window(self._wrapped(link), head)
+
+    def following_windows(
+        self, link: Link, head: WindowHead, most: int
+    ) -> Sequence[tuple[WindowHead, WindowSlice]]:
+        assert isinstance(self._owner, WindowForecaster)
+        return self._owner.following_windows(self._wrapped(link), head, most)
 
     def on_landed(self, link: Link, head: WindowHead, verdict: WindowVerdict) -> None:
         assert self._owner is not None

@@ -6,7 +6,8 @@ places them. link.py decides when to read, and owns the socket.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any, Protocol
 
 import numpy as np
@@ -25,6 +26,7 @@ from kvtransfer.protocol.frame import (
     PayloadProof,
     decode_header,
     decode_trailer,
+    encode_window_frame,
     unpack_head,
     verify_header,
 )
@@ -40,6 +42,12 @@ from kvtransfer.transports.iovec import (
 )
 from kvtransfer.transports.pump import Digest, PumpCalls
 from kvtransfer.transports.stream.seal import WindowSeal
+from kvtransfer.transports.stream.window_batch import (
+    LEAST_BYTES,
+    MOST_BYTES,
+    MOST_WINDOWS,
+    WindowBatch,
+)
 
 _STAGE_BYTES = 8 << 10  # holds a whole window of 4 KiB
 _READS = 8  # reads of one payload before other work gets a turn
@@ -51,15 +59,19 @@ _WORTH_BYTES = 512 << 10  # wake up for this much of a large payload
 
 
 class InboundListener(Protocol):
-    """The interface of the object that receives decoded frames and KV, and counts the bytes."""
-
-    received_bytes: int
+    """The interface of the object that receives decoded frames and KV."""
 
     def on_frame(self, kind: FrameKind, header: bytes) -> None:
         """Handle a received frame that has no payload."""
         ...
 
     def place_window(self, head: WindowHead) -> WindowSlice | None: ...
+
+    def following_windows(
+        self, head: WindowHead, most: int
+    ) -> Sequence[tuple[WindowHead, WindowSlice]]:
+        """Return windows that will probably follow; see WindowForecaster."""
+        ...
 
     def on_landed(self, head: WindowHead, verdict: WindowVerdict) -> None: ...
 
@@ -69,8 +81,19 @@ class _Arrival:
     #
     # window  where a window is written; None: its bytes are discarded
     # head    header of a window; None for a large message
+    # proof   how its trailer proves that a window is intact
 
-    __slots__ = ("bounce", "digest", "head", "message", "opening", "pieces", "sealed", "window")
+    __slots__ = (
+        "bounce",
+        "digest",
+        "head",
+        "message",
+        "opening",
+        "pieces",
+        "proof",
+        "sealed",
+        "window",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -83,6 +106,7 @@ class _Arrival:
         self.window = window
         self.message: tuple[FrameHeader, bytearray] | None = None
         self.digest: xxhash.xxh3_64 | Digest | None = None
+        self.proof = PayloadProof.NONE
         self.opening = b""
         self.sealed: bytearray | None = None
         self.bounce: NDArray[np.uint8] | None = None
@@ -114,9 +138,16 @@ class Inbound:
         stage = np.empty(_STAGE_BYTES, np.uint8)
         self._stage, self._address = stage.data, address_of(stage)
         self._begin = self._end = 0
+        self._received_bytes = 0  # without those of batches, which the pump counts
         self._iovecs = Iovecs()
         self._scratch: NDArray[np.uint8] | None = None  # allocated for the first discarded payload
         self._bounce = np.empty(0, np.uint8)
+        self._batch: WindowBatch | None = None  # allocated for the first batch
+
+    @property
+    def received_bytes(self) -> int:
+        """Return the number of bytes received so far, on any thread."""
+        return self._received_bytes + (0 if self._batch is None else self._batch.received_bytes)
 
     @property
     def is_in_payload(self) -> bool:
@@ -181,7 +212,7 @@ class Inbound:
             self._read_body(arrival)
         elif not self._read_body(arrival):
             return False
-        if not arrival.pieces.remaining:
+        if not self.is_in_payload:
             self._handle_all()
         return True
 
@@ -195,6 +226,9 @@ class Inbound:
         pieces = arrival.pieces
         behind: Stretch = (self._address, _BEHIND_WINDOW) if arrival.head is not None else NOTHING
         if self.calls is not None:
+            following = self._following(arrival)
+            if following:
+                return self._pump_windows(arrival, following, self.calls)
             return self._pump_body(arrival, self.calls, behind)
         for _ in range(_READS):
             count = pieces.call(self._readv, self._fd, NOTHING, behind)
@@ -224,6 +258,63 @@ class Inbound:
         pieces.advance(payload_count)
         return True
 
+    def _following(self, arrival: _Arrival) -> Sequence[tuple[WindowHead, WindowSlice]]:
+        # Return the windows that the pump may receive behind this one, without Python in between.
+        if (
+            arrival.head is None
+            or arrival.window is None
+            or arrival.bounce is not None
+            or arrival.sealed is not None
+            or arrival.pieces.size < LEAST_BYTES
+        ):
+            return ()
+        return self._listener.following_windows(arrival.head, MOST_WINDOWS - 1)
+
+    def _pump_windows(
+        self,
+        arrival: _Arrival,
+        following: Sequence[tuple[WindowHead, WindowSlice]],
+        calls: PumpCalls,
+    ) -> bool:
+        # Like _pump_body, for a window and those that probably follow it.
+        batch = self._batch = self._batch or WindowBatch(calls)
+        batch.begin(arrival.pieces)
+        arrivals, n_bytes = [arrival], arrival.pieces.remaining
+        for head, window in following:
+            n_bytes += head.n_bytes
+            if n_bytes > MOST_BYTES or is_fine_grained(window.runs, head.n_bytes):
+                break
+            pieces = MemoryPieces.of_window(
+                window.region, window.runs.dst, window.runs.length, batch.next_iovecs()
+            )
+            batch.add(pieces, encode_window_frame(head, pieces.size, arrival.proof), None)
+            arrivals.append(_Arrival(pieces, head, window))
+        digest = arrival.digest if isinstance(arrival.digest, Digest) else None
+        index, count, all_bytes = batch.move(digest, self._address)
+        if count is None:
+            return False
+        if not all_bytes:
+            self._count_received(0)
+        for before, after in pairwise(arrivals[: index + 1]):
+            self._pass_on(before, after)
+        self._arrival = arrival = arrivals[index]
+        payload_count = min(count, arrival.pieces.remaining)
+        self._end = count - payload_count
+        arrival.pieces.advance(payload_count)
+        if arrival.window is None:
+            arrival.pieces = self._discarded(arrival.pieces.remaining)
+        return True
+
+    def _pass_on(self, before: _Arrival, after: _Arrival) -> None:
+        # Report a window that the pump has verified, and place the next one, which it has begun.
+        assert before.head is not None
+        assert after.head is not None
+        if before.window is not None:
+            self._listener.on_landed(before.head, WindowVerdict.OK)
+        after.window = self._listener.place_window(after.head)
+        after.proof = before.proof
+        after.digest = before.digest if after.window is not None else None
+
     def _read_frames(self) -> bool:
         if self.calls is not None:
             end = self._end
@@ -242,7 +333,7 @@ class Inbound:
     def _count_received(self, count: int) -> None:
         if not count:
             raise EOFError("the other agent closed the connection")
-        self._listener.received_bytes += count
+        self._received_bytes += count
 
     def _on_payload(self, arrival: _Arrival, count: int) -> None:
         pieces = arrival.pieces
@@ -340,7 +431,7 @@ class Inbound:
                     "planned"
                 )
         arrival = _Arrival(pieces, head, window)
-        arrival.bounce = bounce
+        arrival.bounce, arrival.proof = bounce, announced.proof
         if self.seal is not None:
             arrival.opening, arrival.sealed = bytes(frame_bytes), bytearray(announced.payload_bytes)
             arrival.pieces = MemoryPieces.of_buffer(arrival.sealed, self._iovecs)

@@ -27,6 +27,7 @@ from kvtransfer.contract import (
     MAX_UNPROVEN_BYTES,
     LinkOwner,
     TransportError,
+    WindowForecaster,
     WindowHead,
     WindowSlice,
     WindowVerdict,
@@ -122,9 +123,9 @@ class StreamLink:
         ended: Callable[[Any], None],
     ) -> None:
         self.peer = peer
-        self.received_bytes = 0
         self.window_bytes = options.window_bytes
         self._sock, self._owner, self._options, self._ended_hook = sock, owner, options, ended
+        self._forecaster = owner if isinstance(owner, WindowForecaster) else None
         sock.setblocking(False)
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._pump = PUMP if options.native else None
@@ -170,6 +171,10 @@ class StreamLink:
         return PumpCalls(self._pump, sock.fileno(), self._wake_fd)
 
     # ---- from any thread ----
+
+    @property
+    def received_bytes(self) -> int:
+        return self._in.received_bytes
 
     def open(self, *, dialled: bool) -> None:
         """Start the thread of the connection; the owner of an accepted link first gets `on_linked`.
@@ -560,6 +565,13 @@ class StreamLink:
     def place_window(self, head: WindowHead) -> WindowSlice | None:
         self._note_window()
         return self._owner.place_window(self, head)
+
+    def following_windows(
+        self, head: WindowHead, most: int
+    ) -> Sequence[tuple[WindowHead, WindowSlice]]:
+        if self._forecaster is None:
+            return ()
+        return self._forecaster.following_windows(self, head, most)
 
     def on_landed(self, head: WindowHead, verdict: WindowVerdict) -> None:
         self._owner.on_landed(self, head, verdict)

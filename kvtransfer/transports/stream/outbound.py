@@ -18,11 +18,25 @@ import xxhash
 from numpy.typing import NDArray
 
 from kvtransfer.contract import TransportError, WindowHead, WindowSlice, WindowVerdict
-from kvtransfer.protocol.frame import PROOF_BYTES, PayloadProof, encode_trailer, encode_window_frame
+from kvtransfer.layout.memory_regions import GenerationCheck
+from kvtransfer.protocol.frame import (
+    PROOF_BYTES,
+    TRAILER_BYTES,
+    PayloadProof,
+    encode_trailer,
+    encode_window_frame,
+)
 from kvtransfer.transports.copy_runs import are_within, gather, is_fine_grained
 from kvtransfer.transports.iovec import NOTHING, Iovecs, MemoryPieces, address_of, writev
 from kvtransfer.transports.pump import Digest, PumpCalls
 from kvtransfer.transports.stream.seal import WindowSeal
+from kvtransfer.transports.stream.window_batch import (
+    FRAME_BYTES,
+    LEAST_BYTES,
+    MOST_BYTES,
+    MOST_WINDOWS,
+    WindowBatch,
+)
 
 _FULL_BYTES = 64 << 10  # buffered bytes at which no further frame is added
 # A window this small is copied, so that it leaves in one call with its header and trailer, unless
@@ -107,6 +121,7 @@ class Outbound:
         self._gate = threading.Lock()
         self._iovecs = Iovecs()
         self._bounce = np.empty(0, np.uint8)
+        self._batch: WindowBatch | None = None  # allocated for the first batch
 
     def enqueue(self, item: bytes | tuple[WindowHead, WindowSlice]) -> None:
         """Queue a complete frame or a window (piece of KV) for sending.
@@ -139,7 +154,7 @@ class Outbound:
 
         References to it may outlive it until a garbage collection.
         """
-        self._body = None
+        self._body = self._batch = None
         self._small, self._address = memoryview(bytearray()), 0
         self._begin = self._end = 0
         self._bounce = np.empty(0, np.uint8)
@@ -235,7 +250,7 @@ class Outbound:
             large = self._body
             wrote = self._write()
             moved = moved or wrote
-            if not wrote or (large is not None and large.pieces.was_short):
+            if not wrote or (self._body is not None and self._body.pieces.was_short):
                 self.is_blocked = True
                 break
             if large is not self._body and self._queue:
@@ -377,6 +392,8 @@ class Outbound:
         pieces, small = body.pieces, self._end - self._begin
         ahead = (self._address + self._begin, small)
         digest = body.digest if isinstance(body.digest, Digest) else None
+        if self.calls is not None and self._queue and self._can_lead(body):
+            return self._write_windows(body, self.calls, digest)
         count = (
             pieces.call(self._writev, self._fd, ahead, NOTHING)
             if self.calls is None
@@ -393,6 +410,85 @@ class Outbound:
         if not pieces.remaining:
             self._finish(body)
         return True
+
+    @staticmethod
+    def _can_lead(body: _Body) -> bool:
+        # Whether the pump may send other windows right behind this one, and decide its verdict.
+        return (
+            isinstance(body.current, GenerationCheck)
+            and body.verdict is WindowVerdict.OK
+            and body.pieces.size >= LEAST_BYTES
+        )
+
+    def _write_windows(self, body: _Body, calls: PumpCalls, digest: Digest | None) -> bool:
+        # Let the pump send a window and those that follow it, without Python in between.
+        batch = self._batch = self._batch or WindowBatch(calls)
+        small = self._end - self._begin
+        batch.begin(body.pieces, (self._address + self._begin, small))
+        assert isinstance(body.current, GenerationCheck)
+        batch.check(0, body.current)
+        bodies, items = [body], []
+        n_bytes = body.pieces.remaining
+        while n_bytes < MOST_BYTES and batch.count < MOST_WINDOWS:
+            item = self._take_following()
+            if item is None:
+                break
+            head, window = item
+            pieces = MemoryPieces.of_window(
+                window.region, window.runs.src, window.runs.length, batch.next_iovecs()
+            )
+            assert isinstance(window.is_current, GenerationCheck)
+            proof = PayloadProof.XXH3 if self._checked else PayloadProof.NONE
+            header = encode_window_frame(head, pieces.size, proof)
+            batch.add(pieces, header, window.is_current)
+            bodies.append(_Body(pieces, head, window.is_current))
+            items.append(item)
+            n_bytes += pieces.size
+        index = 0
+        try:
+            index, count, _ = batch.move(digest)
+        finally:
+            self._put_back(items[index:])
+        if count is None:
+            return False
+        if index:
+            for done in bodies[:index]:
+                assert done.head is not None
+                self._sent(done.head)
+            self._begin = self._end = 0
+            self._body = body = bodies[index]
+            body.digest = digest
+            small = TRAILER_BYTES + FRAME_BYTES
+            self._append(batch.frame_bytes(index, 0))
+        small_count = min(count, small)
+        self._advance(small_count)
+        body.pieces.advance(count - small_count)
+        body.pieces.was_short = body.pieces.remaining > 0
+        if not body.pieces.remaining:
+            self._finish(body)
+        return True
+
+    def _take_following(self) -> tuple[WindowHead, WindowSlice] | None:
+        # Take the next item of the queue if it is a window that the pump may send in a batch.
+        with self._gate:
+            item = self._queue[0] if self._queue else b""
+            if (
+                isinstance(item, bytes)
+                or item[0].transfer in self._shared
+                or item[0].transfer in self._withheld
+                or item[0].n_bytes <= _STAGED_BYTES
+                or is_fine_grained(item[1].runs, item[0].n_bytes)
+                or not isinstance(item[1].is_current, GenerationCheck)
+            ):
+                return None
+            self._queue.popleft()
+            return item
+
+    def _put_back(self, items: list[tuple[WindowHead, WindowSlice]]) -> None:
+        # Queue windows again that the pump has not begun, before all others.
+        if items:
+            with self._gate:
+                self._queue.extendleft(reversed(items))
 
     def _write_small(self) -> bool:
         if self.calls is not None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import socket
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -132,6 +132,14 @@ class LanedLink(StreamLink):
             self._out.enqueue(encode_frame(FrameKind.SPREAD, _SPREAD.pack(head.transfer)))
             self._send_available()  # before the window is read, because lanes wait for it
         return window
+
+    def following_windows(
+        self, head: WindowHead, most: int
+    ) -> Sequence[tuple[WindowHead, WindowSlice]]:
+        # With lanes, the next window may arrive on another connection.
+        if self._lane_links or self._lane_owner is not self:
+            return ()
+        return super().following_windows(head, most)
 
     def on_landed(self, head: WindowHead, verdict: WindowVerdict) -> None:
         self._lane_owner._owner.on_landed(self._lane_owner, head, verdict)

@@ -127,6 +127,9 @@ class OwnerEvent:
 @dataclass
 class Owner:
     place: Callable[[WindowHead], WindowSlice | None] = lambda head: None
+    forecast: Callable[[WindowHead, int], list[tuple[WindowHead, WindowSlice]]] = (
+        lambda head, most: []
+    )
     heard: list[OwnerEvent] = field(default_factory=list)
     bell: threading.Condition = field(default_factory=threading.Condition)
 
@@ -144,6 +147,11 @@ class Owner:
     def place_window(self, link: Link, head: WindowHead) -> WindowSlice | None:
         self.note("incoming", link, head)
         return self.place(head)
+
+    def following_windows(
+        self, link: Link, head: WindowHead, most: int
+    ) -> list[tuple[WindowHead, WindowSlice]]:
+        return self.forecast(head, most)
 
     def on_landed(self, link: Link, head: WindowHead, verdict: WindowVerdict) -> None:
         self.note("landed", link, (head, verdict))
@@ -214,7 +222,14 @@ class Pair:
             runs = left.pop(head, None)
             return None if runs is None else WindowSlice(runs, self.sink_region, 0, 0)
 
-        self.sink_owner.place = place
+        def forecast(head: WindowHead, most: int) -> list[tuple[WindowHead, WindowSlice]]:
+            heads = list(windows)
+            following = heads[heads.index(head) + 1 :][:most]
+            return [
+                (after, WindowSlice(windows[after], self.sink_region, 0, 0)) for after in following
+            ]
+
+        self.sink_owner.place, self.sink_owner.forecast = place, forecast
 
     def put(
         self, head: WindowHead, runs: ByteRuns, current: Callable[[], bool] | None = None

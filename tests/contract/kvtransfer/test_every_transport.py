@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 
 from kvtransfer.contract import TransportError, WindowHead, WindowSlice, WindowVerdict
+from kvtransfer.layout.block_mapping import ByteRuns
+from kvtransfer.layout.memory_regions import GenerationCheck
 from tests.contract.kvtransfer.links import (
     BLOCK_BYTES,
     BLOCKS,
@@ -199,6 +201,71 @@ def test_behind_the_fence_nothing_is_written_whatever_the_source_does(pair: Pair
 
 
 @pytest.mark.parametrize("end", ["own", "far"])
+def long_windows(pair: Pair, transfer: int) -> dict[WindowHead, ByteRuns]:
+    # Return windows of a third of a MiB, which a native pump may move in one batch.
+    rng = np.random.default_rng(transfer)
+    src, dst = rng.permutation(BLOCKS) * BLOCK_BYTES, rng.permutation(BLOCKS) * BLOCK_BYTES
+    size = np.full(BLOCKS, BLOCK_BYTES)
+    pieces = [ByteRuns(src, dst, size).cut(first, 10) for first in range(0, 60, 10)]
+    return {window(transfer, runs, group=index): runs for index, runs in enumerate(pieces)}
+
+
+def put_long(pair: Pair, head: WindowHead, runs: ByteRuns) -> None:
+    blocks = runs.src // BLOCK_BYTES
+    promised = pair.source_region.generations_of(blocks)
+    pair.put(head, runs, current=GenerationCheck(pair.source_region, blocks, promised))
+
+
+def test_long_windows_of_several_transfers_all_arrive(pair: Pair) -> None:
+    transfers = [long_windows(pair, transfer) for transfer in (1, 2, 3)]
+    for transfer, windows in enumerate(transfers, start=1):
+        pair.sink_region.bytes[:] = 0
+        pair.expect(windows)
+        pair.admit(transfer)
+        for head, runs in windows.items():
+            put_long(pair, head, runs)
+        landed = pair.sink_owner.wait("landed", len(windows) * transfer)[-len(windows) :]
+        assert set(landed) == {(head, WindowVerdict.OK) for head in windows}
+        assert np.array_equal(pair.sink_region.bytes, expected(pair, *windows.values()))
+
+
+def test_long_windows_of_which_one_is_reused_all_end(pair: Pair) -> None:
+    windows = long_windows(pair, 1)
+    pair.expect(windows)
+    pair.admit(1)
+    heads = list(windows)
+    for head, runs in windows.items():
+        put_long(pair, head, runs)
+    pair.source_region.bump(windows[heads[4]].src // BLOCK_BYTES)
+    landed = dict(pair.sink_owner.wait("landed", len(windows)))  # type: ignore[arg-type]
+    verdicts = [landed[head] for head in heads]
+    assert verdicts[:4] + verdicts[5:] == [WindowVerdict.OK] * 5
+    assert verdicts[4] in (WindowVerdict.OK, WindowVerdict.STALE)  # it may have been read before
+
+
+@pytest.mark.parametrize("landed", [0, 1, 3])
+def test_behind_the_fence_no_long_window_is_written(pair: Pair, landed: int) -> None:
+    windows = long_windows(pair, 1)
+    pair.expect(windows)
+    pair.admit(1)
+    for head, runs in windows.items():
+        put_long(pair, head, runs)
+    pair.sink_owner.wait("landed", landed)
+    pair.sink_owner.place = lambda head: None
+    pair.sink.fence(1)
+    assert pair.sink_owner.wait("fenced") == [1]
+    with pair.sink_owner.bell:
+        landed_count = len(pair.sink_owner.all("landed"))
+        pair.sink_region.bytes[:] = 0
+    for head, runs in windows.items():
+        put_long(pair, head, runs)
+    if pair.name != "rdma":
+        pair.source.send(b"all was said")
+        pair.sink_owner.wait("message")
+    assert not pair.sink_region.bytes.any()
+    assert len(pair.sink_owner.all("landed")) == landed_count
+
+
 def test_a_fence_is_answered_on_a_link_that_is_gone(pair: Pair, end: str) -> None:
     pair.admit(4)
     (pair.sink if end == "own" else pair.source).close()

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -34,13 +34,19 @@ current_pump: PumpFunctions | None = None
 class RecordingInboundListener:
     places: dict[WindowHead, WindowSlice] = field(default_factory=dict)
     heard: list[tuple[object, object]] = field(default_factory=list)
-    received_bytes: int = 0
 
     def on_frame(self, kind: FrameKind, header: bytes) -> None:
         self.heard.append((kind, header))
 
     def place_window(self, head: WindowHead) -> WindowSlice | None:
         return self.places.get(head)
+
+    def following_windows(
+        self, head: WindowHead, most: int
+    ) -> Sequence[tuple[WindowHead, WindowSlice]]:
+        known = [(head, place) for head, place in self.places.items() if place is not None]
+        index = next((i for i, (known_head, _) in enumerate(known) if known_head == head), 0)
+        return known[index + 1 : index + 1 + most]
 
     def on_landed(self, head: WindowHead, verdict: WindowVerdict) -> None:
         self.heard.append((head, verdict))

@@ -1,0 +1,73 @@
+"""Forecasts in which order the windows (pieces of KV) of a transfer arrive at its sink.
+
+Both ends compute the same plan, and a source sends its windows in order. A wrong forecast costs
+time only: sink.py checks every window when it has arrived.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+
+from kvtransfer.contract import WindowHead
+from kvtransfer.layout.block_mapping import ByteRuns
+from kvtransfer.layout.reshard import TransferPlan
+from kvtransfer.transfer.receive_tracker import ReceiveTracker
+
+_MOST_SKIPPED = 64  # windows that may be missing before a forecast is given up
+
+
+class WindowForecast:
+    """The windows of a transfer in the order of its plan; not thread-safe."""
+
+    def __init__(self, transfer: int, plan: TransferPlan, window_bytes: int) -> None:
+        self._heads = _planned(transfer, plan, window_bytes)
+        self._ahead: deque[WindowHead] = deque()
+
+    def following(
+        self, head: WindowHead, tracker: ReceiveTracker, most: int, most_bytes: int
+    ) -> list[tuple[WindowHead, ByteRuns]]:
+        """Return at most `most` windows behind the one with this header, and what they fill.
+
+        They are of its layer group or the next one, whose plan is cached, and have at most
+        `most_bytes` together with it. None of them has begun.
+        """
+        windows: list[tuple[WindowHead, ByteRuns]] = []
+        left = most_bytes - head.n_bytes
+        for after in self._behind(head):
+            left -= after.n_bytes
+            if left < 0 or after.group > head.group + 1 or len(windows) == most:
+                break
+            runs = tracker.peek(after.group, after.pair, after.first, after.count)
+            if runs is None:
+                break
+            windows.append((after, runs))
+        return windows
+
+    def _behind(self, head: WindowHead) -> Iterator[WindowHead]:
+        # Yield the windows behind this one, or nothing if it is not expected.
+        for _ in range(_MOST_SKIPPED):
+            if not self._ahead and not self._look():
+                return
+            if self._ahead[0] == head:
+                break
+            self._ahead.popleft()
+        else:
+            self._heads = iter(())
+            return
+        index = 1
+        while index < len(self._ahead) or self._look():
+            yield self._ahead[index]
+            index += 1
+
+    def _look(self) -> bool:
+        head = next(self._heads, None)
+        if head is not None:
+            self._ahead.append(head)
+        return head is not None
+
+
+def _planned(transfer: int, plan: TransferPlan, window_bytes: int) -> Iterator[WindowHead]:
+    for group in range(plan.groups):
+        for window in plan.windows(group, window_bytes):
+            yield WindowHead(transfer, group, *window)

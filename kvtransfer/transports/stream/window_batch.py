@@ -1,0 +1,130 @@
+"""Batches of windows that the native pump sends or receives without the interpreter lock.
+
+inbound.py and outbound.py decide which windows form a batch, and continue where the pump stopped.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvtransfer.layout.memory_regions import GenerationCheck
+from kvtransfer.protocol.frame import PREAMBLE_BYTES, TRAILER_BYTES, WINDOW_HEADER_BYTES
+from kvtransfer.transports.iovec import Iovecs, MemoryPieces, Stretch, address_of
+from kvtransfer.transports.pump import Digest, PumpCalls
+
+MOST_WINDOWS = 16
+# A batch ends behind so many bytes, so that other work gets a turn.
+MOST_BYTES = 128 << 20
+# Smaller windows are not worth the preparation.
+LEAST_BYTES = 256 << 10
+# How many times as long as for one window the pump waits: progress is visible meanwhile.
+_PATIENCE_FACTOR = 4
+FRAME_BYTES = PREAMBLE_BYTES + WINDOW_HEADER_BYTES
+
+_ROW_WORDS = 10  # struct window of _pump.c
+
+
+class WindowBatch:
+    """A table of windows for the pump: the current one of a connection, and those after it.
+
+    A window's frame is what precedes its bytes: the trailer of the window before it, and its own
+    header. The pump compares it with what it receives, and completes it before it sends it.
+    """
+
+    def __init__(self, calls: PumpCalls) -> None:
+        self._calls = calls
+        table = np.zeros((MOST_WINDOWS, _ROW_WORDS), np.uint64)
+        self._words, self._table = table.data.cast("B").cast("Q"), address_of(table)
+        frames = np.zeros((MOST_WINDOWS, TRAILER_BYTES + FRAME_BYTES), np.uint8)
+        self._frames, self._frames_address = frames, address_of(frames)
+        self._iovecs = [Iovecs() for _ in range(MOST_WINDOWS)]
+        self._free = self._iovecs
+        self._count = 0
+        self._progress = np.zeros(1, np.uint64)
+        self._progress_address = address_of(self._progress)
+
+    @property
+    def received_bytes(self) -> int:
+        """Return the number of bytes of all batches, which grows while the pump receives one."""
+        return int(self._progress.item())
+
+    def begin(self, pieces: MemoryPieces, ahead: Stretch = (0, 0)) -> None:
+        """Start a batch with the window that is being moved; `ahead` is sent before it."""
+        self._count = 0
+        # The current window may have been the last one of the batch before.
+        self._free = [table for table in self._iovecs if table is not pieces.table]
+        self._fill(pieces, ahead)
+
+    def next_iovecs(self) -> Iovecs:
+        """Return a table of iovecs that no other window of the batch uses.
+
+        It belongs to the next window that is added.
+        """
+        return self._free[self._count - 1]
+
+    def add(self, pieces: MemoryPieces, header: bytes, check: GenerationCheck | None) -> None:
+        """Add the window that follows, whose frame ends with `header`."""
+        index = self._count
+        self._frames[index, TRAILER_BYTES:] = np.frombuffer(header, np.uint8)
+        self._fill(pieces, self._frame(index))
+        self.check(index, check)
+
+    def check(self, index: int, check: GenerationCheck | None) -> None:
+        """Set the blocks whose generations window `index` needs; the caller keeps `check` alive."""
+        words = (0, 0, 0, 0, 0)
+        if check is not None:
+            words = (
+                check.region.generations.__array_interface__["data"][0],
+                check.blocks.__array_interface__["data"][0],
+                check.promised.__array_interface__["data"][0],
+                check.blocks.size,
+                0 if check.lease_flag is None else check.lease_flag.__array_interface__["data"][0],
+            )
+        begin = index * _ROW_WORDS + 5
+        for offset, word in enumerate(words):
+            self._words[begin + offset] = word
+
+    @property
+    def count(self) -> int:
+        return self._count
+
+    def frame_bytes(self, index: int, begin: int) -> bytes:
+        """Return the frame of window `index` from byte `begin` on, as the pump completed it."""
+        return bytes(self._frames[index, begin:])
+
+    def move(self, digest: Digest | None, stage: int = 0) -> tuple[int, int | None, int]:
+        """Send the batch or, with the address `stage` for what follows a window, receive it.
+
+        Returns the index of the last window that was begun, the bytes of it and of what belongs to
+        it that were moved, and the bytes of all windows. All windows before it are complete. The
+        second number is None if the call would block. Raises OSError.
+        """
+        calls = self._calls
+        function = calls.pump.receive_windows if stage else calls.pump.send_windows
+        calls.is_waiting = True
+        try:
+            index, moved, all_bytes, calls.was_stopped = function(
+                calls.fd,
+                calls.stop_fd,
+                self._table,
+                self._count,
+                stage,
+                self._progress_address if stage else 0,
+                *((0, 0, 0, 0) if digest is None else digest.addresses),
+                _PATIENCE_FACTOR * calls.patience_ms if calls.may_wait() else 0,
+                calls.spin_us,
+            )
+        finally:
+            calls.is_waiting = False
+        return index, None if moved < 0 else moved, all_bytes
+
+    def _frame(self, index: int) -> Stretch:
+        size = TRAILER_BYTES + FRAME_BYTES
+        return self._frames_address + index * size, size
+
+    def _fill(self, pieces: MemoryPieces, frame: Stretch) -> None:
+        rows, count = pieces.rows()
+        words, begin = self._words, self._count * _ROW_WORDS
+        words[begin], words[begin + 1], words[begin + 2] = rows, count, pieces.remaining
+        words[begin + 3], words[begin + 4] = frame
+        self._count += 1

@@ -1,0 +1,248 @@
+"""Tests that windows which the pump moves in batches end like windows that are moved one by one."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvtransfer.contract import TransportError, WindowHead, WindowSlice, WindowVerdict
+from kvtransfer.layout.block_mapping import ByteRuns
+from kvtransfer.layout.memory_regions import GenerationCheck
+from kvtransfer.protocol.frame import FrameError, FrameKind, encode_frame
+from kvtransfer.transports.pump import PUMP
+from kvtransfer.transports.stream import inbound, outbound
+from tests.unit.kvtransfer.transports import pipes
+from tests.unit.kvtransfer.transports.pipes import BLOCK_BYTES, BLOCKS, Pipe, pipe
+
+pytestmark = pytest.mark.skipif(PUMP is None, reason="the pump is not compiled")
+WINDOWS = BLOCKS // 2
+
+
+@pytest.fixture(scope="module", autouse=True)
+def pump() -> Iterator[None]:
+    pipes.current_pump = PUMP
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (inbound, outbound):
+            patch.setattr(module, "LEAST_BYTES", 1)
+        patch.setattr(outbound, "_STAGED_BYTES", 0)
+        yield
+    pipes.current_pump = None
+
+
+@contextlib.contextmanager
+def piped(*, checked: bool = True, sends: bool = True, expects: bool = True) -> Iterator[Pipe]:
+    # `sends`, `expects`: whether the source and the sink use batches.
+    with pipe(checked=checked) as channel, pytest.MonkeyPatch.context() as patch:
+        for calls in (channel.out.calls, channel.inn.calls):
+            assert calls is not None
+            calls.patience_ms = 0
+        if not sends:
+            patch.setattr(outbound.Outbound, "_can_lead", lambda *_: False)
+        if not expects:
+            patch.setattr(channel.ear, "following_windows", lambda *_: [])
+        yield channel
+
+
+def put(channel: Pipe, seed: int = 1) -> list[ByteRuns]:
+    # Queue windows of two blocks each, with a message in between.
+    rng = np.random.default_rng(seed)
+    moves, src, dst = [], rng.permutation(BLOCKS), rng.permutation(BLOCKS)
+    for index in range(WINDOWS):
+        blocks = src[2 * index : 2 * index + 2]
+        lengths = rng.integers(1, BLOCK_BYTES + 1, 2)
+        runs = ByteRuns(blocks * BLOCK_BYTES, dst[2 * index : 2 * index + 2] * BLOCK_BYTES, lengths)
+        promised = channel.source.generations_of(blocks)
+        channel.put(runs, first=index, current=GenerationCheck(channel.source, blocks, promised))
+        if index == WINDOWS // 2:
+            channel.out.enqueue(encode_frame(FrameKind.MESSAGE, b"in between"))
+        moves.append(runs)
+    return moves
+
+
+def wire(channel: Pipe) -> bytes:
+    data = bytearray()
+    while not channel.out.is_idle:
+        channel.out.send_available()
+        with contextlib.suppress(BlockingIOError):
+            while part := channel.far.recv(1 << 20):
+                data += part
+    return bytes(data)
+
+
+def verdicts(channel: Pipe) -> list[object]:
+    return [what for kind, what in channel.ear.heard if isinstance(kind, WindowHead)]
+
+
+@pytest.mark.parametrize("checked", [True, False])
+@pytest.mark.parametrize("seed", range(4))
+def test_a_batch_has_the_same_bytes_on_the_wire(checked: bool, seed: int) -> None:
+    sent = []
+    for sends in (True, False):
+        with piped(checked=checked, sends=sends) as channel:
+            put(channel, seed)
+            sent.append((wire(channel), channel.sent))
+    assert sent[0] == sent[1]
+
+
+@pytest.mark.parametrize("checked", [True, False])
+def test_windows_land_in_few_calls_of_the_pump(checked: bool) -> None:
+    calls = []
+    with piped(checked=checked) as channel:
+        moves = put(channel)
+        assert channel.inn.calls is not None
+        pump = channel.inn.calls.pump
+
+        def receive(*arguments: object) -> tuple[int, int, int, bool]:
+            calls.append(arguments)
+            return pump.receive_windows(*arguments)
+
+        channel.inn.calls.pump = pump._replace(receive_windows=receive)
+        data = wire(channel)
+        channel.near.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4 << 20)
+        with contextlib.suppress(EOFError):
+            _feed(channel, data, len(data))
+        assert len(calls) <= WINDOWS // 2
+        assert verdicts(channel) == [WindowVerdict.OK] * WINDOWS
+        assert (channel.sink.bytes == channel.expected(*moves)).all()
+
+
+@given(seed=st.integers(0, 1 << 30), data=st.data())
+@settings(max_examples=60, deadline=None)
+def test_a_receiver_with_a_forecast_reports_what_one_without_does(
+    seed: int, data: st.DataObject
+) -> None:
+    with piped() as channel:
+        put(channel, seed)
+        sent = bytearray(wire(channel))
+    for _ in range(data.draw(st.integers(0, 2))):
+        sent[data.draw(st.integers(0, len(sent) - 1))] ^= 1 << data.draw(st.integers(0, 7))
+    step = data.draw(st.sampled_from([997, 8192, 30_000, 1 << 20]))
+    lost = data.draw(st.sets(st.integers(0, WINDOWS - 1), max_size=2))
+    seen = [_received(bytes(sent), step, seed, lost, expects=expects) for expects in (True, False)]
+    assert seen[0][:2] == seen[1][:2]
+    assert (seen[0][2] == seen[1][2]).all()
+
+
+def _received(
+    sent: bytes, step: int, seed: int, lost: set[int], *, expects: bool
+) -> tuple[list[object], str, np.ndarray]:
+    # Return what a sink that does not want the windows `lost` reports, its error and its memory.
+    with piped(expects=expects) as channel:
+        put(channel, seed)
+        for head in list(channel.ear.places):
+            if head.first in lost:
+                del channel.ear.places[head]
+        error = ""
+        try:
+            _feed(channel, sent, step)
+        except (EOFError, FrameError, TransportError) as failure:
+            error = str(failure)
+        return channel.ear.heard, error, channel.sink.bytes.copy()
+
+
+def _feed(channel: Pipe, sent: bytes, step: int) -> None:
+    for begin in range(0, len(sent), step):
+        view = memoryview(sent)[begin : begin + step]
+        while view:
+            with contextlib.suppress(BlockingIOError):
+                view = view[channel.near.send(view) :]
+            channel.receive()
+    channel.near.close()
+    channel.receive()
+
+
+def test_a_window_that_is_no_longer_wanted_when_it_is_placed_is_not_reported() -> None:
+    with piped() as channel:
+        put(channel)
+        data = wire(channel)
+        heads = list(channel.ear.places)
+        place, unwanted = channel.ear.place_window, set(heads[3:5])
+        channel.ear.place_window = (  # type: ignore[method-assign]
+            lambda head: None if head in unwanted else place(head)
+        )
+        with contextlib.suppress(EOFError):
+            _feed(channel, data, 20_000)
+        landed = [kind for kind, _ in channel.ear.heard if isinstance(kind, WindowHead)]
+        assert landed == [head for head in heads if head not in unwanted]
+
+
+@given(index=st.integers(0, WINDOWS - 1), steps=st.integers(0, 12), ends=st.booleans())
+@settings(max_examples=40, deadline=None)
+def test_a_window_whose_blocks_change_their_owner_is_stale_and_no_other(
+    index: int, steps: int, ends: bool
+) -> None:
+    with piped() as channel:
+        moves, live = put(channel), np.ones(1, np.uint32)
+        for item in channel.out._queue:
+            if isinstance(item, tuple) and item[0].first == index:
+                current = item[1].is_current
+                assert isinstance(current, GenerationCheck)
+                current.lease_flag = live
+        for _ in range(steps):
+            channel.out.send_available()
+            channel.receive()
+        landed = len(verdicts(channel))
+        if ends:
+            live[0] = 0
+        else:
+            channel.source.bump(moves[index].src // BLOCK_BYTES)
+        channel.flow()
+        expected = [WindowVerdict.OK] * WINDOWS
+        got = verdicts(channel)
+        if got != expected:
+            assert index >= landed
+            expected[index] = WindowVerdict.STALE
+        elif index > landed + 1:
+            pytest.fail("a window was sent from blocks of another owner")
+        assert got == expected
+
+
+@given(steps=st.integers(0, 12))
+@settings(max_examples=20, deadline=None)
+def test_dropped_windows_of_a_batch_are_not_sent(steps: int) -> None:
+    with piped() as channel:
+        moves = put(channel)
+        for _ in range(steps):
+            channel.out.send_available()
+            channel.receive()
+        channel.out.drop(1)
+        channel.source.bytes[:] = 0xEE  # the memory has a new owner
+        channel.flow()
+        got = verdicts(channel)
+        assert got.count(WindowVerdict.STALE) <= 1
+        assert len(got) <= WINDOWS
+        intact = got.count(WindowVerdict.OK)
+        with pipe() as before:
+            expected = before.expected(*moves[:intact])
+        for runs in moves[:intact]:
+            for dst, length in zip(runs.dst, runs.length, strict=True):
+                assert (
+                    channel.sink.bytes[dst : dst + length] == expected[dst : dst + length]
+                ).all()
+        assert channel.out.is_idle
+
+
+def test_windows_that_the_pump_did_not_begin_stay_in_the_queue_in_their_order() -> None:
+    with piped() as channel:
+        put(channel)
+        channel.out.send_available()
+        queued = [item[0].first for item in channel.out._queue if isinstance(item, tuple)]
+        assert queued
+        assert queued == list(range(queued[0], WINDOWS))
+
+
+def test_a_window_outside_the_region_ends_the_link_as_without_a_batch() -> None:
+    with piped() as channel:
+        moves = put(channel)
+        data = wire(channel)
+        head = list(channel.ear.places)[2]
+        bad = ByteRuns(moves[2].src, moves[2].dst + channel.sink.bytes.size, moves[2].length)
+        channel.ear.places[head] = WindowSlice(bad, channel.sink, 0, 0)
+        with pytest.raises(TransportError):
+            _feed(channel, data, 1 << 20)
