@@ -102,4 +102,8 @@ def test_a_fence_that_ignores_lanes_is_detected(monkeypatch: pytest.MonkeyPatch)
         LanedLink, "_report_fenced", lambda link, transfer: link._owner.on_fenced(link, transfer)
     )
     with linked_pair("lanes", BLOCK_BYTES) as pair:
-        assert any(islice(late_writes(pair, seed=2), 3000))
+        try:
+            is_detected = any(islice(late_writes(pair, seed=2), 3000))
+        except AssertionError:  # the late write fell into the next transfer
+            is_detected = True
+        assert is_detected
