@@ -22,6 +22,7 @@ from setuptools import Extension
 
 from tools.compile.classes import Project, project
 from tools.compile.declarations import declarations
+from tools.compile.generated_code import improve
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCE_FOLDERS = ("command_line", "gateway", "policies", "kvtransfer", "mockgpu", "planner")
@@ -183,7 +184,10 @@ def write_tree(out: Path) -> list[Path]:
         )
         for declaration in declared:
             declaration.unlink()
-    return [shared, *(Path(module).with_suffix(".c") for module in MODULES)]
+        generated = [Path(module).with_suffix(".c") for module in MODULES]
+        for source in generated:
+            source.write_text(improve(source.read_text()))
+    return [shared, *generated]
 
 
 @contextmanager
@@ -201,7 +205,8 @@ def tree_digest() -> str:
     generator.
     """
     digest = hashlib.sha256()
-    generator = (ROOT / "tools" / "compile").glob("*.py")
+    folder = ROOT / "tools" / "compile"
+    generator = [*folder.glob("*.py"), *folder.glob("*.h")]
     for path in sorted([*_project_files(), *generator, ROOT / "requirements-compile.lock"]):
         digest.update(f"{path.relative_to(ROOT)}\0".encode() + path.read_bytes())
     return digest.hexdigest()
