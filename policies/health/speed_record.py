@@ -283,6 +283,7 @@ class SpeedRecord:
             "_most_tokens",
             "_join_s",
             "_running_since",
+            "_paused_until",
             "_probe_at",
             "_probe_gap_s",
             "_queue",
@@ -307,7 +308,7 @@ class SpeedRecord:
         self._queue: deque[int] = deque()
         self._step_prompts = 0  # prompts in the queue that the step under way may compute
         self._join_s = IDLE_JOIN_S
-        self.since = self._running_since = -inf
+        self.since = self._running_since = self._paused_until = -inf
         self.prefill_s = 0.0
         self._step_s, self._step_tokens = 0.0, 0
         self._is_begin_known = self.is_timed = True
@@ -385,8 +386,10 @@ class SpeedRecord:
         # Count the step under way as prefill until it would have ended, and begin the next one.
         #
         # The end of a step is estimated only if its begin is known. Otherwise a slow engine whose
-        # prompts all move away would give no evidence.
+        # prompts all move away would give no evidence. Its streams may pause until then anyway.
         ends_at = max(now, self.since + step_s) if self._is_begin_known else now
+        if not self._is_begin_known:
+            self._paused_until = now + step_s
         self.prefill_s += ends_at - self.since
         self._begin_next_step(ends_at)
         self._is_begin_known = self.is_timed = False
@@ -462,6 +465,8 @@ class SpeedRecord:
         clear_from = self.prefill_s + (running_s if self.waiting else min(0.0, running_s))
         clear_s = seconds - (clear_from - self._clear_from)
         self._clear_from = clear_from
+        if now - seconds < self._paused_until:
+            return
         if streams and clear_s > LEAST_SHARE_CLEAR * seconds:
             self.tracks[1].add(streams, clear_s * streams / max(tokens, streams * 0.5))
 

@@ -99,6 +99,15 @@ def test_a_group_ten_times_slower_gets_almost_no_requests_after_ten_seconds(poli
     assert share(run, KEPT_S) <= 0.01
 
 
+def test_streams_that_pause_for_an_abandoned_step_are_no_evidence() -> None:
+    # Two groups always take twice as long. A prompt leaves one of them behind an abandoned step.
+    kinds = (
+        msgspec.structs.replace(GROUP, count=2, slowness=2.0),
+        msgspec.structs.replace(GROUP, count=2),
+    )
+    assert hedges(kinds, "priced", 703, 8.8) <= HEDGES
+
+
 @pytest.mark.parametrize("policy", registry.names())
 def test_the_first_seconds_with_a_slow_group_are_as_with_the_other_three_alone(policy: str) -> None:
     # 45 s of short prompts. Even five requests that wait for the slow engine would be too many.

@@ -234,6 +234,25 @@ def test_steps_that_go_on_after_their_prompt_has_left_are_no_slowness(is_overtak
         assert all(engine.record.verdict is SpeedVerdict.NORMAL for engine in engines), now
 
 
+def test_streams_are_no_sample_while_a_step_of_unknown_begin_may_run() -> None:
+    # The second prompt waits for the abandoned step of the first one. It leaves 0.1 s after its own
+    # step has begun, which takes 0.6 s.
+    record = SpeedRecord()
+    record.record_streams(4, 200, 1.0, 0.0)
+    record.on_sent(8000, 0.1)
+    record.on_dropped(8000, 0.3, step_s=0.8)
+    record.on_sent(6000, 0.7)
+    record.on_dropped(6000, 1.0, step_s=0.6)
+    record.on_sent(500, 1.5)
+    record.on_dropped(500, 1.6, step_s=0.6)
+    record.record_streams(4, 4, 1.0, 1.0)
+    record.record_streams(4, 20, 1.0, 2.0)
+    record.record_streams(4, 200, 1.0, 4.0)
+    record.prepare(4.0)
+    assert record.tracks[1].recent.total == 2
+    assert sum(record.tracks[1].recent.seconds) < 0.05
+
+
 def test_a_prompt_that_left_a_shared_step_counts_as_work_of_the_step() -> None:
     record = SpeedRecord()
     record.on_sent(4000, 0.0)
