@@ -38,6 +38,7 @@ from policies.health.speed_record import (
 CONTEXT_TOKENS = 1024  # assumed context of a stream, for scaling decode steps over the batch
 BUSIER = 1.25
 LEAST_ONGOING_S = 0.1
+WEAK_REVIEW = 0.5  # weight of a slow review with too few samples, one second after other samples
 LATEST_SHARE = 0.9  # the latest samples count as slow from this share of SlowLimits.factor on
 MOST_FIXED = 0.1  # largest part of the peers' time that counts as independent of an engine's speed
 
@@ -90,13 +91,15 @@ def review(members: Sequence[ReviewedEndpoint], now: float, limits: SlowLimits) 
         _compare(members, measure, now, findings, limits, peer_times_by_kind)
     for member, finding in zip(members, findings, strict=True):
         record = member.record
-        if (
-            finding.worst is None
-            and record.slowness is not None
-            and record.slowness.measure in finding.cleared
-        ):
-            finding.change = -1
-        record.set_verdict(finding.worst, finding.change, finding.clear, limits.reviews)
+        if finding.worst is None and record.slow_measure in finding.cleared:
+            finding.change = -1.0
+        record.set_verdict(
+            finding.worst,
+            finding.change,
+            finding.clear,
+            limits.reviews,
+            has_enough=finding.has_enough,
+        )
         record.output *= RECENT
         for track in record.tracks:
             track.decay()
@@ -124,17 +127,22 @@ def compute_peer_times(members: Sequence[ReviewedEndpoint], now: float) -> PeerT
 
 
 class _Finding:
-    __slots__ = ("change", "clear", "cleared", "worst")
+    __slots__ = ("change", "clear", "cleared", "has_enough", "worst")
 
     def __init__(self) -> None:
         self.worst: Slowness | None = None
-        self.change, self.clear = 0, True
+        self.change, self.clear, self.has_enough = 0.0, True, False
         self.cleared: list[Measure] = []  # whose samples since the last review are no evidence
 
-    def add(self, slowness: Slowness, change: int) -> None:
+    def add(self, slowness: Slowness, change: float, *, has_enough: bool) -> None:
         # Add a measure in which the endpoint is slow; the one whose latest samples are slow counts.
-        if self.worst is None or (change, slowness.ratio) > (self.change, self.worst.ratio):
-            self.worst, self.change = slowness, change
+        #
+        # One with enough samples for a verdict counts before one without.
+        worst = self.worst
+        if worst is None or (has_enough, change, slowness.ratio) > (
+            *(self.has_enough, self.change, worst.ratio),
+        ):
+            self.worst, self.change, self.has_enough = slowness, change, has_enough
 
 
 class PeerTimes:
@@ -325,7 +333,12 @@ class _Comparison:
         samples = self._samples(index, peer_times, scale)
         if not samples.total:
             return
-        slowness = self._slowness(track, samples, peer_times, has_peers)
+        each_s = 0.0
+        if self.measure is Measure.TTFT and has_peers:
+            each_s = peer_times.fixed_s(track.reference)
+        expected_s = peer_times.expected_s(samples, track.reference)
+        fixed_s = _fixed_s(each_s, samples, expected_s)
+        slowness = _ratio(track, samples, expected_s, fixed_s, self.measure, limits, has_peers)
         if slowness is None or (
             self.measure is Measure.ANSWER and _is_busier(self.members, index, indices)
         ):
@@ -335,8 +348,13 @@ class _Comparison:
         if track.fresh_count and slowness.ratio < limits.factor:
             finding.cleared.append(self.measure)
         least_s = limits.least_s[_MEASURES.index(self.measure)]
-        if _is_slow(samples, slowness, limits, least_s, usual if has_peers else 0.0):
-            finding.add(slowness, _change(track, samples, peer_times, scale, limits))
+        limit = _limit(limits, usual if has_peers else 0.0)
+        is_noticeable = slowness.seconds - slowness.peers_s >= least_s
+        if limits.factor and slowness.ratio >= limit and is_noticeable:
+            has_enough = _has_enough(samples, slowness, limit)
+            change = _change(track, samples, peer_times, scale, limits, each_s)
+            weight = 1.0 if has_enough or track.was_idle else WEAK_REVIEW
+            finding.add(slowness, change * weight, has_enough=has_enough)
 
     def _samples(self, index: int, peer_times: PeerTimes, scale: float) -> SpeedSamples:
         # Return the recent samples, for TTFT with the prefill step that runs now.
@@ -346,16 +364,6 @@ class _Comparison:
         factor = self.limits.factor * scale
         return _samples_with_running_step(self.members[index], track, peer_times, self.now, factor)
 
-    def _slowness(
-        self, track: SampleTrack, samples: SpeedSamples, peer_times: PeerTimes, has_peers: bool
-    ) -> Slowness | None:
-        expected_s = peer_times.expected_s(samples, track.reference)
-        fixed_s = 0.0
-        if self.measure is Measure.TTFT and has_peers:
-            each_s = peer_times.fixed_s(track.reference)
-            fixed_s = min(each_s * samples.total, MOST_FIXED * expected_s)
-        return _ratio(track, samples, expected_s, fixed_s, self.measure, self.limits, has_peers)
-
 
 def _change(
     track: SampleTrack,
@@ -363,17 +371,25 @@ def _change(
     peer_times: PeerTimes,
     scale: float,
     limits: SlowLimits,
+    each_s: float,
 ) -> int:
     # Return 1 if the samples since the last review are slow too, -1 if they are not, else 0.
     #
-    # `scale` is the endpoint's usual ratio to the times of `peer_times`.
+    # scale   the endpoint's usual ratio to the times of `peer_times`
+    # each_s  the part of each of these times that does not depend on the size of the work
     if not track.fresh_count and samples is track.recent:
         return 0
     latest = track.since_last_review(samples)
     usual_s = scale * peer_times.expected_s(latest, track.reference)
-    spent_s = sum(latest.seconds)
+    fixed_s = _fixed_s(each_s, latest, usual_s)
+    usual_s, spent_s = usual_s - fixed_s, sum(latest.seconds) - fixed_s
     is_slow = spent_s >= LATEST_SHARE * limits.factor * usual_s
     return is_slow - (spent_s < limits.clear * usual_s)
+
+
+def _fixed_s(each_s: float, samples: SpeedSamples, expected_s: float) -> float:
+    # Return the part of the peers' time for these samples that a slow engine does not prolong.
+    return min(each_s * samples.total, MOST_FIXED * expected_s)
 
 
 def _samples_with_running_step(
@@ -426,14 +442,15 @@ def _ratio(
     return Slowness(measure, ratio / usual, spent_s / total, expected_s * usual / total)
 
 
-def _is_slow(
-    samples: SpeedSamples, slowness: Slowness, limits: SlowLimits, least_s: float, usual: float
-) -> bool:
-    limit = limits.factor
-    if usual:  # an endpoint that is usually nearly as slow needs a higher ratio
-        limit = max(limit, limits.usual_margin * min(limit, usual))
-    if not limits.factor or slowness.ratio < limit or slowness.seconds - slowness.peers_s < least_s:
-        return False
+def _limit(limits: SlowLimits, usual: float) -> float:
+    # Return the ratio from which an endpoint counts as slow whose usual ratio is `usual`.
+    #
+    # An endpoint that is usually nearly as slow needs a higher ratio.
+    return max(limits.factor, limits.usual_margin * min(limits.factor, usual))
+
+
+def _has_enough(samples: SpeedSamples, slowness: Slowness, limit: float) -> bool:
+    # Return whether there are enough samples for a verdict.
     share = limit / slowness.ratio if slowness.ratio < 2.0 * limit else 1.0 / 3.0
     return samples.total >= share * samples.least - 1e-6
 

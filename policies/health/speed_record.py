@@ -178,6 +178,7 @@ class SampleTrack:
     recent           the samples with fast decay, by which the endpoint is judged
     reference        the same samples with slow decay, by which its peers are judged
     fresh_count      number of samples since the last review
+    was_idle         whether the last review found older samples, but no new ones
     log_usual_ratio  logarithm of the usual ratio of the endpoint's time to that of its peers, over
                      `review_count` reviews
     """
@@ -190,6 +191,7 @@ class SampleTrack:
         "recent",
         "reference",
         "review_count",
+        "was_idle",
     )
 
     def __init__(self, needed: float) -> None:
@@ -197,6 +199,7 @@ class SampleTrack:
         self._reviewed = SpeedSamples(needed)
         self._uncounted: list[tuple[int, float]] = []
         self.fresh_count = self.review_count = 0
+        self.was_idle = False
         self.log_usual_ratio = 0.0
 
     def add(self, work: int, seconds: float) -> None:
@@ -222,6 +225,7 @@ class SampleTrack:
         self.reference.decay(REFERENCE)
         if self.fresh_count:
             self._reviewed = self.recent.copy()
+        self.was_idle = not self.fresh_count and self.recent.total > 0.0
         self.fresh_count = 0
 
     def since_last_review(self, judged: SpeedSamples) -> SpeedSamples:
@@ -267,6 +271,7 @@ class SpeedRecord:
                    peers
     prefill_s      total seconds, up to `since`, in which a prompt was waiting
     output         tokens of recent answers that were not streamed
+    slow_measure   the measure in which the last slow samples were slow; None since they are normal
     slowness       why the endpoint is suspect or slow, also while it is ejected for that; None
                    otherwise
     """
@@ -297,6 +302,7 @@ class SpeedRecord:
             "output",
             "prefill_s",
             "since",
+            "slow_measure",
             "slowness",
             "tracks",
             "verdict",
@@ -317,9 +323,10 @@ class SpeedRecord:
         self._dropped_tokens = 0  # of prompts that the step under way computes in vain
         self._clear_from = self.output = self._probe_at = 0.0
         self._probe_gap_s = FIRST_PROBE_GAP_S
-        self._streak = 0
+        self._streak = 0.0
         self.has_kept_pace = False
         self.verdict = SpeedVerdict.NORMAL
+        self.slow_measure: Measure | None = None
         self.slowness: Slowness | None = None
 
     @property
@@ -497,7 +504,7 @@ class SpeedRecord:
         for track in self.tracks:
             track.restart()
         self._step_s, self._step_tokens = 0.0, 0
-        self._streak = 0
+        self._streak, self.slow_measure = 0.0, None
         self.has_kept_pace = False
         self.verdict = SpeedVerdict.NORMAL
 
@@ -539,28 +546,39 @@ class SpeedRecord:
         )
 
     def set_verdict(
-        self, found: Slowness | None, change: int, clear: bool, reviews: int
+        self,
+        found: Slowness | None,
+        change: float,
+        clear: bool,
+        reviews: int,
+        *,
+        has_enough: bool = True,
     ) -> SpeedVerdict:
         """Set the verdict on the endpoint's speed after a review, and return it.
 
-        found    the slowness that the review found; None if there is none
-        change   1 if the latest samples were slow too, -1 if they were not, 0 if there are none
-        clear    whether no measure is near its limit
-        reviews  number of slow reviews in a row after which the endpoint counts as slow
+        found       the slowness that the review found; None if there is none
+        change      1 if the latest samples were slow too (less if they are weak evidence), -1 if
+                    they were not, 0 if there are none
+        clear       whether no measure is near its limit
+        reviews     number of slow reviews in a row after which the endpoint counts as slow
+        has_enough  whether `found` rests on enough samples for a verdict; a review with fewer
+                    counts, but the verdict waits for a review with enough
         """
-        if found is not None:
-            self.slowness = found
-            self._streak = max(0, self._streak + change)
-        elif clear:
-            self._streak, self.slowness = 0, None
+        if found is None and clear:
+            self._streak, self.slowness, self.slow_measure = 0.0, None, None
         else:
-            self._streak = max(0, self._streak + change)
-        slow = self._streak >= reviews
+            self._streak = max(0.0, self._streak + change)
+        if found is not None:
+            self.slow_measure = found.measure
+            if has_enough:
+                self.slowness = found
+        is_suspect = self._streak > 0 and self.slowness is not None
+        slow = is_suspect and self._streak >= reviews
         self.verdict = (
             SpeedVerdict.SLOW
             if slow
             else SpeedVerdict.SUSPECT
-            if self._streak
+            if is_suspect
             else SpeedVerdict.NORMAL
         )
         prompts = self.tracks[0]

@@ -99,6 +99,16 @@ def test_a_group_ten_times_slower_gets_almost_no_requests_after_ten_seconds(poli
     assert share(run, KEPT_S) <= 0.01
 
 
+@pytest.mark.parametrize("seed", [825, 827, 838])
+def test_a_group_that_is_slow_at_prompts_is_found_although_its_policy_sends_it_few(
+    seed: int,
+) -> None:
+    fault = GroupFault(0.0, 0, GroupFaultKind.SLOW, factor=3.0, only="prefill")
+    run, fleet = ran("priced", 4, seed, 60.0, fault)
+    assert [group for _, group in fleet.speed_monitor.ejected] == [0]
+    assert share(run, KEPT_S) <= 0.01
+
+
 def test_streams_that_pause_for_an_abandoned_step_are_no_evidence() -> None:
     # Two groups always take twice as long. A prompt leaves one of them behind an abandoned step.
     kinds = (

@@ -309,6 +309,54 @@ def test_a_latency_that_every_prompt_has_does_not_hide_slow_prompts() -> None:
     assert engines[0].record.slowness.ratio >= LIMITS.factor
 
 
+def test_short_prompts_of_an_engine_that_is_slow_at_prompts_alone_are_evidence() -> None:
+    # The latency is 43 % of the time of a short prompt. With it, that takes 2.14 times as long.
+    engines = [Engine(), Engine(), Engine(), Engine()]
+    for now in range(20):
+        for number, engine in enumerate(engines):
+            tokens = 4000 if now % 4 == 0 else 720
+            took_s = 0.016 + (1.0 if number else 3.0) * 3e-5 * tokens
+            for place in range(2):
+                engine.record.on_sent(tokens, now + 0.5 * place)
+                engine.record.on_first_token(tokens, now + 0.5 * place + took_s)
+        review([engine.member() for engine in engines], now + 1.0, LIMITS)
+        if engines[0].record.verdict is SpeedVerdict.SLOW:
+            break
+    assert engines[0].record.verdict is SpeedVerdict.SLOW
+    assert now <= 5
+
+
+def sparse_second(engines: list[Engine], rng: Random, now: int, sigma: float, gap_s: int) -> None:
+    # The first engine gets a prompt every `gap_s` seconds, the others four per second.
+    for engine in engines:
+        for place in range(4 if engine is not engines[0] else not now % gap_s):
+            tokens, sent_at = prompts(rng), now + 0.25 * place
+            took_s = engine.prefill * (0.02 + 2e-5 * tokens) * rng.lognormvariate(0.0, sigma)
+            engine.record.on_sent(tokens, sent_at)
+            most_s = 0.249 if engine is not engines[0] else 0.999
+            engine.record.on_first_token(tokens, sent_at + min(most_s, took_s))
+    review([engine.member() for engine in engines], now + 1.0, LIMITS)
+
+
+def test_an_endpoint_with_few_prompts_is_slow_as_soon_as_it_has_enough_samples() -> None:
+    # Reviews count from the first slow prompt on, not only from the fifth, which is enough.
+    engines, rng = [Engine(3.2), Engine(), Engine(), Engine()], Random(1)
+    verdicts = []
+    for now in range(20):
+        sparse_second(engines, rng, now, 0.0, gap_s=4)
+        verdicts.append(engines[0].record.verdict)
+    assert verdicts[:16] == [SpeedVerdict.NORMAL] * 16
+    assert verdicts[16] is SpeedVerdict.SLOW
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_an_endpoint_with_few_prompts_of_very_different_times_is_not_slow(seed: int) -> None:
+    engines, rng = [Engine(), Engine(), Engine(), Engine()], Random(seed)
+    for now in range(600):
+        sparse_second(engines, rng, now, 0.5, gap_s=4)
+        assert all(engine.record.verdict is not SpeedVerdict.SLOW for engine in engines), now
+
+
 def test_samples_that_are_not_slow_end_a_suspicion_step_by_step() -> None:
     engines = [Engine(), Engine(), Engine()]
 
