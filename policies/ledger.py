@@ -260,12 +260,13 @@ def set_modelled(load: EndpointLoad, modelled: bool, now: float) -> None:
     """Set whether the endpoint's engine is modelled from now on.
 
     It is if any policy reads the forecast. The timeline restarts with the current reservations,
-    without the progress of prompts in prefill. The learned speed is kept.
+    without the progress of prompts in prefill. The learned speed and the lengths of answers are
+    kept.
     """
     if load.is_modelled == modelled:
         return
     load.is_modelled = modelled
-    load.timeline = EngineTimeline(now)
+    load.timeline = EngineTimeline(now, load.timeline.lengths)
     load.timeline.refresh_forecast(load, now)
     if modelled:
         # Decoding requests first: predictions for the others depend on when these end.

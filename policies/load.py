@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from policies.engine.engine_load import EngineLoad
 from policies.engine.engine_timeline import EngineTimeline
+from policies.engine.output_length import RecentLengths
 from policies.engine.step_time import SpeedBelief
 
 NO_SOFT_CAP = 1 << 30
@@ -111,7 +112,13 @@ class EndpointLoad(EngineLoad):
         *("changes", "timeline", "waiting"),
     )
 
-    def __init__(self, slot: int, belief: SpeedBelief | None = None) -> None:
+    def __init__(
+        self,
+        slot: int,
+        belief: SpeedBelief | None = None,
+        lengths: RecentLengths | None = None,
+    ) -> None:
+        # `lengths` is what the endpoints of a pool have learned of the lengths of answers.
         super().__init__(belief)
         self.slot = slot
         self.in_flight = self.decoding = self.prefill_tokens = self.decode_tokens = (
@@ -125,7 +132,7 @@ class EndpointLoad(EngineLoad):
         self.kv_usage: float | None = None
         self.scraped_at: float | None = None
         self.unexplained_requests = 0
-        self.timeline = EngineTimeline()
+        self.timeline = EngineTimeline(0.0, lengths)
         self.is_modelled = True
         self.changes: LoadChanges | None = None
         self.timeline.refresh_forecast(self, 0.0)

@@ -22,6 +22,7 @@ from gateway.http.outgoing_tls import ClientContexts
 from gateway.http.upstream import ConnectionPool, UpstreamTimeouts
 from gateway.http.write_queue import WriteQueue
 from gateway.util.tls import Encryption
+from policies.engine.output_length import RecentLengths
 from policies.engine.step_time import SpeedBelief, shape_for
 from policies.engine_kinds import ENGINE_TRAITS
 from policies.health.health import Health, HealthState
@@ -308,11 +309,13 @@ class EndpointRegistry:
             config.timeouts.connect, config.timeouts.first_byte, config.timeouts.stall
         )
         known = {live.endpoint.key: live for live in self.all()}
+        learned = {live.endpoint.pool: live.load.timeline.lengths for live in known.values()}
         slots = self._unused_slots()
         members = []
         discovered, conflicts = self._usable_discovered(config)
         for pool, pool_spec in config.pools.items():
             specs = (*pool_spec.endpoints, *discovered.get(pool, ()))
+            lengths = learned.get(pool) or RecentLengths()
             for new_spec, rank in _with_ranks(specs):
                 live = known.get(endpoint_key(pool, new_spec.url, rank))
                 if live is not None and live.spec == new_spec:
@@ -321,7 +324,7 @@ class EndpointRegistry:
                 else:
                     endpoint, spec = to_endpoint(pool, new_spec, rank), new_spec
                 if live is None:
-                    load = EndpointLoad(next(slots), prior_belief(config, endpoint))
+                    load = EndpointLoad(next(slots), prior_belief(config, endpoint), lengths)
                     encryption = self._contexts.encryption_for(spec)
                     live = LiveEndpoint(
                         endpoint, spec, load, timeouts, self._write_queue, encryption

@@ -18,6 +18,7 @@ from planner.replay.rank_choice import HiddenRanks, RankChoice
 from planner.replay.record import GroupTotals
 from planner.replay.spec import FleetSpec, GroupKind
 from planner.replay.step_clock import StepClock
+from policies.engine.output_length import RecentLengths
 from policies.engine.step_time import SpeedBelief, StepCosts, shape_for
 from policies.health.speed_record import SpeedRecord
 from policies.load import EndpointLoad
@@ -76,17 +77,18 @@ class ReplayGroup:
         block_tokens: int,
         listener: JobListener,
         has_caps: bool,
+        lengths: RecentLengths,
         number: int,
         rank: int | None = None,
     ) -> None:
-        # `number` is the index of the engine.
+        # `number` is the index of the engine; all groups of a fleet share `lengths`.
         self.name = f"tp{number}" if rank is None else f"tp{number}/dp{rank}"
         self.kind = kind
         self.block_tokens = block_tokens
         self.clocks = clocks
         self.listener = listener
         self.kv_token_bytes = kind.shape.kv_token_bytes
-        self.load = EndpointLoad(slot, SpeedBelief(_prior(kind, len(clocks))))
+        self.load = EndpointLoad(slot, SpeedBelief(_prior(kind, len(clocks))), lengths)
         self.load.kv_tokens = self.capacity_tokens
         if kind.labelled_num_seqs is not None:
             self.load.slots = kind.labelled_num_seqs * len(clocks)
@@ -190,6 +192,7 @@ def build_engines(
     """
     times_of = {kind: kind.times() for kind in set(spec.groups)}
     engines: list[list[ReplayGroup]] = []
+    lengths = RecentLengths()
     slot = 0
     for number, kind in enumerate(spec.groups):
         times, count = times_of[kind], kind.ranks
@@ -198,7 +201,7 @@ def build_engines(
             if kind.is_lockstep
             else [StepClock(times, merges_steps) for _ in range(count)]
         )
-        common = (spec.block_tokens, listener, has_caps, number)
+        common = (spec.block_tokens, listener, has_caps, lengths, number)
         if count == 1 or kind.rank_choice is not RankChoice.GATEWAY:
             ranks = [ReplayGroup(slot, kind, clocks, *common)]
         else:

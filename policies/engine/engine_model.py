@@ -75,7 +75,8 @@ class EngineModel:
     decode_base_s          total uncorrected seconds of decode steps, without reading the context
     decode_context_s       total uncorrected seconds of decode steps for reading the context
     averages               running averages of the engine's work
-    lengths                lengths of recent answers relative to the expected ones
+    lengths                lengths of the pool's recent answers relative to the expected ones; the
+                           endpoints of a pool share it
     answers                the running answers by age
     idle_delay_s           seconds from a pick to the first step of an idle engine
     step_overhead_s        the part of a step with prompts that is not prefill, in seconds
@@ -122,7 +123,7 @@ class EngineModel:
         *("answers", "context_base", "lengths", "step_tokens", "steps", "first_tokens_at"),
     )
 
-    def __init__(self, now: float = 0.0) -> None:
+    def __init__(self, now: float = 0.0, lengths: RecentLengths | None = None) -> None:
         self.queue: deque[QueuedPrompt] = deque()
         self.queued_tokens, self.queued_pairs = 0, 0.0
         self.is_busy = False
@@ -138,7 +139,7 @@ class EngineModel:
         self.prefill_s = self.decode_s = 0.0
         self.decode_base_s = self.decode_context_s = self.raw_base_s = self.raw_context_s = 0.0
         self.averages = EngineAverages(now)
-        self.lengths = RecentLengths()
+        self.lengths = RecentLengths() if lengths is None else lengths
         self.answers = RunningAnswers(self.lengths)
         self.forecast_at, self.is_stale = -inf, False
         self.idle_delay_s = self.step_overhead_s = 0.0

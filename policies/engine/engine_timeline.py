@@ -16,6 +16,7 @@ from policies.engine.running_averages import ArrivalAverages
 
 if TYPE_CHECKING:
     from policies.engine.engine_load import EngineLoad
+    from policies.engine.output_length import RecentLengths
     from policies.engine.queued_prompt import QueuedPrompt
 
 # The weight of one scrape; it counts only if this share of KV is in use.
@@ -32,8 +33,8 @@ class EngineTimeline(EngineModel):
 
     __slots__ = ("arrivals",)
 
-    def __init__(self, now: float = 0.0) -> None:
-        super().__init__(now)
+    def __init__(self, now: float = 0.0, lengths: RecentLengths | None = None) -> None:
+        super().__init__(now, lengths)
         self.arrivals = ArrivalAverages(now)
 
     def on_sent(self, load: EngineLoad, prompt: QueuedPrompt, now: float) -> None:
@@ -114,8 +115,9 @@ class EngineTimeline(EngineModel):
         None if the answer is incomplete or its length unknown. The caller must have advanced the
         model to `now`.
         """
-        if output_tokens is not None:
-            self.lengths.record(output_tokens / prompt.sequences, prompt.output_tokens)
+        if prompt.output_tokens > 1.0:
+            length = None if output_tokens is None else output_tokens / prompt.sequences
+            self.lengths.end(prompt, length, prompt.output_tokens)
         if prompt.is_decoding or prompt.has_kv:
             self.prefixes.remove(prompt.prefix_tokens)
         if prompt.is_decoding:

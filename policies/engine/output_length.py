@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 DEFAULT_OUTPUT_TOKENS = 256
 """Expected length in tokens of a model's answers before the first answer has ended."""
@@ -22,6 +22,15 @@ CLASSES = 5
 
 LEAST_RATIO = 1e-3
 """Smallest ratio of actual to expected length that is recorded; shorter answers count as this."""
+
+RECENT = 500
+"""Number of a pool's last answers whose lengths count."""
+
+MOST_HELD = 1000
+"""Number of answers, running or ended, beyond which the oldest one holds back no others."""
+
+RUNNING = -1.0
+# In place of the ratio of an answer that has not ended; 0.0 for one that ended incomplete.
 
 
 class OutputLengths:
@@ -73,20 +82,62 @@ class OutputLengths:
 
 
 class RecentLengths:
-    """The lengths of one endpoint's recent answers, each divided by its expected length."""
+    """The lengths of a pool's recent answers, each divided by its expected length.
 
-    __slots__ = ("_ordered", "_quantiles", "_ratios")
+    The endpoints of a pool share it. With lengths of its own, an endpoint whose answers have not
+    ended yet, because it is slow, would seem cheaper than the others.
+
+    Answers count in the order in which they began. After a burst short answers end first, and in
+    the order of their ends all answers would seem short. So an ended answer is held back until
+    those that began before it have ended, or MOST_HELD others have begun.
+    """
+
+    __slots__ = ("_begun", "_held", "_ordered", "_quantiles", "_ratios")
 
     def __init__(self) -> None:
+        self._begun: deque[Hashable] = deque()
+        self._held: dict[Hashable, float] = {}  # ratio of each answer in _begun
         self._ratios, self._ordered = deque(SPREAD), list(SPREAD)
         self._quantiles: list[float] | None = None
 
+    def begin(self, answer: Hashable) -> None:
+        """Record that an answer has begun; a second time has no effect."""
+        if answer not in self._held:
+            self._held[answer] = RUNNING
+            self._begun.append(answer)
+            if len(self._begun) > MOST_HELD:
+                self._release()
+
+    def end(self, answer: Hashable, output_tokens: float | None, expected_tokens: float) -> None:
+        """Record that an answer has ended.
+
+        output_tokens    its length; None if the answer is incomplete or its length unknown
+        expected_tokens  the length that had been expected
+        """
+        held, begun, ratio = self._held, self._begun, 0.0
+        if output_tokens is not None:
+            ratio = max(LEAST_RATIO, output_tokens / max(1.0, expected_tokens))
+        if answer in held:
+            held[answer] = ratio
+            while begun and held[begun[0]] != RUNNING:
+                self._release()
+        elif ratio:
+            self._record(ratio)
+
     def record(self, output_tokens: float, expected_tokens: float) -> None:
-        """Record the length of a complete answer and the length that had been expected."""
-        ratio = max(LEAST_RATIO, output_tokens / max(1.0, expected_tokens))
+        """Record the length of a complete answer, which counts at once."""
+        self.end(None, output_tokens, expected_tokens)
+
+    def _release(self) -> None:
+        # Count the oldest answer if it has ended. If it still runs, it counts at its end.
+        ratio = self._held.pop(self._begun.popleft())
+        if ratio > 0.0:
+            self._record(ratio)
+
+    def _record(self, ratio: float) -> None:
         self._ratios.append(ratio)
         insort(self._ordered, ratio)
-        if len(self._ratios) > MEMORY:
+        if len(self._ratios) > RECENT:
             del self._ordered[bisect_left(self._ordered, self._ratios.popleft())]
         self._quantiles = None
 

@@ -63,6 +63,7 @@ class RunningAnswers:
         """Add an answer whose first token has arrived."""
         if prompt.output_tokens > 1.0:
             self._enter(prompt, prompt.decode_begin_step)
+            self._lengths.begin(prompt)
             self._groups = None
 
     def remove(self, prompt: QueuedPrompt) -> None:

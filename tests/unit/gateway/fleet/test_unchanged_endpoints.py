@@ -80,3 +80,11 @@ async def test_a_changed_label_states_the_slots_of_an_endpoint_that_stays() -> N
     pools = {name: pool.model_copy(update={"endpoints": endpoints})}
     table.apply(table.plan(config.model_copy(update={"pools": pools})))
     assert [live.load.slots for live in table.all()] == [*3 * [inf], 48, *4 * [inf]]
+
+
+async def test_a_new_endpoint_shares_the_answer_lengths_that_its_pool_has_learned() -> None:
+    table, _, _ = table_of(URLS[:2])
+    before = table.all()[0].load.timeline.lengths
+    table.apply(table.plan(config_of(URLS[:3])))
+    assert len(table.all()) == 3
+    assert all(live.load.timeline.lengths is before for live in table.all())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from policies.engine.output_length import OutputLengths
+from policies.engine.output_length import MOST_HELD, OutputLengths, RecentLengths
 
 
 def test_nothing_is_expected_of_a_model_never_seen() -> None:
@@ -71,3 +71,39 @@ def test_memory_is_bounded_and_the_least_recent_is_dropped_first() -> None:
     assert lengths.estimate("m", "tenant999", "chat") is not None
     with pytest.raises(ValueError, match="at least 3"):
         OutputLengths(most=2)
+
+
+def test_an_ended_answer_counts_once_all_that_began_before_it_have_ended() -> None:
+    lengths = RecentLengths()
+    before = list(lengths.quantiles())
+    for number in range(100):
+        lengths.begin(number)
+    for number in range(1, 100):
+        lengths.end(number, 10, 100)
+    assert lengths.quantiles() == before
+    lengths.end(0, 1000, 100)
+    assert lengths.quantiles() == [0.1] * 5
+
+
+def test_an_answer_that_ended_incomplete_holds_back_no_others_and_does_not_count() -> None:
+    lengths = RecentLengths()
+    before = list(lengths.quantiles())
+    lengths.begin("first")
+    lengths.begin("second")
+    lengths.end("first", None, 100)
+    assert lengths.quantiles() == before
+    lengths.end("second", 1000, 100)
+    assert max(lengths.quantiles()) == 10.0
+
+
+def test_an_answer_that_runs_very_long_holds_back_others_for_a_time_only() -> None:
+    lengths = RecentLengths()
+    lengths.begin("long")
+    for number in range(MOST_HELD):
+        lengths.begin(number)
+        lengths.end(number, 10, 100)
+    assert lengths.quantiles() == [0.1] * 5
+    for number in range(100):
+        lengths.end(f"unknown {number}", 300, 100)
+    lengths.end("long", 300, 100)
+    assert max(lengths.quantiles()) == 3.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from policies import ledger
-from policies.engine.output_length import CLASSES
+from policies.engine.output_length import CLASSES, RecentLengths
 from policies.engine.peer_load import PeerShare
 from policies.engine.running_answers import LEAST_TOKENS, MOST_ENDED
 from policies.ledger import LoadReservation
@@ -121,3 +121,22 @@ def test_ended_answers_take_no_memory_where_no_policy_asks_for_lengths() -> None
         begin(load, 101.0 + number).finish(101.5 + number, output_tokens=20)
     assert len(load.timeline.answers._next) <= MOST_ENDED + 4
     assert sum(count for count, _ in lengths(load, 1200.0)) == pytest.approx(1.0)
+
+
+def test_an_endpoint_without_ended_answers_expects_the_lengths_that_others_of_its_pool_had() -> (
+    None
+):
+    learned = RecentLengths()
+    quick, slow = EndpointLoad(0, lengths=learned), EndpointLoad(1, lengths=learned)
+    for number in range(100):
+        begin(quick, 100.0 + number).finish(100.5 + number, output_tokens=20)
+    begin(slow, 200.0)
+    assert {round(length) for _, length in lengths(slow, 200.1)} == {20}
+
+
+def test_lengths_are_kept_while_no_policy_reads_the_forecast() -> None:
+    load = endpoint(20)
+    ledger.set_modelled(load, False, 100.0)
+    ledger.set_modelled(load, True, 101.0)
+    begin(load, 102.0)
+    assert {round(length) for _, length in lengths(load, 102.1)} == {20}

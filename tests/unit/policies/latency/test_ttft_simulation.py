@@ -187,8 +187,8 @@ def test_what_a_prefix_takes_is_held_once_by_all_and_gone_with_the_last() -> Non
 
 def test_what_is_left_of_an_answer_is_as_of_those_that_came_as_far() -> None:
     lately = RecentLengths()
-    for number in range(100):
-        lately.record(100 + number, 50)
+    for number in range(500):
+        lately.record(100 + number % 100, 50)
     assert lately.remaining_tokens(0, 50, 0.0) == pytest.approx(100)
     assert lately.remaining_tokens(0, 50, 0.5) == pytest.approx(150, abs=2)
     assert lately.remaining_tokens(180, 50, 0.5) == pytest.approx(10, abs=2)
