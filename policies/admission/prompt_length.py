@@ -30,12 +30,16 @@ def is_text(estimated_tokens: int, prompt_tokens: int) -> bool:
 class PromptLengths:
     """Learns the ratio of reported to estimated prompt tokens from answers.
 
+    At most `most` models are remembered, with and without media apart, because adapters come and
+    go by new names; the one without answers for the longest time is dropped first.
+
     ratios  ratio by (model, whether the prompt has media); absent where estimates are close enough
     """
 
-    __slots__ = ("_sums", "ratios")
+    __slots__ = ("_most", "_sums", "ratios")
 
-    def __init__(self) -> None:
+    def __init__(self, most: int = 4096) -> None:
+        self._most = most
         self.ratios: dict[tuple[str, bool], float] = {}
         self._sums: dict[tuple[str, bool], list[float]] = {}
 
@@ -54,9 +58,11 @@ class PromptLengths:
         prompt_tokens     sum of the prompt tokens that the engines counted
         """
         key = model, has_media
-        sums = self._sums.get(key)
-        if sums is None:
-            sums = self._sums[key] = [0.0, 0.0, 0.0]
+        sums = self._sums[key] = self._sums.pop(key, [0.0, 0.0, 0.0])
+        if len(self._sums) > self._most:
+            oldest = next(iter(self._sums))
+            del self._sums[oldest]
+            self.ratios.pop(oldest, None)
         sums[0] += answers
         sums[1] += estimated_tokens
         sums[2] += prompt_tokens

@@ -47,3 +47,14 @@ def test_a_correction_is_bounded_whatever_engines_report(
         <= prompts.correct("m", True, estimated)
         <= estimated * HIGHEST + 1
     )
+
+
+def test_adapters_that_come_and_go_for_weeks_take_bounded_memory() -> None:
+    prompts = PromptLengths(most=8)
+    for number in range(1000):
+        for _ in range(LEAST_ANSWERS):
+            prompts.record("base", False, 100, 50)
+            prompts.record(f"adapter-{number}", False, 100, 50)
+    assert len(prompts.ratios) == 8
+    assert prompts.correct("base", False, 100) == prompts.correct("adapter-999", False, 100) == 50
+    assert prompts.correct("adapter-1", False, 100) == 100
