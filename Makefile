@@ -13,6 +13,7 @@ GOODPUT ?=
 ZOO    ?=
 IMAGES ?=
 SOAK   ?=
+MEMORY ?=
 CLIENTS ?=
 OVERLOAD ?=
 RESTARTS ?=
@@ -34,7 +35,7 @@ PYTHONS ?=
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test style check unit e2e rdma clients kv-trials batch batch-virtual images bench bench-kv bench-split bench-paired bench-scale bench-tls goodput zoo ranks observe real real-others compiled test-compiled check-compiled wheel test-wheel load policies gateways restarts attacks tls soak overload isolation events clocks planned web docs mutants lock deploy-check clean
+.PHONY: help demo test style check unit e2e rdma clients kv-trials batch batch-virtual images bench bench-kv bench-split bench-paired bench-scale bench-tls goodput zoo ranks observe real real-others compiled test-compiled check-compiled wheel test-wheel load policies gateways restarts attacks tls soak memory overload isolation events clocks planned web docs mutants lock deploy-check clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## /{printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -197,6 +198,9 @@ tls: $(VENV)/.dev ## test curl, openai SDK, Java and Node over TLS with rotating
 
 soak: $(VENV)/.dev ## run load and faults for 20 minutes and check for leaks (SOAK="--minutes 2 --warm-up 1")
 	$(PY) -m bench.load.soak $(SOAK)
+
+memory: $(VENV)/.dev ## find what grows in a gateway, over hours of virtual time (MEMORY="--requests 20000")
+	$(PY) -m bench.memory_virtual $(MEMORY)
 
 overload: $(VENV)/.dev ## test twice capacity with 600 open streams (four minutes; OVERLOAD="--runs 3"; docs/admission.md)
 	$(PY) -m bench.load.overload $(OVERLOAD)

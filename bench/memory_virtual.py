@@ -1,0 +1,196 @@
+"""`make memory`: measure on virtual time what grows in a gateway with requests, faults and reloads.
+
+    python -m bench.memory_virtual [--requests 100000] [--parts 5] [--users 24] [--seed 1]
+
+Gateway, engines and clients share one process, whose clock jumps to the next timer. So hours of
+load take minutes of CPU time, and the results do not depend on the machine's load. Clients stream,
+disconnect and send invalid requests, while engines fail, endpoints are added and removed, and
+configurations change. What tracemalloc finds is counted by source file, at the end of each part of
+the requests and under load.
+
+Requirement: from the first part's end to the last one's, no file's memory grows by more than
+MAX_GROWTH, and no class by more than MAX_NEW_OBJECTS objects, except in the structures of BOUNDED,
+which may fill up to the bound that is printed. Exit status: 1 if the requirement is missed.
+"""
+
+from __future__ import annotations
+
+import time
+
+from bench.virtual_loop import VirtualLoop
+
+CLOCK = VirtualLoop()
+time.monotonic, time.time = CLOCK.time, CLOCK.wall_time  # before other modules import them
+
+import argparse  # noqa: E402
+import asyncio  # noqa: E402
+import gc  # noqa: E402
+import sys  # noqa: E402
+import tempfile  # noqa: E402
+import tracemalloc  # noqa: E402
+from collections import Counter  # noqa: E402
+from collections.abc import Callable, Iterator, Mapping  # noqa: E402
+from pathlib import Path  # noqa: E402
+from random import Random  # noqa: E402
+from typing import NamedTuple  # noqa: E402
+
+from bench.virtual_fleet import VirtualFleet  # noqa: E402
+from bench.virtual_peers import VirtualClients  # noqa: E402
+from gateway.app import App  # noqa: E402
+from policies.admission.sessions import SessionGate  # noqa: E402
+
+ROOT = Path(__file__).parents[1]
+MAX_GROWTH = 64 * 1024
+MAX_NEW_OBJECTS = 256
+"""Largest growth of the number of objects of a class. Twenty-four requests in progress and 512 that
+can be explained make it vary by a hundred.
+"""
+SESSION_CLASS = "policies.admission.sessions.ActiveSession"
+SCRAPE_S = 15.0
+INT_BYTES, SESSION_BYTES, GROWTH_BYTES = 32, 512, 100
+"""Bytes of a large integer, of what is remembered of a session, and of a request's bucket counts in
+the last minute of the live page.
+"""
+
+
+class Structure(NamedTuple):
+    """A structure that fills for a long time, with the files that allocate it.
+
+    bound  function that returns its most bytes, from the gateway and the requests of a minute
+    """
+
+    files: tuple[str, ...]
+    bound: Callable[[App, float], float]
+
+
+def sketch_bytes(app: App) -> float:
+    """Return the bytes of the quantile sketches, each of at most 1,268 buckets."""
+    families = app.metrics.ttft_seconds, app.metrics.tpot_seconds
+    sketches = [child.sketch for family in families for _, child in family.children()]
+    return float(sum(sys.getsizeof(each) + INT_BYTES * len(each) for each in sketches))
+
+
+BOUNDED: Mapping[str, Structure] = {
+    "quantile sketches of TTFT and TPOT by model and endpoint": Structure(
+        ("gateway/metrics/metric_types.py",), lambda app, _: 2 * sketch_bytes(app)
+    ),
+    "the live page's samples: the newest sketches, and the last minute's requests": Structure(
+        ("gateway/admin/metric_samples.py", "gateway/metrics/quantile_sketch.py"),
+        lambda app, per_minute: 2 * sketch_bytes(app) + 2 * GROWTH_BYTES * per_minute,
+    ),
+    "sessions remembered by priced admission": Structure(
+        ("gateway/protocol/request/sessions.py", "policies/admission/sessions.py"),
+        lambda app, _: SESSION_BYTES * SessionGate().remembered,
+    ),
+    "the prefix index": Structure(
+        ("policies/prefix/prefix_index.py",),
+        lambda app, _: 2 * app.config.prefix.index,
+    ),
+}
+
+
+class Part(NamedTuple):
+    """What was measured at the end of a part.
+
+    by_file  bytes allocated since the start of the measurement, by source file
+    types    number of the gateway's objects that the garbage collector tracks, by class
+    """
+
+    requests: int
+    by_file: Counter[str]
+    types: Counter[str]
+
+
+def measure(requests: int) -> Part:
+    gc.collect()
+    by_file: Counter[str] = Counter()
+    for statistic in tracemalloc.take_snapshot().statistics("filename"):
+        name = statistic.traceback[0].filename
+        if name.startswith(f"{ROOT}/"):
+            by_file[name.removeprefix(f"{ROOT}/")] += statistic.size
+    kinds = (f"{type(each).__module__}.{type(each).__qualname__}" for each in gc.get_objects())
+    ours = Counter(kind for kind in kinds if kind.startswith(("gateway.", "policies.")))
+    return Part(requests, by_file, ours)
+
+
+async def run(options: argparse.Namespace) -> tuple[list[Part], dict[str, tuple[float, float]]]:
+    """Run the load; return the measurements, and (bytes, bound) of each structure at the end."""
+    rng, parts = Random(options.seed), list[Part]()
+    files = [file for structure in BOUNDED.values() for file in structure.files]
+    assert all((ROOT / file).exists() for file in files), "a file of BOUNDED has been renamed"
+    with tempfile.TemporaryDirectory() as work:
+        fleet = VirtualFleet(Path(work), rng)
+        app = await fleet.start()
+        clients = VirtualClients(app.url, rng)
+        background = [asyncio.create_task(fleet.disturb()), asyncio.create_task(scrape(app))]
+        background.append(asyncio.create_task(clients.run(options.users)))
+        tracemalloc.start()
+        try:
+            for part in range(1, options.parts + 1):
+                await clients.sent_at_least(options.requests * part // options.parts)
+                parts.append(measure(clients.sent))
+                print(f"{clients.sent} requests, {CLOCK.time() / 3600:.2f} hours", flush=True)
+            per_minute = 60 * clients.sent / CLOCK.time()
+            filled = {
+                name: (
+                    float(sum(parts[-1].by_file[file] for file in structure.files)),
+                    structure.bound(app, per_minute),
+                )
+                for name, structure in BOUNDED.items()
+            }
+        finally:
+            tracemalloc.stop()
+            for task in background:
+                task.cancel()
+            await asyncio.gather(*background, return_exceptions=True)
+            await fleet.stop()
+    print("requests:", dict(clients.fates), "disturbances:", dict(fleet.done))
+    return parts, filled
+
+
+async def scrape(app: App) -> None:
+    while True:
+        app.metrics.render()
+        await asyncio.sleep(SCRAPE_S)
+
+
+def report(parts: list[Part], filled: dict[str, tuple[float, float]]) -> Iterator[str]:
+    """Yield a description of each file or structure that has grown too much."""
+    first, last = parts[0], parts[-1]
+    bounded = {file for structure in BOUNDED.values() for file in structure.files}
+    for file in sorted(last.by_file, key=lambda name: first.by_file[name] - last.by_file[name]):
+        grown = last.by_file[file] - first.by_file[file]
+        if abs(grown) > MAX_GROWTH / 8:
+            print(
+                f"{file:48} {first.by_file[file] / 1024:8.0f} to "
+                f"{last.by_file[file] / 1024:.0f} KiB"
+            )
+        if grown > MAX_GROWTH and file not in bounded:
+            yield f"{file} grew by {grown / 1024:.0f} KiB"
+    for name, (size, bound) in filled.items():
+        print(f"{name}: {size / 1024:.0f} of at most {bound / 1024:.0f} KiB")
+        if size > bound + MAX_GROWTH:
+            yield f"{name}: {size / 1024:.0f} KiB, above the bound of {bound / 1024:.0f} KiB"
+    for kind, added in (last.types - first.types).most_common(8):
+        print(f"{kind:48} {first.types[kind]:8} to {last.types[kind]} objects")
+        if added > MAX_NEW_OBJECTS and kind != SESSION_CLASS:
+            yield f"{kind}: {added} more objects"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--requests", type=int, default=100_000, help="number of requests")
+    parser.add_argument("--parts", type=int, default=5, help="number of measurements")
+    parser.add_argument("--users", type=int, default=24, help="number of concurrent clients")
+    parser.add_argument("--seed", type=int, default=1, help="random seed of load and faults")
+    options = parser.parse_args()
+    asyncio.set_event_loop(CLOCK)
+    misses = list(report(*CLOCK.run_until_complete(run(options))))
+    print("\n".join(misses) or "all requirements are met")
+    return 1 if misses else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
