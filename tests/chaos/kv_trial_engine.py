@@ -74,6 +74,7 @@ class TrialEngine:
         clock: Clock,
         seed: int,
         pace: float = 1.0,
+        budget_bytes: int = 6 << 10,
     ) -> None:
         self.layout, self.name, self.dead = layout, name, False
         self.rng = np.random.default_rng(seed)
@@ -86,7 +87,7 @@ class TrialEngine:
             "handshake_s": (1.25 if transports[0].name == "rdma" else 0.3) * pace,
             "invite_wait_s": 0.6 * pace,
         }
-        options = AgentOptions(window_bytes=2 << 10, budget_bytes=6 << 10, **waits)
+        options = AgentOptions(window_bytes=2 << 10, budget_bytes=budget_bytes, **waits)
         self.agent = Agent(
             name, layout, self.regions, key=KEY, transports=transports, clock=clock, options=options
         )

@@ -2,6 +2,8 @@
 
 python -m tests.chaos.kv_trials --trials 10000 --transport inproc,shm,tcp,lanes [--seed 0]
 
+The transport batches is tcp whose native pump moves many small windows at a time.
+
 A seed determines a trial. In every trial: a fetch that ends as LANDED has exactly the bytes of its
 offer; blocks are never written after they were returned; every offer and fetch ends once, with a
 reason; and nothing stays reserved.
@@ -14,12 +16,14 @@ import multiprocessing
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from random import Random
 
 import msgspec
 import numpy as np
+import pytest
 from numpy.typing import NDArray
 
 from kvtransfer.contract import Transport
@@ -27,6 +31,7 @@ from kvtransfer.layout.kv_layout import KvContent, KvOrder
 from kvtransfer.protocol.outcomes import OutcomeKind
 from kvtransfer.transfer.handles import Landing, TransferHandle
 from kvtransfer.transports.inproc import Inproc, InprocWire, WireConditions
+from kvtransfer.transports.stream import inbound, outbound
 from kvtransfer.util.clock import Clock, ThreadClock, VirtualClock
 from tests.chaos.kv_faults import FaultProbabilities, FaultyTransport, Proxy
 from tests.chaos.kv_trial_engine import BASE, BLOCKS, TrialEngine
@@ -143,7 +148,10 @@ class Trial:
             if dice != FaultProbabilities()
             else inner
         )
-        return TrialEngine(name, layout, [faulty], clock, self.rng.randrange(1 << 30), self.pace)
+        budget_bytes = (64 if self.transport == "batches" else 6) << 10
+        return TrialEngine(
+            name, layout, [faulty], clock, self.rng.randrange(1 << 30), self.pace, budget_bytes
+        )
 
     def expected(self, name: str) -> NDArray[np.uint8] | None:
         return next(
@@ -409,9 +417,20 @@ def main() -> None:
     raise SystemExit(1 if wrong else 0)
 
 
+@contextmanager
+def small_batches() -> Iterator[None]:
+    """Let the native pump move windows of any size in batches, in the whole process."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (inbound, outbound):
+            patch.setattr(module, "LEAST_BYTES", 1)
+        patch.setattr(outbound, "_STAGED_BYTES", 0)
+        yield
+
+
 def _trial(task: tuple[int, str]) -> Outcome:
     try:
-        return trial(*task)
+        with small_batches() if task[1] == "batches" else nullcontext():
+            return trial(*task)
     except Exception as broken:
         return Outcome(*task, "?", ["".join(traceback.format_exception(broken)[-6:])])
 

@@ -5,6 +5,7 @@ bugs.
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from itertools import repeat
 
 import pytest
@@ -14,7 +15,7 @@ from kvtransfer.transfer import receive_tracker, send_queue, sink
 from kvtransfer.transfer.flow_control import SendCredits
 from kvtransfer.transfer.sink import TransferSink
 from kvtransfer.transports import inproc
-from tests.chaos.kv_trials import FAULTS, trial
+from tests.chaos.kv_trials import FAULTS, small_batches, trial
 
 
 @pytest.mark.parametrize(
@@ -26,13 +27,17 @@ from tests.chaos.kv_trials import FAULTS, trial
         ("lanes", range(48, 72)),
         ("tls", range(72, 84)),
         ("tcp-python", range(84, 100)),
+        ("batches", range(100, 124)),
     ],
 )
 def test_under_any_fault_nothing_wrong_lands_and_nothing_stays_reserved(
     transport: str, seeds: range
 ) -> None:
     # Trials on real sockets mostly wait, so several run at once.
-    with ThreadPoolExecutor(1 if transport == "inproc" else 6) as pool:
+    with (
+        small_batches() if transport == "batches" else nullcontext(),
+        ThreadPoolExecutor(1 if transport == "inproc" else 6) as pool,
+    ):
         outcomes = list(pool.map(trial, seeds, repeat(transport)))
     assert [outcome for outcome in outcomes if outcome.wrong] == []
     ends = {end for outcome in outcomes for end in outcome.ends}

@@ -2,7 +2,8 @@
 
 PENSTOCK_KV_TRANSPORTS lists the transports to test (default: all but rdma, which needs
 verbs). lanes is tcp with three parallel connections per link, tls is tcp with certificates, and
-tls-lanes is both. tcp-python is tcp without the native pump.
+tls-lanes is both. tcp-python is tcp without the native pump. batches is tcp in
+tests/chaos/kv_trials.py.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ if TYPE_CHECKING:
 TRANSPORTS = os.environ.get("PENSTOCK_KV_TRANSPORTS", "inproc,shm,tcp,tcp-python,lanes,tls").split(
     ","
 )
-OVER_TCP = ("tcp", "tcp-python", "lanes", "tls", "tls-lanes")
+OVER_TCP = ("tcp", "tcp-python", "batches", "lanes", "tls", "tls-lanes")
 BLOCKS, BLOCK_BYTES = 64, 32 << 10
 LANES = 3
 # Timeout for events that must happen, longer on an emulated processor.
