@@ -200,7 +200,6 @@ def test_behind_the_fence_nothing_is_written_whatever_the_source_does(pair: Pair
     assert len(pair.sink_owner.all("landed")) == landed_count
 
 
-@pytest.mark.parametrize("end", ["own", "far"])
 def long_windows(pair: Pair, transfer: int) -> dict[WindowHead, ByteRuns]:
     # Return windows of a third of a MiB, which a native pump may move in one batch.
     rng = np.random.default_rng(transfer)
@@ -266,6 +265,7 @@ def test_behind_the_fence_no_long_window_is_written(pair: Pair, landed: int) -> 
     assert len(pair.sink_owner.all("landed")) == landed_count
 
 
+@pytest.mark.parametrize("end", ["own", "far"])
 def test_a_fence_is_answered_on_a_link_that_is_gone(pair: Pair, end: str) -> None:
     pair.admit(4)
     (pair.sink if end == "own" else pair.source).close()
